@@ -1,78 +1,101 @@
-"""Copies of puts and gets: each block is summed and copied while it is in the processor's caches.
+"""Copies of puts and gets: each block is summed in the pass that copies it.
 
-Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums (writing.py, onesided.py). Invariants: what is summed is
-the source, so a put that was torn is found by the first reader; when `sum_and_copy` has returned or raised, nothing of it is copied any more.
+    BLOCK [n] ──▶ tierd/native, or the plain form; long ones by two threads ──▶ bytes at their targets, and the sums of all slices
+
+Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums (writing.py, onesided.py). Invariants: a sum is of the source, so a copy that was torn is found
+by its first reader; when `sum_and_copy` has returned or raised, nothing of it is copied any more. Addresses and lengths are the caller's to look after.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
-from typing import cast
+from functools import lru_cache, partial
+from itertools import accumulate
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from tierd.client import forks, stopping
-from tierd.client.buffers import Bytes, address_of
-from tierd.core.block import slice_cut
-from tierd.streaming import STREAMING
+from tierd.core.block import slice_cut, slice_lengths
+from tierd.core.model import StructArray
+from tierd.native import find_library
 
+BLOCK = np.dtype([("source", "<u8"), ("target", "<u8"), ("length", "<u8"), ("layers", "<u8")])
+"""A block to be copied: addresses in this process (target 0: it is summed alone), bytes, and layers as its slices follow them."""
 HELPED_BYTES = 4 << 20
 """A copy of so many bytes or more is shared with a second thread."""
-Piece = tuple[memoryview, int]
-"""What is summed, and where it lies."""
-_cut = lru_cache(maxsize=64)(slice_cut)
+
+Sums = NDArray[np.uint64]
+_library = find_library()
 
 
-def piece_of(source: Bytes) -> Piece:
-    """A caller's buffer."""
-    return memoryview(cast("bytes", source)), address_of(source)
+@lru_cache(maxsize=1024)
+def slices_of(length: int, layers: int) -> int:
+    """How many slices a block has."""
+    cut = slice_cut(length, layers)
+    return cut.pieces * cut.layers
 
 
-def sum_and_copy(targets: Sequence[Bytes | None], sources: Sequence[Piece], *, layers: Sequence[int]) -> list[bytes]:
-    """Copies each source that has a target. The slice table of each of these, xxh3-64 of its slices, u64 little-endian; of the others nothing. layers: of each block. Raises ValueError, Stopped."""
-    rows = [i for i, target in enumerate(targets) if target is not None]
-    copy, half = _Copy(targets, sources, layers), len(rows) // 2
-    is_long = half and sum(len(sources[i][0]) for i in rows) >= HELPED_BYTES
-    with _SECOND_THREAD.at(copy, rows[half:]) if is_long else nullcontext(False) as is_helped:
-        copy.do(rows[:half] if is_helped else rows, stopping.check)
-    return copy.tables
+def blocks_of(
+    sources: NDArray[np.uint64] | Sequence[int],
+    targets: NDArray[np.uint64] | Sequence[int],
+    lengths: NDArray[np.uint64] | Sequence[int],
+    layers: NDArray[np.uint64] | Sequence[int] | int,
+) -> StructArray:
+    """BLOCK [n]."""
+    blocks = np.empty(len(sources), BLOCK)
+    blocks["source"], blocks["target"], blocks["length"], blocks["layers"] = sources, targets, lengths, layers
+    return blocks
 
 
-class _Copy:
-    """What `sum_and_copy` says. tables: what it gives."""
+def sum_and_copy(blocks: StructArray) -> Sums:
+    """Copies BLOCK [n]. The sums of all slices, xxh3-64, u64 little-endian, block after block. Raises Stopped between two blocks, from whatever thread that comes."""
+    stopping.check()
+    lengths = blocks["length"].tolist()
+    ends = [0, *accumulate(map(slices_of, lengths, blocks["layers"].tolist()))]
+    sums, half, is_over = np.empty(ends[-1], "<u8"), len(blocks) // 2, np.zeros(1, np.int32)
 
-    def __init__(self, targets: Sequence[Bytes | None], sources: Sequence[Piece], layers: Sequence[int]) -> None:
-        self._targets, self._sources, self._layers = targets, sources, layers
-        self.tables = [b""] * len(sources)
+    def part(first: int, end: int) -> None:
+        _do(blocks[first:end], sums[ends[first] :], is_over)
 
-    def do(self, rows: Sequence[int], check: Callable[[], None]) -> None:
-        """A part. check: called before each block; what it raises ends this."""
-        for row in rows:
-            check()
-            target, (source, at) = self._targets[row], self._sources[row]
-            assert target is not None, "a row has a target"
-            if len(target) != len(source):
-                raise ValueError(f"copy {row}: {len(source)} bytes into {len(target)}")
-            self.tables[row] = _summed(source, self._layers[row])
-            STREAMING.copy_bytes(address_of(target, writable=True), at, len(source))
+    def stop() -> None:
+        is_over[0] = 1
+
+    is_long = half and sum(lengths) >= HELPED_BYTES
+    second = _SECOND_THREAD.at(partial(part, half, len(blocks)), stop) if is_long else nullcontext(False)
+    with stopping.ended_by(stop), second as is_helped:
+        part(0, half if is_helped else len(blocks))
+    stopping.check()
+    return sums
 
 
-def _summed(source: memoryview, layers: int) -> bytes:
-    """Its slice table."""
-    cut = _cut(len(source), layers)
-    if cut.pieces * cut.layers == 1:
-        return struct.pack("<Q", xxhash.xxh3_64_intdigest(source))
-    sums, at = [], 0
-    for length in ([cut.piece] * (cut.pieces - 1) + [cut.last]) * cut.layers:
-        sums.append(xxhash.xxh3_64_intdigest(source[at : at + length]))
-        at += length
-    return struct.pack(f"<{len(sums)}Q", *sums)
+def _do(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> None:
+    """A part of it, until is_over."""
+    if _library is None:
+        plain_sum_and_copy(blocks, sums, is_over)
+    else:
+        _library.tierd_sum_and_copy(blocks.ctypes.data, len(blocks), sums.ctypes.data, is_over.ctypes.data)
+
+
+def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> int:
+    """What `tierd_sum_and_copy` of tierd/native/plane.cpp does: how many blocks are done."""
+    at = 0
+    for done, (source, target, length, layers) in enumerate(blocks.tolist()):
+        if is_over[0]:
+            return done
+        view, begin = memoryview((ctypes.c_ubyte * length).from_address(source)).cast("B"), 0
+        for piece in slice_lengths(length, layers):
+            sums[at] = xxhash.xxh3_64_intdigest(view[begin : begin + piece])
+            at, begin = at + 1, begin + piece
+        if target:
+            ctypes.memmove(target, source, length)
+    return len(blocks)
 
 
 class _SecondThread:
@@ -85,28 +108,22 @@ class _SecondThread:
         forks.register(self)
 
     @contextmanager
-    def at(self, copy: _Copy, rows: Sequence[int]) -> Iterator[bool]:
-        """Around one's own part: whether it does these rows. When this ends it has, or has let go of them."""
+    def at(self, work: Callable[[], None], stop: Callable[[], None]) -> Iterator[bool]:
+        """Around one's own part: whether it does this other work. When this ends it has, or was stopped in the middle."""
         if not self._is_of_use or not self._turn.acquire(blocking=False):
             yield False
             return
-        is_over = threading.Event()
-
-        def check() -> None:
-            if is_over.is_set():
-                raise InterruptedError
-
         try:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
-            part = self._pool.submit(copy.do, rows, check)
+            done = self._pool.submit(work)
             try:
                 yield True
             except BaseException:
-                is_over.set()
-                part.exception()
+                stop()
+                done.exception()
                 raise
-            part.result()
+            done.result()
         finally:
             self._turn.release()
 

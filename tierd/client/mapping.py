@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tierd.core.directory import SEGMENT_BITS
 from tierd.core.layout import (
     CATALOGUE_HEADER,
     CATALOGUE_MAGIC,
@@ -48,6 +49,21 @@ _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
 
 
+SEGMENT = np.dtype(
+    [
+        ("place", "<u8"),
+        ("data", "<u8"),
+        ("words", "<u8"),
+        ("metas", "<u8"),
+        ("tables", "<u8"),
+        ("class_bytes", "<u8"),
+        ("pages", "<u4"),
+        ("slice_words", "<u4"),
+    ]
+)
+"""A mapped segment as native code takes it: where it stands in the directory, addresses in this process, sizes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page; metas, tables: bytes of META and of the slice table, slice_words long, of each.
@@ -72,13 +88,21 @@ class Segment:
         return int(self.data.ctypes.data)
 
     @cached_property
-    def memory(self) -> memoryview:
-        """Its data."""
-        return memoryview(cast("bytes", self.data))
-
-    @cached_property
     def _numbers(self) -> memoryview:
         return memoryview(cast("bytes", self.words)).cast("B").cast("Q")
+
+    @property
+    def place(self) -> int:
+        """As the directory has it."""
+        return self.tier << SEGMENT_BITS | self.id
+
+    @cached_property
+    def row(self) -> tuple[int, ...]:
+        """SEGMENT."""
+        words, metas, tables = (
+            np.frombuffer(its, np.uint8).ctypes.data for its in (self.words, self.metas, self.tables)
+        )
+        return self.place, self.address, words, metas, tables, self.class_bytes, len(self.words), self.slice_words
 
     def generation(self, slot: int) -> int:
         """The generation word of a page. Raises IndexError."""
@@ -104,6 +128,20 @@ class Segment:
     def is_empty(self) -> bool:
         """Whether no page of it is in use now: it may have ended."""
         return is_unused(self.words)
+
+
+class SegmentTable:
+    """Segments of host memory that are mapped, in the order of their places. rows: SEGMENT [n], good as long as this is there."""
+
+    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+        self.segments = sorted(segments, key=lambda segment: segment.place)
+        self.rows = np.array([segment.row for segment in self.segments], SEGMENT)
+        self.address = int(self.rows.ctypes.data)
+        self._numbers = {segment.place: number for number, segment in enumerate(self.segments)}
+
+    def find(self, place: int) -> int | None:
+        """Which of them lies there."""
+        return self._numbers.get(place)
 
 
 def still_hold(words: Words, handles: StructArray, *, for_a_lease: bool = False) -> NDArray[np.bool_]:

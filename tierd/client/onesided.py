@@ -2,77 +2,74 @@
 
     Directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶ generations again ──▶ served; the daemon is told by the mailbox
 
-Purpose: gets of what lies near, and the sums of every page that is copied. Non-purpose: what is not near or not right (verbs.py asks then). Invariants: what is served has
+Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near or not right (verbs.py asks then). Invariants: what is served has
 its block's sums, and its page had one and the same generation before and after the copy; whatever stands in directory or catalogue, nothing outside the mappings is read, and a get ends
 after one look at each. Only the daemon writes either, and changes a page's generation before the first byte of its reuse. Such reads are FaRM's (Dragojevic et al., NSDI 2014, section 4).
+The loops are C++ (tierd/native), or the plain ones here, with the same results.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierd.client import buffers, copying
 from tierd.client.buffers import Bytes
-from tierd.client.mapping import Segment
+from tierd.client.mapping import Segment, SegmentTable
 from tierd.client.protocol import groups_message
 from tierd.client.session import Session
 from tierd.client.values import Found, GetResult, Group, checked_hashes
-from tierd.core.block import slice_cut
-from tierd.core.directory import SEGMENT_BITS, keys_of
+from tierd.core.directory import SEGMENT_BITS, Directory, keys_of
 from tierd.core.layout import GENERATION, WORD_BYTES
-from tierd.core.meta import Entry
 from tierd.core.model import HASH_BYTES, Need, StructArray
 from tierd.core.sets import kinds
 from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError
+from tierd.native import find_library
+
+PAGE = np.dtype(
+    [
+        ("source", "<u8"),
+        ("length", "<u8"),
+        ("layers", "<u8"),
+        ("generation", "<u8"),
+        ("table", "<u8"),
+        ("word", "<u8"),
+        ("segment", "<u4"),
+        ("slot", "<u4"),
+    ]
+)
+"""A published page, as its entry says: addresses of its bytes, slice table (0: it has none) and generation word in this process; segment: which of the table's."""
+NAMES = np.dtype(
+    [("hashes", "<u8"), ("count", "<u8"), ("namespace", "<u4"), ("tokens", "<u4"), ("last", "<u4"), ("pad", "<u4")]
+)
+"""Blocks that are looked for: the address of their hashes, and tokens of each, and of the last one."""
+NOWHERE = (1 << 64) - 1
+_library = find_library()
 
 
-@dataclass
 class Pages:
-    """Published pages, in the order of their blocks. sources: their bytes and addresses; sums: their slice tables; held: segment, slot and generation of each."""
+    """Pages in the order of their blocks. rows: PAGE [n]; segments: what keeps their addresses good."""
 
-    sources: list[copying.Piece] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    sums: list[bytes] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
-    held: list[tuple[Segment, int, int]] = field(default_factory=list)
+    def __init__(self, rows: StructArray, segments: SegmentTable) -> None:
+        self.rows, self.segments = rows, segments
+        self.lengths: list[int] = rows["length"].tolist()
 
-    def take(self, segment: Segment, slot: int, entry: Entry) -> bool:
-        """One more. False: it has no entry that could be its own."""
-        length, cut = entry.length, slice_cut(entry.length, entry.layers)
-        slices = cut.pieces * cut.layers
-        if slices > segment.slice_words or not 0 < length <= segment.class_bytes:
-            return False
-        at, row = slot * segment.class_bytes, slot * segment.slice_words * WORD_BYTES
-        self.sources.append((segment.memory[at : at + length], segment.address + at))
-        self.sums.append(segment.tables[row : row + slices * WORD_BYTES].tobytes())
-        self.lengths.append(length)
-        self.layers.append(entry.layers)
-        self.held.append((segment, slot, entry.generation))
-        return True
-
-    def take_unknown(self, segment: Segment, slot: int, *, length: int, generation: int) -> None:
-        """A page that is held and has no entry of its own: whatever it holds, its copy is not good."""
-        at = slot * segment.class_bytes
-        self.sources.append((segment.memory[at : at + length], segment.address + at))
-        self.sums.append(b"")
-        self.lengths.append(length)
-        self.layers.append(0)
-        self.held.append((segment, slot, generation))
-
-    def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> list[bool]:
-        """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds them any more."""
-        made = copying.sum_and_copy(targets, self.sources, layers=self.layers)
-        barrier()
-        mask = int(GENERATION) if is_leased else -1
-        return [
-            mine == its and segment.generation(slot) & mask == generation
-            for mine, its, (segment, slot, generation) in zip(made, self.sums, self.held, strict=True)
-        ]
+    def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
+        """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds them any more. Raises Stopped."""
+        to, rows = [buffers.address_of(target, writable=True) for target in targets], self.rows
+        sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
+        mask = int(GENERATION) if is_leased else NOWHERE
+        good = np.zeros(len(rows), np.bool_)
+        if _library is None:
+            plain_check(rows, sums, mask, good)
+        else:
+            _library.tierd_check(rows.ctypes.data, len(rows), sums.ctypes.data, mask, good.ctypes.data)
+        return good
 
 
 def get(session: Session, group: Group, out: Any, *, timeout_s: float) -> tuple[GetResult, list[int]] | None:
@@ -91,11 +88,115 @@ def served(
         targets = buffers.pieces(out, pages.lengths, writable=True)
     except InvalidArgument:  # the answer may be shorter, and fit
         return None
-    if not all(pages.copy_to(targets)):
+    if not pages.copy_to(targets).all():
         return None
     if not session.mailbox.tell_used(groups_message([group])[0].SerializeToString()):
         return None
     return GetResult(sum(tier_tokens), len(targets), (), tuple(tier_tokens)), pages.lengths
+
+
+def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
+    """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps segments that are not."""
+    count, namespace, directory = len(group.hashes), group.namespace, session.directory
+    if not _is_plain(group) or directory is None:
+        return None
+    hashes, size = np.ascontiguousarray(group.hashes), namespace.spec.tokens_per_block
+    last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
+    names = np.array((hashes.ctypes.data, count, namespace.id, size, last, 0), NAMES)
+    for _ in range(count + 1):  # once more for each segment that was not mapped
+        table = session.table()
+        rows, unmapped = _located(directory, table, names)
+        if unmapped == NOWHERE or _segment(session, unmapped, timeout_s) is None:
+            break
+    if len(rows) < count:
+        return None
+    tier_tokens = [0] * len(session.tiers)
+    segments = rows["segment"].tolist()
+    for number in set(segments):
+        its = segments.count(number)
+        tier_tokens[table.segments[number].tier] += its * size
+    tier_tokens[table.segments[segments[-1]].tier] += last - size
+    return Pages(rows, table), tier_tokens
+
+
+def _located(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
+    """PAGE of the blocks up to the first that is not near, and the place of a segment that this one may lie in and that is not mapped, or NOWHERE."""
+    if _library is None:
+        return plain_find(directory, table, names)
+    rows, unmapped = np.empty(int(names["count"]), PAGE), ctypes.c_uint64()
+    found = _library.tierd_find(
+        directory.address,
+        directory.buckets,
+        table.address,
+        len(table.segments),
+        names.ctypes.data,
+        rows.ctypes.data,
+        ctypes.addressof(unmapped),
+    )
+    return rows[:found], unmapped.value
+
+
+def plain_find(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
+    """What `tierd_find` of tierd/native/plane.cpp does."""
+    at, count, namespace, size, last, _ = names.item()
+    hashes, rows, unmapped = ctypes.string_at(at, count * HASH_BYTES), list[tuple[int, ...]](), NOWHERE
+    for i in range(count):
+        name = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+        places = directory.places(namespace, name)
+        if places is None:
+            break
+        (place, slot), tokens = places[0], size if i < count - 1 else last
+        number = table.find(place)
+        if number is None:
+            unmapped = place
+            break
+        segment = table.segments[number]
+        entry = segment.entry(slot)
+        if entry is None or (entry.namespace, entry.tokens, entry.hash) != (namespace, tokens, name):
+            break
+        is_bounded = 0 < entry.length <= segment.class_bytes
+        if not is_bounded or copying.slices_of(entry.length, entry.layers) > segment.slice_words:
+            break
+        if segment.generation(slot) != entry.generation:
+            break
+        rows.append(_page(segment, number, slot, entry.length, entry.layers, entry.generation))
+    return np.array(rows, PAGE), unmapped
+
+
+def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[np.bool_]) -> None:
+    """What `tierd_check` of tierd/native/plane.cpp does."""
+    raw, at = sums.tobytes(), 0
+    barrier()
+    for i, (_, length, layers, generation, table, word, *_) in enumerate(rows.tolist()):
+        end = at + WORD_BYTES * copying.slices_of(length, layers)
+        is_its = bool(table) and ctypes.string_at(table, end - at) == raw[at:end]
+        good[i] = is_its and ctypes.c_uint64.from_address(word).value & mask == generation
+        at = end
+
+
+def _page(segment: Segment, number: int, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
+    """PAGE."""
+    _, data, words, _, tables, class_bytes, _, slice_words = segment.row
+    table, word = tables + slot * slice_words * WORD_BYTES, words + slot * WORD_BYTES
+    return data + slot * class_bytes, length, layers, generation, table, word, number, slot
+
+
+def pages_of(session: Session, handles: StructArray) -> Pages | None:
+    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped. Without an entry of its own a page's copy is not good."""
+    table, rows = session.table(), list[tuple[int, ...]]()
+    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
+    for tier, number, slot, generation, length in zip(*columns, strict=True):
+        at = table.find(tier << SEGMENT_BITS | number)
+        if at is None:
+            return None
+        segment = table.segments[at]
+        entry = segment.entry(slot)
+        is_its = entry is not None and (entry.generation, entry.length) == (generation, length)
+        layers = entry.layers if entry is not None and is_its else 0
+        page = _page(segment, at, slot, length, layers, generation)
+        is_its &= copying.slices_of(length, layers) <= segment.slice_words
+        rows.append(page if is_its else (*page[:4], 0, *page[5:]))
+    return Pages(np.array(rows, PAGE), table)
 
 
 def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
@@ -121,51 +222,8 @@ def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
 
 
 def _is_plain(group: Group) -> bool:
-    """Whether it is of one that answers without a call: a prefix, of rank 0 alone."""
+    """Whether it is one that is answered without a call: a prefix, of rank 0 alone."""
     return bool(len(group.hashes)) and group.need is Need.PREFIX and tuple(group.ranks) == (0,)
-
-
-def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
-    """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps segments that are not."""
-    count, namespace = len(group.hashes), group.namespace
-    if not _is_plain(group) or session.directory is None:
-        return None
-    hashes = np.ascontiguousarray(group.hashes).tobytes()
-    places = session.directory.places(namespace.id, hashes)
-    if places is None:
-        return None
-    size = namespace.spec.tokens_per_block
-    last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
-    pages, tier_tokens, segments = Pages(), [0] * len(session.tiers), dict[int, Segment | None]()
-    for i, (place, slot) in enumerate(places):
-        if place not in segments:
-            segments[place] = _segment(session, place, timeout_s)
-        segment, tokens = segments[place], size if i < count - 1 else last
-        entry = segment.entry(slot) if segment is not None else None
-        if segment is None or entry is None or segment.generation(slot) != entry.generation:
-            return None
-        name = entry.namespace, entry.tokens, entry.hash
-        if name != (namespace.id, tokens, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]):
-            return None
-        if not pages.take(segment, slot, entry):
-            return None
-        tier_tokens[segment.tier] += tokens
-    return pages, tier_tokens
-
-
-def pages_of(session: Session, handles: StructArray) -> Pages | None:
-    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped."""
-    pages = Pages()
-    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
-    for tier, number, slot, generation, length in zip(*columns, strict=True):
-        segment = session.segment((tier, number))
-        if not isinstance(segment, Segment):
-            return None
-        entry = segment.entry(slot)
-        is_its = entry is not None and (entry.generation, entry.length) == (generation, length)
-        if entry is None or not is_its or not pages.take(segment, slot, entry):
-            pages.take_unknown(segment, slot, length=length, generation=generation)
-    return pages
 
 
 def _segment(session: Session, place: int, timeout_s: float) -> Segment | None:

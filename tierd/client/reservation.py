@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,12 @@ from tierd.client.calls import Deadline, deadline_of, due
 from tierd.client.forks import Bound
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
-from tierd.client.protocol import commit_request, every
+from tierd.client.protocol import commit_request
 from tierd.client.session import Parts, by_place
 from tierd.client.values import Committed
 from tierd.client.work import pauses
 from tierd.core.model import BlockStatus, StructArray
-from tierd.errors import InvalidArgument, TierdError
+from tierd.errors import InvalidArgument, StaleHandle, TierdError
 
 COMMIT_TIMEOUT_S = 30.0
 """Of a commit or an abort that is given no time: a commit hashes and may write to a disk."""
@@ -44,6 +44,13 @@ class Ends(Protocol):
     def abort(self, pages: Any, deadline: Deadline) -> None:
         """Gives back."""
         ...
+
+
+class Addresses(NamedTuple):
+    """Of pages in this process: u64 [n], 0 where none is reserved; good as long as what is kept is."""
+
+    of_blocks: NDArray[np.uint64]
+    kept: list[object]
 
 
 class ReservedPages(Bound):
@@ -101,14 +108,20 @@ class ReservedPages(Bound):
         """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
         return self._cut(range(len(self)))
 
-    def targets(self) -> list[Bytes | None]:
-        """As `buffers`, for who writes now and keeps none: these are never sealed. Raises StaleHandle, ForkedClient."""
-        if self.hold is None or not every(self.handles["status"] == BlockStatus.RESERVED):
-            return self.buffers()
-        self.hold.check()
-        parts = by_place(self.handles)
-        _populate(self.hold, self.handles, parts)
-        return list(cut_pages(self.hold, self.handles, parts=parts, writable=True))
+    def addresses(self) -> Addresses:
+        """Where its pages lie, for who writes now and keeps nothing. Raises StaleHandle, ForkedClient."""
+        hold = self.held()
+        rows = np.flatnonzero(self.handles["status"] == BlockStatus.RESERVED)
+        handles, found = self.handles[rows], np.zeros(len(self), np.uint64)
+        parts, kept = by_place(handles), list[object]([hold.pin()])
+        _populate(hold, handles, parts)
+        for place, its in parts:
+            segment = hold.segment(place)
+            if not isinstance(segment, mapping.Segment):
+                raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; reserve again")
+            found[rows[its]] = np.uint64(segment.address) + handles["offset"][its]
+            kept.append(segment)
+        return Addresses(found, kept)
 
     def held(self) -> Hold:
         """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""

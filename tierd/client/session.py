@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 import tierd
 from tierd.client import trusted
 from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
-from tierd.client.mapping import Segment, map_file, map_segment
+from tierd.client.mapping import Segment, SegmentTable, map_file, map_segment
 from tierd.client.protocol import error_of, every
 from tierd.client.target import LocalTarget
 from tierd.core.directory import Directory
@@ -91,6 +91,8 @@ class Session:
         self._turn = threading.Lock()
         self._owed = 0  # replies that nobody waits for
         self._segments: dict[Place, Segment | DeviceSegment] = {}
+        self._table: SegmentTable | None = None
+        self._tabled: tuple[int, object] = (0, None)
         self._unsent: deque[dict[str, Any]] = deque()
         self._requests = itertools.count(1)
         # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
@@ -114,11 +116,13 @@ class Session:
         self._farewell.detach()
         _close_all(self._sockets)
         self._segments.clear()
+        self._table = None
 
     def leave(self) -> None:
         """Closes, and says that this process uses nothing of it any more, if the daemon is there to hear it. For finalisers too."""
         self._farewell()
         self._segments.clear()
+        self._table = None
 
     def next_request(self) -> str:
         """A name for a call, unlike any other of this session."""
@@ -127,6 +131,7 @@ class Session:
     def unmap(self) -> None:
         """Keeps no segment mapped but for the views that are alive."""
         self._segments.clear()
+        self._table = None
         if self.gpus:
             _device().unmap_ended()
 
@@ -187,6 +192,15 @@ class Session:
     def segment(self, place: Place) -> Segment | DeviceSegment | None:
         """A mapped segment."""
         return self._segments.get(place)
+
+    def table(self) -> SegmentTable:
+        """The mapped segments of host memory."""
+        mapped = list(self._segments.values())
+        known = len(mapped), mapped[-1] if mapped else None  # a new one comes last, and one that goes is missed
+        if self._table is None or self._tabled != known:
+            self._table = SegmentTable(segment for segment in mapped if isinstance(segment, Segment))
+            self._tabled = known
+        return self._table
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, copying, protocol, stopping
+from tierd.client import buffers, copying, protocol
 from tierd.client.calls import left_s
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
@@ -169,10 +169,11 @@ class Copy:
     def run(self) -> None:
         """Once, however often it is called."""
         if self._sums is None:
+            sources, targets = self._write.sources, self._pages.addresses()
             layers = self._write.group.namespace.spec.geometry.layers
-            sources = [*map(copying.piece_of, self._write.sources)]
-            self._sums = b"".join(copying.sum_and_copy(self._pages.targets(), sources, layers=[layers] * len(sources)))
-            stopping.check()  # a caller who was told that it has ended may have used his sources for something else
+            at, lengths = [*map(buffers.address_of, sources)], [*map(len, sources)]
+            blocks = copying.blocks_of(at, targets.of_blocks, lengths, layers)
+            self._sums = copying.sum_and_copy(blocks[blocks["target"] != 0]).tobytes()
 
     def rest(self) -> bytes:
         """What follows the commit then: Written."""

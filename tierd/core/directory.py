@@ -73,6 +73,7 @@ class Directory:
         table = words[: buckets * 2 * SLOTS].reshape(buckets, SLOTS, 2)
         self._keys, self._places = table[:, :, 0], table[:, :, 1]
         self._table = memoryview(cast("bytes", table)).cast("B").cast("Q")
+        self.address, self.buckets = int(table.ctypes.data), buckets
         self._mask, self._turn = np.uint64(buckets - 1), 0
 
     def places(self, namespace: int, hashes: bytes) -> list[tuple[int, int]] | None:

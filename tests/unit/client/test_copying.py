@@ -1,72 +1,114 @@
-"""The copy of a put: right bytes, right sums, by one thread or two."""
+"""Copies: right bytes and right sums, by one thread or two, by the library or without it."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tierd import native
 from tierd.client import copying
+from tierd.client.stopping import Stop, Stopped
 from tierd.core.block import slice_lengths
+from tierd.native import find_library
 from tierd.tiers.checksum import raw_tables, slice_sums
 
 MIB = 1 << 20
+NEEDS_LIBRARY = pytest.mark.skipif(find_library() is None, reason="no compiled library; see tierd/native/README.md")
+GUARD = 64
 
 
-def blocks(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
-    """Of random bytes."""
-    return list(np.random.default_rng(seed).integers(0, 256, (count, length), dtype=np.uint8))
+@pytest.fixture(params=["library", "plain"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both forms, where there are two."""
+    if request.param == "plain":
+        monkeypatch.setattr(copying, "_library", None)
+    elif find_library() is None:
+        pytest.skip("no compiled library; see tierd/native/README.md")
+    return str(request.param)
 
 
-def tables(sources: list[np.ndarray], layers: int) -> list[bytes]:
+def sources(count: int, length: int, seed: int = 0) -> np.ndarray:
+    """Random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, (count, length), dtype=np.uint8)
+
+
+def copied(targets: np.ndarray, given: np.ndarray, layers: int = 0) -> list[bytes]:
+    """Row after row; the sums of each."""
+    blocks = copying.blocks_of(rows(given), rows(targets), [given.shape[1]] * len(given), layers)
+    sums = copying.sum_and_copy(blocks)
+    return [part.tobytes() for part in np.split(sums, len(given))]
+
+
+def rows(array: np.ndarray) -> np.ndarray:
+    """Where each begins."""
+    return np.uint64(array.ctypes.data) + np.arange(len(array), dtype=np.uint64) * np.uint64(array.strides[0])
+
+
+def tables(given: np.ndarray, layers: int = 0) -> list[bytes]:
     """As the daemon sums them."""
-    return raw_tables([slice_sums(source, slice_lengths(len(source), layers)) for source in sources])
+    return raw_tables([slice_sums(row, slice_lengths(len(row), layers)) for row in given])
 
 
-def copied(targets: list[np.ndarray | None], sources: list[np.ndarray], layers: int = 0) -> list[bytes]:
-    """Of blocks of one namespace."""
-    return copying.sum_and_copy(targets, [*map(copying.piece_of, sources)], layers=[layers] * len(sources))
-
-
-@pytest.mark.parametrize("layers", [0, 1, 4, 7])
+@pytest.mark.parametrize("layers", [0, 1, 4, 7, 480, (1 << 32) - 1])
 @pytest.mark.parametrize(
-    ("count", "length"), [(1, 1), (3, 4096), (2, MIB), (5, 3 * MIB // 2), (16, 300_000), (4, 28 * 4096)]
+    ("count", "length"),
+    [(1, 1), (3, 4096), (2, MIB), (5, 3 * MIB // 2), (16, 300_000), (4, 28 * 4096), (1, 480 * 4096)],
 )
 def test_bytes_and_sums_are_right(count: int, length: int, layers: int) -> None:
     """Each target has its source's bytes, and the sums are those that the daemon would make of it: of small blocks and long ones, of any number of layers."""
-    sources = blocks(count, length)
-    targets: list[np.ndarray | None] = [np.zeros(length, np.uint8) for _ in range(count)]
-    assert copied(targets, sources, layers) == tables(sources, layers)
-    assert all(np.array_equal(target, source) for target, source in zip(targets, sources, strict=True))  # type: ignore[arg-type]
+    given = sources(count, length)
+    targets = np.zeros_like(given)
+    assert copied(targets, given, layers) == tables(given, layers)
+    assert (targets == given).all()
 
 
-def test_a_source_without_a_target_is_passed_over() -> None:
-    """What is not to be stored has no sum either."""
-    sources, target = blocks(3, 4096), np.zeros(4096, np.uint8)
-    assert copied([None, target, None], sources) == [b"", *tables(sources[1:2], 0), b""]
-    assert np.array_equal(target, sources[1])
-    assert copied([None] * 3, sources) == [b""] * 3
+@given(
+    length=st.one_of(st.integers(0, 1300), st.integers(1300, 70_000)),
+    offsets=st.tuples(st.integers(0, 64), st.integers(0, 64)),
+    layers=st.integers(0, 9),
+)
+def test_whatever_the_length_and_the_address(length: int, offsets: tuple[int, int], layers: int) -> None:
+    """Of every length, from and to every address, as slices of the sum's own kinds; and no byte beside the target is written."""
+    source = sources(1, length + offsets[0], seed=length)[0][offsets[0] :]
+    target = np.full(offsets[1] + length + GUARD, 7, np.uint8)
+    blocks = copying.blocks_of([source.ctypes.data], [target.ctypes.data + offsets[1]], [length], layers)
+    assert copying.sum_and_copy(blocks).tobytes() == tables(source[None], layers)[0]
+    assert (target[offsets[1] : offsets[1] + length] == source).all()
+    assert (target[: offsets[1]] == 7).all() and (target[offsets[1] + length :] == 7).all()
+
+
+def test_what_has_no_target_is_summed() -> None:
+    """A block without one is read, and nothing is written."""
+    given = sources(3, 5000)
+    blocks = copying.blocks_of(rows(given), [0] * 3, [5000] * 3, 0)
+    assert copying.sum_and_copy(blocks).tobytes() == b"".join(tables(given))
+    assert len(copying.sum_and_copy(blocks[:0])) == 0
 
 
 def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long copy is made by two threads; one that finds the other thread at work, or is short, by its own alone."""
-    seen, inner = set[str](), copying._summed
+    seen, inner = set[str](), copying._do
 
-    def summed(source: memoryview, layers: int) -> bytes:
+    def do(*part: Any) -> None:
         seen.add(threading.current_thread().name)
-        return inner(source, layers)
+        inner(*part)
 
-    monkeypatch.setattr(copying, "_summed", summed)
+    monkeypatch.setattr(copying, "_do", do)
     monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
-    sources, mine = blocks(8, copying.HELPED_BYTES // 8), threading.current_thread().name
+    given, mine = sources(8, copying.HELPED_BYTES // 8), threading.current_thread().name
 
     def copy(count: int) -> list[bool]:
         seen.clear()
-        targets: list[np.ndarray | None] = [np.zeros(len(source), np.uint8) for source in sources[:count]]
-        assert copied(targets, sources[:count]) == tables(sources[:count], 0)
+        targets = np.zeros_like(given[:count])
+        assert copied(targets, given[:count]) == tables(given[:count])
+        assert (targets == given[:count]).all()
         return [mine in seen, len(seen) == 2]
 
     assert copy(8) == [True, True]
@@ -76,28 +118,64 @@ def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copy(8) == [True, True]
 
 
-@pytest.mark.parametrize("at", [1, 6], ids=["its own part", "the other's"])
-def test_a_target_of_another_length_fails_the_copy(at: int) -> None:
-    """In whichever thread: ValueError, when neither copies any more."""
-    sources = blocks(8, MIB)
-    targets: list[np.ndarray | None] = [np.zeros(MIB - (row == at), np.uint8) for row in range(8)]
-    with pytest.raises(ValueError, match=f"copy {at}: {MIB} bytes into {MIB - 1}"):
-        copied(targets, sources)
+@pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
+def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody waits for any more is copied to the end of a block; when its verb has been told nobody copies any more of it."""
+    stop, inner = Stop(), copying._do
+
+    def do(blocks: np.ndarray, sums: np.ndarray, is_over: np.ndarray) -> None:
+        inner(blocks[:1], sums, is_over)
+        stop.set()
+        inner(blocks[1:], sums, is_over)
+
+    monkeypatch.setattr(copying, "_do", do)
+    targets, given = np.zeros((8, length), np.uint8), np.ones((8, length), np.uint8)
+    with pytest.raises(Stopped):
+        stop.around(lambda: copied(targets, given))
+    assert 1 <= targets[:, 0].sum() <= 2
     assert not copying._SECOND_THREAD._turn.locked()
+
+
+def test_a_copy_does_not_begin_for_nobody() -> None:
+    """A put whose caller has gone while its commit was sent copies nothing."""
+    stop, targets = Stop(), np.zeros((1, 4096), np.uint8)
+
+    def verb() -> None:
+        stop.set()
+        copied(targets, np.ones_like(targets))
+
+    with pytest.raises(Stopped):
+        stop.around(verb)
+    assert not targets.any()
 
 
 def test_a_child_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forked child has a second thread of its own, also where its parent's was at work."""
     monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
-    sources = blocks(8, MIB)
+    given = sources(8, MIB)
 
     def is_right() -> bool:
-        targets: list[np.ndarray | None] = [np.zeros(MIB, np.uint8) for _ in sources]
-        return copied(targets, sources) == tables(sources, 0)
+        targets = np.zeros_like(given)
+        return copied(targets, given) == tables(given) and bool((targets == given).all())
 
     assert is_right()
     with copying._SECOND_THREAD._turn:
         assert _in_child(is_right)
+
+
+@NEEDS_LIBRARY
+def test_a_library_of_another_source_is_not_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is older than its source is none, and so is a file that is no library."""
+    assert find_library() is not None
+    changed = tmp_path / "plane.cpp"
+    changed.write_bytes(native.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native.source_id, "__defaults__", (changed,))
+    assert find_library() is None
+    monkeypatch.undo()
+    broken = tmp_path / "plane.so"
+    broken.write_bytes(b"none")
+    monkeypatch.setattr(native, "LIBRARY", broken)
+    assert find_library() is None
 
 
 def _in_child(work: Callable[[], bool]) -> bool:

@@ -7,12 +7,10 @@ import gc
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import pytest
 
-from tierd.client import copying, stopping, threads
+from tierd.client import stopping, threads
 from tierd.client.calls import left_s
 from tierd.client.stopping import Stop, Stopped
 from tierd.client.threads import Threads
@@ -200,35 +198,3 @@ async def test_cancelled_twice_when_it_has_ended() -> None:
         await task
     assert not at_it.is_set()
     own.close()
-
-
-@pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
-def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody waits for any more is copied to the end of a block, and when the put has been told nobody copies any more of it."""
-    stop, begun, inner = Stop(), list[int](), copying._summed
-
-    def summed(*block: Any) -> bytes:
-        begun.append(1)
-        stop.set()
-        return inner(*block)
-
-    monkeypatch.setattr(copying, "_summed", summed)
-    targets, sources = ([np.full(length, each, np.uint8) for _ in range(8)] for each in (0, 1))
-    with pytest.raises(Stopped):
-        stop.around(lambda: copying.sum_and_copy(targets, [*map(copying.piece_of, sources)], layers=[0] * 8))
-    copied = [int(target[0]) for target in targets]
-    assert sum(copied) == len(begun) < 8
-    assert not copying._SECOND_THREAD._turn.locked()
-
-
-def test_a_copy_does_not_begin_for_nobody() -> None:
-    """A put whose caller has gone while its commit was sent copies nothing."""
-    stop, target = Stop(), np.zeros(4096, np.uint8)
-
-    def verb() -> None:
-        stop.set()
-        copying.sum_and_copy([target], [copying.piece_of(np.ones(4096, np.uint8))], layers=[0])
-
-    with pytest.raises(Stopped):
-        stop.around(verb)
-    assert not target.any()

@@ -68,6 +68,10 @@ class Copies:
             )
         return known[1]
 
+    def table(self) -> mapping.SegmentTable:
+        """All of them."""
+        return mapping.SegmentTable(filter(None, map(self.segment, self._client.maps)))
+
     def mapped(self, place: tuple[int, int], *, timeout_s: float) -> mapping.Segment:
         """Those that can be were mapped before: a simulated call cannot be waited for here."""
         raise Unavailable(f"segment {place}: not mapped")
@@ -113,7 +117,7 @@ class Copies:
             out = [bytearray(length) for length in found[0].lengths]
             if onesided.served(cast("Session", self), group, out, *found) is not None:
                 client.counts["copies that asked nobody"] += 1
-                for key, block, (_, _, generation) in zip(keys, out, found[0].held, strict=True):
+                for key, block, generation in zip(keys, out, found[0].rows["generation"].tolist(), strict=True):
                     client.world.oracle.read_copy(key, bytes(block), generation=generation, began_s=began_s)
                 return
         if not first:
@@ -178,7 +182,9 @@ class Copies:
 
     def _pages(self, found: onesided.Pages, keys: Sequence[Key]) -> list[Page]:
         """For faults that change what lies there."""
-        return [
-            Page(key, self._client.maps[segment.tier, segment.id], slot, slot * segment.class_bytes, length, generation)
-            for key, length, (segment, slot, generation) in zip(keys, found.lengths, found.held, strict=True)
-        ]
+        pages = []
+        for key, row in zip(keys, found.rows, strict=True):
+            segment, slot = found.segments.segments[row["segment"]], int(row["slot"])
+            files, offset = self._client.maps[segment.tier, segment.id], slot * segment.class_bytes
+            pages.append(Page(key, files, slot, offset, int(row["length"]), int(row["generation"])))
+        return pages
