@@ -26,7 +26,7 @@ help: ## this list
 	$(PYTHON) -m venv .venv
 	touch $@
 
-.venv/.base: .venv/.made pyproject.toml
+.venv/.base: .venv/.made pyproject.toml tierd/native/plane.cpp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 

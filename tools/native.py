@@ -6,6 +6,7 @@ fails a wheel: the plain forms take its place.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,42 +16,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "tierd" / "native" / "plane.cpp"
+LIBRARY = SOURCE.with_name("plane.so")
 COMPILERS = ("c++", "g++", "clang++")
 """In this order, where CXX names none."""
 OPTIONS = ("-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden")
 LIMIT_S = 120
-
-
-def command(compiler: str, out: Path, options: Sequence[str] = OPTIONS) -> list[str]:
-    """What compiles it."""
-    sys.path.insert(0, str(SOURCE.parents[2]))
-    from tierd.native import source_id
-
-    return [compiler, *options, f'-DTIERD_SOURCE="{source_id()}"', "-o", str(out), str(SOURCE)]
+PLAIN = "copies are made by Python's own means"
 
 
 def find_compiler() -> str | None:
     """A compiler of C++, if there is one."""
-    named = os.environ.get("CXX")
-    return named or next(filter(None, map(shutil.which, COMPILERS)), None)
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
-def compile_native(target: Path | None = None) -> str:
-    """Compiles into target, beside the source if None, in place of what is there. What is to be said of it: empty, or why there is no library."""
-    target = target or SOURCE.with_name("plane.so")
+def compile_native(target: Path = LIBRARY, *, options: Sequence[str] = OPTIONS) -> str:
+    """Compiles into target, in place of what is there. What is to be said of it: empty, or why there is no library."""
     compiler = find_compiler()
     if compiler is None:
-        return "tierd: no C++ compiler found, so copies are made by Python's own means; install g++ and install tierd again"
+        return f"tierd: no C++ compiler found, so {PLAIN}; install g++ and install tierd again"
+    source_id = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]  # as tierd/native asks for it
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".plane-") as folder:
-        made = Path(folder) / "plane.so"
+        made = Path(folder) / target.name
+        command = [compiler, *options, f'-DTIERD_SOURCE="{source_id}"', "-o", str(made), str(SOURCE)]
         try:
-            done = subprocess.run(command(compiler, made), check=False, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return f"tierd: {compiler} did not compile {SOURCE.name} ({error}); copies are made by Python's own means"
+            return f"tierd: {compiler} did not compile {SOURCE.name} ({error}), so {PLAIN}"
         if done.returncode:
-            return (
-                f"tierd: {compiler} did not compile {SOURCE.name}; copies are made by Python's own means\n{done.stderr}"
-            )
+            return f"tierd: {compiler} did not compile {SOURCE.name}, so {PLAIN}\n{done.stderr}"
         made.replace(target)
     return ""
 

@@ -1,8 +1,10 @@
-"""Hatchling calls it when it builds a wheel: the sources of the kernels go in, and fatbins of them where TIERD_FATBINS asks for them and nvcc makes them."""
+"""Hatchling calls it when it builds a wheel: tierd/native is compiled where there is a compiler; the sources of the kernels go in, and fatbins of them where TIERD_FATBINS asks for them and nvcc makes them."""
 
 from __future__ import annotations
 
+import re
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.fatbins import for_wheel
+from tools.native import LIBRARY, compile_native
 
 
 class FatbinHook(BuildHookInterface[Any]):
@@ -21,3 +24,9 @@ class FatbinHook(BuildHookInterface[Any]):
         made, said = for_wheel(version)
         build_data["force_include"].update(made)
         self.app.display_warning(said)
+        if fault := compile_native():
+            self.app.display_warning(fault)
+        elif version != "editable":
+            build_data["force_include"][str(LIBRARY)] = "tierd/native/plane.so"
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"

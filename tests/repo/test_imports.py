@@ -24,7 +24,7 @@ PARTS: dict[str, set[str]] = {
     "wire_codecs": {"chunks", "errors"},
     "children": set(),
     "huge_pages": set(),
-    "streaming": set(),
+    "native": set(),
     "processes": set(),
     "metrics": set(),
     "logs": set(),
@@ -37,15 +37,14 @@ PARTS: dict[str, set[str]] = {
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "kernels"} | EDGE,
     "gpu": {"core", "kernels", "children"} | EDGE,
-    "hashing": {"children", "huge_pages"} | EDGE,
     "tiers": {"huge_pages", "core", "codecs"} | EDGE,
-    "mover": {"core", "hashing", "tiers", "codecs"} | EDGE,
-    "cache": {"core", "policies", "hashing", "mover", "tiers", "metrics", "logs"} | EDGE,
+    "mover": {"core", "tiers", "codecs"} | EDGE,
+    "cache": {"core", "policies", "mover", "tiers", "metrics", "logs"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {"core", "cache", "events", "tiers", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages"}
     | {"metrics", "logs", "notify"}
     | EDGE,
-    "client": {"core", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages", "streaming"} | EDGE,
+    "client": {"core", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages", "native"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
@@ -79,6 +78,7 @@ BUILDERS: dict[str, set[str]] = {
     # What testing/sim simulates is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.
     "testing/sim/arena.py": {"tiers"},
     "testing/sim/client.py": {"cache", "server", "tiers"},
+    "testing/sim/copies.py": {"cache", "server", "tiers"},
     "testing/sim/daemon.py": {"cache", "mover", "server", "tiers"},
     "testing/sim/events.py": {"cache", "server"},
     "testing/sim/world.py": {"server", "tiers"},
@@ -98,7 +98,7 @@ FOREIGN: dict[str, set[str]] = {
     "chunks": set(),
     "wire_codecs": {"numpy", "lz4"},
     "huge_pages": set(),
-    "streaming": {"stringzilla"},
+    "native": set(),
     "notify": set(),
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""

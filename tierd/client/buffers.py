@@ -7,14 +7,13 @@ for output, not writable is refused with the remedy.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
-from tierd.streaming import STREAMING
 
 Bytes = NDArray[np.uint8]
 
@@ -32,43 +31,12 @@ def flat(buffer: Any, *, writable: bool = False) -> Bytes:
 
 
 def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
-    """Copies each source to its target of the same length; those that lie one behind the other on both sides go at once.
-
-    A long copy reads several small pages side by side, and does not wait for each: 64 x 128 KiB out of shared memory took 1,080 us one by one, and 390 at once. From
-    `STREAMING.from_bytes` on it goes past the caches. Targets and sources do not overlap.
-    """
+    """Copies each source to its target. Raises ValueError where their lengths differ, or a target is read-only."""
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         if len(target) != len(source):
             raise ValueError(f"copy {i}: {len(source)} bytes into {len(target)}")
-    lengths = list(map(len, sources))
-    if len(lengths) == 1 and lengths[0] < STREAMING.from_bytes:
-        np.copyto(targets[0], sources[0])  # without the interpreter's lock, as is what follows
-        return
-    copy_from(list(map(address_of, sources)), lengths, targets)
-
-
-def copy_from(at: Sequence[int], lengths: Sequence[int], targets: Sequence[Bytes]) -> None:
-    """As `copy_all`, of sources that lie at these addresses and are so long, each as its target."""
-    to = [address_of(target, writable=True) for target in targets]
-    for first, end in _runs(to, at, lengths):
-        length = sum(lengths[first:end])
-        if length < STREAMING.from_bytes:
-            ctypes.memmove(to[first], at[first], length)
-        else:
-            STREAMING.copy_bytes(to[first], at[first], length)
-
-
-def _runs(to: Sequence[int], at: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """From where to where the pieces are neighbours on both sides."""
-    if not lengths:
-        return
-    first = 0
-    for i in range(1, len(lengths)):
-        length = lengths[i - 1]
-        if to[i] != to[i - 1] + length or at[i] != at[i - 1] + length:
-            yield first, i
-            first = i
-    yield first, len(lengths)
+    for target, source in zip(targets, sources, strict=True):
+        np.copyto(target, source)  # without the interpreter's lock
 
 
 def address_of(array: Bytes, *, writable: bool = False) -> int:

@@ -154,12 +154,11 @@ def plain_find(directory: Directory, table: SegmentTable, names: StructArray) ->
         entry = segment.entry(slot)
         if entry is None or (entry.namespace, entry.tokens, entry.hash) != (namespace, tokens, name):
             break
-        is_bounded = 0 < entry.length <= segment.class_bytes
-        if not is_bounded or copying.slices_of(entry.length, entry.layers) > segment.slice_words:
+        if not 0 < entry.length <= segment.class_bytes:  # its slices fit the table then
             break
         if segment.generation(slot) != entry.generation:
             break
-        rows.append(_page(segment, number, slot, entry.length, entry.layers, entry.generation))
+        rows.append((*_page(segment, slot, entry.length, entry.layers, entry.generation), number, slot))
     return np.array(rows, PAGE), unmapped
 
 
@@ -174,11 +173,11 @@ def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[
         at = end
 
 
-def _page(segment: Segment, number: int, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
-    """PAGE."""
+def _page(segment: Segment, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
+    """PAGE, but for which segment's it is."""
     _, data, words, _, tables, class_bytes, _, slice_words = segment.row
     table, word = tables + slot * slice_words * WORD_BYTES, words + slot * WORD_BYTES
-    return data + slot * class_bytes, length, layers, generation, table, word, number, slot
+    return data + slot * class_bytes, length, layers, generation, table, word
 
 
 def pages_of(session: Session, handles: StructArray) -> Pages | None:
@@ -193,9 +192,8 @@ def pages_of(session: Session, handles: StructArray) -> Pages | None:
         entry = segment.entry(slot)
         is_its = entry is not None and (entry.generation, entry.length) == (generation, length)
         layers = entry.layers if entry is not None and is_its else 0
-        page = _page(segment, at, slot, length, layers, generation)
-        is_its &= copying.slices_of(length, layers) <= segment.slice_words
-        rows.append(page if is_its else (*page[:4], 0, *page[5:]))
+        *page, sums, word = _page(segment, slot, length, layers, generation)
+        rows.append((*page, sums if is_its else 0, word, at, slot))
     return Pages(np.array(rows, PAGE), table)
 
 

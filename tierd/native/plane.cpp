@@ -313,8 +313,7 @@ TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const
     const uint64_t length = read<uint32_t>(meta + 92), generation = read<uint64_t>(meta + 104), layers = read<uint32_t>(meta + 204);
     const bool is_entry = read<uint32_t>(meta) == kMetaMagic && version == kMetaVersion && sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8);
     const bool is_its = std::memcmp(meta + 8, hash, kHashBytes) == 0 && read<uint32_t>(meta + 72) == names->namespace_id && read<uint32_t>(meta + 84) == tokens;
-    const Cut cut = cut_of(length, layers);
-    if (!is_entry || !is_its || length == 0 || length > segment.class_bytes || cut.layers * cut.pieces > segment.slice_words) return i;
+    if (!is_entry || !is_its || length == 0 || length > segment.class_bytes) return i;  // its slices fit the table then
     if (word_at(segment.words + slot) != generation) return i;
     pages[i] = {segment.data + segment.class_bytes * slot, length, layers, generation, segment.tables + segment.slice_words * slot, segment.words + slot, static_cast<uint32_t>(at), static_cast<uint32_t>(slot)};
   }

@@ -84,6 +84,7 @@ class Copy:
 
     def _run(self, tests: tuple[str, ...]) -> Outcome:
         # No bytecode: a change and its undoing within one second would not be seen.
+        subprocess.run([sys.executable, "-m", "tools.native"], cwd=self._place, check=False, stderr=subprocess.DEVNULL)
         env = os.environ | {"PYTHONPATH": str(self._place), "PYTHONDONTWRITEBYTECODE": "1", "TIERD_DEPTH": "test"}
         begun = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]

@@ -20,13 +20,15 @@ import xxhash
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client import Client, NamespaceSpec
-from tierd.core.block import namespace_digest
+from tierd.core.block import namespace_digest, slice_lengths
+from tierd.core.meta import new_meta
 from tierd.core.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, BlockStatus, SegmentAssignment
 from tierd.errors import ERROR_KEY, GRPC_STATUS, RETRY_KEY, NotFound, TierdError
 from tierd.server.identity import IdentityRules, identify
 from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, SessionCalls, Sessions
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
+from tierd.tiers.checksum import slice_sums
 
 PAGES = 64
 CLASS_BYTES = 8192
@@ -48,6 +50,16 @@ class Memory:
         self.catalogue_path = root / "1.cat"
         self.slots: dict[bytes, tuple[int, int, int, int]] = {}  # hash -> slot, length, tokens, generation
         self.used = 0
+
+    def publish(self, name: bytes, slot: int, length: int, tokens: int, generation: int) -> None:
+        """The block's entry, with the sums of what its page holds."""
+        self.slots[name] = (slot, length, tokens, generation)
+        page = np.fromfile(self.data, np.uint8, count=length, offset=slot * CLASS_BYTES)
+        meta = new_meta(1)
+        meta["hash"], meta["namespace"], meta["tokens"] = np.frombuffer(name, np.uint8), 7, tokens
+        meta["stored_length"], meta["generation"] = length, generation
+        sums = slice_sums(page, slice_lengths(length, 0))
+        self.catalogue.publish(np.array([slot], np.uint32), metas=meta, slices=[sums])
 
 
 class FakeDaemon(cache_pb2_grpc.CacheServicer):
@@ -240,7 +252,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServicer):
             rows = [(b["hash"].tobytes(), *rows[b["index"]][1:]) for b in named]
         handles = np.zeros(len(rows), dtype=HANDLE)
         for i, (name, slot, length, tokens, generation) in enumerate(rows):
-            self.memory.slots[name] = (slot, length, tokens, generation)
+            self.memory.publish(name, slot, length, tokens, generation)
             handles[i] = (BlockStatus.READY, 0, 1, slot, length, slot * CLASS_BYTES, generation, tokens, 1)
         self._number += 1
         if request.lease:

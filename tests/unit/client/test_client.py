@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.client.conftest import CLASS_BYTES, SPEC, TOKENS
-from tierd.client import BlockStatus, Client, EventKind, Group, NamespaceSpec, PutGroup, buffers
+from tierd.client import BlockStatus, Client, EventKind, Group, NamespaceSpec, PutGroup, copying
 from tierd.errors import (
     InvalidArgument,
     StaleHandle,
@@ -125,8 +125,8 @@ def test_buffers_that_do_not_fit(client, daemon, stored, out, fault):
 def test_a_page_taken_away_is_a_miss(client, daemon, stored, monkeypatch):
     """After copying out, a changed generation makes that block and all after it a miss."""
     slot = daemon.memory.slots[stored.hash(TOKENS)[1].tobytes()][0]
-    copy = buffers.copy_all
-    monkeypatch.setattr(buffers, "copy_all", lambda *a: (copy(*a), daemon.retract(slot)))
+    copy = copying.sum_and_copy
+    monkeypatch.setattr(copying, "sum_and_copy", lambda *a: (copy(*a), daemon.retract(slot))[0])
     got = client.get(stored, TOKENS, out=bytearray(3 * CLASS_BYTES))
     assert (got.tokens, got.blocks) == (16, 1)
 

@@ -96,4 +96,4 @@ async def test_one_that_fails_keeps_none_of_the_others(heard: Heard, error: Exce
 
 def test_clients_keep_to_the_bounds() -> None:
     """What a client tells between two answers has room here, and is no longer than what is read."""
-    assert UNASKED_LIMIT <= SESSION_LIMIT and MESSAGE_MAX_BYTES == session_socket.MESSAGE_MAX_BYTES
+    assert UNASKED_LIMIT <= SESSION_LIMIT and MESSAGE_MAX_BYTES == session_socket.MAILBOX_MESSAGE_BYTES

@@ -237,7 +237,7 @@ async def test_a_writer_that_does_not_come_to_its_end(how: str) -> None:
         assert isinstance(talk, Talk)
         rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, metadata))
         reservation = await unwritten(rig, talk, 5, timeout_us=200_000 if how == "says nothing" else 0)
-        await until(lambda: rig.world.cache._under_way._ends)
+        await until(lambda: bool(rig.lines._awaiting))
         if how == "closes the line":
             talk.connection.close()
         elif how == "ends its session":
@@ -248,7 +248,7 @@ async def test_a_writer_that_does_not_come_to_its_end(how: str) -> None:
             answer = await talk.hear()
             assert answer is not None
             assert answer.error == ("InvalidArgument" if how == "says nonsense" else "DeadlineExceeded")
-        await until(lambda: not rig.running and not rig.world.cache._under_way._ends)
+        await until(lambda: not rig.running)
         assert not rig.world.cache.core.stats().blocks
         if how != "ends its session":
             await cache.Abort(pb.AbortRequest(reservation=reservation), metadata=metadata)

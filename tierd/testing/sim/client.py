@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -27,8 +27,8 @@ from tierd.core.model import (
     StructArray,
     TierKind,
 )
-from tierd.core.plan import Committed, GroupQuery, Reserved
-from tierd.errors import NotFound, RetryError, StaleHandle, TierdError, TierFailed, Unavailable
+from tierd.core.plan import Committed, Reserved
+from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
 from tierd.server import wire
 from tierd.server.assembly import Assembly
 from tierd.testing.sim.arena import Segment
@@ -218,11 +218,6 @@ class Client:
             assert held.copies is not None, "it has said hello"
             for _ in range(rng.choice((1, 2))):
                 await held.copies.get(wanted, self._specs[wanted.namespace], rng)
-
-    def hears_of(self, held: Held, query: list[GroupQuery]) -> None:
-        """In the daemon: a copy that asked nobody."""
-        with suppress(TierdError):
-            held.daemon.assembly.cache.note_used(held.session, query, times=1)
 
     def _directory(self, assembly: Assembly) -> Descriptor:
         """As the hello gives it."""

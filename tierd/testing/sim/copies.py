@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,8 +25,9 @@ from tierd.client.values import Group, OpenedNamespace
 from tierd.core.block import NamespaceSpec
 from tierd.core.directory import SEGMENT_BITS, Directory
 from tierd.core.model import StructArray, TierKind
+from tierd.core.plan import GroupQuery
 from tierd.core.words import words_of
-from tierd.errors import NotFound, NotPermitted, TierFailed, Unavailable
+from tierd.errors import NotFound, NotPermitted, TierdError, TierFailed, Unavailable
 from tierd.server import wire
 from tierd.testing.sim.blocks import Blocks, Page
 from tierd.testing.sim.oracle import Key
@@ -95,9 +97,13 @@ class Copies:
             client.unheard -= 1
             client.world.happenings.struck["words_are_lost"] += 1
         else:
-            query = [self._wanted.query()]
-            held.daemon.post(lambda: client.hears_of(held, query))
+            held.daemon.post(self._hear, [self._wanted.query()])
         return True
+
+    def _hear(self, query: list[GroupQuery]) -> None:
+        """In the daemon."""
+        with suppress(TierdError):
+            self._held.daemon.assembly.cache.note_used(self._held.session, query, times=1)
 
     # -- a get
 
