@@ -409,8 +409,8 @@ def test_whatever_the_directory_says(daemon: Daemon) -> None:
             wild = Directory(words)
             for number in range(4):
                 keys = keys_of(reader.space.id, chain(number, BLOCKS))
-                _, places, slots = true.find(keys)
-                places = (places << np.uint64(24)) | slots.astype(np.uint64)
+                hints = [true.place(reader.space.id, name.tobytes()) for name in chain(number, BLOCKS)]
+                places = np.array([hint and hint[0] << 24 | hint[1] for hint in hints], np.uint64)
                 chance.shuffle(places)
                 places[chance.integers(BLOCKS)] = chance.integers(1 << 63, dtype=np.uint64) >> np.uint64(
                     chance.integers(64)
@@ -418,6 +418,7 @@ def test_whatever_the_directory_says(daemon: Daemon) -> None:
                 wild.add(keys, places)
             session.directory = wild
             assert reader.get(round_ % 4) == BLOCKS
+            assert client.lookup(reader.space, chain(round_ % 4, BLOCKS)).tokens == TOKENS
 
 
 def test_whatever_the_catalogue_says(daemon: Daemon) -> None:
@@ -436,6 +437,7 @@ def test_whatever_the_catalogue_says(daemon: Daemon) -> None:
                     rows[:, at] = chance.integers(256, size=(len(rows), 4), dtype=np.uint8)
                 session._segments[place] = replace(segment, metas=memoryview(metas), tables=memoryview(tables))
             assert reader.get(1) in (0, BLOCKS)
+            assert client.lookup(reader.space, chain(1, BLOCKS)).tokens == TOKENS
             session.unmap()
 
 

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
 
@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tierd.client import forks, stopping
+from tierd.client.buffers import address_of
 from tierd.core.block import slice_cut, slice_lengths
 from tierd.core.model import StructArray
 from tierd.native import find_library
@@ -67,10 +68,12 @@ def sum_and_copy(blocks: StructArray) -> Sums:
     def stop() -> None:
         is_over[0] = 1
 
-    is_long = half and sum(lengths) >= HELPED_BYTES
-    second = _SECOND_THREAD.at(partial(part, half, len(blocks)), stop) if is_long else nullcontext(False)
-    with stopping.ended_by(stop), second as is_helped:
-        part(0, half if is_helped else len(blocks))
+    with stopping.ended_by(stop):
+        if half and sum(lengths) >= HELPED_BYTES:
+            with _SECOND_THREAD.at(partial(part, half, len(blocks)), stop) as is_helped:
+                part(0, half if is_helped else len(blocks))
+        else:
+            _do(blocks, sums, is_over)
     stopping.check()
     return sums
 
@@ -80,7 +83,7 @@ def _do(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> None:
     if _library is None:
         plain_sum_and_copy(blocks, sums, is_over)
     else:
-        _library.tierd_sum_and_copy(blocks.ctypes.data, len(blocks), sums.ctypes.data, is_over.ctypes.data)
+        _library.tierd_sum_and_copy(address_of(blocks), len(blocks), address_of(sums), address_of(is_over))
 
 
 def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> int:

@@ -28,7 +28,7 @@ from tierd.core.layout import (
     NO_GENERATION,
     CatalogueLayout,
 )
-from tierd.core.meta import META, META_BYTES, Entry, read_entry
+from tierd.core.meta import META_BYTES, Entry, read_entry
 from tierd.core.model import StructArray
 from tierd.core.versions import CATALOGUE
 from tierd.core.words import Words, words_of
@@ -112,17 +112,6 @@ class Segment:
         """A page's entry, if there is a whole one."""
         raw = self.metas[slot * META_BYTES : (slot + 1) * META_BYTES].tobytes()
         return read_entry(raw, xxhash.xxh3_64_intdigest) if len(raw) == META_BYTES else None
-
-    def hold(
-        self, slots: NDArray[np.intp], namespace: int, hashes: NDArray[np.uint8], tokens: NDArray[np.uint32]
-    ) -> bool:
-        """Whether these pages hold these blocks, by what their entries say: u1 [n, 32], u4 [n]. Their checksums are not looked at."""
-        if slots.max() >= len(self.words):
-            return False
-        entries = np.frombuffer(self.metas, META)[slots]
-        named = (entries["namespace"] == namespace) & (entries["tokens"] == tokens)
-        current = self.words[slots] == entries["generation"]
-        return bool((named & current).all()) and bool((entries["hash"] == hashes).all())
 
     @property
     def is_empty(self) -> bool:

@@ -18,15 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import buffers, copying
-from tierd.client.buffers import Bytes
+from tierd.client.buffers import Bytes, address_of
 from tierd.client.mapping import Segment, SegmentTable
 from tierd.client.protocol import groups_message
 from tierd.client.session import Session
-from tierd.client.values import Found, GetResult, Group, checked_hashes
-from tierd.core.directory import SEGMENT_BITS, Directory, keys_of
+from tierd.client.values import Found, GetResult, Group
+from tierd.core.directory import SEGMENT_BITS, Directory
 from tierd.core.layout import GENERATION, WORD_BYTES
 from tierd.core.model import HASH_BYTES, Need, StructArray
-from tierd.core.sets import kinds
 from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError
 from tierd.native import find_library
@@ -49,26 +48,28 @@ NAMES = np.dtype(
 )
 """Blocks that are looked for: the address of their hashes, and tokens of each, and of the last one."""
 NOWHERE = (1 << 64) - 1
+PLAIN_BLOCKS = 128
+"""What the plain forms are given at most: of more the daemon is asked in less time."""
 _library = find_library()
 
 
 class Pages:
-    """Pages in the order of their blocks. rows: PAGE [n]; segments: what keeps their addresses good."""
+    """Pages in the order of their blocks. rows: PAGE [n]; table: their segments, which keeps their addresses good."""
 
-    def __init__(self, rows: StructArray, segments: SegmentTable) -> None:
-        self.rows, self.segments = rows, segments
+    def __init__(self, rows: StructArray, table: SegmentTable) -> None:
+        self.rows, self.table = rows, table
         self.lengths: list[int] = rows["length"].tolist()
 
     def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
         """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds them any more. Raises Stopped."""
-        to, rows = [buffers.address_of(target, writable=True) for target in targets], self.rows
+        to, rows = [address_of(target, writable=True) for target in targets], self.rows
         sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
         mask = int(GENERATION) if is_leased else NOWHERE
         good = np.zeros(len(rows), np.bool_)
         if _library is None:
             plain_check(rows, sums, mask, good)
         else:
-            _library.tierd_check(rows.ctypes.data, len(rows), sums.ctypes.data, mask, good.ctypes.data)
+            _library.tierd_check(address_of(rows), len(rows), address_of(sums), mask, address_of(good))
         return good
 
 
@@ -88,7 +89,7 @@ def served(
         targets = buffers.pieces(out, pages.lengths, writable=True)
     except InvalidArgument:  # the answer may be shorter, and fit
         return None
-    if not pages.copy_to(targets).all():
+    if np.count_nonzero(pages.copy_to(targets)) < len(targets):
         return None
     if not session.mailbox.tell_used(groups_message([group])[0].SerializeToString()):
         return None
@@ -98,14 +99,14 @@ def served(
 def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
     """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps segments that are not."""
     count, namespace, directory = len(group.hashes), group.namespace, session.directory
-    if not _is_plain(group) or directory is None:
+    if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
         return None
     hashes, size = np.ascontiguousarray(group.hashes), namespace.spec.tokens_per_block
     last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
-    names = np.array((hashes.ctypes.data, count, namespace.id, size, last, 0), NAMES)
+    names = np.array([(address_of(hashes), count, namespace.id, size, last, 0)], NAMES)
     for _ in range(count + 1):  # once more for each segment that was not mapped
         table = session.table()
-        rows, unmapped = _located(directory, table, names)
+        rows, unmapped = _located(directory, table, names, count)
         if unmapped == NOWHERE or _segment(session, unmapped, timeout_s) is None:
             break
     if len(rows) < count:
@@ -119,18 +120,18 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
     return Pages(rows, table), tier_tokens
 
 
-def _located(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
-    """PAGE of the blocks up to the first that is not near, and the place of a segment that this one may lie in and that is not mapped, or NOWHERE."""
+def _located(directory: Directory, table: SegmentTable, names: StructArray, count: int) -> tuple[StructArray, int]:
+    """PAGE of the blocks of NAMES [1] up to the first that is not near, and the place of a segment that this one may lie in and that is not mapped, or NOWHERE."""
     if _library is None:
         return plain_find(directory, table, names)
-    rows, unmapped = np.empty(int(names["count"]), PAGE), ctypes.c_uint64()
+    rows, unmapped = np.empty(count, PAGE), ctypes.c_uint64()
     found = _library.tierd_find(
         directory.address,
         directory.buckets,
         table.address,
         len(table.segments),
-        names.ctypes.data,
-        rows.ctypes.data,
+        address_of(names),
+        address_of(rows),
         ctypes.addressof(unmapped),
     )
     return rows[:found], unmapped.value
@@ -138,14 +139,14 @@ def _located(directory: Directory, table: SegmentTable, names: StructArray) -> t
 
 def plain_find(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
     """What `tierd_find` of tierd/native/plane.cpp does."""
-    at, count, namespace, size, last, _ = names.item()
+    at, count, namespace, size, last, _ = names[0].item()
     hashes, rows, unmapped = ctypes.string_at(at, count * HASH_BYTES), list[tuple[int, ...]](), NOWHERE
     for i in range(count):
         name = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-        places = directory.places(namespace, name)
-        if places is None:
+        hint = directory.place(namespace, name)
+        if hint is None:
             break
-        (place, slot), tokens = places[0], size if i < count - 1 else last
+        (place, slot), tokens = hint, size if i < count - 1 else last
         number = table.find(place)
         if number is None:
             unmapped = place
@@ -198,25 +199,15 @@ def pages_of(session: Session, handles: StructArray) -> Pages | None:
 
 
 def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
-    """What could be served of a group that lies near as a whole; None: the daemon is to be asked. Entries' checksums are left to who copies."""
-    count, namespace = len(group.hashes), group.namespace
-    if not _is_plain(group) or session.directory is None or not session.mailbox.takes_gets:
+    """What could be served of a group that lies near as a whole; None: the daemon is to be asked."""
+    found = find(session, group, timeout_s=timeout_s) if session.mailbox.takes_gets else None
+    if found is None:
         return None
-    hashes = checked_hashes(group.hashes)
-    covered = namespace.block_tokens(count, tokens=group.tokens)
-    places = session.directory.find(keys_of(namespace.id, hashes))
-    if not places.are_known.all():
-        return None
-    tier_of, tier_tokens = np.zeros((1, count), np.int8), [0] * len(session.tiers)
-    for place in kinds(places.segments):
-        rows, segment = np.flatnonzero(places.segments == place), _segment(session, place, timeout_s)
-        if segment is None or not segment.hold(places.slots[rows], namespace.id, hashes[rows], covered[rows]):
-            return None
-        tier_of[0, rows] = segment.tier
-        tier_tokens[segment.tier] += int(covered[rows].sum())
     if not session.mailbox.tell_used(groups_message([group])[0].SerializeToString(), is_lookup=True):
         return None
-    return Found(sum(tier_tokens), (tier_of,), tuple(tier_tokens))
+    pages, tier_tokens = found
+    tiers = np.array([segment.tier for segment in pages.table.segments], np.int8)
+    return Found(sum(tier_tokens), (tiers[pages.rows["segment"]][None],), tuple(tier_tokens))
 
 
 def _is_plain(group: Group) -> bool:

@@ -11,8 +11,7 @@ less full of two buckets is Azar et al., "Balanced Allocations", SIAM J. Comput.
 
 from __future__ import annotations
 
-import struct
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +28,8 @@ MIN_BLOCKS, MAX_BLOCKS = 1 << 10, 1 << 26
 SEGMENT_BITS, SLOT_BITS = 32, 24
 
 Keys = NDArray[np.uint64]
-_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
-_SPREAD = np.array([0xC2B2_AE3D_27D4_EB4F, 0xD6E8_FEB8_6659_FD93], np.uint64)
+_MIX, _SPREAD = 0x9E37_79B9_7F4A_7C15, (0xC2B2_AE3D_27D4_EB4F, 0xD6E8_FEB8_6659_FD93)
 _HALF, _WORD = np.uint64(32), (1 << 64) - 1
-_FIRST = struct.Struct("<Q24x")
-_SLOT_MASK = np.uint64((1 << SLOT_BITS) - 1)
 
 
 def directory_bytes(blocks: int) -> int:
@@ -45,21 +41,13 @@ def directory_bytes(blocks: int) -> int:
 def keys_of(namespaces: NDArray[np.uint32] | int, hashes: NDArray[np.uint8]) -> Keys:
     """Keys of blocks: u64 [n]. namespaces: of each, or of all; hashes: u8 [n, 32]. No key is 0."""
     first = np.ascontiguousarray(hashes).view("<u8").reshape(-1, 4)[:, 0]
-    return np.asarray((first ^ (np.asarray(namespaces, np.uint64) * _MIX)) | np.uint64(1))
+    return np.asarray((first ^ (np.asarray(namespaces, np.uint64) * np.uint64(_MIX))) | np.uint64(1))
 
 
 def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: NDArray[np.uint32]) -> Keys:
     """Places: u64 [n]."""
     high = tiers.astype(np.uint64) << np.uint64(SEGMENT_BITS) | segments.astype(np.uint64)
     return high << np.uint64(SLOT_BITS) | slots.astype(np.uint64)
-
-
-class Places(NamedTuple):
-    """Of blocks: whether each has an entry, bool [n]; segments, with their tiers above SEGMENT_BITS, u64 [n], and slots, intp [n], of no meaning where it has none."""
-
-    are_known: NDArray[np.bool_]
-    segments: Keys
-    slots: NDArray[np.intp]
 
 
 class Directory:
@@ -76,33 +64,16 @@ class Directory:
         self.address, self.buckets = int(table.ctypes.data), buckets
         self._mask, self._turn = np.uint64(buckets - 1), 0
 
-    def places(self, namespace: int, hashes: bytes) -> list[tuple[int, int]] | None:
-        """Where all of these blocks may lie: for each its segment, with its tier above SEGMENT_BITS, and its slot; None where one has no entry. hashes: 32 bytes each.
-
-        As `find`, block by block in plain numbers: of less than a hundred blocks numpy's calls take longer.
-        """
-        mixed, mask, table, out = namespace * int(_MIX) & _WORD, int(self._mask), self._table, []
-        first, second = _SPREAD.tolist()
-        for (word,) in _FIRST.iter_unpack(hashes):
-            key = (word ^ mixed) | 1
-            for spread in (first, second):
-                at = ((key * spread & _WORD) >> 32 & mask) * 2 * SLOTS
-                row = table[at : at + 2 * SLOTS].tolist()
-                if key in row[::2]:
-                    place = row[2 * row[::2].index(key) + 1]
-                    out.append((place >> SLOT_BITS, place & (1 << SLOT_BITS) - 1))
-                    break
-            else:
-                return None
-        return out
-
-    def find(self, keys: Keys) -> Places:
-        """Where blocks may lie."""
-        both = self._buckets(keys)
-        hits = (self._keys[both] == keys[:, None, None]).reshape(len(keys), 2 * SLOTS)
-        rows, at = np.arange(len(keys)), hits.argmax(axis=1)
-        places = self._places[both[rows, at // SLOTS], at % SLOTS]
-        return Places(hits[rows, at], places >> np.uint64(SLOT_BITS), (places & _SLOT_MASK).astype(np.intp))
+    def place(self, namespace: int, name: bytes) -> tuple[int, int] | None:
+        """Where a block of this hash may lie: its segment, with its tier above SEGMENT_BITS, and its slot; None: it has no entry. tierd/native does the same."""
+        key = (int.from_bytes(name[:8], "little") ^ (namespace * _MIX & _WORD)) | 1
+        for spread in _SPREAD:
+            at = ((key * spread & _WORD) >> 32 & (self.buckets - 1)) * 2 * SLOTS
+            row = self._table[at : at + 2 * SLOTS].tolist()
+            if key in row[::2]:
+                place = row[2 * row[::2].index(key) + 1]
+                return place >> SLOT_BITS, place & (1 << SLOT_BITS) - 1
+        return None
 
     def add(self, keys: Keys, places: Keys) -> None:
         """Enters blocks: over an older entry of theirs, or in the emptier bucket, or, where both are full, in place of others in turns. Of the writer alone."""
@@ -136,4 +107,4 @@ class Directory:
 
     def _buckets(self, keys: Keys) -> NDArray[np.intp]:
         """The two of each key: intp [n, 2]."""
-        return ((keys[:, None] * _SPREAD >> _HALF) & self._mask).astype(np.intp)
+        return ((keys[:, None] * np.array(_SPREAD, np.uint64) >> _HALF) & self._mask).astype(np.intp)

@@ -31,8 +31,8 @@ class Reader:
     async def places(self, namespace: int, names: np.ndarray = NAMES) -> list[tuple[int, int]]:
         """Of those of the blocks that are entered, when what was told before is."""
         await asyncio.sleep(0)
-        found = (self.directory.places(namespace, name.tobytes()) for name in names)
-        return [place for each in found if each is not None for place in each]
+        found = (self.directory.place(namespace, name.tobytes()) for name in names)
+        return [place for place in found if place is not None]
 
 
 async def test_what_is_published_is_entered_and_what_leaves_is_not() -> None:

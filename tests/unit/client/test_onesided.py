@@ -71,8 +71,8 @@ class Memory:
     def rows(self, table: SegmentTable, which: np.ndarray, last: int = TOKENS) -> tuple[np.ndarray, int]:
         """What is found of these blocks, by the form that is set."""
         hashes = np.ascontiguousarray(self.names[which])
-        names = np.array((hashes.ctypes.data, len(hashes), NAMESPACE, TOKENS, last, 0), onesided.NAMES)
-        return onesided._located(self.directory, table, names)
+        names = np.array([(hashes.ctypes.data, len(hashes), NAMESPACE, TOKENS, last, 0)], onesided.NAMES)
+        return onesided._located(self.directory, table, names, len(hashes))
 
 
 @pytest.fixture(params=["library", "plain"])

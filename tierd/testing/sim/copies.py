@@ -131,8 +131,9 @@ class Copies:
 
     async def _map(self, wanted: Blocks) -> None:
         """The segments that the directory names, as far as they are there."""
-        client, raw = self._client, wanted.hashes[wanted.first : wanted.stop].tobytes()
-        for place, _ in self.directory.places(wanted.namespace, raw) or ():
+        client = self._client
+        hints = (self.directory.place(wanted.namespace, name.tobytes()) for name in wanted.hashes[wanted.first :])
+        for place, _ in filter(None, hints):
             where = place >> SEGMENT_BITS, place & (1 << SEGMENT_BITS) - 1
             if where not in client.maps and where[0] < len(self.tiers):
                 try:
@@ -190,7 +191,7 @@ class Copies:
         """For faults that change what lies there."""
         pages = []
         for key, row in zip(keys, found.rows, strict=True):
-            segment, slot = found.segments.segments[row["segment"]], int(row["slot"])
+            segment, slot = found.table.segments[row["segment"]], int(row["slot"])
             files, offset = self._client.maps[segment.tier, segment.id], slot * segment.class_bytes
             pages.append(Page(key, files, slot, offset, int(row["length"]), int(row["generation"])))
         return pages

@@ -1,0 +1,59 @@
+"""The compiled loops: clean under sanitizers, and never a reason for an install to fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.repo.source import ROOT
+from tools.native import OPTIONS, compile_native, find_compiler
+
+SANITIZED = (*OPTIONS, "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+RUN = """
+import sys
+from pathlib import Path
+import tierd.native
+tierd.native.LIBRARY = Path(sys.argv[1])
+assert tierd.native.find_library() is not None
+import pytest
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    """What tests give the library, hostile bytes among it, makes it touch no byte that is not its own and do nothing that C++ leaves undefined."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    fault = compile_native(tmp_path / "plane.so", options=SANITIZED)
+    if fault:
+        pytest.skip(f"no sanitizers: {fault}")
+    asan = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    tests = ["tests/unit/client/test_copying.py", "tests/unit/client/test_onesided.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path / "plane.so"), *tests],
+        cwd=ROOT,
+        env=os.environ | {"LD_PRELOAD": asan.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=800,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}{done.stderr[-4000:]}"
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("compiler", ["", "/nowhere/c++", "false"], ids=["none", "not there", "fails"])
+def test_without_a_compiler_it_says_so(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An install where nothing compiles goes on, and says what that costs and what to do."""
+    monkeypatch.setattr("tools.native.COMPILERS", ())
+    monkeypatch.setenv("CXX", compiler)
+    said = compile_native(tmp_path / "plane.so")
+    assert said.startswith("tierd: ") and "copies are made by Python's own means" in said
+    assert list(tmp_path.iterdir()) == []
