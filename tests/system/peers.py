@@ -74,6 +74,14 @@ def reader(talk: Talk, target: str) -> None:
     talk.hear()
 
 
+def copier(talk: Talk, target: str) -> None:
+    """Says how many blocks it copied."""
+    with Client(target) as client:
+        out = np.zeros((len(NAMES), BLOCK_BYTES), np.uint8)
+        talk.say(client.get(client.open_namespace(SPEC), NAMES, out=out).blocks)
+    talk.hear()
+
+
 def cutter(talk: Talk, target: str) -> None:
     """Stores NAMES; says how many, whether it may write to one, and what becomes of a commit from a file without bytes."""
     client = BlockClient(target)

@@ -17,6 +17,7 @@ from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import COMMIT_BLOCK, HANDLE
 from tierd.errors import ERROR_KEY
+from tierd.server.session_socket import PROTO_VERSION
 from tierd.testing import SMALL, chain, content_of, is_content
 
 KEPT = chain(7, 4)
@@ -170,7 +171,8 @@ def test_unknown_token(raw: RawClient, token: str) -> None:
         msgpack.packb({}),
         msgpack.packb({"op": None}),
         msgpack.packb({"op": "map", "tier": 0, "segment": 0}),
-        msgpack.packb(hello(proto=2)),
+        msgpack.packb(hello(proto=PROTO_VERSION - 1)),
+        msgpack.packb(hello(proto=PROTO_VERSION + 1)),
         msgpack.packb(hello(name=5)),
         msgpack.packb(hello(credential="wrong")),
         msgpack.packb(hello(credential={"a": []})),

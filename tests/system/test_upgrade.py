@@ -131,15 +131,17 @@ def test_next_version_reads_ours_and_we_refuse_its(places: Places) -> None:
     assert hashes(places) == before
 
 
-def test_client_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [-1, 1], ids=["an older client", "an older daemon"])
+def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A running client that comes back to a daemon of another protocol is refused, both versions named; with best effort that is a miss."""
     with Daemon() as daemon:
         client, careless = Client(daemon.target), Client(daemon.target, best_effort=True)
         for one in (client, careless):
             assert one.put(one.open_namespace(SPEC), chain(1, 1), [bytes(SPEC.block_bytes)])
         daemon.restart()
-        monkeypatch.setattr(session, "PROTO_VERSION", session.PROTO_VERSION + 1)
-        with pytest.raises(VersionMismatch, match=r"client speaks protocol 2.*daemon protocol 1"):
+        its, other = session.PROTO_VERSION, session.PROTO_VERSION + step
+        monkeypatch.setattr(session, "PROTO_VERSION", other)
+        with pytest.raises(VersionMismatch, match=f"client speaks protocol {other}.*daemon protocol {its}.*up to date"):
             client.lookup(client.open_namespace(SPEC), chain(1, 1))
         assert careless.lookup(careless.open_namespace(SPEC), chain(1, 1)).tokens == 0
         with connect(daemon.target) as raw:

@@ -1,7 +1,7 @@
 """Puts and gets of batches by a local client, against a memory copy of as many bytes.
 
 The tier is full before what is promised counts: a put displaces the coldest, as it does all day. Fresh memory costs several times as much on any system,
-and so does a first get, which verifies: they are rows of their own. LRU, so that it is known what is there. What is copied was not touched for so long that no cache holds it.
+and a first get finds more of the way cold: they are rows of their own. LRU, so that it is known what is there. What is copied was not touched for so long that no cache holds it.
 The limit is the C library's copy, as it is in what others publish: a get's into one target, as the caller's, a put's into memory as cold as a page that was displaced. `copy_streamed` is tierd's own, which may
 be faster: what it leaves of a row's ratio is tierd's doing.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tierd.client import Client, NamespaceSpec, OpenedNamespace
-from tierd.client.buffers import copy_all
+from tierd.client import Client, NamespaceSpec, OpenedNamespace, copying
+from tierd.client.buffers import address_of
 from tierd.testing import Daemon, chain
 from tools.bench.measure import FULL, KIB, MIB, Cold, Cost, Effort, Work, cpus, interleaved, rates
 from tools.bench.rows import Row, row_of
@@ -29,12 +29,12 @@ eviction = "lru"
 WARM = 2
 SHAPES = {"2MiB_x16": (16, 2 * MIB), "128KiB_x64": (64, 128 * KIB)}
 VERBS = {
-    "put": "in place, hashed by the daemon, displacing the coldest",
+    "put": "in place, displacing the coldest",
     "get_copy": "into the caller's buffers",
-    "copy_streamed": "copied as a put and a get do, in one process, nothing else",
+    "copy_streamed": "copied and summed as a put and a get do, in one process, nothing else",
     "put_fresh": "put into memory that nobody has touched yet",
     "put_sealed": "put into a tier with sealed puts: written to staging pages, copied and hashed by the daemon",
-    "get_first": "first get of a batch: verified",
+    "get_first": "first get of a batch",
 }
 
 
@@ -59,12 +59,14 @@ class Bench:
         return lambda: np.copyto(target, source)
 
     def copy_streamed(self, number: int) -> Callable[[], object]:
-        """The same as a put and a get copy: past the processor's caches, where it can."""
+        """The same as a put and a get copy and sum: past the processor's caches, where it can."""
         source, target = self._cold.blocks(self._count, self._block_bytes), self._target
-        return lambda: copy_all(list(target), list(source))
+        at, to = ([*map(address_of, rows)] for rows in (source, target))
+        blocks = copying.blocks_of(at, to, [self._block_bytes] * self._count, 0)
+        return lambda: copying.sum_and_copy(blocks)
 
     def put(self, number: int) -> Callable[[], object]:
-        """In place, hashed by the daemon."""
+        """In place."""
         hashes, blocks = chain(number, self._count), list(self._cold.blocks(self._count, self._block_bytes))
 
         def work() -> None:

@@ -145,9 +145,10 @@ class Happenings:
         """The sums of some of its next puts are not those of what it writes."""
         client.lies = rng.randint(1, 4)
 
-    def _words_are_lost(self, client: Client, rng: random.Random) -> None:
-        """What it tells of its next copies does not arrive."""
-        client.unheard = rng.randint(1, 8)
+    def _words_are_lost(self, _client: Client, rng: random.Random) -> None:
+        """What clients tell of their next copies does not arrive."""
+        for client in self._world.clients:
+            client.unheard = rng.randint(1, 8)
 
     def _directory_errs(self, _client: Client, rng: random.Random) -> None:
         """Entries lead to other blocks, to where nothing is, or nowhere."""
