@@ -11,81 +11,22 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.system.blocks import BlockClient, Leased, WrongBytes, connected
+from tests.system import test_threats_to_copies
+from tests.system.blocks import BlockClient, WrongBytes, connected
 from tests.system.damaged import Place, flip, pages, slots
-from tests.system.elsewhere import ROOT, Elsewhere
-from tests.system.peers import NAMES, SPEC, copier, cutter, is_mapped, opens, reader, scribbler, stranger
+from tests.system.elsewhere import ROOT
+from tests.system.peers import NAMES, cutter, is_mapped, opens, reader, scribbler, stranger
 from tests.system.raw import BLOCK_BYTES, ask, connect, hello
 from tests.system.test_restart import wipe_arena
+from tests.system.threatened import FIRST_UID, SECOND_UID, TEAM, TRIES, as_root, made, put, running, scribble, user
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import connect as operator
-from tierd.client import Client
-from tierd.core.block import slice_lengths
 from tierd.testing import Daemon, chain, content_of
-from tierd.tiers.checksum import raw_tables, slice_sums
 from tierd.tiers.slots import HEADER_BYTES
-
-CONFIG = """\
-[server]
-shutdown_deadline = "2 s"
-[scrub]
-period = "0 s"
-[[host]]
-capacity = "8 MiB"
-segment = "1 MiB"
-verify = "{verify}"
-[[nvme]]
-capacity = "16 MiB"
-segment = "2 MiB"
-"""
-FIRST_UID, SECOND_UID, GROUP = 54421, 54422, 54420
-TEAM = f'\n[identity]\ntenants = {{"{FIRST_UID}" = "team", "{SECOND_UID}" = "team"}}\n'
-TRIES = 256 * 20
-"""Hits under "sampled" after which a change that one hit in 256 finds is found, but for two runs in a thousand million."""
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users, which takes root")
-
-
-def _made(verify: str = "first_hit", *, more: str = "", sealed: bool = False) -> Daemon:
-    """A daemon, not started, whose sockets belong to a group, as a unit file would set it up."""
-    config = CONFIG.replace("[[host]]", "[[host]]\nsealed_puts = true") if sealed else CONFIG
-    daemon = Daemon(config.replace("{verify}", verify) + more)
-    Path(daemon.target).mkdir()
-    if os.geteuid() == 0:
-        daemon.root.chmod(0o755)
-        os.chown(daemon.target, 0, GROUP)
-        Path(daemon.target).chmod(0o2750)
-    return daemon
-
-
-@contextlib.contextmanager
-def running(verify: str = "first_hit", *, more: str = "", sealed: bool = False) -> Iterator[Daemon]:
-    """A daemon of one test."""
-    with _made(verify, more=more, sealed=sealed) as daemon:
-        yield daemon
-
-
-def user(function: Any, daemon: Daemon, uid: int, **given: Any) -> Elsewhere:
-    """A function in a process of another user of the group."""
-    return Elsewhere(function, daemon.target, uid=uid, gid=GROUP, **given)
-
-
-def put(client: BlockClient, *, durable: bool = False) -> int:
-    """Stores NAMES; the namespace."""
-    namespace = client.open_namespace()
-    assert client.put(namespace, NAMES, durable=durable) == len(NAMES)
-    return namespace
-
-
-def scribble(client: BlockClient, leased: Leased) -> None:
-    """The writer changes a block that it has committed: it still maps the page for writing."""
-    client.page(leased.handles[0], writable=True)[5] ^= 1
 
 
 def served(daemon: Daemon) -> int:
@@ -191,71 +132,6 @@ def test_always__hostile_other() -> None:
         assert found["opened"] == [] and found["mapped"] == 0 and found["tokens"] == 0
         assert found["errors"] == ["NotPermitted"] * 3 and found["numbers"] == ["NotFound", "SessionLost"]
         assert (owner.status().leases, owner.status().reservations) == (1, 1)
-
-
-# -- gets that copy, whatever verify says
-
-
-def copied(daemon: Daemon) -> int:
-    """Blocks that a client of the SDK copies, each of which is the one asked for."""
-    with Client(daemon.target) as client:
-        out = np.zeros((len(NAMES), BLOCK_BYTES), np.uint8)
-        blocks = client.get(client.open_namespace(SPEC), NAMES, out=out).blocks
-        assert all((out[i] == content_of(NAMES[i], BLOCK_BYTES)).all() for i in range(blocks))
-        return blocks
-
-
-def test_copies__accident() -> None:
-    """A bit that changes after any number of gets is a miss at the next one that copies, or comes from a farther tier."""
-    with running() as daemon, connected(daemon) as client:
-        put(client)
-        assert [copied(daemon) for _ in range(3)] == [4] * 3
-        flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
-        assert [copied(daemon) for _ in range(2)] == [2] * 2
-    with running() as daemon, connected(daemon) as client:
-        put(client, durable=True)
-        flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
-        assert copied(daemon) == 4
-
-
-def test_copies__buggy_same() -> None:
-    """So is a writer's scribble."""
-    with running() as daemon, connected(daemon) as writer:
-        leased = writer.acquire(put(writer), NAMES)
-        assert copied(daemon) == 4
-        scribble(writer, leased)
-        assert copied(daemon) == 0
-
-
-@as_root
-def test_copies__buggy_other() -> None:
-    """And that of a writer of another uid, where both are one tenant; elsewhere nothing of it is found."""
-    with running(more=TEAM) as daemon, user(scribbler, daemon, FIRST_UID) as writer:
-        assert writer.hear() == len(NAMES)
-        with user(copier, daemon, SECOND_UID) as other:
-            assert other.hear() == 2
-        assert copied(daemon) == 0
-
-
-def test_copies__hostile_same() -> None:
-    """Not guarded: who writes to the arena and its catalogues changes bytes and sums together."""
-    with running() as daemon, connected(daemon) as client:
-        put(client)
-        bytes_of, wrong = pages(daemon, NAMES)[NAMES[0].tobytes()], b"wrong".ljust(BLOCK_BYTES)
-        for path in daemon.arena.rglob("*.cat"):
-            raw = path.read_bytes().replace(sums(content_of(NAMES[0], BLOCK_BYTES)), sums(wrong))
-            with path.open("r+b") as file:
-                file.write(raw)
-        with bytes_of.path.open("r+b") as file:
-            file.seek(bytes_of.offset)
-            file.write(wrong)
-        with pytest.raises(AssertionError):
-            copied(daemon)
-
-
-def sums(block: Any) -> bytes:
-    """Its slice table."""
-    return raw_tables([slice_sums(block, slice_lengths(BLOCK_BYTES, 0))])[0]
 
 
 # -- verify = "first_hit"
@@ -445,7 +321,7 @@ def test_sealed__hostile_other() -> None:
 @contextlib.contextmanager
 def containers() -> Iterator[tuple[Daemon, BlockClient, BlockClient]]:
     """A daemon with two credentials, and a client of each; the first has put NAMES."""
-    daemon = _made(more='[identity]\ncredential_file = "{root}/credentials"\n')
+    daemon = made(more='[identity]\ncredential_file = "{root}/credentials"\n')
     secrets = daemon.root / "credentials"
     secrets.write_text("one one-secret-of-some-length\ntwo two-secret-of-some-length\n")
     secrets.chmod(0o600)
@@ -531,4 +407,4 @@ def test_every_cell_has_its_test() -> None:
             said = zip(COLUMNS, cells[1:], strict=True)
             missing += [f"test_{row}__{column}" for column, cell in said if cell.strip() != "\N{EN DASH}"]
     assert len(missing) > 15
-    assert [name for name in missing if name not in globals()] == []
+    assert [name for name in missing if name not in globals() | vars(test_threats_to_copies)] == []

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -59,7 +59,7 @@ class Held:
     has_left: bool = False
     answered_s: float = 0.0
     """When it was asked what was answered last."""
-    copies: Copies | None = None
+    copies: Copies = field(init=False)
 
 
 class Client:
@@ -106,7 +106,7 @@ class Client:
             await self.ask(
                 held, lambda a: a.cache.open_session(held.session, tenant=self.tenant, holder=holder), timeout_s=1.0
             )
-        if held.copies is None:
+        if not hasattr(held, "copies"):
             held.copies = Copies(self, held, await self.ask(held, self._directory, timeout_s=1.0))
         return held
 
@@ -212,10 +212,8 @@ class Client:
             wanted = await self.choose(held, rng, whole=rng.random() < 0.7)
             last = [put for put in self.world.puts if put.namespace == wanted.namespace]
             wanted = rng.choice(last) if last and rng.random() < 0.7 else wanted
-            self.world.oracle.asks([wanted.key(i) for i in wanted.numbers])
             if rng.random() < 0.8:
                 await self.ask(held, lambda a: a.cache.lookup(held.session, [wanted.query()]), timeout_s=1.0)
-            assert held.copies is not None, "it has said hello"
             for _ in range(rng.choice((1, 2))):
                 await held.copies.get(wanted, self._specs[wanted.namespace], rng)
 
@@ -319,6 +317,8 @@ class Client:
             if commit is not None or rng.random() < 0.9:
                 await (commit or self.commit(held, ways, rng))
                 self.world.puts.append(ways.wanted)
+                if rng.random() < 0.4:
+                    await held.copies.get(ways.wanted, self._specs[ways.wanted.namespace], rng)
                 self.written = [*self.written[-16:], *pages]
                 return
         finally:

@@ -110,6 +110,7 @@ class Copies:
     async def get(self, wanted: Blocks, spec: NamespaceSpec, rng: random.Random) -> None:
         """One get of blocks, to its end."""
         client, self._wanted = self._client, wanted
+        client.world.oracle.asks([wanted.key(number) for number in wanted.numbers])
         first, stop = wanted.first, wanted.stop
         namespace = OpenedNamespace(spec, wanted.namespace)
         group = Group(namespace, wanted.hashes[first:stop], sum(map(wanted.tokens, wanted.numbers)))

@@ -1,0 +1,80 @@
+"""The row of the threat table for gets that copy: `test_copies__<column>` shows what its cell says (see test_threats.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.system.blocks import connected
+from tests.system.damaged import flip, pages
+from tests.system.peers import NAMES, SPEC, copier, scribbler
+from tests.system.raw import BLOCK_BYTES
+from tests.system.threatened import FIRST_UID, SECOND_UID, TEAM, as_root, put, running, scribble, user
+from tierd.client import Client
+from tierd.core.block import slice_lengths
+from tierd.testing import Daemon, content_of
+from tierd.tiers.checksum import raw_tables, slice_sums
+
+
+def copied(daemon: Daemon) -> int:
+    """Blocks that a client of the SDK copies, each of which is the one asked for."""
+    with Client(daemon.target) as client:
+        out = np.zeros((len(NAMES), BLOCK_BYTES), np.uint8)
+        blocks = client.get(client.open_namespace(SPEC), NAMES, out=out).blocks
+        assert all((out[i] == content_of(NAMES[i], BLOCK_BYTES)).all() for i in range(blocks))
+        return blocks
+
+
+def test_copies__accident() -> None:
+    """A bit that changes after any number of gets is a miss at the next one that copies, or comes from a farther tier."""
+    with running() as daemon, connected(daemon) as client:
+        put(client)
+        assert [copied(daemon) for _ in range(3)] == [4] * 3
+        flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
+        assert [copied(daemon) for _ in range(2)] == [2] * 2
+    with running() as daemon, connected(daemon) as client:
+        put(client, durable=True)
+        flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
+        assert copied(daemon) == 4
+
+
+def test_copies__buggy_same() -> None:
+    """So is a writer's scribble."""
+    with running() as daemon, connected(daemon) as writer:
+        leased = writer.acquire(put(writer), NAMES)
+        assert copied(daemon) == 4
+        scribble(writer, leased)
+        assert copied(daemon) == 0
+
+
+@as_root
+def test_copies__buggy_other() -> None:
+    """And that of a writer of another uid, where both are one tenant; elsewhere nothing of it is found."""
+    with running(more=TEAM) as daemon, user(scribbler, daemon, FIRST_UID) as writer:
+        assert writer.hear() == len(NAMES)
+        with user(copier, daemon, SECOND_UID) as other:
+            assert other.hear() == 2
+        assert copied(daemon) == 0
+
+
+def test_copies__hostile_same() -> None:
+    """Not guarded: who writes to the arena and its catalogues changes bytes and sums together."""
+    with running() as daemon, connected(daemon) as client:
+        put(client)
+        bytes_of, wrong = pages(daemon, NAMES)[NAMES[0].tobytes()], b"wrong".ljust(BLOCK_BYTES)
+        for path in daemon.arena.rglob("*.cat"):
+            raw = path.read_bytes().replace(sums(content_of(NAMES[0], BLOCK_BYTES)), sums(wrong))
+            with path.open("r+b") as file:
+                file.write(raw)
+        with bytes_of.path.open("r+b") as file:
+            file.seek(bytes_of.offset)
+            file.write(wrong)
+        with pytest.raises(AssertionError):
+            copied(daemon)
+
+
+def sums(block: Any) -> bytes:
+    """Its slice table."""
+    return raw_tables([slice_sums(block, slice_lengths(BLOCK_BYTES, 0))])[0]
