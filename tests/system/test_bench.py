@@ -28,7 +28,12 @@ ROWS = {
             "copy_streamed_128KiB_x64",
         ),
     },
-    "one_block": {"put_2MiB_p50", "put_2MiB_beyond_copy", "get_2MiB_p50", "get_2MiB_beyond_copy"},
+    "one_block": {
+        f"{verb}_{size}_{what}"
+        for verb in ("put", "put_nowait", "get")
+        for size in ("2MiB", "128KiB")
+        for what in ("p50", "beyond_copy")
+    },
     "awaited": {"async_put", "async_get", "async_get_again", "async_lookup"},
     "calls": {"lookup_empty", "lookup_empty_raw", "lookup_256", "get_view_256"},
     "nvme": {

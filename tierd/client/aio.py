@@ -15,11 +15,12 @@ from typing import Any, Self, TypeVar, cast
 
 from tierd.client import protocol
 from tierd.client.calls import Deadline, due
-from tierd.client.client import Face
+from tierd.client.client import CLOSE_S, Face
 from tierd.client.lease import Lease
 from tierd.client.reservation import AsyncReservation
 from tierd.client.threads import NotBegun, Threads
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
+from tierd.client.writing import Until
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import StructArray
 from tierd.errors import TierdError
@@ -107,11 +108,16 @@ class AsyncClient(Face):
         blocks: Sequence[Any],
         *,
         durable: bool = False,
+        wait: bool = True,
         timeout_s: float | None = None,
     ) -> PutResult:
         """As Client.put."""
-        put = partial(self._verbs.put, namespace, what, blocks, durable=durable)
+        put = partial(self._verbs.put, namespace, what, blocks, until=Until.of(durable=durable, wait=wait))
         return await self._run(put, self._deadline(timeout_s))
+
+    async def flush(self, *, timeout_s: float | None = None) -> int:
+        """As Client.flush."""
+        return await self._run(self._verbs.flush, self._deadline(timeout_s))
 
     async def report_attention(
         self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None
@@ -133,6 +139,7 @@ class AsyncClient(Face):
 
     async def close(self) -> None:
         """As Client.close."""
+        await self._run(self._verbs.flush, self._deadline(CLOSE_S))
         self._connector.close()
         self._threads.close()
 

@@ -26,6 +26,7 @@ from tierd.client.reservation import Reservation
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
 from tierd.client.verbs import Verbs
+from tierd.client.writing import Until
 from tierd.core.block import NamespaceSpec, text
 from tierd.core.model import StructArray
 
@@ -98,6 +99,10 @@ class Face(Bound):
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return deadline_of(self._timeout_s if timeout_s is None else timeout_s)
+
+
+CLOSE_S = 5.0
+"""For the answers of puts with wait=False."""
 
 
 class Client(Face):
@@ -181,10 +186,20 @@ class Client(Face):
         blocks: Sequence[Any],
         *,
         durable: bool = False,
+        wait: bool = True,
         timeout_s: float | None = None,
     ) -> PutResult:
-        """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced before it returns."""
-        return self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), durable=durable)
+        """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced before it returns.
+
+        wait=False: returns when the bytes are copied, with PENDING blocks, unless durable. This client's next call finds them; `flush` says
+        whether all were stored. A process that is killed within that moment may lose them. Over TCP a put always waits.
+        """
+        until = Until.of(durable=durable, wait=wait)
+        return self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), until=until)
+
+    def flush(self, *, timeout_s: float | None = None) -> int:
+        """Waits for all puts with wait=False. Returns how many of their blocks were not stored since the last flush."""
+        return self._verbs.flush(self._deadline(timeout_s))
 
     def report_attention(self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None) -> None:
         """Attention mass per rank and block of a lease's group, f32 [ranks, count]: a hint for eviction."""
@@ -202,7 +217,8 @@ class Client(Face):
             replies.close()
 
     def close(self) -> None:
-        """Ends the session. Views that are alive stay readable; leases and reservations end."""
+        """Ends the session, after puts with wait=False. Views that are alive stay readable; leases and reservations end."""
+        self._verbs.flush(self._deadline(CLOSE_S))
         self._connector.close()
 
     def __enter__(self) -> Self:

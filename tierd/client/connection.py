@@ -66,6 +66,10 @@ class Transport(Protocol):
         """One request, one reply. meanwhile: work while it is under way, or before it where that cannot be."""
         ...
 
+    def begin(self, method: str, request: Any, timeout_s: float, lines: int) -> Any:
+        """Sends a request whose reply is taken later, over one of so many lines; None where that cannot be now."""
+        ...
+
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> Any:
         """One request; every reply goes to take."""
         ...

@@ -123,10 +123,9 @@ class Lines:
         self._is_closed = False
         forks.register(self)
 
-    @property
-    def is_one(self) -> bool:
-        """Whether there is no second line."""
-        return len(self._resting) + len(self._busy) < 2
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._resting) + len(self._busy)
 
     def take(self, *, timeout_s: float) -> Line | None:
         """A line to ask on; None: all are in use, or the daemon gives no more. Raises SessionLost, DeadlineExceeded."""

@@ -32,6 +32,10 @@ _REPLIES = {
 """Of the calls that lines carry."""
 
 
+LINES_MOST = 1 << 10
+"""The daemon gives fewer."""
+
+
 class Sent:
     """A call that is under way on a line. name: of what it gives; empty for one that gives nothing to be taken back."""
 
@@ -65,6 +69,10 @@ class Sent:
     def is_answered(self) -> bool:
         """Whether the reply, or the end of the line, is there to be read."""
         return self._line.is_answered
+
+    def comes(self, within_s: float) -> bool:
+        """The same, or it comes to that in so long."""
+        return self._line.comes(within_s)
 
     def drop(self) -> None:
         """Nobody wants the reply."""
@@ -118,6 +126,10 @@ class Later:
         """Whether the reply, or the end of the line, is there to be read."""
         return self._sent.is_answered
 
+    def comes(self, within_s: float) -> bool:
+        """The same, or it comes to that in so long."""
+        return self._sent.comes(within_s)
+
     def reply(self, *, deadline: float) -> Any:
         """The reply. Raises TierdErrors."""
         try:
@@ -157,8 +169,11 @@ class LocalTransport:
                 return self._rpc.ask(method, request, timeout_s=max(0.0, deadline - time.monotonic()))
             return sent.reply(deadline=deadline, meanwhile=meanwhile)
 
-    def begin(self, method: str, request: Any, timeout_s: float) -> Later | None:
-        """Sends a call whose reply is taken later; None: there is no turn or no line that rests for it now, or the daemon does not hear."""
+    def begin(self, method: str, request: Any, timeout_s: float, lines: int = 2) -> Later | None:
+        """Sends a call whose reply is taken later, over one of so many lines.
+
+        None: there is no turn or no line that rests for it now, or the daemon does not hear.
+        """
         turns = self._link.credits
         if turns.count == 1:  # it is wanted for the call that comes next
             return None
@@ -168,7 +183,7 @@ class LocalTransport:
             return None
         sent = None
         try:
-            sent = self._send(method, request, deadline=time.monotonic() + timeout_s, is_patient=False)
+            sent = self._send(method, request, deadline=time.monotonic() + timeout_s, lines=lines)
         except TierdError:
             return None
         finally:
@@ -205,9 +220,12 @@ class LocalTransport:
             return self._opened
 
     def _send(
-        self, method: str, request: Any, *, deadline: float, is_patient: bool = True, has_more: bool = False
+        self, method: str, request: Any, *, deadline: float, lines: int = LINES_MOST, has_more: bool = False
     ) -> Sent | None:
-        """The call, under way; None: lines do not carry it, or none is free. is_patient: a new line may be asked for. has_more: a message follows. Raises TierdErrors."""
+        """The call, under way; None: lines do not carry it, or none is free. has_more: a message follows.
+
+        lines: a new one may be asked for while there are fewer. Raises TierdErrors.
+        """
         name = self._session.next_request() if method in GIVING else ""
         left_s = max(0.0, deadline - time.monotonic())
         message = request.SerializeToString()
@@ -215,7 +233,7 @@ class LocalTransport:
         raw = ask.SerializeToString()
         if len(raw) > MESSAGE_MAX_BYTES:
             return None
-        line = self._lines.take(timeout_s=left_s) if is_patient or self._lines.is_one else self._lines.take_resting()
+        line = self._lines.take(timeout_s=left_s) if len(self._lines) < lines else self._lines.take_resting()
         if line is None:
             return None
         sent = Sent(self._link, self._lines, line, method=method, name=name)

@@ -61,6 +61,9 @@ class SyncTransport:
         with named(self.link, method) as metadata, translated(self.link), forks.calling():
             return self._answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=metadata)
 
+    def begin(self, method: str, request: Any, timeout_s: float, lines: int) -> None:
+        """It has no lines."""
+
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; every reply goes to take."""
         with translated(self.link), forks.calling():

@@ -47,6 +47,10 @@ class Pending(Protocol):
         """Whether its reply, or the end of its line, is there to be read."""
         ...
 
+    def comes(self, within_s: float) -> bool:
+        """The same, or it comes to that in so long."""
+        ...
+
     def reply(self, *, deadline: float) -> Any:
         """Its reply. Raises TierdErrors."""
         ...

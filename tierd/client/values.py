@@ -238,16 +238,19 @@ class Found:
     tier_tokens: tuple[int, ...] = ()
 
 
+_STORED = (BlockStatus.READY, BlockStatus.EXISTS, BlockStatus.PENDING)
+
+
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of each block: statuses u2 [n] of BlockStatus, READY and EXISTS where it is stored."""
+    """What became of each block: statuses u2 [n] of BlockStatus, READY and EXISTS where it is stored, PENDING after wait=False."""
 
     statuses: NDArray[np.uint16]
 
     @property
     def stored(self) -> int:
-        """Blocks that are stored, from the first on without a gap."""
-        held = (self.statuses == BlockStatus.READY) | (self.statuses == BlockStatus.EXISTS)
+        """Blocks that are stored or PENDING, from the first on without a gap."""
+        held = np.isin(self.statuses, _STORED)
         return len(held) if np.count_nonzero(held) == len(held) else int(np.argmin(held))
 
     def __bool__(self) -> bool:

@@ -26,6 +26,7 @@ from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
 from tierd.client.session import Session
 from tierd.client.target import RemoteTarget
+from tierd.client.unanswered import Unanswered
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult, listed
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import HANDLE, BlockStatus, StructArray
@@ -49,6 +50,7 @@ class Verbs(Links):
         super().__init__(connector, best_effort=best_effort)
         self._is_acknowledged = is_acknowledged
         self.pages = pages
+        self.unanswered = Unanswered()
         self.shrunk = self._complaints.shrunk
 
     def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T]) -> T:
@@ -112,12 +114,18 @@ class Verbs(Links):
         return self._verb(deadline, work, lambda: self._no_pages(wanted))
 
     def put(
-        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: Deadline, *, durable: bool
+        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: Deadline, *, until: writing.Until
     ) -> PutResult:
         """Stores blocks: reserve, copy, commit."""
         return self._verb(
-            deadline, lambda by: self._put(namespace, what, blocks, by, durable=durable), lambda: _dropped(blocks)
+            deadline,
+            lambda by: self._put(namespace, what, blocks, by, until=until),
+            lambda: _dropped(blocks),
         )
+
+    def flush(self, deadline: Deadline) -> int:
+        """Waits for the answers of puts that waited for nobody; how many of their blocks were not stored since the last time."""
+        return self._verb(deadline, self.unanswered.flush, self.unanswered.lost)
 
     def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: Deadline) -> Committed:
         """Publishes a reservation's pages."""
@@ -278,7 +286,9 @@ class Verbs(Links):
         self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
         return pages
 
-    def _put(self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, durable: bool) -> PutResult:
+    def _put(
+        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, until: writing.Until
+    ) -> PutResult:
         sources = [buffers.flat(block) for block in blocks]
         self._named(namespace, deadline)
         group = protocol.sequence_put(namespace, what, lengths=[len(source) for source in sources])
@@ -286,7 +296,7 @@ class Verbs(Links):
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(protocol.all_statuses(0, BlockStatus.READY))
-        return splitting.put(self, writing.Write(group, sources, deadline, durable))
+        return splitting.put(self, writing.Write(group, sources, deadline, until))
 
     def stored(self, write: writing.Write) -> PutResult:
         """What became of the blocks of one call."""
@@ -362,7 +372,8 @@ class Verbs(Links):
         *,
         meanwhile: Meanwhile | None = None,
     ) -> tuple[Link, Any]:
-        """One call. make: method and message, from namespaces that are open."""
+        """One call, after the puts before it. make: method and message, from namespaces that are open."""
+        self.unanswered.settle(deadline)
 
         def call(link: Link) -> Any:
             method, request = make()
@@ -375,6 +386,7 @@ class Verbs(Links):
     ) -> Any:
         """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
+        self.unanswered.settle(deadline)
         try:
             return called(hold.link, method, request, deadline, meanwhile=meanwhile)
         except (SessionLost, Unavailable) as error:

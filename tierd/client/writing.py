@@ -10,9 +10,12 @@ so is one whose daemon went in the midst of it: the next daemon is asked, or the
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, copying, protocol
@@ -37,14 +40,32 @@ POSITION_LIMIT = 1 << 32
 """Of blocks; with a greater one no message is made."""
 
 
+class Until(enum.Enum):
+    """What a put waits for: that the daemon has been told, that the blocks can be found, or that they are on NVMe."""
+
+    TOLD = "told"
+    STORED = "stored"
+    DURABLE = "durable"
+
+    @classmethod
+    def of(cls, *, durable: bool, wait: bool) -> Until:
+        """As the faces put it."""
+        return cls.DURABLE if durable else cls.STORED if wait else cls.TOLD
+
+
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a put is to do: a source for each block of a group, by when, and whether onto NVMe."""
+    """What a put is to do: a source for each block of a group, by when, and what it waits for."""
 
     group: PutGroup
     sources: Sequence[buffers.Bytes]
     deadline: float
-    durable: bool = False
+    until: Until = Until.STORED
+
+    @property
+    def durable(self) -> bool:
+        """Whether onto NVMe."""
+        return self.until is Until.DURABLE
 
     @property
     def bytes(self) -> int:
@@ -72,7 +93,7 @@ def put(verbs: Verbs, link: Link, write: Write) -> PutResult:
     statuses = _into_spare(verbs, pages, write) if pages else None
     if statuses is None:
         statuses = _into_reserved(verbs, write)
-    if protocol.every(statuses == BlockStatus.READY):
+    if protocol.every((statuses == BlockStatus.READY) | (statuses == BlockStatus.PENDING)):
         spares.order(group, length=length, deadline=write.deadline)
     else:
         spares.pause(write.deadline)
@@ -148,15 +169,32 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
     """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
     try:
         copy, request = Copy(pages, write), protocol.commit_request(pages.id, names, durable=write.durable)
-        if write.bytes >= EARLY_BYTES:
+        if write.until is not Until.TOLD and write.bytes >= EARLY_BYTES:
             request.unwritten = True
             return verbs.committed(pages, request, write.deadline, meanwhile=copy).statuses
         copy.run()
         copy.complete(request)
+        if write.until is Until.TOLD and _is_sent(verbs, pages, request, write.deadline):
+            return protocol.all_statuses(_reserved(pages), BlockStatus.PENDING)
         return verbs.committed(pages, request, write.deadline).statuses
     except BaseException:
         pages.drop()
         raise
+
+
+def _is_sent(verbs: Verbs, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> bool:
+    """Sends a commit whose answer nobody waits for; whether it has gone. The pages are the daemon's from then on."""
+    hold = pages.held()
+    pages.seal()
+    is_sent = verbs.unanswered.send(hold, request, blocks=_reserved(pages), deadline=deadline)
+    if is_sent:
+        hold.settle()
+    return is_sent
+
+
+def _reserved(pages: ReservedPages) -> int:
+    """How many blocks have a page."""
+    return int(np.count_nonzero(pages.statuses == BlockStatus.RESERVED))
 
 
 class Copy:

@@ -65,12 +65,12 @@ class Bench:
         blocks = copying.blocks_of(at, to, [self._block_bytes] * self._count, 0)
         return lambda: copying.sum_and_copy(blocks)
 
-    def put(self, number: int) -> Callable[[], object]:
+    def put(self, number: int, *, wait: bool = True) -> Callable[[], object]:
         """In place."""
         hashes, blocks = chain(number, self._count), list(self._cold.blocks(self._count, self._block_bytes))
 
         def work() -> None:
-            assert self._client.put(self._space, hashes, blocks).stored == self._count
+            assert self._client.put(self._space, hashes, blocks, wait=wait).stored == self._count
 
         return work
 

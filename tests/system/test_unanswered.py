@@ -1,0 +1,187 @@
+"""Puts that wait for nobody, against a real daemon: what becomes of their blocks, and who is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+
+from tests.still import stand_still
+from tests.system.warm import Daemon
+from tierd.client import AsyncClient, Client, NamespaceSpec, OpenedNamespace
+from tierd.core.model import BlockStatus
+from tierd.testing import chain, content_of
+
+SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=64 << 10)
+PENDING, READY = BlockStatus.PENDING, BlockStatus.READY
+SOON_S = 30.0
+
+
+def put(client: Client, space: OpenedNamespace, number: int, *, count: int = 4, wait: bool = False) -> list[int]:
+    """What became of each block of a sequence."""
+    names = chain(number, count)
+    blocks = [content_of(name, SPEC.block_bytes) for name in names]
+    return client.put(space, names, blocks, wait=wait).statuses.tolist()
+
+
+def is_right(client: Client, space: OpenedNamespace, number: int, *, count: int = 4) -> bool:
+    """Whether a sequence is there, byte for byte."""
+    names, out = chain(number, count), np.zeros((count, SPEC.block_bytes), np.uint8)
+    got = client.get(space, names, out=out)
+    return got.blocks == count and all(
+        np.array_equal(page, content_of(name, SPEC.block_bytes)) for page, name in zip(out, names, strict=True)
+    )
+
+
+def warmed(client: Client) -> OpenedNamespace:
+    """A namespace for whose puts pages are reserved ahead."""
+    space = client.open_namespace(SPEC)
+    for number in range(1000, 1004):
+        put(client, space, number, wait=True)
+    deadline = time.monotonic() + SOON_S
+    link = client._connector.link
+    assert link is not None
+    assert link.spares is not None
+    while link.spares._order is not None:  # its answer is read by who puts
+        link.spares._receive(deadline)
+        assert time.monotonic() < deadline
+    return space
+
+
+def test_its_own_client_finds_what_it_has_put() -> None:
+    """A get and a lookup right after a put that waited for nobody serve all of it; no block is lost."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        for number in range(100):
+            assert put(client, space, number) == [PENDING] * 4
+            assert client.lookup(space, chain(number, 4)).tokens == 64
+            assert is_right(client, space, number)
+        assert client.flush() == 0
+
+
+def test_it_returns_while_the_daemon_stands_still() -> None:
+    """With pages in stock such a put needs nothing of the daemon, which stores it when it goes on."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
+        space = warmed(client)
+        stand_still(daemon.pid)
+        try:
+            assert put(client, space, 1) == [PENDING] * 4
+            assert client.lookup(space, chain(2, 1), timeout_s=0.05).tokens == 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.flush() == 0
+        assert is_right(client, space, 1)
+
+
+def test_a_call_that_has_no_time_for_it_leaves_it_alone() -> None:
+    """A call whose deadline passes behind such a put fails alone: the put is stored all the same."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
+        space = warmed(client)
+        stand_still(daemon.pid)
+        try:
+            assert put(client, space, 1) == [PENDING] * 4
+            assert client.flush(timeout_s=0.05) == 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.flush() == 0
+        assert is_right(client, space, 1)
+
+
+def test_blocks_that_were_lost_are_counted_once() -> None:
+    """A daemon that is killed before it has heard of a put costs its blocks, and flush says how many."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
+        space = warmed(client)
+        stand_still(daemon.pid)
+        assert put(client, space, 1, count=3) == [PENDING] * 3
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert client.flush() == 3
+        assert client.flush() == 0
+
+
+def test_close_waits_for_it() -> None:
+    """What a client had put when it was closed is there for others."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as other:
+        for number in range(20):
+            with Client(daemon.target, timeout_s=SOON_S) as client:
+                assert put(client, client.open_namespace(SPEC), number) == [PENDING] * 4
+            assert is_right(other, other.open_namespace(SPEC), number)
+
+
+def test_threads_that_share_a_client() -> None:
+    """Each thread finds what it has put, whoever reads the answers."""
+    wrong = list[int]()
+
+    def work(client: Client, space: OpenedNamespace, first: int) -> None:
+        for number in range(first, first + 50):
+            put(client, space, number)
+            if not is_right(client, space, number):
+                wrong.append(number)
+
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        threads = [threading.Thread(target=work, args=(client, space, 100 * n)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SOON_S)
+        assert not wrong
+        assert client.flush() == 0
+
+
+def test_blocks_that_exist_are_not_lost() -> None:
+    """A second put of the same sequence loses nothing, whether it finds pages in stock or not."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        for _ in range(3):
+            put(client, space, 1)
+        assert client.flush() == 0
+        assert is_right(client, space, 1)
+
+
+def test_a_long_put_goes_in_parts() -> None:
+    """A sequence longer than a call may be is put in parts, none of which waits for its answer."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        small = client.open_namespace(NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096))
+        names = chain(1, 2500)
+        result = client.put(small, names, [content_of(name, 4096) for name in names], wait=False)
+        assert result.stored == 2500
+        assert client.flush() == 0
+        assert client.lookup(small, names).tokens == 2500 * 16
+
+
+def test_a_durable_put_waits() -> None:
+    """durable=True waits until its blocks are on NVMe, whatever wait says."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space, names = client.open_namespace(SPEC), chain(1, 1)
+        assert client.put(space, names, [content_of(names[0], SPEC.block_bytes)], durable=True, wait=False)
+        assert client.put(space, names, [bytes(SPEC.block_bytes)]).statuses.tolist() == [BlockStatus.EXISTS]
+
+
+def test_a_child_owes_nothing_of_its_parents() -> None:
+    """After a fork the child's flush is of its own puts, and the parent's puts are stored."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        stand_still(daemon.pid)
+        assert put(client, space, 1) == [PENDING] * 4
+        child = os.fork()
+        if not child:
+            os._exit(len(client._verbs.unanswered._sent) + client._verbs.unanswered.lost())
+        os.kill(daemon.pid, signal.SIGCONT)
+        assert os.waitpid(child, 0)[1] == 0
+        assert client.flush() == 0
+        assert is_right(client, space, 1)
+
+
+async def test_the_asynchronous_client_has_it_too() -> None:
+    """As Client: put without waiting, found, flushed."""
+    with Daemon() as daemon:
+        async with AsyncClient(daemon.target, timeout_s=SOON_S) as client:
+            space, names = await client.open_namespace(SPEC), chain(1, 4)
+            blocks = [content_of(name, SPEC.block_bytes) for name in names]
+            result = await client.put(space, names, blocks, wait=False)
+            assert result.statuses.tolist() == [PENDING] * 4
+            assert await client.flush() == 0
+            assert (await client.lookup(space, names)).tokens == 64
