@@ -207,7 +207,7 @@ class Cache:
             got = replace(again, tokens=max(again.tokens, got.tokens))
         asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # when the answer is on its way
         if doubted is not None and len(served.blocks):  # so the directory lacked something of it
-            self.directories.add(served.extents, self.core.metas(served.blocks))
+            self.directories.add_soon(served.extents, self.core.metas(served.blocks))
         if not got.lease:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
         if not served.tokens:

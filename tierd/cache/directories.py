@@ -53,7 +53,13 @@ class Directories:
         return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
 
     def add(self, extents: StructArray, metas: StructArray) -> None:
-        """Blocks that are published: EXTENT [n], META [n]. They are entered in the loop's next turn: nobody waits for it."""
+        """Enters blocks that are published: EXTENT [n], META [n]. Whoever puts a block finds it, once he is answered."""
+        if self._written:
+            self._enter()
+            self._tell(Directory.add, extents, metas["namespace"], metas["hash"])
+
+    def add_soon(self, extents: StructArray, metas: StructArray) -> None:
+        """The same, in the loop's next turn: of blocks whose client has them already."""
         if self._written:
             self._later(Directory.add, extents, metas["namespace"], metas["hash"])
 

@@ -49,6 +49,10 @@ class Unanswered:
         self._lost = 0
         forks.register(self)
 
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._sent)
+
     def send(self, hold: Hold, request: Any, *, blocks: int, deadline: float) -> bool:
         """Sends the commit of a reservation; whether it has gone. If not, its caller may make it and wait."""
         with self._turn_by(deadline) as is_mine:

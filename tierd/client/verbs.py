@@ -24,7 +24,6 @@ from tierd.client.links import Links, void
 from tierd.client.pins import Hold
 from tierd.client.protocol import Leased
 from tierd.client.reservation import ReservedPages
-from tierd.client.session import Session
 from tierd.client.target import RemoteTarget
 from tierd.client.unanswered import Unanswered
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult, listed
@@ -152,8 +151,7 @@ class Verbs(Links):
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
             return Found()
-        session = self._session_for(groups[0], deadline) if len(groups) == 1 else None
-        near = onesided.lookup(session, groups[0], timeout_s=left_s(deadline)) if session is not None else None
+        near = self._near(groups[0], onesided.lookup, deadline) if len(groups) == 1 else None
         if near is not None:
             return near
         _, reply = self._ask(
@@ -228,14 +226,19 @@ class Verbs(Links):
             return got, lengths
         if out is None:
             return self._viewed(group, deadline), ()
-        session = self._session_for(group, deadline)
-        done = onesided.get(session, group, out, timeout_s=left_s(deadline)) if session is not None else None
+        done = self._near(group, partial(onesided.get, out=out), deadline)
         return self._copied(group, out, deadline) if done is None else done
 
-    def _session_for(self, group: Group, deadline: float) -> Session | None:
-        """Over which a group may be had without a call."""
+    def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
+        """What a verb comes to without a call: look(session, group, timeout_s=); once more after puts that are under way. None: ask."""
         link = self.connected(deadline)
-        return link.session if self.knows(group.namespace, link) else None
+        if link.session is None or not self.knows(group.namespace, link):
+            return None
+        near = look(link.session, group, timeout_s=left_s(deadline))
+        if near is None and self.unanswered:
+            self.unanswered.settle(deadline)
+            near = look(link.session, group, timeout_s=left_s(deadline))
+        return near
 
     def _viewed(self, group: Group, deadline: float) -> GetResult:
         """As views, which hold a lease."""
