@@ -1,6 +1,6 @@
 """One call of the daemon: made again where it was refused for want of room. And deadlines.
 
-Purpose: what every call of a verb passes. Non-purpose: over which link, and what becomes of a lost one (verbs.py). Invariant: a call is made again only
+Purpose: what every call of a verb passes. Non-purpose: over which link, and what becomes of a lost one (links.py). Invariant: a call is made again only
 where the daemon has not begun it, and within its deadline.
 """
 

@@ -1,6 +1,6 @@
 """Lease: pinned blocks to be read in place or copied out.
 
-Purpose: views that own their pin, copies that are checked. Non-purpose: how a lease is got (verbs.py). Invariants: a view is read-only, and its
+Purpose: views that own their pin, copies that are checked. Non-purpose: how a lease is got (asking.py). Invariants: a view is read-only, and its
 pages are pinned until the last array made from it (slices, reshapes, tensors) is collected; after a copy the generation words are
 read again, and what a changed one stands for is a miss with everything after it.
 """

@@ -1,6 +1,6 @@
 """The link that verbs go over: usable, with namespaces open, once more where its daemon has gone.
 
-Purpose: connecting again, opening again, a sign of life of a daemon that was silent. Non-purpose: how a link is made (connection.py), what goes over it (verbs.py). Invariant: what is done over a
+Purpose: connecting again, opening again, a sign of life of a daemon that was silent. Non-purpose: how a link is made (connection.py), what goes over it (asking.py). Invariant: what is done over a
 link is done once more over another at most.
 """
 
@@ -18,7 +18,7 @@ from tierd.client.connection import Connector, Link
 from tierd.client.lines import LineLost
 from tierd.client.target import RemoteTarget
 from tierd.client.values import OpenedNamespace
-from tierd.errors import DeadlineExceeded, SessionLost, TierdError, Unavailable
+from tierd.errors import DeadlineExceeded, SessionLost, TierdError, Unavailable, Unsupported
 
 T = TypeVar("T")
 
@@ -102,6 +102,25 @@ class Links:
             link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
             link.share_bytes = reply.share_bytes
             namespace.owner = self
+
+    @property
+    def tells_events(self) -> bool:
+        """Whether the daemon tells routers of blocks, and wants to know what engines call them."""
+        link = self.connector.link
+        return link is not None and link.session is not None and link.session.tells_events
+
+    def _check_local(self, verb: str) -> None:
+        if isinstance(self.connector.target, RemoteTarget):
+            raise Unsupported(
+                f"{verb}: handles need shared memory, and {self.connector.target} is remote; use put and get"
+            )
+
+    def _check_device(self, tier: str, deadline: float) -> None:
+        """Before anything is taken for a process that could not map it. Raises Unsupported."""
+        if tier.startswith("device"):
+            session = self.connected(deadline).session
+            if session is not None and session.gpus:
+                session.check_gpus(tier)
 
     def knows(self, namespace: OpenedNamespace, link: Link) -> bool:
         """Whether its number is one that the link's daemon has given it."""

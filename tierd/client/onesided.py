@@ -2,7 +2,7 @@
 
     Directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶ generations again ──▶ served; the daemon is told by the mailbox
 
-Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near or not right (verbs.py asks then). Invariants: what is served has
+Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near or not right (asking.py asks then). Invariants: what is served has
 its block's sums, and its page had one and the same generation before and after the copy; whatever stands in directory or catalogue, nothing outside the mappings is read, and a get ends
 after one look at each. Only the daemon writes either, and changes a page's generation before the first byte of its reuse. Such reads are FaRM's (Dragojevic et al., NSDI 2014, section 4).
 The loops are C++ (tierd/native), or the plain ones here, with the same results.

@@ -2,7 +2,7 @@
 
 So no part keeps the daemon from others for long.
 
-Purpose: prompts of any length. Non-purpose: what one call does (verbs.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
+Purpose: prompts of any length. Non-purpose: what one call does (asking.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
 comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes.
 """
 
@@ -22,7 +22,7 @@ from tierd.client.writing import Write, kept
 from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Need
 
 if TYPE_CHECKING:
-    from tierd.client.verbs import Verbs
+    from tierd.client.asking import Asking
 
 SHARE = 4
 """A part of a call that holds its blocks takes one in so many of the bytes that its session may hold."""
@@ -30,7 +30,7 @@ PART_BLOCKS = 1 << 11
 """Of a part, if the daemon takes as many in a call: it works 3 us on a block of a put, 1 us on one of a get."""
 
 
-def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Found:
+def lookup(verbs: Asking, groups: Sequence[Group], deadline: float) -> Found:
     """What could be served."""
     parts = _parts(verbs, groups, deadline)
     if parts[0] is groups:
@@ -48,7 +48,7 @@ def lookup(verbs: Verbs, groups: Sequence[Group], deadline: float) -> Found:
     return Found(got.tokens, tuple(padded), got.tier_tokens)
 
 
-def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> int:
+def prefetch(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> int:
     """How many blocks are on their way because of this."""
     started = 0
     for part in _parts(verbs, groups, deadline):
@@ -56,13 +56,13 @@ def prefetch(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) 
     return started
 
 
-def acquire(verbs: Verbs, groups: Sequence[Group], tier: str, deadline: float) -> Lease:
+def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> Lease:
     """A lease on what is servable of the first part."""
     parts = _parts(verbs, groups, deadline, is_one=True)
     return verbs.leased(parts[0], tier, deadline)
 
 
-def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> GetResult:
+def get(verbs: Asking, group: Group, out: Any, deadline: float) -> GetResult:
     """The servable prefix. What is copied of a part is let go of before the next is asked for."""
     has_ranks = len(group.ranks) > 1  # whose blocks lie rank by rank
     parts = _parts(verbs, [group], deadline, is_one=has_ranks, is_held=True)
@@ -80,7 +80,7 @@ def get(verbs: Verbs, group: Group, out: Any, deadline: float) -> GetResult:
     return got
 
 
-def put(verbs: Verbs, write: Write) -> PutResult:
+def put(verbs: Asking, write: Write) -> PutResult:
     """Stores blocks. Of those after a part that was not stored whole it is said what became of the first that was not."""
     count = len(write.sources)
     limit = _limit(verbs, [write.group.namespace], count, write.deadline)
@@ -102,7 +102,7 @@ def put(verbs: Verbs, write: Write) -> PutResult:
     return PutResult(statuses)
 
 
-def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline: float) -> int:
+def _limit(verbs: Asking, spaces: Sequence[OpenedNamespace], count: int, deadline: float) -> int:
     """Blocks that one call may have."""
     link = verbs.connector.link
     if link is None or count > link.batch_blocks:
@@ -110,7 +110,7 @@ def _limit(verbs: Verbs, spaces: Sequence[OpenedNamespace], count: int, deadline
     return link.batch_blocks
 
 
-def _held(verbs: Verbs, namespace: OpenedNamespace, count: int, limit: int) -> int:
+def _held(verbs: Asking, namespace: OpenedNamespace, count: int, limit: int) -> int:
     """Blocks of a call that holds them. A prompt larger than the session may hold goes in parts of a SHARE of that.
 
     Other calls of the session hold something too, and a put may take two pages for a block.
@@ -121,7 +121,7 @@ def _held(verbs: Verbs, namespace: OpenedNamespace, count: int, limit: int) -> i
 
 
 def _parts(
-    verbs: Verbs, groups: Sequence[Group], deadline: float, *, is_one: bool = False, is_held: bool = False
+    verbs: Asking, groups: Sequence[Group], deadline: float, *, is_one: bool = False, is_held: bool = False
 ) -> list[Sequence[Group]]:
     """The groups of each call, one after another. is_held: each call holds its blocks.
 

@@ -3,7 +3,7 @@
     reserved now, or a spare ──▶ Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ the sums follow ──▶ its answer ──▶ spares for the next
                              └─▶ summed and copied, where that is soon done ──▶ Commit is sent with the sums ──▶ its answer ──▶ spares for the next
 
-Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (verbs.py), what spares are (spares.py), TCP (remote.py).
+Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (asking.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
 so is one whose daemon went in the midst of it: the next daemon is asked, or there is none.
 """
@@ -30,7 +30,7 @@ from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
 from tierd.errors import NotFound, SessionLost, StaleHandle
 
 if TYPE_CHECKING:
-    from tierd.client.verbs import Verbs
+    from tierd.client.asking import Asking
 
 EARLY_BYTES = 1 << 20
 """From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon to hear of it."""
@@ -81,7 +81,7 @@ class Write:
         return self.durable or says_more or is_odd
 
 
-def put(verbs: Verbs, link: Link, write: Write) -> PutResult:
+def put(verbs: Asking, link: Link, write: Write) -> PutResult:
     """Stores blocks."""
     group, spares = write.group, link.spares
     is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
@@ -100,7 +100,7 @@ def put(verbs: Verbs, link: Link, write: Write) -> PutResult:
     return PutResult(statuses)
 
 
-def kept(verbs: Verbs, write: Write) -> PutResult:
+def kept(verbs: Asking, write: Write) -> PutResult:
     """A put; of a durable one again what is FAILED, while there is time: a block may have gone before it was on NVMe, and its bytes are here."""
     done = verbs.stored(write)
     for _ in range(MORE_TRIES if write.durable else 0):
@@ -110,7 +110,7 @@ def kept(verbs: Verbs, write: Write) -> PutResult:
     return done
 
 
-def _into_reserved(verbs: Verbs, write: Write) -> Any:
+def _into_reserved(verbs: Asking, write: Write) -> Any:
     """u2 [n] of BlockStatus. Nobody has seen its handles, so that they have become stale is made good here."""
     try:
         return _attempt(verbs, write)
@@ -118,7 +118,7 @@ def _into_reserved(verbs: Verbs, write: Write) -> Any:
         return _attempt(verbs, write)
 
 
-def _attempt(verbs: Verbs, write: Write) -> Any:
+def _attempt(verbs: Asking, write: Write) -> Any:
     pages = verbs.reserved([write.group], "host", write.deadline, durable=write.durable)
     statuses = pages.statuses.copy()
     if pages:
@@ -126,7 +126,7 @@ def _attempt(verbs: Verbs, write: Write) -> Any:
     return statuses
 
 
-def _spare(verbs: Verbs, link: Link, spares: Spares, write: Write) -> ReservedPages | None:
+def _spare(verbs: Asking, link: Link, spares: Spares, write: Write) -> ReservedPages | None:
     """Pages that were reserved for such a put; what nobody writes to goes back with them."""
     lengths = [len(source) for source in write.sources]
     taken = spares.take(write.group, length=max(lengths), deadline=write.deadline)
@@ -137,7 +137,7 @@ def _spare(verbs: Verbs, link: Link, spares: Spares, write: Write) -> ReservedPa
     return verbs.pages(Hold(link, reservation=taken[0]), handles)
 
 
-def _into_spare(verbs: Verbs, pages: ReservedPages, write: Write) -> Any:
+def _into_spare(verbs: Asking, pages: ReservedPages, write: Write) -> Any:
     """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
     try:
         names = _names(write)
@@ -165,7 +165,7 @@ def _names(write: Write) -> StructArray:
     )
 
 
-def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArray | None) -> Any:
+def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArray | None) -> Any:
     """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
     try:
         copy, request = Copy(pages, write), protocol.commit_request(pages.id, names, durable=write.durable)
@@ -182,7 +182,7 @@ def _written(verbs: Verbs, pages: ReservedPages, write: Write, names: StructArra
         raise
 
 
-def _is_sent(verbs: Verbs, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> bool:
+def _is_sent(verbs: Asking, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> bool:
     """Sends a commit whose answer nobody waits for; whether it has gone. The pages are the daemon's from then on."""
     hold = pages.held()
     pages.seal()

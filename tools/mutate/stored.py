@@ -92,7 +92,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "one-sided-number",
         "and by the number that this daemon has given its namespace",
-        "tierd/client/verbs.py",
+        "tierd/client/asking.py",
         "if link.session is None or not self.knows(group.namespace, link):",
         "if link.session is None:",
         (*ONE_SIDED, "-k", "another_daemon"),
