@@ -116,8 +116,9 @@ VERBS: dict[str, Callable[[Calls], tuple[list[Any], dict[str, Any]]]] = {
     "reserve": lambda c: ([c.put_group()], {"tier": "host", "timeout_s": 5}),
     "put": lambda c: (
         [c.namespace, c.chance.choice((c.tokens, c.hashes, c.put_group))(), [c.maybe(bytes(4096), 0.95) for _ in range(3)]],
-        {"durable": False, "timeout_s": 5},
+        {"durable": False, "wait": c.chance.random() < 0.5, "timeout_s": 5},
     ),
+    "flush": lambda c: ([], {"timeout_s": 5}),
     "connect": lambda c: ([], {"timeout_s": 5}),
     "report_attention": lambda c: ([c.lease, np.ones((1, 3), np.float32)], {"group": 0, "timeout_s": 5}),
 }  # fmt: skip

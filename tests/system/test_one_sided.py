@@ -20,11 +20,13 @@ from tests.system.sdk import await_nothing_held, count_calls
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, copying, mailbox
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, copying, mailbox, onesided
+from tierd.client.asking import Asking
 from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
 from tierd.core.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of
 from tierd.core.meta import META_BYTES
-from tierd.errors import StaleHandle, TierdError
+from tierd.core.model import BlockStatus
+from tierd.errors import InvalidArgument, StaleHandle, TierdError
 from tierd.server.hearsay import LOOKED_UP, USED
 from tierd.testing import chain, content_of
 
@@ -182,6 +184,44 @@ def test_the_daemon_counts_them(daemon: Daemon) -> None:
         name, hits = "tierd_gets_one_sided_total", 'tierd_tokens_hit_total{tier="host.0"}'
         await_true(lambda: _counted(operator)[name] == before[name] + 5, "all of them heard of")
         assert _counted(operator)[hits] - before[hits] == 5 * TOKENS
+
+
+def test_a_page_that_its_writer_goes_on_writing_to(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is bad at both copies of a get is a miss, although it was good when the daemon looked in between."""
+    with Client(daemon.target) as writer, Client(daemon.target) as client:
+        reader, names = Reader(client), chain(1, 1)
+        pages = writer.reserve(PutGroup(writer.open_namespace(SPEC), names))
+        page = pages.buffer(0)[:]
+        page[:] = content_of(names[0], SPEC.block_bytes)
+        assert pages.commit().statuses.tolist() == [BlockStatus.READY]
+        inner, calls = Asking._leased, list[Any]()
+
+        def leased(self: Asking, *what: Any, doubted: Any = None) -> Any:
+            calls.append(doubted)
+            page[100] ^= 0xFF * (len(calls) == 2)
+            try:
+                return inner(self, *what, doubted=doubted)
+            finally:
+                page[100] ^= 0xFF * (len(calls) == 2)
+
+        monkeypatch.setattr(Asking, "_leased", leased)
+        page[100] ^= 0xFF
+        out = np.zeros((1, SPEC.block_bytes), np.uint8)
+        assert client.get(reader.space, names, out=out).blocks == 0
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 31), (32,), (1, 33)])
+def test_hashes_that_are_none(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    """A Group whose hashes have another shape is refused by name in every verb, before anything reads them."""
+    with Client(daemon.target) as client:
+        reader = Reader(client)
+        reader.known(1)
+        monkeypatch.setattr(onesided, "_located", None)
+        group, out = Group(reader.space, np.zeros(shape, np.uint8)), np.zeros(SPEC.block_bytes, np.uint8)
+        for verb in (lambda: client.get(reader.space, group, out=out), lambda: client.lookup(group)):
+            with pytest.raises(InvalidArgument, match="hashes"):
+                verb()
 
 
 def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:

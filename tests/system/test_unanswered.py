@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
+from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.still import stand_still
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, NamespaceSpec, OpenedNamespace
+from tierd.client.local import Sent
+from tierd.client.unanswered import Unanswered
 from tierd.core.model import BlockStatus
+from tierd.errors import DeadlineExceeded
 from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=64 << 10)
@@ -104,10 +110,20 @@ def test_blocks_that_were_lost_are_counted_once() -> None:
 def test_close_waits_for_it() -> None:
     """What a client had put when it was closed is there for others."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as other:
-        for number in range(20):
-            with Client(daemon.target, timeout_s=SOON_S) as client:
-                assert put(client, client.open_namespace(SPEC), number) == [PENDING] * 4
-            assert is_right(other, other.open_namespace(SPEC), number)
+        client = Client(daemon.target, timeout_s=SOON_S)
+        space, theirs = warmed(client), other.open_namespace(SPEC)
+        stand_still(daemon.pid)
+        closing = threading.Thread(target=client.close)
+        try:
+            assert put(client, space, 1) == [PENDING] * 4
+            closing.start()
+            closing.join(0.2)
+            assert closing.is_alive()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        closing.join(SOON_S)
+        assert not closing.is_alive()
+        assert is_right(other, theirs, 1)
 
 
 def test_threads_that_share_a_client() -> None:
@@ -173,6 +189,83 @@ def test_a_child_owes_nothing_of_its_parents() -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert client.flush() == 0
         assert is_right(client, space, 1)
+
+
+def test_flush_reads_answers_that_came_long_ago() -> None:
+    """An answer that lies there is counted by what it says, also when its put's time is over."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space, names = warmed(client), chain(1, 4)
+        blocks = [content_of(name, SPEC.block_bytes) for name in names]
+        assert client.put(space, names, blocks, wait=False, timeout_s=0.5)
+        (sent,) = client._verbs.unanswered._sent
+        assert sent.call.comes(SOON_S)
+        while time.monotonic() < sent.deadline:
+            time.sleep(0.01)
+        assert client.flush() == 0
+        assert is_right(client, space, 1)
+
+
+def test_flush_raises_while_answers_are_to_come() -> None:
+    """A flush that knows nothing says so; the next one counts."""
+    with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        stand_still(daemon.pid)
+        try:
+            assert put(client, space, 1, count=3) == [PENDING] * 3
+            with pytest.raises(DeadlineExceeded, match="1 puts are not answered"):
+                client.flush(timeout_s=0.05)
+        finally:
+            os.kill(daemon.pid, signal.SIGKILL)
+        assert client.flush() == 3
+
+
+def test_puts_under_way_leave_a_turn_to_other_calls() -> None:
+    """With few credits, such puts never hold the last one."""
+    config = "nvme = []\n[server]\nsession_credits = 3\n[[host]]\ncapacity = '64 MiB'\nsegment = '8 MiB'\n"
+    with Daemon(config) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        for number in range(12):
+            assert put(client, space, number) == [PENDING] * 4
+            assert len(client._verbs.unanswered) <= 2
+            client.open_namespace(NamespaceSpec(model=f"m{number}", tokens_per_block=16, block_bytes=4096))
+        assert client.flush() == 0
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_who_cancels_a_verb_takes_no_answer_from_a_put(
+    monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
+) -> None:
+    """A get that is cancelled while it reads the answer of a put leaves to flush what that says."""
+    begun, go, inner, plain = threading.Event(), threading.Event(), Sent.reply, Unanswered.send
+
+    def reply(self: Sent, **how: Any) -> Any:
+        if self._method == "Commit":
+            begun.set()
+            assert go.wait(SOON_S)
+        return inner(self, **how)
+
+    def send(self: Unanswered, hold: Any, request: Any, **how: Any) -> bool:
+        hold.link.session.abort([hold.reservation], timeout_s=SOON_S)
+        return plain(self, hold, request, **how)
+
+    with Daemon() as daemon:
+        async with AsyncClient(daemon.target, timeout_s=SOON_S) as client:
+            space, names = await client.open_namespace(SPEC), chain(1, 4)
+            blocks = [content_of(name, SPEC.block_bytes) for name in names]
+            if is_refused:
+                monkeypatch.setattr(Unanswered, "send", send)
+            assert (await client.put(space, names, blocks, wait=False)).statuses.tolist() == [PENDING] * 4
+            monkeypatch.setattr(Sent, "reply", reply)
+            views = asyncio.ensure_future(client.get(space, names))
+            assert await asyncio.to_thread(begun.wait, SOON_S)
+            views.cancel()
+            await asyncio.sleep(0)
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await views
+            monkeypatch.setattr(Sent, "reply", inner)
+            assert await client.flush() == 4 * is_refused
+            assert (await client.lookup(space, names)).tokens == 64 * (not is_refused)
 
 
 async def test_the_asynchronous_client_has_it_too() -> None:

@@ -112,7 +112,7 @@ class AsyncClient(Face):
         timeout_s: float | None = None,
     ) -> PutResult:
         """As Client.put."""
-        put = partial(self._verbs.put, namespace, what, blocks, until=Until.of(durable=durable, wait=wait))
+        put = partial(self._verbs.put, namespace, what, blocks, until=partial(Until.of, durable=durable, wait=wait))
         return await self._run(put, self._deadline(timeout_s))
 
     async def flush(self, *, timeout_s: float | None = None) -> int:
@@ -139,7 +139,7 @@ class AsyncClient(Face):
 
     async def close(self) -> None:
         """As Client.close."""
-        await self._run(self._verbs.flush, self._deadline(CLOSE_S))
+        await self._run(self._verbs.finish, self._deadline(CLOSE_S))
         self._connector.close()
         self._threads.close()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -194,11 +195,14 @@ class Client(Face):
         wait=False: returns when the bytes are copied, with PENDING blocks, unless durable. This client's next call finds them; `flush` says
         whether all were stored. A process that is killed within that moment may lose them. Over TCP a put always waits.
         """
-        until = Until.of(durable=durable, wait=wait)
+        until = partial(Until.of, durable=durable, wait=wait)
         return self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), until=until)
 
     def flush(self, *, timeout_s: float | None = None) -> int:
-        """Waits for all puts with wait=False. Returns how many of their blocks were not stored since the last flush."""
+        """Waits for all puts with wait=False. Returns how many of their blocks were not stored since the last flush.
+
+        Raises DeadlineExceeded while puts are not answered; the next flush counts them.
+        """
         return self._verbs.flush(self._deadline(timeout_s))
 
     def report_attention(self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None) -> None:
@@ -218,7 +222,7 @@ class Client(Face):
 
     def close(self) -> None:
         """Ends the session, after puts with wait=False. Views that are alive stay readable; leases and reservations end."""
-        self._verbs.flush(self._deadline(CLOSE_S))
+        self._verbs.finish(self._deadline(CLOSE_S))
         self._connector.close()
 
     def __enter__(self) -> Self:

@@ -2,8 +2,8 @@
 
     BLOCK [n] ──▶ tierd/native, or the plain form; long ones by two threads ──▶ bytes at their targets, and the sums of all slices
 
-Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums (writing.py, onesided.py). Invariants: a sum is of the source, so a copy that was torn is found
-by its first reader; when `sum_and_copy` has returned or raised, nothing of it is copied any more. Addresses and lengths are the caller's to look after.
+Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums (writing.py, onesided.py). Invariants: a sum is of the bytes that were
+copied, whoever writes to the source meanwhile; when `sum_and_copy` has returned or raised, nothing of it is copied any more. Addresses and lengths are the caller's to look after.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int3
     for done, (source, target, length, layers) in enumerate(blocks.tolist()):
         if is_over[0]:
             return done
-        view, begin = memoryview((ctypes.c_ubyte * length).from_address(source)).cast("B"), 0
+        if target:
+            ctypes.memmove(target, source, length)
+        view, begin = memoryview((ctypes.c_ubyte * length).from_address(target or source)).cast("B"), 0
         for piece in slice_lengths(length, layers):
             sums[at] = xxhash.xxh3_64_intdigest(view[begin : begin + piece])
             at, begin = at + 1, begin + piece
-        if target:
-            ctypes.memmove(target, source, length)
     return len(blocks)
 
 

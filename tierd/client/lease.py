@@ -91,13 +91,15 @@ class Lease(Bound):
         return valid_blocks(self.groups, self.copied(out))
 
     def copied(self, out: Any, *, trusted: Any = ()) -> NDArray[np.bool_]:
-        """As `copy_into`; whether each block is good, bool [n]. trusted: generations of pages that the daemon has looked at for this lease, whatever the catalogue has of their sums.
-        Pages of a GPU are copied as they are: nobody here sums them."""
+        """As `copy_into`; whether each block is good, bool [n]. trusted: generations of pages that the daemon has looked at for this lease:
+        they are good also where the catalogue has no sums of them. Pages of a GPU are copied as they are: nobody here sums them."""
         hold, targets = self._held(), buffers.pieces(out, self.handles["length"].tolist(), writable=True)
         good = np.ones(len(self.handles), np.bool_)
         pages = onesided.pages_of(hold.link.session, self.handles) if hold.link.session else None
         if pages is not None:
-            good = np.array(pages.copy_to(targets, is_leased=True), bool) | np.isin(self.handles["generation"], trusted)
+            without_sums = pages.rows["table"] == 0
+            good = np.array(pages.copy_to(targets, is_leased=True), bool)
+            good |= without_sums & np.isin(self.handles["generation"], trusted)
         else:
             copy_out(self._views(self.handles), targets)
         return good & self._are_current()

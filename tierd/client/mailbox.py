@@ -19,6 +19,8 @@ UNASKED_LIMIT = 32
 MESSAGE_MAX_BYTES = 20 << 10
 """What the daemon reads of one: the names of 512 blocks, and what else a Group says."""
 _USED, _LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
+TOLD_MAX_BYTES = MESSAGE_MAX_BYTES - len(_USED)
+"""Of a Group that can be told."""
 
 
 class Mailbox:
@@ -49,7 +51,7 @@ class Mailbox:
     def tell_used(self, group: bytes, *, is_lookup: bool = False) -> bool:
         """Tells of a get, or a lookup, that was made without a call, of a Group, as a call says it. False where it cannot be told so: then call."""
         message = (_LOOKED_UP if is_lookup else _USED) + group
-        if not self.takes_gets or len(message) > MESSAGE_MAX_BYTES or not self._took(message):
+        if not self.takes_gets or len(group) > TOLD_MAX_BYTES or not self._took(message):
             return False
         self._unasked += 1
         return True

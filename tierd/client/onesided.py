@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from tierd.client import buffers, copying
 from tierd.client.buffers import Bytes, address_of
+from tierd.client.mailbox import TOLD_MAX_BYTES
 from tierd.client.mapping import Segment, SegmentTable
 from tierd.client.protocol import groups_message
 from tierd.client.session import Session
-from tierd.client.values import Found, GetResult, Group
+from tierd.client.values import Found, GetResult, Group, checked_hashes
 from tierd.core.directory import SEGMENT_BITS, Directory
 from tierd.core.layout import GENERATION, WORD_BYTES
 from tierd.core.model import HASH_BYTES, Need, StructArray
@@ -89,9 +90,10 @@ def served(
         targets = buffers.pieces(out, pages.lengths, writable=True)
     except InvalidArgument:  # the answer may be shorter, and fit
         return None
-    if np.count_nonzero(pages.copy_to(targets)) < len(targets):
+    told = groups_message([group])[0].SerializeToString()
+    if len(told) > TOLD_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
         return None
-    if not session.mailbox.tell_used(groups_message([group])[0].SerializeToString()):
+    if not session.mailbox.tell_used(told):
         return None
     return GetResult(sum(tier_tokens), len(targets), (), tuple(tier_tokens)), pages.lengths
 
@@ -101,7 +103,7 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
     count, namespace, directory = len(group.hashes), group.namespace, session.directory
     if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
         return None
-    hashes, size = np.ascontiguousarray(group.hashes), namespace.spec.tokens_per_block
+    hashes, size = checked_hashes(group.hashes), namespace.spec.tokens_per_block
     last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
     names = np.array([(address_of(hashes), count, namespace.id, size, last, 0)], NAMES)
     for _ in range(count + 1):  # once more for each segment that was not mapped

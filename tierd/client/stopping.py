@@ -123,4 +123,14 @@ def _ended_by(stop: Stop, end: Callable[[], Any]) -> Iterator[None]:
         stop.end_wait()
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Around what a verb does for others: it is not stopped in the middle, and told afterwards."""
+    stop, _mine.stop = _mine.stop, None
+    try:
+        yield
+    finally:
+        _mine.stop = stop
+
+
 _NOTHING = nullcontext()

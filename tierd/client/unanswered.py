@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierd.client import forks, protocol
+from tierd.client import forks, protocol, stopping
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.spares import Pending
 from tierd.core.model import BlockStatus
-from tierd.errors import TierdError
+from tierd.errors import DeadlineExceeded, TierdError
 
 LINES = 4
 """Of a session's lines, those that such puts may use."""
 MANY = 1 << 10
+READ_S = 1.0
+"""For the rest of an answer that has begun to come."""
 
 
 class Sent(NamedTuple):
@@ -45,7 +47,7 @@ class Unanswered:
 
     def __init__(self) -> None:
         self._sent = deque[Sent]()
-        self._turn = threading.Lock()
+        self._turn, self._counting = threading.Lock(), threading.Lock()
         self._lost = 0
         forks.register(self)
 
@@ -69,19 +71,22 @@ class Unanswered:
                     self._take(until=deadline)
 
     def flush(self, deadline: float) -> int:
-        """The same; how many blocks were not stored since this was asked last."""
+        """Takes all answers; how many blocks were not stored since this was asked last. Raises DeadlineExceeded while some are to come."""
         self.settle(deadline)
+        if self._sent:
+            raise DeadlineExceeded(f"flush: {len(self._sent)} puts are not answered yet; allow more with timeout_s")
         return self.lost()
 
     def lost(self) -> int:
         """How many were not, as far as it is known by now."""
-        lost, self._lost = self._lost, 0
-        return lost
+        with self._counting:
+            lost, self._lost = self._lost, 0
+            return lost
 
     def forked(self) -> None:
         """In a child: they are the parent's."""
         forks.abandon(self._sent)
-        self._sent, self._turn, self._lost = deque(), threading.Lock(), 0
+        self._sent, self._turn, self._counting, self._lost = deque(), threading.Lock(), threading.Lock(), 0
 
     @contextmanager
     def _turn_by(self, deadline: float) -> Iterator[bool]:
@@ -94,32 +99,41 @@ class Unanswered:
                 self._turn.release()
 
     def _begun(self, link: Link, request: Any, deadline: float) -> Pending | None:
-        """The commit under way, over a line that rests, or that of the oldest put once it is answered."""
+        """The commit under way, over a line that rests, or that of the oldest put once it is answered. A turn is left for other calls."""
         self._take(until=0.0)
-        for _ in range(2):
-            call: Pending | None = link.transport.begin("Commit", request, deadline - time.monotonic(), LINES)
-            if call is not None or not self._sent:
-                return call
+        call: Pending | None = None
+        if len(self._sent) < min(LINES, link.credits.count - 1):
+            call = link.transport.begin("Commit", request, deadline - time.monotonic(), LINES)
+        if call is None and self._sent:
             self._take(until=deadline, count=1)
-        return None
+            call = link.transport.begin("Commit", request, deadline - time.monotonic(), LINES)
+        return call
 
     def _take(self, *, until: float, count: int = MANY) -> None:
-        """So many answers, the oldest first, as far as they come until then. A put's own deadline gives it up."""
-        while self._sent and count:
-            sent, now = self._sent[0], time.monotonic()
-            if not sent.call.comes(max(0.0, min(until, sent.deadline) - now)) and until < sent.deadline:
-                return
-            self._sent.popleft()
-            self._lost += _lost(sent)
-            count -= 1
+        """So many answers, the oldest first, as far as they come until then. A put's own deadline gives it up.
 
+        Whoever stops a verb does not stop this: the answers are of other verbs.
+        """
+        with stopping.apart():
+            while self._sent and count:
+                sent = self._sent[0]
+                is_here = sent.call.comes(max(0.0, min(until, sent.deadline) - time.monotonic()))
+                if not is_here and until < sent.deadline:
+                    return
+                self._sent.popleft()
+                self._close(sent, is_here=is_here)
+                count -= 1
 
-def _lost(sent: Sent) -> int:
-    """How many of its blocks were not stored. Then its pages go back."""
-    try:
-        reply = sent.call.reply(deadline=sent.deadline)
-    except TierdError:
-        if sent.link.session is not None:
-            sent.link.session.let_go(reservations=[sent.reservation])
-        return sent.blocks
-    return int(np.count_nonzero(protocol.handles_of(reply.handles)["status"] == BlockStatus.FAILED))
+    def _close(self, sent: Sent, *, is_here: bool) -> None:
+        """Counts those of its blocks that were not stored. Where none was its pages go back."""
+        lost = sent.blocks
+        try:
+            reply = sent.call.reply(deadline=time.monotonic() + (READ_S if is_here else 0.0))
+            lost = int(np.count_nonzero(protocol.handles_of(reply.handles)["status"] == BlockStatus.FAILED))
+        except TierdError:
+            pass
+        finally:
+            with self._counting:
+                self._lost += lost
+            if lost and sent.link.session is not None:
+                sent.link.session.let_go(reservations=[sent.reservation])

@@ -23,6 +23,7 @@ from tierd.client.reservation import ReservedPages
 from tierd.client.values import Committed, Found, GetResult, OpenedNamespace, PutGroup, PutResult, listed
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import BlockStatus
+from tierd.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -91,18 +92,35 @@ class Verbs(Asking):
         return self._verb(deadline, work, lambda: self._no_pages(wanted))
 
     def put(
-        self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: Deadline, *, until: writing.Until
+        self,
+        namespace: OpenedNamespace,
+        what: Any,
+        blocks: Any,
+        deadline: Deadline,
+        *,
+        until: Callable[[], writing.Until],
     ) -> PutResult:
         """Stores blocks: reserve, copy, commit."""
         return self._verb(
             deadline,
-            lambda by: self._put(namespace, what, blocks, by, until=until),
+            lambda by: self._put(namespace, what, blocks, by, until=until()),
             lambda: _dropped(blocks),
         )
 
     def flush(self, deadline: Deadline) -> int:
         """Waits for the answers of puts that waited for nobody; how many of their blocks were not stored since the last time."""
         return self._verb(deadline, self.unanswered.flush, self.unanswered.lost)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Before the session ends: the same. What was lost is logged."""
+        self.unanswered.settle(due(deadline))
+        lost, unknown = self.unanswered.lost(), len(self.unanswered)
+        if lost or unknown:
+            self._complaints.note(
+                Unavailable(
+                    f"close: {lost} blocks of puts with wait=False were not stored, {unknown} puts not answered"
+                )
+            )
 
     def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: Deadline) -> Committed:
         """Publishes a reservation's pages."""

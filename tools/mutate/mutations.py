@@ -5,7 +5,8 @@ Purpose: one row per check whose loss would show somebody wrong bytes, or lose w
 
 from __future__ import annotations
 
+from tools.mutate.copied import COPIED
 from tools.mutate.served import SERVED
 from tools.mutate.stored import STORED
 
-MUTATIONS = (*STORED, *SERVED)
+MUTATIONS = (*STORED, *SERVED, *COPIED)

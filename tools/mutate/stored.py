@@ -12,7 +12,6 @@ CACHE = ("tests/unit/cache/test_cache.py",)
 SEALED = ("tests/unit/core/test_sealed.py",)
 SEALING = ("tests/unit/cache/test_sealing.py",)
 ONE_SIDED = ("tests/system/test_one_sided.py",)
-EARLY = ("tests/system/test_early_commits.py",)
 CORE = ("tests/unit/core/test_ends_of_ranges.py", "tests/unit/core/test_upkeep.py")
 
 STORED: tuple[Mutation, ...] = (
@@ -96,22 +95,6 @@ STORED: tuple[Mutation, ...] = (
         "if link.session is None or not self.knows(group.namespace, link):",
         "if link.session is None:",
         (*ONE_SIDED, "-k", "another_daemon"),
-    ),
-    Mutation(
-        "unanswered-lost",
-        "blocks of a put that waited for nobody and failed are counted",
-        "tierd/client/unanswered.py",
-        "return sent.blocks",
-        "return 0",
-        ("tests/system/test_unanswered.py", "-k", "lost"),
-    ),
-    Mutation(
-        "unanswered-close",
-        "a client that closes waits for its puts",
-        "tierd/client/client.py",
-        "self._verbs.flush(self._deadline(CLOSE_S))",
-        "pass",
-        ("tests/system/test_unanswered.py", "-k", "close"),
     ),
     Mutation(
         "one-sided-entry",
@@ -411,71 +394,5 @@ STORED: tuple[Mutation, ...] = (
         'failpoint("file.replace.before_directory_sync")\n    disk.sync_directory(path.parent)',
         'failpoint("file.replace.before_directory_sync")',
         ("tests/sim/test_crash_states.py",),
-    ),
-    # -- commits that come before their pages are written
-    Mutation(
-        "withdrawn-pages",
-        "pages of a commit that was given up stay with their writer, who may still be writing",
-        "tierd/core/core.py",
-        "            keep_open=True,\n            now=now,",
-        "            keep_open=False,\n            now=now,",
-        (*EARLY, "-k", "stops"),
-    ),
-    Mutation(
-        "second-thread",
-        "a put has ended when the second thread of its copy has",
-        "tierd/client/copying.py",
-        """            done.result()
-""",
-        "",
-        ("tests/unit/client/test_copying.py",),
-    ),
-    Mutation(
-        "rest-thrown-away",
-        "what follows a call that was refused is not taken for the next call",
-        "tierd/server/lines.py",
-        "if line.owes_more:",
-        "if False:",
-        ("tests/unit/server/test_lines.py", "-k", "thrown_away"),
-    ),
-    Mutation(
-        "dropped-handle",
-        "no page is touched through a reservation that was given back",
-        "tierd/client/pins.py",
-        "if not self._has_handle:\n            raise",
-        "if False:\n            raise",
-        (*EARLY, "-k", "cancelled"),
-    ),
-    Mutation(
-        "exchange-flags",
-        "a page that changes hands at once loses what was known of the block before",
-        "tierd/core/exchange.py",
-        "pages_of.flags[pages] = 0",
-        "pass",
-        ("tests/unit/core/test_exchange.py",),
-    ),
-    Mutation(
-        "lost-is-kept",
-        "what a failed sync has lost is no copy any more, and memory's is written again",
-        "tierd/cache/watch.py",
-        "self._flights.note_lost()  # before a probe",
-        "pass  # before a probe",
-        ("tests/unit/cache/test_lost.py",),
-    ),
-    Mutation(
-        "flush-overlooks-losses",
-        "a flush counts nothing that was lost while it went on",
-        "tierd/cache/persistence.py",
-        "went and now == then for",
-        "went for",
-        ("tests/unit/cache/test_lost.py",),
-    ),
-    Mutation(
-        "reads-what-is-not-held",
-        "what a store has lost is read no more",
-        "tierd/tiers/moves.py",
-        "        rows = rows[held[rows]]\n",
-        "",
-        ("tests/unit/tiers/test_store_trouble.py",),
     ),
 )

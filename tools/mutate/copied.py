@@ -1,0 +1,127 @@
+"""Mutations of what clients do by themselves: puts that are told of before they are written, or wait for nobody, and copies."""
+
+from __future__ import annotations
+
+from tools.mutate.mutation import Mutation
+
+ONE_SIDED = ("tests/system/test_one_sided.py",)
+EARLY = ("tests/system/test_early_commits.py",)
+
+COPIED: tuple[Mutation, ...] = (
+    # -- puts that wait for nobody
+    Mutation(
+        "unanswered-lost",
+        "blocks of a put that waited for nobody and failed are counted",
+        "tierd/client/unanswered.py",
+        "lost = sent.blocks",
+        "lost = 0",
+        ("tests/system/test_unanswered.py", "-k", "lost"),
+    ),
+    Mutation(
+        "unanswered-close",
+        "a client that closes waits for its puts",
+        "tierd/client/client.py",
+        "self._verbs.finish(self._deadline(CLOSE_S))",
+        "pass",
+        ("tests/system/test_unanswered.py", "-k", "close"),
+    ),
+    Mutation(
+        "unanswered-apart",
+        "who cancels a verb takes no answer from a put that waited for nobody",
+        "tierd/client/unanswered.py",
+        "with stopping.apart():",
+        "if True:",
+        ("tests/system/test_unanswered.py", "-k", "cancels"),
+    ),
+    Mutation(
+        "unanswered-unknown",
+        "a flush that has not heard of all puts says so",
+        "tierd/client/unanswered.py",
+        "        if self._sent:\n            raise DeadlineExceeded",
+        "        if False:\n            raise DeadlineExceeded",
+        ("tests/system/test_unanswered.py", "-k", "flush_raises"),
+    ),
+    # -- copies
+    Mutation(
+        "copied-trusted",
+        "a page with sums that is bad at both copies of a get is a miss",
+        "tierd/client/lease.py",
+        "good |= without_sums & np.isin",
+        "good |= np.isin",
+        (*ONE_SIDED, "-k", "goes_on_writing"),
+    ),
+    Mutation(
+        "one-sided-hashes",
+        "hashes of another shape are read by no loop",
+        "tierd/client/onesided.py",
+        "hashes, size = checked_hashes(group.hashes)",
+        "hashes, size = np.ascontiguousarray(group.hashes)",
+        (*ONE_SIDED, "-k", "that_are_none"),
+    ),
+    # -- commits that come before their pages are written
+    Mutation(
+        "withdrawn-pages",
+        "pages of a commit that was given up stay with their writer, who may still be writing",
+        "tierd/core/core.py",
+        "            keep_open=True,\n            now=now,",
+        "            keep_open=False,\n            now=now,",
+        (*EARLY, "-k", "stops"),
+    ),
+    Mutation(
+        "second-thread",
+        "a put has ended when the second thread of its copy has",
+        "tierd/client/copying.py",
+        """            done.result()
+""",
+        "",
+        ("tests/unit/client/test_copying.py",),
+    ),
+    Mutation(
+        "rest-thrown-away",
+        "what follows a call that was refused is not taken for the next call",
+        "tierd/server/lines.py",
+        "if line.owes_more:",
+        "if False:",
+        ("tests/unit/server/test_lines.py", "-k", "thrown_away"),
+    ),
+    Mutation(
+        "dropped-handle",
+        "no page is touched through a reservation that was given back",
+        "tierd/client/pins.py",
+        "if not self._has_handle:\n            raise",
+        "if False:\n            raise",
+        (*EARLY, "-k", "cancelled"),
+    ),
+    Mutation(
+        "exchange-flags",
+        "a page that changes hands at once loses what was known of the block before",
+        "tierd/core/exchange.py",
+        "pages_of.flags[pages] = 0",
+        "pass",
+        ("tests/unit/core/test_exchange.py",),
+    ),
+    Mutation(
+        "lost-is-kept",
+        "what a failed sync has lost is no copy any more, and memory's is written again",
+        "tierd/cache/watch.py",
+        "self._flights.note_lost()  # before a probe",
+        "pass  # before a probe",
+        ("tests/unit/cache/test_lost.py",),
+    ),
+    Mutation(
+        "flush-overlooks-losses",
+        "a flush counts nothing that was lost while it went on",
+        "tierd/cache/persistence.py",
+        "went and now == then for",
+        "went for",
+        ("tests/unit/cache/test_lost.py",),
+    ),
+    Mutation(
+        "reads-what-is-not-held",
+        "what a store has lost is read no more",
+        "tierd/tiers/moves.py",
+        "        rows = rows[held[rows]]\n",
+        "",
+        ("tests/unit/tiers/test_store_trouble.py",),
+    ),
+)
