@@ -135,7 +135,7 @@ def test_lookups_without_a_call_are_counted_and_recorded(daemon: Daemon) -> None
 
 
 def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
-    """What is asked for need not be what was put in one call, nor begin where that began."""
+    """A get may ask for a part of several puts, and begin in the middle of one."""
     with Client(daemon.target) as client:
         reader, names = Reader(client), chain(1, BLOCKS)
         reader.put(1)

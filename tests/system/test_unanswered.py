@@ -27,7 +27,7 @@ SOON_S = 30.0
 
 
 def put(client: Client, space: OpenedNamespace, number: int, *, count: int = 4, wait: bool = False) -> list[int]:
-    """What became of each block of a sequence."""
+    """Puts a sequence; the status of each block."""
     names = chain(number, count)
     blocks = [content_of(name, SPEC.block_bytes) for name in names]
     return client.put(space, names, blocks, wait=wait).statuses.tolist()
@@ -108,7 +108,7 @@ def test_blocks_that_were_lost_are_counted_once() -> None:
 
 
 def test_close_waits_for_it() -> None:
-    """What a client had put when it was closed is there for others."""
+    """A client that closes waits for its puts, and others find them."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as other:
         client = Client(daemon.target, timeout_s=SOON_S)
         space, theirs = warmed(client), other.open_namespace(SPEC)

@@ -1,4 +1,4 @@
-"""What acquire answers.
+"""Answers of acquire.
 
 Purpose: values between the conductor and the server. Non-purpose: how they come about (cache.py).
 """

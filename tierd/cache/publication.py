@@ -85,7 +85,7 @@ class Publication:
     def _prepared(
         self, committing: Committing, query: CommitQuery, foresee: Foresee | None
     ) -> Callable[[], None] | None:
-        """What needs no sums, while the client writes: so that little is left for when all is written."""
+        """Does the part of a commit that needs no sums, while the client writes."""
         metas, registry, core = committing.metas, self._parts.registry, self._parts.core
         metas["layers"] = registry.layers_of(metas["namespace"])
         metas["epoch"] = registry.epochs_of(metas["namespace"])

@@ -1,4 +1,4 @@
-"""What verbs are made of: one call of the daemon each, or none where what is asked for lies near.
+"""Calls that verbs are made of: each asks the daemon once, or not at all when the blocks lie near.
 
 Purpose: calls over the current link, and what is done once more where a daemon has gone or room is short. Non-purpose: deadlines of users and best effort (verbs.py),
 parts of long prompts (splitting.py). Invariants: whatever fails is raised; no call overtakes a put that waited for nobody.
@@ -45,7 +45,7 @@ class Asking(Links):
         self.shrunk = self._complaints.shrunk
 
     def found(self, groups: Sequence[Group], deadline: float) -> Found:
-        """What could be served, of as many blocks as go into a call."""
+        """Looks up as many blocks as go into a call."""
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
             return Found()
@@ -121,7 +121,7 @@ class Asking(Links):
         return self._copied(group, out, deadline) if done is None else done
 
     def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
-        """What a verb comes to without a call: look(session, group, timeout_s=); once more after puts that are under way. None: ask."""
+        """Tries a verb without a call: look(session, group, timeout_s=); once more after puts that are under way. None: ask the daemon."""
         link = self.connected(deadline)
         if link.session is None or not self.knows(group.namespace, link):
             return None
@@ -181,7 +181,7 @@ class Asking(Links):
         return pages
 
     def stored(self, write: writing.Write) -> PutResult:
-        """What became of the blocks of one call."""
+        """Puts the blocks of one call."""
         if isinstance(self.connector.target, RemoteTarget):
             return self._over(partial(remote.put, write=write), [write.group.namespace], write.deadline)[1]
         link = self.connected(write.deadline)

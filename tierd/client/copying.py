@@ -87,7 +87,7 @@ def _do(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> None:
 
 
 def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> int:
-    """What `tierd_sum_and_copy` of tierd/native/plane.cpp does: how many blocks are done."""
+    """The plain form of `tierd_sum_and_copy` (tierd/native/plane.cpp). Returns how many blocks are done."""
     at = 0
     for done, (source, target, length, layers) in enumerate(blocks.tolist()):
         if is_over[0]:

@@ -40,7 +40,7 @@ class Links:
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
     ) -> tuple[Link, T]:
-        """What is done over the current link, its namespaces opened there; once more over a new link if the daemon has gone."""
+        """Runs work over the current link, where its namespaces are open; once more over a new link if the daemon has gone."""
         is_first = True
         while True:
             link = self.connected(deadline)

@@ -17,7 +17,7 @@ IDS_PER_MESSAGE = 200
 UNASKED_LIMIT = 32
 """Gets and lookups that are made without a call, at most, before the next one is."""
 MESSAGE_MAX_BYTES = 20 << 10
-"""What the daemon reads of one: the names of 512 blocks, and what else a Group says."""
+"""The daemon reads so much of a message: the names of 512 blocks, and the other fields of a Group."""
 _USED, _LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
 TOLD_MAX_BYTES = MESSAGE_MAX_BYTES - len(_USED)
 """Of a Group that can be told."""

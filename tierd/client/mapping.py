@@ -179,7 +179,7 @@ def map_catalogue(segment: int, catalogue: tuple[int, int]) -> Catalogue:
 
 
 def catalogue_of(segment: int, table: NDArray[np.uint8]) -> Catalogue:
-    """What a catalogue's bytes are. Raises TierFailed, VersionMismatch."""
+    """Parses the head of a catalogue. Raises TierFailed, VersionMismatch."""
     head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
     if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
         raise TierFailed(f"segment {segment}: the daemon sent a catalogue that is not its own; see the daemon's log")

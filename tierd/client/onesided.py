@@ -50,7 +50,7 @@ NAMES = np.dtype(
 """Blocks that are looked for: the address of their hashes, and tokens of each, and of the last one."""
 NOWHERE = (1 << 64) - 1
 PLAIN_BLOCKS = 128
-"""What the plain forms are given at most: of more the daemon is asked in less time."""
+"""The plain forms look for at most so many; the daemon answers for more in less time."""
 _library = find_library()
 
 
@@ -140,7 +140,7 @@ def _located(directory: Directory, table: SegmentTable, names: StructArray, coun
 
 
 def plain_find(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
-    """What `tierd_find` of tierd/native/plane.cpp does."""
+    """The plain form of `tierd_find` (tierd/native/plane.cpp)."""
     at, count, namespace, size, last, _ = names[0].item()
     hashes, rows, unmapped = ctypes.string_at(at, count * HASH_BYTES), list[tuple[int, ...]](), NOWHERE
     for i in range(count):
@@ -166,7 +166,7 @@ def plain_find(directory: Directory, table: SegmentTable, names: StructArray) ->
 
 
 def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[np.bool_]) -> None:
-    """What `tierd_check` of tierd/native/plane.cpp does."""
+    """The plain form of `tierd_check` (tierd/native/plane.cpp)."""
     raw, at = sums.tobytes(), 0
     barrier()
     for i, (_, length, layers, generation, table, word, *_) in enumerate(rows.tolist()):
@@ -201,7 +201,7 @@ def pages_of(session: Session, handles: StructArray) -> Pages | None:
 
 
 def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
-    """What could be served of a group that lies near as a whole; None: the daemon is to be asked."""
+    """Looks up a group whose blocks all lie near; None: ask the daemon."""
     found = find(session, group, timeout_s=timeout_s) if session.mailbox.takes_gets else None
     if found is None:
         return None

@@ -131,7 +131,7 @@ class ReservedPages(Bound):
         return self.hold
 
     def not_committed(self) -> Committed:
-        """What a commit comes to that has failed."""
+        """The result of a commit that has failed."""
         handles = self.handles[self.statuses == BlockStatus.RESERVED].copy()
         handles["status"] = BlockStatus.FAILED
         return Committed(handles["status"].astype(np.uint16), handles)

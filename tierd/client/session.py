@@ -374,7 +374,7 @@ def connect_session(
 
 
 def _directory(fds: Sequence[int], length: int) -> Directory | None:
-    """What the daemon gave with its hello; without one every get asks."""
+    """Maps the directory that came with the daemon's hello; without one every get asks."""
     with contextlib.suppress(TierFailed, ValueError):  # no mapping more is to be had
         return (
             Directory(words_of(map_file(fds[0], length, writable=False), count=length // 8)) if fds and length else None

@@ -112,7 +112,7 @@ class Unanswered:
     def _take(self, *, until: float, count: int = MANY) -> None:
         """So many answers, the oldest first, as far as they come until then. A put's own deadline gives it up.
 
-        Whoever stops a verb does not stop this: the answers are of other verbs.
+        A stopped verb does not stop this, because the answers belong to other verbs.
         """
         with stopping.apart():
             while self._sent and count:

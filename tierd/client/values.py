@@ -243,7 +243,7 @@ _STORED = (BlockStatus.READY, BlockStatus.EXISTS, BlockStatus.PENDING)
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of each block: statuses u2 [n] of BlockStatus, READY and EXISTS where it is stored, PENDING after wait=False."""
+    """The result of a put: statuses u2 [n] of BlockStatus. READY and EXISTS: stored. PENDING: put with wait=False."""
 
     statuses: NDArray[np.uint16]
 

@@ -32,7 +32,7 @@ class Verbs(Asking):
     """One client's verbs. Values in, values out; deadlines are of time.monotonic()."""
 
     def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T]) -> T:
-        """What every verb is. nothing: what it comes to where it fails with best_effort."""
+        """Runs a verb until its deadline. nothing: gives the result of a verb that fails with best_effort."""
         return self.shrunk(lambda: work(due(deadline)), nothing)
 
     def connect(self, deadline: Deadline) -> None:

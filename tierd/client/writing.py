@@ -41,7 +41,7 @@ POSITION_LIMIT = 1 << 32
 
 
 class Until(enum.Enum):
-    """What a put waits for: that the daemon has been told, that the blocks can be found, or that they are on NVMe."""
+    """When a put returns: the daemon is told, clients find the blocks, or the blocks are on NVMe."""
 
     TOLD = "told"
     STORED = "stored"
@@ -55,7 +55,7 @@ class Until(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What a put is to do: a source for each block of a group, by when, and what it waits for."""
+    """A put: a source for each block of a group, its deadline, and when it returns."""
 
     group: PutGroup
     sources: Sequence[buffers.Bytes]
@@ -214,7 +214,7 @@ class Copy:
             self._sums = copying.sum_and_copy(blocks[blocks["target"] != 0]).tobytes()
 
     def rest(self) -> bytes:
-        """What follows the commit then: Written."""
+        """The message that follows the commit: Written."""
         return pb.Written(sums=self._sums).SerializeToString()
 
     def complete(self, request: pb.CommitRequest) -> None:

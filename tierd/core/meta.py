@@ -62,7 +62,7 @@ _ENTRY = struct.Struct("<IH2x32s32xI8xI4xI8xQ92xI40xQ")
 
 
 class Entry(NamedTuple):
-    """What a reader wants to know of one record. length: stored bytes."""
+    """The fields of one record that a reader needs. length: stored bytes."""
 
     magic: int
     version: int

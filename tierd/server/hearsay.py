@@ -1,4 +1,4 @@
-"""What clients tell of gets and lookups that they made by themselves: heard one at a time, between whatever else there is to do.
+"""Clients tell of gets and lookups that they made without a call; the daemon hears one at a time, between its other work.
 
     mailbox ──▶ add ──▶ waiting, alike ones as one ──▶ hear, in a step of the loop each
 
@@ -21,7 +21,7 @@ from tierd.errors import TierdError
 log = structlog.get_logger(__name__)
 
 USED, LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
-"""What begins a message of the mailbox that is about no leases; a Group follows, which its client has got, or looked up, by itself."""
+"""Begin a message of the mailbox that is about no leases; a Group follows, which the client has got, or looked up, without a call."""
 SESSION_LIMIT, LIMIT = 64, 1024
 """Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each of its threads, and of all: 20 KiB each at most (`MAILBOX_MESSAGE_BYTES`)."""
 TIMES_LIMIT = 256

@@ -59,7 +59,7 @@ class Verb:
 
 
 class Answers:
-    """What one call says on its line: one answer, which may go before the call has ended. Nothing follows it, whatever becomes of the call (a commit goes on
+    """The answer of one call on its line: one, which may go before the call has ended. Nothing follows it, whatever becomes of the call (a commit goes on
     beyond its deadline, when the line is another call's), and from then on it takes no place, since its client may make another in its stead. place: the call's, when it has one."""
 
     def __init__(self, line: Line) -> None:

@@ -162,7 +162,7 @@ def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Len
 
 
 def commit_query(message: pb.CommitRequest, *, batch_limit: int, written: Sums | None) -> CommitQuery:
-    """What a Commit asks for. written: waits until all is written; None: no message can follow that says so."""
+    """Parses a Commit. written: waits until all is written; None: no message can follow that says so."""
     if message.unwritten and written is None:
         raise InvalidArgument(
             "commit.unwritten: no message follows this call; send it over a line with more, or when all is written"

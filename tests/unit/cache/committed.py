@@ -54,7 +54,7 @@ class Late:
 
 
 def sums_of(names: StructArray, *, length: int = BLOCK_BYTES) -> bytes:
-    """What the writer of these blocks says."""
+    """The sums that the writer of these blocks sends."""
     blocks: Sequence[np.ndarray] = [content_of(name, length) for name in names]
     return b"".join(raw_tables([slice_sums(block, slice_lengths(length, 0)) for block in blocks]))
 

@@ -104,7 +104,7 @@ async def test_a_commit_that_cannot_be_copied_fails_as_a_whole() -> None:
 
 
 async def test_a_writers_sums_do_not_count() -> None:
-    """What a sealed put serves is what the daemon copied, under the daemon's own sums, whatever its writer says of the staging pages."""
+    """The daemon serves its own copy of a sealed put under its own sums, whatever sums the writer sends."""
     async with opened(SEALED) as world:
         reserved = await world.reserve(NAMES)
         for extent in reserved.extents[0]:

@@ -23,7 +23,7 @@ async def unwritten(world: World, names: np.ndarray = NAMES) -> Reserved:
 
 
 def write(world: World, reserved: Reserved) -> None:
-    """What belongs there."""
+    """The bytes that belong there."""
     for extent, name in zip(reserved.extents[0], NAMES, strict=True):
         world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
 

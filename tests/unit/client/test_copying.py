@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.compiled import NEEDS_LIBRARY, check_library
 from tierd import native
 from tierd.client import copying
 from tierd.client.stopping import Stop, Stopped
@@ -20,7 +21,6 @@ from tierd.native import find_library
 from tierd.tiers.checksum import raw_tables, slice_sums
 
 MIB = 1 << 20
-NEEDS_LIBRARY = pytest.mark.skipif(find_library() is None, reason="no compiled library; see tierd/native/README.md")
 GUARD = 64
 
 
@@ -29,8 +29,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Both forms, where there are two."""
     if request.param == "plain":
         monkeypatch.setattr(copying, "_library", None)
-    elif find_library() is None:
-        pytest.skip("no compiled library; see tierd/native/README.md")
+    else:
+        check_library()
     return str(request.param)
 
 
@@ -120,7 +120,7 @@ def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
 def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody waits for any more is copied to the end of a block; when its verb has been told nobody copies any more of it."""
+    """A copy whose verb is stopped ends with the block that it is at; no thread copies after the verb was told."""
     stop, inner = Stop(), copying._do
 
     def do(blocks: np.ndarray, sums: np.ndarray, is_over: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What a client finds by itself: the library's loops and the plain ones say the same of any bytes, and read nothing beyond them."""
+"""The library's loops and the plain ones find the same pages in any bytes, and read nothing beyond them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import mmap
 import numpy as np
 import pytest
 
+from tests.compiled import NEEDS_LIBRARY, check_library
 from tests.depth import count
 from tierd.client import copying, mapping, onesided
 from tierd.client.mapping import Segment, SegmentTable
@@ -20,7 +21,6 @@ from tierd.testing import chain, content_of
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
 from tierd.tiers.checksum import record_checksum, slice_sums
 
-NEEDS_LIBRARY = pytest.mark.skipif(find_library() is None, reason="no compiled library; see tierd/native/README.md")
 PAGES, CLASS_BYTES, NAMESPACE, TOKENS, SHORT = 16, 16384, 7, 16, 5
 ROUNDS = count(test=400, nightly=20_000, weekly=200_000)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -69,7 +69,7 @@ class Memory:
         return Segment(number + 1, 1, data, *mapping.catalogue_of(number + 1, table), is_writable=False)
 
     def rows(self, table: SegmentTable, which: np.ndarray, last: int = TOKENS) -> tuple[np.ndarray, int]:
-        """What is found of these blocks, by the form that is set."""
+        """The pages that the form under test finds of these blocks."""
         hashes = np.ascontiguousarray(self.names[which])
         names = np.array([(hashes.ctypes.data, len(hashes), NAMESPACE, TOKENS, last, 0)], onesided.NAMES)
         return onesided._located(self.directory, table, names, len(hashes))
@@ -81,8 +81,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "plain":
         for module in (onesided, copying):
             monkeypatch.setattr(module, "_library", None)
-    elif find_library() is None:
-        pytest.skip("no compiled library; see tierd/native/README.md")
+    else:
+        check_library()
     return str(request.param)
 
 
@@ -135,7 +135,7 @@ def test_what_has_changed_is_not_good(what: str) -> None:
 
 @NEEDS_LIBRARY
 def test_both_forms_say_the_same_of_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever stands in directory, entries, tables and words, the library and the plain form find the same pages and judge them alike, and neither reads beyond its memory."""
+    """The library and the plain form find and judge the same pages in random directories, entries, tables and words; neither reads beyond its memory."""
     chance, memory = np.random.default_rng(2), Memory()
     places, whole = [*range(len(memory.segments))], [_bytes_of(segment) for segment in memory.segments]
     words, seen = memory.words.copy(), 0

@@ -480,7 +480,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """What is to be committed. given: places in the reservation. written: when it is; None: it is."""
+    """A commit to make. given: places in the reservation. written: waits until all is written; None: it is."""
 
     wanted: Blocks
     reservation: int

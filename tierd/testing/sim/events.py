@@ -146,7 +146,7 @@ class Happenings:
         client.lies = rng.randint(1, 4)
 
     def _words_are_lost(self, _client: Client, rng: random.Random) -> None:
-        """What clients tell of their next copies does not arrive."""
+        """The daemon does not hear what clients tell of their next copies."""
         for client in self._world.clients:
             client.unheard = rng.randint(1, 8)
 

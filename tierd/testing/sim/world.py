@@ -77,7 +77,7 @@ class World:
         self.daemon: SimDaemon | None = None
         self.clients: list[Client] = []
         self.puts: deque[Blocks] = deque(maxlen=8)
-        """What was put last, by whomever."""
+        """The names that any client put last."""
         self.counts: Counter[str] = Counter()
         self.restarts_wanted = True
         self._trace = hashlib.blake2b(digest_size=16)
