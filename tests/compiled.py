@@ -12,7 +12,8 @@ NEEDS_LIBRARY = pytest.mark.skipif(find_library() is None and find_compiler() is
 
 
 def check_library() -> None:
-    """Skips where nobody can compile the library. Fails where somebody could and it is missing, or of another source."""
+    """Skips where nobody can compile the library. Fails where somebody could and it is missing, or of another
+    source."""
     if find_library() is None:
         if find_compiler() is None:
             pytest.skip(NO_COMPILER)

@@ -1,6 +1,7 @@
 """Compiles tierd/native for this machine: the wheel's hook runs it, and so does `python -m tools.native` in a checkout.
 
-Purpose: `compile_native`. Non-purpose: which form is used (tierd/native). Only the standard library is needed, since a wheel is built where nothing else is. No fault of a compiler
+Purpose: `compile_native`. Non-purpose: which form is used (tierd/native). Only the standard library is needed, since
+a wheel is built where nothing else is. No fault of a compiler
 fails a wheel: the plain forms take its place.
 """
 

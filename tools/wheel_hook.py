@@ -1,4 +1,5 @@
-"""Hatchling calls it when it builds a wheel: tierd/native is compiled where there is a compiler; the sources of the kernels go in, and fatbins of them where TIERD_FATBINS asks for them and nvcc makes them."""
+"""Hatchling calls it when it builds a wheel: tierd/native is compiled where there is a compiler; the sources of the
+kernels go in, and fatbins of them where TIERD_FATBINS asks for them and nvcc makes them."""
 
 from __future__ import annotations
 

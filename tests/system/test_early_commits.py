@@ -132,7 +132,8 @@ def test_a_daemon_ends_in_order_under_a_put_that_is_written() -> None:
 
 
 def test_a_put_whose_last_word_the_daemon_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that stands still while a put copies costs it its deadline; its pages go back when the daemon goes on."""
+    """A daemon that stands still while a put copies costs it its deadline; its pages go back when the daemon goes
+    on."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, run = client.open_namespace(BIG), writing.Copy.run
         assert put(client, space, 1, BLOCKS).stored == BLOCKS
@@ -164,7 +165,8 @@ EARLY, LATE = ["Reserve", "Commit unwritten", "copy"], ["Reserve", "copy", "Comm
     ids=["a long put", "without lines", "a small put"],
 )
 def test_who_is_asked_first(least: int, lines: int, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit of a long put goes before its copy; of one that is soon copied, after it. Where there is no line gRPC takes it, when all is written."""
+    """The commit of a long put goes before its copy; of one that is soon copied, after it. Where there is no line
+    gRPC takes it, when all is written."""
     monkeypatch.setattr(writing, "EARLY_BYTES", least)
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, said = client.open_namespace(SMALL), list[str]()

@@ -266,7 +266,8 @@ def test_stopped_daemon_is_not_wedged() -> None:
 
 @pytest.mark.timeout(60)
 def test_hung_daemon_costs_its_deadline_once() -> None:
-    """With best_effort a daemon that hangs after the hello costs one call its deadline at most, the others next to nothing; when it goes on they are hits again.
+    """With best_effort a daemon that hangs after the hello costs one call its deadline at most, the others next to
+    nothing; when it goes on they are hits again.
 
     Views need the daemon, also of what lies near.
     """

@@ -1,4 +1,5 @@
-"""Gets that ask nobody: every near block, the first time too, the right bytes or a question, and the daemon hears of them."""
+"""Gets that ask nobody: every near block, the first time too, the right bytes or a question, and the daemon hears of
+them."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class Reader:
 
 
 def test_what_is_near_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
-    """The first get of a sequence that another client has put asks nobody, answers what one that asks does, and holds nothing; after so many the daemon is asked again."""
+    """The first get of a sequence that another client has put asks nobody, answers what one that asks does, and
+    holds nothing; after so many the daemon is asked again."""
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, out = Reader(client), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
         Reader(other).put(1)
@@ -149,7 +151,8 @@ def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Count
 
 @pytest.mark.parametrize("verify", ["first_hit", "sampled", "always"])
 def test_every_such_get_verifies_every_byte(verify: str, asked: Counter[str]) -> None:
-    """A bit that flips in a near page after many good gets is found by the next one, whatever the setting: it asks, is served what comes before, and so is every later one."""
+    """A bit that flips in a near page after many good gets is found by the next one, whatever the setting: it asks,
+    is served what comes before, and so is every later one."""
     with Daemon(TIGHT + f'verify = "{verify}"\n') as daemon, Client(daemon.target) as client:
         reader, names = Reader(client), chain(1, BLOCKS)
         reader.known(1)
@@ -337,7 +340,8 @@ def test_a_namespace_that_another_daemon_has_numbered(daemon: Daemon) -> None:
 
 
 def test_long_sequences_are_told_of_too(asked: Counter[str]) -> None:
-    """Of 512 blocks a get is told of without a call; one whose names are more than a message holds asks, so that the daemon hears of it."""
+    """Of 512 blocks a get is told of without a call; one whose names are more than a message holds asks, so that the
+    daemon hears of it."""
     with Daemon('nvme = []\n[[host]]\ncapacity = "32 MiB"\n') as daemon, Client(daemon.target) as client:
         space, blocks = client.open_namespace(SPEC), [bytes(SPEC.block_bytes)] * 700
         for count_of, calls in ((512, 0), (700, 3)):
@@ -435,7 +439,8 @@ def test_right_bytes_where_pages_are_reused_in_the_middle(daemon: Daemon, monkey
 
 
 def test_whatever_the_directory_says(daemon: Daemon) -> None:
-    """Entries that lead to other blocks, to segments and slots that there are not, or to nowhere cost a question, and never a wrong byte or an error."""
+    """Entries that lead to other blocks, to segments and slots that there are not, or to nowhere cost a question,
+    and never a wrong byte or an error."""
     chance = np.random.default_rng(5)
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, writer = Reader(client), Reader(other)
@@ -461,7 +466,8 @@ def test_whatever_the_directory_says(daemon: Daemon) -> None:
 
 
 def test_whatever_the_catalogue_says(daemon: Daemon) -> None:
-    """Entries and slice tables of which any byte may be any other cost a question, and never a wrong byte or an error."""
+    """Entries and slice tables of which any byte may be any other cost a question, and never a wrong byte or an
+    error."""
     chance = np.random.default_rng(6)
     with Client(daemon.target) as client:
         reader = Reader(client)

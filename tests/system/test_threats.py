@@ -1,6 +1,7 @@
 """The threat table of `tierd/README.md`, cell by cell: `test_<row>__<column>` shows what the cell says, also where it says that nothing guards.
 
-Rows: `always`, gets that copy, then the settings of `host.verify`, then containers that share a uid. Columns: accident, buggy peer and hostile peer, each of
+Rows: `always`, gets that copy, then the settings of `host.verify`, then containers that share a uid. Columns:
+accident, buggy peer and hostile peer, each of
 the same and of another uid. A cell with a dash adds nothing to the one above it.
 """
 

@@ -1,4 +1,5 @@
-"""The row of the threat table for gets that copy: `test_copies__<column>` shows what its cell says (see test_threats.py)."""
+"""The row of the threat table for gets that copy: `test_copies__<column>` shows what its cell says (see
+test_threats.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def copied(daemon: Daemon) -> int:
 
 
 def test_copies__accident() -> None:
-    """A bit that changes after any number of gets is a miss at the next one that copies, or comes from a farther tier."""
+    """A bit that changes after any number of gets is a miss at the next one that copies, or comes from a farther
+    tier."""
     with running() as daemon, connected(daemon) as client:
         put(client)
         assert [copied(daemon) for _ in range(3)] == [4] * 3

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,16 @@ def put(client: Client, space: OpenedNamespace, number: int, *, count: int = 4, 
     names = chain(number, count)
     blocks = [content_of(name, SPEC.block_bytes) for name in names]
     return client.put(space, names, blocks, wait=wait).statuses.tolist()
+
+
+@contextlib.contextmanager
+def still(daemon: Daemon) -> Iterator[None]:
+    """The daemon stands still, and goes on afterwards."""
+    stand_still(daemon.pid)
+    try:
+        yield
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
 
 
 def is_right(client: Client, space: OpenedNamespace, number: int, *, count: int = 4) -> bool:
@@ -72,12 +84,9 @@ def test_it_returns_while_the_daemon_stands_still() -> None:
     """With pages in stock such a put needs nothing of the daemon, which stores it when it goes on."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
         space = warmed(client)
-        stand_still(daemon.pid)
-        try:
+        with still(daemon):
             assert put(client, space, 1) == [PENDING] * 4
             assert client.lookup(space, chain(2, 1), timeout_s=0.05).tokens == 0
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
         assert client.flush() == 0
         assert is_right(client, space, 1)
 
@@ -86,12 +95,9 @@ def test_a_call_that_has_no_time_for_it_leaves_it_alone() -> None:
     """A call whose deadline passes behind such a put fails alone: the put is stored all the same."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
         space = warmed(client)
-        stand_still(daemon.pid)
-        try:
+        with still(daemon):
             assert put(client, space, 1) == [PENDING] * 4
             assert client.flush(timeout_s=0.05) == 0
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
         assert client.flush() == 0
         assert is_right(client, space, 1)
 
@@ -112,15 +118,12 @@ def test_close_waits_for_it() -> None:
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as other:
         client = Client(daemon.target, timeout_s=SOON_S)
         space, theirs = warmed(client), other.open_namespace(SPEC)
-        stand_still(daemon.pid)
         closing = threading.Thread(target=client.close)
-        try:
+        with still(daemon):
             assert put(client, space, 1) == [PENDING] * 4
             closing.start()
             closing.join(0.2)
             assert closing.is_alive()
-        finally:
-            os.kill(daemon.pid, signal.SIGCONT)
         closing.join(SOON_S)
         assert not closing.is_alive()
         assert is_right(other, theirs, 1)

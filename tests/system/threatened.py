@@ -31,7 +31,8 @@ segment = "2 MiB"
 FIRST_UID, SECOND_UID, GROUP = 54421, 54422, 54420
 TEAM = f'\n[identity]\ntenants = {{"{FIRST_UID}" = "team", "{SECOND_UID}" = "team"}}\n'
 TRIES = 256 * 20
-"""Hits under "sampled" after which a change that one hit in 256 finds is found, but for two runs in a thousand million."""
+"""Hits under "sampled" after which a change that one hit in 256 finds is found, but for two runs in a thousand
+million."""
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users, which takes root")
 
 

@@ -28,7 +28,8 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *s
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """The library touches no byte that is not its own, and does nothing that C++ leaves undefined, whatever bytes the tests give it."""
+    """The library touches no byte that is not its own, and does nothing that C++ leaves undefined, whatever bytes
+    the tests give it."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip(NO_COMPILER)

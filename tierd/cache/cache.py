@@ -188,7 +188,8 @@ class Cache:
         timeout_s: float,
         doubted: Generations | None = None,
     ) -> Lease:
-        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises Overloaded for none, and a full queue.
+        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises
+        Overloaded for none, and a full queue.
 
         doubted: the client sums what it copies; generations of pages that it has found bad.
         """
@@ -251,7 +252,8 @@ class Cache:
         return got, served
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
-        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/onesided.py). Raises what they raise."""
+        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/onesided.py). Raises
+        what they raise."""
         self._check_groups(session, groups)
         if is_lookup:
             self.metrics.lookups.inc(times)
@@ -308,7 +310,8 @@ class Cache:
         return reserved
 
     async def reserve_ahead(self, session: int, group: PutQuery, *, puts: int, kind: Wanted) -> ReservedAhead:
-        """Private pages for so many puts that may come, or for fewer. Raises Unsupported in a replay, as `reserve` else."""
+        """Private pages for so many puts that may come, or for fewer. Raises Unsupported in a replay, as `reserve`
+        else."""
         if self.clock.is_replay:
             raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
         self._check_puts(session, [group])
@@ -340,7 +343,8 @@ class Cache:
         return committed
 
     async def _uncut(self, finish: Coroutine[Any, Any, Committed], session: int) -> Committed:
-        """The end of a commit that waits for something: it goes on when its caller has gone, since its pages are marked busy until it has ended."""
+        """The end of a commit that waits for something: it goes on when its caller has gone, since its pages are
+        marked busy until it has ended."""
         work = asyncio.ensure_future(finish)
         self._commits.add(work)
         work.add_done_callback(self._commits.discard)
@@ -431,7 +435,8 @@ class Cache:
         return committed
 
     async def _without_bad(self, committed: Committed, session: int) -> Committed:
-        """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any other. With bad ones there is no lease."""
+        """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any
+        other. With bad ones there is no lease."""
         exist = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
         found = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
         bad = committed.extents[exist] if found is None else found

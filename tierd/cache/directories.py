@@ -1,6 +1,8 @@
-"""The directories of trust domains: what lies in memory that clients map, by name, for those who ask nobody (`tierd.core.directory`).
+"""The directories of trust domains: what lies in memory that clients map, by name, for those who ask nobody
+(`tierd.core.directory`).
 
-Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads them (tierd/client/onesided.py). Invariants: a directory names blocks of
+Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads
+them (tierd/client/onesided.py). Invariants: a directory names blocks of
 its own domain alone; a block is entered after its catalogue has it.
 """
 
@@ -22,7 +24,8 @@ from tierd.tiers.tier import Descriptor, Tier, is_mapped
 BLOCK_BYTES = 64 << 10
 """So large are a domain's blocks at least, as its directory counts; of smaller ones it has a part."""
 _FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE of Linux 5.1, which the module fcntl has no name for: nobody but who maps it for writing already can."""
+"""F_SEAL_FUTURE_WRITE of Linux 5.1, which the module fcntl has no name for: nobody but who maps it for writing
+already can."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -53,7 +56,8 @@ class Directories:
         return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
 
     def add(self, extents: StructArray, metas: StructArray) -> None:
-        """Enters blocks that are published: EXTENT [n], META [n]. Whoever puts a block finds it, once he is answered."""
+        """Enters blocks that are published: EXTENT [n], META [n]. Whoever puts a block finds it, once he is
+        answered."""
         if self._written:
             self._enter()
             self._tell(Directory.add, extents, metas["namespace"], metas["hash"])

@@ -1,6 +1,7 @@
 """What a commit does to bytes and catalogues: sums of what was written, entries of what is new.
 
-Purpose: what of a commit touches tiers. Non-purpose: its order, its lease (cache.py), copies into sealed pages (sealing.py). Invariants: whatever fails,
+Purpose: what of a commit touches tiers. Non-purpose: its order, its lease (cache.py), copies into sealed pages
+(sealing.py). Invariants: whatever fails,
 the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes; what is answered before that step ends is what the
 core says in the end.
 """
@@ -38,7 +39,8 @@ Sums = Callable[[], Awaitable[bytes]]
 @dataclass(frozen=True, slots=True)
 class CommitQuery:
     """What is to be committed. blocks: COMMIT_BLOCK [n], or None for all as they were named in Reserve. lease: whether to pin it. keep_open: other blocks of the reservation
-    stay reserved. sums: its writer's slice tables, u64 after u64 in the order of the blocks; empty: the daemon makes them. written: its pages are still to be written, and
+    stay reserved. sums: its writer's slice tables, u64 after u64 in the order of the blocks; empty: the daemon makes
+    them. written: its pages are still to be written, and
     their sums come then."""
 
     reservation: int
@@ -52,7 +54,8 @@ class CommitQuery:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A commit whose pages are written. slices: its writer's sums; None: the daemon has to make them. answer: answers it, where what it comes to can be known."""
+    """A commit whose pages are written. slices: its writer's sums; None: the daemon has to make them. answer:
+    answers it, where what it comes to can be known."""
 
     slices: list[SliceTable] | None
     answer: Callable[[], None] | None
@@ -66,7 +69,8 @@ class Publication:
         self._sealing = Sealing(parts.mover)
 
     async def await_written(self, committing: Committing, query: CommitQuery, foresee: Foresee | None) -> Written:
-        """When this returns what is committed is written. Where it raises, the commit is as if it had not begun. Raises InvalidArgument for sums that are not the blocks'."""
+        """When this returns what is committed is written. Where it raises, the commit is as if it had not begun.
+        Raises InvalidArgument for sums that are not the blocks'."""
         try:
             answer = self._prepared(committing, query, foresee)
             raw = await query.written() if query.written is not None else query.sums

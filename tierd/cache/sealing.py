@@ -2,7 +2,8 @@
 
     staging page, the writer's ──▶ copied in a thread ──▶ the block's page, the daemon's ──▶ hashed ──▶ published
 
-Purpose: sums of a commit, whether its pages are written in place or staged. Non-purpose: which page is for what (core), sums of pages in place (mover.py). Invariants: what
+Purpose: sums of a commit, whether its pages are written in place or staged. Non-purpose: which page is for what
+(core), sums of pages in place (mover.py). Invariants: what
 is hashed is the copy, never the staging page, so that a writer who goes on writing changes nothing but his own page; nothing is copied before its commit, and both pages are
 busy for as long as a thread has them, whatever becomes of their session.
 """

@@ -38,7 +38,8 @@ class Verification:
     async def find_bad(
         self, extents: StructArray, blocks: Ids, *, doubted: Generations | None = None
     ) -> StructArray | None:
-        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified. doubted: only pages of these generations are looked at, since the client looks
+        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified. doubted:
+        only pages of these generations are looked at, since the client looks
         at all; None: those that the setting names.
 
         None where a device cannot be asked now: it is the device that is in trouble, so its blocks stay, and nobody is served them.
@@ -73,7 +74,8 @@ class Verification:
 
 
 def without(committed: Committed, bad: StructArray) -> Committed:
-    """A commit whose lease has ended because blocks that existed had these bad pages: they are FAILED, not to be had until somebody puts them again."""
+    """A commit whose lease has ended because blocks that existed had these bad pages: they are FAILED, not to be had
+    until somebody puts them again."""
     is_lost = (committed.statuses == BlockStatus.EXISTS) & np.isin(committed.extents["generation"], bad["generation"])
     committed.statuses[is_lost], committed.blocks[is_lost] = BlockStatus.FAILED, -1
     committed.extents[is_lost] = 0

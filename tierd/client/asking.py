@@ -1,7 +1,9 @@
 """Calls that verbs are made of: each asks the daemon once, or not at all when the blocks lie near.
 
-Purpose: calls over the current link, and what is done once more where a daemon has gone or room is short. Non-purpose: deadlines of users and best effort (verbs.py),
-parts of long prompts (splitting.py). Invariants: whatever fails is raised; no call overtakes a put that waited for nobody.
+Purpose: calls over the current link, and what is done once more where a daemon has gone or room is short.
+Non-purpose: deadlines of users and best effort (verbs.py),
+parts of long prompts (splitting.py). Invariants: whatever fails is raised; no call overtakes a put that waited for
+nobody.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class Asking(Links):
         return int(reply.started)
 
     def leased(self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None) -> Lease:
-        """A lease of the daemon's, its segments mapped. doubted: the caller copies, and sums what it copies; u64 generations of pages whose sums were wrong."""
+        """A lease of the daemon's, its segments mapped. doubted: the caller copies, and sums what it copies; u64
+        generations of pages whose sums were wrong."""
         self._check_local("acquire")
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
@@ -121,7 +124,8 @@ class Asking(Links):
         return self._copied(group, out, deadline) if done is None else done
 
     def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
-        """Tries a verb without a call: look(session, group, timeout_s=); once more after puts that are under way. None: ask the daemon."""
+        """Tries a verb without a call: look(session, group, timeout_s=); once more after puts that are under way.
+        None: ask the daemon."""
         link = self.connected(deadline)
         if link.session is None or not self.knows(group.namespace, link):
             return None
@@ -141,7 +145,8 @@ class Asking(Links):
             lease.detach()
 
     def _copied(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
-        """Copied under a lease. Where a page does not hold its block the daemon is asked once more, and told: a farther tier may have it whole."""
+        """Copied under a lease. Where a page does not hold its block the daemon is asked once more, and told: a
+        farther tier may have it whole."""
         doubted: Any = np.zeros(0, "<u8")
         while True:
             lease = self.leased([group], "host", deadline, doubted=doubted.tobytes())
@@ -220,7 +225,8 @@ class Asking(Links):
         hold.settle()
 
     def _without_spare(self, link: Link, deadline: float) -> bool:
-        """Gives pages back that were reserved for a put that may come, since they count as the session's; whether there were any."""
+        """Gives pages back that were reserved for a put that may come, since they count as the session's; whether
+        there were any."""
         spares, session = link.spares, link.session
         if spares is None or session is None:
             return False

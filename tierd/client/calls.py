@@ -1,6 +1,7 @@
 """One call of the daemon: made again where it was refused for want of room. And deadlines.
 
-Purpose: what every call of a verb passes. Non-purpose: over which link, and what becomes of a lost one (links.py). Invariant: a call is made again only
+Purpose: what every call of a verb passes. Non-purpose: over which link, and what becomes of a lost one (links.py).
+Invariant: a call is made again only
 where the daemon has not begun it, and within its deadline.
 """
 
@@ -51,7 +52,8 @@ def due(deadline: Deadline) -> float:
 
 
 def left_s(deadline: float) -> float:
-    """Until a time.monotonic(); asked before whatever takes time. Raises DeadlineExceeded, and Stopped where nobody waits for the verb any more."""
+    """Until a time.monotonic(); asked before whatever takes time. Raises DeadlineExceeded, and Stopped where nobody
+    waits for the verb any more."""
     stopping.check()
     left = deadline - time.monotonic()
     if left <= 0:
@@ -67,7 +69,8 @@ def called(link: Link, method: str, request: Any, deadline: float, *, meanwhile:
 
 
 def insisted(call: Callable[[], T], deadline: float) -> T:
-    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few times."""
+    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few
+    times."""
     tries = 1
     while True:
         try:

@@ -190,9 +190,11 @@ class Client(Face):
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> PutResult:
-        """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced before it returns.
+        """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced
+        before it returns.
 
-        wait=False: returns when the bytes are copied, with PENDING blocks, unless durable. This client's next call finds them; `flush` says
+        wait=False: returns when the bytes are copied, with PENDING blocks, unless durable. This client's next call
+        finds them; `flush` says
         whether all were stored. A process that is killed within that moment may lose them. Over TCP a put always waits.
         """
         until = partial(Until.of, durable=durable, wait=wait)
@@ -221,7 +223,8 @@ class Client(Face):
             replies.close()
 
     def close(self) -> None:
-        """Ends the session, after puts with wait=False. Views that are alive stay readable; leases and reservations end."""
+        """Ends the session, after puts with wait=False. Views that are alive stay readable; leases and reservations
+        end."""
         self._verbs.finish(self._deadline(CLOSE_S))
         self._connector.close()
 

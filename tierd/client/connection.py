@@ -1,6 +1,7 @@
 """The connection to a daemon: made on the first call, made again after a restart or a fork, given up quickly where there is none.
 
-Purpose: one usable link at any time, and what becomes of the old ones. Non-purpose: retries (links.py). Invariants: a link is used
+Purpose: one usable link at any time, and what becomes of the old ones. Non-purpose: retries (links.py). Invariants:
+a link is used
 only in the process that made it; a lost link's mappings live as long as views into them and no longer, and its daemon's successor is
 told when there are none, so that it need not keep their pages for the life of this process.
 """

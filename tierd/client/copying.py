@@ -1,9 +1,12 @@
 """Copies of puts and gets: each block is summed in the pass that copies it.
 
-    BLOCK [n] ──▶ tierd/native, or the plain form; long ones by two threads ──▶ bytes at their targets, and the sums of all slices
+    BLOCK [n] ──▶ tierd/native, or the plain form; long ones by two threads ──▶ bytes at their targets, and the sums
+    of all slices
 
-Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums (writing.py, onesided.py). Invariants: a sum is of the bytes that were
-copied, whoever writes to the source meanwhile; when `sum_and_copy` has returned or raised, nothing of it is copied any more. Addresses and lengths are the caller's to look after.
+Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums
+(writing.py, onesided.py). Invariants: a sum is of the bytes that were
+copied, whoever writes to the source meanwhile; when `sum_and_copy` has returned or raised, nothing of it is copied
+any more. Addresses and lengths are the caller's to look after.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from tierd.core.model import StructArray
 from tierd.native import find_library
 
 BLOCK = np.dtype([("source", "<u8"), ("target", "<u8"), ("length", "<u8"), ("layers", "<u8")])
-"""A block to be copied: addresses in this process (target 0: it is summed alone), bytes, and layers as its slices follow them."""
+"""A block to be copied: addresses in this process (target 0: it is summed alone), bytes, and layers as its slices
+follow them."""
 HELPED_BYTES = 4 << 20
 """A copy of so many bytes or more is shared with a second thread."""
 
@@ -56,7 +60,8 @@ def blocks_of(
 
 
 def sum_and_copy(blocks: StructArray) -> Sums:
-    """Copies BLOCK [n]. The sums of all slices, xxh3-64, u64 little-endian, block after block. Raises Stopped between two blocks, from whatever thread that comes."""
+    """Copies BLOCK [n]. The sums of all slices, xxh3-64, u64 little-endian, block after block. Raises Stopped
+    between two blocks, from whatever thread that comes."""
     stopping.check()
     lengths = blocks["length"].tolist()
     ends = [0, *accumulate(map(slices_of, lengths, blocks["layers"].tolist()))]
@@ -112,7 +117,8 @@ class _SecondThread:
 
     @contextmanager
     def at(self, work: Callable[[], None], stop: Callable[[], None]) -> Iterator[bool]:
-        """Around one's own part: whether it does this other work. When this ends it has, or was stopped in the middle."""
+        """Around one's own part: whether it does this other work. When this ends it has, or was stopped in the
+        middle."""
         if not self._is_of_use or not self._turn.acquire(blocking=False):
             yield False
             return

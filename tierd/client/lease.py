@@ -1,6 +1,7 @@
 """Lease: pinned blocks to be read in place or copied out.
 
-Purpose: views that own their pin, copies that are checked. Non-purpose: how a lease is got (asking.py). Invariants: a view is read-only, and its
+Purpose: views that own their pin, copies that are checked. Non-purpose: how a lease is got (asking.py). Invariants:
+a view is read-only, and its
 pages are pinned until the last array made from it (slices, reshapes, tensors) is collected; after a copy the generation words are
 read again, and what a changed one stands for is a miss with everything after it.
 """
@@ -86,13 +87,16 @@ class Lease(Bound):
         """Copies the blocks into a list of buffers, or into one buffer one behind the other; how many blocks are good.
 
         The number counts blocks from the first on (per rank); it is smaller than what was leased where a page was taken away
-        meanwhile, or does not hold what it should; what lies in out beyond them is undefined. Raises InvalidArgument for buffers that do not fit, StaleHandle, ForkedClient.
+        meanwhile, or does not hold what it should; what lies in out beyond them is undefined. Raises InvalidArgument
+        for buffers that do not fit, StaleHandle, ForkedClient.
         """
         return valid_blocks(self.groups, self.copied(out))
 
     def copied(self, out: Any, *, trusted: Any = ()) -> NDArray[np.bool_]:
-        """As `copy_into`; whether each block is good, bool [n]. trusted: generations of pages that the daemon has looked at for this lease:
-        they are good also where the catalogue has no sums of them. Pages of a GPU are copied as they are: nobody here sums them."""
+        """As `copy_into`; whether each block is good, bool [n]. trusted: generations of pages that the daemon has
+        looked at for this lease:
+        they are good also where the catalogue has no sums of them. Pages of a GPU are copied as they are: nobody
+        here sums them."""
         hold, targets = self._held(), buffers.pieces(out, self.handles["length"].tolist(), writable=True)
         good = np.ones(len(self.handles), np.bool_)
         pages = onesided.pages_of(hold.link.session, self.handles) if hold.link.session else None

@@ -1,6 +1,7 @@
 """The link that verbs go over: usable, with namespaces open, once more where its daemon has gone.
 
-Purpose: connecting again, opening again, a sign of life of a daemon that was silent. Non-purpose: how a link is made (connection.py), what goes over it (asking.py). Invariant: what is done over a
+Purpose: connecting again, opening again, a sign of life of a daemon that was silent. Non-purpose: how a link is made
+(connection.py), what goes over it (asking.py). Invariant: what is done over a
 link is done once more over another at most.
 """
 
@@ -40,7 +41,8 @@ class Links:
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
     ) -> tuple[Link, T]:
-        """Runs work over the current link, where its namespaces are open; once more over a new link if the daemon has gone."""
+        """Runs work over the current link, where its namespaces are open; once more over a new link if the daemon
+        has gone."""
         is_first = True
         while True:
             link = self.connected(deadline)

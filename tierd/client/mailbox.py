@@ -1,6 +1,7 @@
 """The client's end of a session's mailbox: what the daemon is to hear soon, and need not be woken for.
 
-Purpose: leases that end within a moment of a call, and gets and lookups that are made without one (onesided.py). Non-purpose: the daemon's end (tierd/server/mailboxes.py). Invariants: nothing here waits; what
+Purpose: leases that end within a moment of a call, and gets and lookups that are made without one (onesided.py).
+Non-purpose: the daemon's end (tierd/server/mailboxes.py). Invariants: nothing here waits; what
 cannot be said in time is told to the caller, who says it another way; after UNASKED_LIMIT gets, or MAILBOX_S, the daemon is called again.
 """
 
@@ -49,7 +50,8 @@ class Mailbox:
         return self._is_told_of_gets and self._unasked < UNASKED_LIMIT and not self._is_late
 
     def tell_used(self, group: bytes, *, is_lookup: bool = False) -> bool:
-        """Tells of a get, or a lookup, that was made without a call, of a Group, as a call says it. False where it cannot be told so: then call."""
+        """Tells of a get, or a lookup, that was made without a call, of a Group, as a call says it. False where it
+        cannot be told so: then call."""
         message = (_LOOKED_UP if is_lookup else _USED) + group
         if not self.takes_gets or len(group) > TOLD_MAX_BYTES or not self._took(message):
             return False

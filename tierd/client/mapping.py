@@ -66,7 +66,8 @@ SEGMENT = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page; metas, tables: bytes of META and of the slice table, slice_words long, of each.
+    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page; metas,
+    tables: bytes of META and of the slice table, slice_words long, of each.
 
     present: offsets of pages that `populate` has been through.
     """
@@ -120,7 +121,8 @@ class Segment:
 
 
 class SegmentTable:
-    """Segments of host memory that are mapped, in the order of their places. rows: SEGMENT [n], good as long as this is there."""
+    """Segments of host memory that are mapped, in the order of their places. rows: SEGMENT [n], good as long as this
+    is there."""
 
     def __init__(self, segments: Iterable[Segment] = ()) -> None:
         self.segments = sorted(segments, key=lambda segment: segment.place)
@@ -163,7 +165,8 @@ class Catalogue(NamedTuple):
 def map_segment(
     place: tuple[int, int], *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
 ) -> Segment:
-    """Maps a segment. place: its tier and number; data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises TierFailed, VersionMismatch."""
+    """Maps a segment. place: its tier and number; data, catalogue: (descriptor, bytes); the caller closes the
+    descriptors. Raises TierFailed, VersionMismatch."""
     tier, segment = place
     its = map_catalogue(segment, catalogue)
     if its.class_bytes * len(its.words) > data[1]:

@@ -1,10 +1,14 @@
 """Reads that ask nobody: near blocks are found in the domain's directory, copied, summed, and looked at once more.
 
-    Directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶ generations again ──▶ served; the daemon is told by the mailbox
+    Directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶ generations again ──▶
+    served; the daemon is told by the mailbox
 
-Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near or not right (asking.py asks then). Invariants: what is served has
-its block's sums, and its page had one and the same generation before and after the copy; whatever stands in directory or catalogue, nothing outside the mappings is read, and a get ends
-after one look at each. Only the daemon writes either, and changes a page's generation before the first byte of its reuse. Such reads are FaRM's (Dragojevic et al., NSDI 2014, section 4).
+Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near
+or not right (asking.py asks then). Invariants: what is served has
+its block's sums, and its page had one and the same generation before and after the copy; whatever stands in
+directory or catalogue, nothing outside the mappings is read, and a get ends
+after one look at each. Only the daemon writes either, and changes a page's generation before the first byte of its
+reuse. Such reads are FaRM's (Dragojevic et al., NSDI 2014, section 4).
 The loops are C++ (tierd/native), or the plain ones here, with the same results.
 """
 
@@ -43,7 +47,8 @@ PAGE = np.dtype(
         ("slot", "<u4"),
     ]
 )
-"""A published page, as its entry says: addresses of its bytes, slice table (0: it has none) and generation word in this process; segment: which of the table's."""
+"""A published page, as its entry says: addresses of its bytes, slice table (0: it has none) and generation word in
+this process; segment: which of the table's."""
 NAMES = np.dtype(
     [("hashes", "<u8"), ("count", "<u8"), ("namespace", "<u4"), ("tokens", "<u4"), ("last", "<u4"), ("pad", "<u4")]
 )
@@ -62,7 +67,8 @@ class Pages:
         self.lengths: list[int] = rows["length"].tolist()
 
     def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
-        """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds them any more. Raises Stopped."""
+        """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds
+        them any more. Raises Stopped."""
         to, rows = [address_of(target, writable=True) for target in targets], self.rows
         sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
         mask = int(GENERATION) if is_leased else NOWHERE
@@ -99,7 +105,8 @@ def served(
 
 
 def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
-    """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps segments that are not."""
+    """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps
+    segments that are not."""
     count, namespace, directory = len(group.hashes), group.namespace, session.directory
     if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
         return None
@@ -123,7 +130,8 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
 
 
 def _located(directory: Directory, table: SegmentTable, names: StructArray, count: int) -> tuple[StructArray, int]:
-    """PAGE of the blocks of NAMES [1] up to the first that is not near, and the place of a segment that this one may lie in and that is not mapped, or NOWHERE."""
+    """PAGE of the blocks of NAMES [1] up to the first that is not near, and the place of a segment that this one may
+    lie in and that is not mapped, or NOWHERE."""
     if _library is None:
         return plain_find(directory, table, names)
     rows, unmapped = np.empty(count, PAGE), ctypes.c_uint64()
@@ -184,7 +192,8 @@ def _page(segment: Segment, slot: int, length: int, layers: int, generation: int
 
 
 def pages_of(session: Session, handles: StructArray) -> Pages | None:
-    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped. Without an entry of its own a page's copy is not good."""
+    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped. Without an entry of its
+    own a page's copy is not good."""
     table, rows = session.table(), list[tuple[int, ...]]()
     columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
     for tier, number, slot, generation, length in zip(*columns, strict=True):

@@ -1,6 +1,7 @@
 """Reservation: pages to be written in place, then published, or given back.
 
-Purpose: writable arrays over reserved pages. Non-purpose: how pages are got or published (asking.py); the two faces below differ only in
+Purpose: writable arrays over reserved pages. Non-purpose: how pages are got or published (asking.py); the two faces
+below differ only in
 who waits. Invariants: only reserved pages are writable; after commit or abort the arrays that were given out are made read-only. That does
 not reach slices and tensors that the caller made from them: those must not be written to any more, since the page may
 be somebody's block.

@@ -2,7 +2,8 @@
 
 So no part keeps the daemon from others for long.
 
-Purpose: prompts of any length. Non-purpose: what one call does (asking.py). Invariants: a part ends where a block of each group ends; after a part that was not served or stored whole
+Purpose: prompts of any length. Non-purpose: what one call does (asking.py). Invariants: a part ends where a block of
+each group ends; after a part that was not served or stored whole
 comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes.
 """
 

@@ -3,7 +3,8 @@
     stop.around(verb), in its thread ──▶ a wait ──▶ ended_by(what ends it) ◀── stop.set(), in another
 
 Purpose: AsyncClient's verbs run in threads, and its caller may be cancelled. Non-purpose: threads (threads.py), what a verb gives back then (the verbs). Invariants: a verb is told once, by
-`Stopped` where it waits or before it goes on, and what it does about that is not disturbed; where nobody can stop it, in every verb of Client, all of this costs one look.
+`Stopped` where it waits or before it goes on, and what it does about that is not disturbed; where nobody can stop
+it, in every verb of Client, all of this costs one look.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def pause(seconds: float) -> None:
 
 
 def ended_by(end: Callable[[], Any]) -> AbstractContextManager[None]:
-    """Around a wait: `end` ends it, from another thread, and may be called before it has begun. Whatever error that makes, it raises Stopped."""
+    """Around a wait: `end` ends it, from another thread, and may be called before it has begun. Whatever error that
+    makes, it raises Stopped."""
     stop = _mine.stop
     return _NOTHING if stop is None else _ended_by(stop, end)
 

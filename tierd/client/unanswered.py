@@ -1,6 +1,7 @@
 """Unanswered: puts that wait for nobody (`put(..., wait=False)`), from their commit to the daemon's answer.
 
-    copied and summed ──▶ Commit is sent ──▶ put returns        the daemon answers ──▶ read before the client's next call, or by flush
+    copied and summed ──▶ Commit is sent ──▶ put returns        the daemon answers ──▶ read before the client's next
+    call, or by flush
 
 Purpose: the answers of such puts. Non-purpose: where their pages come from and how they are filled (writing.py).
 Invariants: as many are under way as there are lines for them, and one more waits for the oldest. No call of the client
@@ -71,7 +72,8 @@ class Unanswered:
                     self._take(until=deadline)
 
     def flush(self, deadline: float) -> int:
-        """Takes all answers; how many blocks were not stored since this was asked last. Raises DeadlineExceeded while some are to come."""
+        """Takes all answers; how many blocks were not stored since this was asked last. Raises DeadlineExceeded
+        while some are to come."""
         self.settle(deadline)
         if self._sent:
             raise DeadlineExceeded(f"flush: {len(self._sent)} puts are not answered yet; allow more with timeout_s")
@@ -99,7 +101,8 @@ class Unanswered:
                 self._turn.release()
 
     def _begun(self, link: Link, request: Any, deadline: float) -> Pending | None:
-        """The commit under way, over a line that rests, or that of the oldest put once it is answered. A turn is left for other calls."""
+        """The commit under way, over a line that rests, or that of the oldest put once it is answered. A turn is
+        left for other calls."""
         self._take(until=0.0)
         call: Pending | None = None
         if len(self._sent) < min(LINES, link.credits.count - 1):

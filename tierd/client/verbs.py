@@ -1,6 +1,7 @@
 """The verbs: everything that a client does, once, in the caller's thread or in one of AsyncClient's.
 
-Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), transports (local.py, rpc.py). Invariants: every verb ends
+Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), transports
+(local.py, rpc.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
 a daemon has gone (but a put, whose blocks either exist then or do not), and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
 """
@@ -108,7 +109,8 @@ class Verbs(Asking):
         )
 
     def flush(self, deadline: Deadline) -> int:
-        """Waits for the answers of puts that waited for nobody; how many of their blocks were not stored since the last time."""
+        """Waits for the answers of puts that waited for nobody; how many of their blocks were not stored since the
+        last time."""
         return self._verb(deadline, self.unanswered.flush, self.unanswered.lost)
 
     def finish(self, deadline: Deadline) -> None:

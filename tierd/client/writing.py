@@ -1,9 +1,12 @@
 """A put by shared memory: pages, a copy, one commit.
 
-    reserved now, or a spare ──▶ Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ the sums follow ──▶ its answer ──▶ spares for the next
-                             └─▶ summed and copied, where that is soon done ──▶ Commit is sent with the sums ──▶ its answer ──▶ spares for the next
+    reserved now, or a spare ──▶ Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ the sums
+    follow ──▶ its answer ──▶ spares for the next
+                             └─▶ summed and copied, where that is soon done ──▶ Commit is sent with the sums ──▶ its
+                             answer ──▶ spares for the next
 
-Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors (asking.py), what spares are (spares.py), TCP (remote.py).
+Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors
+(asking.py), what spares are (spares.py), TCP (remote.py).
 Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
 so is one whose daemon went in the midst of it: the next daemon is asked, or there is none.
 """
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
     from tierd.client.asking import Asking
 
 EARLY_BYTES = 1 << 20
-"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon to hear of it."""
+"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon
+to hear of it."""
 MORE_TRIES = 8
 """To bring blocks onto NVMe that go from the tiers meanwhile."""
 POSITION_LIMIT = 1 << 32

@@ -1,11 +1,15 @@
 """The directory of a trust domain: where its blocks lie near, by name, for clients that ask nobody.
 
-A table in shared memory: buckets of SLOTS entries {key u64, place u64}, little-endian, two buckets a key. A key is a mixture of a block's hash and its
+A table in shared memory: buckets of SLOTS entries {key u64, place u64}, little-endian, two buckets a key. A key is a
+mixture of a block's hash and its
 namespace; a place is {tier u8, segment u32, slot u24}. The daemon writes, clients map it read-only.
 
-Purpose: layout, one writer, any number of readers. Non-purpose: what is true: an entry is a hint, which may be missing, old or half written; the catalogue of the
-segment decides. Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry and nothing else; an insert and a look
-cost two buckets. Reads of another's memory that verify themselves are Pilaf's and FaRM's (Mitchell et al., USENIX ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4); the
+Purpose: layout, one writer, any number of readers. Non-purpose: what is true: an entry is a hint, which may be
+missing, old or half written; the catalogue of the
+segment decides. Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry and
+nothing else; an insert and a look
+cost two buckets. Reads of another's memory that verify themselves are Pilaf's and FaRM's (Mitchell et al., USENIX
+ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4); the
 less full of two buckets is Azar et al., "Balanced Allocations", SIAM J. Comput. 29(1), 1999.
 """
 
@@ -51,7 +55,8 @@ def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: ND
 
 
 class Directory:
-    """A table over words of memory: of a length that `directory_bytes` gives, or shorter, then only a power of two of buckets of it counts."""
+    """A table over words of memory: of a length that `directory_bytes` gives, or shorter, then only a power of two
+    of buckets of it counts."""
 
     def __init__(self, words: Words) -> None:
         buckets = len(words) // (2 * SLOTS)
@@ -65,7 +70,8 @@ class Directory:
         self._mask, self._turn = np.uint64(buckets - 1), 0
 
     def place(self, namespace: int, name: bytes) -> tuple[int, int] | None:
-        """Where a block of this hash may lie: its segment, with its tier above SEGMENT_BITS, and its slot; None: it has no entry. tierd/native does the same."""
+        """Where a block of this hash may lie: its segment, with its tier above SEGMENT_BITS, and its slot; None: it
+        has no entry. tierd/native does the same."""
         key = (int.from_bytes(name[:8], "little") ^ (namespace * _MIX & _WORD)) | 1
         for spread in _SPREAD:
             at = ((key * spread & _WORD) >> 32 & (self.buckets - 1)) * 2 * SLOTS
@@ -76,7 +82,8 @@ class Directory:
         return None
 
     def add(self, keys: Keys, places: Keys) -> None:
-        """Enters blocks: over an older entry of theirs, or in the emptier bucket, or, where both are full, in place of others in turns. Of the writer alone."""
+        """Enters blocks: over an older entry of theirs, or in the emptier bucket, or, where both are full, in place
+        of others in turns. Of the writer alone."""
         for _ in range(ROUNDS):
             entry = self._entry(keys)
             self._keys[entry] = 0
@@ -99,7 +106,8 @@ class Directory:
         return both[np.arange(len(keys)), at // SLOTS], at % SLOTS
 
     def remove(self, keys: Keys, places: Keys) -> None:
-        """Forgets blocks that lie at these places no more; an entry that says another place stays. Of the writer alone."""
+        """Forgets blocks that lie at these places no more; an entry that says another place stays. Of the writer
+        alone."""
         both = self._buckets(keys)
         is_its = (self._keys[both] == keys[:, None, None]) & (self._places[both] == places[:, None, None])
         rows, bucket, at = np.nonzero(is_its)

@@ -73,7 +73,8 @@ class Reservation:
 
     staging: of a tier with sealed puts, where the session writes what comes to lie in `pages`; else -1.
     hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
-    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put that may come, until it has.
+    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put
+    that may come, until it has.
     """
 
     id: int

@@ -76,7 +76,8 @@ class Entry(NamedTuple):
 
 
 def read_entry(raw: bytes, checksum: Checksum) -> Entry | None:
-    """One record of META_BYTES; None where it is none: blank, half written, damaged or of a version that this code does not read."""
+    """One record of META_BYTES; None where it is none: blank, half written, damaged or of a version that this code
+    does not read."""
     entry = Entry._make(_ENTRY.unpack(raw))
     if entry.magic != META_MAGIC or not versions.META.oldest <= entry.version <= versions.META.current:
         return None

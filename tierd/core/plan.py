@@ -270,7 +270,8 @@ class Committing:
 class Committed:
     """statuses: uint16 [n] READY, EXISTS or FAILED. extents: EXTENT [n] of the block's page (page -1 where FAILED). blocks: int64 [n], -1 where FAILED.
 
-    metas: META [n], what was committed; the ids may stand for other blocks by the time that somebody asks. lease: 0 unless asked for and something is held.
+    metas: META [n], what was committed; the ids may stand for other blocks by the time that somebody asks. lease: 0
+    unless asked for and something is held.
     """
 
     statuses: Codes

@@ -1,8 +1,11 @@
 // The data plane's loops: blocks found in a directory and copied, each summed by XXH3-64 in the pass that copies it.
 //
-// The plain forms, with the same results, are `tierd/client/copying.py` and `tierd/client/onesided.py`; tests hold one to the other. XXH3 is Yann Collet's, written here from its description
-// (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): a stripe is 64 bytes, a block of it 16 stripes. What is summed is what is stored: each byte is read once, but for the last 64 of a slice.
-// No address is computed from what a directory or a catalogue says before that is held against the bounds of the mapping.
+// The plain forms, with the same results, are `tierd/client/copying.py` and `tierd/client/onesided.py`; tests hold
+// one to the other. XXH3 is Yann Collet's, written here from its description
+// (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): a stripe is 64 bytes, a block of it 16 stripes. What is summed
+// is what is stored: each byte is read once, but for the last 64 of a slice.
+// No address is computed from what a directory or a catalogue says before that is held against the bounds of the
+// mapping.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -254,7 +257,8 @@ struct TierdBlock {
   uint64_t layers;
 };
 
-// Sums blocks into sums, slice after slice, and copies them; how many are done. Before each block *is_over is looked at: not 0, and no further block is touched.
+// Sums blocks into sums, slice after slice, and copies them; how many are done. Before each block *is_over is looked
+// at: not 0, and no further block is touched.
 TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, uint64_t* sums, const volatile int32_t* is_over) {
   uint64_t done = 0;
   for (; done < count && !*is_over; done++) {
@@ -291,7 +295,8 @@ struct TierdNames {
   uint32_t last_tokens;  // of the last one
 };
 
-// Finds blocks in a directory of so many buckets, and their pages; how many, up to the first that is not near. *unmapped is the place of a segment that the next one may lie in and that is not
+// Finds blocks in a directory of so many buckets, and their pages; how many, up to the first that is not near.
+// *unmapped is the place of a segment that the next one may lie in and that is not
 // among these, else all bits.
 TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const TierdSegment* segments, uint64_t segment_count, const TierdNames* names, TierdPage* pages, uint64_t* unmapped) {
   *unmapped = ~uint64_t{0};
@@ -320,7 +325,8 @@ TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const
   return names->count;
 }
 
-// Whether pages that were summed have the sums of their tables, and still are what they were: 1 or 0 for each. mask: what of their words counts.
+// Whether pages that were summed have the sums of their tables, and still are what they were: 1 or 0 for each. mask:
+// what of their words counts.
 TIERD_API uint64_t tierd_check(const TierdPage* pages, uint64_t count, const uint64_t* sums, uint64_t mask, uint8_t* good) {
   uint64_t all = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);

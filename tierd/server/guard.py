@@ -52,8 +52,10 @@ read; its other errors say that it was used wrongly."""
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a call. session: the core's id; deadline: in the loop's time; early: takes the reply and gives what sends it before
-    the call has ended, where the way of the call allows it. rest: waits for the message that follows the call's, where one does."""
+    """The caller of a call. session: the core's id; deadline: in the loop's time; early: takes the reply and gives
+    what sends it before
+    the call has ended, where the way of the call allows it. rest: waits for the message that follows the call's,
+    where one does."""
 
     session: int
     tenant: str

@@ -1,4 +1,5 @@
-"""Clients tell of gets and lookups that they made without a call; the daemon hears one at a time, between its other work.
+"""Clients tell of gets and lookups that they made without a call; the daemon hears one at a time, between its other
+work.
 
     mailbox ──▶ add ──▶ waiting, alike ones as one ──▶ hear, in a step of the loop each
 
@@ -21,9 +22,11 @@ from tierd.errors import TierdError
 log = structlog.get_logger(__name__)
 
 USED, LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
-"""Begin a message of the mailbox that is about no leases; a Group follows, which the client has got, or looked up, without a call."""
+"""Begin a message of the mailbox that is about no leases; a Group follows, which the client has got, or looked up,
+without a call."""
 SESSION_LIMIT, LIMIT = 64, 1024
-"""Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each of its threads, and of all: 20 KiB each at most (`MAILBOX_MESSAGE_BYTES`)."""
+"""Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each
+of its threads, and of all: 20 KiB each at most (`MAILBOX_MESSAGE_BYTES`)."""
 TIMES_LIMIT = 256
 """Alike ones that count; beyond, while they wait, they are heard as so many."""
 

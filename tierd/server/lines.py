@@ -59,7 +59,8 @@ class Verb:
 
 
 class Answers:
-    """The answer of one call on its line: one, which may go before the call has ended. Nothing follows it, whatever becomes of the call (a commit goes on
+    """The answer of one call on its line: one, which may go before the call has ended. Nothing follows it, whatever
+    becomes of the call (a commit goes on
     beyond its deadline, when the line is another call's), and from then on it takes no place, since its client may make another in its stead. place: the call's, when it has one."""
 
     def __init__(self, line: Line) -> None:
@@ -115,12 +116,14 @@ class Lines:
         return theirs
 
     def leave(self, session: int) -> None:
-        """The session has ended, and so do its lines: those that rest or wait for more of a call now, the others after the call that they are in."""
+        """The session has ended, and so do its lines: those that rest or wait for more of a call now, the others
+        after the call that they are in."""
         for task in [task for task, its in (*self._resting.items(), *self._awaiting.items()) if its.id == session]:
             task.cancel()
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Those that rest end now, those that wait for more of a call in WRITERS_S, the others after the call that they are in, or when the time is over."""
+        """Those that rest end now, those that wait for more of a call in WRITERS_S, the others after the call that
+        they are in, or when the time is over."""
         self._is_ending = True
         for task in list(self._resting):
             task.cancel()

@@ -1,12 +1,15 @@
 """The session socket: identity, descriptors and life, beside gRPC, which can carry none of them.
 
-AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none; `revoke` and `bye` get none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
+AF_UNIX, SOCK_SEQPACKET; msgpack maps; one request, one reply (`release` may ask for none; `revoke` and `bye` get
+none). An accept loop of its own, because asyncio's servers refuse SEQPACKET.
 
     hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...}; what else this daemon takes, as `greeting` of listeners.py has it
-    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data is a file, or the slab of a GPU
+    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data
+    is a file, or the slab of a GPU
            where hello's row of the tier has gpu: {ordinal, uuid}
     line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (lines.py). With mailbox, for who has none, another: SEQPACKET, each message u8 numbers,
-           little-endian, of leases that end, or a 0 and a Group that its client has got by itself (2^64 - 1: looked up), where hello says `one_sided`; nobody is woken by it (mailboxes.py)
+           little-endian, of leases that end, or a 0 and a Group that its client has got by itself (2^64 - 1: looked
+           up), where hello says `one_sided`; nobody is woken by it (mailboxes.py)
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses nothing of any more
     revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
@@ -56,7 +59,8 @@ HEARD_AT_ONCE = 1024
 MAILBOX_MESSAGE_BYTES = 20 << 10
 """Of one in a mailbox: the names of 512 blocks, and what else a Group says."""
 MAILBOX_BYTES = 64 << 10
-"""Linux doubles it and counts its own bookkeeping: a mailbox holds 4 of the longest messages, or 170 short ones. One read takes what it holds, so a client that fills it meanwhile delays nobody."""
+"""Linux doubles it and counts its own bookkeeping: a mailbox holds 4 of the longest messages, or 170 short ones. One
+read takes what it holds, so a client that fills it meanwhile delays nobody."""
 MAILBOX_HEARD_AT_ONCE = 128
 _LEASE = struct.Struct("<Q")
 ACCEPT_PAUSE_S = 0.2

@@ -109,7 +109,9 @@ class SessionCalls:
     on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
-    on_told(session id, a message of its mailbox): it has made a get or a lookup by itself. directory(session): of its domain. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are what Release and Abort are over gRPC: here for holds whose last
+    on_told(session id, a message of its mailbox): it has made a get or a lookup by itself. directory(session): of
+    its domain. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are
+    what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
 
@@ -277,7 +279,8 @@ class Sessions:
         self._calls.on_told(session.id, told)
 
     def directory(self, session: Session) -> tuple[int, int] | None:
-        """The directory of its trust domain: a descriptor, which the session socket closes after sending, and its length; None where none can be had."""
+        """The directory of its trust domain: a descriptor, which the session socket closes after sending, and its
+        length; None where none can be had."""
         try:
             return self._calls.directory(session)
         except OSError as error:  # the daemon is out of descriptors, or of memory

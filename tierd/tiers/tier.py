@@ -164,7 +164,8 @@ class SharedTier(Tier, Protocol):
 
 @runtime_checkable
 class MappedTier(SharedTier, Protocol):
-    """Memory that the daemon maps too. on_published: hears of blocks that were entered in its catalogues, EXTENT [n], META [n]."""
+    """Memory that the daemon maps too. on_published: hears of blocks that were entered in its catalogues, EXTENT
+    [n], META [n]."""
 
     on_published: Callable[[StructArray, StructArray], None]
 

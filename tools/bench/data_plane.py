@@ -1,7 +1,8 @@
 """Puts and gets of batches by a local client, against a memory copy of as many bytes.
 
 The tier is full before what is promised counts: a put displaces the coldest, as it does all day. Fresh memory costs several times as much on any system,
-and a first get finds more of the way cold: they are rows of their own. LRU, so that it is known what is there. What is copied was not touched for so long that no cache holds it.
+and a first get finds more of the way cold: they are rows of their own. LRU, so that it is known what is there. What
+is copied was not touched for so long that no cache holds it.
 The limit is the C library's copy, as it is in what others publish: a get's into one target, as the caller's, a put's into memory as cold as a page that was displaced. `copy_streamed` is tierd's own, which may
 be faster: what it leaves of a row's ratio is tierd's doing.
 """

@@ -1,4 +1,5 @@
-"""One block at a time: what a put and a get take beyond the C library's copy of as many bytes, counted in raw echoes on an open stream.
+"""One block at a time: what a put and a get take beyond the C library's copy of as many bytes, counted in raw echoes
+on an open stream.
 
 The copy reads what no cache holds, as the put and the get do, and writes to memory as warm as theirs: a put's is a page that was displaced, a get's the caller's. Each run is a median over single calls that take turns.
 """

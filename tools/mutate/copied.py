@@ -1,4 +1,5 @@
-"""Mutations of what clients do by themselves: puts that are told of before they are written, or wait for nobody, and copies."""
+"""Mutations of what clients do by themselves: puts that are told of before they are written, or wait for nobody, and
+copies."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ class Reader:
 
 
 async def test_what_is_published_is_entered_and_what_leaves_is_not() -> None:
-    """Blocks stand in their domain's directory where they lie, from their publication on and until their pages are freed."""
+    """Blocks stand in their domain's directory where they lie, from their publication on and until their pages are
+    freed."""
     async with opened() as world:
         reader = Reader(world, "t")
         reserved = await world.reserve(NAMES)
@@ -51,7 +52,8 @@ async def test_what_is_published_is_entered_and_what_leaves_is_not() -> None:
 
 
 async def test_what_comes_near_is_entered_too() -> None:
-    """Blocks that were in the tiers before the domain's first session came are entered when a client that lacks them has asked."""
+    """Blocks that were in the tiers before the domain's first session came are entered when a client that lacks them
+    has asked."""
     async with opened() as world:
         await world.put(NAMES)
         reader = Reader(world, "t")
@@ -81,7 +83,8 @@ async def test_another_domain_sees_nothing_of_it() -> None:
 
 
 async def test_a_client_can_change_nothing_of_it() -> None:
-    """The descriptor that it is given can neither be mapped for writing nor made longer or shorter, and is no way to one that can."""
+    """The descriptor that it is given can neither be mapped for writing nor made longer or shorter, and is no way to
+    one that can."""
     async with opened() as world:
         reader = Reader(world, "t")
         again = os.open(f"/proc/self/fd/{reader.fd}", os.O_RDWR)  # as a client of the daemon's own user can

@@ -30,7 +30,8 @@ def write(world: World, reserved: Reserved) -> None:
 
 @pytest.mark.parametrize("sums", [b"", sums_of(NAMES)], ids=["summed by the daemon", "summed by the writer"])
 async def test_a_commit_may_come_before_its_pages_are_written(sums: bytes) -> None:
-    """It publishes nothing before its writer says that all is written, and then what the pages hold; the daemon sums what the writer has not."""
+    """It publishes nothing before its writer says that all is written, and then what the pages hold; the daemon sums
+    what the writer has not."""
     async with opened() as world:
         counted, reserved = Counted(world), await unwritten(world)
         late = await Late(world, reserved.reservation).begun()
@@ -66,7 +67,8 @@ async def test_a_writer_that_lies_has_misses() -> None:
 @pytest.mark.parametrize("sums", [sums_of(NAMES[:3]), sums_of(NAMES) + b"\0" * 8, b"\0" * 31])
 @pytest.mark.parametrize("is_late", [True, False])
 async def test_sums_of_another_length_are_refused(sums: bytes, is_late: bool) -> None:
-    """Too few, too many, or no whole number: InvalidArgument; the pages stay their writer's, who may commit them again."""
+    """Too few, too many, or no whole number: InvalidArgument; the pages stay their writer's, who may commit them
+    again."""
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         with pytest.raises(InvalidArgument, match=f"{len(sums)} bytes, but the 4 blocks have 4 slices"):

@@ -62,7 +62,8 @@ def tables(given: np.ndarray, layers: int = 0) -> list[bytes]:
     [(1, 1), (3, 4096), (2, MIB), (5, 3 * MIB // 2), (16, 300_000), (4, 28 * 4096), (1, 480 * 4096)],
 )
 def test_bytes_and_sums_are_right(count: int, length: int, layers: int) -> None:
-    """Each target has its source's bytes, and the sums are those that the daemon would make of it: of small blocks and long ones, of any number of layers."""
+    """Each target has its source's bytes, and the sums are those that the daemon would make of it: of small blocks
+    and long ones, of any number of layers."""
     given = sources(count, length)
     targets = np.zeros_like(given)
     assert copied(targets, given, layers) == tables(given, layers)
@@ -75,7 +76,8 @@ def test_bytes_and_sums_are_right(count: int, length: int, layers: int) -> None:
     layers=st.integers(0, 9),
 )
 def test_whatever_the_length_and_the_address(length: int, offsets: tuple[int, int], layers: int) -> None:
-    """Of every length, from and to every address, as slices of the sum's own kinds; and no byte beside the target is written."""
+    """Of every length, from and to every address, as slices of the sum's own kinds; and no byte beside the target is
+    written."""
     source = sources(1, length + offsets[0], seed=length)[0][offsets[0] :]
     target = np.full(offsets[1] + length + GUARD, 7, np.uint8)
     blocks = copying.blocks_of([source.ctypes.data], [target.ctypes.data + offsets[1]], [length], layers)

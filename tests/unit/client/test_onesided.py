@@ -37,7 +37,8 @@ def fenced(length: int) -> np.ndarray:
 
 
 class Memory:
-    """Segments with a block in each of their pages, and a directory that knows them. names: of all, in the order of their pages."""
+    """Segments with a block in each of their pages, and a directory that knows them. names: of all, in the order of
+    their pages."""
 
     def __init__(self, segments: int = 3) -> None:
         self.names = chain(1, segments * PAGES)
@@ -88,7 +89,8 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.usefixtures("form")
 def test_what_is_there_is_found_and_copied() -> None:
-    """Blocks of several segments, of many lengths and layers, in any order: all are found where they lie, and copied whole."""
+    """Blocks of several segments, of many lengths and layers, in any order: all are found where they lie, and copied
+    whole."""
     memory = Memory()
     table, which = SegmentTable(memory.segments), np.random.default_rng(1).permutation(len(memory.names))
     rows, unmapped = memory.rows(table, which)
@@ -102,7 +104,8 @@ def test_what_is_there_is_found_and_copied() -> None:
 
 @pytest.mark.usefixtures("form")
 def test_up_to_the_first_that_is_not_there() -> None:
-    """A block that nobody entered, of other tokens, or in a segment that is not mapped ends what is found; of the last kind it says which segment."""
+    """A block that nobody entered, of other tokens, or in a segment that is not mapped ends what is found; of the
+    last kind it says which segment."""
     memory = Memory()
     table, which = SegmentTable(memory.segments), np.arange(6)
     memory.directory.remove(memory.keys[4:5], places_of(np.ones(1, np.uint16), np.ones(1, np.uint32), np.uint32([4])))
@@ -116,7 +119,8 @@ def test_up_to_the_first_that_is_not_there() -> None:
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("what", ["byte", "table", "word", "retired"])
 def test_what_has_changed_is_not_good(what: str) -> None:
-    """A page whose bytes, table or word have changed since it was found is no good copy, and the others are; one that is retired is good for who leases it."""
+    """A page whose bytes, table or word have changed since it was found is no good copy, and the others are; one
+    that is retired is good for who leases it."""
     memory = Memory(1)
     table = SegmentTable(memory.segments)
     pages = onesided.Pages(memory.rows(table, np.arange(PAGES))[0], table)
@@ -135,7 +139,8 @@ def test_what_has_changed_is_not_good(what: str) -> None:
 
 @NEEDS_LIBRARY
 def test_both_forms_say_the_same_of_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library and the plain form find and judge the same pages in random directories, entries, tables and words; neither reads beyond its memory."""
+    """The library and the plain form find and judge the same pages in random directories, entries, tables and words;
+    neither reads beyond its memory."""
     chance, memory = np.random.default_rng(2), Memory()
     places, whole = [*range(len(memory.segments))], [_bytes_of(segment) for segment in memory.segments]
     words, seen = memory.words.copy(), 0

@@ -30,7 +30,8 @@ def found(directory: Directory, namespace: int, names: np.ndarray) -> list[tuple
 
 
 def test_what_was_entered_is_found() -> None:
-    """Each block at its tier, segment and slot, also where these are the greatest that there are; others are not there."""
+    """Each block at its tier, segment and slot, also where these are the greatest that there are; others are not
+    there."""
     directory, _ = made()
     keys = keys_of(7, NAMES[:100])
     tiers, segments = np.full(100, 255, np.uint16), np.full(100, (1 << 32) - 1, np.uint32)
@@ -86,7 +87,8 @@ def test_one_that_is_full_keeps_what_came_last() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_its_bytes_say(seed: int) -> None:
-    """Of random memory of any length every look ends, and gives a place of every block or none; nothing outside it is read."""
+    """Of random memory of any length every look ends, and gives a place of every block or none; nothing outside it
+    is read."""
     random = np.random.default_rng(seed)
     words = random.integers(0, 1 << 63, int(random.integers(2 * SLOTS, 999)), dtype=np.uint64)
     words.flags.writeable = False

@@ -230,7 +230,8 @@ async def test_what_follows_a_call_that_was_refused_is_thrown_away(request_: Any
 
 @pytest.mark.parametrize("how", ["closes the line", "says nothing", "says nonsense", "ends its session"])
 async def test_a_writer_that_does_not_come_to_its_end(how: str) -> None:
-    """Its commit ends, by its deadline at the latest; nothing is published, and the pages are its own until it gives them back."""
+    """Its commit ends, by its deadline at the latest; nothing is published, and the pages are its own until it gives
+    them back."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
         its_socket, talk = rig.sockets[-1], await line_of(rig)

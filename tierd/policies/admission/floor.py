@@ -1,7 +1,9 @@
-"""Floor: whether blocks that the learner gives little chance are indeed seldom used again, so that a write of them is waste.
+"""Floor: whether blocks that the learner gives little chance are indeed seldom used again, so that a write of them
+is waste.
 
 Purpose: a check of the learner by what happens. Non-purpose: the chance itself.
-Each block below the floor that comes up for a write is remembered. It is used again, or as much has come up since as the tier holds.
+Each block below the floor that comes up for a write is remembered. It is used again, or as much has come up since as
+the tier holds.
 The floor stands while fewer than that share are used again. It does not stand until LEAST of them have shown it.
 A name is in the sample if so many first bits of its number are 0: one more whenever more than SAMPLED wait.
 Invariants: memory is bounded; equal calls give equal answers.

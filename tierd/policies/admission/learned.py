@@ -1,7 +1,8 @@
 """Learned: a block is written if another use is likely enough, and how likely that is follows from the wear budget.
 
 Purpose: ours. The chance of another use comes from whoever learns reuse (`chance`); with a budget the threshold is steered so that just as much passes
-as may be written, the best of it (steering.py); without one it is FLOOR, below which a write is waste whatever the drive,
+as may be written, the best of it (steering.py); without one it is FLOOR, below which a write is waste whatever the
+drive,
 while blocks below it are as seldom used again as the learner says (floor.py).
 The aim is Flashield's (A. Eisenman et al., "Flashield: a Hybrid Key-value Cache that Controls Flash Write Amplification", NSDI 2019, section 4): flash
 is for what memory has shown to be worth it.

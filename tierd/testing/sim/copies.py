@@ -1,8 +1,11 @@
-"""Gets into a client's own memory: the SDK's own code (`tierd.client.onesided`) over simulated memory, with turns of others between its steps.
+"""Gets into a client's own memory: the SDK's own code (`tierd.client.onesided`) over simulated memory, with turns of
+others between its steps.
 
-    directory and catalogue ──▶ time passes ──▶ summed and copied ──▶ told; where that is no answer: asked for, and summed and copied under a lease
+    directory and catalogue ──▶ time passes ──▶ summed and copied ──▶ told; where that is no answer: asked for, and
+    summed and copied under a lease
 
-Purpose: `Copies`, in whose place the SDK has its session. Non-purpose: what must hold of a copy (oracle.py). Invariant: whatever stands in memory, catalogues or the directory, an answer is
+Purpose: `Copies`, in whose place the SDK has its session. Non-purpose: what must hold of a copy (oracle.py).
+Invariant: whatever stands in memory, catalogues or the directory, an answer is
 the committed bytes; but for bytes that are spoilt after the daemon has looked at them for this very get.
 """
 

@@ -137,7 +137,8 @@ class Oracle:
     def read_copy(
         self, key: Key, found: bytes, *, generation: int, began_s: float, looked_s: float | None = None
     ) -> None:
-        """Checks a copy that was served, whose reader has summed it. looked_s: it was served whatever its sums, since the daemon had looked at the page for this get, which asked then."""
+        """Checks a copy that was served, whose reader has summed it. looked_s: it was served whatever its sums,
+        since the daemon had looked at the page for this get, which asked then."""
         self.counts["blocks copied"] += 1
         if key not in self._begun:
             self._fail(f"{_named(key)}: copied, and nobody has committed it")
