@@ -48,7 +48,6 @@ POINTS: Mapping[str, str] = {
     "background.before_freeing": "an epoch has ended for this life and the next, some of its blocks have pages",
     "cache.acquire.before_hold": "a lease is settled, the session table does not know",
     "cache.acquire.before_landing": "a lease is in the books, its transfers fly",
-    "cache.commit.before_books": "new blocks are catalogued, and answered where that may be early; the core does not know them",
     "cache.commit.before_hash": "a commit begins",
     "cache.commit.before_hold": "blocks are published, the lease on them is not in the session table",
     "cache.commit.before_publish": "blocks are hashed, not published",

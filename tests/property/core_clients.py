@@ -319,8 +319,6 @@ class Clients(RuleBasedStateMachine):
         made.ahead_bytes = 0
         keys = [made.entries[i].key for i in chosen]
         assert [(int(m["namespace"]), m["hash"].tobytes()) for m in committing.metas] == keys
-        if which % 2:
-            self.core.is_new(committing)  # what was looked up early may not hold later
         self.commits.append(Commit(committing, keys, generations))
 
     def named(self, made: Reservation, chosen: list[int]) -> StructArray:
@@ -340,7 +338,6 @@ class Clients(RuleBasedStateMachine):
         committing, total = commit.committing, len(commit.keys)
         ok = np.ones(total, bool)
         ok[which % total] = good
-        is_new = self.core.is_new(committing)
         digests = np.frombuffer(b"".join(h[:15] + bytes([which % 7]) for _, h in commit.keys), np.uint8)
         answer = self.core.finish_commit(
             committing,
@@ -350,9 +347,6 @@ class Clients(RuleBasedStateMachine):
             keep_open=keep_open,
             now=self.tick(),
         )
-        if is_new and good:
-            assert answer.statuses.tolist() == [READY] * total
-            assert answer.extents["generation"].tolist() == commit.generations
         self.take_published(commit, answer.statuses.tolist(), digests, good=good)
         for status, extent, key in zip(answer.statuses.tolist(), answer.extents, commit.keys, strict=True):
             if status == FAILED:

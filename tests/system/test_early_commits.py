@@ -246,21 +246,3 @@ def test_a_put_that_is_cancelled_writes_to_nobodys_pages(monkeypatch: pytest.Mon
         asyncio.run(run(daemon.target))
         with Client(daemon.target) as client:
             assert right(client.get(client.open_namespace(SMALL), chain(2, BLOCKS)).views, 2) == BLOCKS
-
-
-def test_what_was_answered_survives_a_kill() -> None:
-    """A put is answered when its blocks are in the catalogue, before the core knows them: where the daemon dies in between they are all there afterwards."""
-    with Daemon(HOST, faults=True) as daemon:
-        with Client(daemon.target) as client, daemon.faults() as faults:
-            space = client.open_namespace(BIG)
-            assert put(client, space, 1, BLOCKS).stored == BLOCKS
-            client.lookup(space, chain(1, 1))  # its books are closed: the fault is for the next one
-            faults.arm("cache.commit.before_books", "kill")
-            assert put(client, space, 2, BLOCKS).stored == BLOCKS
-        daemon.await_end()
-        daemon.start()
-        with Client(daemon.target) as client:
-            space = client.open_namespace(BIG)
-            for seed in (1, 2):
-                views = client.get(space, chain(seed, BLOCKS)).views
-                assert (len(views), right(views, seed)) == (BLOCKS, BLOCKS)

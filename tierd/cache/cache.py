@@ -28,7 +28,7 @@ from tierd.cache.lease import NOTHING, Lease
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
-from tierd.cache.publication import CommitQuery, Foresee, Publication, Written
+from tierd.cache.publication import CommitQuery, Publication
 from tierd.cache.releases import LateReleases
 from tierd.cache.verification import Generations, Verification, without
 from tierd.cache.watch import Watch
@@ -60,7 +60,7 @@ from tierd.errors import (
 )
 from tierd.failpoint import failpoint
 from tierd.tiers.holds import FormerHolder, Holder, HoldKind
-from tierd.tiers.tier import is_mapped
+from tierd.tiers.tier import SliceTable, is_mapped
 
 log = structlog.get_logger(__name__)
 
@@ -319,19 +319,17 @@ class Cache:
         async with self._given(session, reserved.plan, dict(zip(reserved.reservations, reserved.extents, strict=True))):
             return reserved
 
-    async def commit(
-        self, session: int, query: CommitQuery, *, deadline: float, foresee: Foresee | None = None
-    ) -> Committed:
-        """Hashes what was written and publishes it, all of the call's blocks or none. deadline: of the loop's time; what a store may take of it counts from when all is written.
-        foresee: for who can be answered before this returns."""
+    async def commit(self, session: int, query: CommitQuery, *, deadline: float) -> Committed:
+        """Publishes what was written, all of the call's blocks or none. deadline: of the loop's time; what a store
+        may take of it counts from when all is written."""
         self.tenant_of(session)
         now = asyncio.get_running_loop().time
         committing = self.core.begin_commit(
             session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
         )
-        written = await self._publication.await_written(committing, query, foresee)
-        keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, written)
-        waits = written.slices is None or query.lease
+        sums = await self._publication.written(committing, query)
+        keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, sums)
+        waits = sums is None or query.lease
         committed = await (self._uncut(finish, session) if waits else finish)
         if query.durability is Durability.DURABLE:
             try:
@@ -412,16 +410,20 @@ class Cache:
                 return served
             self.flights.condemn(bad, Fault.READ)
 
-    async def _finish_commit(self, committing: Committing, query: CommitQuery, written: Written) -> Committed:
+    async def _finish_commit(
+        self, committing: Committing, query: CommitQuery, sums: list[SliceTable] | None
+    ) -> Committed:
         """From sums to publication, and to what the session holds of it."""
         failpoint("cache.commit.before_hash")
-        slices = await self._publication.sum(committing, written)
+        slices = await self._publication.sum(committing, sums)
         failpoint("cache.commit.before_publish")
-        committed = self._publication.publish(committing, query, slices, written)
-        failpoint("cache.commit.before_hold")
+        committed = self._publication.publish(committing, query, slices)
         self.flights.start(committed.plan)
         held, session = committed.statuses != BlockStatus.FAILED, committing.session
         try:
+            if slices is not None:
+                self._publication.enter(committed, slices)
+            failpoint("cache.commit.before_hold")
             if committed.lease:
                 committed = await self._without_bad(committed, session)
             if committed.lease:

@@ -1,9 +1,8 @@
-"""What a commit does to bytes and catalogues: sums of what was written, entries of what is new.
+"""Commits in the core and in catalogues: sums of what was written, entries of what is new.
 
-Purpose: what of a commit touches tiers. Non-purpose: its order, its lease (cache.py), copies into sealed pages
-(sealing.py). Invariants: whatever fails,
-the commit goes on to its end, so that no page stays busy; entries are made in the step in which the core publishes; what is answered before that step ends is what the
-core says in the end.
+Purpose: the part of a commit that touches tiers. Non-purpose: its order, its lease (cache.py), copies into sealed
+pages (sealing.py). Invariants: every commit ends in the core, so that no page stays busy; the daemon writes entries in
+the step in which the core publishes.
 """
 
 from __future__ import annotations
@@ -20,18 +19,15 @@ from tierd.cache.sealing import Sealing
 from tierd.core.block import slice_cut
 from tierd.core.layout import WORD_BYTES
 from tierd.core.meta import picked
-from tierd.core.model import BlockStatus, Durability, Reason, StructArray
-from tierd.core.plan import Committed, Committing, Plan
+from tierd.core.model import BlockStatus, Durability, Fault, Reason, StructArray
+from tierd.core.plan import Committed, Committing
 from tierd.core.sets import kinds, some, true_rows
 from tierd.errors import InvalidArgument, TierFailed
-from tierd.failpoint import failpoint
 from tierd.tiers.checksum import raw_tables, table_digests
 from tierd.tiers.tier import SliceTable, is_mapped, is_shared
 
 log = structlog.get_logger(__name__)
 
-Foresee = Callable[[Committed], Callable[[], None]]
-"""Takes what a commit is going to answer, but for the blocks' ids, and gives what answers so."""
 Sums = Callable[[], Awaitable[bytes]]
 """Waits until a commit's pages are written, and gives what `CommitQuery.sums` is."""
 
@@ -52,15 +48,6 @@ class CommitQuery:
     written: Sums | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A commit whose pages are written. slices: its writer's sums; None: the daemon has to make them. answer:
-    answers it, where what it comes to can be known."""
-
-    slices: list[SliceTable] | None
-    answer: Callable[[], None] | None
-
-
 class Publication:
     """See the module."""
 
@@ -68,17 +55,21 @@ class Publication:
         self._parts, self._flights = parts, flights
         self._sealing = Sealing(parts.mover)
 
-    async def await_written(self, committing: Committing, query: CommitQuery, foresee: Foresee | None) -> Written:
-        """When this returns what is committed is written. Where it raises, the commit is as if it had not begun.
-        Raises InvalidArgument for sums that are not the blocks'."""
+    async def written(self, committing: Committing, query: CommitQuery) -> list[SliceTable] | None:
+        """Waits until the pages are written; the writer's sums by block, or None if the daemon has to make them.
+
+        Raises InvalidArgument for sums that are not the blocks'. If this raises, the commit is withdrawn.
+        """
+        metas, registry = committing.metas, self._parts.registry
         try:
-            answer = self._prepared(committing, query, foresee)
+            metas["layers"] = registry.layers_of(metas["namespace"])
+            metas["epoch"] = registry.epochs_of(metas["namespace"])
+            metas["time_ms"] = self._parts.clock.wall_ms()
             raw = await query.written() if query.written is not None else query.sums
-            slices = _tables(raw, committing.metas) if raw and self._is_summed(committing) else None
+            return _tables(raw, metas) if raw and self._is_summed(committing) else None
         except BaseException:
             self._flights.start(self._parts.core.withdraw_commit(committing, now=self._parts.clock.now()))
             raise
-        return Written(slices, answer)
 
     def _is_summed(self, committing: Committing) -> bool:
         """Whether its writer's sums count: of pages of memory that he wrote himself."""
@@ -86,22 +77,9 @@ class Publication:
             return False
         return all(is_mapped(self._parts.tiers[tier]) for tier in kinds(committing.extents["tier"]))
 
-    def _prepared(
-        self, committing: Committing, query: CommitQuery, foresee: Foresee | None
-    ) -> Callable[[], None] | None:
-        """Does the part of a commit that needs no sums, while the client writes."""
-        metas, registry, core = committing.metas, self._parts.registry, self._parts.core
-        metas["layers"] = registry.layers_of(metas["namespace"])
-        metas["epoch"] = registry.epochs_of(metas["namespace"])
-        metas["time_ms"] = self._parts.clock.wall_ms()
-        is_plain = query.durability is Durability.MEMORY and not query.lease
-        if not core.is_new(committing) or not is_plain or foresee is None:
-            return None
-        return foresee(_foreseen(committing))
-
-    async def sum(self, committing: Committing, written: Written) -> list[SliceTable] | None:
+    async def sum(self, committing: Committing, slices: list[SliceTable] | None) -> list[SliceTable] | None:
         """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
-        metas, slices = committing.metas, written.slices
+        metas = committing.metas
         if slices is not None:
             metas["digest"] = table_digests(raw_tables(slices))
         else:
@@ -115,45 +93,31 @@ class Publication:
         metas["slices"] = [*map(len, slices)]
         return slices
 
-    def publish(
-        self,
-        committing: Committing,
-        query: CommitQuery,
-        slices: Sequence[SliceTable] | None,
-        written: Written,
-    ) -> Committed:
-        """In core and catalogue, in one step. Where the core will say READY of all, entries and answer come first: what it does takes longer than both, and nobody can look meanwhile."""
-        core = self._parts.core
-        core.catch_up()  # a policy that fails does so before anything is answered
-        is_foreseen = slices is not None and core.is_new(committing)
-        try:
-            if slices is not None and is_foreseen:
-                self._enter(_foreseen(committing), slices)
-                if written.answer is not None:
-                    written.answer()
-                failpoint("cache.commit.before_books")
-        finally:
-            committed = core.finish_commit(
-                committing,
-                digests=committing.metas["digest"],
-                ok=np.full(len(committing.metas), slices is not None),
-                lease=query.lease,
-                keep_open=query.keep_open,
-                now=self._parts.clock.now(),
-            )
-        if slices is not None and not is_foreseen:
-            self._enter(committed, slices)
-        self._announce(committed)
-        return committed
+    def publish(self, committing: Committing, query: CommitQuery, slices: Sequence[SliceTable] | None) -> Committed:
+        """Ends the commit in the core; `enter` follows before anything else runs."""
+        return self._parts.core.finish_commit(
+            committing,
+            digests=committing.metas["digest"],
+            ok=np.full(len(committing.metas), slices is not None),
+            lease=query.lease,
+            keep_open=query.keep_open,
+            now=self._parts.clock.now(),
+        )
 
-    def _enter(self, committed: Committed, slices: Sequence[SliceTable]) -> None:
-        """Catalogue entries of what is new."""
+    def enter(self, committed: Committed, slices: Sequence[SliceTable]) -> None:
+        """Writes catalogue entries of the new blocks. Pages without an entry cannot be verified: if this raises, they
+        are quarantined."""
         new = true_rows(committed.statuses == BlockStatus.READY)
         extents, metas, tiers = committed.extents, committed.metas, committed.extents["tier"][new]
-        for tier in filter(is_shared, self._parts.tiers):
-            rows = new[tiers == tier.position]
-            if len(rows):
-                tier.publish(picked(extents, rows), picked(metas, rows), [slices[i] for i in rows.tolist()])
+        try:
+            for tier in filter(is_shared, self._parts.tiers):
+                rows = new[tiers == tier.position]
+                if len(rows):
+                    tier.publish(picked(extents, rows), picked(metas, rows), [slices[i] for i in rows.tolist()])
+        except BaseException:
+            self._flights.condemn(picked(extents, new), Fault.IO)
+            raise
+        self._announce(committed)
 
     def _announce(self, committed: Committed) -> None:
         """Tells watchers and metrics of what is new."""
@@ -178,10 +142,3 @@ def _tables(raw: bytes, metas: StructArray) -> list[SliceTable]:
     if counts.count(counts[0]) == len(counts):
         return list(sums.reshape(len(counts), counts[0]))
     return np.split(sums, np.cumsum(counts)[:-1])
-
-
-def _foreseen(committing: Committing) -> Committed:
-    """What becomes of a commit all of which is new, but for its ids."""
-    count = len(committing.metas)
-    statuses, ids = np.full(count, BlockStatus.READY, np.uint16), np.full(count, -1, np.int64)
-    return Committed(statuses, committing.extents, ids, committing.metas, 0, Plan())

@@ -142,8 +142,6 @@ class Blocks:
         self._free: Column = np.zeros(0, np.int32)  # beside the columns: as long as there ever were free ids
         self._free_count = 0
         self._rows = 0
-        self.added = 0
-        """How many names were ever added: while it stays, no name that was not known is."""
         self._lax_namespaces: set[int] = set()
         self._lengthen(1)
         self.table = Table()
@@ -171,7 +169,6 @@ class Blocks:
         """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
         operator's pin, which is of the name. known: these ids, -1 for a name that none had, and names: those of the metas, where that has been looked up."""
         names = names or names_of(metas)
-        self.added += len(metas)
         ids = self.find(names) if known is None else known.copy()
         new = true_rows(ids < 0)
         fresh = self._new_ids(len(new))

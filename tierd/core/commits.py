@@ -30,15 +30,6 @@ class Commits:
     def __init__(self, index: Index, sessions: Sessions, gets: Gets, aside: Aside, *, dead: set[int]) -> None:
         self._index, self._sessions, self._gets, self._aside, self._dead = index, sessions, gets, aside, dead
 
-    def is_new(self, committing: Committing) -> bool:
-        """Whether no name of it is known, or comes twice, and no namespace was forgotten: then `finish` gives each block, if all are ok, the page that it was written to."""
-        commit, blocks = self._sessions.commits[committing.id], self._index.blocks
-        if commit.seen != blocks.added:
-            commit.names = commit.names or blocks.keyed(names_of(commit.metas))
-            commit.is_new = every(commit.names.firsts()) and every(blocks.find(commit.names) < 0)
-            commit.seen = blocks.added
-        return commit.is_new and not self._is_dead(commit)
-
     def finish(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
     ) -> Committed:
@@ -73,11 +64,8 @@ class Commits:
         A commit uses the blocks before it too, as far as ABOVE_LIMIT: they are touched after it, as a get of the whole chain would touch them.
         """
         metas = commit.metas
-        names = commit.names or self._index.blocks.keyed(names_of(metas))
-        if commit.is_new and commit.seen == self._index.blocks.added:
-            known, new = np.full(len(metas), -1, np.int64), np.ones(len(metas), bool)
-        else:
-            known, new = self._index.blocks.find(names), names.firsts()
+        names = self._index.blocks.keyed(names_of(metas))
+        known, new = self._index.blocks.find(names), names.firsts()
         if some(is_known := known >= 0):
             new &= self._aside.nearest(known).pages < 0
         rows = true_rows(new)

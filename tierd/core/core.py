@@ -208,10 +208,6 @@ class Core:
         """
         return self._puts.begin_commit(session, reservation=reservation, blocks=blocks)
 
-    def is_new(self, committing: Committing) -> bool:
-        """Whether `finish_commit`, were it called now and all ok, would publish each block in the page that it was written to: READY. Asked once before, it is soon answered."""
-        return self._commits.is_new(committing)
-
     def finish_commit(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
     ) -> Committed:

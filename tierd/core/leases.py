@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierd.core.blocks import Names
 from tierd.core.draft import no_ids
 from tierd.core.model import StructArray, Wanted
 from tierd.core.pages import Pages
@@ -135,16 +134,12 @@ class Reservation:
 
 @dataclass(slots=True)
 class Commit:
-    """A commit under way: rows of its reservation, and the names that it gives (META). names: the same, once they were looked up; is_new: whether all were new when so many as
-    seen had ever been added."""
+    """A commit under way: rows of its reservation, and the names that it gives (META)."""
 
     id: int
     reservation: Reservation
     rows: Ids
     metas: StructArray
-    names: Names | None = None
-    is_new: bool = False
-    seen: int = -1
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from tierd.clock import Clock
 from tierd.errors import (
@@ -52,17 +52,14 @@ read; its other errors say that it was used wrongly."""
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a call. session: the core's id; deadline: in the loop's time; early: takes the reply and gives
-    what sends it before
-    the call has ended, where the way of the call allows it. rest: waits for the message that follows the call's,
-    where one does."""
+    """The caller of a call. session: the core's id; deadline: in the loop's time; rest: waits for the message that
+    follows the call's, if one does."""
 
     session: int
     tenant: str
     is_admin: bool
     request: str
     deadline: float
-    early: Callable[[Message], Callable[[], None]] | None = None
     rest: Callable[[], Awaitable[bytes]] | None = None
 
     @property

@@ -31,7 +31,6 @@ from structlog.contextvars import bind_contextvars
 from tierd._proto import cache_pb2 as pb
 from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError, Unavailable
 from tierd.server.backlog import Backlog
-from tierd.server.credits import Place
 from tierd.server.guard import CALLER, DETAILS_LIMIT_CHARS, Caller, Guard, parsed, said_of
 from tierd.server.line import Line
 from tierd.server.sessions import Session
@@ -56,37 +55,6 @@ class Verb:
     path: str
     parse: Callable[[bytes], Any]
     handle: Callable[[Any, Any], Coroutine[Any, Any, Message]]
-
-
-class Answers:
-    """The answer of one call on its line: one, which may go before the call has ended. Nothing follows it, whatever
-    becomes of the call (a commit goes on
-    beyond its deadline, when the line is another call's), and from then on it takes no place, since its client may make another in its stead. place: the call's, when it has one."""
-
-    def __init__(self, line: Line) -> None:
-        self.line, self._is_given = line, False
-        self.place: Place | None = None
-
-    def early(self, reply: Message) -> Callable[[], None]:
-        """Made now; the answer when what this gives is called, unless there is one already."""
-        return partial(self._write, pb.Answer(message=reply.SerializeToString()).SerializeToString())
-
-    def give(self, reply: Message) -> None:
-        """This is it, unless it has gone."""
-        if not self._is_given:
-            self.early(reply)()
-
-    def refuse(self, answer: pb.Answer) -> None:
-        """There is no reply, unless it has gone."""
-        self._write(answer.SerializeToString())
-
-    def _write(self, raw: bytes) -> None:
-        if self._is_given:
-            return
-        self._is_given = True
-        if self.place is not None:
-            self.place.leave()
-        self.line.write(raw)
 
 
 class Lines:
@@ -195,16 +163,17 @@ class Lines:
 
     async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
         """Writes the reply to one message, or why there is none, and counts it then."""
-        begun, verb, outcome, request, answers = time.perf_counter(), None, "ok", "", Answers(line)
+        begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
         try:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
             line.owes_more = ask.more
-            answers.give(await self._made(verb, ask, session, request, answers))
+            reply = await self._made(verb, ask, session, request, line)
+            line.write(pb.Answer(message=reply.SerializeToString()).SerializeToString())
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
-            answers.refuse(_refusal(error))
+            line.write(_refusal(error).SerializeToString())
         except asyncio.CancelledError:
             outcome = "Cancelled"
             raise
@@ -212,7 +181,7 @@ class Lines:
             outcome = type(error).__name__
             log.exception("call failed")
             details = f"internal fault, request {request}: see the daemon's log"
-            answers.refuse(pb.Answer(status="INTERNAL", details=details))
+            line.write(pb.Answer(status="INTERNAL", details=details).SerializeToString())
         finally:
             self._guard.count(verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun)
             self._answered(session.id)
@@ -223,7 +192,7 @@ class Lines:
             raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
         return verb
 
-    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, answers: Answers) -> Message:
+    async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, line: Line) -> Message:
         bind_contextvars(request=request, call=verb.name)
         who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
         caller = Caller(
@@ -232,11 +201,9 @@ class Lines:
             who.is_admin,
             request,
             deadline,
-            early=answers.early,
-            rest=partial(self._rest, answers.line, session) if ask.more else None,
+            rest=partial(self._rest, line, session) if ask.more else None,
         )
-        answers.place = self._guard.place(verb.path, session.id)
-        with answers.place:
+        with self._guard.place(verb.path, session.id):
             CALLER.set(caller)
             return await _in_time(verb.handle(parsed(verb.parse, ask.message), None), caller.deadline)
 

@@ -134,9 +134,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitReply:
         caller = CALLER.get()
         query = wire.commit_query(request, batch_limit=self._batch_limit, written=_written(caller.rest))
-        early = caller.early
-        foresee = None if early is None else lambda committed: early(wire.commit_reply(committed))
-        committed = await self._cache.commit(caller.session, query, deadline=caller.deadline, foresee=foresee)
+        committed = await self._cache.commit(caller.session, query, deadline=caller.deadline)
         reply = wire.commit_reply(committed)
         return self.grants.give((caller.session, caller.request), reply, lease=committed.lease)
 

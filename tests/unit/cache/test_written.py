@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.cache.committed import NAMES, Counted, Late, named, sums_of
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, TOKENS, World, opened
+from tierd import failpoint
 from tierd.core.model import BlockStatus, TierKind
 from tierd.core.plan import Reserved
 from tierd.errors import InvalidArgument
@@ -121,4 +122,48 @@ async def test_a_reservation_that_ends_under_a_commit_that_waits(end: str) -> No
         with pytest.raises(asyncio.CancelledError):
             await late.commit
         assert (world.pins, world.cache.core.tier_stats()[0].pages_reserved) == (0, 0)
+        world.cache.core.check()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 4), slice(0, 4)])
+async def test_a_block_that_another_session_commits_meanwhile(rows: slice) -> None:
+    """A waiting commit answers EXISTS for it, with the page of the session that was first."""
+    async with opened() as world:
+        mine, late = world.session, Late(world, (await world.reserve(NAMES)).reservation)
+        await late.begun()
+        world.cache.open_session(12, tenant=world.cache.tenant_of(mine))
+        world.session = 12
+        first = await world.put(NAMES[rows])
+        world.session = mine
+        committed = await late.end(sums_of(NAMES))
+        assert committed.statuses[rows].tolist() == [BlockStatus.EXISTS] * len(first.statuses)
+        assert committed.extents["generation"][rows].tolist() == first.extents["generation"].tolist()
+        assert np.count_nonzero(committed.statuses == BlockStatus.READY) == 4 - len(first.statuses)
+        world.cache.core.check()
+
+
+async def test_an_epoch_that_ends_under_a_commit_that_waits() -> None:
+    """Nothing of it is catalogued or found: FAILED."""
+    async with opened() as world:
+        late = await Late(world, (await world.reserve(NAMES)).reservation).begun()
+        await world.end_epoch()
+        assert (await late.end(sums_of(NAMES))).statuses.tolist() == [BlockStatus.FAILED] * 4
+        assert not world.cache.core.stats().blocks
+        world.cache.core.check()
+
+
+@pytest.mark.parametrize("lease", [False, True])
+async def test_blocks_whose_entries_cannot_be_written(*, lease: bool) -> None:
+    """The commit raises, a get misses them, and no page stays busy or pinned."""
+    async with opened() as world:
+        reserved = await world.reserve(NAMES)
+        failpoint.arm("arena.publish.before_seal", "error:EIO@1x1")
+        try:
+            with pytest.raises(OSError, match="Input/output error"):
+                await world.commit(reserved.reservation, lease=lease)
+        finally:
+            failpoint.disarm()
+        stats = world.cache.core.tier_stats()[0]
+        assert (stats.pages_reserved, world.pins) == (0, 0)
+        assert (await world.acquire(NAMES)).served.tokens == 0
         world.cache.core.check()

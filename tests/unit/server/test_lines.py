@@ -17,7 +17,6 @@ import pytest
 
 from tests.unit.cache.world import SOON_S
 from tests.unit.server.test_guard import MANY, SECRET, Rig, filled, own_namespace, put_start, rigged, until
-from tierd import failpoint
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import HANDLE, BlockStatus
 from tierd.server.line import MESSAGE_MAX_BYTES
@@ -138,30 +137,6 @@ async def put_on(rig: Rig, talk: Talk, seed: int, **fields: Any) -> pb.Answer:
         request="given up",
         **fields,
     )
-
-
-async def test_a_call_that_was_answered_early_says_nothing_more() -> None:
-    """A Commit that its client has given up is refused, but not when it has been answered: the next answer on the line is the next call's. It takes no place from then on."""
-    async with talking() as (rig, cache, talk):
-        revoke = msgpack.packb({"op": "revoke", "request": "given up"})
-        await asyncio.get_running_loop().sock_sendall(rig.sockets[-1], revoke)
-        rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, await rig.session()))
-        running = list[int]()
-
-        def see(name: str) -> None:
-            if name == "cache.commit.before_books":
-                running.append(rig.running)
-
-        failpoint.watch(see)
-        try:
-            handles = np.frombuffer(pb.CommitReply.FromString((await put_on(rig, talk, 5)).message).handles, HANDLE)
-        finally:
-            failpoint.watch(None)
-        assert handles["status"].tolist() == [BlockStatus.READY] * 2
-        assert running == [0]
-        looked = pb.Group(namespace=rig.world.namespace.id, hashes=chain(5, 2).tobytes())
-        answer = await talk.ask("Lookup", pb.LookupRequest(groups=[looked]))
-        assert pb.LookupReply.FromString(answer.message).tokens == 32
 
 
 async def test_a_commit_that_ends_after_its_deadline_says_nothing_more() -> None:
