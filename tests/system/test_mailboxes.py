@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import time
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.system.sdk import await_nothing_held, held
 from tests.system.warm import Daemon
@@ -237,3 +240,17 @@ def test_a_client_that_ends_leaves_no_lease(daemon: Daemon) -> None:
         lease = one.acquire(opened(one), chain(1, BLOCKS))
         assert len(lease.handles) == BLOCKS
     await_nothing_held(daemon, "a get")
+
+
+def test_a_lease_that_is_given_back_while_the_daemon_stops(daemon: Daemon) -> None:
+    """The next life keeps no page for a client that gave its lease back to the daemon before."""
+    with Client(daemon.target) as one:
+        put(one, 1)
+        lease = one.acquire(opened(one), chain(1, BLOCKS))
+        stand_still(daemon.pid)
+        lease.detach()
+        daemon.terminate()
+        os.kill(daemon.pid, signal.SIGCONT)
+        daemon.await_end()
+        daemon.start()
+        assert held(daemon) == (0, 0, 0, 0)

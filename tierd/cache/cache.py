@@ -29,7 +29,6 @@ from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
 from tierd.cache.publication import CommitQuery, Publication
-from tierd.cache.releases import LateReleases
 from tierd.cache.verification import Generations, Verification, without
 from tierd.cache.watch import Watch
 from tierd.core.block import Namespace, NamespaceSpec
@@ -87,7 +86,10 @@ class Cache:
         self._commits: set[asyncio.Future[Committed]] = set()
         self._verification = Verification(parts)
         self._publication = Publication(parts, self.flights)
-        self.releases = LateReleases(self._give_back)
+        self._given_back = 0
+        self.hear: Callable[[int | None], None] = lambda _session: None
+        """Reads what clients have given back already, and what else one of them has said: releases come other ways
+        than the calls that count on them."""
         self.is_draining = False
 
     # -- sessions
@@ -120,7 +122,7 @@ class Cache:
     def leave_session(self, session: int) -> None:
         """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
         self.stop_session(session)
-        if self._holdings.return_some(session, self._give_back, self.abort):
+        if self._holdings.return_some(session, self.release, self.abort):
             asyncio.get_running_loop().call_soon(self.leave_session, session)
         else:
             self._holdings.end(session)
@@ -131,7 +133,7 @@ class Cache:
         into: the process lives and has left both; this other session of it stands for what the two have mapped.
         """
         self.stop_session(session)
-        if self._holdings.return_some(session, self._give_back, self.abort, beyond=STEP_PAGES):
+        if self._holdings.return_some(session, self.release, self.abort, beyond=STEP_PAGES):
             asyncio.get_running_loop().call_soon(partial(self.end_session, session, into=into))
             return
         failpoint("cache.end.before_return")
@@ -201,7 +203,7 @@ class Cache:
         if served.tokens < got.tokens and now() < deadline:
             # A page went bad on the way, or the way itself did: there may be a good one farther off, or another way.
             self.health.note_ways()
-            self._give_back(session, [got.lease])
+            self.release(session, [got.lease])
             self.background.note(got.plan)
             second = partial(self.core.acquire_again, session, got.question)
             again, served = await self._bring(session, groups, second, timeout_s=deadline - now(), doubted=doubted)
@@ -212,7 +214,7 @@ class Cache:
         if not got.lease:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
         if not served.tokens:
-            self._give_back(session, [got.lease])
+            self.release(session, [got.lease])
             return Lease(0, NOTHING, got.tier_tokens, whole=False)
         return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
@@ -230,8 +232,8 @@ class Cache:
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
-        if not got.whole and self.releases.make(asker=session):  # their pages may be the room that was missing
-            self._give_back(session, [got.lease])
+        if not got.whole and self._hears_of_room(session):
+            self.release(session, [got.lease])
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session)
         if not got.lease:
@@ -247,7 +249,7 @@ class Cache:
                 failpoint("cache.acquire.before_hold")
                 self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
         except BaseException:
-            self._give_back(session, [got.lease])
+            self.release(session, [got.lease])
             raise
         return got, served
 
@@ -261,11 +263,21 @@ class Cache:
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
         count_used(self.metrics, self.tiers, found, times=times)
 
-    def release(self, session: int, leases: Sequence[int], *, is_awaited: bool = True) -> None:
-        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has ended. is_awaited: by a client;
-        if not, it may be made a moment later, but in a replay."""
-        is_now = is_awaited or self.clock.is_replay
-        (self._give_back if is_now else self.releases.add)(session, leases)
+    def release(self, session: int, leases: Sequence[int]) -> None:
+        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has
+        ended."""
+        failpoint("cache.release.before_unpin")
+        self._given_back += len(leases)
+        with contextlib.suppress(NotFound):
+            self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
+        self._holdings.drop_leases(session, leases)
+        self.background.note_release()
+
+    def _hears_of_room(self, session: int) -> bool:
+        """Whether clients had given leases back that nobody had read of."""
+        before = self._given_back
+        self.hear(session)
+        return self._given_back > before
 
     def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
         """Begins to bring blocks near; gives how many are on their way because of this."""
@@ -335,7 +347,7 @@ class Cache:
             try:
                 await self.persistence.keep_committed(committed, committing.metas, timeout_s=keep_s - now())
             except BaseException:
-                self._give_back(session, [committed.lease])
+                self.release(session, [committed.lease])
                 raise
         self.background.wake()
         return committed
@@ -429,7 +441,7 @@ class Cache:
             if committed.lease:
                 self._hold(session, HoldKind.LEASE, {committed.lease: committed.extents[held]})
         except BaseException:
-            self._give_back(session, [committed.lease])
+            self.release(session, [committed.lease])
             raise
         finally:
             rest = committing.indices[held].astype(np.int64) if query.keep_open else None
@@ -446,17 +458,17 @@ class Cache:
             return committed
         if found is not None:
             self.flights.condemn(bad, Fault.READ)
-        self._give_back(session, [committed.lease])
+        self.release(session, [committed.lease])
         return without(committed, bad)
 
     def _disown(self, session: int, work: asyncio.Future[Committed]) -> None:
         """A commit whose caller has gone: its blocks stay, its lease does not."""
         if not work.cancelled() and work.exception() is None and work.result().lease:
-            self._give_back(session, [work.result().lease])
+            self.release(session, [work.result().lease])
 
     def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
         """The last look before the core reserves. Raises NotFound, NotPermitted, StaleHandle, Unavailable while draining."""
-        self.releases.make(asker=session)  # first: what is heard there may be the session's end
+        self.hear(session)  # first: what is heard there may be the session's end
         for group in groups:
             self.namespace_for(session, group.namespace)
         if self.is_draining:
@@ -481,17 +493,10 @@ class Cache:
             raise
         self.background.wake()
 
-    def _give_back(self, session: int, leases: Sequence[int]) -> None:
-        failpoint("cache.release.before_unpin")
-        with contextlib.suppress(NotFound):
-            self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
-        self._holdings.drop_leases(session, leases)
-        self.background.note_release()
-
     def _hold(self, who: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
         """Writes into the holds file which session has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
         if self._holdings.is_full(who, more=len(pages), pages=sum(map(len, pages.values()))):
-            self.releases.make(asker=who)  # of what it has given back already; its end may be heard there
+            self.hear(who)  # of what it has given back already; its end may be heard there
         if who not in self._tenants:
             raise SessionLost(f"session {who}: it ended during the call; open a session again")
         self._holdings.add(who, kind, pages, at=at)

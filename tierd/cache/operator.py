@@ -123,7 +123,7 @@ class Operator:
     async def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
         """Drops blocks from a tier or from all; with no prefixes, every block that is there when this begins, and perhaps some that come meanwhile. What is dropped stays so
         where the call is cut short. Raises NotFound, InvalidArgument, Unavailable while such a tier is loading."""
-        self._cache.releases.make()  # what was given back is nobody's any more
+        self._cache.hear(None)  # what was given back is nobody's any more
         position = self.tier_position(tier)
         self._check_whole(position)
         if prefixes:

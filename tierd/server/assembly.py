@@ -173,7 +173,6 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(daemon.cache.directories.close)
         stack.push_async_callback(daemon.cache.commits_ended)
         stack.push_async_callback(daemon.naming.acquire)  # namespaces are being written no more
-        stack.callback(daemon.cache.releases.make)  # else the session table would tell the next life of them
         yield daemon
 
 

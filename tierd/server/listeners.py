@@ -90,7 +90,7 @@ class Listeners:
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._mailboxes = Mailboxes(self.sessions.read_mailbox)
-        cache.releases.hear = self._hear
+        cache.hear = self._hear
         guard = self._build_guard()
         self._lines = Lines(self._service, guard=guard, answered=self._mailboxes.answered)
         self.directory = Path(server.runtime_dir)
@@ -123,6 +123,7 @@ class Listeners:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._mailboxes.read_all()  # else the session table would tell the next life of leases given back
         self._mailboxes.close()
         self._socket.close()
         if self._newcomers:

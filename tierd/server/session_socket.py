@@ -218,8 +218,12 @@ class Connection:
                 self._owner.sessions.note_told(self.session, data)
                 continue
             leases = [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]
-            with contextlib.suppress(TierdError):
-                self._owner.sessions.let_go(self.session, leases=leases, reservations=(), is_awaited=False)
+            try:
+                self._owner.sessions.let_go(self.session, leases=leases, reservations=())
+            except TierdError:
+                pass
+            except Exception:  # another session's call may read this mailbox, and it is no fault of that call
+                log.exception("release failed", session=self.session.id, leases=len(leases))
 
     def _read(self) -> bool:
         """One message, if there is one; whether there was."""
@@ -370,7 +374,7 @@ class Connection:
         leases, reservations = _numbers(request, "leases"), _numbers(request, "reservations")
         is_answered = _field(request, "reply", bool)
         try:
-            self._owner.sessions.let_go(session, leases=leases, reservations=reservations, is_awaited=is_answered)
+            self._owner.sessions.let_go(session, leases=leases, reservations=reservations)
         except TierdError:
             if is_answered:
                 raise

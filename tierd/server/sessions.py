@@ -110,7 +110,7 @@ class SessionCalls:
     one call gave or is still to give.
     on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
     on_told(session id, a message of its mailbox): it has made a get or a lookup by itself. directory(session): of
-    its domain. on_release(session id, leases, is_awaited: by the client) and on_abort(session id, reservation) are
+    its domain. on_release(session id, leases) and on_abort(session id, reservation) are
     what Release and Abort are over gRPC: here for holds whose last
     view a client's garbage collector has found, which is no place to wait for a reply.
     """
@@ -119,7 +119,7 @@ class SessionCalls:
     on_stop: Callable[[int], None]
     on_end: Callable[[int], None]
     map_segment: Callable[[Session, int, int], MappedFiles]
-    on_release: Callable[..., None] = lambda _session, _leases, **_is_awaited: None
+    on_release: Callable[[int, Sequence[int]], None] = lambda _session, _leases: None
     on_abort: Callable[[int, int], None] = lambda _session, _reservation: None
     on_leave: Callable[[int], None] = lambda _session: None
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
@@ -262,10 +262,10 @@ class Sessions:
         session.has_mapped = True
         return self._calls.map_segment(session, tier, segment)
 
-    def let_go(self, session: Session, *, leases: Sequence[int], reservations: Sequence[int], is_awaited: bool) -> None:
+    def let_go(self, session: Session, *, leases: Sequence[int], reservations: Sequence[int]) -> None:
         """Ends leases and reservations; what has ended already is no fault. Raises SessionLost."""
         if leases:
-            self._calls.on_release(session.id, leases, is_awaited=is_awaited)
+            self._calls.on_release(session.id, leases)
         for reservation in reservations:
             with contextlib.suppress(NotFound):
                 self._calls.on_abort(session.id, reservation)

@@ -155,7 +155,7 @@ class FakeDaemon(cache_pb2_grpc.CacheServicer):
         size = self.memory.catalogue_path.stat().st_size
         return MappedFiles(_detached(data), PAGES * CLASS_BYTES, True, _detached(catalogue), size)
 
-    def _released(self, session: int, leases: Any, *, is_awaited: bool) -> None:
+    def _released(self, session: int, leases: Any) -> None:
         self.leases -= set(leases)
         self._note("released")
 

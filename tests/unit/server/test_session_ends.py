@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import secrets
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -76,7 +77,7 @@ async def test_a_socket_that_is_closed_while_it_waits(rig, no_descriptors):  # n
 async def test_a_release_that_is_refused(rig):  # noqa: F811
     """Told to a client that asked for an answer, kept from one that did not; the session goes on."""
 
-    def lost(session_id, leases, is_awaited):
+    def lost(session_id, leases):
         rig.note("lost", session_id, *leases)
         raise SessionLost("session: it has ended")
 
@@ -87,6 +88,24 @@ async def test_a_release_that_is_refused(rig):  # noqa: F811
         client.send(msgpack.packb({"op": "release", "leases": [6], "reply": False}))
         await rig.until("lost", session, 6)
         assert await rig.ask(client, {"op": "ping"}) == {"ok": True}
+
+
+async def test_a_release_by_mailbox_that_fails(rig):  # noqa: F811
+    """Whoever has the mailbox read is not harmed by it, and the releases after it are made."""
+
+    def fail(session_id, leases):
+        rig.note("released", session_id, *leases)
+        assert 5 not in leases, "a fault of ours"
+
+    rig.sessions._calls = replace(rig.sessions._calls, on_release=fail)
+    with rig.connect() as client:
+        session = (await rig.ask(client, HELLO))["session"]
+        theirs = rig.sessions._connections[session]._new_mailbox()
+        for lease in (5, 6):
+            theirs.send(struct.pack("<Q", lease))
+        rig.sessions.read_mailbox(session)
+        await rig.until("released", session, 6)
+        theirs.close()
 
 
 async def test_who_has_left_ends_with_its_process(rig):  # noqa: F811

@@ -129,7 +129,7 @@ async def rig():
         lambda i: rig.note("stop", i),
         lambda i: rig.note("end", i),
         open_files(rig),
-        lambda i, leases, is_awaited: rig.note("release", i, *leases),
+        lambda i, leases: rig.note("release", i, *leases),
         abort,
         on_join=lambda i, into: rig.note("join", i, into),
     )
