@@ -123,7 +123,7 @@ class Listeners:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._mailboxes.read_all()  # else the session table would tell the next life of leases given back
+        self._hear(None)  # else the session table would tell the next life of leases given back
         self._mailboxes.close()
         self._socket.close()
         if self._newcomers:

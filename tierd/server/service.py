@@ -14,8 +14,9 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.cache.cache import ANSWER_SHARE, Cache
+from tierd.cache.cache import Cache
 from tierd.cache.publication import Sums
+from tierd.cache.puts import ANSWER_SHARE
 from tierd.core.block import Namespace
 from tierd.core.model import BlockStatus, TierKind, Wanted
 from tierd.core.plan import GroupQuery, PutQuery

@@ -15,8 +15,9 @@ import grpc
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.cache.cache import ANSWER_SHARE, Cache
+from tierd.cache.cache import Cache
 from tierd.cache.publication import CommitQuery
+from tierd.cache.puts import ANSWER_SHARE
 from tierd.chunks import CHUNK_BYTES, Chunk, Codec
 from tierd.core.model import COMMIT_BLOCK, BlockStatus, Durability, StructArray, TierKind
 from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved

@@ -54,7 +54,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "holds-before-handles",
         "who holds which pages is recorded before the handles leave, so that a restart keeps them",
-        "tierd/cache/cache.py",
+        "tierd/cache/gets.py",
         "self._hold(session, HoldKind.LEASE, {got.lease: served.extents})",
         "pass",
         ("tests/system/test_handles.py", "-k", "restart"),
@@ -63,7 +63,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "epoch-current",
         "a namespace id of an ended epoch is refused",
-        "tierd/cache/cache.py",
+        "tierd/cache/sessions.py",
         "if not self.registry.is_current(namespace):",
         "if False:",
         ("tests/system/test_handles.py", "-k", "namespace"),
@@ -112,7 +112,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "tenant",
         "another tenant's namespace is refused",
-        "tierd/cache/cache.py",
+        "tierd/cache/sessions.py",
         "if namespace.tenant != self.tenant_of(session):",
         "if False:",
         ("tests/unit/server/test_guard.py",),
@@ -144,7 +144,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "stream-page",
         "a stream touches no page that its reservation or lease has lost",
-        "tierd/cache/cache.py",
+        "tierd/cache/sessions.py",
         "if (session, kind, number) not in self._holdings:",
         "if False:",
         ("tests/unit/server/test_streams.py",),
@@ -282,7 +282,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "releases-overtaken",
         "what a client let go of before a Reserve is room for it",
-        "tierd/cache/cache.py",
+        "tierd/cache/puts.py",
         "        self.hear(session)  # first",
         "        pass  # first",
         ("tests/system/test_views.py", "-k", "let_go_of"),

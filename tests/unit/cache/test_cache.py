@@ -146,7 +146,7 @@ async def test_session_that_ends_during_a_call_is_told() -> None:
 async def test_a_session_that_holds_much_ends_in_steps(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a session that ends each step of the loop gives back STEP_PAGES pages, leases and reservations, until nothing is held."""
     monkeypatch.setattr(holdings, "STEP_PAGES", 4)
-    monkeypatch.setattr("tierd.cache.cache.STEP_PAGES", 4)
+    monkeypatch.setattr("tierd.cache.sessions.STEP_PAGES", 4)
     async with opened() as world:
         await world.put(chain(1, 4))
         for _ in range(3):

@@ -1,0 +1,155 @@
+"""Gets: lookup, acquire, prefetch, and uses that clients tell of.
+
+Purpose: each verb asks the core, starts its plan, waits for the transfers, and settles what can be served.
+Non-purpose: bookkeeping (core/gets.py), bytes (mover.py, tiers). Invariant: if a verb is interrupted, its lease is
+given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tierd.cache.counting import count_served, count_used
+from tierd.cache.lease import NOTHING, Lease
+from tierd.cache.nearness import is_near
+from tierd.cache.sessions import Sessions
+from tierd.cache.verification import Generations
+from tierd.core.model import Fault, TierKind, Wanted
+from tierd.core.plan import (
+    Acquisition,
+    Found,
+    GroupQuery,
+    Served,
+)
+from tierd.failpoint import failpoint
+from tierd.tiers.holds import HoldKind
+
+
+class Gets(Sessions):
+    """See the module."""
+
+    def lookup(self, session: int, groups: Sequence[GroupQuery]) -> Found:
+        """How much could be served, and from where; what lies far begins to come near."""
+        self._check_groups(session, groups)
+        found = self.core.lookup(groups, now=self.clock.now())
+        self.metrics.lookups.inc()
+        is_wanted = self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens
+        if is_wanted and not is_near(self.tiers, groups, found):
+            self.prefetch(session, groups, TierKind.HOST)
+        return found
+
+    async def acquire(
+        self,
+        session: int,
+        groups: Sequence[GroupQuery],
+        *,
+        kind: Wanted,
+        timeout_s: float,
+        doubted: Generations | None = None,
+    ) -> Lease:
+        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises
+        Overloaded for none, and a full queue.
+
+        doubted: the client sums what it copies; generations of pages that it has found bad.
+        """
+        self._check_groups(session, groups)
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        ask = partial(self.core.acquire, session, groups=groups, kind=kind)
+        got, served = await self._bring(session, groups, ask, timeout_s=timeout_s, doubted=doubted)
+        if served.tokens < got.tokens and now() < deadline:
+            # A page went bad on the way, or the way itself did: there may be a good one farther off, or another way.
+            self.health.note_ways()
+            self.release(session, [got.lease])
+            self.background.note(got.plan)
+            second = partial(self.core.acquire_again, session, got.question)
+            again, served = await self._bring(session, groups, second, timeout_s=deadline - now(), doubted=doubted)
+            got = replace(again, tokens=max(again.tokens, got.tokens))
+        asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # when the answer is on its way
+        if doubted is not None and len(served.blocks):  # so the directory lacked something of it
+            self.directories.add_soon(served.extents, self.core.metas(served.blocks))
+        if not got.lease:
+            return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
+        if not served.tokens:
+            self.release(session, [got.lease])
+            return Lease(0, NOTHING, got.tier_tokens, whole=False)
+        return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+
+    async def _bring(
+        self,
+        session: int,
+        groups: Sequence[GroupQuery],
+        ask: Callable[..., Acquisition],
+        *,
+        timeout_s: float,
+        doubted: Generations | None = None,
+    ) -> tuple[Acquisition, Served]:
+        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. ask: the core's verb."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        shut = self.flights.admission.shut(session, timeout_s=timeout_s)
+        got = ask(now=self.clock.now(), shut=shut)
+        self.flights.start(got.plan, session=session)
+        if not got.whole and self._hears_of_room(session):
+            self.release(session, [got.lease])
+            got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
+            self.flights.start(got.plan, session=session)
+        if not got.lease:
+            if got.shut:
+                self._note_served(groups, got, NOTHING)
+                raise self.flights.admission.refusal(shut)
+            return got, NOTHING
+        try:
+            failpoint("cache.acquire.before_landing")
+            await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
+            served = await self._settle(got, doubted)
+            if served.tokens:
+                failpoint("cache.acquire.before_hold")
+                self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
+        except BaseException:
+            self.release(session, [got.lease])
+            raise
+        return got, served
+
+    async def _settle(self, got: Acquisition, doubted: Generations | None) -> Served:
+        """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
+        first = got.served
+        while True:
+            served, first = first or self.core.settle(got.lease, now=self.clock.now()), None
+            self.flights.start(served.plan)
+            bad = await self._verification.find_bad(served.extents, served.blocks, doubted=doubted)
+            if bad is None:
+                return NOTHING
+            if not len(bad):
+                return served
+            self.flights.condemn(bad, Fault.READ)
+
+    def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
+        """What nobody waits for after a get."""
+        count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
+        self.core.catch_up()
+        self.background.note(got.plan)
+
+    def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
+        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/onesided.py). Raises
+        what they raise."""
+        self._check_groups(session, groups)
+        if is_lookup:
+            self.metrics.lookups.inc(times)
+            return
+        found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
+        count_used(self.metrics, self.tiers, found, times=times)
+
+    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
+        """Begins to bring blocks near; gives how many are on their way because of this."""
+        self._check_groups(session, groups)
+        if self.is_draining:
+            return 0
+        shut = self.flights.admission.shut(session, timeout_s=math.inf, is_demand=False)
+        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        self.flights.start(plan, session=session)
+        self.background.note(plan)
+        return len(plan.transfers)

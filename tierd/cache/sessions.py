@@ -1,0 +1,188 @@
+"""Sessions of the cache: who may call, and what each holds.
+
+Purpose: tenants, namespaces, leases and reservations of sessions, in the core and in the session table. Non-purpose:
+gets (gets.py), puts (puts.py), connections (server/sessions.py). Invariant: the session table says which session has a
+page before the session learns of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from tierd.cache.background import Background
+from tierd.cache.directories import Directories
+from tierd.cache.flights import Flights
+from tierd.cache.holdings import STEP_PAGES, Holdings
+from tierd.cache.parts import Parts
+from tierd.cache.verification import Verification
+from tierd.cache.watch import Watch
+from tierd.core.block import Namespace, NamespaceSpec
+from tierd.core.model import StructArray
+from tierd.core.plan import (
+    GroupQuery,
+    Ids,
+)
+from tierd.errors import (
+    InvalidArgument,
+    NotFound,
+    NotPermitted,
+    SessionLost,
+    StaleHandle,
+    Unavailable,
+)
+from tierd.failpoint import failpoint
+from tierd.tiers.holds import FormerHolder, Holder, HoldKind
+from tierd.tiers.tier import is_mapped
+
+
+class Sessions:
+    """Those of one daemon; every method runs on its event loop. A session is a number; the server knows its client."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
+        self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
+        self.directories = Directories(parts.tiers, domains_of=parts.registry.domains_of)
+        for tier in filter(is_mapped, parts.tiers):
+            tier.on_published = self.directories.add
+        self.flights = Flights(parts, self.directories)
+        self.background, self.health = Background(parts, self.flights), Watch(parts, self.flights)
+        self._holdings = Holdings(parts.holds)
+        self._tenants: dict[int, str] = {}
+        self._verification = Verification(parts)
+        self._given_back = 0
+        self.hear: Callable[[int | None], None] = lambda _session: None
+        """Reads what clients have given back already, and what else one of them has said: releases come other ways
+        than the calls that count on them."""
+        self.is_draining = False
+
+    # -- sessions
+
+    def open_session(
+        self, session: int, *, tenant: str, holder: Holder | None = None, is_operator: bool = False
+    ) -> None:
+        """A client has come in; holder: its process, None for a session of the daemon's own.
+
+        Raises Unavailable while draining, but for operators, who want to see how it goes.
+        """
+        if self.is_draining and not is_operator:
+            raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
+        if holder is not None:
+            self._holdings.begin(holder)
+        self._tenants[session] = tenant
+        self.core.open_session(session, domain=self.registry.domain_of(tenant))
+
+    def restore_session(self, former: FormerHolder) -> None:
+        """A session of a former daemon whose process still lives: its pages stay its own until the process is gone."""
+        session, now = former.holder.session, self.clock.now()
+        taken = self.core.restore(session, pinned=former.leased, reserved=former.reserved, now=now)
+        self._holdings.keep(former, leased=taken.pinned, reserved=taken.reserved)
+
+    def stop_session(self, session: int) -> None:
+        """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
+        self._tenants.pop(session, None)
+        self.events.ring()  # its watchers hear that it has ended
+
+    def leave_session(self, session: int) -> None:
+        """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
+        self.stop_session(session)
+        if self._holdings.return_some(session, self.release, self.abort):
+            asyncio.get_running_loop().call_soon(self.leave_session, session)
+        else:
+            self._holdings.end(session)
+
+    def end_session(self, session: int, *, into: int = 0) -> None:
+        """Its process is gone: everything that it held comes back, in steps if that is much. Safe to call twice.
+
+        into: the process lives and has left both; this other session of it stands for what the two have mapped.
+        """
+        self.stop_session(session)
+        if self._holdings.return_some(session, self.release, self.abort, beyond=STEP_PAGES):
+            asyncio.get_running_loop().call_soon(partial(self.end_session, session, into=into))
+            return
+        failpoint("cache.end.before_return")
+        self.flights.start(self.core.end_session(session, now=self.clock.now(), into=into))
+        self._holdings.end(session)
+        self.background.wake()
+
+    def tenant_of(self, session: int) -> str:
+        """Raises SessionLost."""
+        tenant = self._tenants.get(session)
+        if tenant is None:
+            raise SessionLost(f"session {session}: it has ended; open a session again")
+        return tenant
+
+    # -- namespaces
+
+    def open_namespace(self, session: int, spec: NamespaceSpec) -> Namespace:
+        """The current namespace of the session's tenant for this spec."""
+        largest = min((t.spec.segment_bytes - t.spec.slot_overhead_bytes for t in self.tiers), default=0)
+        if spec.block_bytes > largest:
+            raise InvalidArgument(
+                f"namespace.block_bytes: {spec.block_bytes} is above the {largest} that a segment of every tier holds; "
+                "use fewer tokens per block, or raise the tiers' segment"
+            )
+        return self.registry.open(spec, tenant=self.tenant_of(session))[0]
+
+    def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:
+        """The namespace, if the session may use it now. Raises NotPermitted, StaleHandle, and as the registry."""
+        namespace = self.registry.named(namespace_id, digest) if digest else self.registry.get(namespace_id)
+        if namespace.tenant != self.tenant_of(session):
+            raise NotPermitted(f"namespace {namespace_id}: belongs to another tenant; open your own with OpenNamespace")
+        if not self.registry.is_current(namespace):
+            raise StaleHandle(f"namespace {namespace_id}: epoch {namespace.epoch} has ended; open the namespace again")
+        return namespace
+
+    def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
+        """The last look before the core, which knows no tenants. Raises NotFound, NotPermitted, StaleHandle."""
+        for namespace in {n for group in groups for n in group.namespaces}:
+            self.namespace_for(session, namespace)
+
+    # -- what they hold
+
+    def _hold(self, who: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
+        """Writes into the holds file which session has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
+        if self._holdings.is_full(who, more=len(pages), pages=sum(map(len, pages.values()))):
+            self.hear(who)  # of what it has given back already; its end may be heard there
+        if who not in self._tenants:
+            raise SessionLost(f"session {who}: it ended during the call; open a session again")
+        self._holdings.add(who, kind, pages, at=at)
+
+    def release(self, session: int, leases: Sequence[int]) -> None:
+        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has
+        ended."""
+        failpoint("cache.release.before_unpin")
+        self._given_back += len(leases)
+        with contextlib.suppress(NotFound):
+            self.flights.start(self.core.release(session, leases=leases, now=self.clock.now()))
+        self._holdings.drop_leases(session, leases)
+        self.background.note_release()
+
+    def _hears_of_room(self, session: int) -> bool:
+        """Whether clients had given leases back that nobody had read of."""
+        before = self._given_back
+        self.hear(session)
+        return self._given_back > before
+
+    def abort(self, session: int, reservation: int) -> None:
+        """Frees a reservation's pages as if nothing had been; an unknown one is ignored."""
+        with contextlib.suppress(NotFound):  # the session has ended, and everything of it
+            self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
+        self._holdings.drop((session, HoldKind.RESERVATION, reservation))
+        self.background.wake()
+
+    def page(self, session: int, kind: HoldKind, number: int, extent: np.void) -> memoryview:
+        """The bytes of a page of a lease or a reservation, writable. Good until the next await. Raises StaleHandle.
+
+        For streams, which outlast what they were given: an abort, or the end of the session's process, frees pages under them.
+        """
+        if (session, kind, number) not in self._holdings:
+            raise StaleHandle(f"{kind.name.lower()} {number}: it has ended during the call; begin again")
+        tier = self.tiers[int(extent["tier"])]
+        assert is_mapped(tier), "streams ask for host pages"
+        return tier.view(extent)
