@@ -130,7 +130,6 @@ class Gets(Sessions):
     def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
         """What nobody waits for after a get."""
         count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
-        self.core.catch_up()
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:

@@ -117,7 +117,7 @@ class Core:
 
         into: the process lives, and this session of it stands for what the two have mapped. Raises NotFound, InvalidArgument about it.
         """
-        draft = self._begin(now)
+        draft = Draft(now)
         self._upkeep.end_session(session, into, draft)
         return draft.plan()
 
@@ -152,10 +152,6 @@ class Core:
         """What an acquisition of a moment ago comes to now that its lease is released; its question was asked, and its blocks were used, once."""
         return self._gets.acquire_again(session, question, now=now, shut=shut)
 
-    def catch_up(self) -> None:
-        """Lets policies hear of the last acquisition: whenever there is time for it, and otherwise before anything else is decided."""
-        self._gets.catch_up()
-
     def settle(self, lease: int, *, now: float) -> Served:
         """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
 
@@ -165,7 +161,7 @@ class Core:
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
-        draft, holder = self._begin(now), self._sessions.get(session)
+        draft, holder = Draft(now), self._sessions.get(session)
         theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
         self._gets.let_go(holder, theirs, draft)
         return draft.plan()
@@ -180,7 +176,6 @@ class Core:
 
         Kept per block for policies that want it, which hear of it as a touch. Raises NotFound, InvalidArgument.
         """
-        self._gets.catch_up()
         self._gets.report_attention(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
@@ -193,12 +188,10 @@ class Core:
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
         """Sets pages aside for the session to write."""
-        self._gets.catch_up()
         return self._puts.reserve(session, groups=groups, kind=kind, now=now)
 
     def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
         """Private pages for so many puts that may come, each like the group; for fewer, or none, where all such pages would be more than a small part of the tiers."""
-        self._gets.catch_up()
         return self._puts.reserve_ahead(session, group=group, puts=puts, kind=kind, now=now)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
@@ -216,7 +209,6 @@ class Core:
         digests: uint8 [n, 16]. A block that is held already is EXISTS: the own page is freed, the answer is the existing page. Without keep_open every other
         page of the reservation is freed too, unless a commit of it is under way. If the session has ended, blocks are published but no lease is made.
         """
-        self._gets.catch_up()
         return self._commits.finish(committing, digests=digests, ok=ok, lease=lease, keep_open=keep_open, now=now)
 
     def withdraw_commit(self, committing: Committing, *, now: float) -> Plan:
@@ -234,7 +226,7 @@ class Core:
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
         return draft.plan()
 
@@ -242,19 +234,19 @@ class Core:
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
         """Transfers to NVMe for those of the blocks without a page there; waits for those already on their way."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
         """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark, and 256 MiB of pages. Empty when content."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._demotion.run(limit, draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
         """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or CORRUPT (condemns the source page too)."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._planner.finish(transfers, statuses, draft=draft)
         return draft.plan()
 
@@ -264,14 +256,14 @@ class Core:
 
     def condemn(self, extents: StructArray, *, now: float, fault: Fault = Fault.READ) -> Plan:
         """The pages' bytes are wrong: never found again, in the plan's `freed` and quarantined as soon as nobody pins them."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._upkeep.condemn(extents, fault, draft)
         return draft.plan()
 
     def lose(self, extents: StructArray, *, now: float) -> Plan:
         """What was written to these pages is gone, though nothing is wrong with them: EXTENT (tier, segment, slot, generation are read). Never found again, free as soon as
         nobody pins them; a transfer that is under way to one brings nothing. Pages that are not as described are left out."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._upkeep.lose(extents, draft)
         return draft.plan()
 
@@ -285,7 +277,6 @@ class Core:
         Call with the nearest tier's first or last, as you like; a block on several tiers is one block. Refused: a place outside the segments, twice the same
         place or block, a digest that contradicts another tier's.
         """
-        self._gets.catch_up()
         return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
 
     def expect(self, blocks: int) -> None:
@@ -302,19 +293,19 @@ class Core:
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Forgotten:
         """Nothing in them is found, written on or brought anywhere again; commits under way into them are FAILED. Their pages stay until `free_forgotten`, or until somebody needs them."""
-        draft = self._begin(now)
+        draft = Draft(now)
         blocks = self._upkeep.forget_namespaces(set(ids), draft)
         return Forgotten(blocks, draft.plan())
 
     def free_forgotten(self, blocks: Ids, *, namespaces: Sequence[int], now: float) -> Plan:
         """Frees the pages of those of the ids that were forgotten with these namespaces; pinned ones when they are released. blocks: distinct, of `pieces`."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._upkeep.free_forgotten(blocks, namespaces, draft)
         return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
         """Frees pages of the blocks in a tier, or in all; pinned ones stay."""
-        draft = self._begin(now)
+        draft = Draft(now)
         self._upkeep.evict(blocks, tier, draft)
         return draft.plan()
 
@@ -328,7 +319,6 @@ class Core:
 
     def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
         """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
-        self._gets.catch_up()
         self._index.set_serving(tier, serving=serving)
 
     def set_writable(self, tier: int, writable: bool) -> None:  # noqa: FBT001
@@ -377,7 +367,6 @@ class Core:
 
     def column(self, name: str, blocks: Ids) -> NDArray[Any]:
         """Of BLOCK_INFO one of namespace, position, length, hits and last_used, in a tenth of the time."""
-        self._gets.catch_up()
         return self._listing.column(name, blocks)
 
     def tier_bits(self, blocks: Ids) -> NDArray[np.uint64]:
@@ -386,7 +375,6 @@ class Core:
 
     def describe(self, blocks: Ids) -> StructArray:
         """BLOCK_INFO [n]."""
-        self._gets.catch_up()
         return self._listing.describe(blocks)
 
     def pages(self, block: int) -> StructArray:
@@ -436,7 +424,6 @@ class Core:
 
     def wear_balance(self, tier: int, now: float) -> Balance:
         """How the wear budget of an nvme tier stands."""
-        self._gets.catch_up()
         return self._index.admissions[tier].balance(now)
 
     def resume_wear(self, tier: int, *, level_bytes: float, now: float) -> None:
@@ -474,8 +461,3 @@ class Core:
     @property
     def _all(self) -> Ids:
         return np.arange(self._index.blocks.top)
-
-    def _begin(self, now: float) -> Draft:
-        """A step that decides something."""
-        self._gets.catch_up()
-        return Draft(now)

@@ -11,7 +11,7 @@ import numpy as np
 from tierd.core.meta import joined
 from tierd.core.model import SegmentAssignment, StructArray
 from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Plan, TransferIds
-from tierd.core.sets import among, distinct, every
+from tierd.core.sets import among, distinct
 
 
 class Draft:
@@ -37,11 +37,6 @@ class Draft:
     def reserve(self, extents: StructArray) -> None:
         """EXTENT of pages set aside."""
         self._reserved.append(extents)
-
-    def sole_reserved(self, pages: Ids) -> StructArray | None:
-        """EXTENT of these pages, if they are all that was set aside so far, at one time; not to be changed."""
-        (its,) = self._reserved if len(self._reserved) == 1 else (NO_EXTENTS,)
-        return its if len(its) == len(pages) and every(its["page"] == pages) else None
 
     def begin(self, assignment: SegmentAssignment) -> None:
         """A segment begins a life."""

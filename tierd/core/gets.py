@@ -6,16 +6,12 @@ transfer or room is made (planner.py, room.py).
 acquire: take the greatest token count N that is held anywhere; secure what N needs (a pin within the session's share, a page
 near or a flight to one); where that fails, those blocks count as not there, and N is taken again. settle does the same without
 flights: what can be read near now. So one failed block shortens the answer and loses nothing else.
-
-What policies hear of a get they hear in `catch_up`: at once where room is to be made for it, else before anything else is decided, whoever comes first. So nobody
-waits for them to learn, and no decision is another one for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +83,6 @@ class Gets:
 
     def __init__(self, planner: Planner, sessions: Sessions) -> None:
         self._planner, self._index, self._sessions = planner, planner.index, sessions
-        self._later: list[Callable[[], None]] = []
 
     def report_attention(
         self, holder: Session, *, lease: int, group: int, mass: NDArray[np.float32], now: float
@@ -108,12 +103,6 @@ class Gets:
         for tier in self._index.serving():
             self._index.touch(tier, in_order(blocks)[::-1], now)
 
-    def catch_up(self) -> None:
-        """Policies hear of the last get, if they have not."""
-        later, self._later = self._later, []
-        for tell in later:
-            tell()
-
     def lookup(self, groups: Sequence[GroupQuery]) -> Found:
         """How much could be served, and from where."""
         sight = self._look(groups, None)
@@ -124,27 +113,24 @@ class Gets:
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
         """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
-        self.catch_up()
         holder = self._sessions.get(session)
         sight = self._look(groups, holder.domain)
         self._relax(groups)
-        self._later.append(partial(self._tell, sight, now))
+        self._tell(sight, now)
         near = self._acquire_near(sight, holder=holder, kind=kind, now=now)
         return near or self._acquire(session, sight, Question(tuple(groups), kind), Draft(now), shut)
 
     def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
         """Policies hear of a get of pages near that its client has made by itself, as of any other; what of it can be served now."""
-        self.catch_up()
         sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
         tokens = longest(groups, sight.there())
-        self._later.append(partial(self._tell, sight, now))
-        self._later.append(partial(self._used, sight.wanted(sight.spans(tokens)), no_ids(), kind=kind, now=now))
+        self._tell(sight, now)
+        self._used(sight.wanted(sight.spans(tokens)), no_ids(), kind=kind, now=now)
         return Found(tokens, sight.tier, self._tier_tokens(sight, tokens))
 
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
         """As `acquire`, of a question that was told of already."""
-        self.catch_up()
         sight = self._look(question.groups, self._sessions.get(session).domain)
         sight.used = question.used
         return self._acquire(session, sight, question, Draft(now), shut)
@@ -166,7 +152,6 @@ class Gets:
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
         """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
-        self.catch_up()
         draft = Draft(now)
         sight = self._look(groups, self._sessions.get(session).domain)
         self._relax(groups)
@@ -184,7 +169,6 @@ class Gets:
             )
         draft, holder = Draft(now), self._sessions.get(lease.session)
         if not self._is_good(lease):
-            self.catch_up()
             self._shorten(lease, holder, draft)
         lease.settled = True
         if lease.tokens == 0:
@@ -212,8 +196,9 @@ class Gets:
     # -- inside: what is near
 
     def _acquire_near(self, sight: Sight, *, holder: Session, kind: Wanted, now: float) -> Acquisition | None:
-        """What `_acquire` and `settle` come to where the answer is a stretch of one tier, all of which can be read there and fits: as a rule, and in a fraction of
-        the steps. None, and nothing has changed, where it is not."""
+        """What `_acquire` and `settle` come to if the answer is a stretch of one tier, all of which can be read there
+        and fits. None, and nothing has changed, if it is not. Without this way views take 1.12 to 1.15 of the time
+        and 1.13 to 1.19 of the daemon's processor (in turns; 256 blocks, and one)."""
         group, wanted = sight.groups[0], self._index.serving(kind)
         if len(sight.groups) > 1 or len(sight.ids[0]) > 1 or len(wanted) != 1:
             return None
@@ -230,7 +215,7 @@ class Gets:
         holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
         self._index.pin_attached(tier, pages, blocks)
         self._sessions.pin(holder, tier, pages)
-        self._later.append(partial(self._used, blocks, no_ids(), kind=kind, now=now))
+        self._used(blocks, no_ids(), kind=kind, now=now)
         covered = block_tokens(group)[first:stop].astype(np.uint32)
         part = ServedGroup(first, len(blocks), pages_of.extents(pages)[None], covered, blocks[None])
         return Acquisition(
@@ -308,7 +293,6 @@ class Gets:
             sight.near = self._planner.attached(blocks, self._index.serving(kind))
             over, away = self._apart(blocks, sight.near, kind=kind, holder=holder, shut=shut)
             if len(over) == 0 and len(away):
-                self.catch_up()
                 sight.near = None
                 brought = np.concatenate((brought, away))
                 reason = Reason.PREFETCH if holder is None else Reason.DEMAND
@@ -316,7 +300,7 @@ class Gets:
             if len(over) == 0:
                 if holder is not None:
                     used = _without(blocks, sight.used)
-                    self._later.append(partial(self._used, used, brought, kind=kind, now=draft.now))
+                    self._used(used, brought, kind=kind, now=draft.now)
                 return most, tokens
             failed = np.concatenate((failed, over))
         return most, 0

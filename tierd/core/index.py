@@ -4,7 +4,6 @@ Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosin
 
     set_aside  free -> reserved            publish  reserved -> ready            vacate   ready -> free
     discard    reserved -> free            doom     ready (-> retiring) -> free  condemn  ready, retiring -> quarantined
-                                           exchange ready (-> free) -> reserved
 
 A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready one as a copy to read.
 A page is *doomed* when it is detached but something still pins it: it is retiring, nobody finds it again, and it is freed with its last
@@ -27,7 +26,6 @@ from tierd.core.admission import Verdict
 from tierd.core.blocks import Blocks
 from tierd.core.draft import Draft
 from tierd.core.eviction import Heeding
-from tierd.core.exchange import exchange, order_given
 from tierd.core.model import (
     FREED,
     NO_PAGE,
@@ -170,21 +168,6 @@ class Index:
         """ready -> free: attached pages without pins."""
         assert not self.tiers[tier].pins[pages].any(), "a pinned page is never freed"
         self.doom(tier, pages, reason, draft)
-
-    def exchange(self, tier: int, pages: Ids, reasons: Column, draft: Draft) -> Ids:
-        """ready -> free -> reserved: attached pages without pins, in the order in which they go, for another use; as they are given. They must be exchangeable,
-        and as many generations be left."""
-        pages_of = self.tiers[tier]
-        assert not some(pages_of.pins[pages] > 0), "a pinned page is never freed"
-        blocks = self._detach(tier, pages)
-        draft.free(self._freed(tier, pages, blocks, reasons))
-        first, self.generation = self.generation, self.generation + len(pages)
-        given = pages[order_given(pages_of, pages)]
-        exchange(pages_of, given, first)
-        places = self.blocks.places[blocks] - 1
-        self.blocks.places[blocks] = places
-        self.blocks.fade(blocks if not some(places > 0) else blocks[places == 0])
-        return given
 
     def condemn(self, tier: int, pages: Ids, fault: Fault, draft: Draft) -> None:
         """ready, retiring -> quarantined: pages with wrong bytes; with their last pin, like what is doomed, or is doomed already."""

@@ -107,10 +107,7 @@ class Puts:
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         wish.state[given] = OPEN
-        extents = draft.sole_reserved(wish.pages)
-        if extents is None:  # where it writes others, or not all have some
-            extents = self._extents(Where(wish.tiers, wish.written))
-        extents = extents.reshape(puts, count)
+        extents = self._extents(Where(wish.tiers, wish.written)).reshape(puts, count)
         whole = np.asarray(given.reshape(puts, count).all(axis=1), bool)
         extents = extents if every(whole) else extents[whole]
         is_sure = len(self._index.writable(kind)) == 1  # in which tier they lie
@@ -155,8 +152,6 @@ class Puts:
         if not serving:
             return
         free = statuses == BlockStatus.NO_ROOM
-        if len(serving) == 1 and every(free) and self._give_alike(wish, serving[0], draft):
-            return
         query = np.repeat(np.arange(len(counts)), counts)
         tiers = _striped(wish, serving)
         classes = np.zeros(len(tiers), np.int64)
@@ -175,21 +170,6 @@ class Puts:
         self._aside.take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
         for tier in kinds(tiers):
             self._sessions.reserve(holder, tier, wish.pages_in(tier, true_rows(wish.pages >= 0)), step=1)
-
-    def _give_alike(self, wish: Reservation, tier: int, draft: Draft) -> bool:
-        """As `_give`, in fewer steps, all of a wish for blocks of one length in one tier. False, and nothing was done, where it is for others, or the share is too small."""
-        pages_of, holder, count = self._index.tiers[tier], self._sessions.get(wish.session), len(wish.lengths)
-        if not count or not every(wish.lengths == wish.lengths[0]):
-            return False
-        each = int(pages_of.put_bytes(wish.lengths[:1])[0])
-        if count * each > self._sessions.room_bytes(holder, tier):
-            return False
-        wish.tiers[:] = tier
-        self._set_aside(wish, np.arange(count), each >> pages_of.spec.sealed_puts, draft)
-        if some(missing := wish.pages < 0):
-            count -= int(np.count_nonzero(missing))
-        holder.reserved_bytes[tier] += count * each
-        return True
 
     def _set_aside(self, wish: Reservation, at: Ids, class_bytes: int, draft: Draft) -> None:
         """Pages for rows of one tier and class, as far as there is room."""

@@ -25,7 +25,6 @@ import numpy as np
 from tierd.core.admission import Verdict
 from tierd.core.coldest import MOST_REACH, Coldest
 from tierd.core.draft import Draft, no_ids
-from tierd.core.exchange import is_exchangeable
 from tierd.core.index import Index
 from tierd.core.model import PageState, Reason
 from tierd.core.pages import SEGMENT_LIMIT
@@ -62,10 +61,11 @@ class Room:
         stay_s = STAY_S if pages_of.spec.sealed_puts else 0.0
         while missing:
             has_begun = self._begin(tier, key, draft, idle_s=stay_s)
-            pages = no_ids() if has_begun else self._give_up(tier, key, missing, draft)
-            if pages is None and not (stay_s and self._begin(tier, key, draft, idle_s=0.0)):
+            if not (has_begun or self._give_up(tier, key, missing, draft)) and not (
+                stay_s and self._begin(tier, key, draft, idle_s=0.0)
+            ):
                 break
-            got.append(pages if pages is not None and len(pages) else self._index.set_aside(tier, key, missing))
+            got.append(self._index.set_aside(tier, key, missing))
             missing -= len(got[-1])
         return np.concatenate(got) if len(got) > 1 else got[0]
 
@@ -100,30 +100,27 @@ class Room:
         self.next_segment += 1
         return True
 
-    def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> Ids | None:
-        """Drops up to `count` cold blocks of the key, or empties segments.
-
-        It returns pages that it has reserved for the key: fewer than `count`, or none, and then the caller looks again.
-        None: nothing may leave.
-        """
+    def _give_up(self, tier: int, key: Key, count: int, draft: Draft) -> bool:
+        """Drops up to `count` cold blocks of the key, or empties segments. False: nothing may leave."""
         pages_of = self._index.tiers[tier]
         victims = self.coldest.find(tier, count, to_drop=True)
         if len(victims) == 0:
-            return None
+            return False
         right = self.is_right(tier, victims, key)
         if right[0]:
-            return self._exchange(tier, victims if every(right) else victims[: int(np.argmin(right))], draft)
+            self.drop(tier, victims if every(right) else victims[: int(np.argmin(right))], draft)
+            return True
         reach = min(max(count, pages_of.spec.segment_bytes // key.class_bytes), MOST_REACH)
         while True:
             victims = self.coldest.find(tier, reach)
             if self._empty_colder(tier, victims, key, count, draft):
-                return no_ids()
+                return True
             if self._drop_right(tier, victims, key, count, draft) or self._empty_coldest(tier, victims, key, draft):
-                return no_ids()
+                return True
             if reach >= self._index.going[tier]:
-                return no_ids() if self._break_chain(tier, key, count, draft) else None
+                return self._break_chain(tier, key, count, draft)
             if reach >= FAR_REACH or not self._may_find(tier, key):
-                return None
+                return False
             reach = FAR_REACH
 
     def _may_find(self, tier: int, key: Key) -> bool:
@@ -141,19 +138,6 @@ class Room:
             pages_of.key_of(place) == key or (has_ids and not staying[place] and not pages_of.is_mostly_bad(place))
             for place in true_rows(going).tolist()
         )
-
-    def _exchange(self, tier: int, victims: Ids, draft: Draft) -> Ids:
-        """Drops victims that lie in segments of one key, which has no free page. Their pages, reserved for the key; none where it has to take what there is then."""
-        pages_of, pages = self._index.tiers[tier], self._index.attached(tier, victims)
-        if not is_exchangeable(pages_of, pages):
-            self.drop(tier, victims, draft)
-            return no_ids()
-        kept = self._say_farewell(tier, victims, draft)
-        if some(kept) and not every(kept):  # first what is held farther away, as in `drop`
-            order = np.argsort(~kept, kind="stable")
-            pages, kept = pages[order], kept[order]
-        reasons = np.where(kept, int(Reason.DEMOTED), int(Reason.EVICTED))
-        return self._index.exchange(tier, pages, reasons, draft)
 
     def _say_farewell(self, tier: int, blocks: Ids, draft: Draft) -> Bools:
         """Before blocks are dropped: other tiers hear of it. Which can be read farther away."""

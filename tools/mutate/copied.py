@@ -94,14 +94,6 @@ COPIED: tuple[Mutation, ...] = (
         (*EARLY, "-k", "cancelled"),
     ),
     Mutation(
-        "exchange-flags",
-        "a page that changes hands at once loses what was known of the block before",
-        "tierd/core/exchange.py",
-        "pages_of.flags[pages] = 0",
-        "pass",
-        ("tests/unit/core/test_exchange.py",),
-    ),
-    Mutation(
         "lost-is-kept",
         "what a failed sync has lost is no copy any more, and memory's is written again",
         "tierd/cache/watch.py",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
-import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.admission import Balance, Sizes, Verdict, Verdicts
@@ -73,35 +70,14 @@ def asked() -> Asked:
     return Asked(tier(HOST, 8, high_watermark=0.01, low_watermark=0.001), tier(NVME, 16))
 
 
-THEN: dict[str, Callable[[Asked, int], object]] = {
-    "catch_up": lambda kit, _: kit.core.catch_up(),
-    "acquire": lambda kit, _: kit.core.acquire(1, groups=[group(chain("a", 2))], kind=HOST, now=kit.tick()),
-    "settle": lambda kit, lease: kit.core.settle(lease, now=kit.tick()),
-    "release": lambda kit, lease: kit.core.release(1, leases=[lease], now=kit.tick()),
-    "prefetch": lambda kit, _: kit.core.prefetch(1, groups=[group(chain("a", 2))], kind=HOST, now=kit.tick()),
-    "reserve": lambda kit, _: kit.reserve(chain("b", 1)),
-    "reserve_ahead": lambda kit, _: kit.reserve_ahead(1, 1),
-    "evict": lambda kit, _: kit.core.evict(kit.ids(chain("a", 2)), tier=None, now=kit.tick()),
-    "demote": lambda kit, _: kit.core.demote(kit.tick()),
-    "describe": lambda kit, _: kit.core.describe(kit.ids(chain("a", 2))),
-    "set_serving": lambda kit, _: kit.core.set_serving(1, False),
-    "wear_balance": lambda kit, _: kit.core.wear_balance(1, kit.tick()),
-    "end_session": lambda kit, _: kit.core.end_session(1, kit.tick()),
-}
-"""What may come after a get."""
-
-
-@pytest.mark.parametrize("then", THEN)
-def test_a_get_does_not_wait_until_policies_have_heard_of_it(then: str) -> None:
-    """What is near is given before policies hear of it; they hear of it once, before anything else is decided or told."""
+def test_policies_hear_of_a_get() -> None:
+    """Once, when it is made: the last block of the sequence first."""
     kit, names = asked(), chain("a", 2)
     kit.put(names)
     blocks, told = kit.ids(names).tolist(), kit.told[0]
     told.uses.clear()
-    got = kit.core.acquire(1, groups=[group(names)], kind=HOST, now=kit.tick())
-    assert not told.uses
-    THEN[then](kit, got.lease)
-    assert told.uses == ([] if then == "settle" else blocks[::-1])
+    kit.core.acquire(1, groups=[group(names)], kind=HOST, now=kit.tick())
+    assert told.uses == blocks[::-1]
 
 
 def test_each_store_has_its_own_and_no_other_tier_has_one() -> None:
