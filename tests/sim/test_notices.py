@@ -17,6 +17,7 @@ from tierd.cache.flights import Flights
 from tierd.cache.persistence import Persistence
 from tierd.cache.verification import Verification
 from tierd.client import onesided
+from tierd.core.directory import Directory
 from tierd.core.model import BlockStatus
 from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.pages import Pages
@@ -125,6 +126,10 @@ def serves_copies_unchecked(patch: Patch) -> None:
     patch.setattr(onesided.Pages, "copy_to", unchecked)
 
 
+def reads_ended_epochs_unasked(patch: Patch) -> None:
+    patch.setattr(Directory, "runs", lambda self, namespace: True)
+
+
 BREAKS: dict[Callable[[Patch], None], str] = {
     trusts_what_it_finds: "bytes changed by a writer",
     verifies_no_hit: "bytes changed by a writer",
@@ -137,6 +142,7 @@ BREAKS: dict[Callable[[Patch], None], str] = {
     serves_old_epochs: "after its epoch had ended",
     writes_no_session_table: "are not in the session table",
     serves_copies_unchecked: "wrong bytes in a copy",
+    reads_ended_epochs_unasked: "copied by a get that began after its epoch had ended",
 }
 """A fault in the code, and what the simulation must say of it."""
 CHANGES, ENDS = {"client_scribbles", "host_rots"}, {"restart", "crash", "crash_at_point"}
@@ -144,6 +150,7 @@ CHANGES, ENDS = {"client_scribbles", "host_rots"}, {"restart", "crash", "crash_a
 
 FITS: dict[Callable[[Patch], None], Callable[[Script], bool]] = {
     waits_for_its_own_only: lambda script: script.is_calm,  # elsewhere a miss may have any cause
+    reads_ended_epochs_unasked: lambda script: any(event.what == "bump" for event in script.events),
     trusts_what_it_finds: lambda script: not script.kinds.isdisjoint(CHANGES) and not script.kinds.isdisjoint(ENDS),
 }
 """Faults that only few scripts can bring to light, and which; of ten times as many seeds."""

@@ -327,6 +327,28 @@ def _watching(daemon: Daemon, raw: RawClient) -> tuple[Any, list[pb.Event]]:
 
 
 @pytest.mark.parametrize(
+    "point", ["operator.epoch.before_forgetting", "instance.namespaces.before_replace", "background.before_freeing"]
+)
+def test_gets_without_a_call_when_the_epoch_has_ended(armed: Daemon, point: str) -> None:
+    """A copying get or a lookup that begins once the epoch has ended finds nothing of it, while its pages are still
+    there and the bump is not answered."""
+    out = np.zeros((COUNT, SMALL.block_bytes), np.uint8)
+    with Client(armed.target) as client, armed.faults() as faults:
+        old = fill(client)
+        verbs = (lambda: client.get(old, chain(0, COUNT), out=out), lambda: client.lookup(old, chain(0, COUNT)))
+        assert [verb().tokens for verb in verbs] == [16 * COUNT] * 2
+        faults.arm(point, "delay:0.3x1")
+        bumping = threading.Thread(target=bump, args=(armed,))
+        bumping.start()
+        assert faults.await_hits(point)
+        for verb in verbs:
+            with pytest.raises(StaleHandle):
+                verb()
+        bumping.join(30)
+        assert found_anywhere(armed, old) == NOWHERE
+
+
+@pytest.mark.parametrize(
     "point", ["operator.epoch.before_bump", "operator.epoch.before_forgetting", "background.before_freeing"]
 )
 def test_bump_that_the_daemon_does_not_survive(armed: Daemon, point: str) -> None:

@@ -3,7 +3,8 @@
 
 Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads
 them (tierd/client/onesided.py). Invariants: a directory names blocks of
-its own domain alone; a block is entered after its catalogue has it.
+its own domain alone; a block is entered after its catalogue has it; of a namespace whose epoch has ended it lets
+nobody read, though pages of it are there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tierd.core.block import Namespace
 from tierd.core.directory import Directory, directory_bytes, keys_of, places_of
 from tierd.core.model import StructArray
 from tierd.core.sets import kinds, some
@@ -52,8 +54,18 @@ class Directories:
                 os.close(file)
                 raise
             self._files[domain] = file
-            self._written[domain] = Directory(words_of(memory, count=self._bytes // 8))
+            self._written[domain] = Directory.new(words_of(memory, count=self._bytes // 8))
         return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
+
+    def begin(self, namespace: Namespace, *, domain: int) -> None:
+        """A session of the domain has opened it: what is near of it is read without a call from now on."""
+        if domain in self._written:
+            self._written[domain].note_runs(namespace.ids, runs=True)
+
+    def end(self, namespace: Namespace) -> None:
+        """Its epoch ends now: no read that begins after this goes without a call."""
+        for directory in self._written.values():
+            directory.note_runs(namespace.ids, runs=False)
 
     def add(self, extents: StructArray, metas: StructArray) -> None:
         """Enters blocks that are published: EXTENT [n], META [n]. Whoever puts a block finds it, once he is

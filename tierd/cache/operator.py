@@ -189,8 +189,10 @@ class Operator:
                 f"epoch bump: no current namespace of {model or namespace_id}; list them with `tierctl namespaces`"
             )
         ids = [rank_id for n in old for rank_id in n.ids]
-        registry.check_room(len(ids))  # all epochs end, or none
+        registry.check_bumps(old)  # all epochs end, or none
         failpoint("operator.epoch.before_bump")
+        for namespace in old:
+            self._cache.directories.end(namespace)
         fresh = [registry.bump(n) for n in old]
         for namespace in old:
             self._cache.events.add(

@@ -127,7 +127,10 @@ class Sessions:
                 f"namespace.block_bytes: {spec.block_bytes} is above the {largest} that a segment of every tier holds; "
                 "use fewer tokens per block, or raise the tiers' segment"
             )
-        return self.registry.open(spec, tenant=self.tenant_of(session))[0]
+        tenant = self.tenant_of(session)
+        namespace, _ = self.registry.open(spec, tenant=tenant)
+        self.directories.begin(namespace, domain=self.registry.domain_of(tenant))
+        return namespace
 
     def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:
         """The namespace, if the session may use it now. Raises NotPermitted, StaleHandle, and as the registry."""

@@ -110,6 +110,8 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
     count, namespace, directory = len(group.hashes), group.namespace, session.directory
     if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
         return None
+    if not directory.runs(namespace.id):
+        return None
     hashes, size = checked_hashes(group.hashes), namespace.spec.tokens_per_block
     last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
     names = np.array([(address_of(hashes), count, namespace.id, size, last, 0)], NAMES)

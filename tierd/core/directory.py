@@ -1,12 +1,13 @@
 """The directory of a trust domain: where its blocks lie near, by name, for clients that ask nobody.
 
-A table in shared memory: buckets of SLOTS entries {key u64, place u64}, little-endian, two buckets a key. A key is a
-mixture of a block's hash and its
+A head, a byte for each namespace, and a table in shared memory: buckets of SLOTS entries {key u64, place u64},
+little-endian, two buckets a key. A key is a mixture of a block's hash and its
 namespace; a place is {tier u8, segment u32, slot u24}. The daemon writes, clients map it read-only.
 
 Purpose: layout, one writer, any number of readers. Non-purpose: what is true: an entry is a hint, which may be
 missing, old or half written; the catalogue of the
-segment decides. Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry and
+segment decides. A namespace's byte is no hint: readers ask the daemon unless it says that the epoch runs.
+Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry and
 nothing else; an insert and a look
 cost two buckets. Reads of another's memory that verify themselves are Pilaf's and FaRM's (Mitchell et al., USENIX
 ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4); the
@@ -20,8 +21,14 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.versions import DIRECTORY
 from tierd.core.words import Words
 
+MAGIC = b"TIERDDIR"
+HEAD = np.dtype([("magic", "S8"), ("version", "<u4"), ("reserved", "u1", (52,))])
+NAMESPACES = 1 << 16
+"""Ids that have a byte. Who has a greater one asks."""
+TABLE_OFFSET = HEAD.itemsize + NAMESPACES
 SLOTS = 4
 ENTRY_BYTES = 16
 FILLED = 0.75
@@ -37,9 +44,9 @@ _HALF, _WORD = np.uint64(32), (1 << 64) - 1
 
 
 def directory_bytes(blocks: int) -> int:
-    """Length of a directory for so many blocks: a power of two of buckets."""
+    """Length of a directory for so many blocks: a power of two of buckets behind what does not grow."""
     entries = max(MIN_BLOCKS, min(blocks, MAX_BLOCKS)) / FILLED
-    return (1 << (int(entries) // SLOTS).bit_length()) * SLOTS * ENTRY_BYTES
+    return TABLE_OFFSET + (1 << (int(entries) // SLOTS).bit_length()) * SLOTS * ENTRY_BYTES
 
 
 def keys_of(namespaces: NDArray[np.uint32] | int, hashes: NDArray[np.uint8]) -> Keys:
@@ -55,19 +62,41 @@ def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: ND
 
 
 class Directory:
-    """A table over words of memory: of a length that `directory_bytes` gives, or shorter, then only a power of two
-    of buckets of it counts."""
+    """One over words of memory: of a length that `directory_bytes` gives, or shorter, then only a power of two
+    of buckets of it counts. Raises ValueError: it is too short, or of a version that this tierd does not read."""
 
     def __init__(self, words: Words) -> None:
-        buckets = len(words) // (2 * SLOTS)
+        rest = words[TABLE_OFFSET // 8 :]
+        buckets = len(rest) // (2 * SLOTS)
         if buckets < 1:
             raise ValueError(f"directory: {len(words)} words hold no bucket of {2 * SLOTS}")
+        raw = words.view(np.uint8)
+        head = raw[: HEAD.itemsize].view(HEAD)[0]
+        if head["magic"] != MAGIC or not DIRECTORY.reads(int(head["version"])):
+            raise ValueError(f"directory: it begins with {head['magic']!r}, version {head['version']}")
+        self._runs = memoryview(cast("bytes", raw))[HEAD.itemsize : TABLE_OFFSET]
         buckets = 1 << (buckets.bit_length() - 1)
-        table = words[: buckets * 2 * SLOTS].reshape(buckets, SLOTS, 2)
+        table = rest[: buckets * 2 * SLOTS].reshape(buckets, SLOTS, 2)
         self._keys, self._places = table[:, :, 0], table[:, :, 1]
         self._table = memoryview(cast("bytes", table)).cast("B").cast("Q")
         self.address, self.buckets = int(table.ctypes.data), buckets
         self._mask, self._turn = np.uint64(buckets - 1), 0
+
+    @classmethod
+    def new(cls, words: Words) -> Directory:
+        """An empty one, in memory of zeros. Of the writer alone."""
+        head = words.view(np.uint8)[: HEAD.itemsize].view(HEAD)
+        head["magic"], head["version"] = MAGIC, DIRECTORY.current
+        return cls(words)
+
+    def runs(self, namespace: int) -> bool:
+        """Whether a read of a namespace that begins now needs no call: its epoch has not ended."""
+        return namespace < NAMESPACES and bool(self._runs[namespace])
+
+    def note_runs(self, ids: range, *, runs: bool) -> None:
+        """Says so of namespaces, or that their epoch has ended. Of the writer alone."""
+        its = self._runs[ids.start : ids.stop]
+        its[:] = bytes([runs]) * len(its)
 
     def place(self, namespace: int, name: bytes) -> tuple[int, int] | None:
         """Where a block of this hash may lie: its segment, with its tier above SEGMENT_BITS, and its slot; None: it

@@ -100,8 +100,16 @@ class NamespaceRegistry:
         """Whether no later epoch has begun."""
         return namespace.id not in self._past
 
-    def check_room(self, count: int) -> None:
-        """Raises Overloaded where so many ids more would be too many."""
+    def check_bumps(self, ending: Iterable[Namespace]) -> None:
+        """Raises Overloaded where one more epoch of each would be too many ids, of a tenant or in all."""
+        more = Counter[str]()
+        for namespace in ending:
+            more[namespace.tenant] += namespace.spec.rank_count
+        self._check_room(more.total())
+        for tenant, count in more.items():
+            self._check_tenant(tenant, count)
+
+    def _check_room(self, count: int) -> None:
         if len(self._by_id) + count > NAMESPACE_LIMIT:
             raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist already; purge the instance or reuse one")
 
@@ -143,7 +151,7 @@ class NamespaceRegistry:
                 )
 
     def _add(self, namespace: Namespace) -> None:
-        self.check_room(namespace.spec.rank_count)
+        self._check_room(namespace.spec.rank_count)
         self._of_tenant[namespace.tenant] += namespace.spec.rank_count
         self._records.append(namespace_record(namespace))
         for namespace_id in namespace.ids:

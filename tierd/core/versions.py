@@ -4,6 +4,7 @@ Purpose: `Versions`, one value per format. Non-purpose: the formats themselves (
 N-1; what is written carries `current`; a file of any other version is refused before anything beside it is changed, and kept. BlockMeta
 has no file of its own: who raises META raises the catalogue, the journal and the snapshot with it, so that a start can tell by their heads.
 `namespaces.log` goes by the version of the `arena.tbl` beside it.
+A directory is on no disk: a client that does not read its version asks the daemon.
 """
 
 from __future__ import annotations
@@ -45,3 +46,4 @@ SESSIONS = Versions("session table", 1, 1, "end all clients and remove it")
 STORE = Versions("store", 1, 1)
 JOURNAL = Versions("journal", 1, 1)
 SNAPSHOT = Versions("snapshot", 1, 1)
+DIRECTORY = Versions("directory", 1, 1)

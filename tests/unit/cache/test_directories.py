@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -80,6 +81,24 @@ async def test_another_domain_sees_nothing_of_it() -> None:
         assert len(await mine.places(world.namespace.id)) == 4
         assert len(await theirs.places(other.namespace.id, chain(2, 3))) == 3
         assert await mine.places(other.namespace.id, chain(2, 3)) == await theirs.places(world.namespace.id) == []
+
+
+async def test_a_namespace_is_read_without_a_call_until_its_epoch_ends() -> None:
+    """From the opening of a namespace by a session that has a directory, up to the end of its epoch; nobody else's
+    directory says so."""
+    async with opened() as world:
+        reader, theirs = Reader(world, "t").directory, Reader(world, "u").directory
+        assert not reader.runs(world.namespace.id)  # it was opened before there was one
+        namespace = world.cache.open_namespace(world.session, replace(world.namespace.spec, rank_count=3))
+        assert [reader.runs(i) for i in namespace.ids] == [True] * 3
+        assert not any(theirs.runs(i) for i in namespace.ids)
+        again = world.cache.open_namespace(world.session, world.namespace.spec)
+        assert again == world.namespace and reader.runs(again.id)
+        await world.put(NAMES)
+        await world.end_epoch()
+        assert not any(reader.runs(i) for i in (again.id, *namespace.ids))
+        fresh = world.cache.open_namespace(world.session, world.namespace.spec)
+        assert fresh.id != again.id and reader.runs(fresh.id) and not reader.runs(again.id)
 
 
 async def test_a_client_can_change_nothing_of_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 from tests.unit.cache.world import SOON_S, World, directories, opened
 from tierd.cache.operator import SORT_COLUMNS, BlockFilter, Operator
 from tierd.config import EventsConfig
+from tierd.core import namespaces
 from tierd.core.block import Namespace
 from tierd.core.core import Core
 from tierd.core.model import Durability
-from tierd.errors import NotFound, TierFailed
+from tierd.errors import NotFound, Overloaded, TierFailed
 from tierd.events.feed import Feed
 from tierd.events.publisher import Publisher
 from tierd.events.told import Told
@@ -256,6 +258,20 @@ async def test_a_bump_goes_on_without_its_caller(monkeypatch: pytest.MonkeyPatch
         await end
         assert used_bytes(world) == 0
         world.cache.core.check()
+
+
+async def test_a_bump_for_which_one_tenant_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All epochs end, or none: one tenant at its limit leaves the others theirs."""
+    async with opened() as world:
+        cache = world.cache
+        cache.open_session(12, tenant="full")
+        cache.open_namespace(12, replace(world.namespace.spec, rank_count=3))
+        await world.put(NAMES)
+        monkeypatch.setattr(namespaces, "TENANT_LIMIT", 4)
+        with pytest.raises(Overloaded, match="full has 3"):
+            await world.end_epoch()
+        assert all(map(cache.registry.is_current, cache.registry.all()))
+        assert (ids_of(world, NAMES) >= 0).all()
 
 
 async def test_a_bump_that_the_next_life_cannot_be_told_of() -> None:

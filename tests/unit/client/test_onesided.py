@@ -13,7 +13,7 @@ from tests.depth import count
 from tierd.client import copying, mapping, onesided
 from tierd.client.mapping import Segment, SegmentTable
 from tierd.core.block import slice_lengths
-from tierd.core.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of, places_of
+from tierd.core.directory import MIN_BLOCKS, TABLE_OFFSET, Directory, directory_bytes, keys_of, places_of
 from tierd.core.meta import META, META_BYTES, new_meta, sums_of
 from tierd.core.model import SegmentAssignment
 from tierd.native import find_library
@@ -43,8 +43,8 @@ class Memory:
     def __init__(self, segments: int = 3) -> None:
         self.names = chain(1, segments * PAGES)
         self.segments = [self._segment(number) for number in range(segments)]
-        self.words = fenced(directory_bytes(MIN_BLOCKS)).view("<u8")
-        self.directory = Directory(self.words)
+        words = fenced(directory_bytes(MIN_BLOCKS)).view("<u8")
+        self.directory, self.words = Directory.new(words), words[TABLE_OFFSET // 8 :]
         number, slot = np.divmod(np.arange(len(self.names), dtype=np.uint32), np.uint32(PAGES))
         self.keys = keys_of(NAMESPACE, self.names)
         self.directory.add(self.keys, places_of(np.ones(len(number), np.uint16), number + 1, slot))

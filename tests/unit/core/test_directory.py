@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierd.core.directory import ENTRY_BYTES, MIN_BLOCKS, SLOTS, Directory, Keys, directory_bytes, keys_of, places_of
+from tierd.core.directory import (
+    ENTRY_BYTES,
+    HEAD,
+    MIN_BLOCKS,
+    NAMESPACES,
+    SLOTS,
+    TABLE_OFFSET,
+    Directory,
+    Keys,
+    directory_bytes,
+    keys_of,
+    places_of,
+)
+from tierd.core.versions import DIRECTORY
 from tierd.core.words import Words
 from tierd.testing import chain
 
@@ -13,9 +26,9 @@ NAMES = chain(1, 4000)
 
 
 def made(blocks: int = MIN_BLOCKS) -> tuple[Directory, Words]:
-    """An empty one, and its memory."""
+    """An empty one, and the memory of its table."""
     words = np.zeros(directory_bytes(blocks) // 8, "<u8")
-    return Directory(words), words
+    return Directory.new(words), words[TABLE_OFFSET // 8 :]
 
 
 def at(count: int, *, tier: int = 0, segment: int = 3) -> Keys:
@@ -90,12 +103,48 @@ def test_whatever_its_bytes_say(seed: int) -> None:
     """Of random memory of any length every look ends, and gives a place of every block or none; nothing outside it
     is read."""
     random = np.random.default_rng(seed)
-    words = random.integers(0, 1 << 63, int(random.integers(2 * SLOTS, 999)), dtype=np.uint64)
+    length = TABLE_OFFSET // 8 + int(random.integers(2 * SLOTS, 999))
+    words = random.integers(0, 1 << 63, length, dtype=np.uint64)
+    Directory.new(words)
     words.flags.writeable = False
     places = found(Directory(words), 1, NAMES[:500])
     assert all(place is None or 0 <= place[1] < 1 << 24 for place in places)
-    with pytest.raises(ValueError, match="hold no bucket"):
-        Directory(words[: 2 * SLOTS - 1])
+    assert {type(Directory(words).runs(namespace)) for namespace in (0, NAMESPACES - 1, (1 << 32) - 1)} == {bool}
+
+
+def test_one_that_is_cut_short() -> None:
+    """Too few bytes for a bucket are refused, whatever they are."""
+    words = np.zeros(directory_bytes(MIN_BLOCKS) // 8, "<u8")
+    Directory.new(words)
+    for length in (0, 1, HEAD.itemsize // 8, TABLE_OFFSET // 8, TABLE_OFFSET // 8 + 2 * SLOTS - 1):
+        with pytest.raises(ValueError, match="hold no bucket"):
+            Directory(words[:length])
+
+
+@pytest.mark.parametrize("what", ["magic", "older", "newer"])
+def test_one_of_another_version(what: str) -> None:
+    """A head that names no version which this tierd reads is refused, and nothing behind it is looked at."""
+    words = np.zeros(directory_bytes(MIN_BLOCKS) // 8, "<u8")
+    Directory.new(words)
+    head = words.view(np.uint8)[: HEAD.itemsize].view(HEAD)
+    head["magic" if what == "magic" else "version"] = {
+        "magic": b"TIERDCAT",
+        "older": DIRECTORY.oldest - 1,
+        "newer": DIRECTORY.current + 1,
+    }[what]
+    with pytest.raises(ValueError, match="directory: it begins with"):
+        Directory(words)
+
+
+def test_only_namespaces_that_run_are_read_without_a_call() -> None:
+    """Those of which the writer says so, and no longer than that; one whose id has no byte never."""
+    directory, _ = made()
+    assert not any(map(directory.runs, range(NAMESPACES)))
+    directory.note_runs(range(3, 6), runs=True)
+    directory.note_runs(range(NAMESPACES - 1, NAMESPACES + 2), runs=True)
+    directory.note_runs(range(4, 5), runs=False)
+    said = [namespace for namespace in range(NAMESPACES + 3) if directory.runs(namespace)]
+    assert said == [3, 5, NAMESPACES - 1]
 
 
 def test_a_hash_of_zeros_has_a_key() -> None:

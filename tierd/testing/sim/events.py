@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd.cache.operator import Operator
+from tierd.core.block import Namespace
 from tierd.core.model import TierKind
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
@@ -36,6 +37,8 @@ POINTS_HERE = tuple(
 """Points that are passed in a simulation."""
 SHORT_S, LONG_S = 2.0, 10.0
 """How long a fault may last. Reads are rarer than writes."""
+SLOW_SHARE = 0.5
+"""Of bumps: the disk that the next life's names go to is slow."""
 QUIET_S = 90.0
 """After the last fault everything must have come to its end within so long."""
 
@@ -224,7 +227,16 @@ class Happenings:
         model = rng.choice(("m0", "m1"))
         old = [i for n in assembly.cache.registry.current(model=model) for i in n.ids]
         self._world.oracle.epoch_ends(old)
-        await operator.bump_epoch(model=model, namespace_id=0, keep=assembly.keep_namespaces)
+
+        async def keep(*fresh: Namespace) -> None:
+            self._world.oracle.epoch_is_over(old)
+            if rng.random() < SLOW_SHARE:
+                for client in self._world.clients:
+                    self._start(client.do("copy", random.Random(rng.getrandbits(32))), client)
+                await asyncio.sleep(rng.expovariate(1.0))
+            await assembly.keep_namespaces(*fresh)
+
+        await operator.bump_epoch(model=model, namespace_id=0, keep=keep)
         self._world.oracle.epoch_ended(old)
 
     def _stored(self) -> dict[Key, int]:

@@ -52,7 +52,8 @@ class Oracle:
         self._asked: dict[Key, float] = {}  # first in this life
         self._spoilt: dict[int, _Spoilt] = {}
         self._ending: set[int] = set()  # namespaces
-        self._ended: dict[int, float] = {}  # those whose epoch is over, and since when
+        self._over: dict[int, float] = {}  # those whose epoch is over in this life, and since when
+        self._ended: dict[int, float] = {}  # those whose epoch is over in every life
 
     # -- what clients tell
 
@@ -89,14 +90,20 @@ class Oracle:
         self._ending.update(namespaces)
         self.durable = {key for key in self.durable if key[0] not in self._ending}
 
+    def epoch_is_over(self, namespaces: list[int]) -> None:
+        """In this life of the daemon, which begins to tell the next: nobody has been answered."""
+        for namespace in namespaces:
+            self._over.setdefault(namespace, self._now())
+
     def epoch_ended(self, namespaces: list[int]) -> None:
         """The bump was acknowledged."""
         for namespace in namespaces:
             self._ended.setdefault(namespace, self._now())
 
     def daemon_restarted(self) -> None:
-        """A new life has verified nothing yet."""
+        """A new life has verified nothing yet, and may not know of an end that nobody was told of."""
         self._asked.clear()
+        self._over.clear()
         for spoilt in self._spoilt.values():
             spoilt.seen_until = min(spoilt.seen_until, self._now())
 
@@ -121,7 +128,7 @@ class Oracle:
         self.counts["blocks read"] += 1
         if key not in self._begun:
             self._fail(f"{_named(key)}: served, and nobody has committed it")
-        if began_s > self._ended.get(key[0], began_s):
+        if self._is_late(key, began_s):
             self._fail(f"{_named(key)}: served to a get that began after its epoch had ended")
         if found == bytes_of(key, len(found)):
             return True
@@ -142,13 +149,17 @@ class Oracle:
         self.counts["blocks copied"] += 1
         if key not in self._begun:
             self._fail(f"{_named(key)}: copied, and nobody has committed it")
-        if began_s > self._ended.get(key[0], began_s):
+        if self._is_late(key, began_s):
             self._fail(f"{_named(key)}: copied by a get that began after its epoch had ended")
         if found != bytes_of(key, len(found)):
             spoilt = self._spoilt.get(generation)
             if looked_s is None or spoilt is None or spoilt.at_s < looked_s:
                 self._fail(f"{_named(key)}: wrong bytes in a copy, generation {generation}: {_difference(key, found)}")
             self.counts["unguarded reads"] += 1
+
+    def _is_late(self, key: Key, began_s: float) -> bool:
+        """Whether a get that began then came after its epoch."""
+        return any(began_s > ends.get(key[0], began_s) for ends in (self._over, self._ended))
 
 
 def _named(key: Key) -> str:
