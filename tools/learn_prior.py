@@ -16,10 +16,7 @@ from tierd.cli.trace import Trace, read_trace
 from tierd.policies.reuse import features
 from tierd.policies.reuse.hazard import AFRESH, EDGES_S, Floats, hazards
 from tierd.policies.reuse.learner import REFIT_EVERY, Learner, Request
-from tierd.policies.reuse.prior import encode
-
-TARGET = Path(__file__).resolve().parents[1] / "tierd" / "policies" / "reuse" / "prior.py"
-FENCE = '"""'
+from tierd.policies.reuse.prior import TABLE, encode
 
 
 def know_nothing() -> Floats:
@@ -60,10 +57,8 @@ def expert(path: Path) -> Floats:
 
 
 def main() -> int:
-    """Replaces the table in prior.py."""
-    lines = encode(np.stack([*(expert(Path(argument)) for argument in sys.argv[1:]), recency()]))
-    head, _, tail = TARGET.read_text().partition("_TABLE = r" + FENCE)
-    TARGET.write_text(head + "_TABLE = r" + FENCE + "\n" + "\n".join(lines) + "\n" + FENCE + tail.split(FENCE, 1)[1])
+    """Replaces the table."""
+    TABLE.write_text(encode(np.stack([*(expert(Path(argument)) for argument in sys.argv[1:]), recency()])))
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.compilers import skip_without
-from tests.repo.source import ROOT
+from tests.repo.source import ROOT, tracked_files
 from tierd.kernels.arguments import HEAD_DIMS
 from tools import fatbins
 from tools.fake_cuda import MAGIC, kernels_of
@@ -179,7 +179,7 @@ def context_of(containerfile: Path, into: Path) -> None:
 
 
 def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit: Toolkit, tmp_path: Path) -> None:
-    """A wheel built from what the Containerfile copies installs; `tierd kernels build` then compiles with what lies in it, pip removes all of it, and a new build has the fatbins that are asked for."""
+    """A wheel built from what the Containerfile copies has every file of the package and installs; `tierd kernels build` then compiles with what lies in it, pip removes all of it, and a new build has the fatbins that are asked for."""
     env = os.environ | {
         "CUDA_HOME": str(toolkit().parents[1]),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -197,7 +197,9 @@ def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit
     said = ran(sys.executable, "-m", "hatchling", "build", "--target", "wheel", TIERD_FATBINS="90,120")
     (wheel,) = (tmp_path / "context" / "dist").iterdir()
     assert "fatbins for 90, 120" in said
-    held = {Path(name).stem for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".fatbin")}
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in tracked_files() if name.startswith("tierd/")} <= set(names)
+    held = {Path(name).stem for name in names if name.endswith(".fatbin")}
     assert held == {unit.name for unit in UNITS}
     said = ran(sys.executable, "-m", "hatchling", "build", "--target", "wheel")
     assert "`tierd kernels build`" in said

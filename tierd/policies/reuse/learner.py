@@ -8,7 +8,7 @@ Invariants: bounded memory (REQUESTS rows, GROUPS x AGES counts); nothing random
 How it learns. A request splits its whole blocks into parts: those that several sessions asked for, by how many (`shared`), those that its own
 session asked for before (`old`), and `new` ones. A part has a group (`features.py`) and a moment. When a later request, whichever session it is
 of, asks for at least half of it again, the time between is an event of that group; until then the part counts as seen at the ages that it went
-through. Counts fade with the requests that come. `hazard.py` makes hazards of them, starting from `prior.py`, learnt on the developers' traces.
+through. Counts fade with the requests that come. `hazard.py` makes hazards of them, starting from `prior.txt`, learnt on the developers' traces.
 """
 
 from __future__ import annotations

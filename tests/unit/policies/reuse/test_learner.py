@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.depth import count, report
-from tierd.policies.reuse import features, prior
+from tierd.policies.reuse import features
 from tierd.policies.reuse.hazard import AFRESH, AGES, EDGES_S, Counts, Logs, blend, worth
 from tierd.policies.reuse.learner import (
     HALF_LIFE,
@@ -23,7 +23,7 @@ from tierd.policies.reuse.learner import (
     Learner,
     Request,
 )
-from tierd.policies.reuse.prior import encode, prior_hazards
+from tierd.policies.reuse.prior import TABLE, encode, prior_hazards
 
 SEED = int(os.environ.get("LEARNER_SEED", "20261122"))
 
@@ -237,11 +237,11 @@ def test_experts_are_believed_where_they_are_right() -> None:
 
 
 def test_the_shipped_table_reads_as_it_was_written() -> None:
-    """Encoding what ships gives the same lines; all hazards lie in (0, 1)."""
+    """Encoding what ships gives the same text; all hazards lie in (0, 1)."""
     shipped = prior_hazards()
     assert shipped.shape[1:] == (features.GROUPS, AGES)
     assert ((shipped > 0) & (shipped < 1)).all()
-    assert encode(shipped) == prior._TABLE.split()
+    assert encode(shipped) == TABLE.read_text(encoding="ascii")
 
 
 def test_worth_is_the_best_rate_over_all_horizons() -> None:
