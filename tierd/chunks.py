@@ -30,12 +30,11 @@ class Chunk(Generic[M]):
 
 
 class Codec(Generic[M]):
-    """How messages of one kind travel."""
+    """How messages of one kind travel, whose bytes are their field `data`."""
 
-    def __init__(self, kind: type[M], *, field: str = "data") -> None:
+    def __init__(self, kind: type[M]) -> None:
         self._kind = cast(Any, kind)
-        self._field = field
-        self._tag_number: int = self._kind.DESCRIPTOR.fields_by_name[field].number << 3 | _BYTES
+        self._tag_number: int = self._kind.DESCRIPTOR.fields_by_name["data"].number << 3 | _BYTES
         self._tag = _varint(self._tag_number)
 
     def encode(self, head: M, data: Any) -> bytes:
@@ -57,8 +56,8 @@ class Codec(Generic[M]):
 
     def _left_to_protobuf(self, raw: bytes) -> Chunk[M]:
         head = self._kind.FromString(raw)
-        data = memoryview(getattr(head, self._field))
-        head.ClearField(self._field)
+        data = memoryview(head.data)
+        head.ClearField("data")
         return Chunk(head, data)
 
     def _spans(self, raw: bytes) -> list[tuple[int, int, int]] | None:

@@ -15,9 +15,8 @@ from typing import Literal
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import generate_latest
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The MIME type of `Metrics.render`."""
 
 SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -165,7 +164,7 @@ class Metrics:
         self.notices.labels(what=what).set(1)
 
     def render(self) -> bytes:
-        """Everything in the text format of Prometheus; to be served as CONTENT_TYPE."""
+        """Everything in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def counters(self) -> dict[str, int]:

@@ -8,40 +8,39 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 
 
-def ready(environ: Mapping[str, str] = os.environ) -> bool:
+def ready() -> bool:
     """Serving: what is ordered after the unit may start. True if somebody was told."""
-    return _send("READY=1\nSTATUS=serving", environ)
+    return _send("READY=1\nSTATUS=serving")
 
 
-def loading(environ: Mapping[str, str] = os.environ) -> bool:
+def loading() -> bool:
     """Serving what is in memory; what is ordered after the unit still waits. True if somebody was told."""
-    return _send("STATUS=serving from memory, the stores are loading", environ)
+    return _send("STATUS=serving from memory, the stores are loading")
 
 
-def alive(environ: Mapping[str, str] = os.environ) -> bool:
+def alive() -> bool:
     """The event loop turns; to be said every `watchdog_interval_s`. True if somebody was told."""
-    return _send("WATCHDOG=1", environ)
+    return _send("WATCHDOG=1")
 
 
-def stopping(environ: Mapping[str, str] = os.environ) -> bool:
+def stopping() -> bool:
     """Shutdown has begun. True if somebody was told."""
-    return _send("STOPPING=1\nSTATUS=draining", environ)
+    return _send("STOPPING=1\nSTATUS=draining")
 
 
-def watchdog_interval_s(environ: Mapping[str, str] = os.environ, *, pid: int | None = None) -> float | None:
+def watchdog_interval_s() -> float | None:
     """Seconds between two `alive`: half of what systemd allows this process. None: nobody watches it."""
-    meant = environ.get("WATCHDOG_PID", "")
-    limit_us = environ.get("WATCHDOG_USEC", "")
-    if not limit_us.isdecimal() or meant not in ("", str(os.getpid() if pid is None else pid)):
+    meant = os.environ.get("WATCHDOG_PID", "")
+    limit_us = os.environ.get("WATCHDOG_USEC", "")
+    if not limit_us.isdecimal() or meant not in ("", str(os.getpid())):
         return None
     return int(limit_us) / 2e6 or None
 
 
-def _send(state: str, environ: Mapping[str, str]) -> bool:
-    address = environ.get("NOTIFY_SOCKET", "")
+def _send(state: str) -> bool:
+    address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
     try:

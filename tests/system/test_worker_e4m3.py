@@ -14,6 +14,7 @@ from tests.depth import report
 from tests.system.lone_worker import OPTIONS, PROMPT, random_model
 from tests.system.test_worker_pages import HOST_ONLY, ROOMY
 from tests.system.warm import Daemon
+from tierd.cli.conversation import BYTE_BOS
 from tierd.client import Client
 from tierd.kernels import PagedAttention, paged_attention
 from tierd.kernels.attention import KernelAttention
@@ -26,7 +27,6 @@ from tierd.worker.pages import LocalPages, PageShape, PageSource, page_shape
 from tierd.worker.report import Report, Request
 from tierd.worker.scales import Scales
 from tierd.worker.sequences import Pass, Run
-from tierd.worker.text import encode_bytes
 from tierd.worker.tierd_pages import TierdPages, namespace_spec
 from tools.kernels import MissingTool, build_emulator
 
@@ -178,7 +178,7 @@ def test_a_trained_model_loses_little(trained: tuple[Llama, str]) -> None:
     shapes = [page_shape(model, kv_dtype=kv_dtype) for kv_dtype in ("float32", E4M3)]
     costs, likeliest = [], []
     for start in range(0, WINDOWS * BETWEEN_BYTES, BETWEEN_BYTES):
-        tokens = tuple(encode_bytes(text[start : start + WINDOW_BYTES]))
+        tokens = (BYTE_BOS, *text[start : start + WINDOW_BYTES].encode())
         told = np.stack([predictions(model, shape, tokens) for shape in shapes])
         costs.append(-told[:, np.arange(len(tokens) - 1), tokens[1:]])
         likeliest.append(told.argmax(-1))

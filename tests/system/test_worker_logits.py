@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tierd.cli.conversation import BYTE_BOS
 from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import open_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.model import Llama
 from tierd.worker.pages import LocalPages, PageShape
 from tierd.worker.report import Request
-from tierd.worker.text import encode_bytes
 
 TEXT = 'def add(left, right):\n    """Return the sum of left and right."""\n    return left + right\n\n\ndef sub(left, right):\n    """Return'
 # What transformers 5.23 on torch 2.13 (float32, CPU) gives after TEXT: the five likeliest bytes and their logits.
@@ -123,7 +123,7 @@ def test_tiny_llama_equals_transformers(tiny_llama: Path) -> None:
     _, transformers = libraries()
     ours = Llama(open_checkpoint(tiny_llama))
     theirs = transformers.LlamaForCausalLM.from_pretrained(tiny_llama, dtype="float32").eval()
-    tokens = list(encode_bytes((tiny_llama / "eval.txt").read_text(encoding="utf-8")[:900]))
+    tokens = [BYTE_BOS, *(tiny_llama / "eval.txt").read_text(encoding="utf-8")[:900].encode()]
     want = reference_logits(theirs, tokens)
     np.testing.assert_allclose(engine_logits(ours, tokens, chunk_tokens=128), want[-1], rtol=0, atol=2e-4)
     np.testing.assert_allclose(decode_logits(ours, tokens, 880), want[879:], rtol=0, atol=2e-4)
@@ -131,7 +131,7 @@ def test_tiny_llama_equals_transformers(tiny_llama: Path) -> None:
 
 def test_tiny_llama_gives_the_logits_on_record(tiny_llama: Path) -> None:
     """Without torch too: the likeliest next bytes, and their logits, are those that transformers gave once."""
-    logits = engine_logits(Llama(open_checkpoint(tiny_llama)), list(encode_bytes(TEXT)))
+    logits = engine_logits(Llama(open_checkpoint(tiny_llama)), [BYTE_BOS, *TEXT.encode()])
     best = np.argsort(logits)[::-1][: len(GOLDEN)]
     assert [chr(b) for b in best] == list(GOLDEN)
     np.testing.assert_allclose(logits[best], list(GOLDEN.values()), rtol=0, atol=2e-4)

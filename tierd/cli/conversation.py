@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.worker.text import BYTE_BOS
+BYTE_BOS = 256
+"""Begins every sequence of a model whose tokens are bytes."""
 
 MODULES = ("heapq.py", "bisect.py", "textwrap.py", "queue.py", "functools.py", "contextlib.py", "statistics.py")
 """Read in this order until there is enough text."""

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
-from tierd.cli.conversation import Conversation, Plan
+from tierd.cli.conversation import BYTE_BOS, Conversation, Plan
 from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.render import Cell, Column, new_console, show_table
@@ -34,7 +34,6 @@ from tierd.worker.model import Llama
 from tierd.worker.pages import LocalPages, page_shape
 from tierd.worker.report import Report, Request
 from tierd.worker.spec import LlamaSpec
-from tierd.worker.text import BYTE_BOS
 from tierd.worker.tierd_pages import TierdPages, namespace_spec
 
 CONFIG = """\

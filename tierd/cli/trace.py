@@ -55,11 +55,6 @@ class Request:
     block_bytes: int = 0
     namespace: int = 0
 
-    @property
-    def last_tokens(self) -> int:
-        """Tokens in the last block."""
-        return self.tokens - self.block_tokens * (len(self.blocks) - 1)
-
 
 class Trace(Sequence[Request]):
     """The requests of a file, in columns. ids: of all requests, one after another; request i has those from starts[i] to starts[i + 1]."""

@@ -65,12 +65,9 @@ class Columns:
             array[first : self.rows] = fill
 
 
-def lengthen(column: NDArray[Any], rows: int, fill: int = 0) -> None:
-    """Gives the column so many rows; new ones hold `fill`."""
-    old = len(column)
+def lengthen(column: NDArray[Any], rows: int) -> None:
+    """Gives the column so many rows; new ones hold zeros."""
     column.resize((rows, *column.shape[1:]), refcheck=False)
-    if fill:
-        column[old:] = fill
 
 
 def rows_for(rows: int, wanted: int) -> int:

@@ -20,6 +20,7 @@ from tierd.core.plan import GroupQuery, Plan, PutQuery
 from tierd.core.sets import kinds
 
 DIGEST_BYTES = 16
+_SESSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,16 @@ class Sequence:
 class InstantDriver:
     """One session that makes requests. copied_bytes: per tier, what transfers have written into it so far."""
 
-    def __init__(
-        self, core: Core, *, session: int = 1, domain: int = 1, kind: TierKind = TierKind.HOST, tier_count: int
-    ) -> None:
+    def __init__(self, core: Core, *, kind: TierKind = TierKind.HOST, tier_count: int) -> None:
         """Opens the session. kind: where blocks are wanted and put. tier_count: tiers of the core."""
         self.core = core
         self.copied_bytes = [0] * tier_count
-        self._session = session
         self._kind = kind
-        core.open_session(session, domain=domain)
+        core.open_session(_SESSION, domain=1)
 
     def request(self, sequence: Sequence, *, now: float) -> list[int]:
         """Serves one sequence and stores what was missing. Per tier: tokens of its held prefix that were found there."""
-        acquisition = self.core.acquire(self._session, groups=[sequence.group()], kind=self._kind, now=now)
+        acquisition = self.core.acquire(_SESSION, groups=[sequence.group()], kind=self._kind, now=now)
         self._run(acquisition.plan, now)
         leases, served = [], 0
         if acquisition.lease:
@@ -87,7 +85,7 @@ class InstantDriver:
             self._run(answer.plan, now)
             served = answer.tokens
         leases.append(self._store(sequence, first=-(-served // sequence.tokens_per_block), now=now))
-        self._run(self.core.release(self._session, leases=[lease for lease in leases if lease], now=now), now)
+        self._run(self.core.release(_SESSION, leases=[lease for lease in leases if lease], now=now), now)
         self.background(now)
         return acquisition.tier_tokens
 
@@ -101,11 +99,11 @@ class InstantDriver:
         if first >= len(sequence.hashes):
             return 0
         query = sequence.put(first)
-        reserved = self.core.reserve(self._session, groups=[query], kind=self._kind, now=now)
+        reserved = self.core.reserve(_SESSION, groups=[query], kind=self._kind, now=now)
         self._run(reserved.plan, now)
         if not reserved.reservation:
             return 0
-        committing = self.core.begin_commit(self._session, reservation=reserved.reservation, blocks=None, now=now)
+        committing = self.core.begin_commit(_SESSION, reservation=reserved.reservation, blocks=None, now=now)
         count = len(committing.extents)
         committed = self.core.finish_commit(
             committing,

@@ -87,10 +87,6 @@ class Room:
         right = np.asarray([self._index.tiers[tier].key_of(place) == key for place in used], bool)
         return np.ones(len(places), bool) if every(right) else right[np.searchsorted(used, places)]
 
-    def is_beside(self, tier: int, victims: Ids, block: int) -> Bools:
-        """Which of the victims lie in the same segment as the block."""
-        return np.asarray(self._places(tier, victims) == self._places(tier, np.array([block]))[0], bool)
-
     def _begin(self, tier: int, key: Key, draft: Draft, *, idle_s: float) -> bool:
         """A vacant place begins a life, or one that has been empty for so long, or holds little but what is quarantined. False: there is none."""
         pages_of = self._index.tiers[tier]

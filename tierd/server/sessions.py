@@ -155,10 +155,6 @@ class Sessions:
         """All of them, oldest first."""
         return list(self._by_id.values())
 
-    def find(self, session_id: int) -> Session | None:
-        """The session, while it has not ended."""
-        return self._by_id.get(session_id)
-
     def check_room(self) -> None:
         """Raises Overloaded where one more session would be too many."""
         is_open = sum(session.state is SessionState.OPEN for session in self._by_id.values())

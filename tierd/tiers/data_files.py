@@ -108,11 +108,6 @@ class DataFiles:
             path.unlink(missing_ok=True)
         self._spares.clear()
 
-    def wait_idle(self) -> None:
-        """Until the background work has made all it can."""
-        if self._thread is not None:
-            self._thread.join()
-
     @property
     def spares(self) -> int:
         """How many files are ready."""

@@ -116,7 +116,6 @@ class Held:
     tail: Page | None = None
     tokens: int = 0
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
-    lookup_s: float = 0.0
 
 
 class PageSource(Protocol):

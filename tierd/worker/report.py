@@ -62,11 +62,6 @@ class Report:
     recomputed_tokens: int = 0
     stored_tokens: int = 0
 
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Generated tokens after the first, by the time of their steps; 0 for fewer than two."""
-        return (len(self.tokens) - 1) / self.decode_s if len(self.tokens) > 1 and self.decode_s > 0 else 0.0
-
     def fresh(self) -> Report:
         """The start of a fork's report: the same prompt, nothing committed by itself."""
         return replace(self, tokens=[], committed_blocks=0)

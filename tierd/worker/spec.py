@@ -28,7 +28,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LlamaSpec:
-    """Sizes and constants of a Llama-type model. eos: tokens that end a sequence. tied: the head is the embedding."""
+    """Sizes and constants of a Llama-type model. tied: the head is the embedding."""
 
     vocab_size: int
     hidden_size: int
@@ -42,7 +42,6 @@ class LlamaSpec:
     rope_scaling: RopeScaling | None = None
     tied: bool = False
     max_positions: int = 2048
-    eos: tuple[int, ...] = ()
 
     def checked(self) -> LlamaSpec:
         """The spec itself. Raises ConfigError for sizes that do not go together."""
@@ -110,7 +109,6 @@ def spec_from_config(config: Mapping[str, Any]) -> LlamaSpec:
             rope_scaling=_rope_scaling(rope),
             tied=bool(config.get("tie_word_embeddings", False)),
             max_positions=int(config.get("max_position_embeddings", 2048)),
-            eos=_eos(config.get("eos_token_id")),
         ).checked()
     except (KeyError, TypeError, ValueError) as fault:
         raise ConfigError(
@@ -152,9 +150,3 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
         high_freq_factor=float(rope["high_freq_factor"]),
         original_max_positions=int(rope["original_max_position_embeddings"]),
     )
-
-
-def _eos(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)

@@ -105,5 +105,5 @@ async def test_a_daemon_serves_while_its_memory_is_made() -> None:
             early = await told()
             assert 0 < early.unready_bytes < early.capacity_bytes and not early.unready_reason
             go_on.set()
-            await asyncio.to_thread(host._data.wait_idle)
+            await asyncio.to_thread(host._data._thread.join)
             assert (await told()).unready_bytes == 0

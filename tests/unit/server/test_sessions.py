@@ -77,6 +77,9 @@ class Rig:
         reply = await loop.sock_recv(client, 8192)
         return msgpack.unpackb(reply) if reply else None
 
+    def session(self, session_id):
+        return next(session for session in self.sessions.list() if session.id == session_id)
+
     def connect(self):
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         client.setblocking(False)
@@ -332,7 +335,7 @@ async def test_silent_connections_are_bounded(rig, monkeypatch):
 async def test_end_of_file_stops_but_does_not_end(rig):
     """A closed socket makes the token worthless at once; the session ends only with the process."""
     process, session_id = await rig.spawn()
-    token = rig.sessions.find(session_id).token
+    token = rig.session(session_id).token
     await tell(process, "close")
     await rig.until("stop", session_id)
     with pytest.raises(SessionLost):
@@ -372,7 +375,7 @@ async def test_a_forked_child_does_not_end_a_session(rig):
     os.kill(child, signal.SIGKILL)
     with rig.connect() as client:  # whatever the child's end caused has been handled by then
         await rig.ask(client, HELLO)
-    assert rig.sessions.find(session_id).state is SessionState.OPEN
+    assert rig.session(session_id).state is SessionState.OPEN
     process.stdin.close()
     await rig.until("end", session_id)
     await process.wait()
@@ -403,11 +406,11 @@ async def test_tokens(rig):
 async def test_restored_session(rig):
     """A session of a former daemon ends when its process does, without being stopped first."""
     process, session_id = await rig.spawn()
-    peer = rig.sessions.find(session_id).peer
+    peer = rig.session(session_id).peer
     assert rig.sessions.restore(77, peer=peer, identity=None)
-    assert rig.sessions.find(77).state is SessionState.RESTORED
+    assert rig.session(77).state is SessionState.RESTORED
     with pytest.raises(SessionLost):
-        rig.sessions.authenticate(rig.sessions.find(77).token)
+        rig.sessions.authenticate(rig.session(77).token)
     process.kill()
     await rig.until("end", 77)
     assert ("stop", 77) not in rig.events
@@ -425,7 +428,7 @@ async def test_restoring_for_another_process(rig):
 async def test_forget(rig):
     """A process may let go of its own restored session, once, and of nobody else's."""
     process, session_id = await rig.spawn("77")
-    rig.sessions.restore(77, peer=rig.sessions.find(session_id).peer, identity=None)
+    rig.sessions.restore(77, peer=rig.session(session_id).peer, identity=None)
     with rig.connect() as client:
         await rig.ask(client, HELLO)
         assert (await rig.ask(client, {"op": "forget", "session": 77}))["error"] == "NotPermitted"

@@ -98,7 +98,7 @@ async def test_files_are_the_owners_alone_and_allocated(directory: Path) -> None
 async def test_spare_files_are_ready_before_they_are_asked_for(directory: Path) -> None:
     """The whole capacity exists as spare files soon after start, and a new segment takes one without making any."""
     arena, _ = await opened(directory)
-    await asyncio.to_thread(arena._data.wait_idle)
+    await asyncio.to_thread(arena._data._thread.join)
     inodes = {p.stat().st_ino for p in arena_path(directory).glob("spare-*")}
     arena.apply(Plan(segments=[segment(1)]))
     assert len(inodes) == 4 and (arena_path(directory) / "1.data").stat().st_ino in inodes
@@ -265,7 +265,7 @@ async def test_torn_name_of_a_namespace_ends_the_log(directory: Path) -> None:
 async def test_name_that_finds_no_room_harms_no_other(directory: Path) -> None:
     """A record for which there is no room is told as an error and leaves nothing: those that are written later are found."""
     arena, _ = await opened(directory)
-    await asyncio.to_thread(arena._data.wait_idle)  # it would meet the limit as well
+    await asyncio.to_thread(arena._data._thread.join)  # it would meet the limit as well
     await arena.keep_namespace(b"first")
     with (
         file_size_limit((arena_path(directory) / "namespaces.log").stat().st_size + 20),
@@ -283,7 +283,7 @@ async def test_name_that_finds_no_room_harms_no_other(directory: Path) -> None:
 async def test_files_that_somebody_removed_are_made_anew(directory: Path, is_used: bool) -> None:
     """Data files that were removed behind the daemon's back cost the segments that were to take them, and no place of the tier."""
     arena, _ = await opened(directory, SPEC, *([segment(n + 1, n) for n in range(4)] if is_used else []))
-    arena._data.wait_idle()
+    arena._data._thread.join()
     for path in arena_path(directory).glob("*.data"):
         path.unlink()
     for life, before in ((10, 1 if is_used else None), (20, 10)):
@@ -297,7 +297,7 @@ async def test_files_that_somebody_removed_are_made_anew(directory: Path, is_use
 async def test_segment_that_ends_while_it_is_prepared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is the next one's at that place, and counts once: there are never more files than places."""
     arena, _ = await opened(directory)
-    await asyncio.to_thread(arena._data.wait_idle)
+    await asyncio.to_thread(arena._data._thread.join)
     allocate, is_begun, is_over = os.posix_fallocate, threading.Event(), threading.Event()
 
     def slowly(*given: int) -> None:

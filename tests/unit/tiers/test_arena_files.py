@@ -129,7 +129,7 @@ def test_half_made_spares_are_not_taken_over(tmp_path: Path) -> None:
     """A spare file that is not allocated whole, or beyond the capacity, is removed at the next start."""
     first = DataFiles(tmp_path, segment_bytes=MIB, places=3)
     first.start()
-    first.wait_idle()
+    first._thread.join()
     first.stop()
     torn = next(tmp_path.glob("spare-*"))
     os.truncate(torn, 0)
@@ -173,7 +173,7 @@ def test_progress_is_told_to_the_step(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (files.unready_bytes, files.idle_reason) == (16 * MIB, "")
         monkeypatch.setattr(os, "posix_fallocate", noted)
         go_on.set()
-        files.wait_idle()
+        files._thread.join()
     assert seen == [("tierd-spares", left * MIB) for left in range(16, 0, -2)]
     assert (files.unready_bytes, files.idle_reason) == (0, "")
     files.discard(1)
@@ -188,7 +188,7 @@ def test_a_background_that_cannot_go_on_says_why(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
     try:
         files.start()
-        files.wait_idle()
+        files._thread.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large" in files.idle_reason and files.unready_bytes == 16 * MIB

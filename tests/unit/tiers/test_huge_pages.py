@@ -51,7 +51,7 @@ def test_a_segment_lies_in_huge_pages(directory: Path, *, is_ahead: bool) -> Non
     files = DataFiles(directory, segment_bytes=2 * HUGE_BYTES + 64 * KIB, places=1)
     if is_ahead:
         files.start()
-        files.wait_idle()
+        files._thread.join()
     memory = files.take(1)
     assert huge_share(memory) == 2 * HUGE_BYTES / memory.nbytes
     assert files.path(1).stat().st_blocks * 512 == memory.nbytes

@@ -196,7 +196,6 @@ def test_times_are_those_of_the_clock(model: Llama, shape: PageShape) -> None:
     report = engine.generate([Request(PROMPT, 4)])[0]
     assert 0 < report.acquire_s < report.ttft_s < report.total_s
     assert report.decode_s == 3.0
-    assert report.decode_tokens_per_s == 1.0
 
 
 def test_attention_mass_is_reported_per_page(model: Llama, new_source: NewSource) -> None:

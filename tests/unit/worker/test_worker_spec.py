@@ -18,7 +18,6 @@ PLAIN: dict[str, Any] = {
     "num_attention_heads": 4,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 128,
-    "eos_token_id": [3, 4],
 }
 SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -27,7 +26,7 @@ def test_what_is_left_out_has_its_usual_value() -> None:
     """Without GQA, head_dim and rope settings a config means plain multi-head attention with theta 10000."""
     spec = spec_from_config(PLAIN)
     assert (spec.kv_heads, spec.head_dim, spec.rope_theta, spec.rope_scaling) == (4, 16, 10000.0, None)
-    assert (spec.tied, spec.eos) == (False, (3, 4))
+    assert not spec.tied
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Purpose: a controller from the stream of chances and a budget's rate and level to the least chance that is let through. Non-purpose: where the chances
 come from; refusing what the level cannot pay (budget.py).
 
-How. The bytes that are asked for are counted by chance in BINS bins, and fade with `memory_s`, so the counts over their span are a rate for each bin. The
+How. The bytes that are asked for are counted by chance in BINS bins, and fade with MEMORY_S, so the counts over their span are a rate for each bin. The
 threshold lies where the rates from the best bin down add up to
 
     rate x level / reserve,    reserve = rate x (the span / SPANS_PER_RESERVE, within bounds)
@@ -42,9 +42,8 @@ RESERVE_SHARE = 0.25
 class Steering:
     """budget: the one that is to be met."""
 
-    def __init__(self, budget: Budget, *, memory_s: float = MEMORY_S) -> None:
+    def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._memory_s = memory_s
         self._asked_bytes = np.zeros(BINS)
         self._span_s = 0.0
         self._at: float | None = None
@@ -70,7 +69,7 @@ class Steering:
     def _note(self, bins: NDArray[np.int64], sizes_bytes: Sizes, now: float) -> None:
         gone_s = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now
-        kept = math.exp(-gone_s / self._memory_s)
+        kept = math.exp(-gone_s / MEMORY_S)
         self._asked_bytes *= kept
         self._span_s = self._span_s * kept + gone_s
         np.add.at(self._asked_bytes, bins, sizes_bytes)

@@ -20,8 +20,7 @@ Ids = NDArray[np.int64]
 
 # Steps of 3 s at first (an agent's loop), then a fifth more each, to two hours.
 EDGES_S: Floats = np.append(np.arange(0.0, 18.0, 3.0), 18.0 * 1.2 ** np.arange(34))
-AGES_S: Floats = EDGES_S[:-1]
-AGES = len(AGES_S)
+AGES = len(EDGES_S) - 1
 _WIDTHS_S: Floats = np.diff(EDGES_S)
 CERTAIN = 0.9  # a hazard above it would be a belief that a few surprises cannot correct
 

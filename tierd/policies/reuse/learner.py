@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from tierd.policies.reuse import features
 from tierd.policies.reuse.hazard import (
     AGES,
-    AGES_S,
     EDGES_S,
     ONLINE,
     Counts,
@@ -118,7 +117,6 @@ class Learner:
 
         half_life: requests after which a count weighs half. requests: how many are remembered.
         """
-        self.ages_s = AGES_S
         self._experts = Logs.of(prior_hazards() if experts is None else experts)
         self._trust, self._half_life = trust, half_life
         self._used = np.zeros((features.GROUPS, AGES))

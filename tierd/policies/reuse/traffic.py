@@ -48,12 +48,12 @@ _CHANGES_S = np.append(EDGES_S[1:-1], [np.inf, np.inf])
 class Traffic:
     """See the module; keeps `tierd.core.eviction.Listener`."""
 
-    def __init__(self, blocks: Blocks, learner: Learner | None = None, *, ghost_limit: int = GHOST_LIMIT) -> None:
+    def __init__(self, blocks: Blocks, learner: Learner | None = None) -> None:
         """learner: what was learnt before; None: what ships with tierd."""
         self.version = 0
         self.learner = learner or Learner()
         self._blocks = blocks
-        self._ghosts = Ghosts(ghost_limit)
+        self._ghosts = Ghosts(GHOST_LIMIT)
         self._heard, self._refit_s = 0, -np.inf
         """Requests since the last refit, and when that was."""
         self.thresholds: list[Callable[[], float]] = []
