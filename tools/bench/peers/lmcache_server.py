@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.peers.peer import CAPACITY_BYTES, Blocks, Server
+from tools.bench.peers.peer import CAPACITY_BYTES, MEMORY_BYTES, Blocks, Server
 
 CHUNK_TOKENS, INSTANCE, MODEL, HERE = 16, 1, "bench", "127.0.0.1"
 SEQUENCE_TOKENS = 4096  # at most, of a batch: ids of tokens are told apart by them, and must stay below 2^32
 WAIT_S = 10.0
-ROOM = 5 / 4
 _MULTIPROCESS = "lmcache.v1.multiprocess"
 
 
@@ -31,7 +30,7 @@ class LMCacheServer:
         name = f"bench-{secrets.token_hex(4)}"
         command = [str(Path(sys.executable).parent / "lmcache"), "server", "--host", HERE, "--port", str(port)]
         command += ["--transport", "zmq", "--shm-name", name, "--supported-transfer-mode", "engine_driven"]
-        command += ["--l1-size-gb", str(ROOM * CAPACITY_BYTES / 2**30), "--eviction-policy", "LRU"]
+        command += ["--l1-size-gb", str(MEMORY_BYTES / 2**30), "--eviction-policy", "LRU"]
         command += ["--chunk-size", str(CHUNK_TOKENS), "--http-host", HERE, "--http-port", str(http)]
         quiet = os.environ | {"LMCACHE_LOG_LEVEL": "WARNING"}
         self._server = Server(command, directory, env=quiet)

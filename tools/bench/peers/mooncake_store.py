@@ -1,5 +1,9 @@
-"""Mooncake Store: a master, a standalone client that owns the memory, and a thin client that shares it; batches go in and out of the caller's registered
-memory in one call each."""
+"""Mooncake Store: a master, a standalone client that owns the memory, a thin client that shares it.
+
+Batches go in and out of the caller's registered memory in one call each. A single block comes by the
+call for one, which takes a fifth less time. Its programs load libibverbs, which the distribution
+installs (Debian: libibverbs1).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.peers.peer import CAPACITY_BYTES, Blocks, Server, found
+from tools.bench.peers.peer import CAPACITY_BYTES, MEMORY_BYTES, Blocks, Server, found
 
 POOL_BYTES = 512 << 20
 """What the thin client shares with the one that owns the memory: the caller's buffers lie here."""
-ROOM = 5 / 4
-"""Of the memory over what is kept, since eviction begins below its end."""
 HERE = "127.0.0.1"
 
 
@@ -32,7 +34,7 @@ class MooncakeStore:
         ports = [f"-rpc_port={master}", f"-metrics_port={metrics}", f"-rpc_address={HERE}", f"-metrics_host={HERE}"]
         self._servers = [Server([found("mooncake_master", "mooncake"), *ports], directory)]
         owns = [f"-host={HERE}", f"-port={owner}", f"-master_server_address={at}", "-metadata_server=P2PHANDSHAKE"]
-        owns += [f"-global_segment_size={int(CAPACITY_BYTES * ROOM)}", "-protocol=tcp"]
+        owns += [f"-global_segment_size={MEMORY_BYTES}", "-protocol=tcp"]
         environment = os.environ | {"MC_STORE_MEMCPY": "1"}
         self._servers[0].connected(lambda: socket.create_connection((HERE, master), 1).close())
         self._servers.append(Server([found("mooncake_client", "mooncake"), *owns], directory, env=environment))
@@ -65,7 +67,11 @@ class MooncakeStore:
         self._batches[key] = names
 
     def get(self, key: str, out: Blocks) -> None:
-        done = self._store.batch_get_into(*_named(key, out))
+        names, addresses, sizes = _named(key, out)
+        if len(names) > 1:
+            done = self._store.batch_get_into(names, addresses, sizes)
+        else:
+            done = [self._store.get_into(names[0], addresses[0], sizes[0])]
         if set(done) != {out.shape[1]}:
             raise LookupError(f"{key}: {set(done)}")
 

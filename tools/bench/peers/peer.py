@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 START_S, END_S, PAUSE_S = 90.0, 10.0, 0.05
 CAPACITY_BYTES = 768 << 20
-"""Memory of each; the least recently used leave."""
+"""What each keeps; the oldest leave."""
+MEMORY_BYTES = CAPACITY_BYTES * 5 // 4
+"""What each may take: its allocator and its eviction need more than what is kept."""
 Blocks = NDArray[np.uint8]
 
 

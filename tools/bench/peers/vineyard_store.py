@@ -1,4 +1,7 @@
-"""Vineyard: a blob of shared memory for each block, made and sealed in a call a batch where its client offers that; the oldest batches leave."""
+"""Vineyard: a blob of shared memory for each block; the oldest batches leave.
+
+One call makes the blobs of a batch, and one gets them; its client seals each in a call of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.peers.peer import CAPACITY_BYTES, Blocks, Server, found
-
-ROOM = 5 / 4
-"""Of the server's memory over what is kept: its allocator needs some."""
+from tools.bench.peers.peer import CAPACITY_BYTES, MEMORY_BYTES, Blocks, Server, found
 
 
 class VineyardStore:
@@ -21,10 +21,8 @@ class VineyardStore:
     def __init__(self, directory: Path) -> None:
         vineyard: Any = importlib.import_module("vineyard")
         path = str(directory / "vineyard.sock")
-        size = str(int(CAPACITY_BYTES * ROOM))
-        self._server = Server(
-            [found("vineyardd"), "--socket", path, "--size", size, "--meta", "local", "--rpc=false"], directory
-        )
+        command = [found("vineyardd"), "--socket", path, "--size", str(MEMORY_BYTES), "--meta", "local", "--rpc=false"]
+        self._server = Server(command, directory)
         self._client = self._server.connected(lambda: vineyard.connect(path))
         self._batches: OrderedDict[str, list[Any]] = OrderedDict()
         self._used = 0
