@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.depth import slow
 from tests.repo.source import ROOT
+from tools.bench.peers.known import KNOWN
 from tools.bench.promises import PROMISES
 from tools.bench.traffic import PATTERNS
 
@@ -125,17 +127,58 @@ def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_peer_that_cannot_be_measured_is_told_with_the_reason(tmp_path: Path) -> None:
-    """A peer whose environment lacks its package is a line and an entry with the reason, not a gap and no failure."""
+def bench_peer(tmp_path: Path, command: str) -> tuple[dict[str, Any], str]:
+    """What the benchmark of peers writes and prints of Redis, its Python being a line of a shell."""
     python = tmp_path / "redis" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.write_text(f"#!/bin/sh\n{command}\n")
     python.chmod(0o700)
-    (tmp_path / "redis" / ".made").touch()
-    command = [sys.executable, "-m", "tools.bench.peers", "redis", "--tiny"]
-    command += ["--environments", str(tmp_path), "--output", str(tmp_path / "peers.json")]
-    done = run(command)
+    (tmp_path / "redis" / ".made").write_text("\n".join(KNOWN["redis"].packages))
+    asked = ["--tiny", "--environments", str(tmp_path), "--output", str(tmp_path / "peers.json")]
+    done = run([sys.executable, "-m", "tools.bench.peers", "redis", *asked])
     assert done.returncode == 0, done.stdout + done.stderr
-    refused = json.loads((tmp_path / "peers.json").read_text())["refused"]
-    assert "No module named 'redis'" in refused["redis"]
-    assert "No module named 'redis'" in done.stdout
+    return json.loads((tmp_path / "peers.json").read_text()), done.stdout
+
+
+def dict_peer(how: str) -> str:
+    """The line of a shell for a peer that keeps its blocks in a dict."""
+    return f'shift 2; exec {sys.executable} -m tests.system.dict_peer {how} "$@"'
+
+
+def test_a_peer_that_cannot_be_measured_is_told_with_the_reason(tmp_path: Path) -> None:
+    """A peer whose environment lacks its package is a line and an entry with the reason, not a gap and no failure."""
+    told, printed = bench_peer(tmp_path, f'exec {sys.executable} "$@"')
+    assert "No module named 'redis'" in told["refused"]["redis"]
+    assert "No module named 'redis'" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_peer_gives_its_rows_beside_tierd(tmp_path: Path) -> None:
+    """Batches and single blocks are rows of the peer and of tierd; tierd alone puts with wait=False."""
+    told, printed = bench_peer(tmp_path, dict_peer("honest"))
+    batches = {f"{verb}_{shape}" for verb in ("put", "get", "get_again") for shape in ("2MiB_x16", "128KiB_x64")}
+    single = {name for name in ROWS["one_block"] if "nowait" not in name}
+    names = {f"redis_{name}" for name in batches | single} | {f"tierd_{name}" for name in batches | ROWS["one_block"]}
+    assert told["refused"] == {}
+    assert {row["name"] for row in told["rows"]} == names
+    assert {row["unit"] for row in told["rows"] if row["name"].endswith(("_p50", "_beyond_copy"))} == {"us"}
+    assert all(name in printed for name in names)
+
+
+def test_a_peer_that_gives_other_bytes_has_no_rows(tmp_path: Path) -> None:
+    """One wrong bit in a get is the reason why a peer has no rows."""
+    told, _ = bench_peer(tmp_path, dict_peer("wrong"))
+    assert told["rows"] == []
+    assert "came back with other bytes" in told["refused"]["redis"]
+
+
+def test_a_peer_that_crashes_leaves_no_process(tmp_path: Path) -> None:
+    """What a crashed worker had started is ended."""
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    told, _ = bench_peer(tmp_path, dict_peer(str(tmp_path / "alive")))
+    assert "ended before it was asked to" in told["refused"]["redis"]
+    os.set_blocking(alive, True)
+    assert os.read(alive, 1) == b""  # comes once nobody holds the other end
+    os.close(alive)

@@ -7,6 +7,7 @@ import select
 import statistics
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ class Cost:
     cpu_s: float
 
 
+Measure = Callable[[int], Cost]
+"""Does run number n, here or in another process, and gives what it cost."""
+
+
 def family(pid: int) -> list[int]:
     """A process and those that it has started for itself."""
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
@@ -71,21 +76,38 @@ def cost_of(work: Callable[[], object], *, pid: int | None = None) -> Cost:
     return Cost(wall_s, time.process_time() + (cpu_s(pid) if pid else 0.0) - before)
 
 
-def in_turn(names: list[str], number: int) -> list[str]:
-    """The same from another one on in each run, so that none always follows the same one."""
-    first = number % len(names)
-    return names[first:] + names[:first]
+def measured(work: Work, *, pid: int | None = None, then: Callable[[int], object] | None = None) -> Measure:
+    """A work timed in this process. then: is called with the run's number afterwards, untimed."""
+
+    def measure(number: int) -> Cost:
+        cost = cost_of(work(number), pid=pid)
+        if then is not None:
+            then(number)
+        return cost
+
+    return measure
 
 
 def interleaved(
     works: Mapping[str, Work], *, runs: int, warm: int = 2, pid: int | None = None
 ) -> dict[str, list[Cost]]:
-    """Costs of each work, run by run. Within a run the works take turns, each run begins with the next one, and the first runs do not count."""
-    costs: dict[str, list[Cost]] = {name: [] for name in works}
-    for number in range(warm + runs):
-        for name in in_turn(list(works), number):
-            cost = cost_of(works[name](number), pid=pid)
-            if number >= warm:
+    """Costs of each work, run by run, as `take_turns` gives them."""
+    return take_turns({name: measured(work, pid=pid) for name, work in works.items()}, runs=runs, warm=warm)
+
+
+def take_turns(measures: Mapping[str, Measure], *, runs: int, warm: int = 2, first: int = 0) -> dict[str, list[Cost]]:
+    """Costs of each measure, run by run; runs are numbered from `first` on.
+
+    Within a run the measures take turns. Each run begins with another one, so that none always
+    follows the same one. The first `warm` runs do not count.
+    """
+    names = list(measures)
+    costs: dict[str, list[Cost]] = {name: [] for name in names}
+    for number in range(first, first + warm + runs):
+        begin = number % len(names)
+        for name in names[begin:] + names[:begin]:
+            cost = measures[name](number)
+            if number >= first + warm:
                 costs[name].append(cost)
     return costs
 
@@ -138,3 +160,19 @@ class Cold:
         size = count * block_bytes
         at = next(self._at) % (len(self._bytes) // size) * size
         return self._bytes[at : at + size].reshape(count, block_bytes)
+
+
+class Sums:
+    """CRC-32 of what was put, by the number of its batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, int] = {}
+
+    def note(self, number: int, blocks: NDArray[np.uint8]) -> None:
+        """Keeps the sum of a batch."""
+        self._sums[number] = zlib.crc32(blocks.data)
+
+    def check(self, number: int, blocks: NDArray[np.uint8]) -> None:
+        """Raises RuntimeError if a get gave other bytes."""
+        if zlib.crc32(blocks.data) != self._sums[number]:
+            raise RuntimeError(f"batch {number} came back with other bytes")

@@ -1,69 +1,90 @@
 """One block at a time: what a put and a get take beyond the C library's copy of as many bytes, counted in raw echoes
 on an open stream.
 
-The copy reads what no cache holds, as the put and the get do, and writes to memory as warm as theirs: a put's is a page that was displaced, a get's the caller's. Each run is a median over single calls that take turns.
+The copy reads what no cache holds, as the put and the get do, and writes to memory as warm as theirs: a put's is a page that was displaced, a get's the caller's.
+Each run is a median over single calls that take turns. The bytes of every get are verified after
+its time was taken.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from tierd.client import Client
 from tierd.testing import Daemon
 from tools.bench.data_plane import CONFIG, Bench
 from tools.bench.echo import Echo, request_of
-from tools.bench.measure import FULL, KIB, MIB, Cold, Effort, Work, interleaved, medians
+from tools.bench.measure import FULL, KIB, MIB, Cold, Effort, Measure, Work, measured, medians, take_turns
 from tools.bench.rows import Row, row_of
 
 EACH = 15
 SIZES = {"2MiB": 2 * MIB, "128KiB": 128 * KIB}
+VERBS = {"put": "", "put_nowait": " with wait=False", "get": ""}
+LIMITS = ("put_copy", "get_copy", "echo")
+HELD_BYTES, GOT_BYTES = 384 * MIB, 96 * MIB
+"""HELD_BYTES: what fills the tier. GOT_BYTES: what gets go round in, more than caches hold."""
 MESSAGE_BYTES = 128
 """About what a call about one block and its answer weigh."""
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """Of each size and verb a row of the whole and one of the rest beside its copy, in microseconds.
+    """Rows of each size and verb, as `rows_of` gives them.
 
     `put_nowait`: until a put with wait=False returns; its answer is awaited before the next one begins.
     """
+    return [row for size in SIZES for row in rows_of(took(size, effort), size)]
+
+
+def rows_of(times: Mapping[str, Sequence[float]], size: str, *, who: str = "", whose: str = "") -> list[Row]:
+    """Of each verb in `times` a row of the whole, and one of what it takes beyond its copy.
+
+    times: microseconds of each run, by VERBS and LIMITS. who, whose: what names and meanings of
+    rows begin with.
+    """
     out: list[Row] = []
-    for name, block_bytes in SIZES.items():
-        took = _took(effort, effort.pick(block_bytes, 4 * KIB), held=effort.pick(384 * MIB // block_bytes, 8))
-        for verb in ("put", "put_nowait", "get"):
-            copy = took["get_copy" if verb == "get" else "put_copy"]
-            whole = f"one block of {name}, p50, against its copy"
-            out.append(row_of(f"{verb}_{name}_p50", took[verb], unit="us", limits=copy, meaning=whole))
-            beyond = [all_us - copy_us for all_us, copy_us in zip(took[verb], copy, strict=True)]
-            meaning = "the same without its copy, against a raw echo on an open stream"
-            out.append(row_of(f"{verb}_{name}_beyond_copy", beyond, unit="us", limits=took["echo"], meaning=meaning))
+    for verb in (verb for verb in VERBS if verb in times):
+        copy = times["get_copy" if verb == "get" else "put_copy"]
+        name, whole = f"{who}{verb}_{size}", f"{whose}one block of {size}{VERBS[verb]}, p50, against memcpy"
+        out.append(row_of(f"{name}_p50", times[verb], unit="us", limits=copy, meaning=whole))
+        beyond = [all_us - copy_us for all_us, copy_us in zip(times[verb], copy, strict=True)]
+        meaning = f"{whose}the same{VERBS[verb]} beyond its memcpy, against a gRPC echo on an open stream"
+        out.append(row_of(f"{name}_beyond_copy", beyond, unit="us", limits=times["echo"], meaning=meaning))
     return out
 
 
-def _took(effort: Effort, block_bytes: int, *, held: int) -> dict[str, list[float]]:
-    """Microseconds by what was done. held: blocks that fill the tier."""
-    each, request = effort.pick(EACH, 1), request_of(MESSAGE_BYTES, reply=MESSAGE_BYTES)
-    config = CONFIG.format(capacity=effort.pick(384, 16), segment=effort.pick(32, 1))
+def took(size: str, effort: Effort, beside: Mapping[str, Measure] | None = None) -> dict[str, list[float]]:
+    """Microseconds of each run by VERBS, LIMITS and the names of `beside`; all take turns.
+
+    Raises RuntimeError if a get gives other bytes than were put.
+    """
+    each, block_bytes = effort.pick(EACH, 1), effort.pick(SIZES[size], 4 * KIB)
+    config = CONFIG.format(capacity=effort.pick(HELD_BYTES // MIB, 16), segment=effort.pick(32, 1))
     with Daemon(config) as daemon, Client(daemon.target) as client, Echo(f"unix:{daemon.root}/echo.sock") as echo:
-        cold = Cold(effort.pick(384 * MIB, 8 * MIB))
-        bench = Bench(client, cold, count=1, block_bytes=block_bytes)
+        bench = Bench(client, Cold(effort.pick(384 * MIB, 8 * MIB)), count=1, block_bytes=block_bytes)
+        held, got = (effort.pick(all_bytes // block_bytes, few) for all_bytes, few in ((HELD_BYTES, 8), (GOT_BYTES, 2)))
         for number in range(held):
             bench.put(number)()
-        known, numbers = range(held - held // 4, held), itertools.count(held)
-        for number in known:
+            bench.note(number)
+        for number in range(held - got, held):
             bench.get(number)()
+        numbers, request = itertools.count(held), request_of(MESSAGE_BYTES, reply=MESSAGE_BYTES)
 
         def put_nowait(_: int) -> Callable[[], object]:
             client.flush()
             return bench.put(next(numbers), wait=False)
+
+        def number_of(run: int) -> int:
+            return held - got + run % got
 
         works: dict[str, Work] = {
             "get_copy": bench.copy,
             "put_copy": bench.copy_apart,
             "put": lambda _: bench.put(next(numbers)),
             "put_nowait": put_nowait,
-            "get": lambda n: bench.get(known[n % len(known)]),
             "echo": lambda _: lambda: echo.stream(request),
         }
-        costs = interleaved(works, runs=effort.at_least(9) * each, pid=daemon.pid)
-    return {name: medians([cost.wall_s * 1e6 for cost in costs[name]], of=each) for name in works}
+        measures = {name: measured(work) for name, work in works.items()}
+        measures["get"] = measured(lambda run: bench.get(number_of(run)), then=lambda run: bench.verify(number_of(run)))
+        costs = take_turns(measures | dict(beside or {}), runs=effort.at_least(9) * each)
+    return {name: medians([cost.wall_s * 1e6 for cost in costs[name]], of=each) for name in costs}

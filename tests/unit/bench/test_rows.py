@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tools.bench.measure import Cost, cost_of, cpus, interleaved, medians, rates
+from tools.bench.measure import Cost, Sums, cost_of, cpus, interleaved, measured, medians, rates, take_turns
 from tools.bench.plot import draw
 from tools.bench.promises import PROMISES, Verdict
 from tools.bench.rows import Row, quartiles, row_of
@@ -86,6 +88,33 @@ def test_works_take_turns() -> None:
     costs = interleaved(works, runs=2, warm=1)
     assert seen == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
     assert [len(each) for each in costs.values()] == [2, 2]
+
+
+def test_runs_are_numbered_from_where_they_begin() -> None:
+    """Measures see the numbers from the first one on, and those of the first runs do not count."""
+    costs = take_turns({"a": lambda n: Cost(n, 0.0), "b": lambda n: Cost(-n, 0.0)}, runs=2, warm=1, first=5)
+    assert {name: [cost.wall_s for cost in each] for name, each in costs.items()} == {"a": [6, 7], "b": [-6, -7]}
+
+
+def test_a_look_afterwards_is_no_part_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called then gets the run's number, comes after the work, and its time does not count."""
+    seen: list[int] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: float(sum(seen)))
+    measure = measured(lambda n: lambda: seen.append(n), then=lambda n: seen.append(100 * n))
+    assert measure(3).wall_s == 3.0
+    assert seen == [3, 300]
+
+
+def test_other_bytes_are_noticed() -> None:
+    """A batch fits the sum under its number; another one, or exchanged blocks, raise RuntimeError."""
+    batch = np.arange(32, dtype=np.uint8).reshape(2, 16)
+    sums = Sums()
+    sums.note(1, batch)
+    sums.note(2, batch + 1)
+    sums.check(1, batch)
+    for number, other in ((2, batch), (1, batch[::-1].copy())):
+        with pytest.raises(RuntimeError, match=f"batch {number} came back"):
+            sums.check(number, other)
 
 
 def test_processor_time_of_both_processes_counts() -> None:

@@ -1,38 +1,58 @@
-"""Peers at the work of the data plane: the same batches put and got by each, side by side with a memory copy and tierd in the same run.
+"""Peers at the work of the data plane, side by side with a memory copy and tierd in the same run.
 
     python -m tools.bench.peers [NAME ...] [--environments build/peers] [--output build/peers.json]
 
 Each peer gets an environment of its own below `--environments`, made once by pip, and one worker process there (worker.py). What does not install or does
 not start is a line with the reason.
+
+Each puts and gets the batches of `data_plane`, as shares of memcpy, and the single blocks of
+`one_block`: microseconds in all, and beyond a memcpy of the same bytes, beside a gRPC echo. All of
+its memory was written before a run counts. The bytes of every get are verified, untimed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from tierd.client import Client
 from tierd.testing import Daemon
+from tools.bench import one_block
 from tools.bench.__main__ import title, write
 from tools.bench.data_plane import CONFIG, SHAPES, Bench
-from tools.bench.measure import FULL, KIB, MIB, TINY, Cold, Cost, Effort, cost_of, cpus, in_turn, line_of, rates
+from tools.bench.measure import (
+    FULL,
+    KIB,
+    MIB,
+    TINY,
+    Cold,
+    Cost,
+    Effort,
+    Measure,
+    cpus,
+    line_of,
+    measured,
+    rates,
+    take_turns,
+)
 from tools.bench.peers.known import KNOWN
+from tools.bench.peers.peer import MEMORY_BYTES
 from tools.bench.peers.picture import VERBS, draw, runs_of
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
 
 INSTALL_S, ANSWER_S = 1800, 120
-LAG, CHECKED = 4, 1_000_000
-"""LAG: batches between a put and its get, and between that and the next one, so that no cache holds it. CHECKED: number of the batch whose bytes are compared."""
+LAG = 4
+"""Batches between a put and its get, and between that and the next get: no cache holds it then."""
 WARM_RUNS = 2 * LAG
 """Then each get is the first of its batch, and each other one the second."""
 
@@ -61,12 +81,15 @@ class Remote:
         return Cost(float(told["wall_s"]), float(told["cpu_s"]))
 
     def close(self) -> None:
-        """Ends it, and with it what it started; if it hangs, all of its group are killed."""
+        """Ends it and what it started; if it hangs or has crashed, its whole group is killed."""
         try:
             self._process.communicate(timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.communicate()
+        if self._process.returncode:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self) -> dict[str, float]:
         try:
@@ -80,16 +103,16 @@ class Remote:
 
 
 def environment_of(name: str, directory: Path) -> Path:
-    """The Python of a peer's environment, made if there is none yet. Raises Refused."""
+    """The Python of a peer's environment, made unless it has these packages. Raises Refused."""
     python = directory / name / "bin" / "python"
-    made = directory / name / ".made"
-    if not made.exists():
+    made, packages = directory / name / ".made", "\n".join(KNOWN[name].packages)
+    if not made.exists() or made.read_text() != packages:
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *KNOWN[name].packages]
         for command in ([sys.executable, "-m", "venv", str(directory / name)], pip):
             done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
             if done.returncode:
                 raise Refused(f"does not install: {done.stderr.strip().splitlines()[-1:]}")
-        made.touch()
+        made.write_text(packages)
     return python
 
 
@@ -99,53 +122,81 @@ def compare(name: str, directory: Path, effort: Effort) -> list[Row]:
     for shape, (count, block_bytes) in SHAPES.items():
         block_bytes = effort.pick(block_bytes, 4 * KIB)  # noqa: PLW2901
         config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1))
-        remote = Remote(python, name, count=count, block_bytes=block_bytes)
-        try:
-            with Daemon(config) as daemon, Client(daemon.target) as client:
-                bench = Bench(client, Cold(effort.pick(192 * MIB, 8 * MIB)), count=count, block_bytes=block_bytes)
-                costs = _costs(bench, remote, daemon.pid, effort)
-        finally:
-            remote.close()
+        with (
+            contextlib.closing(Remote(python, name, count=count, block_bytes=block_bytes)) as remote,
+            Daemon(config) as daemon,
+            Client(daemon.target) as client,
+        ):
+            bench = Bench(client, Cold(effort.pick(192 * MIB, 8 * MIB)), count=count, block_bytes=block_bytes)
+            costs = _costs(bench, remote, daemon.pid, effort)
         out += _rows_of(name, shape, costs, count * block_bytes / 1e9)
+    for size, block_bytes in one_block.SIZES.items():
+        block_bytes = effort.pick(block_bytes, 4 * KIB)  # noqa: PLW2901
+        with contextlib.closing(Remote(python, name, count=1, block_bytes=block_bytes)) as remote:
+            out += _rows_of_one(name, size, remote, effort)
     return out
 
 
 def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, list[Cost]]:
-    """Memory of both is touched first; then copies, puts, first gets and second ones take turns."""
-    touched = effort.pick(512 * MIB, bench.size) // bench.size + 2 * LAG
-    for number in range(touched):
+    """Memory of both is filled first; then copies, puts, first gets and second ones take turns."""
+    filled = _filled(bench.size, effort)
+    for number in range(filled):
         bench.put(number)()
-        bench.get(number)()
+        bench.note(number)
         remote.cost("put", number)
-        remote.cost("get", number)
-    remote.cost("check", CHECKED)
-    costs: dict[str, list[Cost]] = {name: [] for name in ("copy", *VERBS, *(f"tierd {verb}" for verb in VERBS))}
-    for number in range(touched, touched + WARM_RUNS + effort.at_least(15)):
-        works = {
-            "copy": partial(cost_of, bench.copy(number)),
-            "put": partial(remote.cost, "put", number),
-            "tierd put": partial(cost_of, bench.put(number), pid=pid),
-            "get": partial(remote.cost, "get", number - LAG),
-            "tierd get": partial(cost_of, bench.get(number - LAG), pid=pid),
-            "get_again": partial(remote.cost, "get", number - 2 * LAG),
-            "tierd get_again": partial(cost_of, bench.get(number - 2 * LAG), pid=pid),
-        }
-        for name in in_turn(list(works), number):
-            cost = works[name]()
-            costs[name] += [cost] if number >= touched + WARM_RUNS else []
-    return costs
+    measures = {
+        "copy": measured(bench.copy),
+        "copy_apart": measured(bench.copy_apart),
+        "put": lambda number: remote.cost("put", number),
+        "tierd put": measured(bench.put, pid=pid, then=bench.note),
+        "get": lambda number: remote.cost("get", number - LAG),
+        "tierd get": _get(bench, LAG, pid),
+        "get_again": lambda number: remote.cost("get", number - 2 * LAG),
+        "tierd get_again": _get(bench, 2 * LAG, pid),
+    }
+    return take_turns(measures, runs=effort.at_least(15), warm=WARM_RUNS, first=filled)
+
+
+def _get(bench: Bench, lag: int, pid: int) -> Measure:
+    """tierd's get of what was put so many batches before."""
+    return measured(lambda number: bench.get(number - lag), pid=pid, then=lambda number: bench.verify(number - lag))
+
+
+def _filled(batch_bytes: int, effort: Effort) -> int:
+    """Batches after which a cache has written all of its memory: first writes cost several times more."""
+    return effort.pick(MEMORY_BYTES // batch_bytes, 1) + 2 * LAG
 
 
 def _rows_of(name: str, shape: str, costs: dict[str, list[Cost]], gigabytes: float) -> list[Row]:
-    limits, out = rates(costs["copy"], gigabytes), list[Row]()
+    out = list[Row]()
     for who, prefix in ((name, ""), ("tierd", "tierd ")):
         for verb in VERBS:
             each = costs[prefix + verb]
+            limits = rates(costs["copy_apart" if verb == "put" else "copy"], gigabytes)
             meaning = f"{who}, in the run of {name}, against memcpy"
             values = rates(each, gigabytes)
             row = row_of(f"{who}_{verb}_{shape}", values, unit="GB/s", limits=limits, meaning=meaning)
             out.append(row.with_cpu(cpus(each), gigabytes=gigabytes))
     return out
+
+
+def _rows_of_one(name: str, size: str, remote: Remote, effort: Effort) -> list[Row]:
+    """Single blocks of both take turns. Gets go round in blocks that were got before."""
+    block_bytes = effort.pick(one_block.SIZES[size], 4 * KIB)
+    filled, got = _filled(block_bytes, effort), effort.pick(one_block.GOT_BYTES // block_bytes, 2)
+    for number in range(filled):
+        remote.cost("put", number)
+    for number in range(filled - got, filled):
+        remote.cost("get", number)
+    beside = {
+        "peer_put": lambda run: remote.cost("put", filled + run),
+        "peer_get": lambda run: remote.cost("get", filled - got + run % got),
+    }
+    times = one_block.took(size, effort, beside)
+    peer = {limit: times[limit] for limit in one_block.LIMITS}
+    peer |= {"put": times["peer_put"], "get": times["peer_get"]}
+    out = one_block.rows_of(peer, size, who=f"{name}_", whose=f"{name}, in the run of {name}, ")
+    return out + one_block.rows_of(times, size, who="tierd_", whose=f"tierd, in the run of {name}, ")
 
 
 def main(names: Sequence[str] | None = None) -> None:
