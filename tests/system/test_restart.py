@@ -17,7 +17,7 @@ from tests.system.raw import ask, connect, hello, put_blocks
 from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
-from tierd.client.protocol import error_of
+from tierd.client.replies import error_of
 from tierd.errors import Unavailable
 from tierd.testing import chain, content_of
 from tierd.tiers.checksum import record_checksum

@@ -16,7 +16,8 @@ from google.protobuf.message import Message
 from tierd._proto import admin_pb2 as pb
 from tierd._proto import admin_pb2_grpc
 from tierd.client import trusted
-from tierd.client.protocol import SESSION_KEY, error_of
+from tierd.client.protocol import SESSION_KEY
+from tierd.client.replies import error_of
 from tierd.client.rpc import OPTIONS
 from tierd.client.session import connect_session
 from tierd.client.target import LocalTarget, resolve_target

@@ -17,6 +17,7 @@ from tierd.client import protocol
 from tierd.client.calls import Deadline, due
 from tierd.client.client import CLOSE_S, Face
 from tierd.client.lease import Lease
+from tierd.client.replies import events_of
 from tierd.client.reservation import AsyncReservation
 from tierd.client.threads import NotBegun, Threads
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
@@ -132,7 +133,7 @@ class AsyncClient(Face):
         replies = link.transport.stream("Watch", request)
         try:
             while (message := await asyncio.to_thread(next, replies, None)) is not None:
-                for event in protocol.events_of(message):
+                for event in events_of(message):
                     yield event
         finally:
             replies.close()

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import onesided, protocol, remote, writing
+from tierd.client import onesided, protocol, remote, replies, writing
 from tierd.client.calls import called, left_s
 from tierd.client.connection import Connector, Link, Meanwhile
 from tierd.client.lease import Lease
 from tierd.client.links import Links
 from tierd.client.pins import Hold
-from tierd.client.protocol import Leased
+from tierd.client.replies import Leased, LeasedGroup
 from tierd.client.reservation import ReservedPages
 from tierd.client.target import RemoteTarget
 from tierd.client.unanswered import Unanswered
@@ -55,9 +55,9 @@ class Asking(Links):
         if near is not None:
             return near
         _, reply = self._ask(
-            lambda: ("Lookup", pb.LookupRequest(groups=protocol.groups_message(groups))), _spaces(groups), deadline
+            lambda: ("Lookup", pb.LookupRequest(groups=map(protocol.group_message, groups))), _spaces(groups), deadline
         )
-        return protocol.found(reply, groups)
+        return replies.found(reply, groups)
 
     def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> int:
         """How many of these blocks are on their way because of this call."""
@@ -65,7 +65,7 @@ class Asking(Links):
         if _is_empty(groups):
             return 0
         _, reply = self._ask(
-            lambda: ("Prefetch", pb.PrefetchRequest(groups=protocol.groups_message(groups), **wanted)),
+            lambda: ("Prefetch", pb.PrefetchRequest(groups=map(protocol.group_message, groups), **wanted)),
             _spaces(groups),
             deadline,
         )
@@ -103,11 +103,11 @@ class Asking(Links):
         if doubted is not None:
             wanted = wanted | {"copies": True, "doubted": doubted}
         link, reply = self._ask(
-            lambda: ("Acquire", pb.AcquireRequest(groups=protocol.groups_message(groups), **wanted)),
+            lambda: ("Acquire", pb.AcquireRequest(groups=map(protocol.group_message, groups), **wanted)),
             _spaces(groups),
             deadline,
         )
-        leased = protocol.leased(reply, groups)
+        leased = replies.leased(reply, groups)
         hold = Hold(link, lease=leased.lease) if leased.lease else None
         return link, Lease(hold, leased, is_acknowledged=self._is_acknowledged)
 
@@ -154,7 +154,7 @@ class Asking(Links):
                 return GetResult(), ()
             try:
                 good = lease.copied(out, trusted=doubted)
-                bad, blocks = lease.handles["generation"][~good], protocol.valid_blocks(lease.groups, good)
+                bad, blocks = lease.handles["generation"][~good], replies.valid_blocks(lease.groups, good)
                 if not len(bad) or len(doubted):
                     return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
                 doubted = bad.astype("<u8")
@@ -173,10 +173,10 @@ class Asking(Links):
             deadline,
         )
         given = [
-            protocol.handles_of(data, count=len(group.hashes))
+            replies.handles_of(data, count=len(group.hashes))
             for data, group in zip(reply.handles, groups, strict=False)
         ]
-        handles = protocol.joined(given)
+        handles = replies.joined(given)
         hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
         pages = self.pages(hold, handles)
         if (handles["status"] == BlockStatus.NO_ROOM).any() and self._without_spare(link, deadline):
@@ -188,7 +188,9 @@ class Asking(Links):
     def stored(self, write: writing.Write) -> PutResult:
         """Puts the blocks of one call."""
         if isinstance(self.connector.target, RemoteTarget):
-            return self._over(partial(remote.put, write=write), [write.group.namespace], write.deadline)[1]
+            group, by = write.group, write.deadline
+            put = partial(remote.put, group=group, sources=write.sources, deadline=by, durable=write.durable)
+            return self._over(put, [group.namespace], by)[1]
         link = self.connected(write.deadline)
         return writing.put(self, link, write)
 
@@ -206,11 +208,11 @@ class Asking(Links):
         reply = self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
         if not request.keep_open:
             hold.settle()
-        handles = protocol.handles_of(reply.handles)
+        handles = replies.handles_of(reply.handles)
         lease = None
         if reply.lease:
             held = handles[handles["status"] != BlockStatus.FAILED]
-            leased = Leased(reply.lease, int(held["tokens"].sum()), groups=(protocol.LeasedGroup(0, held[None]),))
+            leased = Leased(reply.lease, int(held["tokens"].sum()), groups=(LeasedGroup(0, held[None]),))
             lease = Lease(Hold(hold.link, lease=reply.lease), leased, is_acknowledged=self._is_acknowledged)
             self._map(hold.link, held, deadline)
         return Committed(handles["status"].astype(np.uint16), handles, lease)

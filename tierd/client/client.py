@@ -23,6 +23,7 @@ from tierd.client.connection import Connector, Link, Options, Transport
 from tierd.client.forks import Bound
 from tierd.client.lease import Lease
 from tierd.client.local import LocalTransport
+from tierd.client.replies import events_of
 from tierd.client.reservation import Reservation
 from tierd.client.target import resolve_target
 from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
@@ -218,7 +219,7 @@ class Client(Face):
         replies = link.transport.stream("Watch", request)
         try:
             for message in replies:
-                yield from protocol.events_of(message)
+                yield from events_of(message)
         finally:
             replies.close()
 

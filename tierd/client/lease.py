@@ -22,10 +22,11 @@ from tierd.client import buffers, onesided
 from tierd.client.forks import Bound
 from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
-from tierd.client.protocol import Leased, LeasedGroup, every, joined, valid_blocks
+from tierd.client.replies import Leased, LeasedGroup, joined, valid_blocks
 from tierd.client.session import Parts, by_place
 from tierd.client.work import pauses
 from tierd.core.model import StructArray
+from tierd.core.sets import every
 from tierd.core.words import barrier
 from tierd.errors import InvalidArgument, TierdError, ViewsAlive
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import protocol
+from tierd.client import protocol, replies
 from tierd.client.calls import called, left_s
 from tierd.client.complaints import PROBE_S, Complaints
 from tierd.client.connection import Connector, Link
@@ -99,8 +99,8 @@ class Links:
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> None:
         if not self.knows(namespace, link):
             reply = called(link, "OpenNamespace", protocol.open_namespace_request(namespace.spec), deadline)
-            protocol.take_namespace(namespace, reply, link=link.number)
-            link.codec = protocol.agreed_codec(self.connector.codec, reply)
+            replies.take_namespace(namespace, reply, link=link.number)
+            link.codec = replies.agreed_codec(self.connector.codec, reply)
             link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
             link.share_bytes = reply.share_bytes
             namespace.owner = self

@@ -17,7 +17,8 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client import stopping
 from tierd.client.connection import Link, Meanwhile
 from tierd.client.lines import MESSAGE_MAX_BYTES, Line, LineLost, Lines
-from tierd.client.protocol import GIVING, error_of
+from tierd.client.protocol import GIVING
+from tierd.client.replies import error_of
 from tierd.client.spares import Spares
 from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
 

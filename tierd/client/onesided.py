@@ -25,7 +25,7 @@ from tierd.client import buffers, copying
 from tierd.client.buffers import Bytes, address_of
 from tierd.client.mailbox import TOLD_MAX_BYTES
 from tierd.client.mapping import Segment, SegmentTable
-from tierd.client.protocol import groups_message
+from tierd.client.protocol import group_message
 from tierd.client.session import Session
 from tierd.client.values import Found, GetResult, Group, checked_hashes
 from tierd.core.directory import SEGMENT_BITS, Directory
@@ -96,7 +96,7 @@ def served(
         targets = buffers.pieces(out, pages.lengths, writable=True)
     except InvalidArgument:  # the answer may be shorter, and fit
         return None
-    told = groups_message([group])[0].SerializeToString()
+    told = group_message(group).SerializeToString()
     if len(told) > TOLD_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
         return None
     if not session.mailbox.tell_used(told):
@@ -216,7 +216,7 @@ def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
     found = find(session, group, timeout_s=timeout_s) if session.mailbox.takes_gets else None
     if found is None:
         return None
-    if not session.mailbox.tell_used(groups_message([group])[0].SerializeToString(), is_lookup=True):
+    if not session.mailbox.tell_used(group_message(group).SerializeToString(), is_lookup=True):
         return None
     pages, tier_tokens = found
     tiers = np.array([segment.tier for segment in pages.table.segments], np.int8)

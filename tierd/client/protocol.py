@@ -1,52 +1,32 @@
-"""The protocol without I/O: from a call to its message, from a reply to its values.
+"""Requests without I/O: from a call's arguments to its message.
 
-Purpose: pure functions, so that both transports share every rule. Non-purpose: sockets, time, who calls. Invariant: a reply that is not
-what the proto file promises is an OperatorError here, and never an index error later.
+The functions are pure, so that both transports share every rule. They read no reply (replies.py) and send nothing.
+An argument that means nothing is an InvalidArgument here, before anything is sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from tierd import errors
 from tierd._proto import cache_pb2 as pb
-from tierd.chunks import CHUNK_BYTES, Chunk, Codec
-from tierd.client.buffers import copy_all
-from tierd.client.values import (
-    About,
-    Event,
-    EventKind,
-    Found,
-    Group,
-    Hashes,
-    OpenedNamespace,
-    PutGroup,
-    Tokens,
-    checked_hashes,
-    listed,
-)
+from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Tokens, checked_hashes, listed
 from tierd.core.block import U4_MAX, NamespaceSpec, token_array, whole
 from tierd.core.model import (
     COMMIT_BLOCK,
-    HANDLE,
-    HASH_BYTES,
     PRIORITY_LIMIT,
     PUT_BLOCK,
     RETENTION_LIMIT_S,
-    BlockStatus,
     Durability,
     StructArray,
     TierKind,
 )
-from tierd.errors import CorruptRecord, InvalidArgument, OperatorError, StaleHandle, TierdError
-from tierd.wire_codecs import WireCodec, shortest
+from tierd.errors import InvalidArgument
 
 SESSION_KEY = "tierd-session"
 CREDENTIAL_KEY = "authorization"
@@ -58,36 +38,6 @@ ABOUT_BYTES = 2 << 20
 
 TIER_DIGITS = 5
 """Of a tier's index: no daemon has so many."""
-
-
-# -- errors
-
-
-def error_of(name: str | None, message: str, *, status: str) -> TierdError:
-    """The error that the daemon raised. name: its class, from the trailing metadata; status: the gRPC status code's name."""
-    kind = getattr(errors, name or "", None)
-    if isinstance(kind, type) and issubclass(kind, TierdError):
-        return kind(message)
-    plain = _BY_STATUS.get(status)
-    if plain is not None:
-        return plain(f"daemon: {message}")
-    return OperatorError(f"daemon: {status}: {message}")
-
-
-_BY_STATUS: dict[str, type[TierdError]] = {
-    "UNAVAILABLE": errors.Unavailable,
-    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
-    "RESOURCE_EXHAUSTED": errors.Overloaded,
-    "UNAUTHENTICATED": errors.SessionLost,
-    "PERMISSION_DENIED": errors.NotPermitted,
-    "UNIMPLEMENTED": errors.Unsupported,
-    "INVALID_ARGUMENT": errors.InvalidArgument,
-    "CANCELLED": errors.Unavailable,
-}
-"""For what did not come from tierd itself: the transport, a proxy."""
-
-
-# -- namespaces
 
 
 def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
@@ -111,30 +61,6 @@ def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
             layout=shape.layout,
         ),
     )
-
-
-def take_namespace(namespace: OpenedNamespace, reply: pb.OpenNamespaceReply, *, link: int) -> None:
-    """Notes what a daemon answered. Raises StaleHandle if the namespace is in another epoch than when it was first opened.
-
-    A worker that has the old weights must not go on under the new epoch's name, so a moved epoch is never taken silently.
-    """
-    if len(reply.digest) != HASH_BYTES or not reply.namespace:
-        raise OperatorError(
-            f"daemon: namespace {reply.namespace} with a digest of {len(reply.digest)} bytes; versions differ?"
-        )
-    if namespace.is_open and namespace.digest != reply.digest:
-        if namespace.epoch == reply.epoch:
-            raise StaleHandle(
-                f"namespace {namespace.spec.model}: it was opened for another tenant, whose blocks this client cannot see; open it with this client"
-            )
-        raise StaleHandle(
-            f"namespace {namespace.spec.model}: epoch {namespace.epoch} has become {reply.epoch}; call open_namespace again once"
-            " this worker runs the new weights"
-        )
-    namespace.id, namespace.digest, namespace.epoch, namespace.link = reply.namespace, reply.digest, reply.epoch, link
-
-
-# -- what is asked for
 
 
 def groups_of(
@@ -202,12 +128,8 @@ def wanted_tier(name: str) -> dict[str, Any]:
     return {"tier": int(kinds[kind]), "nth": int(index) + 1 if dot else 0}
 
 
-def groups_message(groups: Iterable[Group]) -> list[pb.Group]:
-    """Groups as Lookup, Acquire and Prefetch carry them."""
-    return [_group_message(group) for group in groups]
-
-
-def _group_message(group: Group) -> pb.Group:
+def group_message(group: Group) -> pb.Group:
+    """A group as Lookup, Acquire, Prefetch and Get carry it. Raises InvalidArgument."""
     hashes = checked_hashes(group.hashes)
     return pb.Group(
         namespace=group.namespace.id,
@@ -313,33 +235,6 @@ def commit_request(
     )
 
 
-# -- what was answered
-
-
-@dataclass(frozen=True)
-class LeasedGroup:
-    """A group's part of a lease. first: number of the first block given; handles: HANDLE [ranks, count]."""
-
-    first: int
-    handles: StructArray
-
-    @property
-    def count(self) -> int:
-        """Blocks given per rank."""
-        return int(self.handles.shape[1])
-
-
-@dataclass(frozen=True)
-class Leased:
-    """What Acquire answered. whole: False if more is held than could be brought near now."""
-
-    lease: int = 0
-    tokens: int = 0
-    tier_tokens: tuple[int, ...] = ()
-    whole: bool = True
-    groups: tuple[LeasedGroup, ...] = ()
-
-
 def named_indices(request: pb.CommitRequest) -> list[int] | None:
     """Which blocks of the reservation a commit names; None: all."""
     if not request.HasField("blocks"):
@@ -347,153 +242,6 @@ def named_indices(request: pb.CommitRequest) -> list[int] | None:
     return np.frombuffer(request.blocks.blocks, dtype=COMMIT_BLOCK)["index"].tolist()  # type: ignore[no-any-return]
 
 
-def found(reply: pb.LookupReply, groups: Sequence[Group]) -> Found:
-    """What Lookup answered."""
-    tiers = []
-    for data, group in zip(reply.tier_of, groups, strict=False):
-        ranks = max(1, len(group.ranks))
-        tiers.append(np.frombuffer(data, dtype=np.int8).reshape(ranks, -1))
-    return Found(reply.tokens, tuple(tiers), tuple(reply.tier_tokens))
-
-
-def leased(reply: pb.AcquireReply, groups: Sequence[Group]) -> Leased:
-    """What Acquire answered."""
-    given = []
-    for part, group in zip(reply.groups, groups, strict=False):
-        ranks = max(1, len(group.ranks))
-        given.append(
-            LeasedGroup(part.first, handles_of(part.handles, count=ranks * part.count).reshape(ranks, part.count))
-        )
-    return Leased(reply.lease, reply.tokens, tuple(reply.tier_tokens), reply.whole, tuple(given))
-
-
-def handles_of(data: bytes, *, count: int | None = None) -> StructArray:
-    """HANDLE [n]. Raises OperatorError."""
-    if len(data) % HANDLE.itemsize or (count is not None and len(data) != count * HANDLE.itemsize):
-        raise OperatorError(
-            f"daemon: {len(data)} bytes of handles where {count} of {HANDLE.itemsize} were due; versions differ?"
-        )
-    return np.frombuffer(data, dtype=HANDLE)
-
-
-def joined(parts: Sequence[StructArray]) -> StructArray:
-    """HANDLE [n] of several groups, in order, the caller's own."""
-    # Joining records takes numpy ten times as long as copying them.
-    return parts[0].copy() if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=HANDLE), *parts])
-
-
-def statuses_of(data: bytes, *, count: int) -> NDArray[np.uint16]:
-    """u2 [count] of BlockStatus. Raises OperatorError."""
-    if len(data) != 2 * count:
-        raise OperatorError(f"daemon: {len(data)} bytes of statuses for {count} blocks; versions differ?")
-    return np.frombuffer(data, dtype="<u2").astype(np.uint16)
-
-
-def all_statuses(count: int, status: int) -> NDArray[np.uint16]:
-    """The same status for each of so many blocks."""
-    return np.full(count, status, dtype=np.uint16)
-
-
 def watch_request(after: int) -> pb.WatchRequest:
     """after: sequence number of the last event seen."""
     return pb.WatchRequest(after=whole("after", after, (1 << 64) - 1, remedy="give an event's sequence number"))
-
-
-def events_of(message: pb.Events) -> Iterator[Event]:
-    """The events of one Watch message."""
-    for event in message.events:
-        hashes = np.frombuffer(event.hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)
-        yield Event(event.sequence, EventKind(event.kind), event.tier, event.namespace, hashes, event.reason)
-
-
-def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
-    """How many blocks, from the first on, every rank of a lease's only group has whole. good: per handle, rank-major."""
-    if len(groups) != 1:
-        return 0 if not good.all() else max((g.count for g in groups), default=0)
-    if every(good):
-        return groups[0].count
-    return int(np.argmin(good.reshape(groups[0].handles.shape).all(axis=0)))
-
-
-def every(mask: NDArray[np.bool_]) -> bool:
-    """Whether all are true, in a third of the time of `mask.all()`."""
-    return int(np.count_nonzero(mask)) == mask.size
-
-
-# -- chunks, for clients that share no memory
-
-
-PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
-GET: Codec[pb.GetChunk] = Codec(pb.GetChunk)
-
-
-def agreed_codec(wanted: WireCodec | None, reply: pb.OpenNamespaceReply) -> WireCodec | None:
-    """What chunks to and from the daemon may be encoded by: the codec that this client wants, where the daemon knows it too."""
-    return wanted if wanted is not None and wanted.name in reply.codecs else None
-
-
-def put_chunks(
-    message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool, codec: WireCodec | None = None
-) -> Iterator[bytes]:
-    """A Put's stream, each message encoded: the group alone, then each block's bytes in order, with checksums."""
-    durability = (Durability.DURABLE if durable else Durability.MEMORY).value
-    first = pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
-    if codec is not None:
-        first.codec = codec.name
-    yield first.SerializeToString()
-    for index, piece in enumerate(pieces):
-        for offset in range(0, len(piece), CHUNK_BYTES):
-            data: Any = piece[offset : offset + CHUNK_BYTES].data
-            head = pb.PutChunk(index=index, offset=offset, checksum=xxhash.xxh3_64_intdigest(data))
-            if codec is not None:
-                data, head.plain_length = shortest(codec, data)
-            yield PUT.encode(head, data)
-
-
-def get_request(group: Group, *, codec: WireCodec | None) -> pb.GetRequest:
-    """codec: by which chunks may come encoded."""
-    return pb.GetRequest(group=_group_message(group), codec=codec.name if codec else "")
-
-
-class Assembly:
-    """Blocks put together from a Get's chunks: every chunk checked, in order, ended by the first fault."""
-
-    def __init__(self, target: Callable[[int, int], NDArray[np.uint8]], *, codec: WireCodec | None = None) -> None:
-        """target: number of a block and its length to where its bytes go. codec: by which chunks may be encoded."""
-        self.whole: list[NDArray[np.uint8]] = []
-        self._target, self._codec = target, codec
-        self._current: NDArray[np.uint8] | None = None
-        self._filled = 0
-        self._is_broken = False
-
-    def take(self, chunk: Chunk[pb.GetChunk]) -> None:
-        """The next chunk. What does not fit or does not hold ends the prefix: never a wrong byte."""
-        head = chunk.head
-        if self._is_broken or not (chunk.data or head.status):
-            return
-        data = self._plain(chunk) if self._fits(head, head.plain_length or len(chunk.data)) else None
-        self._is_broken = data is None or xxhash.xxh3_64_intdigest(data) != head.checksum
-        if data is None or self._is_broken or self._current is None:
-            return
-        self._filled = head.offset + len(data)
-        copy_all([self._current[head.offset : self._filled]], [np.frombuffer(data, dtype=np.uint8)])
-        if self._filled == len(self._current):
-            self.whole.append(self._current)
-            self._current = None
-
-    def _plain(self, chunk: Chunk[pb.GetChunk]) -> memoryview | None:
-        """Its bytes as they were before they were encoded; None where that cannot be told, or nobody asked for it."""
-        if not chunk.head.plain_length:
-            return chunk.data
-        try:
-            return None if self._codec is None else self._codec.decode(chunk.data, length=chunk.head.plain_length)
-        except CorruptRecord:
-            return None
-
-    def _fits(self, head: pb.GetChunk, length: int) -> bool:
-        """Whether the chunk continues the block in progress, or begins the next one."""
-        if head.status != BlockStatus.READY or head.index != len(self.whole):
-            return False
-        if self._current is None:
-            self._current, self._filled = self._target(head.index, head.length), 0
-        return head.offset == self._filled and self._filled + length <= len(self._current)

@@ -1,35 +1,41 @@
 """Put and get over TCP: chunks with checksums in place of handles, encoded if that is wanted.
 
-Purpose: the two verbs for clients that share no memory with the daemon. Non-purpose: chunks themselves (protocol.py). Invariant: a block whose
-chunks did not all hold is no block.
+Both are for clients that share no memory with the daemon. How a chunk lies on the wire is not said here
+(tierd/chunks.py). A block whose chunks did not all hold is no block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from tierd.client import buffers, protocol
+from tierd._proto import cache_pb2 as pb
+from tierd.chunks import CHUNK_BYTES, Chunk, Codec
+from tierd.client import buffers, protocol, replies
 from tierd.client.calls import insisted, left_s
 from tierd.client.connection import Link
-from tierd.client.values import GetResult, Group, PutResult
-from tierd.client.writing import Write
-from tierd.core.model import Need
-from tierd.errors import OperatorError, Unsupported
+from tierd.client.values import GetResult, Group, PutGroup, PutResult
+from tierd.core.model import BlockStatus, Durability, Need
+from tierd.errors import CorruptRecord, OperatorError, Unsupported
+from tierd.wire_codecs import WireCodec, shortest
+
+_PUT: Codec[pb.PutChunk] = Codec(pb.PutChunk)
 
 
-def put(link: Link, write: Write) -> PutResult:
+def put(link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], deadline: float, *, durable: bool) -> PutResult:
     """Sends blocks."""
-    message, codec = protocol.put_group_message(write.group), link.codec
+    message, codec = protocol.put_group_message(group), link.codec
 
     def push() -> Any:
-        chunks = protocol.put_chunks(message, write.sources, durable=write.durable, codec=codec)
-        return link.transport.push("Put", chunks, timeout_s=left_s(write.deadline))
+        chunks = put_chunks(message, sources, durable=durable, codec=codec)
+        return link.transport.push("Put", chunks, timeout_s=left_s(deadline))
 
-    reply = insisted(push, write.deadline)
-    return PutResult(protocol.statuses_of(reply.statuses, count=len(write.sources)))
+    reply = insisted(push, deadline)
+    return PutResult(replies.statuses_of(reply.statuses, count=len(sources)))
 
 
 def get(link: Link, group: Group, out: Any, deadline: float) -> tuple[GetResult, list[int]]:
@@ -39,8 +45,8 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> tuple[GetResult,
             f"get: a group that needs {group.need.name} and no prefix, over TCP, where blocks travel from the first one on; ask for a"
             " prefix, or run a daemon beside this process"
         )
-    assembly = protocol.Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes), codec=link.codec)
-    request = protocol.get_request(group, codec=link.codec)
+    assembly = Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes), codec=link.codec)
+    request = pb.GetRequest(group=protocol.group_message(group), codec=link.codec.name if link.codec else "")
     insisted(lambda: link.transport.pull("Get", request, timeout_s=left_s(deadline), take=assembly.take), deadline)
     blocks = len(assembly.whole)
     covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)
@@ -69,3 +75,65 @@ class _Targets:
             return buffers.pieces(list(self._out[index : index + 1]), [length], writable=True)[0]
         begin, self._used = self._used, self._used + length
         return buffers.pieces(self._out[begin:], [length], writable=True)[0]
+
+
+def put_chunks(
+    message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool, codec: WireCodec | None = None
+) -> Iterator[bytes]:
+    """A Put's stream, each message encoded: the group alone, then each block's bytes in order, with checksums."""
+    durability = (Durability.DURABLE if durable else Durability.MEMORY).value
+    first = pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
+    if codec is not None:
+        first.codec = codec.name
+    yield first.SerializeToString()
+    for index, piece in enumerate(pieces):
+        for offset in range(0, len(piece), CHUNK_BYTES):
+            data: Any = piece[offset : offset + CHUNK_BYTES].data
+            head = pb.PutChunk(index=index, offset=offset, checksum=xxhash.xxh3_64_intdigest(data))
+            if codec is not None:
+                data, head.plain_length = shortest(codec, data)
+            yield _PUT.encode(head, data)
+
+
+class Assembly:
+    """Blocks put together from a Get's chunks: every chunk checked, in order, ended by the first fault."""
+
+    def __init__(self, target: Callable[[int, int], NDArray[np.uint8]], *, codec: WireCodec | None = None) -> None:
+        """target: number of a block and its length to where its bytes go. codec: by which chunks may be encoded."""
+        self.whole: list[NDArray[np.uint8]] = []
+        self._target, self._codec = target, codec
+        self._current: NDArray[np.uint8] | None = None
+        self._filled = 0
+        self._is_broken = False
+
+    def take(self, chunk: Chunk[pb.GetChunk]) -> None:
+        """The next chunk. What does not fit or does not hold ends the prefix: never a wrong byte."""
+        head = chunk.head
+        if self._is_broken or not (chunk.data or head.status):
+            return
+        data = self._plain(chunk) if self._fits(head, head.plain_length or len(chunk.data)) else None
+        self._is_broken = data is None or xxhash.xxh3_64_intdigest(data) != head.checksum
+        if data is None or self._is_broken or self._current is None:
+            return
+        self._filled = head.offset + len(data)
+        buffers.copy_all([self._current[head.offset : self._filled]], [np.frombuffer(data, dtype=np.uint8)])
+        if self._filled == len(self._current):
+            self.whole.append(self._current)
+            self._current = None
+
+    def _plain(self, chunk: Chunk[pb.GetChunk]) -> memoryview | None:
+        """Its bytes as they were before they were encoded; None where that cannot be told, or nobody asked for it."""
+        if not chunk.head.plain_length:
+            return chunk.data
+        try:
+            return None if self._codec is None else self._codec.decode(chunk.data, length=chunk.head.plain_length)
+        except CorruptRecord:
+            return None
+
+    def _fits(self, head: pb.GetChunk, length: int) -> bool:
+        """Whether the chunk continues the block in progress, or begins the next one."""
+        if head.status != BlockStatus.READY or head.index != len(self.whole):
+            return False
+        if self._current is None:
+            self._current, self._filled = self._target(head.index, head.length), 0
+        return head.offset == self._filled and self._filled + length <= len(self._current)

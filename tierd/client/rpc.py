@@ -16,9 +16,11 @@ import grpc
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
+from tierd.chunks import Codec
 from tierd.client import forks, stopping, trusted
 from tierd.client.connection import Link, Meanwhile
-from tierd.client.protocol import GET, GIVING, REQUEST_KEY, error_of
+from tierd.client.protocol import GIVING, REQUEST_KEY
+from tierd.client.replies import error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError, Unavailable
 
 MESSAGE_MAX_BYTES = 8 << 20
@@ -49,7 +51,9 @@ class SyncTransport:
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
         # Chunks come encoded, and are decoded where they arrived.
         self.stub.Put = self._channel.stream_unary(_path("Put"), None, pb.PutReply.FromString)
-        self.stub.Get = self._channel.unary_stream(_path("Get"), pb.GetRequest.SerializeToString, GET.decode)
+        self.stub.Get = self._channel.unary_stream(
+            _path("Get"), pb.GetRequest.SerializeToString, Codec(pb.GetChunk).decode
+        )
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
         """One request, one reply."""

@@ -30,10 +30,11 @@ import tierd
 from tierd.client import trusted
 from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
 from tierd.client.mapping import Segment, SegmentTable, map_file, map_segment
-from tierd.client.protocol import error_of, every
+from tierd.client.replies import error_of
 from tierd.client.target import LocalTarget
 from tierd.core.directory import Directory
 from tierd.core.model import StructArray
+from tierd.core.sets import every
 from tierd.core.words import words_of
 from tierd.errors import (
     DeadlineExceeded,

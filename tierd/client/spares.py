@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import protocol
+from tierd.client import protocol, replies
 from tierd.client.values import PutGroup
 from tierd.core.block import size_class
 from tierd.core.model import PUT_BLOCK, StructArray
@@ -232,7 +232,7 @@ class Spares:
         try:
             reply = pending.reply(deadline=deadline)
             numbers = list(reply.ahead)
-            found = [protocol.handles_of(data, count=shape.count).copy() for data in reply.handles]
+            found = [replies.handles_of(data, count=shape.count).copy() for data in reply.handles]
             return list(zip(numbers, found, strict=True))
         except (TierdError, ValueError):
             if numbers:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierd.client import buffers, protocol
+from tierd.client import buffers, replies
 from tierd.client.lease import Lease
 from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
 from tierd.client.writing import Write, kept
@@ -88,7 +88,7 @@ def put(verbs: Asking, write: Write) -> PutResult:
     limit = _held(verbs, write.group.namespace, count, limit)
     if count <= limit:
         return kept(verbs, write)
-    statuses = protocol.all_statuses(count, BlockStatus.FAILED)
+    statuses = replies.all_statuses(count, BlockStatus.FAILED)
     for first in range(0, count, limit):
         stop = min(first + limit, count)
         part = replace(write, group=write.group.part(first, stop), sources=write.sources[first:stop])

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tierd.client import forks, protocol, stopping
+from tierd.client import forks, replies, stopping
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.spares import Pending
@@ -132,7 +132,7 @@ class Unanswered:
         lost = sent.blocks
         try:
             reply = sent.call.reply(deadline=time.monotonic() + (READ_S if is_here else 0.0))
-            lost = int(np.count_nonzero(protocol.handles_of(reply.handles)["status"] == BlockStatus.FAILED))
+            lost = int(np.count_nonzero(replies.handles_of(reply.handles)["status"] == BlockStatus.FAILED))
         except TierdError:
             pass
         finally:

@@ -1,6 +1,6 @@
 """What one asks the client for, and what it answers, apart from holds on memory (lease.py).
 
-Purpose: small immutable values. Non-purpose: messages (protocol.py). Invariant: arrays in answers are the caller's own.
+Purpose: small immutable values. Non-purpose: messages (protocol.py, replies.py). Invariant: arrays in answers are the caller's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The verbs: everything that a client does, once, in the caller's thread or in one of AsyncClient's.
 
-Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py), transports
+Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py, replies.py), transports
 (local.py, rpc.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
 a daemon has gone (but a put, whose blocks either exist then or do not), and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, protocol, splitting, writing
+from tierd.client import buffers, protocol, replies, splitting, writing
 from tierd.client.asking import Asking
 from tierd.client.calls import Deadline, due
 from tierd.client.lease import Lease
@@ -151,9 +151,9 @@ class Verbs(Asking):
         lengths = protocol.put_lengths(group)
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
-            return PutResult(protocol.all_statuses(0, BlockStatus.READY))
+            return PutResult(replies.all_statuses(0, BlockStatus.READY))
         return splitting.put(self, writing.Write(group, sources, deadline, until))
 
 
 def _dropped(blocks: Any) -> PutResult:
-    return PutResult(protocol.all_statuses(operator.length_hint(blocks), BlockStatus.FAILED))
+    return PutResult(replies.all_statuses(operator.length_hint(blocks), BlockStatus.FAILED))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, copying, protocol
+from tierd.client import buffers, copying, protocol, replies
 from tierd.client.calls import left_s
 from tierd.client.connection import Link
 from tierd.client.pins import Hold
@@ -30,6 +30,7 @@ from tierd.client.spares import Spares
 from tierd.client.values import PutGroup, PutResult, checked_hashes
 from tierd.core.block import size_class
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
+from tierd.core.sets import every
 from tierd.errors import NotFound, SessionLost, StaleHandle
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def put(verbs: Asking, link: Link, write: Write) -> PutResult:
     statuses = _into_spare(verbs, pages, write) if pages else None
     if statuses is None:
         statuses = _into_reserved(verbs, write)
-    if protocol.every((statuses == BlockStatus.READY) | (statuses == BlockStatus.PENDING)):
+    if every((statuses == BlockStatus.READY) | (statuses == BlockStatus.PENDING)):
         spares.order(group, length=length, deadline=write.deadline)
     else:
         spares.pause(write.deadline)
@@ -179,7 +180,7 @@ def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArr
         copy.run()
         copy.complete(request)
         if write.until is Until.TOLD and _is_sent(verbs, pages, request, write.deadline):
-            return protocol.all_statuses(_reserved(pages), BlockStatus.PENDING)
+            return replies.all_statuses(_reserved(pages), BlockStatus.PENDING)
         return verbs.committed(pages, request, write.deadline).statuses
     except BaseException:
         pages.drop()

@@ -51,7 +51,7 @@ class Bench:
 
     def echo_of(self, verb: str, *, raw: bool = False) -> Callable[[], object]:
         """An echo of messages as long as the verb's: on a stream, or on a raw socket."""
-        groups = protocol.groups_message([Group(self._space, self._missing if verb == "lookup_empty" else self._held)])
+        groups = [protocol.group_message(Group(self._space, self._missing if verb == "lookup_empty" else self._held))]
         count = len(groups[0].hashes) // 32
         if verb == "view":
             asked: int = pb.AcquireRequest(groups=groups, tier=1).ByteSize()  # type: ignore[arg-type]
