@@ -5,25 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.still import stand_still
+from tests.system.blocks import await_true
+from tests.system.raw import RawClient
 from tests.system.warm import Daemon
+from tierd._proto import cache_pb2 as pb
 from tierd.client import AsyncClient, Client, NamespaceSpec, OpenedNamespace
 from tierd.client.local import Sent
 from tierd.client.unanswered import Unanswered
+from tierd.client.writing import Copy
 from tierd.core.model import BlockStatus
-from tierd.errors import DeadlineExceeded
+from tierd.errors import DeadlineExceeded, TierdError
 from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=64 << 10)
+LONG = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=2 << 20)
 PENDING, READY = BlockStatus.PENDING, BlockStatus.READY
 SOON_S = 30.0
 
@@ -67,6 +74,53 @@ def warmed(client: Client) -> OpenedNamespace:
         link.spares._receive(deadline)
         assert time.monotonic() < deadline
     return space
+
+
+FULL = """
+nvme = []
+[server]
+queue_limit = 4
+[[host]]
+capacity = '64 MiB'
+segment = '8 MiB'
+"""
+"""A daemon that has three slow calls in progress at most, and of one client two."""
+
+
+@contextlib.contextmanager
+def full(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A daemon with as many slow calls in progress as it takes, until the event is set: commits of other clients whose
+    copies are under way."""
+    begun, go, run, mine = threading.Semaphore(0), threading.Event(), Copy.run, threading.get_ident()
+
+    def slowly(self: Copy) -> None:
+        if threading.get_ident() != mine:
+            begun.release()
+            assert go.wait(SOON_S)
+        run(self)
+
+    def work(client: Client, number: int) -> None:
+        space = client.open_namespace(LONG)
+        (name,) = chain(number, 1)
+        with contextlib.suppress(TierdError):  # of a daemon that is killed meanwhile
+            client.put(space, name[None], [content_of(name, LONG.block_bytes)])
+
+    monkeypatch.setattr(Copy, "run", slowly)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(daemon.target, timeout_s=SOON_S)) for _ in range(3)]
+        threads = [threading.Thread(target=work, args=(client, 500 + n)) for n, client in enumerate(clients)]
+        for thread in threads:
+            thread.start()
+        assert all(begun.acquire(timeout=SOON_S) for _ in threads)
+        try:
+            with RawClient(daemon.target) as raw:
+                refusal = partial(raw.error_of, raw.cache.Acquire, pb.AcquireRequest())
+                await_true(lambda: refusal() == "Overloaded", "their commits under way")
+            yield go
+        finally:
+            go.set()
+            for thread in threads:
+                thread.join(SOON_S)
 
 
 def test_its_own_client_finds_what_it_has_put() -> None:
@@ -281,3 +335,56 @@ async def test_the_asynchronous_client_has_it_too() -> None:
             assert result.statuses.tolist() == [PENDING] * 4
             assert await client.flush() == 0
             assert (await client.lookup(space, names)).tokens == 64
+
+
+def test_a_put_that_is_refused_for_want_of_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put that the daemon refuses as overloaded is stored when it takes more, from the pages that hold its bytes
+    already, and its source is not read again."""
+    with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space, names = warmed(client), chain(1, 4)
+        blocks = [content_of(name, SPEC.block_bytes) for name in names]
+        with full(daemon, monkeypatch) as go:
+            assert client.put(space, names, blocks, wait=False).statuses.tolist() == [PENDING] * 4
+            for block in blocks:
+                block[:] = 0
+            (sent,) = client._verbs.unanswered._sent
+            assert sent.call.comes(SOON_S)
+            with pytest.raises(DeadlineExceeded, match="1 puts are not answered"):
+                client.flush(timeout_s=0.1)
+            go.set()
+        assert client.flush() == 0
+        assert is_right(client, space, 1)
+
+
+def test_flush_says_why_blocks_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside how many: each kind of failure with the daemon's own words."""
+    with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        with full(daemon, monkeypatch):
+            names = chain(1, 4)
+            blocks = [content_of(name, SPEC.block_bytes) for name in names]
+            assert client.put(space, names, blocks, wait=False, timeout_s=0.3)
+            lost = client.flush()
+            assert lost == 4
+            (why,) = lost.reasons
+            assert re.match("4 blocks: Overloaded: .*server.queue_limit 4", why)
+        stand_still(daemon.pid)
+        assert put(client, space, 2, count=3) == [PENDING] * 3
+        os.kill(daemon.pid, signal.SIGKILL)
+        lost = client.flush()
+        assert lost == 3
+        assert re.match("3 blocks: Unavailable: ", lost.reasons[0])
+        assert client.flush().reasons == ()
+
+
+def test_a_refused_put_whose_daemon_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost with its daemon: flush does not wait for a daemon that takes it."""
+    with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
+        space = warmed(client)
+        with full(daemon, monkeypatch):
+            assert put(client, space, 1) == [PENDING] * 4
+            with pytest.raises(DeadlineExceeded):
+                client.flush(timeout_s=0.1)
+            daemon.kill()
+            lost = client.flush()
+            assert lost == 4 and re.match("4 blocks: (Unavailable|SessionLost): ", lost.reasons[0])

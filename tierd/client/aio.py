@@ -20,7 +20,18 @@ from tierd.client.lease import Lease
 from tierd.client.replies import events_of
 from tierd.client.reservation import AsyncReservation
 from tierd.client.threads import NotBegun, Threads
-from tierd.client.values import Event, Found, GetResult, Group, Hashes, OpenedNamespace, PutGroup, PutResult, Tokens
+from tierd.client.values import (
+    Event,
+    Found,
+    GetResult,
+    Group,
+    Hashes,
+    Lost,
+    OpenedNamespace,
+    PutGroup,
+    PutResult,
+    Tokens,
+)
 from tierd.client.writing import Until
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import StructArray
@@ -116,7 +127,7 @@ class AsyncClient(Face):
         put = partial(self._verbs.put, namespace, what, blocks, until=partial(Until.of, durable=durable, wait=wait))
         return await self._run(put, self._deadline(timeout_s))
 
-    async def flush(self, *, timeout_s: float | None = None) -> int:
+    async def flush(self, *, timeout_s: float | None = None) -> Lost:
         """As Client.flush."""
         return await self._run(self._verbs.flush, self._deadline(timeout_s))
 

@@ -6,10 +6,10 @@ Purpose: small immutable values. Non-purpose: messages (protocol.py, replies.py)
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,6 +255,19 @@ class PutResult:
 
     def __bool__(self) -> bool:
         return self.stored == len(self.statuses)
+
+
+class Lost(int):
+    """How many blocks of puts with wait=False were not stored. reasons: of each kind of failure how many, its name,
+    and what was said last."""
+
+    reasons: tuple[str, ...]
+
+    def __new__(cls, blocks: int = 0, reasons: Iterable[str] = ()) -> Self:
+        """As it reads."""
+        lost = super().__new__(cls, blocks)
+        lost.reasons = tuple(reasons)
+        return lost
 
 
 @dataclass(frozen=True, slots=True)

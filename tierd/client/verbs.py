@@ -21,7 +21,7 @@ from tierd.client.calls import Deadline, due
 from tierd.client.lease import Lease
 from tierd.client.links import void
 from tierd.client.reservation import ReservedPages
-from tierd.client.values import Committed, Found, GetResult, OpenedNamespace, PutGroup, PutResult, listed
+from tierd.client.values import Committed, Found, GetResult, Lost, OpenedNamespace, PutGroup, PutResult, listed
 from tierd.core.block import NamespaceSpec
 from tierd.core.model import BlockStatus
 from tierd.errors import Unavailable
@@ -108,8 +108,8 @@ class Verbs(Asking):
             lambda: _dropped(blocks),
         )
 
-    def flush(self, deadline: Deadline) -> int:
-        """Waits for the answers of puts that waited for nobody; how many of their blocks were not stored since the
+    def flush(self, deadline: Deadline) -> Lost:
+        """Waits for the answers of puts that waited for nobody; which of their blocks were not stored since the
         last time."""
         return self._verb(deadline, self.unanswered.flush, self.unanswered.lost)
 
@@ -121,6 +121,7 @@ class Verbs(Asking):
             self._complaints.note(
                 Unavailable(
                     f"close: {lost} blocks of puts with wait=False were not stored, {unknown} puts not answered"
+                    f" ({'; '.join(lost.reasons) or 'in time'})"
                 )
             )
 
