@@ -27,7 +27,6 @@ import structlog
 
 from tierd.core.block import Namespace
 from tierd.core.plan import GroupQuery, Ids
-from tierd.server.decimals import columns_of, joined
 from tierd.server.numbering import Numbers
 
 log = structlog.get_logger(__name__)
@@ -211,11 +210,11 @@ class Recording:
         if ids is None:
             self.counts.lost += len(part)
             raise _Over(f"it has numbered {self._numbers.count} different blocks, and {NUMBER_LIMIT} are the most")
-        texts, end = columns_of(ids), 0
+        texts, end = [b"%d" % number for number in ids.tolist()], 0
         for asked, base in part:
             first, end = end, end + len(asked.group.hashes)
             if not self._is_part_of_lookup(asked, ids[first:end]):
-                self._add_line(asked, base, joined(texts, first, end - first))
+                self._add_line(asked, base, b",".join(texts[first:end]))
 
     def _at_ms(self, asked: Asked) -> int:
         return max(0, round(1000 * (asked.at_s - self._begun_s)))

@@ -22,7 +22,6 @@ from tierd.cli.trace import Request, read_trace
 from tierd.core.block import NamespaceSpec
 from tierd.core.plan import GroupQuery
 from tierd.server import recording
-from tierd.server.decimals import columns_of, joined
 from tierd.server.numbering import Numbers
 from tierd.server.recording import Bounds, Recording
 from tierd.testing import chain
@@ -88,14 +87,6 @@ def test_numbers_agree_exactly_where_the_hashes_do(calls: list[tuple[int, int, i
     assert numbers.count == len(known)
     sample = chain(1, 4), np.full(4, 10, np.uint32)
     assert (numbers._keys(*sample) != again._keys(*sample)).all()
-
-
-@given(st.lists(st.integers(0, 10**8 - 1), min_size=1))
-def test_numbers_as_text_are_what_python_writes(numbers: list[int]) -> None:
-    """Digits come out as they do one by one, whole and in parts."""
-    columns, half = columns_of(np.array([*numbers, 0], np.int64)), len(numbers) // 2
-    assert joined(columns, 0, len(numbers)).decode() == ",".join(map(str, numbers))
-    assert joined(columns, half, len(numbers) - half + 1).decode() == ",".join(map(str, [*numbers[half:], 0]))
 
 
 def test_a_lookup_and_what_it_led_to_are_one_request(path: Path) -> None:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import Columns, rows_for
+from tierd.core.numbered import Numbered
 from tierd.core.sets import every, some
-from tierd.core.table import Table
+from tierd.core.table import Keys
 
-Keys = NDArray[np.uint64]
 Rows = NDArray[np.int64]
 
 GHOST = np.dtype(
@@ -39,32 +38,12 @@ class Recalled:
     rows: Rows
 
 
-class _Half:
-    """Names and their numbers, by row."""
+class _Half(Numbered):
+    """Names, and their numbers by row."""
 
     def __init__(self, limit: int) -> None:
-        self._columns = Columns(limit)
-        self.keys: Keys = self._columns.column(np.uint64)
-        self.numbers = self._columns.column(GHOST)
-        self.count = 0
-        self._lengthen(1)
-        self.table = Table()
-
-    def find(self, keys: Keys) -> Rows:
-        return self.table.find(keys, lambda asked, rows: np.asarray(self.keys.take(rows) == keys.take(asked), np.bool_))
-
-    def add(self, keys: Keys) -> Rows:
-        """Rows for distinct names that are not here."""
-        rows = np.arange(self.count, self.count + len(keys))
-        self._lengthen(self.count + len(keys))
-        self.count += len(keys)
-        self.keys[rows] = keys
-        self.table.insert(rows, keys)
-        return rows
-
-    def _lengthen(self, wanted: int) -> None:
-        if wanted > self._columns.rows:
-            self._columns.lengthen(rows_for(self._columns.rows, wanted))
+        super().__init__(limit)
+        self.numbers = self.columns.column(GHOST)
 
 
 class Ghosts:
