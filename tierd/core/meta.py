@@ -109,7 +109,7 @@ def joined(parts: Sequence[StructArray]) -> StructArray:
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(parts[0].dtype)
 
 
-def put_at(meta: StructArray, rows: Sequence[int], records: StructArray) -> None:
+def put_at(meta: StructArray, rows: Sequence[int] | NDArray[np.int64], records: StructArray) -> None:
     """meta[rows] = records, each in one piece. meta: contiguous."""
     meta.view(np.uint8).reshape(len(meta), META_BYTES)[rows] = records.view(np.uint8).reshape(-1, META_BYTES)
 

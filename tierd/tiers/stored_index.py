@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.meta import META, is_meta
+from tierd.core.meta import META, is_meta, joined, picked, put_at
 from tierd.core.model import EXTENT, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray
-from tierd.core.sets import distinct, every
+from tierd.core.sets import distinct, true_rows
 from tierd.tiers.journal import REMOVED, BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
 Keys = NDArray[np.uint64]
@@ -26,7 +26,6 @@ GENERATION_LIMIT = np.uint64(1 << 63)
 STRETCH_ROWS = 1 << 13
 PIECE_ROWS = 1 << 14
 """Of what journals tell, put together at a time: 4 MiB of META, which is a mapping of its own and goes back to the kernel when it is freed."""
-_RAW = np.dtype(f"V{META.itemsize}")
 _OFFSET = np.uint64(0xFFFF_FFFF)
 """Of a key: the pages before the slot."""
 
@@ -81,9 +80,8 @@ def unsifted(index: StoredIndex) -> Iterator[Callable[[], Stretch]]:
 
 def gathered(index: StoredIndex) -> StoredIndex:
     """The same, all of it in memory. Raises OSError."""
-    metas = [_raw(stretch.metas) for stretch in stretches(index)]
-    whole = np.concatenate([_raw(index.metas[:0]), *metas]).view(META)
-    return replace(index, metas=whole, filed=None, told=index.told[:0])
+    metas = joined([index.metas[:0], *(stretch.metas for stretch in stretches(index))])
+    return replace(index, metas=metas, filed=None, told=index.told[:0])
 
 
 def assignment_of(begun: SegmentBegun, *, tier: int) -> SegmentAssignment:
@@ -136,7 +134,7 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
             case _:
                 marks = _higher(marks, record)
     metas, keys = changes.result()
-    metas = _only(metas, metas["generation"] < GENERATION_LIMIT)
+    metas = picked(metas, true_rows(metas["generation"] < GENERATION_LIMIT))
     top = int(metas["generation"].max()) + 1 if len(metas) else 1
     marks = _higher(marks, Marks(1, top))
     told = distinct(np.concatenate((index.told, keys))) if index.filed else index.told
@@ -208,8 +206,8 @@ def _consistent(index: StoredIndex) -> StoredIndex:
 def _sound(metas: StructArray, segments: Mapping[int, SegmentBegun]) -> Stretch:
     """Those that lie in a living segment, and are records that this version reads."""
     slots = slots_of(metas, segments.values())
-    good = is_meta(metas) & (slots >= 0) & (metas["generation"] < GENERATION_LIMIT)
-    return Stretch(metas, slots) if every(good) else Stretch(_only(metas, good), slots[good])
+    good = true_rows(is_meta(metas) & (slots >= 0) & (metas["generation"] < GENERATION_LIMIT))
+    return Stretch(picked(metas, good), slots[good])
 
 
 def _higher(one: Marks, other: Marks) -> Marks:
@@ -227,7 +225,7 @@ def _keys(rows: StructArray) -> Keys:
 
 def _sift(index: StoredIndex, metas: StructArray, *, told: Keys) -> Stretch:
     if len(told):
-        metas = _only(metas, ~_among(_keys(metas), told))
+        metas = picked(metas, true_rows(~_among(_keys(metas), told)))
     return _sound(metas, index.segments)
 
 
@@ -237,25 +235,10 @@ def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:
     return np.asarray(pool[at] == keys)
 
 
-def _joined(parts: list[NDArray[np.void]]) -> NDArray[np.void]:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([np.empty(0, np.uint8), *(part.view(np.uint8) for part in parts)]).view(_RAW)
-
-
-def _only(metas: StructArray, good: NDArray[np.bool_]) -> StructArray:
-    return metas if every(good) else _raw(metas)[good].view(META)
-
-
-def _raw(metas: StructArray) -> NDArray[np.void]:
-    """As bytes without fields: copying records field by field is many times slower."""
-    return np.ascontiguousarray(metas).view(_RAW)
-
-
 class _Piece(NamedTuple):
-    """metas: _RAW [m]. keys [n]: slots, in the order in which they were told of. rows int64 [n]: which of the metas lies there; -1: none."""
+    """metas: META [m]. keys [n]: slots, in the order in which they were told of. rows int64 [n]: which of the metas lies there; -1: none."""
 
-    metas: NDArray[np.void]
+    metas: StructArray
     keys: Keys
     rows: NDArray[np.int64]
 
@@ -272,7 +255,7 @@ class _Changes:
         self.store(metas)
 
     def store(self, metas: StructArray) -> None:
-        self._stored.append(_raw(metas))
+        self._stored.append(metas)
         self._note(len(metas), is_stored=True)
 
     def remove(self, rows: StructArray) -> None:
@@ -288,17 +271,17 @@ class _Changes:
         told, from_end = np.unique(keys[::-1], return_index=True)
         last = end - 1 - from_end
         last = last[rows[last] >= 0]
-        metas, order = np.empty(len(last), _RAW), np.argsort(last)
+        metas, order = np.empty(len(last), META), np.argsort(last)
         while self._pieces:  # the latest first, whose memory was the last to be taken
             piece = self._pieces.pop()
             begin = end - len(piece.keys)
             at = order[slice(*np.searchsorted(last, (begin, end), sorter=order))]
-            metas[at] = piece.metas[rows[last[at]]]
+            put_at(metas, at, piece.metas.take(rows[last[at]]))
             end = begin
-        return metas.view(META), told
+        return metas, told
 
     def _begin(self) -> None:
-        self._stored, self._removed = list[NDArray[np.void]](), list[StructArray]()
+        self._stored, self._removed = list[StructArray](), list[StructArray]()
         self._order, self._count = list[tuple[bool, int]](), 0
 
     def _note(self, count: int, *, is_stored: bool) -> None:
@@ -309,11 +292,11 @@ class _Changes:
 
     def _finish(self) -> None:
         """What was told since the last piece becomes one."""
-        metas = _joined(self._stored)
+        metas = joined(self._stored or [np.empty(0, META)])
         kinds, counts = zip(*self._order, strict=True)
         are_stored = np.repeat(kinds, counts)
         keys, rows = np.empty(len(are_stored), np.uint64), np.full(len(are_stored), -1)
-        keys[are_stored], rows[are_stored] = _keys(metas.view(META)), np.arange(len(metas))
+        keys[are_stored], rows[are_stored] = _keys(metas), np.arange(len(metas))
         if self._removed:
             keys[~are_stored] = _keys(np.concatenate(self._removed))
         self._pieces.append(_Piece(metas, keys, rows))
