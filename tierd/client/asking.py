@@ -27,7 +27,7 @@ from tierd.client.reservation import ReservedPages
 from tierd.client.target import RemoteTarget
 from tierd.client.unanswered import Unanswered
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
-from tierd.core.model import HANDLE, BlockStatus, StructArray
+from tierd.core.model import BlockStatus, StructArray
 from tierd.errors import SessionLost, StaleHandle, Unavailable
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Asking(Links):
         if near is not None:
             return near
         _, reply = self._ask(
-            lambda: ("Lookup", pb.LookupRequest(groups=map(protocol.group_message, groups))), _spaces(groups), deadline
+            lambda: ("Lookup", pb.LookupRequest(groups=map(protocol.group_message, groups))), groups, deadline
         )
         return replies.found(reply, groups)
 
@@ -66,7 +66,7 @@ class Asking(Links):
             return 0
         _, reply = self._ask(
             lambda: ("Prefetch", pb.PrefetchRequest(groups=map(protocol.group_message, groups), **wanted)),
-            _spaces(groups),
+            groups,
             deadline,
         )
         return int(reply.started)
@@ -78,7 +78,7 @@ class Asking(Links):
         wanted = protocol.wanted_tier(tier)
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
-            return self._empty_lease()
+            return Lease(None, Leased())
         self._check_device(tier, deadline)
         link, lease = self._leased(groups, wanted, deadline, doubted=doubted)
         if not lease.whole and self._without_spare(link, deadline):
@@ -104,7 +104,7 @@ class Asking(Links):
             wanted = wanted | {"copies": True, "doubted": doubted}
         link, reply = self._ask(
             lambda: ("Acquire", pb.AcquireRequest(groups=map(protocol.group_message, groups), **wanted)),
-            _spaces(groups),
+            groups,
             deadline,
         )
         leased = replies.leased(reply, groups)
@@ -169,7 +169,7 @@ class Asking(Links):
         self._check_device(tier, deadline)
         link, reply = self._ask(
             lambda: ("Reserve", protocol.reserve_request(groups, tier, durable=durable, tells=self.tells_events)),
-            _spaces(groups),
+            groups,
             deadline,
         )
         given = [
@@ -259,19 +259,12 @@ class Asking(Links):
     def _ask(
         self,
         make: Callable[[], tuple[str, Any]],
-        namespaces: Sequence[OpenedNamespace],
+        groups: Sequence[Group] | Sequence[PutGroup],
         deadline: float,
-        *,
-        meanwhile: Meanwhile | None = None,
     ) -> tuple[Link, Any]:
         """One call, after the puts before it. make: method and message, from namespaces that are open."""
         self.unanswered.settle(deadline)
-
-        def call(link: Link) -> Any:
-            method, request = make()
-            return called(link, method, request, deadline, meanwhile=meanwhile)
-
-        return self._over(call, namespaces, deadline)
+        return self._over(lambda link: called(link, *make(), deadline), _spaces(groups), deadline)
 
     def _ask_holder(
         self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
@@ -286,14 +279,6 @@ class Asking(Links):
                 raise
             hold.link.is_broken = True
             raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
-
-    def _empty_lease(self) -> Lease:
-        return Lease(None, Leased())
-
-    def _no_pages(self, groups: Sequence[PutGroup]) -> ReservedPages:
-        handles = np.zeros(sum(len(group.hashes) for group in groups), dtype=HANDLE)
-        handles["status"] = BlockStatus.NO_ROOM
-        return self.pages(None, handles)
 
 
 def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:

@@ -25,9 +25,9 @@ from tierd.client import buffers, copying
 from tierd.client.buffers import Bytes, address_of
 from tierd.client.mailbox import TOLD_MAX_BYTES
 from tierd.client.mapping import Segment, SegmentTable
-from tierd.client.protocol import group_message
+from tierd.client.protocol import checked_hashes, group_message
 from tierd.client.session import Session
-from tierd.client.values import Found, GetResult, Group, checked_hashes
+from tierd.client.values import Found, GetResult, Group
 from tierd.core.directory import SEGMENT_BITS, Directory
 from tierd.core.layout import GENERATION, WORD_BYTES
 from tierd.core.model import HASH_BYTES, Need, StructArray

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Tokens, checked_hashes, listed
+from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Tokens
 from tierd.core.block import U4_MAX, NamespaceSpec, token_array, whole
 from tierd.core.model import (
     COMMIT_BLOCK,
+    HASH_BYTES,
     PRIORITY_LIMIT,
     PUT_BLOCK,
     RETENTION_LIMIT_S,
@@ -38,6 +39,7 @@ ABOUT_BYTES = 2 << 20
 
 TIER_DIGITS = 5
 """Of a tier's index: no daemon has so many."""
+T = TypeVar("T")
 
 
 def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
@@ -74,6 +76,30 @@ def groups_of(
     if hashes is not None or tokens is not None:
         raise InvalidArgument("hashes: given beside groups, which have their own; pass one or the other")
     return listed(what, Group)
+
+
+def checked_hashes(hashes: Hashes) -> Hashes:
+    """uint8 [n, 32]. Raises InvalidArgument."""
+    array = np.ascontiguousarray(hashes)
+    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != HASH_BYTES:
+        raise InvalidArgument(
+            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass what namespace.hash gives"
+        )
+    return array
+
+
+def listed(what: Any, kind: type[T]) -> list[T]:
+    """One or several of a kind. Raises InvalidArgument."""
+    groups = [what] if isinstance(what, kind) else list(what)
+    for group in groups:
+        if not isinstance(group, kind) or not isinstance(group.namespace, OpenedNamespace):  # type: ignore[attr-defined]
+            raise InvalidArgument(
+                f"groups: {group!r:.80} is no {kind.__name__} of a namespace that was opened; pass one"
+            )
+        checked_hashes(group.hashes)  # type: ignore[attr-defined]
+    if not groups:
+        raise InvalidArgument("groups: none; a plain model has one")
+    return groups
 
 
 def sequence_group(namespace: OpenedNamespace, what: Tokens | Hashes | Group) -> Group:

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from tierd.errors import InvalidArgument
 Hashes = NDArray[np.uint8]
 """uint8 [blocks, 32], first to last."""
 Tokens = Sequence[int] | NDArray[np.integer]
-T = TypeVar("T")
 NO_HASHES: Hashes = np.zeros((0, HASH_BYTES), dtype=np.uint8)
 
 
@@ -200,30 +199,6 @@ class PutGroup:
 
 PRIVATE_MOST = 1 << 20
 """Of what no daemon takes in one call."""
-
-
-def checked_hashes(hashes: Hashes) -> Hashes:
-    """uint8 [n, 32]. Raises InvalidArgument."""
-    array = np.ascontiguousarray(hashes)
-    if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != HASH_BYTES:
-        raise InvalidArgument(
-            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass what namespace.hash gives"
-        )
-    return array
-
-
-def listed(what: Any, kind: type[T]) -> list[T]:
-    """One or several of a kind. Raises InvalidArgument."""
-    groups = [what] if isinstance(what, kind) else list(what)
-    for group in groups:
-        if not isinstance(group, kind) or not isinstance(group.namespace, OpenedNamespace):  # type: ignore[attr-defined]
-            raise InvalidArgument(
-                f"groups: {group!r:.80} is no {kind.__name__} of a namespace that was opened; pass one"
-            )
-        checked_hashes(group.hashes)  # type: ignore[attr-defined]
-    if not groups:
-        raise InvalidArgument("groups: none; a plain model has one")
-    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from tierd.client.asking import Asking
 from tierd.client.calls import Deadline, due
 from tierd.client.lease import Lease
 from tierd.client.links import void
+from tierd.client.replies import Leased
 from tierd.client.reservation import ReservedPages
-from tierd.client.values import Committed, Found, GetResult, Lost, OpenedNamespace, PutGroup, PutResult, listed
+from tierd.client.values import Committed, Found, GetResult, Lost, OpenedNamespace, PutGroup, PutResult
 from tierd.core.block import NamespaceSpec
-from tierd.core.model import BlockStatus
+from tierd.core.model import HANDLE, BlockStatus
 from tierd.errors import Unavailable
 
 T = TypeVar("T")
@@ -61,7 +62,9 @@ class Verbs(Asking):
     def acquire(self, asked: Any, tier: str, deadline: Deadline) -> Lease:
         """A lease on the longest servable prefix, its segments mapped."""
         return self._verb(
-            deadline, lambda by: splitting.acquire(self, protocol.groups_of(*asked), tier, by), self._empty_lease
+            deadline,
+            lambda by: splitting.acquire(self, protocol.groups_of(*asked), tier, by),
+            lambda: Lease(None, Leased()),
         )
 
     def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: Deadline) -> GetResult:
@@ -87,10 +90,15 @@ class Verbs(Asking):
         wanted: list[PutGroup] = []
 
         def work(by: float) -> ReservedPages:
-            wanted.extend(listed(groups, PutGroup))
+            wanted.extend(protocol.listed(groups, PutGroup))
             return self.reserved(wanted, tier, by)
 
-        return self._verb(deadline, work, lambda: self._no_pages(wanted))
+        def nothing() -> ReservedPages:
+            handles = np.zeros(sum(len(group.hashes) for group in wanted), dtype=HANDLE)
+            handles["status"] = BlockStatus.NO_ROOM
+            return self.pages(None, handles)
+
+        return self._verb(deadline, work, nothing)
 
     def put(
         self,

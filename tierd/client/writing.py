@@ -27,7 +27,7 @@ from tierd.client.connection import Link
 from tierd.client.pins import Hold
 from tierd.client.reservation import ReservedPages
 from tierd.client.spares import Spares
-from tierd.client.values import PutGroup, PutResult, checked_hashes
+from tierd.client.values import PutGroup, PutResult
 from tierd.core.block import size_class
 from tierd.core.model import HASH_BYTES, BlockStatus, StructArray
 from tierd.core.sets import every
@@ -162,7 +162,7 @@ def _names(write: Write) -> StructArray:
     """COMMIT_BLOCK [n], whose lengths are to be filled in."""
     group = write.group
     return group.namespace.naming(
-        checked_hashes(group.hashes),
+        protocol.checked_hashes(group.hashes),
         index=range(len(write.sources)),
         parent=group.parent,
         position=group.position,
