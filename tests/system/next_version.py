@@ -13,7 +13,7 @@ import sys
 
 from tierd.core import versions
 
-FORMATS = ("META", "CATALOGUE", "ARENA", "SESSIONS", "STORE", "JOURNAL", "SNAPSHOT")
+FORMATS = ("META", "CATALOGUE", "ARENA", "SESSIONS", "STORE", "JOURNAL", "SNAPSHOT", "DIRECTORY")
 
 
 def main() -> None:

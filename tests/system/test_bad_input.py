@@ -16,8 +16,8 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import COMMIT_BLOCK, HANDLE
+from tierd.core.versions import PROTO_VERSION
 from tierd.errors import ERROR_KEY
-from tierd.server.session_socket import PROTO_VERSION
 from tierd.testing import SMALL, chain, content_of, is_content
 
 KEPT = chain(7, 4)

@@ -6,10 +6,11 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,17 @@ import pytest
 from tests.system.blocks import connected
 from tests.system.golden_life import COUNT, SEEDS, SPEC, Places, lay_out, life
 from tests.system.raw import ask, connect, hello
+from tests.system.sdk import count_calls
 from tests.system.test_restart import wipe_arena
 from tests.unit.cache.world import directories
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, session
+from tierd.core import directory
+from tierd.core.versions import Versions
 from tierd.errors import VersionMismatch
 from tierd.testing import Daemon, chain
+from tierd.testing.daemon import Process
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.heads import HEADS, Head
 
@@ -131,25 +136,83 @@ def test_next_version_reads_ours_and_we_refuse_its(places: Places) -> None:
     assert hashes(places) == before
 
 
-@pytest.mark.parametrize("step", [-1, 1], ids=["an older client", "an older daemon"])
+OLDER = {-1: "client", 1: "daemon"}
+"""Which side is to be upgraded, by how many versions the client is ahead."""
+
+
+@pytest.mark.parametrize("step", OLDER, ids=["an older client", "an older daemon"])
 def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running client that comes back to a daemon of another protocol is refused, both versions named; with best effort that is a miss."""
+    """A running client that comes back to a daemon of another protocol is refused, both versions named, and told
+    which side to upgrade; with best effort that is a miss."""
     with Daemon() as daemon:
         client, careless = Client(daemon.target), Client(daemon.target, best_effort=True)
-        for one in (client, careless):
-            assert one.put(one.open_namespace(SPEC), chain(1, 1), [bytes(SPEC.block_bytes)])
+        assert client.put(client.open_namespace(SPEC), chain(1, 1), [bytes(SPEC.block_bytes)])
+        careless.connect()
         daemon.restart()
         its, other = session.PROTO_VERSION, session.PROTO_VERSION + step
         monkeypatch.setattr(session, "PROTO_VERSION", other)
-        with pytest.raises(VersionMismatch, match=f"client speaks protocol {other}.*daemon protocol {its}.*up to date"):
+        refusal = f"client speaks protocol {other}.*daemon protocol {its}.*upgrade the {OLDER[step]}'s tierd"
+        with pytest.raises(VersionMismatch, match=refusal):
             client.lookup(client.open_namespace(SPEC), chain(1, 1))
         assert careless.lookup(careless.open_namespace(SPEC), chain(1, 1)).tokens == 0
-        with connect(daemon.target) as raw:
-            refusal, _ = ask(raw, hello(format=2))
-        assert (
-            refusal["error"] == "VersionMismatch"
-            and "format 2" in refusal["message"]
-            and "format 1" in refusal["message"]
-        )
         monkeypatch.undo()
         assert client.lookup(client.open_namespace(SPEC), chain(1, 1)).tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("theirs", "remedy"),
+    [
+        ({"format": 0}, "client speaks protocol 2, format 0.*upgrade the client's tierd$"),
+        ({"format": 2}, "client speaks protocol 2, format 2.*upgrade the daemon's tierd$"),
+        ({"proto": 3, "format": 0}, "client speaks protocol 3, format 0.*upgrade the daemon's tierd$"),
+        ({"proto": "2"}, "use one tierd on both sides$"),
+        ({"format": None}, "use one tierd on both sides$"),
+    ],
+)
+def test_hello_of_another_version(theirs: dict[str, object], remedy: str) -> None:
+    """Whatever a hello says of its versions: one that differs is refused with both sides' and what to do."""
+    with Daemon() as daemon, connect(daemon.target) as raw:
+        refusal, _ = ask(raw, hello(**theirs))
+        assert refusal["error"] == "VersionMismatch"
+        assert re.search(remedy, refusal["message"]) and "daemon protocol 2, format 1" in refusal["message"]
+
+
+class OtherDaemon(Daemon):
+    """A daemon that is one protocol on, or behind."""
+
+    step = 1
+
+    def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
+        other = (
+            f"from tierd.server import session_socket; session_socket.PROTO_VERSION += {self.step};"
+            f"from tierd.cli.daemon import cli; cli.main({list(arguments)!r}, prog_name='tierd')"
+        )
+        return subprocess.Popen([sys.executable, "-c", other], env=env, stdout=log, stderr=log)
+
+
+@pytest.mark.parametrize("step", [-1, 1], ids=["an older daemon", "a newer daemon"])
+def test_daemon_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and tierctl of this version say what the other daemon says of them: which side to upgrade."""
+    monkeypatch.setattr(OtherDaemon, "step", step)
+    remedy = f"upgrade the {OLDER[-step]}'s tierd"
+    with OtherDaemon() as daemon, Client(daemon.target) as client:
+        with pytest.raises(VersionMismatch, match=remedy):
+            client.open_namespace(SPEC)
+        command = [sys.executable, "-m", "tierd.cli.ctl", "status", "--target", daemon.target]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=STEP_S, check=False)
+        assert said.returncode == 1 and remedy in said.stderr and "Traceback" not in said.stderr
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_directory_of_another_version(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not read the version of the daemon's directory asks the daemon each time, and is served."""
+    monkeypatch.setattr(directory, "DIRECTORY", Versions("directory", version, version))
+    asked = count_calls(monkeypatch)
+    with Daemon() as daemon, Client(daemon.target) as client:
+        namespace, blocks = client.open_namespace(SPEC), [bytes([7]) * SPEC.block_bytes]
+        assert client.put(namespace, chain(1, 1), blocks)
+        out = bytearray(SPEC.block_bytes)
+        for _ in range(3):
+            assert client.get(namespace, chain(1, 1), out=out).blocks == 1
+            assert client.lookup(namespace, chain(1, 1)).tokens == 16
+        assert out == blocks[0] and (asked["Acquire"], asked["Lookup"]) == (3, 3)

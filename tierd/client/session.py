@@ -35,6 +35,7 @@ from tierd.client.target import LocalTarget
 from tierd.core.directory import Directory
 from tierd.core.model import StructArray
 from tierd.core.sets import every
+from tierd.core.versions import FORMAT_VERSION, PROTO_VERSION
 from tierd.core.words import words_of
 from tierd.errors import (
     DeadlineExceeded,
@@ -49,8 +50,6 @@ from tierd.errors import (
 if TYPE_CHECKING:
     from tierd.client.device import DeviceSegment
 
-PROTO_VERSION = 2
-FORMAT_VERSION = 1
 REPLY_MAX_BYTES = 1 << 16
 SWEEP_SEGMENTS = 32
 """With more segments mapped than this, those that have become empty are dropped before another is mapped."""

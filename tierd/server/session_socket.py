@@ -36,6 +36,7 @@ import msgpack
 import structlog
 
 import tierd
+from tierd.core.versions import FORMAT_VERSION, PROTO_VERSION
 from tierd.errors import ConfigError, InvalidArgument, Overloaded, TierdError, Unavailable, VersionMismatch
 from tierd.failpoint import failpoint
 from tierd.server import peers
@@ -45,8 +46,6 @@ from tierd.server.sessions import Session, Sessions
 
 log = structlog.get_logger(__name__)
 
-PROTO_VERSION = 2
-FORMAT_VERSION = 1
 MESSAGE_MAX_BYTES = 4096
 BACKLOG = 128
 GREETING_LIMIT = 64
@@ -438,12 +437,17 @@ def _credential(request: dict[str, Any]) -> str | None:
 
 
 def _check_versions(request: dict[str, Any]) -> None:
-    theirs = (request.get("proto"), request.get("format"))
-    if theirs != (PROTO_VERSION, FORMAT_VERSION):
-        raise VersionMismatch(
-            f"session: the client speaks protocol {theirs[0]!s:.20}, format {theirs[1]!s:.20} (SDK {request.get('sdk')!s:.40}), the daemon protocol"
-            f" {PROTO_VERSION}, format {FORMAT_VERSION} (tierd {tierd.__version__}); bring the older one up to date"
-        )
+    theirs, ours = (request.get("proto"), request.get("format")), (PROTO_VERSION, FORMAT_VERSION)
+    if theirs == ours:
+        return
+    remedy = "use one tierd on both sides"
+    if all(isinstance(number, int) for number in theirs):
+        remedy = f"upgrade the {'client' if theirs < ours else 'daemon'}'s tierd"
+    raise VersionMismatch(
+        f"session: the client speaks protocol {theirs[0]!s:.20}, format {theirs[1]!s:.20}"
+        f" (SDK {request.get('sdk')!s:.40}), the daemon protocol {PROTO_VERSION}, format {FORMAT_VERSION}"
+        f" (tierd {tierd.__version__}); {remedy}"
+    )
 
 
 def _refusal(error: TierdError) -> dict[str, Any]:
