@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
 
 from tests.compiled import NEEDS_LIBRARY, check_library
 from tests.depth import count
+from tierd import failpoint
 from tierd.client import copying, mapping, onesided
 from tierd.client.mapping import Segment, SegmentTable
 from tierd.core.block import slice_lengths
 from tierd.core.directory import MIN_BLOCKS, TABLE_OFFSET, Directory, directory_bytes, keys_of, places_of
+from tierd.core.layout import CATALOGUE_HEADER
 from tierd.core.meta import META, META_BYTES, new_meta, sums_of
 from tierd.core.model import SegmentAssignment
+from tierd.errors import TierFailed, VersionMismatch
 from tierd.native import find_library
 from tierd.testing import chain, content_of
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
@@ -42,6 +47,8 @@ class Memory:
 
     def __init__(self, segments: int = 3) -> None:
         self.names = chain(1, segments * PAGES)
+        self.catalogues = list[Catalogue]()
+        self.contents = list[bytes]()
         self.segments = [self._segment(number) for number in range(segments)]
         words = fenced(directory_bytes(MIN_BLOCKS)).view("<u8")
         self.directory, self.words = Directory.new(words), words[TABLE_OFFSET // 8 :]
@@ -64,9 +71,11 @@ class Memory:
         for slot, name in enumerate(self.names[number * PAGES :][:PAGES]):
             length = CLASS_BYTES - 32 * slot
             metas["hash"][slot], metas["stored_length"][slot] = name, length
-            data[slot * CLASS_BYTES :][:length] = content_of(name, length)
+            data[slot * CLASS_BYTES :][:length] = content = content_of(name, length)
+            self.contents.append(content.tobytes())
             tables.append(slice_sums(data[slot * CLASS_BYTES :][:length], slice_lengths(length, slot % 3)))
         catalogue.publish(slots, metas=metas, slices=tables)
+        self.catalogues.append(catalogue)
         return Segment(number + 1, 1, data, *mapping.catalogue_of(number + 1, table), is_writable=False)
 
     def rows(self, table: SegmentTable, which: np.ndarray, last: int = TOKENS) -> tuple[np.ndarray, int]:
@@ -137,13 +146,120 @@ def test_what_has_changed_is_not_good(what: str) -> None:
     assert pages.copy_to(out, is_leased=True).tolist() == (expected if what != "retired" else [True] * PAGES)
 
 
+class Reuse:
+    """The first page of a segment goes from its block to another one, as the daemon does it. It is as after any of
+    the steps again when `now` is called."""
+
+    def __init__(self, memory: Memory, name: np.ndarray) -> None:
+        segment, catalogue, slot = memory.segments[0], memory.catalogues[0], np.zeros(1, np.uint32)
+        self._parts = [np.frombuffer(its, np.uint8) for its in (segment.metas, segment.tables)]
+        self._parts += [segment.words.view(np.uint8), segment.data]
+        self._states = list[list[np.ndarray]]()
+        self.content = content_of(name, CLASS_BYTES)
+        meta, half = new_meta(1), CLASS_BYTES // 2
+        meta["generation"], meta["namespace"], meta["tokens"], meta["stored_length"] = (
+            99,
+            NAMESPACE,
+            TOKENS,
+            CLASS_BYTES,
+        )
+        meta["hash"] = name
+        slices = [slice_sums(self.content, slice_lengths(CLASS_BYTES, 0))]
+        self._note()
+        for step in (
+            lambda: catalogue.retire(slot, segment.words[:1].copy()),
+            lambda: catalogue.retract(slot),
+            lambda: catalogue.stamp(slot, meta["generation"]),
+            lambda: segment.data.__setitem__(slice(half), self.content[:half]),
+            lambda: segment.data.__setitem__(slice(half, CLASS_BYTES), self.content[half:]),
+            lambda: catalogue.publish(slot, metas=meta, slices=slices),
+        ):
+            failpoint.watch(lambda _point: self._note())  # in the middle of publishing
+            step()
+            failpoint.watch(None)
+            self._note()
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def now(self, number: int) -> None:
+        """Memory is as after this step."""
+        for part, was in zip(self._parts, self._states[number], strict=True):
+            part[:] = was
+
+    def _note(self) -> None:
+        self._states.append([part.copy() for part in self._parts])
+
+
+@pytest.mark.usefixtures("form")
+def test_a_page_that_is_reused_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever steps of the daemon fall between a reader's look, its copy and its second look: what counts as good
+    is the block that was asked for, whole."""
+    memory, other, copy = Memory(1), chain(2, 1), copying.sum_and_copy
+    reuse, table = Reuse(memory, other[0]), SegmentTable(memory.segments)
+    memory.names = np.concatenate([memory.names, other])
+    memory.directory.add(
+        keys_of(NAMESPACE, other), places_of(np.ones(1, np.uint16), np.ones(1, np.uint32), np.uint32([0]))
+    )
+    served = set[tuple[bool, int, int, int]]()
+    for is_new, (look, at, last) in product((False, True), combinations_with_replacement(range(len(reuse)), 3)):
+        reuse.now(look)
+        rows = memory.rows(table, np.array([-1 if is_new else 0]))[0]
+        if not len(rows):
+            continue
+
+        def copied(blocks: np.ndarray, at: int = at, last: int = last) -> copying.Sums:
+            reuse.now(at)
+            sums = copy(blocks)
+            reuse.now(last)
+            return sums
+
+        monkeypatch.setattr(copying, "sum_and_copy", copied)
+        out = np.zeros(CLASS_BYTES, np.uint8)
+        if onesided.Pages(rows, table).copy_to([out]).all():
+            assert out.tobytes() == (reuse.content.tobytes() if is_new else memory.contents[0])
+            served.add((is_new, look, at, last))
+        monkeypatch.setattr(copying, "sum_and_copy", copy)
+    end = len(reuse) - 1
+    assert served == {(False, 0, 0, 0), (True, end, end, end)}
+
+
+def test_whatever_the_head_of_a_catalogue_says() -> None:
+    """A segment whose catalogue begins with other numbers is refused by name, or all that they name lies within what
+    is mapped."""
+    chance, memory, seen = np.random.default_rng(4), Memory(1), 0
+    whole = np.frombuffer(memory.catalogues[0]._memory, np.uint8)
+    data, catalogue = (os.memfd_create(name) for name in ("data", "catalogue"))
+    os.ftruncate(data, PAGES * CLASS_BYTES)
+    try:
+        for _ in range(ROUNDS):
+            raw = whole.copy()
+            head = raw[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)
+            for name in chance.choice(["pages", "class_bytes", "slice_words", "version", "segment"], 2):
+                head[name] = chance.integers(1 << 32, dtype=np.uint64) >> np.uint64(chance.integers(33))
+            os.pwrite(catalogue, raw.tobytes(), 0)
+            given = {"data": (data, PAGES * CLASS_BYTES), "catalogue": (catalogue, len(raw))}
+            try:
+                segment = mapping.map_segment((1, 1), **given, is_writable=False)
+            except (TierFailed, VersionMismatch):
+                continue
+            pages, seen = len(segment.words), seen + 1
+            assert pages * segment.class_bytes <= len(segment.data) == PAGES * CLASS_BYTES
+            assert len(segment.metas) == pages * META_BYTES
+            assert len(segment.tables) >= pages * segment.slice_words * 8
+    finally:
+        os.close(data)
+        os.close(catalogue)
+    assert seen > ROUNDS // 50
+
+
 @NEEDS_LIBRARY
 def test_both_forms_say_the_same_of_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library and the plain form find and judge the same pages in random directories, entries, tables and words;
-    neither reads beyond its memory."""
+    """The library and the plain form find and judge the same pages in random directories, entries, tables and words:
+    none but whole blocks that were asked for, and neither reads beyond its memory."""
     chance, memory = np.random.default_rng(2), Memory()
     places, whole = [*range(len(memory.segments))], [_bytes_of(segment) for segment in memory.segments]
-    words, seen = memory.words.copy(), 0
+    words, seen, right = memory.words.copy(), 0, 0
     for _ in range(ROUNDS):
         for segment, (metas, tables, current) in zip(memory.segments, whole, strict=True):
             _spoil(np.frombuffer(segment.metas, np.uint8), metas, chance, META_BYTES)
@@ -169,11 +285,14 @@ def test_both_forms_say_the_same_of_any_bytes(monkeypatch: pytest.MonkeyPatch) -
             found.append(memory.rows(table, which, last))
         assert found[0][0].tolist() == found[1][0].tolist() and found[0][1] == found[1][1]
         seen += len(found[0][0])
-        _same_judgements(found[0][0])
-    assert seen > ROUNDS
+        good = _same_judgements(found[0][0])
+        right += sum(good)
+        for row, at in zip(found[0][0][good], which[: len(good)][good].tolist(), strict=True):
+            assert ctypes.string_at(int(row["source"]), int(row["length"])) == memory.contents[at]
+    assert seen > right > ROUNDS
 
 
-def _same_judgements(rows: np.ndarray) -> None:
+def _same_judgements(rows: np.ndarray) -> np.ndarray:
     blocks = copying.blocks_of(rows["source"], [0] * len(rows), rows["length"], rows["layers"])
     sums, good = copying.sum_and_copy(blocks), np.zeros((2, len(rows)), np.bool_)
     onesided.plain_check(rows, sums, onesided.NOWHERE, good[0])
@@ -181,6 +300,7 @@ def _same_judgements(rows: np.ndarray) -> None:
     assert library is not None
     library.tierd_check(rows.ctypes.data, len(rows), sums.ctypes.data, onesided.NOWHERE, good[1].ctypes.data)
     assert good[0].tolist() == good[1].tolist()
+    return good[0]
 
 
 def _bytes_of(segment: Segment) -> tuple[bytes, bytes, bytes]:
