@@ -330,8 +330,8 @@ def _watching(daemon: Daemon, raw: RawClient) -> tuple[Any, list[pb.Event]]:
     "point", ["operator.epoch.before_forgetting", "instance.namespaces.before_replace", "background.before_freeing"]
 )
 def test_gets_without_a_call_when_the_epoch_has_ended(armed: Daemon, point: str) -> None:
-    """A copying get or a lookup that begins once the epoch has ended finds nothing of it, while its pages are still
-    there and the bump is not answered."""
+    """A copying get or a lookup that begins once the epoch has ended finds nothing of it, while its
+    pages are still there and the bump is not answered."""
     out = np.zeros((COUNT, SMALL.block_bytes), np.uint8)
     with Client(armed.target) as client, armed.faults() as faults:
         old = fill(client)

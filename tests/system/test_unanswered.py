@@ -89,7 +89,8 @@ segment = '8 MiB'
 
 @contextlib.contextmanager
 def full(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A daemon with as many slow calls in progress as it takes, until the event is set: commits of other clients whose
+    """A daemon with as many slow calls in progress as it takes, until the event is set: commits of
+    other clients whose
     copies are under way."""
     begun, go, run, mine = threading.Semaphore(0), threading.Event(), Copy.run, threading.get_ident()
 
@@ -338,8 +339,8 @@ async def test_the_asynchronous_client_has_it_too() -> None:
 
 
 def test_a_put_that_is_refused_for_want_of_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A put that the daemon refuses as overloaded is stored when it takes more, from the pages that hold its bytes
-    already, and its source is not read again."""
+    """A put that the daemon refuses as overloaded is stored when it takes more, from the pages that
+    hold its bytes already, and its source is not read again."""
     with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space, names = warmed(client), chain(1, 4)
         blocks = [content_of(name, SPEC.block_bytes) for name in names]

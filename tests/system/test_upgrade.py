@@ -142,7 +142,8 @@ OLDER = {-1: "client", 1: "daemon"}
 
 @pytest.mark.parametrize("step", OLDER, ids=["an older client", "an older daemon"])
 def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running client that comes back to a daemon of another protocol is refused, both versions named, and told
+    """A running client that comes back to a daemon of another protocol is refused, both versions
+    named, and told
     which side to upgrade; with best effort that is a miss."""
     with Daemon() as daemon:
         client, careless = Client(daemon.target), Client(daemon.target, best_effort=True)
@@ -170,7 +171,8 @@ def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_hello_of_another_version(theirs: dict[str, object], remedy: str) -> None:
-    """Whatever a hello says of its versions: one that differs is refused with both sides' and what to do."""
+    """Whatever a hello says of its versions: one that differs is refused with both sides' and what
+    to do."""
     with Daemon() as daemon, connect(daemon.target) as raw:
         refusal, _ = ask(raw, hello(**theirs))
         assert refusal["error"] == "VersionMismatch"
@@ -192,7 +194,8 @@ class OtherDaemon(Daemon):
 
 @pytest.mark.parametrize("step", [-1, 1], ids=["an older daemon", "a newer daemon"])
 def test_daemon_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients and tierctl of this version say what the other daemon says of them: which side to upgrade."""
+    """Clients and tierctl of this version say what the other daemon says of them: which side to
+    upgrade."""
     monkeypatch.setattr(OtherDaemon, "step", step)
     remedy = f"upgrade the {OLDER[-step]}'s tierd"
     with OtherDaemon() as daemon, Client(daemon.target) as client:
@@ -205,7 +208,8 @@ def test_daemon_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_directory_of_another_version(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not read the version of the daemon's directory asks the daemon each time, and is served."""
+    """A client that does not read the version of the daemon's directory asks the daemon each time,
+    and is served."""
     monkeypatch.setattr(directory, "DIRECTORY", Versions("directory", version, version))
     asked = count_calls(monkeypatch)
     with Daemon() as daemon, Client(daemon.target) as client:

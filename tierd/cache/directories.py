@@ -3,8 +3,8 @@
 
 Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads
 them (tierd/client/onesided.py). Invariants: a directory names blocks of
-its own domain alone; a block is entered after its catalogue has it; of a namespace whose epoch has ended it lets
-nobody read, though pages of it are there.
+its own domain alone; a block is entered after its catalogue has it; of a namespace whose epoch has
+ended it lets nobody read, though pages of it are there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Directories:
         return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
 
     def begin(self, namespace: Namespace, *, domain: int) -> None:
-        """A session of the domain has opened it: what is near of it is read without a call from now on."""
+        """A session of the domain has opened it: what is near of it is read without a call from now
+        on."""
         if domain in self._written:
             self._written[domain].note_runs(namespace.ids, runs=True)
 

@@ -208,15 +208,15 @@ class Client(Face):
         wait=False: returns when the bytes are copied, with PENDING blocks, unless durable. This client's next call
         finds them; `flush` says
         whether all were stored. A process that is killed within that moment may lose them. Over TCP a put always waits.
-        A daemon that is overloaded is told of the blocks again, a few times until timeout_s. The buffers are the
-        caller's again once put has returned.
+        A daemon that is overloaded is told of the blocks again, a few times until timeout_s. The
+        buffers are the caller's again once put has returned.
         """
         until = partial(Until.of, durable=durable, wait=wait)
         return self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), until=until)
 
     def flush(self, *, timeout_s: float | None = None) -> Lost:
-        """Waits for all puts with wait=False. Returns how many of their blocks were not stored since the last flush,
-        a number with `reasons`.
+        """Waits for all puts with wait=False. Returns how many of their blocks were not stored
+        since the last flush, a number with `reasons`.
 
         Raises DeadlineExceeded while puts are not answered; the next flush counts them.
         """

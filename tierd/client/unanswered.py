@@ -1,14 +1,14 @@
 """Unanswered: puts that wait for nobody (`put(..., wait=False)`), from their commit to the daemon's answer.
 
-    copied and summed ──▶ Commit is sent ──▶ put returns        the daemon answers ──▶ read before the client's next
-                               ▲                                      │              call, or by flush
-                               └──── after a pause, a few times ◀──── or refuses it for want of room
+    copied and summed ──▶ Commit is sent ──▶ put returns     the daemon answers ──▶ read before
+                               ▲                                   │        the next call, or by flush
+                               └─── after a pause, a few times ◀── or refuses it for want of room
 
 Purpose: the answers of such puts. Non-purpose: where their pages come from and how they are filled (writing.py).
 Invariants: as many are under way as there are lines for them, and one more waits for the oldest. No call of the client
-overtakes them, so it finds what it has put. What is sent again is the Commit: the pages hold the bytes, and nobody
-reads a put's source after it has returned. The pages of a put that failed go back, and its blocks are counted, with
-the reason.
+overtakes them, so it finds what it has put. What is sent again is the Commit: the pages hold the
+bytes, and nobody reads a put's source after it has returned. The pages of a put that failed go
+back, and its blocks are counted, with the reason.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ NO_LINE_S = 0.01
 
 
 class Sent(NamedTuple):
-    """A commit under way: its call, which link and reservation it is of, how many blocks it names, and when it is
-    given up. tries: how often it was sent."""
+    """A commit under way: its call, which link and reservation it is of, how many blocks it names,
+    and when it is given up. tries: how often it was sent."""
 
     call: Pending | Refused
     link: Link
@@ -54,7 +54,8 @@ class Sent(NamedTuple):
 
 
 class Refused:
-    """A commit that the daemon has not begun for want of room. It is sent again once pause_s have passed."""
+    """A commit that the daemon has not begun for want of room. It is sent again once pause_s have
+    passed."""
 
     def __init__(self, sent: Sent, error: Overloaded, pause_s: float) -> None:
         self._sent, self._again_s = sent, time.monotonic() + pause_s
@@ -111,7 +112,8 @@ class Unanswered:
                     self._take(until=deadline)
 
     def flush(self, deadline: float) -> Lost:
-        """Takes all answers; which blocks were not stored since this was asked last. Raises DeadlineExceeded
+        """Takes all answers; which blocks were not stored since this was asked last. Raises
+        DeadlineExceeded
         while some are to come."""
         self.settle(deadline)
         if self._sent:
@@ -171,8 +173,8 @@ class Unanswered:
                     self._sent.appendleft(again)
 
     def _close(self, sent: Sent, *, is_here: bool) -> Sent | None:
-        """Counts those of its blocks that were not stored. Where one was not its pages go back. What was refused for
-        want of room goes on."""
+        """Counts those of its blocks that were not stored. Where one was not its pages go back.
+        What was refused for want of room goes on."""
         try:
             reply = sent.call.reply(deadline=time.monotonic() + (READ_S if is_here else 0.0))
             statuses = replies.handles_of(reply.handles)["status"]

@@ -233,8 +233,8 @@ class PutResult:
 
 
 class Lost(int):
-    """How many blocks of puts with wait=False were not stored. reasons: of each kind of failure how many, its name,
-    and what was said last."""
+    """How many blocks of puts with wait=False were not stored. reasons: of each kind of failure how
+    many, its name, and what was said last."""
 
     reasons: tuple[str, ...]
 

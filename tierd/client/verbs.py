@@ -117,7 +117,8 @@ class Verbs(Asking):
         )
 
     def flush(self, deadline: Deadline) -> Lost:
-        """Waits for the answers of puts that waited for nobody; which of their blocks were not stored since the
+        """Waits for the answers of puts that waited for nobody; which of their blocks were not
+        stored since the
         last time."""
         return self._verb(deadline, self.unanswered.flush, self.unanswered.lost)
 

@@ -1,13 +1,14 @@
 """The directory of a trust domain: where its blocks lie near, by name, for clients that ask nobody.
 
-A head, a byte for each namespace, and a table in shared memory: buckets of SLOTS entries {key u64, place u64},
-little-endian, two buckets a key. A key is a mixture of a block's hash and its
+A head, a byte for each namespace, and a table in shared memory: buckets of SLOTS entries {key u64,
+place u64}, little-endian, two buckets a key. A key is a mixture of a block's hash and its
 namespace; a place is {tier u8, segment u32, slot u24}. The daemon writes, clients map it read-only.
 
 Purpose: layout, one writer, any number of readers. Non-purpose: what is true: an entry is a hint, which may be
 missing, old or half written; the catalogue of the
-segment decides. A namespace's byte is no hint: readers ask the daemon unless it says that the epoch runs.
-Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry and
+segment decides. A namespace's byte is no hint: readers ask the daemon unless it says that the epoch
+runs. Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry
+and
 nothing else; an insert and a look
 cost two buckets. Reads of another's memory that verify themselves are Pilaf's and FaRM's (Mitchell et al., USENIX
 ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4); the
@@ -44,7 +45,8 @@ _HALF, _WORD = np.uint64(32), (1 << 64) - 1
 
 
 def directory_bytes(blocks: int) -> int:
-    """Length of a directory for so many blocks: a power of two of buckets behind what does not grow."""
+    """Length of a directory for so many blocks: a power of two of buckets behind what does not
+    grow."""
     entries = max(MIN_BLOCKS, min(blocks, MAX_BLOCKS)) / FILLED
     return TABLE_OFFSET + (1 << (int(entries) // SLOTS).bit_length()) * SLOTS * ENTRY_BYTES
 
@@ -62,8 +64,9 @@ def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: ND
 
 
 class Directory:
-    """One over words of memory: of a length that `directory_bytes` gives, or shorter, then only a power of two
-    of buckets of it counts. Raises ValueError: it is too short, or of a version that this tierd does not read."""
+    """One over words of memory: of a length that `directory_bytes` gives, or shorter, then only a
+    power of two of buckets of it counts. Raises ValueError: it is too short, or of a version that
+    this tierd does not read."""
 
     def __init__(self, words: Words) -> None:
         rest = words[TABLE_OFFSET // 8 :]

@@ -101,7 +101,8 @@ class NamespaceRegistry:
         return namespace.id not in self._past
 
     def check_bumps(self, ending: Iterable[Namespace]) -> None:
-        """Raises Overloaded where one more epoch of each would be too many ids, of a tenant or in all."""
+        """Raises Overloaded where one more epoch of each would be too many ids, of a tenant or in
+        all."""
         more = Counter[str]()
         for namespace in ending:
             more[namespace.tenant] += namespace.spec.rank_count

@@ -4,8 +4,8 @@ Purpose: `Versions`, one value per format. Non-purpose: the formats themselves (
 N-1; what is written carries `current`; a file of any other version is refused before anything beside it is changed, and kept. BlockMeta
 has no file of its own: who raises META raises the catalogue, the journal and the snapshot with it, so that a start can tell by their heads.
 `namespaces.log` goes by the version of the `arena.tbl` beside it.
-A directory is on no disk: a client that does not read its version asks the daemon. A client and a daemon of
-different protocols or formats do not work together.
+A directory is on no disk: a client that does not read its version asks the daemon. A client and a
+daemon of different protocols or formats do not work together.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SNAPSHOT = Versions("snapshot", 1, 1)
 DIRECTORY = Versions("directory", 1, 1)
 
 PROTO_VERSION = 2
-"""Of what a local client and its daemon say to each other: the session socket, lines, the mailbox. A hello with
-another is refused."""
+"""Of what a local client and its daemon say to each other: the session socket, lines, the mailbox.
+A hello with another is refused."""
 FORMAT_VERSION = CATALOGUE.current
 """Of the segments that a local client maps; a hello with another is refused too."""

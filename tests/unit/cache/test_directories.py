@@ -84,8 +84,8 @@ async def test_another_domain_sees_nothing_of_it() -> None:
 
 
 async def test_a_namespace_is_read_without_a_call_until_its_epoch_ends() -> None:
-    """From the opening of a namespace by a session that has a directory, up to the end of its epoch; nobody else's
-    directory says so."""
+    """From the opening of a namespace by a session that has a directory, up to the end of its
+    epoch; nobody else's directory says so."""
     async with opened() as world:
         reader, theirs = Reader(world, "t").directory, Reader(world, "u").directory
         assert not reader.runs(world.namespace.id)  # it was opened before there was one

@@ -147,8 +147,8 @@ def test_what_has_changed_is_not_good(what: str) -> None:
 
 
 class Reuse:
-    """The first page of a segment goes from its block to another one, as the daemon does it. It is as after any of
-    the steps again when `now` is called."""
+    """The first page of a segment goes from its block to another one, as the daemon does it. It is
+    as after any of the steps again when `now` is called."""
 
     def __init__(self, memory: Memory, name: np.ndarray) -> None:
         segment, catalogue, slot = memory.segments[0], memory.catalogues[0], np.zeros(1, np.uint32)
@@ -193,8 +193,8 @@ class Reuse:
 
 @pytest.mark.usefixtures("form")
 def test_a_page_that_is_reused_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever steps of the daemon fall between a reader's look, its copy and its second look: what counts as good
-    is the block that was asked for, whole."""
+    """Whichever steps of the daemon fall between a reader's look, its copy and its second look:
+    what counts as good is the block that was asked for, whole."""
     memory, other, copy = Memory(1), chain(2, 1), copying.sum_and_copy
     reuse, table = Reuse(memory, other[0]), SegmentTable(memory.segments)
     memory.names = np.concatenate([memory.names, other])
@@ -225,8 +225,8 @@ def test_a_page_that_is_reused_while_it_is_read(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_whatever_the_head_of_a_catalogue_says() -> None:
-    """A segment whose catalogue begins with other numbers is refused by name, or all that they name lies within what
-    is mapped."""
+    """A segment whose catalogue begins with other numbers is refused by name, or all that they name
+    lies within what is mapped."""
     chance, memory, seen = np.random.default_rng(4), Memory(1), 0
     whole = np.frombuffer(memory.catalogues[0]._memory, np.uint8)
     data, catalogue = (os.memfd_create(name) for name in ("data", "catalogue"))
@@ -255,8 +255,9 @@ def test_whatever_the_head_of_a_catalogue_says() -> None:
 
 @NEEDS_LIBRARY
 def test_both_forms_say_the_same_of_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library and the plain form find and judge the same pages in random directories, entries, tables and words:
-    none but whole blocks that were asked for, and neither reads beyond its memory."""
+    """The library and the plain form find and judge the same pages in random directories, entries,
+    tables and words: none but whole blocks that were asked for, and neither reads beyond its
+    memory."""
     chance, memory = np.random.default_rng(2), Memory()
     places, whole = [*range(len(memory.segments))], [_bytes_of(segment) for segment in memory.segments]
     words, seen, right = memory.words.copy(), 0, 0

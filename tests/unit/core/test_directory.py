@@ -123,7 +123,8 @@ def test_one_that_is_cut_short() -> None:
 
 @pytest.mark.parametrize("what", ["magic", "older", "newer"])
 def test_one_of_another_version(what: str) -> None:
-    """A head that names no version which this tierd reads is refused, and nothing behind it is looked at."""
+    """A head that names no version which this tierd reads is refused, and nothing behind it is
+    looked at."""
     words = np.zeros(directory_bytes(MIN_BLOCKS) // 8, "<u8")
     Directory.new(words)
     head = words.view(np.uint8)[: HEAD.itemsize].view(HEAD)
@@ -137,7 +138,8 @@ def test_one_of_another_version(what: str) -> None:
 
 
 def test_only_namespaces_that_run_are_read_without_a_call() -> None:
-    """Those of which the writer says so, and no longer than that; one whose id has no byte never."""
+    """Those of which the writer says so, and no longer than that; one whose id has no byte
+    never."""
     directory, _ = made()
     assert not any(map(directory.runs, range(NAMESPACES)))
     directory.note_runs(range(3, 6), runs=True)

@@ -101,7 +101,8 @@ class Oracle:
             self._ended.setdefault(namespace, self._now())
 
     def daemon_restarted(self) -> None:
-        """A new life has verified nothing yet, and may not know of an end that nobody was told of."""
+        """A new life has verified nothing yet, and may not know of an end that nobody was told
+        of."""
         self._asked.clear()
         self._over.clear()
         for spoilt in self._spoilt.values():
