@@ -127,16 +127,21 @@ def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def bench_peer(tmp_path: Path, command: str) -> tuple[dict[str, Any], str]:
-    """What the benchmark of peers writes and prints of Redis, its Python being a line of a shell."""
+def bench_peer(tmp_path: Path, line: str) -> tuple[dict[str, Any], str]:
+    """What the benchmark writes and prints of Redis, whose Python is a line of a shell here.
+
+    The benchmark leaves no other file.
+    """
     python = tmp_path / "redis" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f"#!/bin/sh\n{command}\n")
+    python.write_text(f"#!/bin/sh\n{line}\n")
     python.chmod(0o700)
     (tmp_path / "redis" / ".made").write_text("\n".join(KNOWN["redis"].packages))
     asked = ["--tiny", "--environments", str(tmp_path), "--output", str(tmp_path / "peers.json")]
-    done = run([sys.executable, "-m", "tools.bench.peers", "redis", *asked])
+    command = [sys.executable, "-m", "tools.bench.peers", "redis", *asked]
+    done = run(command, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"redis", "alive", "peers.json", "peers.png"}
     return json.loads((tmp_path / "peers.json").read_text()), done.stdout
 
 
@@ -174,7 +179,7 @@ def test_a_peer_that_gives_other_bytes_has_no_rows(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_crashes_leaves_no_process(tmp_path: Path) -> None:
-    """What a crashed worker had started is ended."""
+    """What a crashed worker had started is ended, and its files are gone."""
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     told, _ = bench_peer(tmp_path, dict_peer(str(tmp_path / "alive")))

@@ -19,6 +19,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +47,7 @@ from tools.bench.measure import (
     take_turns,
 )
 from tools.bench.peers.known import KNOWN
-from tools.bench.peers.peer import MEMORY_BYTES
+from tools.bench.peers.peer import END_S, MEMORY_BYTES, PAUSE_S
 from tools.bench.peers.picture import VERBS, draw, runs_of
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of
@@ -66,9 +68,15 @@ class Remote:
 
     def __init__(self, python: Path, name: str, *, count: int, block_bytes: int) -> None:
         command = [str(python), "-m", "tools.bench.peers.worker", name, str(count), str(block_bytes)]
-        pipe = subprocess.PIPE
+        pipe, self._directory = subprocess.PIPE, tempfile.TemporaryDirectory(prefix="peer-")
         self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"TMPDIR": self._directory.name},
         )
         self._answer()
 
@@ -81,15 +89,25 @@ class Remote:
         return Cost(float(told["wall_s"]), float(told["cpu_s"]))
 
     def close(self) -> None:
-        """Ends it and what it started; if it hangs or has crashed, its whole group is killed."""
+        """Ends it and what it started, and removes its files."""
         try:
             self._process.communicate(timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
         if self._process.returncode:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._end_group()
+        self._directory.cleanup()
+
+    def _end_group(self) -> None:
+        """Ends what a dead worker left. It is asked to end first, so that its shared memory goes too."""
+        deadline = time.monotonic() + END_S
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            while time.monotonic() < deadline:
+                time.sleep(PAUSE_S)
+                os.killpg(self._process.pid, 0)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self) -> dict[str, float]:
         try:
