@@ -83,8 +83,9 @@ class Remote:
     def cost(self, verb: str, number: int) -> Cost:
         """Of one verb. Raises Refused."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{verb} {number}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # a dead worker's answer is the end of its output
+            self._process.stdin.write(f"{verb} {number}\n")
+            self._process.stdin.flush()
         told = self._answer()
         return Cost(float(told["wall_s"]), float(told["cpu_s"]))
 
