@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tierd.cli.trace import Trace, read_trace
+from tierd.cli.trace import read_trace
 from tierd.policies.reuse import features
 from tierd.policies.reuse.hazard import AFRESH, EDGES_S, Floats, hazards
 from tierd.policies.reuse.learner import REFIT_EVERY, Learner, Request
 from tierd.policies.reuse.prior import TABLE, encode
+from tierd.simulator import sequences
 
 
 def know_nothing() -> Floats:
@@ -31,7 +32,7 @@ def recency() -> Floats:
     return np.tile(np.diff(EDGES_S) * 0.3 / (middle_s + 60.0), (features.GROUPS, 1))
 
 
-def hear(trace: Trace, learner: Learner) -> None:
+def hear(trace: list[sequences.Request], learner: Learner) -> None:
     """All requests of the trace, as a daemon without limits would tell them."""
     asked: dict[int, int] = {}
     parts: dict[int, int] = {}
@@ -52,7 +53,7 @@ def expert(path: Path) -> Floats:
     """Hazards [groups, ages] as one trace shows them."""
     nothing = know_nothing()
     learner = Learner(nothing, half_life=float("inf"))
-    hear(read_trace(path), learner)
+    hear(list(read_trace(path)), learner)
     return hazards(learner.counts(), nothing[0], features.LEVELS, AFRESH)
 
 

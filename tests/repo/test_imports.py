@@ -73,6 +73,8 @@ BUILDERS: dict[str, set[str]] = {
     "cli/advice.py": {"integrations"},  # which versions of engines were run
     "cli/conversation.py": {"worker"},
     "cli/simulate.py": {"simulator"},
+    "cli/trace.py": {"simulator"},
+    "cli/replay.py": {"simulator"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
     # What testing/sim simulates is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.

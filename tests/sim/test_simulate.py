@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.depth import report
-from tierd.cli.trace import Request, read_trace
+from tierd.cli.trace import read_trace
 from tierd.config import Config
 from tierd.core.model import TierKind
 from tierd.policies.eviction import EVICTION
 from tierd.simulator.choices import parse_choice
 from tierd.simulator.clairvoyant import NEVER, next_uses
 from tierd.simulator.runs import Outcome, Run, Simulation, simulate, simulate_all
-from tierd.simulator.sequences import Trace, trace_of
+from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
 
 SHARES = ("0.1%", "1%", "5%", "10%", "25%", "50%")

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from tests.depth import count, report
 from tests.system.warm import Daemon
 from tierd.cli.ctl import cli
-from tierd.cli.trace import TOKENS_PER_BLOCK, read_trace
-from tierd.simulator.sequences import Measure, trace_of
+from tierd.cli.trace import read_trace
+from tierd.simulator.sequences import TOKENS_PER_BLOCK, Measure, trace_of
 
 POLICIES = ("lru", "default", "reuse-index")
 NARROW = {"host": "8 MiB", "nvme": "64 MiB"}
@@ -121,7 +121,7 @@ def test_the_simulator_equals_the_daemon_with_blocks_of_several_sizes(made_up: P
         {
             "timestamp": request.time_ms,
             "input_length": request.tokens if number % 2 else -(-request.tokens // 32),
-            "hash_ids": request.blocks,
+            "hash_ids": list(request.blocks),
             "namespace": number % 2,
             "tokens_per_block": 512 if number % 2 else 16,
             "block_bytes": 65536 if number % 2 else 32768,

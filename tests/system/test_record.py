@@ -21,8 +21,9 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.cli.ctl import cli
-from tierd.cli.trace import Request, read_trace
+from tierd.cli.trace import read_trace
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace
+from tierd.simulator.sequences import Request
 from tierd.testing import chain
 
 SMALL = """\
@@ -121,7 +122,7 @@ def test_nothing_of_the_blocks_can_be_recognised(daemon: Daemon) -> None:
             ]
             assert not [spelling for spelling in spellings for text in texts if spelling in text]
     assert not [word for word in (MODEL, SALT, "uid-") for text in texts if word.encode() in text]
-    assert [request.blocks for path in paths for request in read_trace(path)] == [(0, 1, 2, 3, 4)] * 2
+    assert [tuple(request.blocks) for path in paths for request in read_trace(path)] == [(0, 1, 2, 3, 4)] * 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
     assert stat.S_IMODE(paths[0].parent.stat().st_mode) == 0o700
     assert paths[0].parent.parent == daemon.root / "state"
@@ -140,7 +141,7 @@ def test_engines_that_look_and_then_load_make_one_request(daemon: Daemon) -> Non
         worker.put(opened(worker), prompt, [bytes(4096)] * 8)
         told = record(daemon, "stop")
     assert (told["requests"], told["lost"]) == (2, 0)
-    assert [(r.tokens, r.blocks) for r in read_trace(Path(path))] == [(8 * TOKENS, tuple(range(8)))] * 2
+    assert [(r.tokens, tuple(r.blocks)) for r in read_trace(Path(path))] == [(8 * TOKENS, tuple(range(8)))] * 2
 
 
 def test_a_killed_daemon_leaves_what_was_written() -> None:
@@ -158,7 +159,7 @@ def test_a_killed_daemon_leaves_what_was_written() -> None:
             daemon.kill()
         found = list(read_trace(path))
         assert written <= len(found) <= asked
-        assert [r.blocks for r in found] == [tuple(range(3 * i, 3 * i + 3)) for i in range(len(found))]
+        assert [tuple(r.blocks) for r in found] == [tuple(range(3 * i, 3 * i + 3)) for i in range(len(found))]
         with Client(daemon.start().target) as client:
             assert record(daemon, "status")["state"] == "none"
             again = run(daemon, "record", "start", "first")
@@ -166,7 +167,7 @@ def test_a_killed_daemon_leaves_what_was_written() -> None:
             path = Path(record(daemon, "start", "second")["path"])
             client.acquire(opened(client), chain(1, 3))
         daemon.stop()
-        assert len(read_trace(path)) == 1
+        assert len(list(read_trace(path))) == 1
 
 
 def test_one_recording_at_a_time(daemon: Daemon) -> None:
@@ -202,7 +203,7 @@ def test_a_recording_ends_by_itself(daemon: Daemon) -> None:
         assert client.put(space, chain(0, 4), [bytes(4096)] * 4)
     assert (told["bytes"], "would pass 65536 bytes" in told["reason"]) == (path.stat().st_size, True)
     assert 0 < told["bytes"] <= 65536
-    assert 0 < len(read_trace(path)) == told["requests"] < asked
+    assert 0 < len(list(read_trace(path))) == told["requests"] < asked
 
 
 def test_a_file_that_cannot_grow_ends_it_and_nothing_else(daemon: Daemon) -> None:
@@ -247,10 +248,10 @@ def test_a_stop_in_the_middle_of_traffic(daemon: Daemon) -> None:
             path = Path(record(daemon, "start", f"part{number}")["path"])
             await_true(lambda: os.stat(path).st_size > 0, "the first lines")  # noqa: B023  # called at once
             told = record(daemon, "stop")
-            found = read_trace(path)
+            found = list(read_trace(path))
             assert (told["requests"], told["bytes"]) == (len(found), path.stat().st_size)
             assert told["lost"] == 0
-            assert sorted(set(found.ids)) == list(range(told["distinct"]))
+            assert sorted(set(flat(found))) == list(range(told["distinct"]))
     finally:
         stop.set()
         for thread in threads:

@@ -17,7 +17,7 @@ from tests.depth import count
 from tests.system.warm import Daemon
 from tierd.cli.ctl import cli
 from tierd.cli.replay import namespace_spec
-from tierd.cli.trace import TOKENS_PER_BLOCK, hash_ids, read_trace
+from tierd.cli.trace import hash_ids, read_trace
 from tierd.client import Client, OpenedNamespace
 from tierd.config import load_config
 from tierd.core.core import Core
@@ -25,6 +25,7 @@ from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.model import TierKind
 from tierd.policies.named import NamedPolicies
 from tierd.server.assembly import build_tiers
+from tierd.simulator.sequences import TOKENS_PER_BLOCK
 
 CONFIG = """\
 [server]
@@ -78,7 +79,7 @@ def replayed(daemon: Daemon, trace: Path, limit: int) -> Outcome:
     """What the daemon makes of a trace."""
     size = ("--limit", str(limit), "--block-bytes", str(BLOCK_BYTES))
     sums = asked("replay", str(trace), "--target", daemon.target, "--lockstep", "--verify", *size)
-    assert (sums["requests"], sums["wrong_blocks"]) == (len(read_trace(trace, limit=limit)), 0)
+    assert (sums["requests"], sums["wrong_blocks"]) == (len(list(read_trace(trace, limit=limit))), 0)
     tiers = asked("tiers", "--target", daemon.target)["tiers"]
     columns = [[tier[name] for tier in tiers] for name in ("used_bytes", "evictions", "bytes_written")]
     return Outcome(list(sums["tier_tokens"].values()), *columns)
@@ -143,7 +144,7 @@ def test_a_second_replay_finds_the_first_and_a_cold_one_does_not(tmp_path: Path)
 def test_verify_finds_bytes_that_are_not_the_blocks_own(tmp_path: Path) -> None:
     """A block stored with other bytes than its hash stands for is counted, shown and ends the replay with 1."""
     trace = conversations(tmp_path / "made-up.gz", count=1)
-    request = read_trace(trace)[0]
+    request = next(read_trace(trace))
     with Daemon() as daemon, Client(daemon.target) as client:
         namespace = client.open_namespace(namespace_spec(4096))
         hashes = hash_ids(request.blocks[:3], digest=namespace.digest)

@@ -28,10 +28,11 @@ from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_share
 from tierd.cli.render import show_json
 from tierd.cli.tally import Step, Tally, draw_tally
-from tierd.cli.trace import TOKENS_PER_BLOCK, Content, Request, hash_ids, read_trace
+from tierd.cli.trace import Content, hash_ids, read_trace
 from tierd.client import Client, Lease, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.core.model import ROOT, BlockStatus
 from tierd.errors import InvalidArgument
+from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 
 MODEL = "tierctl-replay"
 BLOCK_BYTES = 64 << 10
@@ -81,7 +82,7 @@ def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
     how = Options(**options)
     if how.lockstep and how.speed is not None:
         raise click.UsageError("replay: --lockstep has the trace's own time and --speed the clock's; leave one out")
-    requests = read_trace(trace, limit=how.limit)
+    requests = list(read_trace(trace, limit=how.limit))
     with ask.connect() as daemon, Client(ask.target, name="tierctl replay") as client:
         tiers = [tier.name for tier in daemon.ask(pb.TiersRequest()).tiers]
         run = Run(Replayer(client, tiers, how), daemon, how)

@@ -2,7 +2,7 @@
 
 Purpose: a trace as values, each line checked; the block hashes and the bytes that stand for its block ids. Non-purpose: replaying, recording.
 Invariants: a request's fields agree with one another, and time never goes back; the same id always gives the same hash and the same bytes.
-A trace is held in columns: 8 bytes an access, where Python's numbers would take forty.
+Ids are held in arrays: 8 bytes an access, where Python's numbers would take forty.
 
 Fields beyond the published ones, which a recording has: tokens_per_block (else 512), block_bytes (of a full block), namespace (a number).
 """
@@ -16,9 +16,9 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
 import click
 import numpy as np
@@ -26,87 +26,36 @@ from numpy.typing import NDArray
 
 from tierd.core.model import HASH_BYTES
 from tierd.errors import InvalidArgument
+from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 
-TOKENS_PER_BLOCK = 512
-"""Of a trace whose lines do not say."""
 GZIP_MAGIC = b"\x1f\x8b"
 BUFFER_BYTES = 1 << 20
 LINE_LIMIT_BYTES = 64 << 20
 """Of a line: some millions of blocks."""
 NUMBER_LIMIT = 1 << 32
 """Of tokens and bytes, as the daemon counts them."""
-HEAD = 5
-"""Numbers of a request beside its ids."""
 STRIDE = 0x9E37_79B9_7F4A_7C15
 """Odd, so that the words of one block all differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request. time_ms: arrival, from the start of the trace. blocks: ids, first to last; the last may be short.
+def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
+    """The requests of a file, or the first so many; time that goes back stays.
 
-    block_tokens: of a full block; block_bytes: its size where it was recorded, 0: not known. namespace: a number, in recordings of several.
+    A last line that was cut off, as a daemon that is killed may leave it, is dropped with a word on stderr.
+    Raises InvalidArgument naming the line.
     """
-
-    time_ms: int
-    tokens: int
-    blocks: tuple[int, ...]
-    block_tokens: int = TOKENS_PER_BLOCK
-    block_bytes: int = 0
-    namespace: int = 0
-
-
-class Trace(Sequence[Request]):
-    """The requests of a file, in columns. ids: of all requests, one after another; request i has those from starts[i] to starts[i + 1]."""
-
-    def __init__(self) -> None:
-        self.ids, self.starts = array("q"), array("q", [0])
-        self._heads = array("q")
-
-    def add(self, request: Request, ids: array[int]) -> None:
-        """Appends a request, whose own blocks are not looked at, with these ids. Time does not go back: it stays."""
-        time_ms = max(request.time_ms, self._heads[-HEAD] if self._heads else 0)
-        self._heads.extend(
-            (time_ms, request.tokens, request.block_tokens, request.block_bytes, request.namespace),
-        )
-        self.ids.extend(ids)
-        self.starts.append(len(self.ids))
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    @overload
-    def __getitem__(self, at: int) -> Request: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Request]: ...
-
-    def __getitem__(self, at: int | slice) -> Request | list[Request]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        i = range(len(self))[at]
-        time_ms, tokens, block_tokens, block_bytes, namespace = self._heads[i * HEAD : (i + 1) * HEAD]
-        blocks = tuple(self.ids[self.starts[i] : self.starts[i + 1]])
-        return Request(time_ms, tokens, blocks, block_tokens, block_bytes, namespace)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(Request.__eq__, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # it grows
-
-
-def read_trace(path: Path, *, limit: int | None = None) -> Trace:
-    """The requests of a file, or the first so many. A last line that was cut off, as a daemon that is killed may leave it, is dropped
-    with a word on stderr. Raises InvalidArgument naming the line."""
-    trace, number = Trace(), 0
+    number = count = time_ms = 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(lines_of(unpacked(file)), 1):
-                if limit is not None and len(trace) >= limit:
-                    return trace
+                if count == limit:
+                    return
                 if line.strip():
-                    trace.add(*parsed(line, where=f"trace {path.name}, line {number}"))
+                    request = parsed(line, where=f"trace {path.name}, line {number}")
+                    count, time_ms = count + 1, max(time_ms, request.time_ms)
+                    yield replace(request, time_ms=time_ms)
     except EOFError as cut:
-        if not len(trace):
+        if not count:
             raise InvalidArgument(f"trace {path}: cut off before its first line ended ({cut}); copy it again") from cut
         click.echo(f"trace {path.name}: cut off after line {number}; what follows is left out", err=True)
     except (OSError, zlib.error) as error:
@@ -114,7 +63,6 @@ def read_trace(path: Path, *, limit: int | None = None) -> Trace:
         raise InvalidArgument(
             f"trace {path}: cannot be read {at} ({error}); give a whole file of JSON lines, gzip or plain"
         ) from error
-    return trace
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
@@ -142,32 +90,30 @@ def check_whole(line: bytes) -> None:
         raise EOFError("its last line has no end") from None
 
 
-def parsed(line: bytes, *, where: str) -> tuple[Request, array[int]]:
-    """The request of a line, without its blocks, and their ids. Raises InvalidArgument."""
+def parsed(line: bytes, *, where: str) -> Request:
+    """The request of a line. Raises InvalidArgument."""
     try:
-        fields = json.loads(line)
-        ids = array("q", fields["hash_ids"])
-        return head_of(fields, ids), ids
+        return request_of(json.loads(line))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidArgument(f"{where}: not a request ({error!r:.300}); compare it with line 1") from error
 
 
-def head_of(fields: dict[str, Any], ids: array[int]) -> Request:
-    """A request without its blocks. Raises ValueError, KeyError, TypeError or OverflowError for what is none."""
+def request_of(fields: dict[str, Any]) -> Request:
+    """Raises ValueError, KeyError, TypeError or OverflowError for what is none."""
     request = Request(
         int(fields["timestamp"]),
         int(fields["input_length"]),
-        (),
+        array("q", fields["hash_ids"]),
         int(fields.get("tokens_per_block", TOKENS_PER_BLOCK)),
         int(fields.get("block_bytes", 0)),
         int(fields.get("namespace", 0)),
     )
     check_numbers(request)
     blocks = -(-request.tokens // request.block_tokens)
-    if blocks != len(ids):
-        raise ValueError(f"{request.tokens} tokens need {blocks} hash_ids, {len(ids)} are listed")
-    if min(ids) < 0:
-        raise ValueError(f"hash_ids: {min(ids)} is below 0")
+    if blocks != len(request.blocks):
+        raise ValueError(f"{request.tokens} tokens need {blocks} hash_ids, {len(request.blocks)} are listed")
+    if min(request.blocks) < 0:
+        raise ValueError(f"hash_ids: {min(request.blocks)} is below 0")
     return request
 
 

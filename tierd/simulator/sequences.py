@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ Numbers = NDArray[np.int64]
 
 Column = NDArray[np.int64]
 
+TOKENS_PER_BLOCK = 512
+"""Of a trace whose lines do not say."""
 BLOCK_BYTES = 64 << 10
 """Of a full block of which nobody says how large it is."""
 
@@ -36,38 +38,20 @@ class Measure:
     whole: bool = False
 
 
-class RequestLike(Protocol):
-    """What is read of a request; `tierd.cli.trace.Request` says what it means."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. time_ms: arrival, from the start of the trace. blocks: ids, first to last; the last may be short.
 
-    @property
-    def time_ms(self) -> int:
-        """Arrival, milliseconds."""
-        ...
+    block_tokens: of a full block; block_bytes: its size where it was recorded, 0: not known.
+    namespace: a number, in recordings of several.
+    """
 
-    @property
-    def tokens(self) -> int:
-        """Of the prompt."""
-        ...
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """Ids, first to last."""
-        ...
-
-    @property
-    def block_tokens(self) -> int:
-        """Of a full block."""
-        ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Of a full block; 0: not known."""
-        ...
-
-    @property
-    def namespace(self) -> int:
-        """Its number."""
-        ...
+    time_ms: int
+    tokens: int
+    blocks: array[int] | tuple[int, ...]
+    block_tokens: int = TOKENS_PER_BLOCK
+    block_bytes: int = 0
+    namespace: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,7 @@ def numbers_of(hashes: NDArray[Any]) -> Numbers:
     return hashes[:, 3].astype(np.int64) - 1
 
 
-def trace_of(requests: Iterable[RequestLike], *, name: str) -> Trace:
+def trace_of(requests: Iterable[Request], *, name: str) -> Trace:
     """A trace as arrays."""
     blocks, rows = array("q"), []
     for request in requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import resource
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.depth import count
-from tierd.cli.trace import Request, read_trace
+from tierd.cli.trace import read_trace
 from tierd.core.block import NamespaceSpec
 from tierd.core.plan import GroupQuery
 from tierd.server import recording
 from tierd.server.numbering import Numbers
 from tierd.server.recording import Bounds, Recording
+from tierd.simulator.sequences import Request
 from tierd.testing import chain
 
 TOKENS = 16
@@ -65,9 +67,9 @@ def test_a_line_says_when_how_long_and_which_blocks(path: Path) -> None:
     made.note(101.25, query(chain(1, 2)), is_lookup=False)
     made.note(102.0, query(chain(1, 2), 20, tokens=17), is_lookup=False)
     assert read(made) == [
-        Request(0, 40, (0, 1, 2), TOKENS, 2 * 8192, 0),
-        Request(1250, 32, (0, 1), TOKENS, 2 * 8192, 0),
-        Request(2000, 17, (3, 4), TOKENS, 2 * 8192, 1),
+        Request(0, 40, array("q", [0, 1, 2]), TOKENS, 2 * 8192, 0),
+        Request(1250, 32, array("q", [0, 1]), TOKENS, 2 * 8192, 0),
+        Request(2000, 17, array("q", [3, 4]), TOKENS, 2 * 8192, 1),
     ]
     assert (made.counts.requests, made.counts.blocks, made.counts.distinct, made.counts.lost) == (3, 7, 5, 0)
     assert (path.stat().st_size, path.stat().st_mode & 0o777) == (made.counts.bytes, 0o600)
@@ -133,7 +135,7 @@ def test_it_ends_after_its_time(path: Path) -> None:
     made = begun(path, Bounds(max_bytes=1 << 20, seconds=0.01))
     made.note(100.0, query(chain(1, 3)), is_lookup=False)
     made._thread.join(SOON_S)
-    assert (made.reason, len(read_trace(path))) == ("its 0.01 seconds are over", 1)
+    assert (made.reason, len(list(read_trace(path)))) == ("its 0.01 seconds are over", 1)
 
 
 def test_it_ends_when_there_are_no_numbers_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

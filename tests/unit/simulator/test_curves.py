@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tierd.cli.trace import Request
 from tierd.config import Config
 from tierd.core.model import TierKind
 from tierd.simulator.choices import parse_choice
@@ -18,7 +17,7 @@ from tierd.simulator.page import page_of
 from tierd.simulator.plot import draw
 from tierd.simulator.rows import Panel, Row, panels_of, row_of
 from tierd.simulator.runs import Outcome, Run
-from tierd.simulator.sequences import Trace, trace_of
+from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import parse_size, tiers_of
 
 EVIL = "</script><img src=x>"

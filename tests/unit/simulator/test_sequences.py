@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierd.cli.trace import Request
 from tierd.simulator.clairvoyant import NEVER, next_uses
-from tierd.simulator.sequences import Measure, numbers_of, trace_of
+from tierd.simulator.sequences import Measure, Request, numbers_of, trace_of
 
 REQUESTS = [
     Request(0, 1000, (70, 30)),

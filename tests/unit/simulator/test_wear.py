@@ -6,14 +6,13 @@ from fractions import Fraction
 
 import pytest
 
-from tierd.cli.trace import Request
 from tierd.config import Config
 from tierd.core.model import TierKind
 from tierd.errors import InvalidArgument
 from tierd.policies.admission import ADMISSION
 from tierd.simulator.choices import CLAIRVOYANT, parse_choice
 from tierd.simulator.runs import Outcome, Run, simulate
-from tierd.simulator.sequences import Trace, trace_of
+from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
 from tierd.simulator.wear import Budget, Writes, parse_admission, parse_budget
 
