@@ -27,7 +27,9 @@ class RawClient:
     def __init__(self, target: str) -> None:
         self.socket = connect(target)
         try:
-            self.hello = ask(self.socket, hello())[0]
+            self.hello, fds = ask(self.socket, hello())
+            for fd in fds:  # the directory, which this client does not read
+                os.close(fd)
             if "token" not in self.hello:
                 raise ConnectionError(f"refused: {self.hello or 'the socket was closed'}")
         except OSError:

@@ -72,8 +72,7 @@ class Rig:
     async def ask(self, client, request):
         """Sends one message (a map, or bytes as they are) and gives the reply; None is end of file."""
         loop = asyncio.get_running_loop()
-        data = request if isinstance(request, bytes) else msgpack.packb(request)
-        await loop.sock_sendall(client, data)
+        await loop.sock_sendall(client, request if isinstance(request, bytes) else msgpack.packb(request))
         reply = await loop.sock_recv(client, 8192)
         return msgpack.unpackb(reply) if reply else None
 
