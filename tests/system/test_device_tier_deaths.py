@@ -186,7 +186,8 @@ def test_killed_at_random() -> None:
     """SIGKILL of the daemon under load, whenever: as the module says."""
     seed = _seed()
     with lives("SIGKILL at random", seed=seed) as run:
-        for _ in range(count(test=2, nightly=4, weekly=60)):
+        while run.deaths < count(test=2, nightly=4, weekly=60) or not run.durable:
+            assert run.deaths < count(test=20, nightly=20, weekly=60), "no chain was durable before a death"
             run.die(run.kill_soon)
 
 
