@@ -14,7 +14,7 @@ from typing import Any
 LIMIT = 0.95
 SERVICES = "admin credits former grants guard identity instance peers rpc scrubbing service session_socket sessions streams wire"
 DECODERS = "catalogue checksum heads holds journal marks recovery slots snapshot stored_index"
-CLIENT = "protocol remote replies session"
+CLIENT = "protocol remote replies segments session session_socket"
 MODULES = [
     f"tierd/{folder}/{name}.py"
     for folder, names in (("server", SERVICES), ("tiers", DECODERS), ("client", CLIENT))

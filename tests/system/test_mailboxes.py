@@ -107,7 +107,7 @@ def test_a_lease_ends_without_another_call(daemon: Daemon, client: Client) -> No
 def test_a_mailbox_that_did_not_arrive_is_given_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that had no descriptors left when its mailbox came gets another one with its next line, which the daemon reads."""
     with monkeypatch.context() as short, Client(daemon.target) as client:
-        short.setattr("tierd.client.session._check_came", refuse_descriptors)
+        short.setattr("tierd.client.session.check_came", refuse_descriptors)
         assert not client.lookup(opened(client), chain(1, BLOCKS)).tokens
         link = client._connector.link
         assert link is not None and link.session is not None and link.session.mailbox.socket is None

@@ -475,13 +475,13 @@ def test_whatever_the_catalogue_says(daemon: Daemon) -> None:
         reader.known(1)
         session = client._connector.link.session
         for round_ in range(HOSTILE):
-            for place, segment in list(session._segments.items()):
+            for place, segment in list(session.segments._mapped.items()):
                 metas, tables = (np.frombuffer(its, np.uint8).copy() for its in (segment.metas, segment.tables))
                 for raw, width in ((metas, META_BYTES), (tables, 8)) if round_ % 2 else ((metas, META_BYTES),):
                     rows = raw.reshape(-1, width)
                     at = chance.integers(width, size=4)
                     rows[:, at] = chance.integers(256, size=(len(rows), 4), dtype=np.uint8)
-                session._segments[place] = replace(segment, metas=memoryview(metas), tables=memoryview(tables))
+                session.segments.add(place, replace(segment, metas=memoryview(metas), tables=memoryview(tables)))
             assert reader.get(1) in (0, BLOCKS)
             assert client.lookup(reader.space, chain(1, BLOCKS)).tokens == TOKENS
             session.unmap()

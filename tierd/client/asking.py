@@ -84,7 +84,7 @@ class Asking(Links):
         if not lease.whole and self._without_spare(link, deadline):
             with contextlib.suppress(StaleHandle):  # their epoch has ended since, and what was answered stands
                 link, lease = self._leased(groups, wanted, deadline)  # pages of both leases count once
-        if lease and link.session is not None and not link.session.has_mapped(place for place, _ in lease.parts):
+        if lease and link.session is not None and not link.session.segments.has(place for place, _ in lease.parts):
             try:
                 self._map(link, lease.handles, deadline)
             except SessionLost:  # the daemon went after it had answered, and the lease with it
@@ -247,7 +247,7 @@ class Asking(Links):
 
     def _map(self, link: Link, handles: StructArray, deadline: float) -> None:
         session = link.session
-        if session is not None and session.unmapped(handles):
+        if session is not None and session.segments.unmapped(handles):
             try:
                 session.map(handles, timeout_s=left_s(deadline))
             except SessionLost:

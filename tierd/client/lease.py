@@ -23,7 +23,7 @@ from tierd.client.forks import Bound
 from tierd.client.mapping import still_hold
 from tierd.client.pins import Bytes, Hold
 from tierd.client.replies import Leased, LeasedGroup, joined, valid_blocks
-from tierd.client.session import Parts, by_place
+from tierd.client.segments import Parts, by_place
 from tierd.client.work import pauses
 from tierd.core.model import StructArray
 from tierd.core.sets import every

@@ -116,7 +116,7 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
     last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
     names = np.array([(address_of(hashes), count, namespace.id, size, last, 0)], NAMES)
     for _ in range(count + 1):  # once more for each segment that was not mapped
-        table = session.table()
+        table = session.segments.table()
         rows, unmapped = _located(directory, table, names, count)
         if unmapped == NOWHERE or _segment(session, unmapped, timeout_s) is None:
             break
@@ -196,7 +196,7 @@ def _page(segment: Segment, slot: int, length: int, layers: int, generation: int
 def pages_of(session: Session, handles: StructArray) -> Pages | None:
     """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped. Without an entry of its
     own a page's copy is not good."""
-    table, rows = session.table(), list[tuple[int, ...]]()
+    table, rows = session.segments.table(), list[tuple[int, ...]]()
     columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
     for tier, number, slot, generation, length in zip(*columns, strict=True):
         at = table.find(tier << SEGMENT_BITS | number)
@@ -231,7 +231,7 @@ def _is_plain(group: Group) -> bool:
 def _segment(session: Session, place: int, timeout_s: float) -> Segment | None:
     """A segment of host memory, mapped now if it was not."""
     where = place >> SEGMENT_BITS, place & (1 << SEGMENT_BITS) - 1
-    segment = session.segment(where)
+    segment = session.segments.at(where)
     if segment is None:
         try:
             segment = session.mapped(where, timeout_s=timeout_s)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tierd.client.connection import Link
 from tierd.client.forks import Bound
 from tierd.client.mapping import Segment
-from tierd.client.session import Place
+from tierd.client.segments import Place
 from tierd.errors import ForkedClient, StaleHandle
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Hold(Bound):
 
     def segment(self, place: Place) -> Segment | DeviceSegment | None:
         """A segment of its link, if it is mapped."""
-        return self.link.session.segment(place) if self.link.session else None
+        return self.link.session.segments.at(place) if self.link.session else None
 
     def watch(self, handle: object) -> None:
         """When the handle is collected without having been closed, it counts as dropped."""

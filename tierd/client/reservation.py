@@ -25,7 +25,7 @@ from tierd.client.forks import Bound
 from tierd.client.lease import cut_pages
 from tierd.client.pins import Bytes, Hold
 from tierd.client.protocol import commit_request
-from tierd.client.session import Parts, by_place
+from tierd.client.segments import Parts, by_place
 from tierd.client.values import Committed
 from tierd.client.work import pauses
 from tierd.core.model import BlockStatus, StructArray

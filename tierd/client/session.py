@@ -1,72 +1,45 @@
-"""The client's end of the session socket: identity, mapped segments, and holds that end.
+"""A session with a local daemon: identity, mapped segments, and holds that end.
 
-Purpose: one blocking connection, whose life is the session's. Non-purpose: gRPC, reconnecting (connection.py). Invariants: descriptors
-are close-on-exec and closed as soon as they are mapped; `let_go` never blocks and takes no lock, so a finaliser may call it; nobody waits
-beyond its time, not even for its turn; after a reply that did not come in time the connection is closed, since the next reply would be the wrong one,
-but where a line was asked for: its reply is read, and thrown away, before the next request.
+Its life is the connection's (session_socket.py). It knows nothing of gRPC, nor of reconnecting (connection.py).
+Descriptors are close-on-exec and closed as soon as they are mapped. A finaliser may call `let_go`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import os
 import socket
 import sys
-import threading
-import time
-import weakref
-from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
-import numpy as np
-from numpy.typing import NDArray
 
 import tierd
 from tierd.client import trusted
 from tierd.client.mailbox import IDS_PER_MESSAGE, Mailbox
-from tierd.client.mapping import Segment, SegmentTable, map_file, map_segment
-from tierd.client.replies import error_of
+from tierd.client.mapping import Segment, map_file, map_segment
+from tierd.client.segments import Place, Segments
+from tierd.client.session_socket import SessionSocket, check_came, checked, close_fds, hang_up, receive
 from tierd.client.target import LocalTarget
 from tierd.core.directory import Directory
 from tierd.core.model import StructArray
-from tierd.core.sets import every
 from tierd.core.versions import FORMAT_VERSION, PROTO_VERSION
 from tierd.core.words import words_of
-from tierd.errors import (
-    DeadlineExceeded,
-    OperatorError,
-    Overloaded,
-    SessionLost,
-    TierFailed,
-    Unavailable,
-    Unsupported,
-)
+from tierd.errors import DeadlineExceeded, Overloaded, TierFailed, Unavailable, Unsupported
 
 if TYPE_CHECKING:
     from tierd.client.device import DeviceSegment
 
-REPLY_MAX_BYTES = 1 << 16
-SWEEP_SEGMENTS = 32
-"""With more segments mapped than this, those that have become empty are dropped before another is mapped."""
 
-Place = tuple[int, int]
-"""Tier and segment."""
-Parts = list[tuple[Place, NDArray[np.intp] | slice]]
-"""Handles by the segments that they point into: each with its rows."""
-
-
-class Session:
+class Session(SessionSocket):
     """A session with a local daemon. Raises what `connect_session` says."""
 
     def __init__(
         self, connection: socket.socket, hello: Mapping[str, Any], *, directory: Directory | None = None
     ) -> None:
         """directory: of its trust domain, where the daemon gives it."""
+        super().__init__(connection)
         self.directory = directory
         self.id = int(hello["session"])
         self.token = str(hello["token"])
@@ -77,52 +50,22 @@ class Session:
             i: tier["gpu"] for i, tier in enumerate(hello.get("tiers", ())) if "gpu" in tier
         }
         """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
-        self.patience_s = math.inf
-        """For what a daemon answers at once; then its reply is read, and thrown away, before the next request, and the session goes on."""
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
-        self._connection = connection
-        # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
-        self._glance = connection.dup()
-        self._glance.setblocking(False)
-        self._sockets = [connection, self._glance]
         self.mailbox = Mailbox(is_told_of_gets=bool(hello.get("one_sided", False)))
-        self._turn = threading.Lock()
-        self._owed = 0  # replies that nobody waits for
-        self._segments: dict[Place, Segment | DeviceSegment] = {}
-        self._table: SegmentTable | None = None
-        self._tabled: tuple[int, object] = (0, None)
-        self._unsent: deque[dict[str, Any]] = deque()
+        self.segments = Segments(self.gpus)
         self._requests = itertools.count(1)
-        # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
-        self._farewell = weakref.finalize(self, _say_goodbye, self._glance, self._sockets, os.getpid())
-        self._farewell.atexit = False
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the daemon still holds its end open: a look at the socket, a microsecond."""
-        if self._unsent:
-            self.flush()
-        try:
-            return bool(self._glance.recv(1, socket.MSG_PEEK))
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError:
-            return False
 
     def close(self) -> None:
         """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
-        self._farewell.detach()
-        _close_all(self._sockets)
-        self._segments.clear()
-        self._table = None
+        super().close()
+        self.segments.clear()
 
     def leave(self) -> None:
         """Closes, and says that this process uses nothing of it any more, if the daemon is there to hear it. For finalisers too."""
-        self._farewell()
-        self._segments.clear()
-        self._table = None
+        super().leave()
+        self.segments.clear()
 
     def next_request(self) -> str:
         """A name for a call, unlike any other of this session."""
@@ -130,30 +73,24 @@ class Session:
 
     def unmap(self) -> None:
         """Keeps no segment mapped but for the views that are alive."""
-        self._segments.clear()
-        self._table = None
+        self.segments.clear()
         if self.gpus:
             _device().unmap_ended()
 
-    def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """One request, its reply. Raises what the daemon raised, SessionLost, DeadlineExceeded."""
-        with self._turned(timeout_s) as left_s:
-            reply, fds = self._exchange(request, timeout_s=left_s)
-        _close(fds)
-        return _checked(reply)
-
     def map(self, handles: StructArray, *, timeout_s: float) -> None:
         """Makes sure that the segments of HANDLE [n] are mapped. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
-        for place in self.unmapped(handles):
+        for place in self.segments.unmapped(handles):
             self.mapped(place, timeout_s=timeout_s)
 
     def mapped(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
         """A segment, mapped now if it was not. Raises as `map`."""
         with self._turned(timeout_s) as left_s:
-            if place not in self._segments:
-                self._sweep()
-                self._segments[place] = self._fetch(place, timeout_s=left_s)
-            return self._segments[place]
+            found = self.segments.at(place)
+            if found is None:
+                self.segments.sweep()
+                found = self._fetch(place, timeout_s=left_s)
+                self.segments.add(place, found)
+            return found
 
     def line(self, *, timeout_s: float) -> socket.socket:
         """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
@@ -162,16 +99,16 @@ class Session:
                 {"op": "line", "mailbox": self.mailbox.socket is None}, timeout_s=left_s, is_vital=False
             )
         try:
-            _checked(reply)
+            checked(reply)
             has_mailbox = reply.get("mailbox") is True
-            _check_came(fds, 2 if has_mailbox else 1, what="a line")
+            check_came(fds, 2 if has_mailbox else 1, what="a line")
             if has_mailbox:
                 mailbox = self.mailbox.socket = socket.socket(fileno=fds.pop())
                 mailbox.setblocking(False)
                 self._sockets.append(mailbox)
             return socket.socket(fileno=fds.pop())
         finally:
-            _close(fds)
+            close_fds(fds)
 
     def check_gpus(self, wanted: str) -> None:
         """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""
@@ -179,55 +116,15 @@ class Session:
             if wanted in ("device", self.tiers[tier]):
                 _device().gpu_at(_device().GpuPlace.of(told))
 
-    def unmapped(self, handles: StructArray) -> set[Place]:
-        """Segments of HANDLE [n] that are not mapped yet."""
-        only = only_place(handles)
-        places = places_of(handles) if only is None else (only,)
-        return {place for place in places if place not in self._segments}
-
-    def has_mapped(self, places: Iterable[Place]) -> bool:
-        """Whether all of them are mapped."""
-        return all(place in self._segments for place in places)
-
-    def segment(self, place: Place) -> Segment | DeviceSegment | None:
-        """A mapped segment."""
-        return self._segments.get(place)
-
-    def table(self) -> SegmentTable:
-        """The mapped segments of host memory."""
-        mapped = list(self._segments.values())
-        known = len(mapped), mapped[-1] if mapped else None  # a new one comes last, and one that goes is missed
-        if self._table is None or self._tabled != known:
-            self._table = SegmentTable(segment for segment in mapped if isinstance(segment, Segment))
-            self._tabled = known
-        return self._table
-
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
         if leases and not reservations and self.mailbox.post(leases):
             return
-        self._unsent.append(
-            {"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)}
-        )
-        self.flush()
+        self.post({"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)})
 
     def revoke(self, request: str) -> None:
         """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
-        self._unsent.append({"op": "revoke", "request": request})
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what the socket did not take before."""
-        while self._unsent:
-            with contextlib.suppress(IndexError):
-                message = self._unsent.popleft()
-                try:
-                    self._tell(message)
-                except BlockingIOError:
-                    self._unsent.appendleft(message)
-                    return
-                except OSError:
-                    self._unsent.clear()  # the daemon has gone, and the holds with it
+        self.post({"op": "revoke", "request": request})
 
     def release(self, leases: Iterable[int], *, timeout_s: float) -> None:
         """Ends leases and waits until the daemon has done it."""
@@ -244,8 +141,8 @@ class Session:
         tier, segment = place
         reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
         try:
-            _checked(reply)
-            _check_came(fds, 2, what=f"segment {segment}")
+            checked(reply)
+            check_came(fds, 2, what=f"segment {segment}")
             data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
             is_writable = bool(reply["writable"])
             if tier not in self.gpus:
@@ -256,79 +153,7 @@ class Session:
             )
             return mapped
         finally:
-            _close(fds)
-
-    def _sweep(self) -> None:
-        """Of a GPU at once: what has ended may be memory that nobody else gets while it is mapped here."""
-        is_many = len(self._segments) >= SWEEP_SEGMENTS
-        swept = [place for place, segment in self._segments.items() if is_many or place[0] in self.gpus]
-        for place in swept:
-            if self._segments[place].is_empty:
-                del self._segments[place]
-
-    @contextlib.contextmanager
-    def _turned(self, timeout_s: float) -> Iterator[float]:
-        """One thread at a time; the seconds left. Raises DeadlineExceeded."""
-        timeout_s = min(timeout_s, self.patience_s)
-        deadline = time.monotonic() + timeout_s
-        if not self._turn.acquire(timeout=max(timeout_s, 0.0)):
-            raise DeadlineExceeded(
-                f"session socket: another thread's request had no answer within {timeout_s:.3g} s; is the daemon stuck?"
-            )
-        try:
-            yield deadline - time.monotonic()
-        finally:
-            self._turn.release()
-
-    def _exchange(
-        self, request: Mapping[str, Any], *, timeout_s: float, is_vital: bool = True
-    ) -> tuple[dict[str, Any], list[int]]:
-        """is_vital: whether the session ends where the reply does not come in time."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            while self._owed:
-                _close(self._reply(deadline)[1])
-            self._wait(deadline)
-            self._connection.sendall(msgpack.packb(request), socket.MSG_NOSIGNAL)
-            self._owed += 1
-            data, fds = self._reply(deadline)
-        except TimeoutError as error:
-            if is_vital and self.patience_s == math.inf:
-                with contextlib.suppress(OSError):
-                    # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
-                    self._connection.shutdown(socket.SHUT_RDWR)
-                _close_all(self._sockets)
-            raise DeadlineExceeded(
-                f"session socket: no answer to {request['op']} within {timeout_s:.3g} s; is the daemon stuck?"
-            ) from error
-        except OSError as error:
-            raise SessionLost(
-                f"session socket: the daemon has gone ({error}); the next call opens a session again"
-            ) from error
-        if not data:
-            _close(fds)
-            raise SessionLost("session socket: the daemon has gone; the next call opens a session again")
-        return msgpack.unpackb(data), fds
-
-    def _reply(self, deadline: float) -> tuple[bytes, list[int]]:
-        self._wait(deadline)
-        found = _receive(self._connection)
-        self._owed -= 1
-        return found
-
-    def _wait(self, deadline: float) -> None:
-        self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-
-    def _took(self, request: Mapping[str, Any]) -> bool:
-        """Whether the socket had room for it. Raises OSError."""
-        try:
-            self._tell(request)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _tell(self, request: Mapping[str, Any]) -> None:
-        self._glance.send(msgpack.packb(request), socket.MSG_NOSIGNAL)
+            close_fds(fds)
 
 
 def connect_session(
@@ -356,20 +181,20 @@ def connect_session(
         connection.settimeout(max(timeout_s, 0.001))
         trusted.connect(connection, target.session_path)
         connection.sendall(msgpack.packb(hello))
-        data, fds = _receive(connection)
+        data, fds = receive(connection)
         try:
-            told = _checked(msgpack.unpackb(data) if data else {})
+            told = checked(msgpack.unpackb(data) if data else {})
             return Session(connection, told, directory=_directory(fds, int(told.get("directory", 0))))
         finally:
-            _close(fds)
+            close_fds(fds)
     except TimeoutError as error:
-        _hang_up(connection)
+        hang_up(connection)
         raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
     except OSError as error:
         connection.close()
         raise Unavailable(f"daemon at {target}: it went away during hello ({error}); try again") from error
     except BaseException:
-        _hang_up(connection)
+        hang_up(connection)
         raise
 
 
@@ -387,85 +212,3 @@ def _device() -> Any:
     from tierd.client import device  # noqa: PLC0415
 
     return device
-
-
-def places_of(handles: StructArray) -> set[Place]:
-    """The segments that HANDLE [n] point into."""
-    return set(zip(handles["tier"].tolist(), handles["segment"].tolist(), strict=True))
-
-
-def only_place(handles: StructArray) -> Place | None:
-    """The segment of HANDLE [n] where it is one; None: several, or no handles."""
-    if not len(handles):
-        return None
-    tiers, segments = handles["tier"], handles["segment"]
-    if len(handles) > 1 and not (every(segments == segments[0]) and every(tiers == tiers[0])):
-        return None
-    return int(tiers[0]), int(segments[0])
-
-
-def by_place(handles: StructArray) -> Parts:
-    """HANDLE [n] by the segments that they point into: each with its rows."""
-    only = only_place(handles)
-    if only is not None:
-        return [(only, slice(None))]
-    keys = handles["tier"].astype(np.uint64) << np.uint64(32) | handles["segment"]
-    return [((int(key) >> 32, int(key) & 0xFFFFFFFF), np.flatnonzero(keys == key)) for key in np.unique(keys)]
-
-
-def _say_goodbye(glance: socket.socket, sockets: Iterable[socket.socket], pid: int) -> None:
-    """In a child only its own copies are closed: the parent's session goes on."""
-    if pid == os.getpid():
-        with contextlib.suppress(OSError):
-            glance.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
-    _close_all(sockets)
-
-
-def _close_all(sockets: Iterable[socket.socket]) -> None:
-    for one in sockets:
-        one.close()
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """A hello that is answered later opens a session that nobody knows: it is to end, and not with this process."""
-    with contextlib.suppress(OSError):
-        connection.settimeout(0)
-        connection.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
-    connection.close()
-
-
-def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    # Not socket.recv_fds, which leaves its flags out before Python 3.13: the descriptors would be inherited over exec.
-    data, told, _flags, _address = connection.recvmsg(
-        REPLY_MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
-    )
-    fds = [
-        fd
-        for level, kind, packed in told
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-        for fd in array("i", packed)
-    ]
-    return data, fds
-
-
-def _checked(reply: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(reply, dict) or "ok" not in reply:
-        raise Unavailable("session socket: the daemon closed it without a word; try again")
-    if not reply["ok"]:
-        raise error_of(str(reply.get("error")), str(reply.get("message")), status="refused")
-    return reply
-
-
-def _check_came(fds: Sequence[int], count: int, *, what: str) -> None:
-    """Descriptors for which a process has no room are dropped by the kernel, so too few of them say that; too many, that they mean something else."""
-    if len(fds) < count:
-        raise Overloaded(
-            f"session socket: {len(fds)} of {count} descriptors for {what} came in: this process has as many open as it may; close some, or raise its limit (ulimit -n)"
-        )
-    if len(fds) > count:
-        raise OperatorError(f"daemon: {len(fds)} descriptors for {what} instead of {count}; versions differ?")
-
-
-def _close(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

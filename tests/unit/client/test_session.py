@@ -15,7 +15,8 @@ import pytest
 from tests.unit.client.conftest import CLASS_BYTES, PAGES, Memory
 from tierd.client import forks
 from tierd.client.mapping import Segment, map_segment
-from tierd.client.session import Session, _say_goodbye, connect_session
+from tierd.client.session import Session, connect_session
+from tierd.client.session_socket import _say_goodbye
 from tierd.client.target import LocalTarget
 from tierd.core.model import HANDLE
 from tierd.errors import (
@@ -178,7 +179,7 @@ def test_a_gpu_that_this_process_has_not(tmp_path):
     with pytest.raises(Unsupported):
         session.map(handles(), timeout_s=5)
     session.unmap()
-    assert (len(os.listdir("/proc/self/fd")), session.unmapped(handles())) == (before, {(0, 1)})
+    assert (len(os.listdir("/proc/self/fd")), session.segments.unmapped(handles())) == (before, {(0, 1)})
     session.close()
     theirs.close()
 
@@ -240,18 +241,17 @@ def test_a_process_without_descriptors_is_told_so(monkeypatch):
 def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
     """A client that maps more and more segments keeps those with pages in them, and drops the empty ones."""
     session, theirs = ends
-    monkeypatch.setattr("tierd.client.session.SWEEP_SEGMENTS", 2)
+    monkeypatch.setattr("tierd.client.segments.SWEEP_SEGMENTS", 2)
     for number, word in ((8, 0), (9, 5)):
         words = np.array([word], dtype=np.uint64)
-        session._segments[0, number] = Segment(
-            number, 0, np.zeros(1, np.uint8), words, memoryview(b""), memoryview(b""), 1, 1, is_writable=False
-        )
+        data, none = np.zeros(1, np.uint8), memoryview(b"")
+        session.segments.add((0, number), Segment(number, 0, data, words, none, none, 1, 1, is_writable=False))
     memory = Memory(tmp_path)
     with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
         sizes = {"bytes": PAGES * CLASS_BYTES, "catalogue_bytes": memory.catalogue_path.stat().st_size}
         answer(theirs, {"ok": True, "writable": False} | sizes, [data.fileno(), catalogue.fileno()])
     session.map(handles(), timeout_s=1)
-    assert set(session._segments) == {(0, 9), (0, 1)}
+    assert [session.segments.has([(0, number)]) for number in (8, 9, 1)] == [False, True, True]
 
 
 @pytest.mark.parametrize("reply", [b"", msgpack.packb({}), msgpack.packb([1])])

@@ -44,7 +44,7 @@ SPOILT_ENTRIES = 0.3
 
 
 class Copies:
-    """Of one session. What is public here is what `onesided` asks of the SDK's session and its mailbox."""
+    """Of one session. What is public here is what `onesided` asks of the SDK's session, its segments and its mailbox."""
 
     def __init__(self, client: Client, held: Held, directory: Descriptor) -> None:
         """Maps the directory, and closes its descriptor."""
@@ -53,12 +53,12 @@ class Copies:
         os.close(directory.fd)
         self.directory = Directory(words_of(memory, count=directory.bytes // 8))
         self.tiers = [tier.spec.name for tier in held.daemon.assembly.tiers]
-        self.mailbox = self
+        self.mailbox = self.segments = self
         self._mapped: dict[tuple[int, int], tuple[object, mapping.Segment]] = {}
 
     # -- as the SDK's session
 
-    def segment(self, place: tuple[int, int]) -> mapping.Segment | None:
+    def at(self, place: tuple[int, int]) -> mapping.Segment | None:
         """A segment that this client has mapped."""
         files = self._client.maps.get(place)
         if files is None or files.data is None:
@@ -75,7 +75,7 @@ class Copies:
 
     def table(self) -> mapping.SegmentTable:
         """All of them."""
-        return mapping.SegmentTable(filter(None, map(self.segment, self._client.maps)))
+        return mapping.SegmentTable(filter(None, map(self.at, self._client.maps)))
 
     def mapped(self, place: tuple[int, int], *, timeout_s: float) -> mapping.Segment:
         """Those that can be were mapped before: a simulated call cannot be waited for here."""
