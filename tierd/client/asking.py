@@ -18,8 +18,9 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import onesided, protocol, remote, replies, writing
 from tierd.client.calls import called, left_s
-from tierd.client.connection import Connector, Link, Meanwhile
+from tierd.client.connection import Connector
 from tierd.client.lease import Lease
+from tierd.client.link import Link, Meanwhile
 from tierd.client.links import Links
 from tierd.client.pins import Hold
 from tierd.client.replies import Leased, LeasedGroup

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tierd.client import stopping
-from tierd.client.connection import Link, Meanwhile
 from tierd.client.credits import pause_s
+from tierd.client.link import Link, Meanwhile
 from tierd.errors import DeadlineExceeded, InvalidArgument, Overloaded, TierdError
 
 T = TypeVar("T")

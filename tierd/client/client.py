@@ -19,9 +19,10 @@ from typing import Any, Self, TypeVar
 
 from tierd.client import protocol
 from tierd.client.calls import Deadline, deadline_of, due
-from tierd.client.connection import Connector, Link, Options, Transport
+from tierd.client.connection import Connector, Options
 from tierd.client.forks import Bound
 from tierd.client.lease import Lease
+from tierd.client.link import Link, Transport
 from tierd.client.local import LocalTransport
 from tierd.client.replies import events_of
 from tierd.client.reservation import Reservation

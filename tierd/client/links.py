@@ -15,8 +15,9 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client import protocol, replies
 from tierd.client.calls import called, left_s
 from tierd.client.complaints import PROBE_S, Complaints
-from tierd.client.connection import Connector, Link
+from tierd.client.connection import Connector
 from tierd.client.lines import LineLost
+from tierd.client.link import Link
 from tierd.client.target import RemoteTarget
 from tierd.client.values import OpenedNamespace
 from tierd.errors import DeadlineExceeded, SessionLost, TierdError, Unavailable, Unsupported

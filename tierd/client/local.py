@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import stopping
-from tierd.client.connection import Link, Meanwhile
 from tierd.client.lines import MESSAGE_MAX_BYTES, Line, LineLost, Lines
+from tierd.client.link import Link, Meanwhile
 from tierd.client.protocol import GIVING
 from tierd.client.replies import error_of
 from tierd.client.spares import Spares

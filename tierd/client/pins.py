@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.connection import Link
 from tierd.client.forks import Bound
+from tierd.client.link import Link
 from tierd.client.mapping import Segment
 from tierd.client.segments import Place
 from tierd.errors import ForkedClient, StaleHandle

@@ -17,7 +17,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.chunks import CHUNK_BYTES, Chunk, Codec
 from tierd.client import buffers, protocol, replies
 from tierd.client.calls import insisted, left_s
-from tierd.client.connection import Link
+from tierd.client.link import Link
 from tierd.client.values import GetResult, Group, PutGroup, PutResult
 from tierd.core.model import BlockStatus, Durability, Need
 from tierd.errors import CorruptRecord, OperatorError, Unsupported

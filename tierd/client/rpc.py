@@ -18,7 +18,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.chunks import Codec
 from tierd.client import forks, stopping, trusted
-from tierd.client.connection import Link, Meanwhile
+from tierd.client.link import Link, Meanwhile
 from tierd.client.protocol import GIVING, REQUEST_KEY
 from tierd.client.replies import error_of
 from tierd.errors import ERROR_KEY, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError, Unavailable

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierd.client import forks, replies, stopping
-from tierd.client.connection import Link
 from tierd.client.credits import pause_s
+from tierd.client.link import Link
 from tierd.client.pins import Hold
 from tierd.client.spares import Pending
 from tierd.client.values import Lost

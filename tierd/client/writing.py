@@ -23,7 +23,7 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client import buffers, copying, protocol, replies
 from tierd.client.calls import left_s
-from tierd.client.connection import Link
+from tierd.client.link import Link
 from tierd.client.pins import Hold
 from tierd.client.reservation import ReservedPages
 from tierd.client.spares import Spares
