@@ -22,8 +22,8 @@ from tierd.client.lines import Line
 from tierd.client.mailbox import IDS_PER_MESSAGE
 from tierd.client.session import Session
 from tierd.errors import Overloaded
+from tierd.server.mailbox import MAILBOX_BYTES
 from tierd.server.mailboxes import KEPT_S, LOOK_S
-from tierd.server.session_socket import MAILBOX_BYTES
 from tierd.testing import chain
 
 MIB = 1 << 20

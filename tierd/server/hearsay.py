@@ -26,7 +26,7 @@ USED, LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
 without a call."""
 SESSION_LIMIT, LIMIT = 64, 1024
 """Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/mailbox.py) in each
-of its threads, and of all: 20 KiB each at most (`MAILBOX_MESSAGE_BYTES`)."""
+of its threads, and of all: 20 KiB each at most (`MESSAGE_BYTES` of mailbox.py)."""
 TIMES_LIMIT = 256
 """Alike ones that count; beyond, while they wait, they are heard as so many."""
 

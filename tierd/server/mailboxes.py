@@ -3,7 +3,7 @@ wanted, and every now and then for a while after its last call.
 
     call is answered ──▶ client copies, and says so by the mailbox ──▶ its next call is answered, which reads that, or the next look does
 
-Purpose: when they are read. Non-purpose: reading (session_socket.py), what a release is (cache). Invariants: what a client says within KEPT_S of a session's last answer is read within LOOK_S or
+Purpose: when they are read. Non-purpose: reading (mailbox.py), what a release is (cache). Invariants: what a client says within KEPT_S of a session's last answer is read within LOOK_S or
 a little more; nobody is looked after who has not called for longer.
 """
 

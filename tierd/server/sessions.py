@@ -5,7 +5,7 @@
       └─its process uses nothing more──▶ left ──process gone──▶ ended
     restored (of a former daemon) ──process gone, or its process says that it uses nothing more──▶ ended
 
-Purpose: the life of sessions. Non-purpose: the socket and its messages (session_socket.py), leases (cache, core). Invariants:
+Purpose: the life of sessions. Non-purpose: the socket (session_socket.py, session_connection.py), leases (cache, core). Invariants:
 `on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends), `on_leave` at most once between
 them; `on_end` comes after the process has gone, never after a time: a clock must not hand out memory that a living process may still
 touch. A session that has left holds nothing, but what it has mapped, if anything, is remembered until its process has gone: as mapped by the

@@ -14,7 +14,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "pidfd-wait",
         "what a session held is reused only after its process has gone, not when its socket closes",
-        "tierd/server/session_socket.py",
+        "tierd/server/session_connection.py",
         "self._owner.sessions.stop(self.session)",
         "self._owner.sessions._end(self.session)",
         SESSIONS,

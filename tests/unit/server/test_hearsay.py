@@ -8,7 +8,7 @@ import pytest
 
 from tierd.client.mailbox import MESSAGE_MAX_BYTES, UNASKED_LIMIT
 from tierd.errors import NotFound
-from tierd.server import session_socket
+from tierd.server import mailbox
 from tierd.server.hearsay import LIMIT, SESSION_LIMIT, TIMES_LIMIT, Hearsay
 
 Heard = list[tuple[int, bytes, int]]
@@ -96,4 +96,4 @@ async def test_one_that_fails_keeps_none_of_the_others(heard: Heard, error: Exce
 
 def test_clients_keep_to_the_bounds() -> None:
     """What a client tells between two answers has room here, and is no longer than what is read."""
-    assert UNASKED_LIMIT <= SESSION_LIMIT and MESSAGE_MAX_BYTES == session_socket.MAILBOX_MESSAGE_BYTES
+    assert UNASKED_LIMIT <= SESSION_LIMIT and MESSAGE_MAX_BYTES == mailbox.MESSAGE_BYTES

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.errors import NotFound, SessionLost, Unavailable
+from tierd.errors import InvalidArgument, NotFound, SessionLost, Unavailable
 from tierd.processes import find_start_time
-from tierd.server import peers, session_socket
+from tierd.server import peers, session_connection, session_requests, session_socket
 from tierd.server.identity import IdentityRules, Peer, identify
 from tierd.server.session_socket import SessionSocket
 from tierd.server.sessions import MappedFiles, SessionCalls, Sessions, SessionState
@@ -254,8 +254,8 @@ async def test_garbage(rig, message, greeted):
 )
 def test_any_bytes_are_a_map_or_refused(data):
     """Whatever arrives is a map or an InvalidArgument, never another error."""
-    with contextlib.suppress(session_socket.InvalidArgument):
-        assert isinstance(session_socket._request(data), dict)
+    with contextlib.suppress(InvalidArgument):
+        assert isinstance(session_requests.request_of(data), dict)
 
 
 @pytest.mark.parametrize("change", [{"proto": 1}, {"format": 9}, {"proto": None}])
@@ -323,7 +323,7 @@ async def test_closed_sessions_are_bounded(rig):
 async def test_silent_connections_are_bounded(rig, monkeypatch):
     """Connections that say nothing are bounded, and cut off after a while."""
     monkeypatch.setattr(session_socket, "GREETING_LIMIT", 2)
-    monkeypatch.setattr(session_socket, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(session_connection, "HELLO_TIMEOUT_S", 0.05)
     with rig.connect() as one, rig.connect() as two, rig.connect() as three:
         loop = asyncio.get_running_loop()
         assert msgpack.unpackb(await loop.sock_recv(one, 8192))["error"] == "Overloaded"
