@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT = 0.95
-SERVICES = "admin credits former grants guard identity instance peers rpc scrubbing service session_connection session_requests session_socket sessions streams wire"
+SERVICES = "admin call_errors caller credits former grants guard identity instance peers rpc scrubbing service session_connection session_requests session_socket sessions streams wire"
 DECODERS = "catalogue checksum heads holds journal marks recovery slots snapshot stored_index"
 CLIENT = "protocol remote replies segments session session_socket"
 MODULES = [

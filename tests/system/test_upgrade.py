@@ -186,7 +186,7 @@ class OtherDaemon(Daemon):
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
         other = (
-            f"from tierd.server import session_socket; session_socket.PROTO_VERSION += {self.step};"
+            f"from tierd.server import session_requests; session_requests.PROTO_VERSION += {self.step};"
             f"from tierd.cli.daemon import cli; cli.main({list(arguments)!r}, prog_name='tierd')"
         )
         return subprocess.Popen([sys.executable, "-c", other], env=env, stdout=log, stderr=log)

@@ -24,7 +24,7 @@ from tierd.core.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, PageState, Str
 from tierd.core.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.errors import InvalidArgument
-from tierd.server.guard import CALLER
+from tierd.server.caller import CALLER
 from tierd.server.recorder import Recorder
 from tierd.server.scrubbing import Scrubbing
 from tierd.server.wear import Wear

@@ -1,7 +1,7 @@
-"""What every call passes before its handler: who calls, how long it may take, whether there is room, how an error is told.
+"""What every call passes before its handler: who calls, how long it may take, whether there is room.
 
 Purpose: one interceptor for the Cache and Admin services. Invariants: no handler runs without a caller; every call but a Watch has a
-deadline; no session can take all the room (credits.py); every exception leaves as a named gRPC status, and an unforeseen one is logged with the request's id.
+deadline; no session can take all the room (credits.py); every exception leaves as a named gRPC status (call_errors.py), and an unforeseen one is logged with the request's id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +21,10 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from tierd.clock import Clock
-from tierd.errors import (
-    ERROR_KEY,
-    GRPC_STATUS,
-    RETRY_KEY,
-    DeadlineExceeded,
-    InvalidArgument,
-    NotPermitted,
-    Overloaded,
-    TierdError,
-    Unsupported,
-)
+from tierd.errors import InvalidArgument, NotPermitted, TierdError, Unsupported
 from tierd.metrics import Metrics
+from tierd.server.call_errors import abort, unless_over
+from tierd.server.caller import CALLER, Caller
 from tierd.server.credits import ENDLESS, Credits, Place
 
 log = structlog.get_logger(__name__)
@@ -42,30 +33,7 @@ LONGEST_S = 3600.0
 """For a call, whatever its client asks for."""
 LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
 """What a session of its own is needed for: the daemon's session for TCP never ends, and what is held in it would never come back."""
-DETAILS_LIMIT_CHARS = 500
-"""Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
-OVER = ('Failed "execute_batch"', "CALL_ERROR_ALREADY_FINISHED", "CALL_ERROR_TOO_MANY_OPERATIONS")
-"""What grpc.aio's error says when the call was over before what was sent for it, or what was sent before is still under way, to a client that does not
-read; its other errors say that it was used wrongly."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The caller of a call. session: the core's id; deadline: in the loop's time; rest: waits for the message that
-    follows the call's, if one does."""
-
-    session: int
-    tenant: str
-    is_admin: bool
-    request: str
-    deadline: float
-    rest: Callable[[], Awaitable[bytes]] | None = None
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the deadline."""
-        return max(0.0, self.deadline - asyncio.get_running_loop().time())
 
 
 @dataclass
@@ -91,9 +59,6 @@ class Outcome:
 
     name: str = "ok"
 
-
-CALLER: ContextVar[Caller] = ContextVar("caller")
-"""The caller of the handler that runs."""
 
 Parse = Callable[[Any], Any]
 """Bytes to a message. Raises DecodeError."""
@@ -312,35 +277,3 @@ async def received(parse: Parse, context: Any, *, within_s: float) -> Any:
 async def _each_parsed(parse: Parse, stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
     async for raw in stream:
         yield parsed(parse, raw)
-
-
-def said_of(error: TierdError | TimeoutError) -> TierdError:
-    """The error that a client is told."""
-    if isinstance(error, TierdError):
-        return error
-    return DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
-
-
-async def abort(context: Any, raised: TierdError | TimeoutError) -> None:
-    """Ends the call with the error, by name."""
-    error = said_of(raised)
-    trailing = [(ERROR_KEY, type(error).__name__)]
-    if isinstance(error, Overloaded) and error.retry_after_s:
-        trailing.append((RETRY_KEY, str(math.ceil(error.retry_after_s * 1000))))
-    status = getattr(grpc.StatusCode, GRPC_STATUS[type(error)])
-    with unless_over():
-        await context.abort(status, str(error)[:DETAILS_LIMIT_CHARS], trailing_metadata=tuple(trailing))
-
-
-@contextlib.contextmanager
-def unless_over() -> Iterator[None]:
-    """What is sent to a client that has gone is lost, and the call ends as cancelled: gRPC's own timer may end it at the same moment as the daemon.
-
-    grpc.aio would log a traceback: it hears of the end of a call only after what is sent for it has failed. Raises CancelledError.
-    """
-    try:
-        yield
-    except grpc.aio.InternalError as error:
-        if not any(said in str(error) for said in OVER):
-            raise
-        raise asyncio.CancelledError from error

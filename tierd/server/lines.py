@@ -31,7 +31,9 @@ from structlog.contextvars import bind_contextvars
 from tierd._proto import cache_pb2 as pb
 from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError, Unavailable
 from tierd.server.backlog import Backlog
-from tierd.server.guard import CALLER, DETAILS_LIMIT_CHARS, Caller, Guard, parsed, said_of
+from tierd.server.call_errors import DETAILS_LIMIT_CHARS, said_of
+from tierd.server.caller import CALLER, Caller
+from tierd.server.guard import Guard, parsed
 from tierd.server.line import Line
 from tierd.server.sessions import Session
 

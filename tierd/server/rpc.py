@@ -22,7 +22,8 @@ from tierd.config import ServerConfig
 from tierd.errors import ConfigError
 from tierd.server import streams
 from tierd.server.admin import AdminService
-from tierd.server.guard import OVER, Guard
+from tierd.server.call_errors import OVER
+from tierd.server.guard import Guard
 from tierd.server.newcomers import Newcomers
 from tierd.server.service import CacheService
 from tierd.server.unnamed import Health, Unnamed

@@ -24,8 +24,9 @@ from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
 from tierd.events.told import Names
 from tierd.server import streams, wire
+from tierd.server.caller import CALLER
 from tierd.server.grants import Grants
-from tierd.server.guard import CALLER, parsed
+from tierd.server.guard import parsed
 from tierd.server.hearsay import LOOKED_UP, USED
 from tierd.server.openings import Openings
 from tierd.tiers.tier import is_device

@@ -23,7 +23,7 @@ from tierd.core.model import COMMIT_BLOCK, BlockStatus, Durability, StructArray,
 from tierd.core.plan import Codes, GroupQuery, PutQuery, Reserved
 from tierd.errors import CorruptRecord, InvalidArgument
 from tierd.server import wire
-from tierd.server.guard import Caller
+from tierd.server.caller import Caller
 from tierd.tiers import staged
 from tierd.tiers.checksum import record_checksum
 from tierd.tiers.holds import HoldKind

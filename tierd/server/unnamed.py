@@ -15,8 +15,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tierd.errors import Overloaded, TierdError
+from tierd.server.call_errors import abort, unless_over
 from tierd.server.credits import RETRY_AFTER_S
-from tierd.server.guard import Parse, abort, parsed, received, unless_over
+from tierd.server.guard import Parse, parsed, received
 
 SILENCE_S = 5.0
 """For a message to come."""

@@ -16,7 +16,7 @@ from tierd.cache.cache import Cache
 from tierd.core.model import BlockStatus
 from tierd.errors import TierFailed
 from tierd.mover import Hashed, Mover
-from tierd.server.guard import CALLER, Caller
+from tierd.server.caller import CALLER, Caller
 from tierd.server.service import CacheService
 from tierd.testing import chain
 

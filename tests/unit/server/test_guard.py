@@ -24,8 +24,9 @@ from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd._proto import cache_pb2 as pb
 from tierd.core.model import BlockStatus
 from tierd.errors import ERROR_KEY
+from tierd.server.call_errors import unless_over
 from tierd.server.credits import PATIENCE
-from tierd.server.guard import Guard, unless_over
+from tierd.server.guard import Guard
 from tierd.server.lines import Lines
 from tierd.server.listeners import Listeners
 from tierd.server.rpc import GRPC_LOG

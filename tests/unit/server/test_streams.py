@@ -19,7 +19,7 @@ from tierd.chunks import CHUNK_BYTES, Chunk
 from tierd.core.model import EXTENT, BlockStatus
 from tierd.errors import CorruptRecord, InvalidArgument, StaleHandle, TierdError
 from tierd.server import streams
-from tierd.server.guard import Caller
+from tierd.server.caller import Caller
 from tierd.testing import chain, content_of
 from tierd.tiers.checksum import record_checksum
 from tierd.wire_codecs import WIRE_CODECS, Bytes, Lz4Planes

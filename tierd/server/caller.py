@@ -1,0 +1,34 @@
+"""The caller of a call, as handlers find it.
+
+It says who calls and by when, and how to read on. Who may call is decided elsewhere (guard.py).
+No handler runs without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a call. session: the core's id; deadline: in the loop's time; rest: waits for the message that
+    follows the call's, if one does."""
+
+    session: int
+    tenant: str
+    is_admin: bool
+    request: str
+    deadline: float
+    rest: Callable[[], Awaitable[bytes]] | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller of the handler that runs."""
