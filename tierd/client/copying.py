@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -107,7 +107,8 @@ def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int3
 
 
 class _SecondThread:
-    """For the copies of this process, one at a time; who finds it at work copies alone."""
+    """For the copies of this process, one at a time. A copy that finds it at work goes alone, and so does one that
+    gets no thread."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -123,9 +124,10 @@ class _SecondThread:
             yield False
             return
         try:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
-            done = self._pool.submit(work)
+            done = self._begun(work)
+            if done is None:
+                yield False
+                return
             try:
                 yield True
             except BaseException:
@@ -135,6 +137,16 @@ class _SecondThread:
             done.result()
         finally:
             self._turn.release()
+
+    def _begun(self, work: Callable[[], None]) -> Future[None] | None:
+        """None: the interpreter ends, or the process has as many threads as it may."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
+        try:
+            return self._pool.submit(work)
+        except RuntimeError:
+            self._pool = None  # it may have taken the work, and no later thread is to do that
+            return None
 
     def forked(self) -> None:
         """In a child: the thread is the parent's."""

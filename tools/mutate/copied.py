@@ -77,6 +77,14 @@ COPIED: tuple[Mutation, ...] = (
         (*EARLY, "-k", "stops"),
     ),
     Mutation(
+        "second-thread-refused",
+        "work that got no thread is not begun by a later one",
+        "tierd/client/copying.py",
+        "self._pool = None  # it may have taken the work, and no later thread is to do that",
+        "pass",
+        ("tests/unit/client/test_copying.py", "-k", "gets_no_second"),
+    ),
+    Mutation(
         "second-thread",
         "a put has ended when the second thread of its copy has",
         "tierd/client/copying.py",

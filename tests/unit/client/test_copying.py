@@ -120,6 +120,25 @@ def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copy(8) == [True, True]
 
 
+def test_a_copy_that_gets_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started a copy is made alone, and a later thread does nothing of it."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
+    monkeypatch.setattr(copying._SECOND_THREAD, "_pool", None)
+    given = sources(8, copying.HELPED_BYTES // 8)
+    targets, others = np.zeros_like(given), np.zeros_like(given)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert copied(targets, given) == tables(given)
+    assert (targets == given).all()
+    targets[:] = 0
+    assert copied(others, given) == tables(given)
+    assert not targets.any()
+
+
 @pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
 def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy whose verb is stopped ends with the block that it is at; no thread copies after the verb was told."""
