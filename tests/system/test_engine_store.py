@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from tests.system.blocks import await_true
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2
 from tierd.cli.admin import connect
-from tierd.client import Group, NamespaceSpec, PutGroup
+from tierd.client import Group, NamespaceSpec, PutGroup, Reservation
+from tierd.core.block import KVGeometry
+from tierd.core.model import BlockStatus
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
+from tierd.integrations.pieces import copy_all_in
 from tierd.integrations.store import SAVE_BLOCKS, EngineStore
 
 LAYERS, PIECE = 3, 4096
@@ -92,6 +96,37 @@ def test_blocks_that_do_not_follow_each_other(store: EngineStore) -> None:
         out = np.zeros(length, dtype=np.uint8)
         assert store.load([Group(ns, hashes[i : i + 1])], [[[out]]]).good == (1,)
         assert (out == sources[i][0]).all()
+
+
+def test_a_save_is_what_it_has_copied(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon reads no byte of a save: a page that differs from what was copied is stored, and never served."""
+    inner, kv = Reservation.commit, memory(4)
+    whole = np.ascontiguousarray(kv.transpose(1, 0, 2)).reshape(4, 1, -1)
+
+    def commit(self: Reservation, **how: Any) -> Any:
+        self.buffer(2)[5] ^= 1
+        return inner(self, **how)
+
+    monkeypatch.setattr(Reservation, "commit", commit)
+    for n, (sources, layers) in enumerate(product((pieces(kv), [*whole]), (0, LAYERS))):
+        ns = store.open(replace(SPEC, salt=str(n), geometry=KVGeometry(layers)))
+        group, back = Group(ns, ns.fold(names(4))), np.zeros_like(kv)
+        assert store.save(PutGroup(ns, group.hashes), sources) == 4
+        assert store.load([group], [pieces(back)]).good == (2,)
+        assert (back[:, :2] == kv[:, :2]).all()
+
+
+def test_sums_are_of_one_commit(store: EngineStore) -> None:
+    """Sums that a writer gives to a commit of some of its blocks are not taken for those of the others."""
+    ns, kv = store.open(SPEC), memory(4)
+    hashes = ns.fold(names(4))
+    with store.client.reserve([PutGroup(ns, hashes)]) as pages:
+        sums = copy_all_in(pieces(kv), [page for page in pages.buffers() if page is not None], [0] * 4)
+        named = ns.naming(hashes, index=range(4))
+        first = pages.summed(sums[:2]).commit(named[:2], keep_open=True)
+        assert [*first.statuses, *pages.commit(named[2:]).statuses] == [BlockStatus.READY] * 4
+    back = np.zeros_like(kv)
+    assert store.load([Group(ns, hashes)], [pieces(back)]).good == (4,) and (back == kv).all()
 
 
 def test_only_wanted_blocks_are_copied(store: EngineStore) -> None:

@@ -73,6 +73,7 @@ class ReservedPages(Bound):
         self._ends = ends
         self._given: list[tuple[int, weakref.ref[Any]]] = []
         self._work: tuple[Any, ...] = ()
+        self._sums = b""
         if hold:
             hold.watch(self)
 
@@ -96,6 +97,12 @@ class ReservedPages(Bound):
         """Commit and abort wait for this work first, within their time: events or streams of torch or cupy, whose kernels write the pages. Without it they
         must be done before: a kernel that still writes would write into what was hashed already, or into somebody's next block."""
         self._work += work
+        return self
+
+    def summed(self, sums: NDArray[np.uint64]) -> Self:
+        """The next commit says what was written: the sums of all slices of the blocks that it commits, in their order,
+        xxh3-64, u64 [slices] (copying.py). The daemon reads none of their pages in host memory then."""
+        self._sums = sums.astype("<u8", copy=False).tobytes()
         return self
 
     def buffer(self, i: int) -> Bytes:
@@ -156,7 +163,13 @@ class ReservedPages(Bound):
         self, blocks: StructArray | None, deadline: Deadline, *, durable: bool, lease: bool, keep_open: bool
     ) -> Committed:
         self._await_work(deadline)
-        make = partial(commit_request, self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
+        sums, self._sums = self._sums, b""
+
+        def make() -> Any:
+            request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
+            request.sums = sums
+            return request
+
         return self._ends.commit(self, make, deadline)
 
     def _abort(self, deadline: Deadline) -> None:

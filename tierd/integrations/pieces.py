@@ -8,17 +8,39 @@ the call returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.client.buffers import address_of, flat
+from tierd.client.copying import BLOCK, Sums, blocks_of, sum_and_copy
+from tierd.core.block import slice_lengths
 from tierd.errors import InvalidArgument
 
 Bytes = NDArray[np.uint8]
 Piece = Any
 """numpy array, or torch tensor; C order of its axes is the order of its bytes in the block."""
 Pieces = Sequence[Piece]
+Row = tuple[int, int, int, int]
+"""source, target, length, layers: of BLOCK (client/copying.py)."""
+
+
+def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Sequence[int]) -> Sums:
+    """Engine to pages, by block. The sums of all slices, xxh3-64, u64 little-endian. layers: of each block.
+
+    What is written to a page is summed in the same pass. It comes from the pieces themselves where each of them is
+    contiguous host memory and holds whole slices; else they are put together first, block by block, in memory that
+    stays in the processor's caches. Raises InvalidArgument as copy_in does.
+    """
+    blocks = [*zip(sources, pages, layers, strict=True)]
+    rows = [_rows(*block) for block in blocks]
+    if all(rows):
+        return sum_and_copy(np.array([*chain.from_iterable(rows)], BLOCK))
+    joined = np.empty(max(map(len, pages)), np.uint8)
+    return np.concatenate([_copy_joined(*block, joined) for block in blocks])
 
 
 def copy_in(pieces: Pieces, page: Bytes) -> None:
@@ -42,6 +64,31 @@ def copy_out(page: Bytes, pieces: Pieces) -> None:
 def piece_bytes(piece: Piece) -> int:
     """Bytes of a piece."""
     return int(piece.nbytes)
+
+
+def _copy_joined(pieces: Pieces, page: Bytes, layers: int, joined: Bytes) -> Sums:
+    """One block, put together in `joined`, which has room for it."""
+    copy_in(pieces, joined[: len(page)])
+    return sum_and_copy(blocks_of([address_of(joined)], [address_of(page)], [len(page)], layers))
+
+
+def _rows(pieces: Pieces, page: Bytes, layers: int) -> list[Row]:
+    """One a piece; none where a piece is not in host memory, not contiguous, or does not hold whole slices."""
+    lengths = tuple(map(piece_bytes, pieces))
+    if not _are_slices(lengths, len(page), layers):
+        return []
+    try:
+        at = [address_of(flat(piece)) for piece in pieces]
+    except InvalidArgument:
+        return []
+    targets = accumulate(lengths[:-1], initial=address_of(page))
+    return [(source, target, length, 0) for source, target, length in zip(at, targets, lengths, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _are_slices(lengths: tuple[int, ...], length: int, layers: int) -> bool:
+    """Whether the slices of the pieces are those of the block."""
+    return [*chain.from_iterable(slice_lengths(piece, 0) for piece in lengths)] == slice_lengths(length, layers)
 
 
 def _matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:

@@ -32,7 +32,7 @@ from tierd.client.values import Hashes
 from tierd.errors import TierdError
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
-from tierd.integrations.pieces import Pieces, copy_in, copy_out
+from tierd.integrations.pieces import Pieces, copy_all_in, copy_out
 
 PRESENCE_S = 1.0
 """How often an engine looks whether it is connected; nothing is sent while it is."""
@@ -167,7 +167,7 @@ class EngineStore:
         try:
             reservation = self._client.reserve(groups)
             try:
-                statuses = self._filled(reservation, sources)
+                statuses = self._filled(reservation, groups, sources)
             finally:
                 reservation.drop()  # says so and waits for nothing, as an abort would do beside a daemon that hangs
         except TierdError:
@@ -175,13 +175,16 @@ class EngineStore:
             return np.zeros(len(sources), dtype=np.bool_)
         return np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS))
 
-    def _filled(self, reservation: Reservation, sources: Sequence[Pieces]) -> NDArray[np.uint16]:
+    def _filled(
+        self, reservation: Reservation, groups: Sequence[PutGroup], sources: Sequence[Pieces]
+    ) -> NDArray[np.uint16]:
         """What became of each block once its page was written and published."""
         statuses = reservation.statuses.copy()
         given = statuses == BlockStatus.RESERVED
-        for i in np.flatnonzero(given).tolist():
-            copy_in(sources[i], reservation.buffer(i))
         if given.any():
+            layers = [group.namespace.spec.geometry.layers for group in groups for _ in group.hashes]
+            blocks = [(sources[i], page, layers[i]) for i, page in enumerate(reservation.buffers()) if page is not None]
+            reservation.summed(copy_all_in(*zip(*blocks, strict=True)))
             statuses[given] = reservation.commit(timeout_s=self._options.timeout_s).statuses
         self._count(saved_bytes=int(reservation.handles["length"][given].sum()))
         return statuses

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd.core.block import slice_lengths
 from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.integrations.courier import Courier
 from tierd.integrations.facts import WORD_CHARS, EngineFacts
 from tierd.integrations.match import Match, claim
 from tierd.integrations.options import Options
-from tierd.integrations.pieces import copy_in, copy_out
+from tierd.integrations.pieces import copy_all_in, copy_in, copy_out
 from tierd.integrations.versions import check_version, has_run, release_of
+from tierd.tiers.checksum import slice_sums
 
 SOON_S = 30.0
+KIB = 1 << 10
 
 
 @pytest.mark.parametrize("found", ["0.30.9", "0.34.0", "dev", "1", "0.40.1+cpu"])
@@ -69,6 +73,21 @@ def test_pieces_keep_their_order() -> None:
         copy_in(pieces[:2], page)
 
 
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+@pytest.mark.parametrize("lengths", [[5], [5, 4], [4096] * 4, [256 * KIB] * 3, [300 * KIB, 212 * KIB], [640 * KIB] * 2])
+def test_what_is_copied_in_is_summed(lengths: list[int], layers: int) -> None:
+    """Whatever pieces blocks have, contiguous or not, pages hold them, and the sums are those of the blocks' slices."""
+    rng = np.random.default_rng(7)
+    memory = [rng.integers(0, 255, (length, 2), dtype=np.uint8) for length in lengths]
+    rows, strided = [np.ascontiguousarray(both[:, 0]) for both in memory], [both[:, 1] for both in memory]
+    for blocks in ([rows, rows], [strided, rows], [[*rows[:-1], strided[-1]]]):
+        pages, its_layers = [np.zeros(sum(lengths), np.uint8) for _ in blocks], [layers, 0][: len(blocks)]
+        sums = copy_all_in(blocks, pages, its_layers)
+        assert [page.tobytes() for page in pages] == [np.concatenate(block).tobytes() for block in blocks]
+        tables = [slice_sums(page, slice_lengths(len(page), its)) for page, its in zip(pages, its_layers, strict=True)]
+        assert sums.tolist() == np.concatenate(tables).tolist()
+
+
 def test_pieces_of_torch() -> None:
     """Tensors go in and out like arrays, bfloat16 too, from pages that are read-only."""
     torch = pytest.importorskip(
@@ -82,6 +101,28 @@ def test_pieces_of_torch() -> None:
     copy_out(page, back)
     assert all(torch.equal(a, b) for a, b in zip(pieces, back, strict=True))
     assert page[:24].tobytes() == pieces[0].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_tensors_are_summed() -> None:
+    """What is copied in from tensors of any kind has the sums of its bytes."""
+    torch = pytest.importorskip(
+        "torch", reason="torch is not installed: tensors are checked in the engines' environments"
+    )
+
+    def bytes_of(tensor: Any) -> bytes:
+        return bytes(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+
+    plain = [[torch.randn(8 * KIB).to(torch.bfloat16)], [torch.arange(2 * KIB)]]
+    for blocks in (
+        plain,
+        [*plain, [torch.randn(3, 4).t(), torch.ones(2)]],
+        [[torch.ones(4 * KIB, requires_grad=True)]],
+    ):
+        pages = [np.zeros(sum(piece.nbytes for piece in block), np.uint8) for block in blocks]
+        with torch.no_grad():
+            sums = copy_all_in(blocks, pages, [0] * len(blocks))
+        assert [page.tobytes() for page in pages] == [b"".join(map(bytes_of, block)) for block in blocks]
+        assert sums.tolist() == [slice_sums(page, [len(page)])[0] for page in pages]
 
 
 def test_a_courier_brings_each_job_back_once() -> None:
