@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tierd.core.model import SegmentAssignment, TierKind, TierSpec
-from tierd.testing.sim.arena import STORE, Memory, Segment, SimArena, Watch
+from tierd.testing.sim.arena import STORE, DataFile, Memory, SimArena, Watch
 from tierd.tiers.catalogue import Catalogue, CatalogueHead
 
 SEGMENT_BYTES, CLASS_BYTES, LIVES, ENDS = 1 << 16, 4096, 11, 12
@@ -18,9 +18,9 @@ def filled() -> tuple[Memory, SimArena]:
     """Memory of one segment, which both sessions map, and a daemon over it."""
     assignment = SegmentAssignment(0, 0, 1, 1, CLASS_BYTES, SEGMENT_BYTES // CLASS_BYTES, ENDS, None, fresh=False)
     head = CatalogueHead(store=STORE, segment_bytes=SEGMENT_BYTES, assignment=assignment)
-    files = Segment(head, memoryview(bytearray(head.layout.total_bytes)), memoryview(bytearray(SEGMENT_BYTES)))
-    Catalogue(files.table, head=head).write_head(head)
-    memory = Memory(segments={1: files})
+    table = memoryview(bytearray(head.layout.total_bytes))
+    Catalogue(table, head=head).write_head(head)
+    memory = Memory({1: table}, {1: DataFile(memoryview(bytearray(SEGMENT_BYTES)))})
     spec = TierSpec(TierKind.HOST, 0, SEGMENT_BYTES, SEGMENT_BYTES)
     arena = SimArena(spec, position=0, memory=memory, watch=Watch(pytest.fail, lambda _plan: None, lambda: False))
     asyncio.run(arena.open())
@@ -37,8 +37,8 @@ def filled() -> tuple[Memory, SimArena]:
 def test_a_process_that_has_ended_maps_nothing(late: Callable[[Callable[[], None], SimArena], object]) -> None:
     """No descriptor on its way, and no older state of the memory, makes an ended process map a segment again."""
     memory, arena = filled()
-    assert memory.segments[1].maps == {LIVES: False, ENDS: True}
+    assert memory.data[1].maps == {LIVES: False, ENDS: True}
     back = memory.photograph()
     memory.forget(ENDS)
     late(back, arena)
-    assert memory.segments[1].maps == {LIVES: False}
+    assert memory.data[1].maps == {LIVES: False}

@@ -254,7 +254,7 @@ class SegmentBooks(Generic[Memory]):
                 self._succeed(old, segment, fresh=assignment.fresh)
             segment.memory = segment.memory or self._data.find_ready(assignment.segment)
             failpoint("arena.begin.before_catalogue")
-            segment.catalogue = Catalogue.create(self._catalogue_path(assignment.segment), head=self._head(assignment))
+            segment.catalogue = self._new_catalogue(assignment)
         except OSError as error:
             segment.fault, segment.error = f"because it could not begin: {error}", error
 
@@ -263,7 +263,7 @@ class SegmentBooks(Generic[Memory]):
         if old.catalogue is not None:
             old.catalogue.retract_all()
         with contextlib.suppress(OSError):  # one that stays tells of no page any more, and goes with the next start
-            self._catalogue_path(old.assignment.segment).unlink(missing_ok=True)
+            self._remove_catalogue(old.assignment.segment)
         if old.memory is None:
             return  # it never got any: the place still has some to come
         if fresh or old.found:
@@ -277,6 +277,14 @@ class SegmentBooks(Generic[Memory]):
             self._data.discard(old.assignment.segment)  # else the place would never have memory again
             raise
         new.memory = old.memory
+
+    def _new_catalogue(self, assignment: SegmentAssignment) -> Catalogue:
+        """Of a segment that begins. Raises OSError."""
+        return Catalogue.create(self._catalogue_path(assignment.segment), head=self._head(assignment))
+
+    def _remove_catalogue(self, segment: int) -> None:
+        """Of a segment that ends, if there is one. Raises OSError."""
+        self._catalogue_path(segment).unlink(missing_ok=True)
 
     def _head(self, assignment: SegmentAssignment) -> CatalogueHead:
         return CatalogueHead(

@@ -1,28 +1,31 @@
-"""A mapped tier in plain memory: what `Arena` is to its callers, with every rule of the protocol checked.
+"""A mapped tier in plain memory: the production books of segments (`tierd.tiers.segments`), with every rule of the protocol checked.
 
-Purpose: `Memory`, which outlives a daemon as the arena's files do, and `SimArena`, one daemon's view of it. The catalogues are the real ones
-(`tierd.tiers.catalogue`), over memory. Non-purpose: files, where arenas lie, spare files. Invariants: a caller that breaks the protocol is
-told to the `Watch`, with the page's name; pages that nobody released keep their bytes whatever the daemon does.
+Purpose: `Memory`, which outlives a daemon as the arena's files do, and `SimArena`, one daemon's view of it. Non-purpose: files, where
+arenas lie, how spare files are made. Invariants: the `Watch` hears of a caller that breaks the protocol, with the page's name;
+pages that nobody released keep their bytes whatever the daemon does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.layout import GENERATION
+from tierd.core.layout import GENERATION, NO_GENERATION
 from tierd.core.model import SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Plan
 from tierd.errors import NotFound, TierFailed
+from tierd.tiers import segments
 from tierd.tiers.arena_recovery import FoundSegment, joined
-from tierd.tiers.catalogue import Catalogue, CatalogueHead
+from tierd.tiers.catalogue import Catalogue, CatalogueHead, read_head
+from tierd.tiers.marks import ARENA_HEADER, Marks
 from tierd.tiers.tier import Descriptor, Recovered, SliceTable
 
 STORE = b"simulated arena."
@@ -41,220 +44,203 @@ class Watch:
     flying: Counter[int] = field(default_factory=Counter)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Segment:
-    """The two files of a segment. table: of the catalogue. data: None until there. maps: sessions that map it, and whether to write."""
+    """What a client maps of a segment. table: its catalogue. data: its pages."""
 
-    head: CatalogueHead
     table: memoryview
-    data: memoryview | None
+    data: memoryview
+
+
+@dataclass
+class DataFile:
+    """The memory of a segment. maps: sessions that map it, and whether to write."""
+
+    data: memoryview
     maps: dict[int, bool] = field(default_factory=dict)
+
+
+class SimMarks(Marks):
+    """The production marks, over memory and with a fixed id."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(ARENA_HEADER.itemsize // 8, np.uint64)
+        self.store = STORE
 
 
 @dataclass
 class Memory:
-    """What of an arena outlives its daemon. used: every generation that was ever stamped, for the check alone.
-
-    gone: sessions whose processes have ended, which map nothing any more.
+    """What of an arena outlives its daemon. tables, data: files of catalogues and of pages, by segment. begun, used: every segment
+    that ever began and every generation that was ever stamped, for the checks alone. gone: sessions whose processes have ended,
+    which map nothing any more.
     """
 
-    segments: dict[int, Segment] = field(default_factory=dict)
+    tables: dict[int, memoryview] = field(default_factory=dict)
+    data: dict[int, DataFile] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
-    next_segment: int = 1
-    next_generation: int = 1
+    marks: SimMarks = field(default_factory=SimMarks)
+    begun: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
 
     def photograph(self) -> Callable[[], None]:
         """The state of this moment; the result puts it back. Pages' bytes are their writers' and are left alone."""
-        tables = [(s, bytes(s.table), s.data, dict(s.maps)) for s in self.segments.values()]
-        segments, names, used = dict(self.segments), list(self.names), set(self.used)
-        marks = self.next_segment, self.next_generation
+        tables = [(number, table, bytes(table)) for number, table in self.tables.items()]
+        data = [(number, file, dict(file.maps)) for number, file in self.data.items()]
+        names, begun, used, words = [*self.names], {*self.begun}, {*self.used}, self.marks._words.copy()
 
         def put_back() -> None:
-            self.segments, self.names, self.used = segments, names, used
-            self.next_segment, self.next_generation = marks
-            for segment, table, data, maps in tables:
-                segment.table[:], segment.data = table, data
-                segment.maps = {session: may for session, may in maps.items() if session not in self.gone}
+            self.names, self.begun, self.used, self.marks._words[:] = names, begun, used, words
+            self.tables = {number: table for number, table, _ in tables}
+            self.data = {number: file for number, file, _ in data}
+            for _, table, content in tables:
+                table[:] = content
+            for _, file, maps in data:
+                file.maps = {session: may for session, may in maps.items() if session not in self.gone}
 
         return put_back
 
     def forget(self, session: int) -> None:
         """The session's process is gone, and its mappings with it; it receives no descriptor any more."""
         self.gone.add(session)
-        for segment in self.segments.values():
-            segment.maps.pop(session, None)
+        for file in self.data.values():
+            file.maps.pop(session, None)
 
 
-@dataclass
-class _Living:
-    """A segment in this daemon's hands."""
+class _Supply:
+    """Memory for segments: for every other one it is ready at once, unless memory is short."""
 
-    assignment: SegmentAssignment
-    files: Segment
-    catalogue: Catalogue
-    found: bool = False
+    def __init__(self, spec: TierSpec, *, memory: Memory, watch: Watch) -> None:
+        self._spec, self._memory, self._watch = spec, memory, watch
 
-    @property
-    def words(self) -> NDArray[np.uint64]:
-        return self.catalogue._generations
+    def find_ready(self, segment: int) -> DataFile | None:
+        return None if segment % 2 or self._watch.is_short() else self._make(segment)
 
-    def extent_is_live(self, row: np.void) -> bool:
-        return int(self.words[int(row["slot"])] & GENERATION) == int(row["generation"])
+    def take(self, segment: int) -> DataFile:
+        if not self._watch.is_short():
+            return self._make(segment)
+        if segment % 4 == 1:
+            raise OSError(errno.ENOSPC, "no memory (simulated)")
+        raise TierFailed(f"segment {segment}: no memory for another reason (simulated)")
+
+    def rename(self, old: int, new: int) -> None:
+        self._memory.data[new] = self._memory.data.pop(old)
+
+    def discard(self, segment: int) -> None:
+        self._memory.data.pop(segment, None)
+
+    def _make(self, segment: int) -> DataFile:
+        if len(self._memory.data) >= self._spec.capacity_bytes // self._spec.segment_bytes:
+            self._watch.fail(f"{self._spec.name}: segment {segment} is given memory beyond the tier's capacity")
+        made = self._memory.data[segment] = DataFile(memoryview(mmap.mmap(-1, self._spec.segment_bytes)))
+        return made
 
 
-class SimArena:
+class SimArena(segments.SegmentBooks[DataFile]):
     """One daemon's mapped tier over a Memory."""
 
     def __init__(self, spec: TierSpec, *, position: int, memory: Memory, watch: Watch) -> None:
-        self.spec, self.position = spec, position
-        self.mode, self.place, self.tables = "simulated", "memory", Path()
-        self.notices: list[str] = []
-        self._memory, self._watch = memory, watch
-        self._born = memory.next_generation
-        self._living: dict[int, _Living] = {}
+        super().__init__(spec, position=position, instance="simulated")
+        self.mode, self.place = "simulated", "memory"
+        self.memory, self.watch = memory, watch
+        self.born = memory.marks.next_generation
+        """Pages of lower generations were given by former lives."""
+        self._marks = memory.marks
+        self._data = _Supply(spec, memory=memory, watch=watch)
 
     # -- life
 
     async def open(self) -> Recovered:
-        """What survived: segments whose memory was there."""
+        """What survived: segments that have both their files."""
         await asyncio.to_thread(lambda: None)
-        found: list[FoundSegment] = []
-        for number, files in sorted(self._memory.segments.items()):
-            if files.data is None:
-                del self._memory.segments[number]
-                continue
-            catalogue = Catalogue(files.table, head=files.head)
+        memory, found = self.memory, list[FoundSegment]()
+        for lonely in memory.tables.keys() ^ memory.data.keys():
+            memory.tables.pop(lonely, None)
+            memory.data.pop(lonely, None)
+        for number, table in sorted(memory.tables.items()):
+            head, file = read_head(bytes(table), name=f"segment {number}"), memory.data[number]
+            catalogue = _Catalogue(table, head=head, arena=self)
             catalogue.is_allocated = True
-            self._living[number] = _Living(files.head.assignment, files, catalogue, found=True)
-            found.append(FoundSegment(catalogue, files.data, catalogue.survivors()))
+            found.append(FoundSegment(catalogue, file.data, catalogue.survivors()))
+            self._segments[number] = segments.Segment(found[-1].assignment, catalogue, file, found=True)
         extents, metas = joined(found)
         return Recovered(
             segments=[f.assignment for f in found],
             extents=extents,
             metas=metas,
-            next_segment=self._memory.next_segment,
-            next_generation=self._memory.next_generation,
-            namespaces=list(self._memory.names),
+            next_segment=memory.marks.next_segment,
+            next_generation=memory.marks.next_generation,
+            namespaces=list(memory.names),
         )
-
-    async def sync(self) -> None:
-        """Nothing: memory."""
 
     async def close(self, *, release: bool) -> None:
         """With release everything is gone."""
         if release:
-            self._living.clear()
-            self._memory.segments.clear()
+            self._segments.clear()
+            self.memory.tables.clear()
+            self.memory.data.clear()
 
     async def keep_namespace(self, record: bytes) -> None:
         """Kept at once."""
-        if record not in self._memory.names:
-            self._memory.names.append(record)
+        if record not in self.memory.names:
+            self.memory.names.append(record)
 
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """Retire, retract, begin, stamp; each page's and segment's past is checked."""
-        self._watch.seen(plan)
-        for living, rows in self._by_segment(plan.retired):
-            self._check_retired(living, rows)
-            living.catalogue.retire(rows["slot"], rows["generation"])
-        for living, rows in self._by_segment(plan.freed["extent"]):
-            self._check_freed(living, rows)
-            living.catalogue.retract(rows["slot"])
-        for assignment in plan.segments:
-            if assignment.tier == self.position:
-                self._begin(assignment)
-        for living, rows in self._by_segment(plan.reserved):
-            self._check_stamped(living, rows)
-            self._memory.next_generation = max(self._memory.next_generation, int(rows["generation"].max()) + 1)
-            living.catalogue.stamp(rows["slot"], rows["generation"])
-
-    async def prepare(self, segments: Sequence[SegmentAssignment]) -> None:
-        """Memory for what has none yet. Raises TierFailed when memory is short."""
-        await asyncio.to_thread(lambda: None)
-        for assignment in segments:
-            living = self._living.get(assignment.segment)
-            if living is not None and assignment.tier == self.position:
-                self._allocate(living)
-
-    def _allocate(self, living: _Living) -> None:
-        if living.files.data is None:
-            if self._watch.is_short():
-                raise TierFailed(f"{self.spec.name}: no memory for segment {living.assignment.segment} (simulated)")
-            living.files.data = memoryview(mmap.mmap(-1, self.spec.segment_bytes))
-        living.catalogue.is_allocated = True
+        """As always; each page's past is checked."""
+        self.watch.seen(plan)
+        freed = plan.freed["extent"]
+        for segment, rows in self._rows(freed):
+            for row in freed[rows]:
+                if row["generation"] >= self.born and not _is_live(segment, row):
+                    self._fail(row, "freed, and is not in use")
+                if int(row["generation"]) in self.watch.flying:
+                    self._fail(row, "freed while a transfer uses it")
+        super().apply(plan)
 
     def _begin(self, assignment: SegmentAssignment) -> None:
-        number = assignment.segment
-        if number < self._memory.next_segment:
-            self._watch.fail(f"{self.spec.name}: segment {number} begins a second life")
-        self._memory.next_segment = max(self._memory.next_segment, number + 1)
-        old = self._living.pop(assignment.replaces, None) if assignment.replaces is not None else None
-        head = CatalogueHead(
-            store=STORE, segment_bytes=self.spec.segment_bytes, assignment=replace(assignment, replaces=None)
-        )
-        files = Segment(head, memoryview(bytearray(head.layout.total_bytes)), None)
-        if old is not None:
-            self._end(old, assignment, files)
-        catalogue = Catalogue(files.table, head=head)
-        catalogue.write_head(head)
-        self._living[number] = _Living(assignment, files, catalogue)
-        self._memory.segments[number] = files
+        if assignment.segment in self.memory.begun:
+            self.watch.fail(f"{self.spec.name}: segment {assignment.segment} begins a second life")
+        self.memory.begun.add(assignment.segment)
+        super()._begin(assignment)
 
-    def _end(self, old: _Living, new: SegmentAssignment, files: Segment) -> None:
-        """The old life is over; the new one inherits its memory if nobody is left who could disturb it."""
-        words = old.words[(old.words & GENERATION) >= np.uint64(self._born)]
-        if np.any(words):
-            self._watch.fail(
-                f"{self.spec.name}: segment {old.assignment.segment} ends with live pages {words.tolist()}"
-            )
-        old.catalogue.retract_all()
-        self._memory.segments.pop(old.assignment.segment, None)
-        if old.files.data is None or new.fresh or old.found:
-            return
-        for session, may_write in old.files.maps.items():
-            if session != new.writer and (may_write or old.assignment.domain != new.domain):
-                self._watch.fail(
-                    f"{self.spec.name}: segment {new.segment} takes memory that session {session} still maps"
+    def _succeed(self, old: segments.Segment[DataFile], new: segments.Segment[DataFile], *, fresh: bool) -> None:
+        """The new life inherits memory only if nobody is left who could disturb it."""
+        assert old.catalogue is not None, "a simulated catalogue can always be made"
+        words = old.catalogue._generations & GENERATION
+        live = words[words >= np.uint64(self.born)]
+        if len(live):
+            self.watch.fail(f"{self.spec.name}: segment {old.assignment.segment} ends with live pages {live.tolist()}")
+        super()._succeed(old, new, fresh=fresh)
+        then, now = old.assignment, new.assignment
+        for session, may_write in new.memory.maps.items() if new.memory is not None else ():
+            if session != now.writer and (may_write or then.domain != now.domain):
+                self.watch.fail(
+                    f"{self.spec.name}: segment {now.segment} takes memory that session {session} still maps"
                 )
-        files.data, files.maps = old.files.data, old.files.maps
 
-    def _check_retired(self, living: _Living, rows: StructArray) -> None:
-        for row in rows:
-            if int(living.words[int(row["slot"])]) not in (int(row["generation"]), 0):
-                self._watch.fail(f"{self._name(row)}: retired, and another's or retired before")
+    def _new_catalogue(self, assignment: SegmentAssignment) -> Catalogue:
+        head = self._head(assignment)
+        table = self.memory.tables[assignment.segment] = memoryview(bytearray(head.layout.total_bytes))
+        catalogue = _Catalogue(table, head=head, arena=self)
+        catalogue.write_head(head)
+        return catalogue
 
-    def _check_freed(self, living: _Living, rows: StructArray) -> None:
-        for row in rows:
-            generation = int(row["generation"])
-            if generation >= self._born and not living.extent_is_live(row):
-                self._watch.fail(f"{self._name(row)}: freed, and is not in use")
-            if generation in self._watch.flying:
-                self._watch.fail(f"{self._name(row)}: freed while a transfer uses it")
-
-    def _check_stamped(self, living: _Living, rows: StructArray) -> None:
-        for row in rows:
-            generation, word = int(row["generation"]), int(living.words[int(row["slot"])] & GENERATION)
-            if word >= self._born:
-                self._watch.fail(f"{self._name(row)}: reserved while generation {word} uses the page")
-            if generation in self._memory.used or generation <= word:
-                self._watch.fail(f"{self._name(row)}: its generation was used before")
-            self._memory.used.add(generation)
+    def _remove_catalogue(self, segment: int) -> None:
+        self.memory.tables.pop(segment, None)
 
     # -- pages
 
     def view(self, extent: np.void) -> memoryview:
         """The page. One that is free, or another's by now, is a broken rule."""
-        living = self._living[int(extent["segment"])]
-        if living.files.data is None:
-            raise TierFailed(f"{self.spec.name}: segment {living.assignment.segment} has no memory yet")
-        if not living.extent_is_live(extent):
-            self._watch.fail(f"{self._name(extent)}: viewed, and is not in use")
+        segment = self._segments[int(extent["segment"])]
+        if segment.memory is None:
+            raise TierFailed(f"{self.spec.name}: segment {segment.assignment.segment} has no memory yet")
+        if not _is_live(segment, extent):
+            self._fail(extent, "viewed, and is not in use")
         offset = int(extent["offset"])
-        return living.files.data[offset : offset + living.assignment.class_bytes]
+        return segment.memory.data[offset : offset + segment.assignment.class_bytes]
 
     def views(self, extents: StructArray) -> list[memoryview]:
         """`view` of each."""
@@ -264,37 +250,21 @@ class SimArena:
         """Nothing: no process stands beside a simulated daemon."""
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Enters blocks into the real catalogue."""
-        records = metas.copy()
-        records["generation"] = extents["generation"]
-        for living, where in self._rows(extents):
+        """As always; the pages must be in use."""
+        for segment, where in self._rows(extents):
             for row in extents[where]:
-                if not living.extent_is_live(row) or living.files.data is None:
-                    self._watch.fail(f"{self._name(row)}: published, and is not in use")
-            living.catalogue.publish(
-                extents["slot"][where], metas=records[where], slices=[slices[i] for i in where.tolist()]
-            )
+                if not segment.is_ready or not _is_live(segment, row):
+                    self._fail(row, "published, and is not in use")
+        super().publish(extents, metas, slices)
 
-    def slices(self, extents: StructArray) -> list[SliceTable | None]:
-        """As the catalogue has them."""
-        tables: list[SliceTable | None] = [None] * len(extents)
-        for living, where in self._rows(extents):
-            found = living.catalogue.find_tables(extents["slot"][where], extents["generation"][where])
-            for i, table in zip(where.tolist(), found, strict=True):
-                tables[i] = table
-        return tables
-
-    def map(self, segment: int, *, session: int) -> Segment:
+    def map(self, number: int, *, session: int) -> Segment:
         """A client maps a segment. Raises NotFound, TierFailed before it is prepared."""
-        living = self._living.get(segment)
-        if living is None:
-            raise NotFound(f"segment {segment}: gone")
-        if living.files.data is None:
-            raise TierFailed(f"{self.spec.name}: segment {segment} is not prepared")
-        held = living.files.maps
-        if session not in self._memory.gone:
-            held[session] = held.get(session, False) or living.assignment.writer == session
-        return living.files
+        if number not in self._segments:
+            raise NotFound(f"segment {number}: gone")
+        file, writer = self._ready(number), self._segments[number].assignment.writer
+        if session not in self.memory.gone:
+            file.maps[session] = file.maps.get(session, False) or writer == session
+        return Segment(self.memory.tables[number], file.data)
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
         """There are no files here: clients use `map`."""
@@ -304,17 +274,47 @@ class SimArena:
         """There are no files here: clients use `map`."""
         raise TierFailed(f"{self.spec.name}: simulated memory has no descriptors")
 
-    # -- inner
+    def _fail(self, row: np.void, what: str) -> None:
+        """A rule about a page, an EXTENT row, was broken."""
+        where = f"page {row['slot']} of segment {row['segment']}, generation {row['generation']}"
+        self.watch.fail(f"{self.spec.name}: {where}: {what}")
 
-    def _rows(self, extents: StructArray) -> Iterator[tuple[_Living, NDArray[np.intp]]]:
-        mine = extents["tier"] == self.position
-        for number in np.unique(extents["segment"][mine]).tolist() if len(extents) else ():
-            living = self._living.get(number)
-            if living is not None:
-                yield living, np.flatnonzero(mine & (extents["segment"] == number))
 
-    def _by_segment(self, extents: StructArray) -> Iterator[tuple[_Living, StructArray]]:
-        return ((living, extents[where]) for living, where in self._rows(extents))
+class _Catalogue(Catalogue):
+    """The production catalogue, over memory. Checks pages that are retired or stamped, in the order in which `apply` comes to them."""
 
-    def _name(self, row: np.void) -> str:
-        return f"{self.spec.name}: page {row['slot']} of segment {row['segment']}, generation {row['generation']}"
+    def __init__(self, table: memoryview, *, head: CatalogueHead, arena: SimArena) -> None:
+        super().__init__(table, head=head)
+        self._arena = arena
+
+    def allocate(self, path: Path) -> None:
+        if self.head.assignment.segment not in self._arena.memory.tables:
+            raise FileNotFoundError(errno.ENOENT, "the segment has ended (simulated)", str(path))
+        self.is_allocated = True
+
+    def retire(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
+        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+            if int(self._generations[slot]) not in (generation, NO_GENERATION):
+                self._fail(slot, generation, "retired, and another's or retired before")
+        super().retire(slots, generations)
+
+    def stamp(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
+        used = self._arena.memory.used
+        for slot, generation in zip(slots.tolist(), generations.tolist(), strict=True):
+            word = int(self._generations[slot] & GENERATION)
+            if word >= self._arena.born:
+                self._fail(slot, generation, f"reserved while generation {word} uses the page")
+            if generation in used or generation <= word:
+                self._fail(slot, generation, "its generation was used before")
+            used.add(generation)
+        super().stamp(slots, generations)
+
+    def _fail(self, slot: int, generation: int, what: str) -> None:
+        where = f"page {slot} of segment {self.head.assignment.segment}, generation {generation}"
+        self._arena.watch.fail(f"{self._arena.spec.name}: {where}: {what}")
+
+
+def _is_live(segment: segments.Segment[DataFile], row: np.void) -> bool:
+    """Whether an EXTENT row is the present use of its page."""
+    assert segment.catalogue is not None, "a simulated catalogue can always be made"
+    return int(segment.catalogue._generations[int(row["slot"])] & GENERATION) == int(row["generation"])

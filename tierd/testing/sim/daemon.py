@@ -191,7 +191,7 @@ class SimDaemon:
 
     def _distrust(self, fault: str) -> None:
         """The session table says too little: no fault where no memory was found that somebody could hold."""
-        if any(memory.segments for memory in self.ground.survivors.memories):
+        if any(memory.data for memory in self.ground.survivors.memories):
             self.ground.fail(fault)
 
     def _take_up(self, former: FormerHolder) -> None:
