@@ -72,7 +72,7 @@ class Copies:
             fault = f"{HOST_POINTERS} is 0: its kernels do not find the host's memory"
         if not fault:
             self._gather = Gather(device)
-            self.gather_bytes = measured(device, self)
+            self.gather_bytes = measured(device, self.seconds)
         return fault
 
     def _carry(self, ways: Sequence[tuple[Way, Runs]], *, to_device: bool) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -26,23 +25,17 @@ ROUNDS, ROUND_S = 5, 0.005
 """Of one length, way and direction: two calls at least, of which the first may bring code to the GPU, and more while all of them took less than this."""
 
 
-class Timed(Protocol):
-    """What is measured."""
-
-    def seconds(self, way: Way, runs: Runs, *, to_device: bool) -> float:
-        """How long a call takes whose runs all go this way. Raises TierFailed."""
-
-
-def measured(device: Device, copies: Timed) -> dict[bool, int]:
+def measured(device: Device, seconds: Callable[..., float]) -> dict[bool, int]:
     """Up to how many bytes runs are sooner copied by the kernel, 0: never; to the device under True, from it under False.
 
-    As few runs as are gathered at all are timed: more of them only widen its lead. Raises Overloaded if there is no room for the buffers, TierFailed.
+    seconds: `Copies.seconds`. As few runs as are gathered at all are timed: more of them only widen
+    its lead. Raises Overloaded if there is no room for the buffers, TierFailed.
     """
     engines = Way.BATCH if device.has_batches else Way.SINGLY
     with _buffers(device) as (there, here):
         return {
             to_device: _limit(
-                *((partial(copies.seconds, way, to_device=to_device)) for way in (Way.GATHER, engines)),
+                *((partial(seconds, way, to_device=to_device)) for way in (Way.GATHER, engines)),
                 to=there if to_device else here,
                 of=here if to_device else there,
             )

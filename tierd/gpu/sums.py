@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,18 +35,6 @@ STAGING_BYTES = 16 << 20
 """More than the longest slice: 4 GiB in 480 pieces."""
 
 
-class Sums(Protocol):
-    """kind: as in GpuFacts.hashes."""
-
-    kind: str
-
-    def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
-        """Of PIECE[n], whose bytes lie at addresses u8[n] of the device. Raises TierFailed."""
-
-    def close(self) -> None:
-        """Gives back what it holds of the driver."""
-
-
 class Part(NamedTuple):
     """Slices that are staged together: where from, and their lengths."""
 
@@ -55,7 +43,7 @@ class Part(NamedTuple):
 
 
 class StagedSums:
-    """Copies to registered host memory and sums there, one call at a time."""
+    """Copies to registered host memory and sums there, one call at a time. kind: as in GpuFacts.hashes."""
 
     kind = "host"
 
@@ -66,7 +54,7 @@ class StagedSums:
         self._view = memoryview((ctypes.c_ubyte * STAGING_BYTES).from_address(self._address)).cast("B")
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
-        """As Sums says."""
+        """Of PIECE[n], whose bytes lie at addresses u8[n] of the device. Raises TierFailed."""
         lengths = list(map(slice_lengths, pieces["length"].tolist(), pieces["layers"].tolist()))
         counts = [len(each) for each in lengths]
         with self._lock:
@@ -75,7 +63,7 @@ class StagedSums:
         return np.split(flat, np.cumsum(counts)[:-1]) if counts else []
 
     def close(self) -> None:
-        """As Sums says."""
+        """Gives back what it holds of the driver."""
         self._view.release()
         self._device.call(self._device.cuda.cuMemFreeHost, self._address)
 
@@ -113,7 +101,7 @@ class KernelSums:
         self._told = Told(device, TOLD, SLICES_MAX)
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
-        """As Sums says."""
+        """As StagedSums says."""
         cut = cut_pages(addresses.tolist(), pieces["length"].tolist(), pieces["layers"].tolist())
         sums = np.empty(len(cut.lengths), np.uint64)
         with self._lock:
@@ -123,7 +111,7 @@ class KernelSums:
         return cut.tables(sums)
 
     def close(self) -> None:
-        """As Sums says."""
+        """As StagedSums says."""
         self._told.close()
         self._lane.close()
 
@@ -134,6 +122,9 @@ class KernelSums:
             buffers = (self._told.buffer(name, count) for name in ("address", "length", "sum"))
             slice_sums_on(self._device.kernels.into(stream), *buffers)
         return columns["sum"][:count]
+
+
+Sums = StagedSums | KernelSums
 
 
 def open_sums(device: Device, copies: Copies) -> Sums:

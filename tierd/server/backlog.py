@@ -6,8 +6,7 @@ that has kept something longest is ended, which is who is slowest; a message tha
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Callable
 
 import structlog
 
@@ -18,33 +17,25 @@ NOTED_BYTES = 16 << 10
 """A line that keeps less is not counted."""
 
 
-class Ends(Hashable, Protocol):
-    """A line."""
-
-    def end(self) -> None:
-        """Ends it, as if its other end had gone."""
-        ...
-
-
 class Backlog:
     """Of all lines. limit_bytes: what they may keep together."""
 
     def __init__(self, *, limit_bytes: int = BACKLOG_BYTES) -> None:
         self._limit = limit_bytes
-        self._bytes: dict[Ends, int] = {}  # who began first comes first
+        self._bytes: dict[Callable[[], None], int] = {}  # who began first comes first
         self._total = 0
 
-    def note(self, line: Ends, size: int) -> None:
-        """So much the line keeps now."""
-        before = self._bytes.get(line, 0)
+    def note(self, end: Callable[[], None], size: int) -> None:
+        """So much a line keeps now. end: of the line, always the same; called where it keeps too much."""
+        before = self._bytes.get(end, 0)
         if size > NOTED_BYTES:
-            self._bytes[line] = size
+            self._bytes[end] = size
             self._total += size - before
         elif before:
-            del self._bytes[line]
+            del self._bytes[end]
             self._total -= before
         while self._total > self._limit:
             oldest = next(iter(self._bytes))
             self._total -= self._bytes.pop(oldest)
             log.warning("line ended", reason=f"lines keep more than {self._limit} bytes, this one for longest")
-            oldest.end()
+            oldest()

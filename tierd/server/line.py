@@ -145,7 +145,7 @@ class Line(asyncio.Protocol):
             kept += self._transport.get_write_buffer_size()
         if kept > NOTED_BYTES or self._is_noted:
             self._is_noted = kept > NOTED_BYTES
-            self._backlog.note(self, kept)
+            self._backlog.note(self.end, kept)
 
     def _wake(self) -> None:
         if self._awaited is not None and not self._awaited.done():

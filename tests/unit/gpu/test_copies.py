@@ -185,7 +185,7 @@ class Clock:
         self.asked: list[tuple[Way, int]] = []
 
     def seconds(self, way: Way, runs: Runs, *, to_device: bool) -> float:
-        """As Timed says."""
+        """As those of Copies."""
         (length,) = set(runs.lengths.tolist())
         assert len(runs.lengths) == RUNS_MIN
         there, here = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
@@ -207,10 +207,10 @@ def test_the_limit_is_the_last_length_before_the_engines_are_as_quick() -> None:
     cutover.ROUND_S = 0.0  # as if each call took longer
     never, always = [1.0] * len(SIZES), [0.5] * len(SIZES)
     for times, limit in ((never, 0), (always, SIZES[-1]), ([0.5, 0.9, 1.1, 0.5, 0.5], SIZES[1]), ([2.0, 0.1], 0)):
-        assert measured(device, Clock(device, times, never)) == {True: limit, False: 0}
-        assert measured(device, Clock(device, never, times)) == {True: 0, False: limit}
+        assert measured(device, Clock(device, times, never).seconds) == {True: limit, False: 0}
+        assert measured(device, Clock(device, never, times).seconds) == {True: 0, False: limit}
     clock = Clock(device, never, never)
-    measured(device, clock)
+    measured(device, clock.seconds)
     assert {length for _, length in clock.asked} == {SIZES[0]}
     assert {way for way, _ in clock.asked} == {Way.GATHER, Way.BATCH}
     assert counts() == before
