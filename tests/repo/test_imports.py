@@ -77,13 +77,6 @@ BUILDERS: dict[str, set[str]] = {
     "cli/replay.py": {"simulator"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
-    # What testing/sim simulates is a daemon without sockets, over memory and a disk that it makes up: it builds what the server builds.
-    "testing/sim/arena.py": {"tiers"},
-    "testing/sim/client.py": {"cache", "server", "tiers"},
-    "testing/sim/copies.py": {"cache", "server", "tiers"},
-    "testing/sim/daemon.py": {"cache", "mover", "server", "tiers"},
-    "testing/sim/events.py": {"cache", "server"},
-    "testing/sim/world.py": {"server", "tiers"},
 }
 """The modules that put parts together, and what they may see beyond their part's row."""
 

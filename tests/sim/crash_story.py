@@ -14,6 +14,7 @@ from random import Random
 
 import numpy as np
 
+from tests.sim.disk import DiskFaults, SimDisk
 from tests.unit.tiers.store_world import (
     content,
     extents_of,
@@ -30,7 +31,6 @@ from tests.unit.tiers.store_world import (
 from tierd.core.model import BlockStatus, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
-from tierd.testing.sim.disk import DiskFaults, SimDisk
 from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.slots import HEADER_BYTES, read_tables
 from tierd.tiers.tier import Recovered

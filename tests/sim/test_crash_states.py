@@ -17,8 +17,8 @@ import pytest
 
 from tests.depth import count, report
 from tests.sim.crash_story import Book, Promise, Story, judge
-from tierd.testing.sim.disk import SimDisk
-from tierd.testing.sim.loop import Pace, SimLoop
+from tests.sim.disk import SimDisk
+from tests.sim.loop import Pace, SimLoop
 from tierd.tiers import ledger, store_files
 
 STEPS = 70

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from tests.depth import count
-from tierd.testing.sim.disk import SECTOR_BYTES, DiskFaults, SimDisk
+from tests.sim.disk import SECTOR_BYTES, DiskFaults, SimDisk
 from tierd.tiers.durable import read_file, replace_file, write_fully
 from tierd.tiers.files import OS, READ_WRITE, Files
 

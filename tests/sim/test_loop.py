@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tierd.testing.sim.loop import Pace, SimLoop, Stuck
+from tests.sim.loop import Pace, SimLoop, Stuck
 
 
 @pytest.fixture

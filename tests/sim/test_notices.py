@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from tests.depth import report
+from tests.sim.script import Script, write
+from tests.sim.world import run
 from tierd import mover
 from tierd.cache.flights import Flights
 from tierd.cache.persistence import Persistence
@@ -23,8 +25,6 @@ from tierd.core.namespaces import NamespaceRegistry
 from tierd.core.pages import Pages
 from tierd.core.upkeep import Upkeep
 from tierd.mover import Mover
-from tierd.testing.sim.script import Script, write
-from tierd.testing.sim.world import run
 from tierd.tiers.arena_recovery import FoundSegment
 from tierd.tiers.holds import HoldTable
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.depth import report
+from tests.sim.script import Script, write
+from tests.sim.shrink import shrink
 from tests.sim.test_notices import keeps_generations
-from tierd.testing.sim.script import Script, write
-from tierd.testing.sim.shrink import shrink
-from tierd.testing.sim.world import Result, run
+from tests.sim.world import Result, run
 
 SEEDS = 400
 TRIES = 20

@@ -1,6 +1,6 @@
 """The daemon on a virtual clock: many seeds of clients, faults, crashes and restarts, and not one promise broken.
 
-A failure prints its seed and a shorter script; `SIM_SEED=` runs it again, alone, and so does `python -m tierd.testing.sim --seed N`.
+A failure prints its seed and a shorter script; `SIM_SEED=` runs it again, alone, and so does `python -m tests.sim --seed N`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 
 from tests.depth import DEPTH, count, report
-from tierd.testing.sim.script import FAULTS, MEDIUM_FAULTS, SECONDS, write
-from tierd.testing.sim.shrink import shrink
-from tierd.testing.sim.world import Result, run
+from tests.sim.script import FAULTS, MEDIUM_FAULTS, SECONDS, write
+from tests.sim.shrink import shrink
+from tests.sim.world import Result, run
 
 SEEDS = count(test=50, nightly=2_000, weekly=10_000)
 FIRST = int(os.environ.get("SIM_SEED", "0"))

@@ -1,6 +1,6 @@
 """What a stored tier asks of the file system, as one small object that is handed along.
 
-Purpose: `Files`, and `OsFiles`, the real one; a simulated disk stands in its place (`tierd.testing.sim`). Non-purpose: what the files
+Purpose: `Files`, and `OsFiles`, the real one; a simulated disk stands in its place (`tests/sim/disk.py`). Non-purpose: what the files
 mean, loops over short reads and writes (`durable`, `slots`). Invariants: a store makes no file operation but through its Files, the
 page cache of last resort (`buffered`) excepted; nothing here is tried twice.
 """

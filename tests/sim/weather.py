@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tierd.testing.sim.disk import DiskFaults, SimDisk
-from tierd.testing.sim.loop import Pace
+from tests.sim.disk import DiskFaults, SimDisk
+from tests.sim.loop import Pace
 
 ON_DISK: Mapping[str, tuple[str, float]] = {
     "read_fails": ("read_error", 0.4),

@@ -261,7 +261,7 @@ class _Job:
         self._is_done = True
         try:
             self._result = self._func(*self._args)
-        except BaseException as error:  # noqa: BLE001  # it is the waiter's, as from a thread
+        except BaseException as error:  # it is the waiter's, as from a thread
             self._error = error
 
     def tell(self) -> None:
@@ -279,5 +279,5 @@ def _close(task: asyncio.Task[Any]) -> None:
     try:
         if coroutine is not None:
             coroutine.close()
-    except BaseException:  # noqa: BLE001, S110  # a process that is killed unwinds nothing; only memory is given back here
+    except BaseException:  # a process that is killed unwinds nothing; only memory is given back here
         pass

@@ -1,4 +1,4 @@
-"""`python -m tierd.testing.sim --seed N [--seeds M]`: runs simulations, prints broken promises, speed and how often each fault struck.
+"""`python -m tests.sim --seed N [--seeds M]`: runs simulations, prints broken promises, speed and how often each fault struck.
 
 Purpose: for people; the checks of the repository call `run` themselves. A failure prints its seed and, where it can, a shorter script.
 """
@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tierd.testing.sim.script import FAULTS, MEDIUM_FAULTS, Script, write
-from tierd.testing.sim.shrink import TRIES, shrink
-from tierd.testing.sim.world import Result, run
+from tests.sim.script import FAULTS, MEDIUM_FAULTS, Script, write
+from tests.sim.shrink import TRIES, shrink
+from tests.sim.world import Result, run
 
 SHOWN = 5
 """Broken promises of a seed that are printed."""

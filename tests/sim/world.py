@@ -25,22 +25,22 @@ import numpy as np
 import structlog
 from pydantic import TypeAdapter
 
+from tests.sim.arena import Memory, Watch
+from tests.sim.blocks import Blocks
+from tests.sim.client import Client
+from tests.sim.daemon import Ground, SimDaemon, Survivors
+from tests.sim.disk import SimDisk
+from tests.sim.events import Happenings
+from tests.sim.loop import SimLoop, Stuck
+from tests.sim.oracle import Key, Oracle
+from tests.sim.script import SECONDS, Machine, Script
+from tests.sim.weather import Weather
 from tierd import failpoint
 from tierd.config import Config
 from tierd.core.model import PAGE_ALIGN_BYTES, TierKind
 from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable, VersionMismatch
 from tierd.server.assembly import Assembly
-from tierd.testing.sim.arena import Memory, Watch
-from tierd.testing.sim.blocks import Blocks
-from tierd.testing.sim.client import Client
-from tierd.testing.sim.daemon import Ground, SimDaemon, Survivors
-from tierd.testing.sim.disk import SimDisk
-from tierd.testing.sim.events import Happenings
-from tierd.testing.sim.loop import SimLoop, Stuck
-from tierd.testing.sim.oracle import Key, Oracle
-from tierd.testing.sim.script import SECONDS, Machine, Script
-from tierd.testing.sim.weather import Weather
 from tierd.tiers.slots import HEADER_BYTES
 
 CONFIGS = TypeAdapter(Config)

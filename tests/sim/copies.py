@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from tests.sim.blocks import Blocks, Page
+from tests.sim.oracle import Key
 from tierd.cache.lease import Lease
 from tierd.client import mapping, onesided
 from tierd.client.mailbox import MAILBOX_S
@@ -32,12 +34,10 @@ from tierd.core.plan import GroupQuery
 from tierd.core.words import words_of
 from tierd.errors import NotFound, NotPermitted, TierdError, TierFailed, Unavailable
 from tierd.server import wire
-from tierd.testing.sim.blocks import Blocks, Page
-from tierd.testing.sim.oracle import Key
 from tierd.tiers.tier import Descriptor
 
 if TYPE_CHECKING:
-    from tierd.testing.sim.client import Client, Held
+    from tests.sim.client import Client, Held
 
 SPOILT_ENTRIES = 0.3
 """Share of a directory's entries that one fault changes."""

@@ -12,12 +12,12 @@ from functools import cache
 
 import numpy as np
 
+from tests.sim.arena import Segment
+from tests.sim.oracle import Key, bytes_of
 from tierd.core.layout import GENERATION, generation_offset
 from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, StructArray
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.testing.content import chain
-from tierd.testing.sim.arena import Segment
-from tierd.testing.sim.oracle import Key, bytes_of
 
 TOKENS = 16
 CHAINS = 3

@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from tests.sim.arena import Segment
+from tests.sim.blocks import CHAINS, TOKENS, Blocks, Page
+from tests.sim.copies import Copies
+from tests.sim.daemon import SimDaemon
+from tests.sim.oracle import Key, bytes_of
 from tierd.cache.lease import Lease
 from tierd.cache.publication import CommitQuery
 from tierd.cache.verification import Generations
@@ -29,17 +34,12 @@ from tierd.core.model import (
 from tierd.core.plan import Committed, Reserved
 from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
 from tierd.server.assembly import Assembly
-from tierd.testing.sim.arena import Segment
-from tierd.testing.sim.blocks import CHAINS, TOKENS, Blocks, Page
-from tierd.testing.sim.copies import Copies
-from tierd.testing.sim.daemon import SimDaemon
-from tierd.testing.sim.oracle import Key, bytes_of
 from tierd.tiers.checksum import raw_tables, slice_sums
 from tierd.tiers.holds import Holder, read_boot_id
 from tierd.tiers.tier import Descriptor
 
 if TYPE_CHECKING:
-    from tierd.testing.sim.world import World
+    from tests.sim.world import World
 
 T = TypeVar("T")
 

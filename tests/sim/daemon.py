@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tests.sim.arena import Memory, Segment, SimArena, Watch
+from tests.sim.disk import SimDisk
+from tests.sim.loop import SimLoop
 from tierd.cache.breaker import State
 from tierd.cache.operator import Operator
 from tierd.clock import Clock
@@ -27,9 +30,6 @@ from tierd.mover import Mover
 from tierd.server.assembly import Assembly, Opened, put_together, spec_of
 from tierd.server.grants import Grants
 from tierd.server.instance import Instance
-from tierd.testing.sim.arena import Memory, Segment, SimArena, Watch
-from tierd.testing.sim.disk import SimDisk
-from tierd.testing.sim.loop import SimLoop
 from tierd.tiers.holds import FormerHolder, HoldTable
 from tierd.tiers.nvme import NvmeStore
 from tierd.tiers.tier import Tier
@@ -274,7 +274,7 @@ class SimDaemon:
         except asyncio.CancelledError:
             _refuse(reply, Unavailable("call: given up"))
             raise
-        except Exception as error:  # noqa: BLE001  # what the guard would log as a fault of the daemon
+        except Exception as error:  # what the guard would log as a fault of the daemon
             self.ground.fail(f"a call raised {error!r}")
             _refuse(reply, Unavailable("call: an internal fault"))
         finally:

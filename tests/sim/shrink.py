@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tierd.testing.sim.script import Event, Script
-from tierd.testing.sim.world import Result, run
+from tests.sim.script import Event, Script
+from tests.sim.world import Result, run
 
 TRIES = 200
 """Shrinking ends after so many shorter scripts with what it has. Not after some time: a seed is told in the same events on every machine."""

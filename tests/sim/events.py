@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tests.sim.blocks import CHAINS, hashes_of
+from tests.sim.client import EXPECTED, Client
+from tests.sim.daemon import SimDaemon
+from tests.sim.loop import LIFE, OUTSIDE, Killed
+from tests.sim.oracle import Key
+from tests.sim.script import VERBS, Event
+from tests.sim.weather import ON_DISK
 from tierd.cache.operator import Operator
 from tierd.core.block import Namespace
 from tierd.core.model import TierKind
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly
-from tierd.testing.sim.blocks import CHAINS, hashes_of
-from tierd.testing.sim.client import EXPECTED, Client
-from tierd.testing.sim.daemon import SimDaemon
-from tierd.testing.sim.loop import LIFE, OUTSIDE, Killed
-from tierd.testing.sim.oracle import Key
-from tierd.testing.sim.script import VERBS, Event
-from tierd.testing.sim.weather import ON_DISK
 
 if TYPE_CHECKING:
-    from tierd.testing.sim.world import World
+    from tests.sim.world import World
 
 OPERATORS = ("evict", "flush", "pin", "unpin", "bump")
 LASTING = {*ON_DISK, "disk_slow", "disk_hangs", "memory_short"}
