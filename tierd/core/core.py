@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tierd.core.admission import Balance
 from tierd.core.aside import Aside
+from tierd.core.attention import Attention
 from tierd.core.audit import Audit
 from tierd.core.blocks import Names, words
 from tierd.core.commits import Commits
@@ -96,6 +97,7 @@ class Core:
         self._planner = Planner(self._index, room)
         self._demotion = Demotion(self._planner)
         self._gets = Gets(self._planner, self._sessions)
+        self._attention = Attention(self._index)
         aside = Aside(self._index, self._sessions)
         self._puts = Puts(self._planner, self._sessions, aside)
         self._commits = Commits(self._index, self._sessions, self._gets, aside, dead=self._puts.dead)
@@ -176,7 +178,7 @@ class Core:
 
         Kept per block for policies that want it, which hear of it as a touch. Raises NotFound, InvalidArgument.
         """
-        self._gets.report_attention(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
+        self._attention.report(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS

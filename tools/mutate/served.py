@@ -103,7 +103,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "settle-doomed",
         "a lease is not settled on pages that were taken out while their transfers flew",
-        "tierd/core/gets.py",
+        "tierd/core/pins.py",
         "lost = (doom == int(Reason.CORRUPTED)) if lease.settled else (doom > 0)",
         "lost = doom < 0",
         ("tests/unit/core/test_gets.py", "tests/unit/core/test_upkeep.py"),

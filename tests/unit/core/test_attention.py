@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.unit.core.kit import HOST, Kit, chain, group, tier
-from tierd.core.gets import MOST_MASS
+from tierd.core.attention import MOST_MASS
 
 
 def test_mass_that_no_float32_holds_is_as_much_as_one_does() -> None:
