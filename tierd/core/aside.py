@@ -1,6 +1,6 @@
 """Pages that were set aside for a session: where they are, and how they come back.
 
-Purpose: what puts and commits ask alike. Non-purpose: giving pages (puts.py), publishing them (commits.py). Invariant: what comes back is off the books of its
+Purpose: what puts and commits ask alike. Non-purpose: giving pages (allocation.py), publishing them (commits.py). Invariant: what comes back is off the books of its
 session before it is freed.
 """
 

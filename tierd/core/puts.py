@@ -1,10 +1,10 @@
 """Puts: reserve, begin_commit, abort.
 
-Purpose: from named blocks to pages that one session may write, and the beginning of their commit. Non-purpose: room (room.py); hashing, and copying from staging
-pages, which happen outside after begin_commit; the commit's end (commits.py).
+Purpose: from named blocks to pages that one session may write, and the beginning of their commit. Non-purpose: which
+pages (allocation.py); hashing, and copying from staging pages, which happen outside after begin_commit; the commit's
+end (commits.py).
 
-Invariants: nothing of a reservation can be found before its commit; a busy page is freed by the end of its commit only. In a tier with sealed puts a reserved block has two pages:
-the one that it will lie in, which the daemon alone may write, and a staging page, which the session writes and which is free again when the block is published or given up.
+Invariants: nothing of a reservation can be found before its commit; a busy page is freed by the end of its commit only.
 """
 
 from __future__ import annotations
@@ -14,33 +14,15 @@ from itertools import accumulate
 
 import numpy as np
 
+from tierd.core.allocation import Allocation
 from tierd.core.aside import Aside
 from tierd.core.blocks import Names, hash_rows, words
-from tierd.core.columns import runs
 from tierd.core.draft import Draft, no_ids
 from tierd.core.leases import BUSY, OPEN, Commit, Reservation, Session, Sessions
 from tierd.core.meta import new_meta
-from tierd.core.model import (
-    COMMIT_BLOCK,
-    EXTENT,
-    ROOT,
-    BlockStatus,
-    Reason,
-    StructArray,
-    Wanted,
-)
-from tierd.core.plan import (
-    Bools,
-    Codes,
-    Committing,
-    Ids,
-    Lengths,
-    PutQuery,
-    Reserved,
-    ReservedAhead,
-)
+from tierd.core.model import COMMIT_BLOCK, EXTENT, ROOT, BlockStatus, Reason, StructArray, Wanted
+from tierd.core.plan import Committing, Ids, Lengths, PutQuery, Reserved, ReservedAhead
 from tierd.core.planner import Planner, Where
-from tierd.core.segment import Key
 from tierd.core.sets import among, distinct, every, firsts, in_order, kinds, some, true_rows
 from tierd.core.wish import wish_ahead, wish_of
 from tierd.errors import InvalidArgument
@@ -54,6 +36,7 @@ class Puts:
 
     def __init__(self, planner: Planner, sessions: Sessions, aside: Aside) -> None:
         self._planner, self._index, self._sessions, self._aside = planner, planner.index, sessions, aside
+        self._allocation = Allocation(planner, sessions, aside)
         self._extents = aside.extents
         self.dead: set[int] = set()
 
@@ -75,7 +58,7 @@ class Puts:
             self._index.use(firsts(ids[exists][::-1]), now)
         counts = [len(group.blocks) for group in groups]
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
-        self._give(wish, statuses=statuses, counts=counts, kind=kind, draft=draft)
+        self._allocation.give(wish, statuses=statuses, counts=counts, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         statuses[given] = BlockStatus.RESERVED
@@ -103,7 +86,7 @@ class Puts:
         wish = wish_ahead(group, puts=puts, session=session, domain=holder.domain, time_s=time_s)
         statuses = np.full(puts * count, BlockStatus.NO_ROOM, np.uint16)
         guarded = self._planner.guard(in_order(holder.brought))
-        self._give(wish, statuses=statuses, counts=[count] * puts, kind=kind, draft=draft)
+        self._allocation.give(wish, statuses=statuses, counts=[count] * puts, kind=kind, draft=draft)
         self._planner.unguard(guarded, draft)
         given = wish.pages >= 0
         wish.state[given] = OPEN
@@ -145,64 +128,6 @@ class Puts:
         """How much more may be reserved ahead."""
         capacity = sum(self._index.tiers[tier].spec.capacity_bytes for tier in self._index.writable(kind))
         return max(0, capacity // AHEAD_SHARE - self._sessions.ahead_bytes)
-
-    def _give(self, wish: Reservation, *, statuses: Codes, counts: Sequence[int], kind: Wanted, draft: Draft) -> None:
-        """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more. counts: of blocks in each query."""
-        serving, holder = self._index.writable(kind), self._sessions.get(wish.session)
-        if not serving:
-            return
-        free = statuses == BlockStatus.NO_ROOM
-        query = np.repeat(np.arange(len(counts)), counts)
-        tiers = _striped(wish, serving)
-        classes = np.zeros(len(tiers), np.int64)
-        fits = free.copy()
-        for tier in kinds(tiers):
-            rows = true_rows((tiers == tier) & free)
-            classes[rows] = self._index.tiers[tier].class_of(wish.lengths[rows])
-            fits[rows] = self._sessions.room_for_bytes(
-                holder, tier, self._index.tiers[tier].put_bytes(wish.lengths[rows])
-            )
-        rows = true_rows(free & ~_after_first(free & ~fits, query))
-        for part in runs(tiers[rows], classes[rows]):
-            at = rows[part]
-            wish.tiers[at] = tiers[at]
-            self._set_aside(wish, at, int(classes[at[0]]), draft)
-        self._aside.take_back(wish, _after_first(free & (wish.pages < 0), query), Reason.ABORTED, draft)
-        for tier in kinds(tiers):
-            self._sessions.reserve(holder, tier, wish.pages_in(tier, true_rows(wish.pages >= 0)), step=1)
-
-    def _set_aside(self, wish: Reservation, at: Ids, class_bytes: int, draft: Draft) -> None:
-        """Pages for rows of one tier and class, as far as there is room."""
-        tier = int(wish.tiers[at[0]])
-        spec, key = self._index.tiers[tier].spec, Key(wish.domain, class_bytes, wish.session)
-        if not spec.sealed_puts:
-            key = key if spec.writer_owned else key._replace(writer=spec.own_writer)
-            pages = self._reserved(tier, key, wish.lengths[at], draft)
-            wish.pages[at[: len(pages)]] = pages
-            return
-        count = len(at)
-        while count and len(at):
-            given = self._set_aside_two(wish, at[:count], key, draft)
-            at = at[given:]
-            count = count if given == count else count // 2  # fewer staging pages may leave a segment for the others
-
-    def _set_aside_two(self, wish: Reservation, at: Ids, key: Key, draft: Draft) -> int:
-        """A staging page and its own for each row, as far as there is room; how many. Staging first, so that empty segments of the session are not given up for the others."""
-        tier = int(wish.tiers[at[0]])
-        staging = self._reserved(tier, key, wish.lengths[at], draft)
-        wish.staging[at[: len(staging)]] = staging
-        own = key._replace(writer=self._index.tiers[tier].spec.own_writer)
-        pages = self._reserved(tier, own, wish.lengths[at[: len(staging)]], draft)
-        wish.pages[at[: len(pages)]] = pages
-        self._aside.unstage(wish, at[len(pages) :], Reason.ABORTED, draft)
-        return len(pages)
-
-    def _reserved(self, tier: int, key: Key, lengths: Lengths, draft: Draft) -> Ids:
-        """Pages of the key for blocks of such lengths, from the first one on, as far as there is room."""
-        pages = self._planner.room.reserve(tier, key, len(lengths), draft=draft)
-        self._index.tiers[tier].length[pages] = lengths[: len(pages)]
-        draft.reserve(self._index.tiers[tier].extents(pages))
-        return pages
 
     def _keep(self, holder: Session, wish: Reservation) -> int:
         wish.id = self._sessions.next_id()
@@ -286,24 +211,6 @@ def _metas(held: Reservation, at: Ids | slice, extents: StructArray) -> StructAr
     for name in ("generation", "segment", "offset"):
         metas[name] = extents[name]
     return metas
-
-
-def _after_first(wrong: Bools, query: Ids) -> Bools:
-    """Rows that are wrong, or come after one that is in the same query."""
-    if not some(wrong):
-        return wrong
-    count = np.cumsum(wrong)
-    starts = np.searchsorted(query, query)
-    return np.asarray(count - (count[starts] - wrong[starts]) > 0, bool)
-
-
-def _striped(wish: Reservation, serving: Sequence[int]) -> Ids:
-    """The tier for each row: by the first 8 bytes of the hash, private pages in turns."""
-    if len(serving) == 1:
-        return np.full(len(wish.hash), serving[0], np.int64)
-    stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))
-    tiers: Ids = np.asarray(serving, np.int64)[(stripe % np.uint64(len(serving))).astype(np.int64)]
-    return tiers
 
 
 def _named_rows(held: Reservation, blocks: StructArray) -> Ids:

@@ -357,7 +357,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "sealed-writer",
         "blocks of sealed puts lie where no session may write",
-        "tierd/core/puts.py",
+        "tierd/core/allocation.py",
         "own = key._replace(writer=self._index.tiers[tier].spec.own_writer)",
         "own = key",
         SEALED,
