@@ -104,9 +104,7 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
                 daemon.state = "serving"
                 _say_what_was_chosen(daemon)
                 notify.ready()
-                gathering = asyncio.create_task(asyncio.to_thread(heap.gather, stop.is_set))
                 await stop.wait()
-                await gathering
             notify.stopping()
             Deadman(2 * config.server.shutdown_deadline + SLACK_S)
             failpoint("lifecycle.before_settle")
