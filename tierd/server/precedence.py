@@ -1,9 +1,9 @@
-"""Who runs first where more processes want a processor than there are: the thread of the event loop.
+"""The thread of the event loop runs first if more processes want a processor than there are.
 
-Every client that waits, waits for this one thread, and the kernel runs whoever was woken last: the client that has just got its answer. It copies for as long
-as it likes while the others' calls lie there, and no other processor has anything to do. Purpose: the loop's thread goes before them, where the daemon may say so (as root,
-or with CAP_SYS_NICE). Non-purpose: real-time scheduling, the priority of anything else (threads that write to stores: tiers/lanes.py). Invariants: threads and processes that the loop begins are like everybody's; a niceness or a scheduling
-policy that the daemon was started with is its operator's word, and stays.
+Every waiting client waits for this one thread. The kernel prefers the task that was woken last: the client that has
+just got its answer, which copies while the others' calls lie there. So the loop's thread goes first, if the daemon has
+CAP_SYS_NICE. Threads and processes that it begins are like everybody's. A niceness or a scheduling policy that the
+daemon was started with stays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 
 NICE = -15
-"""The weight of 28 processes of niceness 0. With 16 clients on two processors gets came to 1.0 of what one client alone makes, and to 0.75 at 0."""
+"""The weight of 28 processes of niceness 0. Without it 16 clients on two processors made 0.86 of the views and 0.88 of
+the puts (two daemons in turns)."""
 
 
 def go_first() -> bool:
