@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
-from tierd.core.meta import new_meta
-from tierd.core.model import StructArray
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import StructArray
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 
 TOKENS = 64

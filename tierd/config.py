@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from tierd import places
-from tierd.core.model import PAGE_ALIGN_BYTES
+from tierd.core.formats.model import PAGE_ALIGN_BYTES
 from tierd.errors import ConfigError
 from tierd.settings import (
     AUTO,

@@ -23,13 +23,13 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.block import slice_lengths
-from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Reason, StructArray
-from tierd.core.sets import kinds
+from tierd.checksum import raw_tables, slice_sums, sums_of_views, table_digests
+from tierd.core.arrays.sets import kinds
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import staged
-from tierd.tiers.checksum import raw_tables, slice_sums, sums_of_views, table_digests
 from tierd.tiers.tier import (
     DeviceTier,
     MappedTier,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from tierd.core.model import PAGE_ALIGN_BYTES
+from tierd.core.formats.model import PAGE_ALIGN_BYTES
 from tierd.units import parse_bytes, parse_rate, parse_seconds
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]

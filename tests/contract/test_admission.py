@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.core.admission import Admission, Verdict
-from tierd.core.blocks import Blocks
-from tierd.core.meta import new_meta
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 from tierd.policies.admission import ADMISSION
 

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.named import Path, add, numbered
-from tierd.core.blocks import Blocks
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction import EVICTION
+from tierd.simulator.rivals import RIVALS
 
 ID_LIMIT = 48
+EVERY = {**EVICTION, **RIVALS}
 BY_PLACE = {"2q", "s3-fifo", "sieve", "w-tinylfu"}
 """Policies in which not every use moves a block."""
 BY_WORTH = {"hyperbolic", "reuse-index", "w-tinylfu"}
@@ -25,7 +27,7 @@ class Heard:
 
     def __init__(self, name: str, blocks: Blocks) -> None:
         self.name, self.blocks = name, blocks
-        self.policy = EVICTION[name](blocks)
+        self.policy = EVERY[name](blocks)
         self.track, self.forget, self.victims = self.policy.track, self.policy.forget, self.policy.victims
 
     def __len__(self) -> int:
@@ -39,7 +41,7 @@ class Heard:
 Make = Callable[..., Heard]
 
 
-@pytest.fixture(params=sorted(EVICTION), scope="module")
+@pytest.fixture(params=sorted(EVERY), scope="module")
 def make(request: pytest.FixtureRequest) -> Make:
     return lambda blocks=None: Heard(request.param, blocks or numbered(ID_LIMIT))
 

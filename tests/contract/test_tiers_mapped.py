@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from tests.unit.tiers.store_world import table_digest
-from tierd.core.layout import RETIRED, generation_offset
-from tierd.core.meta import new_meta
-from tierd.core.model import EXTENT, FREED, UNVERIFIED, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.checksum import slice_sums
+from tierd.core.formats.layout import RETIRED, generation_offset
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import EXTENT, FREED, UNVERIFIED, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
 from tierd.errors import AlreadyOwned, TierFailed
-from tierd.tiers.arena import Arena
-from tierd.tiers.checksum import slice_sums
+from tierd.tiers.arena.arena import Arena
 from tierd.tiers.tier import MappedTier, Tier
 
 SEGMENT_BYTES = 1 << 20

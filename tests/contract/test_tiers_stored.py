@@ -25,10 +25,10 @@ from tests.unit.tiers.store_world import (
     tables_of,
     told,
 )
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.core.plan import Plan
 from tierd.errors import AlreadyOwned, InvalidArgument, TierFailed
-from tierd.tiers.slots import TABLE_SLICES, SlotFile
+from tierd.tiers.store.slots import TABLE_SLICES, SlotFile
 from tierd.tiers.tier import StoredTier
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierd.events.wire import Stored
+from tierd.events.payloads import Stored
 from tierd.integrations.events import Subscriber
 from tierd.testing import Daemon
 

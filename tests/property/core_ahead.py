@@ -13,9 +13,9 @@ from core_world import CHAINS, DEPTH, chain
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from tierd.core.model import StructArray, TierKind
+from tierd.core.formats.model import StructArray, TierKind
 from tierd.core.plan import PutQuery
-from tierd.core.puts import AHEAD_SHARE
+from tierd.core.requests.puts import AHEAD_SHARE
 
 
 class Ahead(Tangles):

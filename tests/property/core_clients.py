@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from tierd.core.core import Core
-from tierd.core.model import COMMIT_BLOCK, SEALED, BlockStatus, StructArray, TierKind, TierSpec
+from tierd.core.formats.model import COMMIT_BLOCK, SEALED, BlockStatus, StructArray, TierKind, TierSpec
 from tierd.core.plan import Committing, Plan, Reserved
 from tierd.policies.named import NamedPolicies
 

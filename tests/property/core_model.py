@@ -15,7 +15,16 @@ from enum import Enum
 
 import numpy as np
 
-from tierd.core.model import EXTENT, SEALED, BlockStatus, Reason, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.core.formats.model import (
+    EXTENT,
+    SEALED,
+    BlockStatus,
+    Reason,
+    SegmentAssignment,
+    StructArray,
+    TierKind,
+    TierSpec,
+)
 from tierd.core.plan import Plan
 
 Key = tuple[int, bytes]

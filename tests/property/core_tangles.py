@@ -14,7 +14,7 @@ from core_world import DEPTH, Chain
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tierd.core.model import PRIORITY_LIMIT, TierKind
+from tierd.core.formats.model import PRIORITY_LIMIT, TierKind
 from tierd.core.plan import PutQuery
 
 words = st.one_of(st.none(), st.tuples(st.integers(0, PRIORITY_LIMIT), st.integers(0, 20)))

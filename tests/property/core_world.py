@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tierd.core.model import PUT_BLOCK, ROOT, StructArray, TierKind, TierSpec
+from tierd.core.formats.model import PUT_BLOCK, ROOT, StructArray, TierKind, TierSpec
 from tierd.core.plan import GroupQuery, PutQuery
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.core import Core
-from tierd.core.model import EXTENT, PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind, TierSpec
+from tierd.core.formats.model import EXTENT, PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind, TierSpec
 from tierd.core.plan import Committing, GroupQuery, Plan, PutQuery, Start
 from tierd.errors import InvalidArgument, NotFound
 from tierd.policies.named import NamedPolicies

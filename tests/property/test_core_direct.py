@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from test_core_machine import CoreMachine
 
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 
 DEVICE = 0
 

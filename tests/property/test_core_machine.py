@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tierd.core.core import Core
-from tierd.core.model import DAEMON, SEALED, TierKind
+from tierd.core.formats.model import DAEMON, SEALED, TierKind
 from tierd.core.plan import Start
 
 requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierd.core.core import Core
-from tierd.core.model import BlockStatus, TierKind
+from tierd.core.formats.model import BlockStatus, TierKind
 from tierd.core.plan import Plan
 
 VERBS = ["put", "put", "put", "acquire", "prefetch", "demote", "persist", "land"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.core.core import Core
-from tierd.core.model import PUT_BLOCK, ROOT, Need, TierKind, TierSpec
+from tierd.core.formats.model import PUT_BLOCK, ROOT, Need, TierKind, TierSpec
 from tierd.core.plan import GroupQuery, Plan, PutQuery
 from tierd.policies.named import NamedPolicies
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens, namespace_digest
+from tierd.core.formats.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens, namespace_digest
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 sizes = st.integers(1, 9)

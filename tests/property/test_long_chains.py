@@ -11,12 +11,12 @@ import pytest
 
 from tests.depth import count
 from tests.unit.core.kit import HOST, NVME, PAGE, TOKENS, group, tier
-from tierd.core.blocks import ABOVE_LIMIT
-from tierd.core.coldest import MOST_REACH
 from tierd.core.core import Core
-from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, StructArray
+from tierd.core.formats.model import PUT_BLOCK, ROOT, BlockStatus, StructArray
+from tierd.core.index.blocks import ABOVE_LIMIT
 from tierd.core.plan import Ids, Plan, PutQuery
-from tierd.core.room import FAR_REACH
+from tierd.core.space.coldest import MOST_REACH
+from tierd.core.space.room import FAR_REACH
 from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies
 

@@ -26,7 +26,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """The first component: `tiers` for tiers/arena.py, `errors` for errors.py."""
+        """The first component: `tiers` for tiers/arena/arena.py, `errors` for errors.py."""
         return self.name.split("/")[0].removesuffix(".py")
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
-from tests.repo.source import Module, imports, modules
+from tests.repo.source import PACKAGE, Module, imports, modules
 
-EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "processes", "trust"}
+EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "linux"}
 """What every part may use, besides core."""
 
 PARTS: dict[str, set[str]] = {
@@ -17,18 +18,13 @@ PARTS: dict[str, set[str]] = {
     "failpoint": {"errors"},
     "units": set(),
     "places": set(),
-    "trust": set(),
     "clock": set(),
-    "bearer": {"errors"},
-    "chunks": set(),
-    "wire_codecs": {"chunks", "errors"},
-    "children": set(),
-    "huge_pages": set(),
     "native": set(),
-    "processes": set(),
+    "linux": {"errors", "failpoint"},
+    "checksum": {"core", "errors"},
+    "tcp": {"errors"},
     "metrics": set(),
     "logs": set(),
-    "notify": set(),
     "settings": {"core", "units"},
     "config": {"core", "errors", "places", "settings", "units"},
     "core": {"errors"},
@@ -36,15 +32,13 @@ PARTS: dict[str, set[str]] = {
     "simulator": {"core", "policies", "config", "errors", "units"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "kernels"} | EDGE,
-    "gpu": {"core", "kernels", "children"} | EDGE,
-    "tiers": {"huge_pages", "core", "codecs"} | EDGE,
-    "mover": {"core", "tiers", "codecs"} | EDGE,
-    "cache": {"core", "policies", "mover", "tiers", "metrics", "logs"} | EDGE,
+    "gpu": {"core", "kernels", "checksum"} | EDGE,
+    "tiers": {"core", "codecs", "checksum"} | EDGE,
+    "mover": {"core", "tiers", "codecs", "checksum"} | EDGE,
+    "cache": {"core", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "cache", "events", "tiers", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages"}
-    | {"metrics", "logs", "notify"}
-    | EDGE,
-    "client": {"core", "_proto", "bearer", "chunks", "wire_codecs", "huge_pages", "native"} | EDGE,
+    "server": {"core", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"} | EDGE,
+    "client": {"core", "_proto", "tcp", "native"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
@@ -53,16 +47,13 @@ PARTS: dict[str, set[str]] = {
 """Part -> the parts that it may import."""
 
 BUILDERS: dict[str, set[str]] = {
-    "tiers/cuda.py": {"gpu"},  # over the GPU process, which knows of tiers how they sum
-    "tiers/direct.py": {"gpu"},
-    "tiers/slabs.py": {"gpu"},
-    # It stands beside the tiers: of theirs it knows how files are mapped and what names the checksums.
-    "gpu/hosts.py": {"tiers"},
-    "gpu/sums.py": {"tiers"},
-    "client/device.py": {"kernels"},  # NVIDIA's driver by its bindings, and no kernel
+    "tiers/device/cuda.py": {"gpu"},  # over the GPU process, which knows of tiers how they sum
+    "tiers/device/direct.py": {"gpu"},
+    "tiers/device/slabs.py": {"gpu"},
+    "client/session/device.py": {"kernels"},  # NVIDIA's driver by its bindings, and no kernel
     "server/lifecycle.py": {"policies", "mover"},
     "server/assembly.py": {"policies", "mover"},
-    "server/learned.py": {"policies"},  # it keeps what the learner of reuse knows
+    "server/operators/learned.py": {"policies"},  # it keeps what the learner of reuse knows
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
@@ -86,23 +77,26 @@ FOREIGN: dict[str, set[str]] = {
     "client": {"numpy", "grpc", "google", "msgpack", "xxhash", "array_api_compat"},
     "errors": set(),
     "places": set(),
-    "trust": set(),
     "units": set(),
     "clock": set(),
-    "bearer": set(),
-    "chunks": set(),
-    "wire_codecs": {"numpy", "lz4"},
-    "huge_pages": set(),
     "native": set(),
-    "notify": set(),
+    "linux": {"numpy"},
+    "tcp": {"numpy", "lz4"},
 }
 """Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""
 
-GPU_TIERS = {"checksum", "mapping"}
-"""The modules of tiers that the GPU process may use; they know nothing of it, nor of tiers."""
+CLIENT_CORE = {"formats", "arrays"}
+"""The rooms of core that the SDK may use: identity, dtypes, how what it maps is laid out, and sets of numbers."""
 
-CLIENT_CORE = {"block", "directory", "layout", "meta", "model", "sets", "versions", "words"}
-"""The modules of core that the SDK may use: identity, dtypes, and how what it maps is laid out and read."""
+ROOMS: dict[str, tuple[str, ...]] = {
+    "core": ("formats", "arrays", "plan plan_builder admission eviction", "index", "space", "requests"),
+}
+"""Rooms of a part from below: a module imports from its own room and those before it."""
+
+ROOM_FILES = 12
+"""Modules of a room at most."""
+CROWDED = ("core", "tiers", "server", "client")
+"""The parts that are divided into rooms."""
 
 
 def parts_imported(module: Module) -> set[str]:
@@ -136,13 +130,38 @@ def test_sdk_uses_only_identity_and_dtypes_of_core(module: Module) -> None:
     assert used <= CLIENT_CORE
 
 
-def test_gpu_process_knows_no_tier() -> None:
-    """It maps files and names checksums as the tiers do, and knows nothing else of them."""
-    names = {name for module in modules() if module.part == "gpu" for name in imports(module.tree)}
-    assert {name.split(".")[2] for name in names if name.startswith("tierd.tiers.")} <= GPU_TIERS
+def _floor(room: str) -> int:
+    floors = [number for number, names in enumerate(ROOMS["core"]) if room in names.split()]
+    return floors[0] if floors else len(ROOMS["core"])
 
 
-BARRIER = ("core/words.py", "threading")
+@pytest.mark.parametrize(
+    "module", [module for module in modules() if module.part == "core"], ids=lambda module: module.name
+)
+def test_rooms_of_core_know_only_those_below(module: Module) -> None:
+    """A module of core imports from its own room and from rooms below it."""
+    mine = _floor(module.name.split("/")[1].removesuffix(".py"))
+    used = {name.split(".")[2] for name in imports(module.tree) if name.startswith("tierd.core.")}
+    assert {room for room in used if _floor(room) > mine} == set()
+
+
+@pytest.mark.parametrize("part", CROWDED)
+def test_rooms_are_small(part: str) -> None:
+    """No folder of the large parts has more than 12 modules."""
+    folders = Counter(module.name.rpartition("/")[0] for module in modules() if module.part == part)
+    assert {folder: count for folder, count in folders.items() if count > ROOM_FILES} == {}
+
+
+@pytest.mark.parametrize("part", CROWDED)
+def test_rooms_say_what_lives_there(part: str) -> None:
+    """Each room has a README that names all of its modules."""
+    for folder in {(PACKAGE / module.name).parent for module in modules() if module.part == part}:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        names = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        assert {name for name in names if f"`{name}`" not in text} == set(), folder
+
+
+BARRIER = ("core/formats/words.py", "threading")
 """A lock's acquire and release are the memory barriers of words.py."""
 
 

@@ -1,4 +1,4 @@
-"""A mapped tier in plain memory: the production books of segments (`tierd.tiers.segments`), with every rule of the protocol checked.
+"""A mapped tier in plain memory: the production books of segments (`tierd.tiers.arena.segments`), with every rule of the protocol checked.
 
 Purpose: `Memory`, which outlives a daemon as the arena's files do, and `SimArena`, one daemon's view of it. Non-purpose: files, where
 arenas lie, how spare files are made. Invariants: the `Watch` hears of a caller that breaks the protocol, with the page's name;
@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.layout import GENERATION, NO_GENERATION
-from tierd.core.model import SegmentAssignment, StructArray, TierSpec
+from tierd.core.formats.layout import GENERATION, NO_GENERATION
+from tierd.core.formats.model import SegmentAssignment, StructArray, TierSpec
 from tierd.core.plan import Plan
 from tierd.errors import NotFound, TierFailed
-from tierd.tiers import segments
-from tierd.tiers.arena_recovery import FoundSegment, joined
-from tierd.tiers.catalogue import Catalogue, CatalogueHead, read_head
-from tierd.tiers.marks import ARENA_HEADER, Marks
+from tierd.tiers.arena import segments
+from tierd.tiers.arena.arena_recovery import FoundSegment, joined
+from tierd.tiers.arena.catalogue import Catalogue, CatalogueHead, read_head
+from tierd.tiers.arena.marks import ARENA_HEADER, Marks
 from tierd.tiers.tier import Descriptor, Recovered, SliceTable
 
 STORE = b"simulated arena."

@@ -14,8 +14,8 @@ import numpy as np
 
 from tests.sim.arena import Segment
 from tests.sim.oracle import Key, bytes_of
-from tierd.core.layout import GENERATION, generation_offset
-from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, StructArray
+from tierd.core.formats.layout import GENERATION, generation_offset
+from tierd.core.formats.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, StructArray
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.testing.content import chain
 

@@ -21,11 +21,12 @@ from tests.sim.blocks import CHAINS, TOKENS, Blocks, Page
 from tests.sim.copies import Copies
 from tests.sim.daemon import SimDaemon
 from tests.sim.oracle import Key, bytes_of
+from tierd.cache.commit import CommitQuery
 from tierd.cache.lease import Lease
-from tierd.cache.publication import CommitQuery
 from tierd.cache.verification import Generations
-from tierd.core.block import Namespace, NamespaceSpec, slice_lengths
-from tierd.core.model import (
+from tierd.checksum import raw_tables, slice_sums
+from tierd.core.formats.block import Namespace, NamespaceSpec, slice_lengths
+from tierd.core.formats.model import (
     BlockStatus,
     Durability,
     StructArray,
@@ -34,8 +35,7 @@ from tierd.core.model import (
 from tierd.core.plan import Committed, Reserved
 from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
 from tierd.server.assembly import Assembly
-from tierd.tiers.checksum import raw_tables, slice_sums
-from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.arena.holds import Holder, read_boot_id
 from tierd.tiers.tier import Descriptor
 
 if TYPE_CHECKING:

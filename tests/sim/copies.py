@@ -1,4 +1,4 @@
-"""Gets into a client's own memory: the SDK's own code (`tierd.client.onesided`) over simulated memory, with turns of
+"""Gets into a client's own memory: the SDK's own code (`tierd.client.data.one_sided_get`) over simulated memory, with turns of
 others between its steps.
 
     directory and catalogue ──▶ time passes ──▶ summed and copied ──▶ told; where that is no answer: asked for, and
@@ -23,17 +23,18 @@ import numpy as np
 from tests.sim.blocks import Blocks, Page
 from tests.sim.oracle import Key
 from tierd.cache.lease import Lease
-from tierd.client import mapping, onesided
-from tierd.client.mailbox import MAILBOX_S
-from tierd.client.session import Session
+from tierd.client.data import one_sided_get
+from tierd.client.session import mapping
+from tierd.client.session.notices import MAILBOX_S
+from tierd.client.session.session import Session
 from tierd.client.values import Group, OpenedNamespace
-from tierd.core.block import NamespaceSpec
-from tierd.core.directory import SEGMENT_BITS, Directory
-from tierd.core.model import StructArray, TierKind
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.directory import SEGMENT_BITS, Directory
+from tierd.core.formats.model import StructArray, TierKind
+from tierd.core.formats.words import words_of
 from tierd.core.plan import GroupQuery
-from tierd.core.words import words_of
 from tierd.errors import NotFound, NotPermitted, TierdError, TierFailed, Unavailable
-from tierd.server import wire
+from tierd.server.grpc import messages
 from tierd.tiers.tier import Descriptor
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Copies:
         os.close(directory.fd)
         self.directory = Directory(words_of(memory, count=directory.bytes // 8))
         self.tiers = [tier.spec.name for tier in held.daemon.assembly.tiers]
-        self.mailbox = self.segments = self
+        self.notices = self.segments = self
         self._mapped: dict[tuple[int, int], tuple[object, mapping.Segment]] = {}
 
     # -- as the SDK's session
@@ -119,13 +120,13 @@ class Copies:
         group = Group(namespace, wanted.hashes[first:stop], sum(map(wanted.tokens, wanted.numbers)))
         began_s = client.loop.time()
         await self._map(wanted)
-        found = onesided.find(cast("Session", self), group, timeout_s=1.0) if self.takes_gets else None
+        found = one_sided_get.find(cast("Session", self), group, timeout_s=1.0) if self.takes_gets else None
         if found is not None:
             keys = [wanted.key(number) for number in wanted.numbers]
             client.seen = [*client.seen[-16:], *self._pages(found[0], keys)]
             await client.hold(rng)
             out = [bytearray(length) for length in found[0].lengths]
-            if onesided.served(cast("Session", self), group, out, *found) is not None:
+            if one_sided_get.served(cast("Session", self), group, out, *found) is not None:
                 client.counts["copies that asked nobody"] += 1
                 for key, block, generation in zip(keys, out, found[0].rows["generation"].tolist(), strict=True):
                     client.world.oracle.read_copy(key, bytes(block), generation=generation, began_s=began_s)
@@ -172,8 +173,8 @@ class Copies:
             keys = [wanted.key(i) for i in range(len(extents))]
             client.seen = [*client.seen[-16:], *await client.pages(held, extents, keys)]
             await client.hold(rng)
-            given = wire.handles(extents, status=1, tokens=np.zeros(len(extents), np.uint32), epoch=0)
-            pages = onesided.pages_of(cast("Session", self), given)
+            given = messages.handles(extents, status=1, tokens=np.zeros(len(extents), np.uint32), epoch=0)
+            pages = one_sided_get.pages_of(cast("Session", self), given)
             assert pages is not None, "host memory that is mapped"
             out: list[Any] = [bytearray(length) for length in pages.lengths]
             good = np.array(pages.copy_to(out, is_leased=True), np.bool_)
@@ -191,7 +192,7 @@ class Copies:
             client.holds.subtract(generations)
             client.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
 
-    def _pages(self, found: onesided.Pages, keys: Sequence[Key]) -> list[Page]:
+    def _pages(self, found: one_sided_get.Pages, keys: Sequence[Key]) -> list[Page]:
         """For faults that change what lies there."""
         pages = []
         for key, row in zip(keys, found.rows, strict=True):

@@ -28,11 +28,11 @@ from tests.unit.tiers.store_world import (
     tables_of,
     told,
 )
-from tierd.core.model import BlockStatus, SegmentAssignment, StructArray
+from tierd.core.formats.model import BlockStatus, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
-from tierd.tiers.nvme import NvmeStore
-from tierd.tiers.slots import HEADER_BYTES, read_tables
+from tierd.tiers.store.nvme import NvmeStore
+from tierd.tiers.store.slots import HEADER_BYTES, read_tables
 from tierd.tiers.tier import Recovered
 
 HOME = Path("/sim/store")

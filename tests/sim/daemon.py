@@ -22,16 +22,16 @@ from tierd.cache.breaker import State
 from tierd.cache.operator import Operator
 from tierd.clock import Clock
 from tierd.config import Config
-from tierd.core.model import StructArray, TierKind
-from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.formats.model import StructArray, TierKind
+from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.core.plan import Plan
 from tierd.errors import DeadlineExceeded, NotFound, NotPermitted, TierdError, Unavailable
 from tierd.mover import Mover
 from tierd.server.assembly import Assembly, Opened, put_together, spec_of
-from tierd.server.grants import Grants
 from tierd.server.instance import Instance
-from tierd.tiers.holds import FormerHolder, HoldTable
-from tierd.tiers.nvme import NvmeStore
+from tierd.server.session.grants import Grants
+from tierd.tiers.arena.holds import FormerHolder, HoldTable
+from tierd.tiers.store.nvme import NvmeStore
 from tierd.tiers.tier import Tier
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@
     disk.end_process()                           # a process ends, the machine goes on
     disk.faults = DiskFaults(read_error=0.01)    # from now on, by the disk's own chance
 
-Purpose: `tierd.tiers.files.Files` for simulations. Non-purpose: time (who simulates delays calls), directories as such (they are always there),
+Purpose: `tierd.tiers.io.files.Files` for simulations. Non-purpose: time (who simulates delays calls), directories as such (they are always there),
 O_DIRECT beside its alignment: it promises no more than the page cache does. Invariants: what `sync_data` and `sync_directory` made
 durable is never lost, but by a fault; everything follows from the numbers drawn of the given `random.Random`; one thread at a time.
 

@@ -20,8 +20,8 @@ from tests.sim.oracle import Key
 from tests.sim.script import VERBS, Event
 from tests.sim.weather import ON_DISK
 from tierd.cache.operator import Operator
-from tierd.core.block import Namespace
-from tierd.core.model import TierKind
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.model import TierKind
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.sim.arena import STORE, DataFile, Memory, SimArena, Watch
-from tierd.core.model import SegmentAssignment, TierKind, TierSpec
-from tierd.tiers.catalogue import Catalogue, CatalogueHead
+from tierd.core.formats.model import SegmentAssignment, TierKind, TierSpec
+from tierd.tiers.arena.catalogue import Catalogue, CatalogueHead
 
 SEGMENT_BYTES, CLASS_BYTES, LIVES, ENDS = 1 << 16, 4096, 11, 12
 

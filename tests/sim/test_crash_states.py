@@ -19,7 +19,7 @@ from tests.depth import count, report
 from tests.sim.crash_story import Book, Promise, Story, judge
 from tests.sim.disk import SimDisk
 from tests.sim.loop import Pace, SimLoop
-from tierd.tiers import ledger, store_files
+from tierd.tiers.store import ledger, store_files
 
 STEPS = 70
 EVERY, AT_SYNC = 24, 5

@@ -12,8 +12,8 @@ import pytest
 
 from tests.depth import count
 from tests.sim.disk import SECTOR_BYTES, DiskFaults, SimDisk
-from tierd.tiers.durable import read_file, replace_file, write_fully
-from tierd.tiers.files import OS, READ_WRITE, Files
+from tierd.tiers.io.durable import read_file, replace_file, write_fully
+from tierd.tiers.io.files import OS, READ_WRITE, Files
 
 HOME = Path("/sim")
 NAMES = ("a", "b", "c")

@@ -18,15 +18,15 @@ from tierd import mover
 from tierd.cache.flights import Flights
 from tierd.cache.persistence import Persistence
 from tierd.cache.verification import Verification
-from tierd.client import onesided
-from tierd.core.directory import Directory
-from tierd.core.model import BlockStatus
-from tierd.core.namespaces import NamespaceRegistry
-from tierd.core.pages import Pages
+from tierd.client.data import one_sided_get
+from tierd.core.formats.directory import Directory
+from tierd.core.formats.model import BlockStatus
+from tierd.core.index.namespaces import NamespaceRegistry
+from tierd.core.index.pages import Pages
 from tierd.core.upkeep import Upkeep
 from tierd.mover import Mover
-from tierd.tiers.arena_recovery import FoundSegment
-from tierd.tiers.holds import HoldTable
+from tierd.tiers.arena.arena_recovery import FoundSegment
+from tierd.tiers.arena.holds import HoldTable
 
 SEEDS = 400
 """So many are tried for each."""
@@ -118,12 +118,12 @@ def writes_no_session_table(patch: Patch) -> None:
 
 
 def serves_copies_unchecked(patch: Patch) -> None:
-    copy_to = onesided.Pages.copy_to
+    copy_to = one_sided_get.Pages.copy_to
 
-    def unchecked(self: onesided.Pages, *args: Any, **options: Any) -> list[bool]:
+    def unchecked(self: one_sided_get.Pages, *args: Any, **options: Any) -> list[bool]:
         return [True] * len(copy_to(self, *args, **options))
 
-    patch.setattr(onesided.Pages, "copy_to", unchecked)
+    patch.setattr(one_sided_get.Pages, "copy_to", unchecked)
 
 
 def reads_ended_epochs_unasked(patch: Patch) -> None:

@@ -13,10 +13,11 @@ import pytest
 from tests.depth import report
 from tierd.cli.trace import read_trace
 from tierd.config import Config
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.policies.eviction import EVICTION
 from tierd.simulator.choices import parse_choice
 from tierd.simulator.clairvoyant import NEVER, next_uses
+from tierd.simulator.rivals import RIVALS
 from tierd.simulator.runs import Outcome, Run, Simulation, simulate, simulate_all
 from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
@@ -77,7 +78,7 @@ def test_every_request_finds_what_a_plain_clairvoyant_finds(shared: Path, share:
     simulation.core.check()
 
 
-@pytest.mark.parametrize("policy", sorted(EVICTION))
+@pytest.mark.parametrize("policy", sorted({**EVICTION, **RIVALS}))
 def test_no_policy_passes_the_clairvoyant(shared: Path, policy: str) -> None:
     """In a tier of 2 % of the blocks every policy finds less than the clairvoyant, and something."""
     trace = load(shared, "conversation_a", 300)

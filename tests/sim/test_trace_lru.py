@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver, Sequence
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.instant_driver import InstantDriver, Sequence
 from tierd.policies.named import NamedPolicies
 
 TOKENS = 512

@@ -37,11 +37,11 @@ from tests.sim.script import SECONDS, Machine, Script
 from tests.sim.weather import Weather
 from tierd import failpoint
 from tierd.config import Config
-from tierd.core.model import PAGE_ALIGN_BYTES, TierKind
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, TierKind
 from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable, VersionMismatch
 from tierd.server.assembly import Assembly
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 CONFIGS = TypeAdapter(Config)
 

@@ -19,7 +19,7 @@ from tests.system.raw import BLOCK_BYTES, RawClient, ask
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.core.model import HANDLE, StructArray
+from tierd.core.formats.model import HANDLE, StructArray
 from tierd.testing import content_of, is_content
 
 TOKENS = 16

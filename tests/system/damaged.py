@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.system.warm import Daemon
-from tierd.core.meta import META, META_BYTES, META_MAGIC
+from tierd.core.formats.meta import META, META_BYTES, META_MAGIC
 from tierd.testing import content_of
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 PAGE_BYTES = 4096
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.unit.kernels.fake_driver import fake_environment
-from tierd.client.device import DevicePage, Gpu
+from tierd.client.session.device import DevicePage, Gpu
 from tools.fake_cuda import build_fatbins
 
 CHOSEN = os.environ.get("TIERD_TEST_DRIVER", "fake")

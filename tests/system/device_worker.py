@@ -23,7 +23,7 @@ from tests.system.raw import RawClient
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import BlockStatus, Client, NamespaceSpec, PutGroup
-from tierd.client.device import Gpu
+from tierd.client.session.device import Gpu
 from tierd.errors import TierdError
 from tierd.testing import chain, content_of, is_content
 

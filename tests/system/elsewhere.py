@@ -33,11 +33,11 @@ import pytest
 
 import tests.system.early
 import tierd.client.aio
-import tierd.client.rpc
+import tierd.client.transport.grpc_calls
 from tierd.testing import content_of
 
 ROOT = Path(__file__).resolve().parents[2]
-READ = (tierd.client.rpc.__file__, np.__file__, os.__file__)
+READ = (tierd.client.transport.grpc_calls.__file__, np.__file__, os.__file__)
 """Code that another user runs: ours, the environment's, Python's."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
@@ -207,7 +207,7 @@ def _hold_paths() -> None:
 
 # What is imported late is imported now, before the user changes; what must be first in a child, before tierd.
 assert tests.system.early
-assert tierd.client.rpc and tierd.client.aio
+assert tierd.client.transport.grpc_calls and tierd.client.aio
 assert len(content_of(bytes(32), 8)) == 8
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import numpy as np
 
 from tests.hexed import from_text, to_text
 from tests.unit.cache.world import World, opened
-from tierd.core.block import NamespaceSpec
-from tierd.core.model import PUT_BLOCK, ROOT, Durability, TierKind
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.model import PUT_BLOCK, ROOT, Durability, TierKind
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.testing import chain, content_of, is_content
 

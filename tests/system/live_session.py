@@ -18,10 +18,10 @@ from tests.system.mutation import Mutator
 from tests.system.raw import put_blocks
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.core.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, ROOT
+from tierd.checksum import record_checksum
+from tierd.core.formats.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, ROOT
+from tierd.tcp.codecs import Lz4Planes
 from tierd.testing import chain, content_of
-from tierd.tiers.checksum import record_checksum
-from tierd.wire_codecs import Lz4Planes
 
 SERVICES = [*pb.DESCRIPTOR.services_by_name.values(), *apb.DESCRIPTOR.services_by_name.values()]
 METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]

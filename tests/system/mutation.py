@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from tierd.core.model import COMMIT_BLOCK, HASH_BYTES, PUT_BLOCK
+from tierd.core.formats.model import COMMIT_BLOCK, HASH_BYTES, PUT_BLOCK
 
 HASH = np.dtype([("hash", "u1", (HASH_BYTES,))])
 RECORDS = {

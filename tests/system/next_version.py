@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 
-from tierd.core import versions
+from tierd.core.formats import versions
 
 FORMATS = ("META", "CATALOGUE", "ARENA", "SESSIONS", "STORE", "JOURNAL", "SNAPSHOT", "DIRECTORY")
 

@@ -37,8 +37,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.system.raw import RawClient, ask, connect, hello
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.client import Client, NamespaceSpec, protocol
-from tierd.core.model import HANDLE
+from tierd.client import Client, NamespaceSpec
+from tierd.client.transport import requests
+from tierd.core.formats.model import HANDLE
 from tierd.errors import ERROR_KEY, RetryError, TierdError
 from tierd.testing import chain, is_content
 
@@ -167,7 +168,7 @@ def open_(
 ) -> None:
     wanted = sequences(seeds)
     with RawClient(target) as client:
-        opened = client.call(client.cache.OpenNamespace, protocol.open_namespace_request(spec(block_bytes)))
+        opened = client.call(client.cache.OpenNamespace, requests.open_namespace_request(spec(block_bytes)))
         begun, made = time.monotonic(), 0
         while (now := time.monotonic()) < end:
             if made < (now - begun) * rate:

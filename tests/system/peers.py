@@ -13,7 +13,7 @@ from tests.system.elsewhere import Talk
 from tests.system.raw import BLOCK_BYTES, ask
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
-from tierd.core.model import HANDLE
+from tierd.core.formats.model import HANDLE
 from tierd.testing import chain
 
 NAMES = chain(31, 4)

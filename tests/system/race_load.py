@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import Overloaded
 from tierd.testing import chain, content_of
 

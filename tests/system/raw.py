@@ -14,7 +14,7 @@ import numpy as np
 
 from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd._proto import cache_pb2 as pb
-from tierd.core.model import HANDLE, PUT_BLOCK
+from tierd.core.formats.model import HANDLE, PUT_BLOCK
 from tierd.errors import ERROR_KEY
 
 CALL_S = 15.0

@@ -18,7 +18,7 @@ from tests.system.raw import RawClient
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutResult
-from tierd.client.local import LocalTransport
+from tierd.client.transport.local import LocalTransport
 from tierd.testing import chain, content_of, is_content
 
 MIB = 1 << 20

@@ -17,7 +17,9 @@ from tests.system.sdk import BIG, HOST, SMALL, await_nothing_held, count_calls, 
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
-from tierd.client import AsyncClient, Client, Group, PutGroup, mailbox, threads
+from tierd.client import AsyncClient, Client, Group, PutGroup
+from tierd.client.connect import threads
+from tierd.client.session import notices
 from tierd.errors import DeadlineExceeded, TierdError, ViewsAlive
 from tierd.testing import chain, content_of
 
@@ -144,7 +146,7 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
 
 async def test_as_few_calls_as_the_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts in a row are one call each, and the second get of a sequence none, as with Client."""
-    monkeypatch.setattr(mailbox, "MAILBOX_S", 600.0)
+    monkeypatch.setattr(notices, "MAILBOX_S", 600.0)
     asked, out, size = count_calls(monkeypatch), np.zeros((COUNT, 4096), np.uint8), 4096
     async with AsyncClient(daemon.target) as client:
         namespace = await client.open_namespace(SMALL)

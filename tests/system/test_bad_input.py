@@ -15,8 +15,8 @@ from tests.system.raw import BLOCK_BYTES, RawClient, ask, connect, hello, put_bl
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.core.model import COMMIT_BLOCK, HANDLE
-from tierd.core.versions import PROTO_VERSION
+from tierd.core.formats.model import COMMIT_BLOCK, HANDLE
+from tierd.core.formats.versions import PROTO_VERSION
 from tierd.errors import ERROR_KEY
 from tierd.testing import SMALL, chain, content_of, is_content
 

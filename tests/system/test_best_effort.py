@@ -23,7 +23,7 @@ from tests.system.blocks import await_true
 from tests.system.sdk import HOST, SMALL, await_nothing_held, put, right
 from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
-from tierd.client import AsyncClient, Client, Group, OpenedNamespace, PutGroup, complaints
+from tierd.client import AsyncClient, Client, Group, OpenedNamespace, PutGroup, best_effort
 from tierd.testing import chain
 
 COUNT = 4
@@ -106,7 +106,7 @@ def test_import_without_a_daemon(tmp_path: Path) -> None:
 def test_one_line_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Of what goes wrong within a minute one line is logged; the next minute's line says how many were not."""
     now = 1000.0
-    monkeypatch.setattr(complaints, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(best_effort, "time", SimpleNamespace(monotonic=lambda: now))
     with caplog.at_level(logging.WARNING, "tierd.client"), Client(str(tmp_path / "none"), best_effort=True) as client:
         namespace = client.open_namespace(SMALL)
         for second in range(121):

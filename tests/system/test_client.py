@@ -14,8 +14,9 @@ import pytest
 from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
 from tests.system.warm import Daemon
-from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup, copying, onesided
-from tierd.client.session import Session
+from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup
+from tierd.client.data import copying, one_sided_get
+from tierd.client.session.session import Session
 from tierd.errors import NotPermitted, StaleHandle
 from tierd.testing import chain
 from tierd.testing.daemon import SMALL
@@ -220,7 +221,7 @@ def test_a_get_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeyp
             return map_(session, handles, timeout_s=timeout_s)
 
         monkeypatch.setattr(Session, "map", late)
-        monkeypatch.setattr(onesided, "get", lambda *_, **__: None)
+        monkeypatch.setattr(one_sided_get, "get", lambda *_, **__: None)
         got = client.get(ns, chain(9, 2), out=out if is_copied else None)
         assert (got.blocks, len(restarts)) == (2, 1)
         assert [int(block[0]) for block in (out if is_copied else got.views)] == [0, 1]

@@ -31,7 +31,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client import Client
 from tierd.testing import chain
 from tierd.testing.faults import Faults
-from tierd.tiers import holds
+from tierd.tiers.arena import holds
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\

@@ -18,7 +18,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.errors import Unavailable
 from tierd.testing import chain, content_of
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 CONFIG = """\
 [server]

@@ -16,7 +16,7 @@ from tests.system.sdk import await_nothing_held, held
 from tests.system.warm import Daemon
 from tierd.cli import ctl
 from tierd.client import Client, NamespaceSpec, PutGroup
-from tierd.client.ranges import contiguous
+from tierd.client.session.ranges import contiguous
 from tierd.errors import InvalidArgument, ViewsAlive
 from tierd.testing import chain, content_of, is_content
 

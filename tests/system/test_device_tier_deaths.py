@@ -24,7 +24,7 @@ from tests.system.warm import Daemon, WarmDaemon
 from tierd.client import Client
 from tierd.failpoint import POINTS
 from tierd.testing import chain, is_content
-from tierd.tiers import writers
+from tierd.tiers.arena import writers
 
 CONFIG = (
     f'[server]\nshutdown_deadline = "5 s"\n{DEVICE}'

@@ -23,8 +23,9 @@ from tests.system.raw import RawClient
 from tests.system.sdk import BIG, HOST, NOTHING, SMALL, await_nothing_held, churn, held, put, right
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
-from tierd.client import AsyncClient, Client, PutGroup, reservation, writing
-from tierd.client.local import LocalTransport
+from tierd.client import AsyncClient, Client, PutGroup
+from tierd.client.data import reservation, writing
+from tierd.client.transport.local import LocalTransport
 from tierd.errors import DeadlineExceeded, Overloaded
 from tierd.testing import chain, content_of
 
@@ -34,7 +35,9 @@ TIMEOUT_S, SHUTDOWN_S, LONG_S = 1, 20, 10.0
 WRITER = f"""
 import sys
 import numpy as np
-from tierd.client import Client, copying, writing
+from tierd.client import Client
+from tierd.client.data import copying
+from tierd.client.data import writing
 from tierd.errors import TierdError
 from tests.system.sdk import BIG
 from tierd.testing import chain

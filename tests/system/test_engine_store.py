@@ -21,8 +21,8 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2
 from tierd.cli.admin import connect
 from tierd.client import Group, NamespaceSpec, PutGroup, Reservation
-from tierd.core.block import KVGeometry
-from tierd.core.model import BlockStatus
+from tierd.core.formats.block import KVGeometry
+from tierd.core.formats.model import BlockStatus
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in

@@ -20,7 +20,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, OpenedNamespace, PutGroup
-from tierd.core.model import HANDLE
+from tierd.core.formats.model import HANDLE
 from tierd.errors import StaleHandle, TierdError
 from tierd.testing import chain
 

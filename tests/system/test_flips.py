@@ -20,7 +20,7 @@ from tests.system.test_restart import wipe_arena
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, NamespaceSpec, PutGroup
-from tierd.core.meta import META_BYTES
+from tierd.core.formats.meta import META_BYTES
 from tierd.testing import chain, content_of, is_content
 
 SEED = int(os.environ.get("FLIP_SEED", "1"))

@@ -24,8 +24,8 @@ from tierd.config import load_config
 from tierd.errors import AlreadyOwned
 from tierd.server.fsck import check
 from tierd.testing import chain
-from tierd.tiers.fsck import Finding, Part
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.fsck.fsck import Finding, Part
+from tierd.tiers.store.slots import HEADER_BYTES
 
 BAD = 3
 

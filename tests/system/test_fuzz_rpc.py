@@ -32,10 +32,10 @@ from tests.system.raw import put_blocks
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.core.model import EXTENT
+from tierd.checksum import record_checksum
+from tierd.core.formats.model import EXTENT
 from tierd.errors import ERROR_KEY
 from tierd.testing import SMALL, chain, content_of, is_content
-from tierd.tiers.checksum import record_checksum
 
 SEED = os.environ.get("FUZZ_SEED", "1")
 MESSAGES = count(test=200, nightly=20_000, weekly=100_000)

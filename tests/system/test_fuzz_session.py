@@ -19,7 +19,7 @@ from tests.system.mutation import Mutator
 from tests.system.raw import hello
 from tests.system.test_fuzz_rpc import CHECK_EVERY, LIFE, LONG_S, MESSAGES, SEED, Within, life
 from tierd._proto import cache_pb2 as pb
-from tierd.server.session_requests import MESSAGE_MAX_BYTES
+from tierd.server.session.session_requests import MESSAGE_MAX_BYTES
 from tierd.testing import chain
 
 SOON_S = 10.0

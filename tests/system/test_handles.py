@@ -23,8 +23,8 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
-from tierd.core.layout import CATALOGUE_HEADER, HEADER_BYTES
-from tierd.core.model import COMMIT_BLOCK, StructArray
+from tierd.core.formats.layout import CATALOGUE_HEADER, HEADER_BYTES
+from tierd.core.formats.model import COMMIT_BLOCK, StructArray
 from tierd.testing import chain
 
 REUSES = count(test=4_000, nightly=100_000, weekly=1_000_000)

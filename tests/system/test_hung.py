@@ -22,7 +22,7 @@ from tests.system.trouble import STORE, Troubled, config, troubled
 from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec
-from tierd.core.model import HANDLE
+from tierd.core.formats.model import HANDLE
 from tierd.testing import chain, content_of
 
 FAR, NEAR = chain(1, 16), chain(2, 16)

@@ -23,7 +23,7 @@ from tests.system.sdk import MIB, SMALL, put, right
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client
-from tierd.core.block import hash_tokens
+from tierd.core.formats.block import hash_tokens
 from tierd.errors import ERROR_KEY
 from tierd.testing import Daemon, chain, content_of
 
@@ -31,14 +31,14 @@ TESTS = Path(__file__).resolve().parents[1]
 SHOWN = {
     "dead workers reaped after minutes, space back after more": "system/test_client_deaths.py::test_deaths",
     "living ranks reaped": "system/test_client_ends.py::test_living_client",
-    "another process under the number of one that is gone": "unit/server/test_sessions.py::test_restoring_for_another_process",
-    "cleanup that waits for a lock": "unit/client/test_session.py::test_letting_go_never_waits",
+    "another process under the number of one that is gone": "unit/server/session/test_sessions.py::test_restoring_for_another_process",
+    "cleanup that waits for a lock": "unit/client/session/test_session.py::test_letting_go_never_waits",
     "a restart that unlinks the memory of living ranks": "system/test_restart_live.py::test_restarts_with_live_clients",
     "chaos that kills the master alone": "system/test_crash.py::test_killed_again_and_again",
     "memory of an instance that is no more": "system/test_cli.py::test_drain_then_purge",
     "an allocation that spins for ever": "system/test_pressure.py::test_asking_for_twice_the_tier",
     "prefixes of another tenant, by time or by name": "system/test_tenants.py::test_stranger_gets_nothing",
-    "a tenant that the request names": "unit/server/test_identity.py::test_tenant_of_an_unlisted_uid",
+    "a tenant that the request names": "unit/server/session/test_identity.py::test_tenant_of_an_unlisted_uid",
     "a salt that is no part of the name": "property/test_hashes.py::test_a_digest_tells_apart_whatever_differs",
     "the same hashes in two namespaces": "property/test_hashes.py::test_namespaces_share_no_hash",
     "open by default": "system/test_remote.py::test_no_tcp_by_default",
@@ -63,7 +63,7 @@ AT_ONCE = 16
 """Calls in flight, within a session's credits."""
 NESTED = 100_000
 UNSAFE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "yaml"}
-HASHES = "from tierd.core.block import hash_tokens as h; print(h(range(40), digest=bytes(32), tokens_per_block=16, with_tail=True).tobytes().hex())"
+HASHES = "from tierd.core.formats.block import hash_tokens as h; print(h(range(40), digest=bytes(32), tokens_per_block=16, with_tail=True).tobytes().hex())"
 
 
 @pytest.fixture(scope="module")

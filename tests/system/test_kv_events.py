@@ -19,10 +19,10 @@ from tests.system.raw import RawClient
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import About, Client, NamespaceSpec, OpenedNamespace, PutGroup, PutResult
-from tierd.core.block import NamespaceSpec as Spec
+from tierd.core.formats.block import NamespaceSpec as Spec
 from tierd.errors import Unavailable
 from tierd.events.feed import AGAIN_S
-from tierd.events.wire import Cleared, Event, Hash, Removed, Stored, short_hash
+from tierd.events.payloads import Cleared, Event, Hash, Removed, Stored, short_hash
 from tierd.integrations import store as store_module
 from tierd.integrations.events import Message, Subscriber, Whereabouts
 from tierd.integrations.facts import EngineFacts

@@ -26,7 +26,7 @@ from tierd._proto import admin_pb2
 from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
-from tierd.client.lines import Line
+from tierd.client.transport.local_rpc import Line
 from tierd.errors import DeadlineExceeded, TierdError
 from tierd.testing import chain, content_of
 

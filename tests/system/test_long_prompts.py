@@ -16,7 +16,7 @@ from tests.system.sdk import await_nothing_held
 from tests.system.tcp import free_port
 from tests.system.warm import Daemon
 from tierd.client import About, AsyncClient, Client, Group, NamespaceSpec, Need, OpenedNamespace, PutGroup, splitting
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.testing import chain
 
 LIMIT = 100

@@ -36,7 +36,7 @@ def test_a_million_tokens_in_one_call() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    ["reuse-index", pytest.param("lru", marks=pytest.mark.slow), pytest.param("s3-fifo", marks=pytest.mark.slow)],
+    ["reuse-index", pytest.param("lru", marks=pytest.mark.slow), pytest.param("arc", marks=pytest.mark.slow)],
 )
 def test_long_prompts_hold_nobody_up(policy: str) -> None:
     """Prompts of 131,072 tokens through full tiers, the disk behind: no call fails, others are served meanwhile, and the event loop never stands still (`Daemon` looks)."""

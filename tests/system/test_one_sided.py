@@ -21,14 +21,16 @@ from tests.system.sdk import await_nothing_held, count_calls
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
-from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup, copying, mailbox, onesided
-from tierd.client.asking import Asking
-from tierd.client.mailbox import UNASKED_LIMIT, Mailbox
-from tierd.core.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of
-from tierd.core.meta import META_BYTES
-from tierd.core.model import BlockStatus
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
+from tierd.client.data import copying, one_sided_get
+from tierd.client.data.asking import Asking
+from tierd.client.session import notices
+from tierd.client.session.notices import UNASKED_LIMIT, Notices
+from tierd.core.formats.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of
+from tierd.core.formats.meta import META_BYTES
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import InvalidArgument, StaleHandle, TierdError
-from tierd.server.hearsay import LOOKED_UP, USED
+from tierd.server.session.hit_reports import LOOKED_UP, USED
 from tierd.testing import chain, content_of
 
 SPEC = NamespaceSpec(model="one-sided", tokens_per_block=16, block_bytes=8192)
@@ -46,7 +48,7 @@ ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients for which a call is a moment ago for longer than a test takes, on whatever machine."""
-    monkeypatch.setattr(mailbox, "MAILBOX_S", 600.0)
+    monkeypatch.setattr(notices, "MAILBOX_S", 600.0)
 
 
 @pytest.fixture
@@ -220,7 +222,7 @@ def test_hashes_that_are_none(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, s
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
-        monkeypatch.setattr(onesided, "_located", None)
+        monkeypatch.setattr(one_sided_get, "_located", None)
         group, out = Group(reader.space, np.zeros(shape, np.uint8)), np.zeros(SPEC.block_bytes, np.uint8)
         for verb in (lambda: client.get(reader.space, group, out=out), lambda: client.lookup(group)):
             with pytest.raises(InvalidArgument, match="hashes"):
@@ -303,7 +305,7 @@ def test_none_when_the_daemon_was_not_heard_of_for_long(
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
-        monkeypatch.setattr(mailbox, "MAILBOX_S", 0.0)
+        monkeypatch.setattr(notices, "MAILBOX_S", 0.0)
         asked.clear()
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
@@ -384,7 +386,7 @@ def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
-        monkeypatch.setattr(Mailbox, "tell_used", lambda _self, _group: False)
+        monkeypatch.setattr(Notices, "tell_used", lambda _self, _group: False)
         asked.clear()
         assert reader.get(1) == BLOCKS and asked == {"Acquire": 1}
 
@@ -397,8 +399,8 @@ def test_words_about_nothing(daemon: Daemon, kind: bytes, word: bytes) -> None:
         reader = Reader(client)
         reader.known(1)
         link = client._connector.link
-        assert link is not None and link.session is not None and link.session.mailbox.socket is not None
-        link.session.mailbox.socket.send(kind + word)
+        assert link is not None and link.session is not None and link.session.notices.socket is not None
+        link.session.notices.socket.send(kind + word)
         client.lookup(reader.space, NOWHERE)
         assert reader.get(1) == BLOCKS and "Traceback" not in daemon.log
 

@@ -26,7 +26,7 @@ from tests.system.overload_load import spec
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client
 from tierd.testing import Daemon, chain, content_of
-from tierd.tiers.slots import HEADER_BYTES, RUN_BYTES, RUN_SLOTS
+from tierd.tiers.store.slots import HEADER_BYTES, RUN_BYTES, RUN_SLOTS
 
 MIB = 1 << 20
 BLOCKS, BLOCK_BYTES = 64, 128 << 10

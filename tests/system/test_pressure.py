@@ -15,7 +15,7 @@ from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec
-from tierd.core.model import HANDLE
+from tierd.core.formats.model import HANDLE
 from tierd.testing import chain, content_of, is_content
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ import pytest
 from tests.depth import count, report
 from tests.system.race_load import CHAIN_BLOCKS, KEYS, PATIENCE_S, die, is_stored, read, write
 from tests.system.warm import Daemon
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 
 GETS = count(test=5_000, nightly=1_000_000, weekly=10_000_000)
 """Block gets under eviction, all readers together."""

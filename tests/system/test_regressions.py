@@ -21,8 +21,8 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.core.block import KVGeometry, namespace_digest
-from tierd.core.model import BlockStatus
+from tierd.core.formats.block import KVGeometry, namespace_digest
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import NotFound, TierdError
 from tierd.testing import chain, content_of, is_content
 

@@ -18,7 +18,7 @@ from tests.system.tcp import SECRET, free_port, has_ipv6, remote_config
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2, cache_pb2
 from tierd.client import Client, NamespaceSpec, PutGroup
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import ERROR_KEY, CorruptRecord, NotPermitted, TierdError, Unavailable
 from tierd.testing import chain, content_of, is_content
 

@@ -18,11 +18,11 @@ from tests.system.tcp import SECRET, free_port, remote_config
 from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
+from tierd.checksum import record_checksum
 from tierd.client import AsyncClient, Client, NamespaceSpec
-from tierd.core.model import ROOT
+from tierd.core.formats.model import ROOT
 from tierd.errors import ERROR_KEY, CorruptRecord, Unsupported
 from tierd.testing import chain
-from tierd.tiers.checksum import record_checksum
 
 COUNT = 3
 NOISE = NamespaceSpec(model="noise", tokens_per_block=16, block_bytes=(1 << 20) + (1 << 19) + 2)

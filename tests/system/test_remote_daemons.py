@@ -16,7 +16,7 @@ from tests.system.sdk import BIG, HOST, await_nothing_held, put, right
 from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, Client, NamespaceSpec
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.testing import chain, content_of
 
 COUNT = 3

@@ -21,8 +21,8 @@ from tierd.cli.trace import hash_ids, read_trace
 from tierd.client import Client, OpenedNamespace
 from tierd.config import load_config
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver, Sequence
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
+from tierd.core.instant_driver import InstantDriver, Sequence
 from tierd.policies.named import NamedPolicies
 from tierd.server.assembly import build_tiers
 from tierd.simulator.sequences import TOKENS_PER_BLOCK

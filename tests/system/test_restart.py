@@ -16,11 +16,11 @@ from tests.system.blocks import BlockClient, Leased, WrongBytes, check_bytes, co
 from tests.system.raw import ask, connect, hello, put_blocks
 from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
+from tierd.checksum import record_checksum
 from tierd.client import Client, NamespaceSpec
-from tierd.client.replies import error_of
+from tierd.client.transport.replies import error_of
 from tierd.errors import Unavailable
 from tierd.testing import chain, content_of
-from tierd.tiers.checksum import record_checksum
 
 DEADLINE_S = 2.0
 CONFIG = f"""\

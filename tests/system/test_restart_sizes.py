@@ -15,10 +15,10 @@ import pytest
 
 from tests.system.golden_life import Places
 from tests.unit.cache.world import World, directories, opened
-from tierd.core.model import Durability, TierKind
-from tierd.server.peers import find_start_time
+from tierd.core.formats.model import Durability, TierKind
+from tierd.server.session.peers import find_start_time
 from tierd.testing import chain, is_content
-from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.arena.holds import Holder, read_boot_id
 
 CHAINS, LENGTH = 40, 8
 """Chains 1 to 40, the first the coldest, of 8 blocks of 8 KiB: 5 segments in host memory, less than 4 in the store."""

@@ -23,7 +23,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.client import AsyncClient, Client, NamespaceSpec, PutGroup
-from tierd.core.model import HANDLE, BlockStatus
+from tierd.core.formats.model import HANDLE, BlockStatus
 from tierd.errors import TierdError
 from tierd.testing import chain, content_of, is_content
 

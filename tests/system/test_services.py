@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.system.tcp import free_port, remote_config
-from tests.unit.server.test_unnamed import WATCH, beginning, call
+from tests.unit.server.grpc.test_public_services import WATCH, beginning, call
 from tierd.testing import Daemon
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -10,7 +10,7 @@ import pytest
 
 from tests.system.warm import Daemon
 from tierd.client import Client, Group, NamespaceSpec, PutGroup
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import InvalidArgument
 from tierd.testing import chain
 

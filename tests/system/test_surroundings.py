@@ -20,7 +20,7 @@ from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import Unavailable
 from tierd.testing import chain, content_of
 

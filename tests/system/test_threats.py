@@ -27,7 +27,7 @@ from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
 from tierd.cli.admin import connect as operator
 from tierd.testing import Daemon, chain, content_of
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 
 def served(daemon: Daemon) -> int:

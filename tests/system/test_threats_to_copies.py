@@ -13,10 +13,10 @@ from tests.system.damaged import flip, pages
 from tests.system.peers import NAMES, SPEC, copier, scribbler
 from tests.system.raw import BLOCK_BYTES
 from tests.system.threatened import FIRST_UID, SECOND_UID, TEAM, as_root, put, running, scribble, user
+from tierd.checksum import raw_tables, slice_sums
 from tierd.client import Client
-from tierd.core.block import slice_lengths
+from tierd.core.formats.block import slice_lengths
 from tierd.testing import Daemon, content_of
-from tierd.tiers.checksum import raw_tables, slice_sums
 
 
 def copied(daemon: Daemon) -> int:

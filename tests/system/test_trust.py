@@ -20,8 +20,8 @@ from tests.system.warm import Daemon
 from tierd.client import Client, OpenedNamespace
 from tierd.errors import ConfigError, NotPermitted, TierdError, Unavailable
 from tierd.server.listeners import make_runtime_directory
-from tierd.tiers.lock import private_directory, take_lock
-from tierd.tiers.purge import list_arenas
+from tierd.tiers.fsck.purge import list_arenas
+from tierd.tiers.io.lock import private_directory, take_lock
 
 STRANGER, VICTIM = 54431, 54432
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users, which takes root")

@@ -23,14 +23,15 @@ from tests.system.test_restart import wipe_arena
 from tests.unit.cache.world import directories
 from tierd._proto import admin_pb2 as apb
 from tierd._proto import cache_pb2 as pb
-from tierd.client import Client, session
-from tierd.core import directory
-from tierd.core.versions import Versions
+from tierd.checksum import record_checksum
+from tierd.client import Client
+from tierd.client.session import session
+from tierd.core.formats import directory
+from tierd.core.formats.versions import Versions
 from tierd.errors import VersionMismatch
 from tierd.testing import Daemon, chain
 from tierd.testing.daemon import Process
-from tierd.tiers.checksum import record_checksum
-from tierd.tiers.heads import HEADS, Head
+from tierd.tiers.io.format_check import HEADS, Head
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = f"""\
@@ -186,7 +187,7 @@ class OtherDaemon(Daemon):
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
         other = (
-            f"from tierd.server import session_requests; session_requests.PROTO_VERSION += {self.step};"
+            f"from tierd.server.session import session_requests; session_requests.PROTO_VERSION += {self.step};"
             f"from tierd.cli.daemon import cli; cli.main({list(arguments)!r}, prog_name='tierd')"
         )
         return subprocess.Popen([sys.executable, "-c", other], env=env, stdout=log, stderr=log)

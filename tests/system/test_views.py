@@ -43,7 +43,7 @@ from tests.system.sdk import (
 from tests.system.tcp import free_port, remote_config
 from tests.system.warm import Daemon
 from tierd.client import BlockStatus, Client, PutGroup
-from tierd.core.layout import generation_offset
+from tierd.core.formats.layout import generation_offset
 from tierd.errors import DeadlineExceeded, ViewsAlive
 from tierd.testing import chain, content_of, is_content
 

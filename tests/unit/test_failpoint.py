@@ -18,7 +18,7 @@ from tests.depth import report
 from tests.repo.source import modules
 from tierd import failpoint
 from tierd.errors import InvalidArgument
-from tierd.server import fault_socket
+from tierd.server.process import fault_socket
 
 POINT = "nvme.data.before_sync"
 OFF_NS, CALLS = 100.0, 100_000

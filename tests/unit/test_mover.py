@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.cache.world import BLOCK_BYTES, SOON_S, World, opened
 from tierd import failpoint
-from tierd.core.model import TRANSFER, BlockStatus, Reason, StructArray
+from tierd.core.formats.model import TRANSFER, BlockStatus, Reason, StructArray
 from tierd.errors import TierFailed
 from tierd.mover import HASH_SPLIT_BYTES, Link, Mover, _known
 from tierd.testing import chain, is_content

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from tierd.core.model import Reason, StructArray
+from tierd.core.formats.model import Reason, StructArray
 from tierd.errors import Overloaded
 
 FIRST_PACE_BYTES_PER_S = 1e9

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from tierd.cache.events import Event
 from tierd.cache.gets import Gets
 from tierd.cache.puts import Puts
-from tierd.core.model import StructArray
+from tierd.core.formats.model import StructArray
 
 
 class Cache(Gets, Puts):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.core.plan import Acquisition, Found, GroupQuery, Reserved, Served
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier

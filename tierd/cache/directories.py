@@ -1,8 +1,8 @@
 """The directories of trust domains: what lies in memory that clients map, by name, for those who ask nobody
-(`tierd.core.directory`).
+(`tierd.core.formats.directory`).
 
 Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads
-them (tierd/client/onesided.py). Invariants: a directory names blocks of
+them (tierd/client/data/one_sided_get.py). Invariants: a directory names blocks of
 its own domain alone; a block is entered after its catalogue has it; of a namespace whose epoch has
 ended it lets nobody read, though pages of it are there.
 """
@@ -16,11 +16,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tierd.core.block import Namespace
-from tierd.core.directory import Directory, directory_bytes, keys_of, places_of
-from tierd.core.model import StructArray
-from tierd.core.sets import kinds, some
-from tierd.core.words import words_of
+from tierd.core.arrays.sets import kinds, some
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.directory import Directory, directory_bytes, keys_of, places_of
+from tierd.core.formats.model import StructArray
+from tierd.core.formats.words import words_of
 from tierd.tiers.tier import Descriptor, Tier, is_mapped
 
 BLOCK_BYTES = 64 << 10

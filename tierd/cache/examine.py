@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.cache.parts import Parts
-from tierd.core.model import PAGE_ALIGN_BYTES, BlockStatus, Fault, StructArray
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, BlockStatus, Fault, StructArray
 from tierd.core.plan import PagesHeld
 from tierd.errors import TierFailed
 from tierd.tiers.tier import StoredTier, is_shared, is_stored

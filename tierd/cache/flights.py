@@ -18,14 +18,14 @@ from tierd.cache.admission import Admission
 from tierd.cache.directories import Directories
 from tierd.cache.events import EventKind
 from tierd.cache.parts import Parts
-from tierd.core.columns import runs
-from tierd.core.meta import picked
-from tierd.core.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
+from tierd.core.arrays.columns import runs
+from tierd.core.arrays.sets import kinds, true_rows
+from tierd.core.formats.meta import picked
+from tierd.core.formats.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
-from tierd.core.sets import kinds, true_rows
 from tierd.failpoint import failpoint
 from tierd.mover import link_of
-from tierd.tiers.files import NO_SPACE
+from tierd.tiers.io.files import NO_SPACE
 from tierd.tiers.tier import is_stored
 
 log = structlog.get_logger(__name__)

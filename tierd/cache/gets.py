@@ -1,7 +1,7 @@
 """Gets: lookup, acquire, prefetch, and uses that clients tell of.
 
 Purpose: each verb asks the core, starts its plan, waits for the transfers, and settles what can be served.
-Non-purpose: bookkeeping (core/gets.py), bytes (mover.py, tiers). Invariant: if a verb is interrupted, its lease is
+Non-purpose: bookkeeping (core/requests/gets.py), bytes (mover.py, tiers). Invariant: if a verb is interrupted, its lease is
 given back.
 """
 
@@ -18,7 +18,7 @@ from tierd.cache.lease import NOTHING, Lease
 from tierd.cache.nearness import is_near
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
-from tierd.core.model import Fault, TierKind, Wanted
+from tierd.core.formats.model import Fault, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
     Found,
@@ -26,7 +26,7 @@ from tierd.core.plan import (
     Served,
 )
 from tierd.failpoint import failpoint
-from tierd.tiers.holds import HoldKind
+from tierd.tiers.arena.holds import HoldKind
 
 
 class Gets(Sessions):
@@ -133,7 +133,7 @@ class Gets(Sessions):
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
-        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/onesided.py). Raises
+        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/data/one_sided_get.py). Raises
         what they raise."""
         self._check_groups(session, groups)
         if is_lookup:

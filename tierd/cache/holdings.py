@@ -1,7 +1,7 @@
 """Which rows of the session table speak of which lease or reservation.
 
 Purpose: what a client holds is recorded before it learns of it, and forgotten after the core has taken it back. Non-purpose: the table
-itself (tiers/holds.py), what may be held (core). Invariant: whatever is here, its session's process could still be touching.
+itself (tiers/arena/holds.py), what may be held (core). Invariant: whatever is here, its session's process could still be touching.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tierd.core.meta import joined
-from tierd.core.model import StructArray
+from tierd.core.formats.meta import joined
+from tierd.core.formats.model import StructArray
 from tierd.core.plan import Bools, Ids
 from tierd.errors import Overloaded
-from tierd.tiers.holds import FormerHolder, Holder, HoldKind, HoldTable, Rows
+from tierd.tiers.arena.holds import FormerHolder, Holder, HoldKind, HoldTable, Rows
 
 HOLDS_LIMIT = 16_384
 """Leases and reservations of one session at one time."""

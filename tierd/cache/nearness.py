@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierd.core.model import Need, TierKind
+from tierd.core.arrays.sets import among
+from tierd.core.formats.model import Need, TierKind
 from tierd.core.plan import Found, GroupQuery
-from tierd.core.sets import among
 from tierd.tiers.tier import Tier
 
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from tierd.cache.cache import Cache
 from tierd.cache.events import EventKind
-from tierd.core.block import Namespace
-from tierd.core.model import HASH_BYTES, Reason, StructArray, TierKind
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.model import HASH_BYTES, Reason, StructArray, TierKind
 from tierd.core.plan import Ids
 from tierd.errors import InvalidArgument, NotFound, Unavailable
 from tierd.failpoint import failpoint

@@ -12,10 +12,10 @@ from tierd.cache.admission import Limits
 from tierd.cache.events import EventLog
 from tierd.clock import Clock
 from tierd.core.core import Core
-from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.metrics import Metrics
 from tierd.mover import Mover
-from tierd.tiers.holds import HoldTable
+from tierd.tiers.arena.holds import HoldTable
 from tierd.tiers.tier import Tier
 
 

@@ -18,7 +18,7 @@ import structlog
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.parts import Parts
-from tierd.core.model import UNVERIFIED, BlockStatus, Fault, StructArray, TierKind
+from tierd.core.formats.model import UNVERIFIED, BlockStatus, Fault, StructArray, TierKind
 from tierd.core.plan import Bools, Committed, Ids, PagesHeld, PutQuery, Reserved
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint

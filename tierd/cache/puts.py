@@ -1,7 +1,7 @@
 """Puts: reserve and commit.
 
 Purpose: each verb asks the core and starts its plan; a commit waits for the writer's sums, or has them made.
-Non-purpose: bookkeeping (core/puts.py, core/commits.py), sums and catalogues (publication.py). Invariants: if a verb is
+Non-purpose: bookkeeping (core/requests/puts.py, core/requests/commits.py), sums and catalogues (commit.py). Invariants: if a verb is
 interrupted, its reservation is given back; a block enters the core and the catalogue in one step without an await.
 """
 
@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from tierd.cache.commit import CommitQuery, Publication
 from tierd.cache.counting import count_reserved
 from tierd.cache.parts import Parts
 from tierd.cache.persistence import Persistence
-from tierd.cache.publication import CommitQuery, Publication
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import without
-from tierd.core.model import BlockStatus, Durability, Fault, StructArray, Wanted
+from tierd.core.arrays.sets import kinds
+from tierd.core.formats.model import BlockStatus, Durability, Fault, StructArray, Wanted
 from tierd.core.plan import (
     Committed,
     Committing,
@@ -31,14 +32,13 @@ from tierd.core.plan import (
     Reserved,
     ReservedAhead,
 )
-from tierd.core.sets import kinds
 from tierd.errors import (
     TierFailed,
     Unavailable,
     Unsupported,
 )
 from tierd.failpoint import failpoint
-from tierd.tiers.holds import HoldKind
+from tierd.tiers.arena.holds import HoldKind
 from tierd.tiers.tier import SliceTable
 
 ANSWER_SHARE = 0.8

@@ -21,7 +21,7 @@ import structlog
 
 from tierd.cache.cache import Cache
 from tierd.cache.examine import Examiner, Faults
-from tierd.core.model import Fault, StructArray, TierSpec
+from tierd.core.formats.model import Fault, StructArray, TierSpec
 from tierd.core.plan import PagesHeld
 from tierd.errors import Overloaded, Unavailable
 

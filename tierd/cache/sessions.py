@@ -1,7 +1,7 @@
 """Sessions of the cache: who may call, and what each holds.
 
 Purpose: tenants, namespaces, leases and reservations of sessions, in the core and in the session table. Non-purpose:
-gets (gets.py), puts (puts.py), connections (server/sessions.py). Invariant: the session table says which session has a
+gets (gets.py), puts (puts.py), connections (server/session/sessions.py). Invariant: the session table says which session has a
 page before the session learns of it.
 """
 
@@ -21,8 +21,8 @@ from tierd.cache.holdings import STEP_PAGES, Holdings
 from tierd.cache.parts import Parts
 from tierd.cache.verification import Verification
 from tierd.cache.watch import Watch
-from tierd.core.block import Namespace, NamespaceSpec
-from tierd.core.model import StructArray
+from tierd.core.formats.block import Namespace, NamespaceSpec
+from tierd.core.formats.model import StructArray
 from tierd.core.plan import (
     GroupQuery,
     Ids,
@@ -36,7 +36,7 @@ from tierd.errors import (
     Unavailable,
 )
 from tierd.failpoint import failpoint
-from tierd.tiers.holds import FormerHolder, Holder, HoldKind
+from tierd.tiers.arena.holds import FormerHolder, Holder, HoldKind
 from tierd.tiers.tier import is_mapped
 
 

@@ -14,7 +14,7 @@ import structlog
 from numpy.typing import NDArray
 
 from tierd.cache.parts import Parts
-from tierd.core.model import NO_PAGE, UNVERIFIED, BlockStatus, StructArray
+from tierd.core.formats.model import NO_PAGE, UNVERIFIED, BlockStatus, StructArray
 from tierd.core.plan import Bools, Committed, Ids
 from tierd.errors import TierFailed
 from tierd.tiers.tier import is_shared

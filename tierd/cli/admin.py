@@ -15,12 +15,12 @@ from google.protobuf.message import Message
 
 from tierd._proto import admin_pb2 as pb
 from tierd._proto import admin_pb2_grpc
-from tierd.client import trusted
-from tierd.client.protocol import SESSION_KEY
-from tierd.client.replies import error_of
-from tierd.client.rpc import OPTIONS
-from tierd.client.session import connect_session
-from tierd.client.target import LocalTarget, resolve_target
+from tierd.client.connect import trusted
+from tierd.client.connect.target import LocalTarget, resolve_target
+from tierd.client.session.session import connect_session
+from tierd.client.transport.grpc_calls import OPTIONS
+from tierd.client.transport.replies import error_of
+from tierd.client.transport.requests import SESSION_KEY
 from tierd.errors import ERROR_KEY, DeadlineExceeded, NotPermitted, TierdError, Unavailable
 
 CALL_TIMEOUT_S = 30.0

@@ -27,7 +27,7 @@ from tierd.config import load_config
 from tierd.errors import NotFound, TierdError
 
 if TYPE_CHECKING:
-    from tierd.tiers.fsck import Part
+    from tierd.tiers.fsck.fsck import Part
 
 UNCHECKED = 2
 """The exit code where nothing can be said."""

@@ -1,6 +1,6 @@
 """What `tierd purge` frees: arenas and stores whose daemon is gone.
 
-Purpose: from a configuration to the instance whose they are. Non-purpose: removing files (tierd.tiers.purge).
+Purpose: from a configuration to the instance whose they are. Non-purpose: removing files (tierd.tiers.fsck.purge).
 Invariant: nothing is freed under a daemon that runs.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierd.config import Config
 from tierd.server.instance import Instance
-from tierd.tiers.purge import list_arenas, purge, purge_store
+from tierd.tiers.fsck.purge import list_arenas, purge, purge_store
 
 
 def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:

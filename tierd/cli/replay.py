@@ -30,7 +30,7 @@ from tierd.cli.render import show_json
 from tierd.cli.tally import Step, Tally, draw_tally
 from tierd.cli.trace import Content, hash_ids, read_trace
 from tierd.client import Client, Lease, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.core.model import ROOT, BlockStatus
+from tierd.core.formats.model import ROOT, BlockStatus
 from tierd.errors import InvalidArgument
 from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 

@@ -23,7 +23,7 @@ from tierd.cli.figures import human_seconds
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.trace import read_trace
 from tierd.config import Config, load_config, read_config
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.errors import InvalidArgument
 from tierd.simulator.choices import Choice, names, parse_choice
 from tierd.simulator.page import page_of

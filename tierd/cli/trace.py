@@ -24,7 +24,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import HASH_BYTES
+from tierd.core.formats.model import HASH_BYTES
 from tierd.errors import InvalidArgument
 from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tierd.client.client import Client
-from tierd.client.lease import Lease
-from tierd.client.reservation import AsyncReservation, Reservation
-from tierd.client.target import resolve_target
+from tierd.client.connect.target import resolve_target
+from tierd.client.data.lease import Lease
+from tierd.client.data.reservation import AsyncReservation, Reservation
 from tierd.client.values import (
     About,
     Committed,
@@ -24,8 +24,8 @@ from tierd.client.values import (
     PutGroup,
     PutResult,
 )
-from tierd.core.block import KVGeometry, NamespaceSpec
-from tierd.core.model import BlockStatus, Need
+from tierd.core.formats.block import KVGeometry, NamespaceSpec
+from tierd.core.formats.model import BlockStatus, Need
 
 if TYPE_CHECKING:
     from tierd.client.aio import AsyncClient

@@ -13,13 +13,14 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from tierd.client import protocol
-from tierd.client.calls import Deadline, due
 from tierd.client.client import CLOSE_S, Face
-from tierd.client.lease import Lease
-from tierd.client.replies import events_of
-from tierd.client.reservation import AsyncReservation
-from tierd.client.threads import NotBegun, Threads
+from tierd.client.connect.calls import Deadline, due
+from tierd.client.connect.threads import NotBegun, Threads
+from tierd.client.data.lease import Lease
+from tierd.client.data.reservation import AsyncReservation
+from tierd.client.data.writing import Until
+from tierd.client.transport import requests
+from tierd.client.transport.replies import events_of
 from tierd.client.values import (
     Event,
     Found,
@@ -32,9 +33,8 @@ from tierd.client.values import (
     PutResult,
     Tokens,
 )
-from tierd.client.writing import Until
-from tierd.core.block import NamespaceSpec
-from tierd.core.model import StructArray
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.model import StructArray
 from tierd.errors import TierdError
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class AsyncClient(Face):
 
     async def watch(self, *, after: int = 0) -> AsyncIterator[Event]:
         """As Client.watch."""
-        request = protocol.watch_request(after)
+        request = requests.watch_request(after)
         link = await self._run(lambda deadline: self._verbs.connected(due(deadline)), self._deadline(None))
         replies = link.transport.stream("Watch", request)
         try:

@@ -17,16 +17,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tierd.client import protocol
-from tierd.client.calls import Deadline, deadline_of, due
-from tierd.client.connection import Connector, Options
-from tierd.client.forks import Bound
-from tierd.client.lease import Lease
-from tierd.client.link import Link, Transport
-from tierd.client.local import LocalTransport
-from tierd.client.replies import events_of
-from tierd.client.reservation import Reservation
-from tierd.client.target import resolve_target
+from tierd.client.connect.calls import Deadline, deadline_of, due
+from tierd.client.connect.connection import Connector, Options
+from tierd.client.connect.forks import Bound
+from tierd.client.connect.link import Link, Transport
+from tierd.client.connect.target import resolve_target
+from tierd.client.data.lease import Lease
+from tierd.client.data.reservation import Reservation
+from tierd.client.data.writing import Until
+from tierd.client.transport import requests
+from tierd.client.transport.local import LocalTransport
+from tierd.client.transport.replies import events_of
 from tierd.client.values import (
     Event,
     Found,
@@ -40,9 +41,8 @@ from tierd.client.values import (
     Tokens,
 )
 from tierd.client.verbs import Verbs
-from tierd.client.writing import Until
-from tierd.core.block import NamespaceSpec, text
-from tierd.core.model import StructArray
+from tierd.core.formats.block import NamespaceSpec, text
+from tierd.core.formats.model import StructArray
 
 T = TypeVar("T")
 
@@ -229,7 +229,7 @@ class Client(Face):
 
     def watch(self, *, after: int = 0) -> Iterator[Event]:
         """Blocks stored and removed, as they happen; after: the last sequence number seen. Ends by raising when the daemon goes."""
-        request = protocol.watch_request(after)
+        request = requests.watch_request(after)
         link = self._verbs.connected(due(self._deadline(None)))
         replies = link.transport.stream("Watch", request)
         try:
@@ -260,6 +260,6 @@ def open_transport(link: Link, address: str) -> Transport:
     """The synchronous transport; grpc is loaded with it where it is far away, not with the SDK."""
     if link.session is not None:
         return LocalTransport(link, address)
-    from tierd.client.rpc import SyncTransport  # noqa: PLC0415
+    from tierd.client.transport.grpc_calls import SyncTransport  # noqa: PLC0415
 
     return SyncTransport(link, address)

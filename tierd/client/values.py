@@ -1,6 +1,6 @@
 """What one asks the client for, and what it answers, apart from holds on memory (lease.py).
 
-Purpose: small immutable values. Non-purpose: messages (protocol.py, replies.py). Invariant: arrays in answers are the caller's own.
+Purpose: small immutable values. Non-purpose: messages (requests.py, replies.py). Invariant: arrays in answers are the caller's own.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens, whole
-from tierd.core.model import COMMIT_BLOCK, HASH_BYTES, ROOT, BlockStatus, Need, StructArray
+from tierd.core.formats.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens, whole
+from tierd.core.formats.model import COMMIT_BLOCK, HASH_BYTES, ROOT, BlockStatus, Need, StructArray
 from tierd.errors import InvalidArgument
 
 Hashes = NDArray[np.uint8]

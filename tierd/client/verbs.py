@@ -1,7 +1,7 @@
 """The verbs: everything that a client does, once, in the caller's thread or in one of AsyncClient's.
 
-Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (protocol.py, replies.py), transports
-(local.py, rpc.py). Invariants: every verb ends
+Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (requests.py, replies.py), transports
+(local.py, grpc_calls.py). Invariants: every verb ends
 within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
 a daemon has gone (but a put, whose blocks either exist then or do not), and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
 """
@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import buffers, protocol, replies, splitting, writing
-from tierd.client.asking import Asking
-from tierd.client.calls import Deadline, due
-from tierd.client.lease import Lease
-from tierd.client.links import void
-from tierd.client.replies import Leased
-from tierd.client.reservation import ReservedPages
+from tierd.client import splitting
+from tierd.client.connect.calls import Deadline, due
+from tierd.client.connect.links import void
+from tierd.client.data import buffers, writing
+from tierd.client.data.asking import Asking
+from tierd.client.data.lease import Lease
+from tierd.client.data.reservation import ReservedPages
+from tierd.client.transport import replies, requests
+from tierd.client.transport.replies import Leased
 from tierd.client.values import Committed, Found, GetResult, Lost, OpenedNamespace, PutGroup, PutResult
-from tierd.core.block import NamespaceSpec
-from tierd.core.model import HANDLE, BlockStatus
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.model import HANDLE, BlockStatus
 from tierd.errors import Unavailable
 
 T = TypeVar("T")
@@ -49,21 +51,21 @@ class Verbs(Asking):
         self._verb(deadline, lambda by: void(self.opened([namespace], by)), void)
         return namespace
 
-    # -- gets. asked: what `protocol.groups_of` makes groups of
+    # -- gets. asked: what `requests.groups_of` makes groups of
 
     def lookup(self, asked: Any, deadline: Deadline) -> Found:
         """What could be served."""
-        return self._verb(deadline, lambda by: splitting.lookup(self, protocol.groups_of(*asked), by), Found)
+        return self._verb(deadline, lambda by: splitting.lookup(self, requests.groups_of(*asked), by), Found)
 
     def prefetch(self, asked: Any, tier: str, deadline: Deadline) -> int:
         """Blocks that are on their way because of this."""
-        return self._verb(deadline, lambda by: splitting.prefetch(self, protocol.groups_of(*asked), tier, by), int)
+        return self._verb(deadline, lambda by: splitting.prefetch(self, requests.groups_of(*asked), tier, by), int)
 
     def acquire(self, asked: Any, tier: str, deadline: Deadline) -> Lease:
         """A lease on the longest servable prefix, its segments mapped."""
         return self._verb(
             deadline,
-            lambda by: splitting.acquire(self, protocol.groups_of(*asked), tier, by),
+            lambda by: splitting.acquire(self, requests.groups_of(*asked), tier, by),
             lambda: Lease(None, Leased()),
         )
 
@@ -90,7 +92,7 @@ class Verbs(Asking):
         wanted: list[PutGroup] = []
 
         def work(by: float) -> ReservedPages:
-            wanted.extend(protocol.listed(groups, PutGroup))
+            wanted.extend(requests.listed(groups, PutGroup))
             return self.reserved(wanted, tier, by)
 
         def nothing() -> ReservedPages:
@@ -120,14 +122,14 @@ class Verbs(Asking):
         """Waits for the answers of puts that waited for nobody; which of their blocks were not
         stored since the
         last time."""
-        return self._verb(deadline, self.unanswered.flush, self.unanswered.lost)
+        return self._verb(deadline, self.background_puts.flush, self.background_puts.lost)
 
     def finish(self, deadline: Deadline) -> None:
         """Before the session ends: the same. What was lost is logged."""
-        self.unanswered.settle(due(deadline))
-        lost, unknown = self.unanswered.lost(), len(self.unanswered)
+        self.background_puts.settle(due(deadline))
+        lost, unknown = self.background_puts.lost(), len(self.background_puts)
         if lost or unknown:
-            self._complaints.note(
+            self._best_effort.note(
                 Unavailable(
                     f"close: {lost} blocks of puts with wait=False were not stored, {unknown} puts not answered"
                     f" ({'; '.join(lost.reasons) or 'in time'})"
@@ -147,7 +149,7 @@ class Verbs(Asking):
 
     def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> GetResult:
         self._named(namespace, deadline)
-        group = protocol.sequence_group(namespace, what)
+        group = requests.sequence_group(namespace, what)
         if not len(group.hashes):
             return GetResult()
         return splitting.get(self, group, out, deadline)
@@ -157,8 +159,8 @@ class Verbs(Asking):
     ) -> PutResult:
         sources = [buffers.flat(block) for block in blocks]
         self._named(namespace, deadline)
-        group = protocol.sequence_put(namespace, what, lengths=[len(source) for source in sources])
-        lengths = protocol.put_lengths(group)
+        group = requests.sequence_put(namespace, what, lengths=[len(source) for source in sources])
+        lengths = requests.put_lengths(group)
         sources = buffers.pieces(sources, lengths.tolist())
         if not sources:
             return PutResult(replies.all_statuses(0, BlockStatus.READY))

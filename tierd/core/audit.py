@@ -13,14 +13,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from tierd.core.blocks import Names
-from tierd.core.flights import Flights
-from tierd.core.index import Index
-from tierd.core.leases import BUSY, GONE, OPEN, Sessions
-from tierd.core.model import DAEMON, NOBODY, SEALED, PageState, Reason
-from tierd.core.pages import Pages
+from tierd.core.arrays.sets import true_rows
+from tierd.core.formats.model import DAEMON, NOBODY, SEALED, PageState, Reason
+from tierd.core.index.blocks import Names
+from tierd.core.index.flights import Flights
+from tierd.core.index.index import Index
+from tierd.core.index.pages import Pages
 from tierd.core.plan import Ids
-from tierd.core.sets import true_rows
+from tierd.core.requests.leases import BUSY, GONE, OPEN, Sessions
 
 
 class Audit:

@@ -18,18 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.admission import Balance
-from tierd.core.aside import Aside
-from tierd.core.attention import Attention
 from tierd.core.audit import Audit
-from tierd.core.blocks import Names, words
-from tierd.core.commits import Commits
-from tierd.core.demotion import Demotion
-from tierd.core.draft import Draft
-from tierd.core.gets import NO_TIERS, Gets, Tiers
-from tierd.core.index import Index
-from tierd.core.leases import Sessions
-from tierd.core.listing import Listing
-from tierd.core.model import (
+from tierd.core.formats.model import (
     DAEMON,
     HASH_BYTES,
     Fault,
@@ -40,6 +30,10 @@ from tierd.core.model import (
     TierSpec,
     Wanted,
 )
+from tierd.core.index.blocks import Names, words
+from tierd.core.index.index import Index
+from tierd.core.index.policies import Policies
+from tierd.core.listing import Listing
 from tierd.core.plan import (
     Acquisition,
     Bools,
@@ -65,10 +59,16 @@ from tierd.core.plan import (
     TierStats,
     TransferIds,
 )
-from tierd.core.planner import Planner
-from tierd.core.policies import Policies
-from tierd.core.puts import Puts
-from tierd.core.room import Room
+from tierd.core.plan_builder import PlanBuilder
+from tierd.core.requests.attention import Attention
+from tierd.core.requests.commits import Commits
+from tierd.core.requests.gets import NO_TIERS, Gets, Tiers
+from tierd.core.requests.leases import Sessions
+from tierd.core.requests.puts import Puts
+from tierd.core.requests.reserved_pages import ReservedPages
+from tierd.core.space.demotion import Demotion
+from tierd.core.space.planner import Planner
+from tierd.core.space.room import Room
 from tierd.core.upkeep import Upkeep
 from tierd.errors import InvalidArgument
 
@@ -98,9 +98,9 @@ class Core:
         self._demotion = Demotion(self._planner)
         self._gets = Gets(self._planner, self._sessions)
         self._attention = Attention(self._index)
-        aside = Aside(self._index, self._sessions)
-        self._puts = Puts(self._planner, self._sessions, aside)
-        self._commits = Commits(self._index, self._sessions, self._gets, aside, dead=self._puts.dead)
+        reserved_pages = ReservedPages(self._index, self._sessions)
+        self._puts = Puts(self._planner, self._sessions, reserved_pages)
+        self._commits = Commits(self._index, self._sessions, self._gets, reserved_pages, dead=self._puts.dead)
         self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
         self._listing = Listing(self._index, self._sessions, self._planner.flights)
 
@@ -119,7 +119,7 @@ class Core:
 
         into: the process lives, and this session of it stands for what the two have mapped. Raises NotFound, InvalidArgument about it.
         """
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._upkeep.end_session(session, into, draft)
         return draft.plan()
 
@@ -163,7 +163,7 @@ class Core:
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
-        draft, holder = Draft(now), self._sessions.get(session)
+        draft, holder = PlanBuilder(now), self._sessions.get(session)
         theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
         self._gets.let_go(holder, theirs, draft)
         return draft.plan()
@@ -228,7 +228,7 @@ class Core:
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
         return draft.plan()
 
@@ -236,19 +236,19 @@ class Core:
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
         """Transfers to NVMe for those of the blocks without a page there; waits for those already on their way."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
         """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark, and 256 MiB of pages. Empty when content."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._demotion.run(limit, draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
         """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or CORRUPT (condemns the source page too)."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._planner.finish(transfers, statuses, draft=draft)
         return draft.plan()
 
@@ -258,14 +258,14 @@ class Core:
 
     def condemn(self, extents: StructArray, *, now: float, fault: Fault = Fault.READ) -> Plan:
         """The pages' bytes are wrong: never found again, in the plan's `freed` and quarantined as soon as nobody pins them."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._upkeep.condemn(extents, fault, draft)
         return draft.plan()
 
     def lose(self, extents: StructArray, *, now: float) -> Plan:
         """What was written to these pages is gone, though nothing is wrong with them: EXTENT (tier, segment, slot, generation are read). Never found again, free as soon as
         nobody pins them; a transfer that is under way to one brings nothing. Pages that are not as described are left out."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._upkeep.lose(extents, draft)
         return draft.plan()
 
@@ -295,19 +295,19 @@ class Core:
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Forgotten:
         """Nothing in them is found, written on or brought anywhere again; commits under way into them are FAILED. Their pages stay until `free_forgotten`, or until somebody needs them."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         blocks = self._upkeep.forget_namespaces(set(ids), draft)
         return Forgotten(blocks, draft.plan())
 
     def free_forgotten(self, blocks: Ids, *, namespaces: Sequence[int], now: float) -> Plan:
         """Frees the pages of those of the ids that were forgotten with these namespaces; pinned ones when they are released. blocks: distinct, of `pieces`."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._upkeep.free_forgotten(blocks, namespaces, draft)
         return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
         """Frees pages of the blocks in a tier, or in all; pinned ones stay."""
-        draft = Draft(now)
+        draft = PlanBuilder(now)
         self._upkeep.evict(blocks, tier, draft)
         return draft.plan()
 

@@ -57,7 +57,7 @@ class Eviction(Protocol):
 
 @runtime_checkable
 class Heeding(Protocol):
-    """An Eviction that goes by what puts say of blocks (`tierd.core.said`), and so hears of more than uses."""
+    """An Eviction that goes by what puts say of blocks (`tierd.core.index.priorities`), and so hears of more than uses."""
 
     def said(self, blocks: Ids, now: float) -> None:
         """Something else is said of these tracked blocks; that counts as a use."""

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.admission import Verdict
-from tierd.core.draft import no_ids
-from tierd.core.flights import Flights
-from tierd.core.index import Index
-from tierd.core.leases import Session, Sessions
-from tierd.core.model import HASH_BYTES, PageState, Reason, StructArray
-from tierd.core.pages import Pages
+from tierd.core.arrays.sets import span, true_rows
+from tierd.core.formats.model import HASH_BYTES, PageState, Reason, StructArray
+from tierd.core.index.flights import Flights
+from tierd.core.index.index import Index
+from tierd.core.index.pages import Pages
+from tierd.core.index.segment import Key
 from tierd.core.plan import (
     BLOCK_INFO,
     PAGE_INFO,
@@ -30,8 +30,8 @@ from tierd.core.plan import (
     SessionStats,
     TierStats,
 )
-from tierd.core.segment import Key
-from tierd.core.sets import span, true_rows
+from tierd.core.plan_builder import no_ids
+from tierd.core.requests.leases import Session, Sessions
 from tierd.errors import InvalidArgument
 
 LOOK_PAGES = 4096

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import (
+from tierd.core.arrays.sets import every, true_rows
+from tierd.core.formats.model import (
     EXTENT,
     FREED,
     HASH_BYTES,
@@ -24,7 +25,6 @@ from tierd.core.model import (
     TierKind,
     Wanted,
 )
-from tierd.core.sets import every, true_rows
 
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]

@@ -10,12 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierd.core.blocks import Names, names_of, words
-from tierd.core.columns import runs
-from tierd.core.draft import Draft
-from tierd.core.gets import Gets
-from tierd.core.leases import Session, Sessions
-from tierd.core.model import (
+from tierd.core.arrays.columns import runs
+from tierd.core.arrays.sets import among, every, in_order, kinds, some, span, true_rows
+from tierd.core.formats.model import (
     DAEMON,
     NOBODY,
     SEALED,
@@ -27,11 +24,14 @@ from tierd.core.model import (
     StructArray,
     TierKind,
 )
+from tierd.core.index.blocks import Names, names_of, words
+from tierd.core.index.priorities import keep_said
 from tierd.core.plan import Bools, Ids, Restored
-from tierd.core.planner import Planner, Where
-from tierd.core.puts import Puts
-from tierd.core.said import keep_said
-from tierd.core.sets import among, every, in_order, kinds, some, span, true_rows
+from tierd.core.plan_builder import PlanBuilder
+from tierd.core.requests.gets import Gets
+from tierd.core.requests.leases import Session, Sessions
+from tierd.core.requests.puts import Puts
+from tierd.core.space.planner import Planner, Where
 from tierd.errors import InvalidArgument
 
 
@@ -49,7 +49,7 @@ class Upkeep:
 
     # -- sessions
 
-    def end_session(self, session: int, into: int, draft: Draft) -> None:
+    def end_session(self, session: int, into: int, draft: PlanBuilder) -> None:
         """Lets go of everything that the session held; its segments become the daemon's, or those of the session `into`."""
         holder = self._sessions.open.get(session)
         if holder is None:
@@ -163,7 +163,7 @@ class Upkeep:
             held[rows] &= (pages_of.doom[pages] == 0) & (pages_of.generation[pages] == extents["generation"][rows])
         return held
 
-    def condemn(self, extents: StructArray, fault: Fault, draft: Draft) -> None:
+    def condemn(self, extents: StructArray, fault: Fault, draft: PlanBuilder) -> None:
         """Quarantines pages that are still those, also where nobody finds them any more: a lease that pins one loses it."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
@@ -174,7 +174,7 @@ class Upkeep:
             if len(pages):
                 self._index.condemn(tier, pages, fault, draft)
 
-    def lose(self, extents: StructArray, draft: Draft) -> None:
+    def lose(self, extents: StructArray, draft: PlanBuilder) -> None:
         """Detaches pages that are still those, ready or being filled."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
@@ -194,7 +194,7 @@ class Upkeep:
         blocks = blocks[self._index.blocks.named[blocks]]
         return blocks[self._index.nearest(blocks, range(len(self._index.tiers))) >= 0]
 
-    def forget_namespaces(self, namespaces: set[int], draft: Draft) -> int:
+    def forget_namespaces(self, namespaces: set[int], draft: PlanBuilder) -> int:
         """Their blocks are never found again, and what is on its way is nobody's; how many had pages, which they keep until `free_forgotten`."""
         blocks = self._index.blocks
         self._puts.dead |= namespaces
@@ -207,7 +207,7 @@ class Upkeep:
                 self._index.doom(tier, targets, Reason.EPOCH_BUMPED, draft)
         return count
 
-    def free_forgotten(self, blocks: Ids, namespaces: Sequence[int], draft: Draft) -> None:
+    def free_forgotten(self, blocks: Ids, namespaces: Sequence[int], draft: PlanBuilder) -> None:
         """Those of the ids that were forgotten with these namespaces lose their pages."""
         those = blocks[self._index.blocks.forgotten[blocks]]
         those = those[among(self._index.blocks.namespace[those], namespaces)]
@@ -215,7 +215,7 @@ class Upkeep:
         for tier in range(len(self._index.tiers)):
             self._doom_all(tier, those, Reason.EPOCH_BUMPED, draft)
 
-    def evict(self, blocks: Ids, tier: int | None, draft: Draft) -> None:
+    def evict(self, blocks: Ids, tier: int | None, draft: PlanBuilder) -> None:
         """Frees pages that nothing holds."""
         blocks = self.live(blocks)
         for position in range(len(self._index.tiers)) if tier is None else [tier]:
@@ -251,7 +251,7 @@ class Upkeep:
         self._index.weigh(blocks)
         return len(blocks)
 
-    def _doom_all(self, tier: int, blocks: Ids, reason: Reason, draft: Draft) -> None:
+    def _doom_all(self, tier: int, blocks: Ids, reason: Reason, draft: PlanBuilder) -> None:
         pages = self._index.attached(tier, blocks)
         pages = pages[pages >= 0]
         if len(pages):

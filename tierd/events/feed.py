@@ -21,12 +21,12 @@ from tierd.cache.cache import Cache
 from tierd.cache.events import Event as LogEvent
 from tierd.cache.events import EventKind
 from tierd.config import EventsConfig
+from tierd.core.arrays.sets import kinds
 from tierd.core.plan import Ids
-from tierd.core.sets import kinds
 from tierd.events.naming import space_of
+from tierd.events.payloads import MEDIUM, Event
 from tierd.events.publisher import Publisher
-from tierd.events.told import Names, Space, Told
-from tierd.events.wire import MEDIUM, Event
+from tierd.events.router_view import Names, Space, Told
 
 log = structlog.get_logger(__name__)
 

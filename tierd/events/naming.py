@@ -11,11 +11,11 @@ from functools import lru_cache
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.core.block import Namespace
-from tierd.core.model import HASH_BYTES, PUT_BLOCK, ROOT
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.model import HASH_BYTES, PUT_BLOCK, ROOT
 from tierd.errors import InvalidArgument
-from tierd.events.told import Names, Space
-from tierd.events.wire import NAME_BYTES_MAX
+from tierd.events.payloads import NAME_BYTES_MAX
+from tierd.events.router_view import Names, Space
 
 
 def names_of(group: pb.PutGroup, namespace: Namespace) -> Names:

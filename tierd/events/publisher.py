@@ -1,6 +1,6 @@
 """The sockets, and the thread that alone touches them and the books.
 
-Purpose: what happened, as messages with numbers; replays. Non-purpose: when something happened (feed.py), what is to be told of it (told.py). Invariants: nobody
+Purpose: what happened, as messages with numbers; replays. Non-purpose: when something happened (feed.py), what is to be told of it (router_view.py). Invariants: nobody
 waits for a subscriber, who loses messages and sees it by their numbers; what is kept for replays and queued for one subscriber is bounded in messages and bytes;
 a replay that begins later than was asked for begins with "cleared"; numbers begin at the wall clock, so that another life of the daemon shows as a gap.
 """
@@ -22,8 +22,8 @@ import structlog
 
 from tierd.config import EventsConfig
 from tierd.errors import ConfigError
-from tierd.events.told import EVENT_TOKENS, Told
-from tierd.events.wire import END, Batch, Cleared, Event, Stored, encode
+from tierd.events.payloads import END, Batch, Cleared, Event, Stored, encode
+from tierd.events.router_view import EVENT_TOKENS, Told
 
 log = structlog.get_logger(__name__)
 

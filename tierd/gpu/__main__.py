@@ -1,6 +1,6 @@
 """`python -m tierd.gpu FD ORDINAL`: the GPU process, started by `tierd.gpu.process` and by nobody else.
 
-Purpose: to end with the daemon. Non-purpose: what it does until then. Invariants: those of children.py; it ends with its socket.
+Purpose: to end with the daemon. Non-purpose: what it does until then. Invariants: those of linux/children.py; it ends with its socket.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import os
 import sys
 from contextlib import suppress
 
-from tierd import children
 from tierd.gpu.child import Child
+from tierd.linux import children
 
 
 def main() -> None:

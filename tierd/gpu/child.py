@@ -22,10 +22,10 @@ from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
 from tierd.gpu.direct import DirectReads
 from tierd.gpu.hosts import Hosts
+from tierd.gpu.protocol import Inbox, Message, frame, pack_sums, unpack_pieces
 from tierd.gpu.runs import Runs, coalesced
 from tierd.gpu.slabs import Slabs
 from tierd.gpu.sums import Sums, open_sums
-from tierd.gpu.wire import Inbox, Message, frame, pack_sums, unpack_pieces
 
 THREADS = 8
 """Requests that are carried out at one time; most of it they wait for the GPU."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from tierd.errors import TierdError, Unsupported
 from tierd.gpu.kernels import Kernels
-from tierd.gpu.wire import GpuFacts
+from tierd.gpu.protocol import GpuFacts
 from tierd.kernels.driver import bindings, call
 
 BATCH_VERSION = 12080

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.errors import InvalidArgument
 from tierd.gpu.cufile import CuFile
 from tierd.gpu.device import Device
 from tierd.gpu.probe import direct_by
+from tierd.gpu.protocol import READ, SliceTable, pack_sums
 from tierd.gpu.regions import Region, Regions
 from tierd.gpu.slabs import Slabs
 from tierd.gpu.sums import Sums
-from tierd.gpu.wire import READ, SliceTable, pack_sums
 
 READERS = 16
 """Reads under way at one time: as many as a store of the daemon's has by default."""

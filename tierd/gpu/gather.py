@@ -15,8 +15,8 @@ import numpy as np
 
 from tierd.errors import TierdError, TierFailed
 from tierd.gpu.device import Device
+from tierd.gpu.kernel_columns import Told
 from tierd.gpu.runs import RUNS_MAX, Runs
-from tierd.gpu.told import Told
 from tierd.kernels.pages import copy_runs
 
 ROW = np.dtype([("to", "<u8"), ("from", "<u8"), ("length", "<u4")])

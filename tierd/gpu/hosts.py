@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from tierd.errors import InvalidArgument, Overloaded, TierdError
 from tierd.gpu.device import Device
 from tierd.gpu.regions import Region, Regions
-from tierd.tiers.mapping import address_of, map_file
+from tierd.linux.mapping import address_of, map_file
 
 REGISTERED_BYTES = 64 << 30
 """At most, in one call: drivers refuse half a tebibyte, and what they have refused they tell once more to the next caller."""

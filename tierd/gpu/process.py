@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tierd import children, errors
-from tierd.core.model import StructArray
+from tierd import errors
+from tierd.core.formats.model import StructArray
 from tierd.errors import Overloaded, TierdError, TierFailed
-from tierd.gpu.wire import READ, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+from tierd.gpu.protocol import READ, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+from tierd.linux import children
 
 START_PATIENCE_S = 60.0
 """For the driver's own beginning, which takes seconds where many GPUs are."""

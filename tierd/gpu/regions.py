@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import StructArray
+from tierd.core.formats.model import StructArray
 from tierd.errors import InvalidArgument, TierFailed
 
 Addresses = NDArray[np.uint64]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.gpu.protocol import PIECES_MAX
 from tierd.gpu.regions import Addresses
-from tierd.gpu.wire import PIECES_MAX
 
 RUNS_MIN = 32
 """Fewer small runs are not gathered."""

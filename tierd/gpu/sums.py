@@ -1,6 +1,6 @@
 """Checksums of what lies on the device: by a kernel where there is one, else by way of host memory.
 
-Purpose: slice tables of spans of device memory. Non-purpose: the algorithm (`tierd.tiers.checksum` names it). Invariants: what is summed was read after the
+Purpose: slice tables of spans of device memory. Non-purpose: the algorithm (`tierd.checksum` names it). Invariants: what is summed was read after the
 call began; both ways give the same tables.
 """
 
@@ -15,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.block import slice_lengths
-from tierd.core.model import StructArray
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.model import StructArray
 from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
+from tierd.gpu.kernel_columns import Told
+from tierd.gpu.protocol import SliceTable
 from tierd.gpu.regions import Addresses
 from tierd.gpu.runs import Runs
-from tierd.gpu.told import Told
-from tierd.gpu.wire import SliceTable
 from tierd.kernels.sums import KERNEL, cut_pages
 from tierd.kernels.sums import slice_sums as slice_sums_on
-from tierd.tiers.checksum import slice_sums
 
 SLICES_MAX = 1 << 16
 """In one launch: 16 GiB of whole ones."""

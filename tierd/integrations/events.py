@@ -1,7 +1,7 @@
 """KV events as a router receives them: from tierd, and from the engines whose format it is.
 
 Purpose: `Subscriber`, which follows one publisher and closes gaps by replays, and `Whereabouts`, which media hold a block. Non-purpose: the format
-(tierd/events/wire.py), choosing a worker. Invariants: batches come once, in order; where one cannot be had, "cleared" stands in its place, so that nobody
+(tierd/events/payloads.py), choosing a worker. Invariants: batches come once, in order; where one cannot be had, "cleared" stands in its place, so that nobody
 goes on believing in blocks that have gone; every wait has its time. Needs pyzmq: the extra `events`.
 """
 
@@ -14,7 +14,7 @@ from typing import Self
 
 import zmq
 
-from tierd.events.wire import END, Batch, Cleared, Event, Hash, Stored, decode
+from tierd.events.payloads import END, Batch, Cleared, Event, Hash, Stored, decode
 
 REPLAY_TIMEOUT_S = 5.0
 

@@ -1,4 +1,4 @@
-"""Checksums of slices of blocks by the kernel of cuda/src/hash.cu: xxh3-64 of each, as `tierd.tiers.checksum` has them on the host.
+"""Checksums of slices of blocks by the kernel of cuda/src/hash.cu: xxh3-64 of each, as `tierd.checksum` has them on the host.
 
 Purpose: cut pages into slices, check what is given, launch. Non-purpose: the digest over a block's sums, and what a sum is compared with. Invariants: no memory is
 made and nothing is read back; a slice of no bytes is not read, of any other nothing but the granules of 16 bytes that it touches. What stands in the arrays of
@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.block import slice_lengths
+from tierd.core.formats.block import slice_lengths
 from tierd.kernels import params
 from tierd.kernels.buffers import Array, Buffer
 from tierd.kernels.library import Library
@@ -40,7 +40,7 @@ class Slices:
 
 
 def cut_pages(addresses: Iterable[int], lengths: Iterable[int], layers: Iterable[int]) -> Slices:
-    """Slices of pages as `tierd.core.block.slice_lengths` cuts the blocks in them. lengths: bytes of each block; layers: of each, 0 for an opaque one."""
+    """Slices of pages as `tierd.core.formats.block.slice_lengths` cuts the blocks in them. lengths: bytes of each block; layers: of each, 0 for an opaque one."""
     cuts = [_cut(int(length), int(count)) for length, count in zip(lengths, layers, strict=True)]
     starts = [np.uint64(address) + offsets for address, (offsets, _) in zip(addresses, cuts, strict=True)]
     return Slices(

@@ -1,6 +1,6 @@
 // The data plane's loops: blocks found in a directory and copied, each summed by XXH3-64 in the pass that copies it.
 //
-// The plain forms, with the same results, are `tierd/client/copying.py` and `tierd/client/onesided.py`; tests hold
+// The plain forms, with the same results, are `tierd/client/data/copying.py` and `tierd/client/data/one_sided_get.py`; tests hold
 // one to the other. XXH3 is Yann Collet's, written here from its description
 // (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): a stripe is 64 bytes, a block of it 16 stripes. What is summed
 // is what is stored: each byte is read once, but for the last 64 of a slice.
@@ -18,7 +18,7 @@
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "sums and tables are little-endian");
 
-// SEGMENT of tierd/client/mapping.py: a mapped segment. place: as the directory has it. Segments ascend by it.
+// SEGMENT of tierd/client/session/mapping.py: a mapped segment. place: as the directory has it. Segments ascend by it.
 struct TierdSegment {
   uint64_t place;
   const uint8_t* data;
@@ -203,7 +203,7 @@ struct Cut {
   size_t piece, pieces, last, layers;
 };
 
-// As `slice_cut` of tierd/core/block.py.
+// As `slice_cut` of tierd/core/formats/block.py.
 Cut cut_of(size_t length, size_t layers) {
   if (length == 0) return {0, 1, 0, 0};
   size_t layer = layers > 0 && length % layers == 0 ? length / layers : length;
@@ -249,7 +249,7 @@ uint64_t segment_at(const TierdSegment* segments, uint64_t count, uint64_t place
 
 }  // namespace
 
-// BLOCK of tierd/client/copying.py.
+// BLOCK of tierd/client/data/copying.py.
 struct TierdBlock {
   const uint8_t* source;
   uint8_t* target;  // null: it is summed alone
@@ -275,7 +275,7 @@ TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, 
   return done;
 }
 
-// PAGE of tierd/client/onesided.py: a published page, as its entry says.
+// PAGE of tierd/client/data/one_sided_get.py: a published page, as its entry says.
 struct TierdPage {
   const uint8_t* source;
   uint64_t length;

@@ -6,9 +6,9 @@ Purpose: what a daemon and a simulation make alike. Non-purpose: which names the
 from __future__ import annotations
 
 from tierd.core.admission import Admission
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction, Listener
-from tierd.core.model import TierSpec
+from tierd.core.formats.model import TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.policies.admission import ADMISSION
 from tierd.policies.admission.learned import Learned
 from tierd.policies.eviction import EVICTION
@@ -18,7 +18,7 @@ from tierd.policies.reuse.learner import Learner
 
 
 class NamedPolicies:
-    """See the module; keeps `tierd.core.policies.Policies`. One object serves one core."""
+    """See the module; keeps `tierd.core.index.policies.Policies`. One object serves one core."""
 
     def __init__(self, learner: Learner | None = None) -> None:
         """learner: what was learnt in a former life."""

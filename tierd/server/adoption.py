@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import structlog
 
+from tierd.core.arrays.sets import among, every
 from tierd.core.core import Core
-from tierd.core.model import SegmentAssignment, StructArray
-from tierd.core.namespaces import NamespaceRegistry
-from tierd.core.sets import among, every
+from tierd.core.formats.model import SegmentAssignment, StructArray
+from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.tiers.tier import Recovered
 
 log = structlog.get_logger(__name__)

@@ -28,10 +28,10 @@ from tierd.cache.parts import Parts
 from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
-from tierd.core.block import Namespace
 from tierd.core.core import Core
-from tierd.core.model import FREED, Reason, TierKind, TierSpec
-from tierd.core.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.model import FREED, Reason, TierKind, TierSpec
+from tierd.core.index.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.core.plan import Plan, Start
 from tierd.errors import ConfigError, CorruptRecord
 from tierd.failpoint import failpoint
@@ -41,16 +41,16 @@ from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.learner import Learner
 from tierd.server.adoption import Adoption
-from tierd.server.former import open_holds
 from tierd.server.instance import Instance
-from tierd.server.learned import read_learner
-from tierd.tiers.arena import Arena
-from tierd.tiers.cuda import CudaTier, GpuOptions
-from tierd.tiers.heads import check_versions
-from tierd.tiers.holds import FormerHolder, HoldTable
-from tierd.tiers.lock import check_way
-from tierd.tiers.nvme import NvmeStore, Patience
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.server.operators.learned import read_learner
+from tierd.server.previous_run import open_holds
+from tierd.tiers.arena.arena import Arena
+from tierd.tiers.arena.holds import FormerHolder, HoldTable
+from tierd.tiers.device.cuda import CudaTier, GpuOptions
+from tierd.tiers.io.format_check import check_versions
+from tierd.tiers.io.lock import check_way
+from tierd.tiers.store.nvme import NvmeStore, Patience
+from tierd.tiers.store.slots import HEADER_BYTES
 from tierd.tiers.tier import Recovered, Tier, is_device, is_stored
 
 TierTable = DeviceConfig | HostConfig | NvmeConfig

@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierd.config import Config
-from tierd.core.model import TierKind, TierSpec
-from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.errors import AlreadyOwned, CorruptRecord
 from tierd.server.assembly import spec_of
-from tierd.server.former import TABLE_NAME
 from tierd.server.instance import unsealed
-from tierd.tiers.arena_files import LOCK_NAME as ARENA_LOCK
-from tierd.tiers.fsck import Part, borrowed_lock
-from tierd.tiers.fsck_arena import check_arena, check_holds
-from tierd.tiers.fsck_store import check_store
-from tierd.tiers.purge import list_arenas
-from tierd.tiers.store_files import LOCK_NAME as STORE_LOCK
+from tierd.server.previous_run import TABLE_NAME
+from tierd.tiers.arena.arena_files import LOCK_NAME as ARENA_LOCK
+from tierd.tiers.fsck.fsck import Part, borrowed_lock
+from tierd.tiers.fsck.fsck_arena import check_arena, check_holds
+from tierd.tiers.fsck.fsck_store import check_store
+from tierd.tiers.fsck.purge import list_arenas
+from tierd.tiers.store.store_files import LOCK_NAME as STORE_LOCK
 
 INSTANCE = "instance"
 

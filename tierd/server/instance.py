@@ -11,12 +11,12 @@ from pathlib import Path
 
 import structlog
 
-from tierd.core.namespaces import NamespaceRegistry
+from tierd.checksum import record_checksum
+from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.errors import CorruptRecord, TierFailed
 from tierd.failpoint import failpoint
-from tierd.tiers.checksum import record_checksum
-from tierd.tiers.durable import replace_file
-from tierd.tiers.lock import OwnerLock, private_directory, take_lock
+from tierd.tiers.io.durable import replace_file
+from tierd.tiers.io.lock import OwnerLock, private_directory, take_lock
 
 log = structlog.get_logger(__name__)
 

@@ -21,17 +21,17 @@ from typing import Any
 import structlog
 
 import tierd
-from tierd import notify
 from tierd.config import Config
 from tierd.errors import Unsupported
 from tierd.events.feed import publishing
 from tierd.failpoint import failpoint
-from tierd.server import heap, precedence
+from tierd.linux import systemd
 from tierd.server.assembly import Assembly, assemble
-from tierd.server.fault_socket import fault_socket
 from tierd.server.listeners import Listeners
-from tierd.server.surroundings import watched
-from tierd.server.watchdog import Deadman, LoopWatch, end_now
+from tierd.server.process import heap, thread_priority
+from tierd.server.process.fault_socket import fault_socket
+from tierd.server.process.surroundings import watched
+from tierd.server.process.watchdog import Deadman, LoopWatch, end_now
 from tierd.tiers.tier import is_stored
 
 log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
     os.umask(0o077)
     heap.keep_freed()
     allow_descriptors()
-    log.info("event loop", goes_first=precedence.go_first())
+    log.info("event loop", goes_first=thread_priority.go_first())
     # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()
@@ -103,9 +103,9 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
                 failpoint("lifecycle.before_ready")
                 daemon.state = "serving"
                 _say_what_was_chosen(daemon)
-                notify.ready()
+                systemd.ready()
                 await stop.wait()
-            notify.stopping()
+            systemd.stopping()
             Deadman(2 * config.server.shutdown_deadline + SLACK_S)
             failpoint("lifecycle.before_settle")
             await _settle(daemon, listeners)
@@ -119,7 +119,7 @@ async def _load(daemon: Assembly, stop: asyncio.Event) -> bool:
     if daemon.adoptions:
         daemon.state = "loading"
         log.info("serving from memory", loading=[daemon.tiers[a.position].spec.name for a in daemon.adoptions])
-        notify.loading()
+        systemd.loading()
     loading, stopping = asyncio.ensure_future(daemon.load()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -170,11 +170,11 @@ async def _in_time(end: Coroutine[Any, Any, None], deadline: float) -> None:
 async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
     """Tells the supervisor from the event loop that the event loop turns, and has it watched from a thread."""
     server = daemon.config.server
-    interval_s = notify.watchdog_interval_s()
+    interval_s = systemd.watchdog_interval_s()
 
     async def feed(every_s: float) -> None:
         while True:
-            notify.alive()
+            systemd.alive()
             await asyncio.sleep(every_s)
 
     task = asyncio.create_task(feed(interval_s)) if interval_s else None

@@ -20,29 +20,29 @@ import structlog
 
 import tierd
 from tierd import metrics, places
-from tierd.bearer import read_bearer
 from tierd.config import split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
-from tierd.events.told import Names
-from tierd.server.admin import About, AdminService, SessionRow
+from tierd.events.router_view import Names
 from tierd.server.assembly import Assembly
-from tierd.server.credits import Credits
-from tierd.server.gauges import Gauges
-from tierd.server.guard import Guard
-from tierd.server.hearsay import Hearsay
-from tierd.server.identity import Identity, IdentityRules, Peer, identify, load_rules
-from tierd.server.learned import Learned
-from tierd.server.lines import LINES, Lines
-from tierd.server.mailboxes import Mailboxes
-from tierd.server.newcomers import Newcomers
-from tierd.server.recorder import Recorder
-from tierd.server.rpc import Rpc
-from tierd.server.service import CacheService
-from tierd.server.session_socket import SessionSocket
-from tierd.server.sessions import MappedFiles, Session, SessionCalls, Sessions
-from tierd.server.wear import Wear
-from tierd.tiers.holds import Holder, read_boot_id
-from tierd.tiers.lock import check_way
+from tierd.server.grpc.admin import About, AdminService, SessionRow
+from tierd.server.grpc.credits import Credits
+from tierd.server.grpc.guard import Guard
+from tierd.server.grpc.servers import Rpc
+from tierd.server.grpc.service import CacheService
+from tierd.server.grpc.unauthenticated import Unauthenticated
+from tierd.server.local_rpc.calls import LINES, Lines
+from tierd.server.operators.gauges import Gauges
+from tierd.server.operators.learned import Learned
+from tierd.server.operators.recorder import Recorder
+from tierd.server.operators.wear import Wear
+from tierd.server.session.hit_reports import HitReports
+from tierd.server.session.identity import Identity, IdentityRules, Peer, identify, load_rules
+from tierd.server.session.notice_polling import NoticePolling
+from tierd.server.session.session_socket import SessionSocket
+from tierd.server.session.sessions import MappedFiles, Session, SessionCalls, Sessions
+from tierd.tcp.bearer import read_bearer
+from tierd.tiers.arena.holds import Holder, read_boot_id
+from tierd.tiers.io.lock import check_way
 from tierd.tiers.tier import Tier, is_device, is_shared
 
 log = structlog.get_logger(__name__)
@@ -74,7 +74,7 @@ class Listeners:
             now=asyncio.get_running_loop().time,
             cut_off=self._cut_off,
         )
-        self._hearsay = Hearsay(self._service.note_told)
+        self._hit_reports = HitReports(self._service.note_told)
         calls = SessionCalls(
             self._opened,
             self._stopped,
@@ -85,14 +85,14 @@ class Listeners:
             cache.leave_session,
             self._service.grants.revoke,
             lambda session, into: cache.end_session(session, into=into),
-            self._hearsay.add,
+            self._hit_reports.add,
             self._directory,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
-        self._mailboxes = Mailboxes(self.sessions.read_mailbox)
+        self._notice_polling = NoticePolling(self.sessions.read_mailbox)
         cache.hear = self._hear
         guard = self._build_guard()
-        self._lines = Lines(self._service, guard=guard, answered=self._mailboxes.answered)
+        self._lines = Lines(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
             self.directory / places.SESSION_SOCKET_NAME,
@@ -114,7 +114,7 @@ class Listeners:
         self._rpc = self._build_rpc(guard)
         self._gauges = Gauges(daemon, sessions=self.sessions)
         self._metrics: metrics.Listener | None = None
-        self._newcomers: Newcomers | None = None
+        self._unauthenticated: Unauthenticated | None = None
 
     async def __aenter__(self) -> Self:
         self._watch_former()
@@ -124,10 +124,10 @@ class Listeners:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hear(None)  # else the session table would tell the next life of leases given back
-        self._mailboxes.close()
+        self._notice_polling.close()
         self._socket.close()
-        if self._newcomers:
-            self._newcomers.close()
+        if self._unauthenticated:
+            self._unauthenticated.close()
         await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
         if self._metrics:
@@ -143,7 +143,7 @@ class Listeners:
         self._socket.open()
         self._rpc.listen_unix(self.directory / places.SOCKET_NAME)
         if server.tcp_listen:
-            self._newcomers = self._rpc.listen_tcp(server.tcp_listen)
+            self._unauthenticated = self._rpc.listen_tcp(server.tcp_listen)
         await self._rpc.start()
         if server.metrics_listen:
             self._metrics = self._listen_metrics(server.metrics_listen)
@@ -177,7 +177,7 @@ class Listeners:
                 name=s.name,
                 sdk=s.sdk,
                 engine=s.engine,
-                namespaces=self._service.openings.of(s.id),
+                namespaces=self._service.recent_namespaces.of(s.id),
                 state=s.state.value,
                 age_s=time.monotonic() - s.opened,
             )
@@ -258,15 +258,15 @@ class Listeners:
     def _hear(self, asker: int | None) -> None:
         if asker is not None:
             self.sessions.hear(asker)
-        self._mailboxes.read_all()
+        self._notice_polling.read_all()
 
     def _stopped(self, session: int) -> None:
-        self._hearsay.finish(session)
+        self._hit_reports.finish(session)
         self._daemon.cache.stop_session(session)
         self._lines.leave(session)
         self._credits.forget(session)
         self._service.grants.forget(session)
-        self._service.openings.forget(session)
+        self._service.recent_namespaces.forget(session)
 
     def _directory(self, session: Session) -> tuple[int, int]:
         """Raises OSError."""

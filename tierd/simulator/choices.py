@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
 from tierd.policies.eviction import EVICTION
+from tierd.simulator.rivals import RIVALS
 
 DEFAULT = "default"
 """What the daemon would run by its settings."""
@@ -39,7 +40,7 @@ class Choice:
 
 def names() -> list[str]:
     """Every name that a tier's policy may have."""
-    return [DEFAULT, CLAIRVOYANT, *sorted(EVICTION)]
+    return [DEFAULT, CLAIRVOYANT, *sorted({**EVICTION, **RIVALS})]
 
 
 def parse_choice(text: str) -> Choice:

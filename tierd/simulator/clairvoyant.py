@@ -15,11 +15,11 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver, Sequence
 from tierd.core.eviction import Ids, Mask
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.index.blocks import Blocks
+from tierd.core.instant_driver import InstantDriver, Sequence
 from tierd.policies.admission.gate import Gate, Worth
 from tierd.simulator.sequences import Numbers, Trace, numbers_of
 

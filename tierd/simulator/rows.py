@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.simulator.choices import CLAIRVOYANT
 from tierd.simulator.runs import Outcome, Run
 from tierd.simulator.sequences import Trace

@@ -20,15 +20,16 @@ from multiprocessing import connection
 from typing import Any
 
 from tierd.core.admission import Admission
-from tierd.core.blocks import Blocks
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver
 from tierd.core.eviction import Eviction
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.index.blocks import Blocks
+from tierd.core.instant_driver import InstantDriver
 from tierd.errors import TierFailed
 from tierd.policies.named import NamedPolicies
 from tierd.simulator.choices import CLAIRVOYANT, Choice
 from tierd.simulator.clairvoyant import Clairvoyant, Foresight, ForesightDriver, UsedAgain
+from tierd.simulator.rivals import RIVALS
 from tierd.simulator.sequences import Trace
 from tierd.simulator.sizes import Tiers
 from tierd.simulator.wear import Writes
@@ -66,13 +67,15 @@ class Outcome:
 
 
 class _Knowing(NamedPolicies):
-    """The daemon's policies, and those that know the future. knowing: gets each of these."""
+    """The daemon's policies, their rivals, and those that know the future. knowing: gets each of the last."""
 
     def __init__(self, sight: Foresight | None, knowing: list[Clairvoyant]) -> None:
         super().__init__()
         self._sight, self._known_by = sight, knowing
 
     def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
+        if spec.eviction in RIVALS:
+            return RIVALS[spec.eviction](blocks)
         if spec.eviction != CLAIRVOYANT:
             return super().eviction(spec, blocks)
         assert self._sight is not None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.drive import Sequence
+from tierd.core.instant_driver import Sequence
 from tierd.core.plan import PutQuery
 
 Numbers = NDArray[np.int64]

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 from tierd.config import AUTO, Config, DeviceConfig, HostConfig, NvmeConfig, resolve
-from tierd.core.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
 from tierd.errors import InvalidArgument
 from tierd.server.assembly import spec_of, specs_of
 from tierd.simulator.sequences import Measure

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
 from tierd.errors import InvalidArgument
 from tierd.policies.admission import ADMISSION
 from tierd.simulator.choices import CLAIRVOYANT, DEFAULT

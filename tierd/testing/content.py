@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Philox  # here, and not when it is first used: threads that load it at one time find no end
 from numpy.typing import NDArray
 
-from tierd.core.model import HASH_BYTES
+from tierd.core.formats.model import HASH_BYTES
 
 ROW_WORDS = 512
 

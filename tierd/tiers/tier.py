@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, runtime_check
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.model import SegmentAssignment, StructArray, TierSpec
+from tierd.core.formats.model import SegmentAssignment, StructArray, TierSpec
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
-    from tierd.tiers.slots import SlotFile
+    from tierd.tiers.store.slots import SlotFile
 
 SliceTable = NDArray[np.uint64]
 """xxh3-64 of each slice of a block, in order."""

@@ -18,14 +18,14 @@ import numpy as np
 from array_api_compat import to_device
 from numpy.typing import NDArray
 
-from tierd.core.block import KVGeometry
+from tierd.core.formats.block import KVGeometry
 from tierd.errors import ConfigError, Unsupported
 from tierd.kernels.e4m3 import E4M3
 from tierd.kernels.library import EMULATED, REFERENCE, asked_kernels
 from tierd.worker.checkpoint import RawTensor
 
 if TYPE_CHECKING:
-    from tierd.client.device import Mark
+    from tierd.client.session.device import Mark
     from tierd.worker.gpu import GpuMemory
 
 Array = Any

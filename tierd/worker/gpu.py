@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.device import Gpu, GpuPlace, Mark, gpu_at
-from tierd.client.work import pauses
+from tierd.client.data.gpu_work import pauses
+from tierd.client.session.device import Gpu, GpuPlace, Mark, gpu_at
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.kernels.buffers import BYTES, DTYPES
 from tierd.kernels.loaded import current_stream

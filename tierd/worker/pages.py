@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from array_api_compat import array_namespace
 
-from tierd.core.block import KVGeometry
+from tierd.core.formats.block import KVGeometry
 from tierd.errors import InvalidArgument
 from tierd.kernels.e4m3 import E4M3, ScaledPages, encoded
 from tierd.worker.backend import Backend, page_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.block import KVGeometry
+from tierd.core.formats.block import KVGeometry
 from tierd.errors import ConfigError
 from tierd.kernels.e4m3 import E4M3, E4M3_MOST
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tierd.core.block import KVGeometry
+from tierd.core.formats.block import KVGeometry
 from tierd.errors import ConfigError
 
 Shape = tuple[int, ...]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
 from tierd.client.values import Hashes
-from tierd.core.model import ROOT
+from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError, DeadlineExceeded, ForkedClient, InvalidArgument, StaleHandle, TierdError
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, protocol
-from tierd.core.model import HANDLE
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace
+from tierd.client.transport import requests
+from tierd.core.formats.model import HANDLE
 from tierd.testing import Daemon, chain
 from tools.bench.echo import Echo, request_of
 from tools.bench.measure import FULL, KIB, Effort, interleaved
@@ -51,7 +52,7 @@ class Bench:
 
     def echo_of(self, verb: str, *, raw: bool = False) -> Callable[[], object]:
         """An echo of messages as long as the verb's: on a stream, or on a raw socket."""
-        groups = [protocol.group_message(Group(self._space, self._missing if verb == "lookup_empty" else self._held))]
+        groups = [requests.group_message(Group(self._space, self._missing if verb == "lookup_empty" else self._held))]
         count = len(groups[0].hashes) // 32
         if verb == "view":
             asked: int = pb.AcquireRequest(groups=groups, tier=1).ByteSize()  # type: ignore[arg-type]

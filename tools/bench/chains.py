@@ -20,7 +20,7 @@ import numpy as np
 from tierd.client import Client, NamespaceSpec
 from tierd.client.splitting import PART_BLOCKS
 from tierd.core.core import Core
-from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, TierKind, TierSpec
+from tierd.core.formats.model import PUT_BLOCK, ROOT, BlockStatus, TierKind, TierSpec
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.policies.eviction import EVICTION
 from tierd.policies.named import NamedPolicies

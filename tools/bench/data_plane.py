@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tierd.client import Client, NamespaceSpec, OpenedNamespace, copying
-from tierd.client.buffers import address_of
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
+from tierd.client.data import copying
+from tierd.client.data.buffers import address_of
 from tierd.testing import Daemon, chain
 from tools.bench.measure import FULL, KIB, MIB, Cold, Cost, Effort, Sums, Work, cpus, interleaved, rates
 from tools.bench.rows import Row, row_of

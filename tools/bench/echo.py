@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import grpc
 
-from tierd.client.rpc import OPTIONS
+from tierd.client.transport.grpc_calls import OPTIONS
 from tools.bench.measure import COLD_BYTES, Cold, line_of
 
 HEAD = struct.Struct("<II")

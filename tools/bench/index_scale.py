@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver
-from tierd.core.drive import Sequence as Asked
-from tierd.core.meta import new_meta
-from tierd.core.model import EXTENT, PAGE_ALIGN_BYTES, SegmentAssignment, TierKind, TierSpec
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import EXTENT, PAGE_ALIGN_BYTES, SegmentAssignment, TierKind, TierSpec
+from tierd.core.instant_driver import InstantDriver
+from tierd.core.instant_driver import Sequence as Asked
 from tierd.core.plan import GroupQuery
 from tierd.policies.named import NamedPolicies
 from tools.bench.rows import Row, row_of

@@ -23,17 +23,17 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from tierd.checksum import record_checksum
 from tierd.client import Client, NamespaceSpec
-from tierd.core.meta import new_meta, seal
-from tierd.core.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.core.formats.meta import new_meta, seal
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.errors import TierdError
 from tierd.testing import Daemon
-from tierd.tiers.checksum import record_checksum
-from tierd.tiers.journal import SegmentBegun
-from tierd.tiers.recovery import load_index
-from tierd.tiers.snapshot import write_snapshot
-from tierd.tiers.store_files import slots_path
-from tierd.tiers.stored_index import StoredIndex
+from tierd.tiers.store.journal import SegmentBegun
+from tierd.tiers.store.recovery import load_index
+from tierd.tiers.store.snapshot import write_snapshot
+from tierd.tiers.store.store_files import slots_path
+from tierd.tiers.store.stored_index import StoredIndex
 from tools.bench import daemon_start, size
 from tools.bench.rows import Row, row_of
 from tools.bench.table import WIDE, table_of

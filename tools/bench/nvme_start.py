@@ -20,16 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
-from tierd.core.meta import new_meta, seal
-from tierd.core.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
-from tierd.tiers.buffered import BufferedIO
-from tierd.tiers.checksum import record_checksum
-from tierd.tiers.journal import BlocksStored, Journal, Marks, Record, SegmentBegun
-from tierd.tiers.nvme import NvmeStore
-from tierd.tiers.recovery import load_index
-from tierd.tiers.snapshot import write_snapshot
-from tierd.tiers.store_files import open_store
-from tierd.tiers.stored_index import StoredIndex, replay
+from tierd.checksum import record_checksum
+from tierd.core.formats.meta import new_meta, seal
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, TierKind, TierSpec
+from tierd.tiers.store.buffered import BufferedIO
+from tierd.tiers.store.journal import BlocksStored, Journal, Marks, Record, SegmentBegun
+from tierd.tiers.store.nvme import NvmeStore
+from tierd.tiers.store.recovery import load_index
+from tierd.tiers.store.snapshot import write_snapshot
+from tierd.tiers.store.store_files import open_store
+from tierd.tiers.store.stored_index import StoredIndex, replay
 
 CLASS_BYTES = 2 * PAGE_ALIGN_BYTES
 PAGES = 4096

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
 from tools.bench.measure import Effort
 from tools.bench.rows import Row, row_of
 from tools.bench.traffic import PAGE, PATTERNS, hit_rate

@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver
-from tierd.core.drive import Sequence as Chain
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.instant_driver import InstantDriver
+from tierd.core.instant_driver import Sequence as Chain
 from tierd.core.plan import Ids
 from tierd.policies.named import NamedPolicies
 

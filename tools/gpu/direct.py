@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tierd.core.block import slice_lengths
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
 from tierd.errors import TierdError, Unsupported
 from tierd.gpu.probe_file import probe_file
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import PIECE, READ, SliceTable
-from tierd.tiers.checksum import slice_sums
+from tierd.gpu.protocol import PIECE, READ, SliceTable
 from tools.gpu.bench import ROOT, Bench
 from tools.gpu.results import Check, Fact, Left, Result, row_of
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tierd.core.block import slice_lengths
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import PIECE, SliceTable
-from tierd.tiers.checksum import slice_sums
+from tierd.gpu.protocol import PIECE, SliceTable
 from tools.gpu import host
 from tools.gpu.bench import Bench
 from tools.gpu.results import Check, Fact, Result, row_of

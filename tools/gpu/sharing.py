@@ -12,8 +12,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from tierd.client import device
-from tierd.client.ranges import contiguous
+from tierd.client.session import device
+from tierd.client.session.ranges import contiguous
 from tierd.errors import TierdError
 from tierd.kernels.pages import copy_runs
 from tools.gpu import attending, slabs

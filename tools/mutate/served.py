@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tools.mutate.mutation import Mutation
 
-NVME = ("tests/unit/tiers/test_nvme.py",)
-SESSIONS = ("tests/unit/server/test_sessions.py",)
+NVME = ("tests/unit/tiers/store/test_nvme.py",)
+SESSIONS = ("tests/unit/server/session/test_sessions.py",)
 MOVER = ("tests/unit/test_mover.py",)
 WATCH = ("tests/unit/cache/test_watch.py",)
 
@@ -14,7 +14,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "pidfd-wait",
         "what a session held is reused only after its process has gone, not when its socket closes",
-        "tierd/server/session_connection.py",
+        "tierd/server/session/session_connection.py",
         "self._owner.sessions.stop(self.session)",
         "self._owner.sessions._end(self.session)",
         SESSIONS,
@@ -22,7 +22,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "process-start-time",
         "a later process of the same number is not taken for the holder of pages",
-        "tierd/processes.py",
+        "tierd/linux/processes.py",
         "if find_start_time(pid) == start_time and not has_ended(pidfd):",
         "if not has_ended(pidfd):",
         SESSIONS,
@@ -30,7 +30,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "put-once-more",
         "a put in the midst of which its daemon restarts is made once more",
-        "tierd/client/writing.py",
+        "tierd/client/data/writing.py",
         "    except (StaleHandle, SessionLost):\n        return _attempt(verbs, write)",
         "    except (StaleHandle, SessionLost):\n        raise",
         ("tests/system/test_client.py", "-k", "midst"),
@@ -38,7 +38,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "put-unmapped",
         "a put into spare pages whose daemon goes before they are mapped is made once more",
-        "tierd/client/writing.py",
+        "tierd/client/data/writing.py",
         "    except (NotFound, StaleHandle, SessionLost):",
         "    except (NotFound, StaleHandle):",
         ("tests/system/test_client.py", "-k", "before_its_pages"),
@@ -46,10 +46,10 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "mailbox-long-look",
         "a look into mailboxes that takes long is nobody's last by it",
-        "tierd/server/mailboxes.py",
+        "tierd/server/session/notice_polling.py",
         "if begun - at < KEPT_S",
         "if loop.time() - at < LOOK_S",
-        ("tests/unit/server/test_mailboxes.py",),
+        ("tests/unit/server/session/test_notice_polling.py",),
     ),
     Mutation(
         "holds-before-handles",
@@ -71,10 +71,10 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "epoch-commit",
         "pages that were reserved before an epoch ended are not published in it",
-        "tierd/core/commits.py",
+        "tierd/core/requests/commits.py",
         "if every(ok) and not self._is_dead(commit):",
         "if every(ok):",
-        ("tests/unit/core/test_upkeep.py", "tests/unit/core/test_puts.py"),
+        ("tests/unit/core/test_upkeep.py", "tests/unit/core/requests/test_puts.py"),
     ),
     Mutation(
         "epoch-adopt",
@@ -103,10 +103,10 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "settle-doomed",
         "a lease is not settled on pages that were taken out while their transfers flew",
-        "tierd/core/pins.py",
+        "tierd/core/requests/pins.py",
         "lost = (doom == int(Reason.CORRUPTED)) if lease.settled else (doom > 0)",
         "lost = doom < 0",
-        ("tests/unit/core/test_gets.py", "tests/unit/core/test_upkeep.py"),
+        ("tests/unit/core/requests/test_gets.py", "tests/unit/core/test_upkeep.py"),
     ),
     # -- who may
     Mutation(
@@ -115,12 +115,12 @@ SERVED: tuple[Mutation, ...] = (
         "tierd/cache/sessions.py",
         "if namespace.tenant != self.tenant_of(session):",
         "if False:",
-        ("tests/unit/server/test_guard.py",),
+        ("tests/unit/server/grpc/test_guard.py",),
     ),
     Mutation(
         "token-secret",
         "the number of a session without its secret opens nothing",
-        "tierd/server/sessions.py",
+        "tierd/server/session/sessions.py",
         "if session is None or not matches or",
         "if session is None or",
         SESSIONS,
@@ -136,10 +136,10 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "revoked-call",
         "what a call gave that its client has given up comes back",
-        "tierd/server/grants.py",
+        "tierd/server/session/grants.py",
         "if request in self._revoked.get(session, ()):",
         "if False:",
-        ("tests/unit/server/test_grants.py",),
+        ("tests/unit/server/session/test_grants.py",),
     ),
     Mutation(
         "stream-page",
@@ -147,21 +147,21 @@ SERVED: tuple[Mutation, ...] = (
         "tierd/cache/sessions.py",
         "if (session, kind, number) not in self._holdings:",
         "if False:",
-        ("tests/unit/server/test_streams.py",),
+        ("tests/unit/server/grpc/test_streams.py",),
     ),
     Mutation(
         "pinned-victims",
         "a pinned page is no victim",
-        "tierd/core/index.py",
+        "tierd/core/index/index.py",
         " & (pins[self.page[tier][at]] == 0)",
         "",
-        ("tests/unit/core/test_room.py", "tests/unit/core/test_gets.py"),
+        ("tests/unit/core/space/test_room.py", "tests/unit/core/requests/test_gets.py"),
     ),
     # -- queues and stores that are out of service
     Mutation(
         "withdrawn-waiter",
         "who waits no longer for a turn leaves the client's queue",
-        "tierd/client/credits.py",
+        "tierd/client/connect/credits.py",
         "self._waiting.remove(waiter)",
         "pass",
         ("tests/unit/client/test_client_credits.py",),
@@ -194,7 +194,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "adopted-unread",
         "a slot that a former life left counts as durable only once it was read",
-        "tierd/tiers/stored_index.py",
+        "tierd/tiers/store/stored_index.py",
         'extents["flags"] = UNVERIFIED',
         'extents["flags"] = 0',
         ("tests/system/test_restart.py", "-k", "durable"),
@@ -210,7 +210,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "closed-without-its-daemon",
         "what a client held that was closed while its daemon died is told to the successor",
-        "tierd/client/connection.py",
+        "tierd/client/connect/connection.py",
         "self.forgettable.append(self._closed.popleft())",
         "self._closed.popleft()",
         ("tests/system/test_client.py", "-k", "closed_without"),
@@ -218,15 +218,15 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "ahead-of-brought",
         "pages for puts to come are not taken from what was just put",
-        "tierd/core/puts.py",
+        "tierd/core/requests/puts.py",
         "guarded = self._planner.guard(in_order(holder.brought))",
         "guarded = self._planner.guard(in_order(holder.brought[:0]))",
-        ("tests/unit/core/test_puts.py", "-k", "put_last"),
+        ("tests/unit/core/requests/test_puts.py", "-k", "put_last"),
     ),
     Mutation(
         "near-unread",
         "what is on its way is not served by the few steps of a get that is near",
-        "tierd/core/gets.py",
+        "tierd/core/requests/gets.py",
         "not every(sight.tier[0][0, first:stop] == tier)",
         "not every(self._index.attached(tier, blocks) >= 0)",
         ("tests/unit/core/test_near.py",),
@@ -234,7 +234,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "near-twice",
         "a block that a question names twice is pinned as often as it is let go",
-        "tierd/core/gets.py",
+        "tierd/core/requests/gets.py",
         " or len(distinct(blocks)) < len(blocks):",
         ":",
         ("tests/unit/core/test_near.py",),
@@ -242,42 +242,42 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "mailbox-look",
         "a lease given back by mailbox ends although its client says nothing more",
-        "tierd/server/mailboxes.py",
+        "tierd/server/session/notice_polling.py",
         "self._timer = loop.call_later(LOOK_S, self._look)\n",
         "pass\n",
-        ("tests/unit/server/test_mailboxes.py", "tests/system/test_mailboxes.py"),
+        ("tests/unit/server/session/test_notice_polling.py", "tests/system/test_session_notices.py"),
     ),
     Mutation(
         "mailbox-room",
         "who wants room finds what others gave back by mailbox",
         "tierd/server/listeners.py",
-        "self._mailboxes.read_all()",
+        "self._notice_polling.read_all()",
         "pass",
-        ("tests/system/test_mailboxes.py",),
+        ("tests/system/test_session_notices.py",),
     ),
     Mutation(
         "mailbox-late",
         "a lease that is given back when nobody looks into the mailbox any more wakes the daemon",
-        "tierd/client/mailbox.py",
+        "tierd/client/session/notices.py",
         "return self.socket is None or time.monotonic() - self._answered_s > MAILBOX_S",
         "return False",
-        ("tests/system/test_mailboxes.py",),
+        ("tests/system/test_session_notices.py",),
     ),
     Mutation(
         "mailbox-asked",
         "how late a lease is for the mailbox is counted from when the call was asked",
-        "tierd/client/local.py",
+        "tierd/client/transport/local.py",
         "note_answered(self._asked_s)",
         "note_answered(time.monotonic())",
-        ("tests/system/test_mailboxes.py",),
+        ("tests/system/test_session_notices.py",),
     ),
     Mutation(
         "mailbox-twice",
         "a lease that came late into the mailbox wakes the daemon too",
-        "tierd/client/mailbox.py",
+        "tierd/client/session/notices.py",
         "*leases)) and not self._is_late\n",
         "*leases))\n",
-        ("tests/system/test_mailboxes.py",),
+        ("tests/system/test_session_notices.py",),
     ),
     Mutation(
         "releases-overtaken",
@@ -291,7 +291,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "full-journal",
         "records for which there was no space are written by the next sync, before that says that blocks are durable",
-        "tierd/tiers/ledger.py",
+        "tierd/tiers/store/ledger.py",
         "self._put_back(records)  # true all the same",
         "pass",
         NVME,
@@ -317,7 +317,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "no-thread-no-sync",
         "a file whose sync got no thread is synced before the journal tells of it",
-        "tierd/tiers/ledger.py",
+        "tierd/tiers/store/ledger.py",
         """        self._dirty |= files.keys()
         return TierFailed(""",
         """        return TierFailed(""",
@@ -327,10 +327,10 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "epoch-late",
         "an epoch that is restored after a later one is not current",
-        "tierd/core/namespaces.py",
+        "tierd/core/index/namespaces.py",
         "            self._past.add(namespace.id)",
         "            pass",
-        ("tests/unit/core/test_namespaces.py",),
+        ("tests/unit/core/index/test_namespaces.py",),
     ),
     Mutation(
         "naming-parents",

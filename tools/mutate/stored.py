@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tools.mutate.mutation import Mutation
 
-CATALOGUE = ("tests/unit/tiers/test_catalogue.py",)
-SLOTS = ("tests/unit/tiers/test_slots.py",)
-NVME = ("tests/unit/tiers/test_nvme.py",)
+CATALOGUE = ("tests/unit/tiers/arena/test_catalogue.py",)
+SLOTS = ("tests/unit/tiers/store/test_slots.py",)
+NVME = ("tests/unit/tiers/store/test_nvme.py",)
 MOVER = ("tests/unit/test_mover.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
 SEALED = ("tests/unit/core/test_sealed.py",)
@@ -19,7 +19,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "copy-recheck",
         "after a copy the SDK reads the generation words again",
-        "tierd/client/lease.py",
+        "tierd/client/data/lease.py",
         "good[rows] = still_hold(segment.words, self.handles[rows], for_a_lease=True)",
         "good[rows] = True",
         ("tests/unit/client/test_client.py", "-k", "taken_away"),
@@ -30,12 +30,12 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "(word_at(pages[i].word) & mask) == pages[i].generation",
         "(word_at(pages[i].word) & mask) != 1",
-        ("tests/unit/client/test_onesided.py",),
+        ("tests/unit/client/data/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-retired",
         "a page that nobody finds any more says so while a lease pins it",
-        "tierd/core/index.py",
+        "tierd/core/index/index.py",
         "draft.retire(pages_of.extents(retiring[is_held]))",
         "pass",
         (*ONE_SIDED, "-k", "epoch or scrub"),
@@ -46,7 +46,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "std::memcmp(meta + 8, hash, kHashBytes) == 0 && ",
         "",
-        ("tests/unit/client/test_onesided.py",),
+        ("tests/unit/client/data/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-sums",
@@ -54,7 +54,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         " && std::memcmp(pages[i].table, sums, 8 * slices) == 0",
         "",
-        ("tests/unit/client/test_onesided.py",),
+        ("tests/unit/client/data/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-bounds",
@@ -62,7 +62,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         " || length > segment.class_bytes",
         "",
-        ("tests/unit/client/test_onesided.py",),
+        ("tests/unit/client/data/test_one_sided_get.py",),
     ),
     Mutation(
         "directory-left",
@@ -91,7 +91,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "directory-runs",
         "and looks whether it has before it looks for blocks",
-        "tierd/client/onesided.py",
+        "tierd/client/data/one_sided_get.py",
         "if not directory.runs(namespace.id):",
         "if False:",
         ("tests/system/test_epoch.py", "-k", "without_a_call"),
@@ -99,10 +99,10 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "directory-version",
         "a directory of another version is read by nobody",
-        "tierd/core/directory.py",
+        "tierd/core/formats/directory.py",
         ' or not DIRECTORY.reads(int(head["version"]))',
         "",
-        ("tests/unit/core/test_directory.py",),
+        ("tests/unit/core/formats/test_directory.py",),
     ),
     Mutation(
         "doubted-page",
@@ -115,7 +115,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "one-sided-number",
         "and by the number that this daemon has given its namespace",
-        "tierd/client/asking.py",
+        "tierd/client/data/asking.py",
         "if link.session is None or not self.knows(group.namespace, link):",
         "if link.session is None:",
         (*ONE_SIDED, "-k", "another_daemon"),
@@ -126,12 +126,12 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         " && sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8)",
         "",
-        ("tests/unit/client/test_onesided.py",),
+        ("tests/unit/client/data/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-told",
         "a get that its daemon cannot be told of has not been made",
-        "tierd/client/mailbox.py",
+        "tierd/client/session/notices.py",
         "or not self._took(message):",
         "or (self._took(message) and False):",
         (*ONE_SIDED, "-k", "during_the_copy"),
@@ -155,7 +155,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "generations-rise",
         "a page is never given twice with one generation",
-        "tierd/core/index.py",
+        "tierd/core/index/index.py",
         "self.generation += len(pages)",
         "self.generation += 0",
         CORE,
@@ -163,7 +163,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "generations-end",
         "past the last generation no page is given",
-        "tierd/core/room.py",
+        "tierd/core/space/room.py",
         "count = min(count, self._index.generations_left)",
         "count = count + 0",
         CORE,
@@ -171,7 +171,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "retract-word",
         "the generation word of a freed page changes before the page is used again",
-        "tierd/tiers/catalogue.py",
+        "tierd/tiers/arena/catalogue.py",
         "self._generations[slots] = NO_GENERATION",
         "pass",
         CATALOGUE,
@@ -179,7 +179,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "survivor-generation",
         "an entry counts after a restart only with its page's generation",
-        "tierd/tiers/catalogue.py",
+        "tierd/tiers/arena/catalogue.py",
         'here &= (metas["generation"] == self._generations[slots]) & (metas["generation"] != NO_GENERATION)',
         'here &= metas["generation"] != NO_GENERATION',
         CATALOGUE,
@@ -187,7 +187,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "late-publish",
         "an entry is not written for a page that has moved on",
-        "tierd/tiers/catalogue.py",
+        "tierd/tiers/arena/catalogue.py",
         'current = true_rows(self._generations[slots] == records["generation"])',
         "current = np.arange(len(records))",
         CATALOGUE,
@@ -195,7 +195,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "slot-generation",
         "a slot that holds an earlier occupant is a miss",
-        "tierd/tiers/slots.py",
+        "tierd/tiers/store/slots.py",
         'for name in ("segment", "offset", "generation"):\n        good &=',
         'for name in ("segment", "offset"):\n        good &=',
         SLOTS,
@@ -203,7 +203,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "slot-store",
         "a slot of another store is a miss",
-        "tierd/tiers/slots.py",
+        "tierd/tiers/store/slots.py",
         'good & (found["store"] == np.frombuffer(store, dtype=np.uint8)).all(axis=1)',
         "good",
         SLOTS,
@@ -211,16 +211,16 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "memory-given-once",
         "memory that was made for a segment is given up if its life has ended meanwhile, and not if another has it",
-        "tierd/tiers/segments.py",
+        "tierd/tiers/arena/segments.py",
         "is_alive = self._segments.get(name) is segment",
         "is_alive = True",
-        ("tests/unit/tiers/test_arena.py", "-k", "ended"),
+        ("tests/unit/tiers/arena/test_arena.py", "-k", "ended"),
     ),
     # -- checksums
     Mutation(
         "entry-checksum",
         "a torn entry of a catalogue is a free page",
-        "tierd/tiers/catalogue.py",
+        "tierd/tiers/arena/catalogue.py",
         "good = intact(metas, record_checksum) & self._is_here(slots, metas)",
         "good = self._is_here(slots, metas)",
         CATALOGUE,
@@ -228,7 +228,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "entry-table-digest",
         "a damaged slice table frees its page",
-        "tierd/tiers/catalogue.py",
+        "tierd/tiers/arena/catalogue.py",
         'good[good] = np.all(self._digests(slots[good], metas["slices"][good]) == metas["digest"][good], axis=1)',
         "pass",
         CATALOGUE,
@@ -236,7 +236,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "slot-table-digest",
         "a damaged slice table in a slot's header is a miss",
-        "tierd/tiers/slots.py",
+        "tierd/tiers/store/slots.py",
         'whole = (table_digests(raw_tables(found)) == metas["digest"]).all(axis=1) & (counts > 0)',
         "whole = counts > 0",
         SLOTS,
@@ -244,7 +244,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "read-table",
         "a slot whose header is damaged is CORRUPT by the store's own word",
-        "tierd/tiers/moves.py",
+        "tierd/tiers/store/moves.py",
         "good &= [table is not None for table in tables]",
         "pass",
         ("tests/contract/test_tiers_stored.py",),
@@ -268,10 +268,10 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "zeros-left",
         "a block waits for the zeros that are being written where it goes",
-        "tierd/tiers/nvme.py",
+        "tierd/tiers/store/nvme.py",
         "await self._zeroing.leave(place)",
         "pass",
-        ("tests/unit/tiers/test_zeroing.py",),
+        ("tests/unit/tiers/store/test_zeroing.py",),
     ),
     Mutation(
         "copy-digest",
@@ -284,18 +284,18 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "journal-frame",
         "a frame of the journal is believed only with its checksum",
-        "tierd/tiers/journal.py",
+        "tierd/tiers/store/journal.py",
         "if checksum != _frame_sum((*origin, offset), payload):",
         "if False:",
-        ("tests/unit/tiers/test_journal.py",),
+        ("tests/unit/tiers/store/test_journal.py",),
     ),
     Mutation(
         "snapshot-piece",
         "damaged rows of a snapshot are not believed",
-        "tierd/tiers/snapshot.py",
+        "tierd/tiers/store/snapshot.py",
         "record_checksum(piece) == int(total)",
         "True",
-        ("tests/unit/tiers/test_snapshot.py",),
+        ("tests/unit/tiers/store/test_snapshot.py",),
     ),
     # -- first hits
     Mutation(
@@ -309,7 +309,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "unverified-flag",
         "a page that a client wrote counts as unverified",
-        "tierd/core/commits.py",
+        "tierd/core/requests/commits.py",
         "self._index.tiers[tier].flags[pages] = UNVERIFIED",
         "self._index.tiers[tier].flags[pages] = 0",
         CACHE,
@@ -320,7 +320,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "sums[i ^ 1] += data;",
         "sums[i] += data;",
-        ("tests/unit/client/test_copying.py",),
+        ("tests/unit/client/data/test_copying.py",),
     ),
     Mutation(
         "copy-stopped",
@@ -328,12 +328,12 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "done < count && !*is_over",
         "done < count + 0 * *is_over",
-        ("tests/unit/client/test_copying.py",),
+        ("tests/unit/client/data/test_copying.py",),
     ),
     Mutation(
         "writer-sums-of-others",
         "sums of a writer who cannot have written the page count for nothing",
-        "tierd/cache/publication.py",
+        "tierd/cache/commit.py",
         'if some(committing.staging["page"] >= 0):',
         "if False:",
         ("tests/unit/cache/test_sealing.py",),
@@ -341,7 +341,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "writer-sums-length",
         "sums that are not those of the blocks are refused",
-        "tierd/cache/publication.py",
+        "tierd/cache/commit.py",
         "if len(raw) != WORD_BYTES * sum(counts):",
         "if False:",
         ("tests/unit/cache/test_written.py",),
@@ -357,7 +357,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "sealed-writer",
         "blocks of sealed puts lie where no session may write",
-        "tierd/core/allocation.py",
+        "tierd/core/requests/allocation.py",
         "own = key._replace(writer=self._index.tiers[tier].spec.own_writer)",
         "own = key",
         SEALED,
@@ -365,7 +365,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "sealed-file",
         "a file that a client could write to is no sealed segment's",
-        "tierd/core/mapped.py",
+        "tierd/core/index/segment_files.py",
         "strangers = self._writers[place] - {key.writer} if self._is_strict else ()",
         "strangers = ()",
         SEALED,
@@ -382,7 +382,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "sync-data",
         "the slots of a batch are synced before the journal tells of them",
-        "tierd/tiers/ledger.py",
+        "tierd/tiers/store/ledger.py",
         "self._opened.disk.sync_data(file.fd)\n",
         "pass\n",
         NVME,
@@ -390,7 +390,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "settle-retold",
         "what journals told before a crash is told anew before they go",
-        "tierd/tiers/recovery.py",
+        "tierd/tiers/store/recovery.py",
         "told_since(loaded.snapshot, index) if has_news else ()",
         "()",
         ("tests/unit/tiers/test_settle.py",),
@@ -398,7 +398,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "settle-bounded",
         "starts that die again and again leave no more than some journals to read",
-        "tierd/tiers/recovery.py",
+        "tierd/tiers/store/recovery.py",
         " or loaded.journals > RETOLD_JOURNALS:",
         ":",
         ("tests/unit/tiers/test_settle.py",),
@@ -406,7 +406,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "sync-journal",
         "records are synced before anybody is told that a block is durable",
-        "tierd/tiers/ledger.py",
+        "tierd/tiers/store/ledger.py",
         "self._opened.journal.sync()\n        failpoint",
         "failpoint",
         NVME,
@@ -414,7 +414,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "sync-directory",
         "the name of a new file is durable",
-        "tierd/tiers/durable.py",
+        "tierd/tiers/io/durable.py",
         'failpoint("file.replace.before_directory_sync")\n    disk.sync_directory(path.parent)',
         'failpoint("file.replace.before_directory_sync")',
         ("tests/sim/test_crash_states.py",),

@@ -24,7 +24,7 @@ from tests.system.blocks import await_true
 from tests.system.damaged import copy
 from tierd.integrations.transformers import PagedTierdCache, TierdCache
 from tierd.testing import Daemon
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 pytestmark = pytest.mark.timeout(900)
 WHOLE = 96

@@ -17,7 +17,7 @@ from tests.engines.heard import EVENTS, stored_events
 from tests.engines.sglang.pools import PAGE, backend, indices, mamba, mha
 from tests.engines.sglang.test_hybrid import states
 from tests.system.blocks import await_true
-from tierd.events.wire import Hash
+from tierd.events.payloads import Hash
 from tierd.testing import Daemon
 
 HOST = '[[host]]\ncapacity = "16 MiB"\nsegment = "1 MiB"\n'

@@ -18,7 +18,7 @@ from tests.engines.vllm.tiered import TRUSTING, VERIFIED, far_from, flushed, pag
 from tests.system.damaged import Place, copy
 from tierd.integrations.versions import release_of
 from tierd.testing import Daemon
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 pytestmark = [pytest.mark.timeout(900)]
 PROMPT_TOKENS = 200

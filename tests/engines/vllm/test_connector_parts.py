@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
 import tierd.integrations.vllm as face
-from tierd.core.model import Need
+from tierd.core.formats.model import Need
 from tierd.errors import ConfigError, Unsupported
 from tierd.integrations.pieces import copy_in, copy_out
 from tierd.integrations.vllm.identity import files_of, kernels

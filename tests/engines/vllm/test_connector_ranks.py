@@ -17,7 +17,7 @@ from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import VERIFIED, flushed, found_bad, pages_like, prompt, spoil
 from tests.system.damaged import Place, copy
 from tierd.testing import Daemon
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 pytestmark = [pytest.mark.timeout(900)]
 RANKS = 2

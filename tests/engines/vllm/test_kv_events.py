@@ -23,7 +23,7 @@ from tests.system.raw import RawClient
 from tierd._proto import admin_pb2 as apb
 from tierd.client import About, NamespaceSpec
 from tierd.client.values import PutGroup
-from tierd.events.wire import END, Cleared, Removed, Stored, short_hash
+from tierd.events.payloads import END, Cleared, Removed, Stored, short_hash
 from tierd.integrations.events import Subscriber, Whereabouts
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options

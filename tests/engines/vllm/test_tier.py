@@ -29,7 +29,7 @@ from tests.engines.vllm.tiered import (
 from tests.system.blocks import await_true
 from tests.system.damaged import copy
 from tierd.testing import Daemon
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.store.slots import HEADER_BYTES
 
 pytestmark = pytest.mark.timeout(900)
 LENGTH, WHOLE = 400, 384

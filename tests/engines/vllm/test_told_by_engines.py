@@ -17,7 +17,7 @@ from tests.engines.vllm.connected import BLOCK_TOKENS, await_hits, connector
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import VERIFIED, flushed, prompt
 from tests.system.blocks import await_true
-from tierd.events.wire import Hash, Stored
+from tierd.events.payloads import Hash, Stored
 from tierd.testing import Daemon
 
 pytestmark = pytest.mark.timeout(900)

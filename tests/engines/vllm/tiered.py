@@ -14,8 +14,8 @@ from tests.system.blocks import connected
 from tests.system.damaged import PAGE_BYTES, Place, paste
 from tierd._proto import admin_pb2 as apb
 from tierd.testing import Daemon
-from tierd.tiers.recovery import load_index
-from tierd.tiers.store_files import slots_path
+from tierd.tiers.store.recovery import load_index
+from tierd.tiers.store.store_files import slots_path
 
 CHUNK_TOKENS = 64
 TOUCH = 1e-4

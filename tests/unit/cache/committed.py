@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from tests.unit.cache.world import BLOCK_BYTES, TOKENS, World
-from tierd.core.block import slice_lengths
-from tierd.core.model import COMMIT_BLOCK, StructArray
+from tierd.checksum import raw_tables, slice_sums
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.model import COMMIT_BLOCK, StructArray
 from tierd.core.plan import Committed
 from tierd.testing import chain, content_of
-from tierd.tiers.checksum import raw_tables, slice_sums
 
 NAMES = chain(1, 4)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tierd.cache.admission import Admission, Limits
-from tierd.core.model import TRANSFER, Reason, StructArray
+from tierd.core.formats.model import TRANSFER, Reason, StructArray
 
 MIB = 1 << 20
 DISK, OTHER, HOST = 1, 2, 0

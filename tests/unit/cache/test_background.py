@@ -13,7 +13,7 @@ from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
 from tierd.cache import background
 from tierd.cache.operator import Flushed, Operator
 from tierd.testing import chain
-from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.store.nvme import NvmeStore
 
 FULL = chain(1, 120)
 """Of the 4 MiB that hold 512 blocks; a low mark of 10 % lets 51 stay."""

@@ -13,10 +13,10 @@ from tests.unit.cache.committed import Counted
 from tests.unit.cache.world import CONFIG, SOON_S, TOKENS, World, opened
 from tierd import failpoint
 from tierd.cache import holdings
-from tierd.cache.publication import CommitQuery
-from tierd.core.model import HANDLE, TRANSFER, BlockStatus, Durability, Fault, TierKind
+from tierd.cache.commit import CommitQuery
+from tierd.core.formats.model import HANDLE, TRANSFER, BlockStatus, Durability, Fault, TierKind
 from tierd.errors import Overloaded, SessionLost, TierFailed
-from tierd.server import wire
+from tierd.server.grpc import messages
 from tierd.testing import chain, is_content
 
 
@@ -191,7 +191,7 @@ async def test_reply_is_about_what_was_committed() -> None:
         reserved = await world.cache.reserve(world.session, [short], kind=TierKind.HOST)
         other = await world.commit(reserved.reservation)
         assert other.blocks.tolist() == committed.blocks.tolist()
-        given = np.frombuffer(wire.commit_reply(committed).handles, HANDLE)
+        given = np.frombuffer(messages.commit_reply(committed).handles, HANDLE)
         assert (given["tokens"].tolist(), given["epoch"].tolist()) == ([16], [world.namespace.epoch])
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.world import BLOCK_BYTES, TOKENS, World, opened
-from tierd.core.block import NamespaceSpec
-from tierd.core.directory import Directory
-from tierd.core.model import TierKind
-from tierd.core.words import words_of
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.directory import Directory
+from tierd.core.formats.model import TierKind
+from tierd.core.formats.words import words_of
 from tierd.testing import chain
 
 NAMES = chain(1, 4)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
 from tierd.cache.events import Event, EventKind
-from tierd.core.model import BlockStatus, PageState, SegmentAssignment, TierKind
+from tierd.core.formats.model import BlockStatus, PageState, SegmentAssignment, TierKind
 from tierd.core.plan import Plan
 from tierd.errors import TierFailed
 from tierd.mover import Link

@@ -9,9 +9,9 @@ import pytest
 
 from tierd.cache import holdings
 from tierd.cache.holdings import Holdings
-from tierd.core.model import EXTENT
+from tierd.core.formats.model import EXTENT
 from tierd.errors import Overloaded
-from tierd.tiers.holds import HoldKind, HoldTable
+from tierd.tiers.arena.holds import HoldKind, HoldTable
 
 
 def pages(count: int, *, first: int) -> np.ndarray:

@@ -13,9 +13,9 @@ import pytest
 from tests.unit.cache.world import SOON_S, World, directories, opened
 from tests.unit.core.kit import chain
 from tierd.cache.operator import Operator
-from tierd.core.model import BlockStatus, Durability
+from tierd.core.formats.model import BlockStatus, Durability
 from tierd.errors import TierFailed
-from tierd.tiers.snapshot import FiledRows
+from tierd.tiers.store.snapshot import FiledRows
 
 LOOK_S = 0.2
 """For so long is something seen not to happen."""

@@ -12,8 +12,8 @@ from tests.unit.cache.world import CONFIG, SOON_S, World, opened
 from tests.unit.tiers.store_world import kind_of
 from tierd.cache.operator import Flushed, Operator
 from tierd.testing import chain
-from tierd.tiers.files import OsFiles
-from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.io.files import OsFiles
+from tierd.tiers.store.nvme import NvmeStore
 
 BLOCKS = chain(1, 8)
 MARKED = CONFIG.replace("[[host]]", "[[host]]\nhigh_watermark = 1e-5\nlow_watermark = 1e-6")

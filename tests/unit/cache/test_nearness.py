@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.unit.cache.world import SOON_S, World, opened
 from tierd.cache.nearness import is_near
-from tierd.core.model import Durability, Need
+from tierd.core.formats.model import Durability, Need
 from tierd.testing import chain
 
 NAMES = chain(1, 8)

@@ -16,14 +16,14 @@ import pytest
 from tests.unit.cache.world import SOON_S, World, directories, opened
 from tierd.cache.operator import SORT_COLUMNS, BlockFilter, Operator
 from tierd.config import EventsConfig
-from tierd.core import namespaces
-from tierd.core.block import Namespace
 from tierd.core.core import Core
-from tierd.core.model import Durability
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.model import Durability
+from tierd.core.index import namespaces
 from tierd.errors import NotFound, Overloaded, TierFailed
 from tierd.events.feed import Feed
 from tierd.events.publisher import Publisher
-from tierd.events.told import Told
+from tierd.events.router_view import Told
 from tierd.testing import chain
 
 PIECE = 4

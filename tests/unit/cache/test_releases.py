@@ -1,4 +1,4 @@
-"""Releases that lie unread in mailboxes: the daemon reads them when somebody needs the room."""
+"""Releases that lie unread in notices: the daemon reads them when somebody needs the room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.unit.cache.world import TOKENS, World, opened
 from tierd.cache import holdings
 from tierd.cache.operator import Operator
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import Overloaded, SessionLost
 from tierd.testing import chain
 
@@ -24,7 +24,7 @@ NAMES, OTHERS = chain(1, 4), chain(2, 4)
 
 
 def give_back(world: World, *leases: int) -> None:
-    """What clients have written into their mailboxes: it is read when the daemon asks for it."""
+    """What clients have written into notices: it is read when the daemon asks for it."""
     unread = [leases]
 
     def hear(_asker: int | None) -> None:

@@ -14,7 +14,7 @@ from tests.depth import count
 from tests.unit.cache.world import CONFIG, SOON_S, World, opened
 from tierd import failpoint
 from tierd.cache.scrub import BATCH_BYTES, UNREAD_LIMIT, Pacer, Pass, Scrub
-from tierd.core.model import UNVERIFIED, Durability, Fault
+from tierd.core.formats.model import UNVERIFIED, Durability, Fault
 from tierd.errors import Overloaded
 from tierd.mover import Link
 from tierd.testing import chain

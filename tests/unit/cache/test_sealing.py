@@ -10,7 +10,7 @@ import pytest
 from tests.unit.cache.committed import Counted, sums_of
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, TOKENS, World, directories, opened
 from tierd import mover as movers
-from tierd.core.model import BlockStatus, Durability, TierKind
+from tierd.core.formats.model import BlockStatus, Durability, TierKind
 from tierd.errors import TierFailed
 from tierd.testing import chain, content_of
 

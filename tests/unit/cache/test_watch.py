@@ -9,10 +9,10 @@ import pytest
 from tests.unit.cache.world import CONFIG, SOON_S, opened
 from tierd.cache import watch
 from tierd.cache.breaker import Tolerance
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.errors import TierFailed
 from tierd.mover import Link
-from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.store.nvme import NvmeStore
 
 
 async def test_a_store_that_hangs_is_left_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.cache.committed import NAMES, Counted, Late, named, sums_of
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, TOKENS, World, opened
 from tierd import failpoint
-from tierd.core.model import BlockStatus, TierKind
+from tierd.core.formats.model import BlockStatus, TierKind
 from tierd.core.plan import Reserved
 from tierd.errors import InvalidArgument
 from tierd.testing import chain, content_of

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.cache.cache import Cache
+from tierd.cache.commit import CommitQuery
 from tierd.cache.lease import Lease
 from tierd.cache.operator import Operator
-from tierd.cache.publication import CommitQuery
 from tierd.config import read_config, resolve
-from tierd.core.block import Namespace, NamespaceSpec
-from tierd.core.model import PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind
+from tierd.core.formats.block import Namespace, NamespaceSpec
+from tierd.core.formats.model import PUT_BLOCK, ROOT, BlockStatus, StructArray, TierKind
 from tierd.core.plan import Committed, GroupQuery, PutQuery, Reserved
 from tierd.server.assembly import Assembly, assemble
 from tierd.testing import content_of

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from tierd._proto import admin_pb2 as pb
 from tierd._proto import admin_pb2_grpc
 from tierd.cli.admin import Connection
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.errors import ERROR_KEY, TierdError
 
 HASH = bytes(range(32))

@@ -19,16 +19,16 @@ import xxhash
 
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
+from tierd.checksum import slice_sums
 from tierd.client import Client, NamespaceSpec
-from tierd.core.block import namespace_digest, slice_lengths
-from tierd.core.meta import new_meta
-from tierd.core.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, BlockStatus, SegmentAssignment
+from tierd.core.formats.block import namespace_digest, slice_lengths
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import COMMIT_BLOCK, HANDLE, PUT_BLOCK, BlockStatus, SegmentAssignment
 from tierd.errors import ERROR_KEY, GRPC_STATUS, RETRY_KEY, NotFound, TierdError
-from tierd.server.identity import IdentityRules, identify
-from tierd.server.session_socket import SessionSocket
-from tierd.server.sessions import MappedFiles, SessionCalls, Sessions
-from tierd.tiers.catalogue import Catalogue, CatalogueHead
-from tierd.tiers.checksum import slice_sums
+from tierd.server.session.identity import IdentityRules, identify
+from tierd.server.session.session_socket import SessionSocket
+from tierd.server.session.sessions import MappedFiles, SessionCalls, Sessions
+from tierd.tiers.arena.catalogue import Catalogue, CatalogueHead
 
 PAGES = 64
 CLASS_BYTES = 8192

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.unit.client.conftest import CLASS_BYTES, SPEC, TOKENS
-from tierd.client import BlockStatus, Client, EventKind, Group, NamespaceSpec, PutGroup, copying
+from tierd.client import BlockStatus, Client, EventKind, Group, NamespaceSpec, PutGroup
+from tierd.client.data import copying
 from tierd.errors import (
     InvalidArgument,
     StaleHandle,

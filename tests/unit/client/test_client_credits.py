@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tierd.client.credits import TRIES, Credits, pause_s
-from tierd.client.stopping import Stop, Stopped
+from tierd.client.connect.cancellation import Stop, Stopped
+from tierd.client.connect.credits import TRIES, Credits, pause_s
 from tierd.errors import Overloaded
 
 SOON_S = 10.0

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.client.conftest import BEARER, CLASS_BYTES, SPEC, TOKENS
 from tierd.client import AsyncClient, Client, Group, NamespaceSpec, Need
-from tierd.client.link import Link
+from tierd.client.connect.link import Link
 from tierd.errors import (
     ConfigError,
     InvalidArgument,

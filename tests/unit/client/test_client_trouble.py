@@ -192,7 +192,7 @@ def test_best_effort_without_a_daemon(tmp_path, caplog):
 
 def test_best_effort_does_not_try_every_time(tmp_path, monkeypatch):
     """Between two attempts to connect, calls give up without trying."""
-    from tierd.client import connection
+    from tierd.client.connect import connection
 
     tries = []
     connect = connection.connect_session

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.client.lease import ROWS_LEAST, rows_of
-from tierd.core.model import HANDLE
+from tierd.client.data.lease import ROWS_LEAST, rows_of
+from tierd.core.formats.model import HANDLE
 
 WHOLE = np.arange(256, dtype=np.uint8)
 

@@ -12,7 +12,17 @@ from dataclasses import replace
 import numpy as np
 
 from tierd.core.core import Core
-from tierd.core.model import COMMIT_BLOCK, PUT_BLOCK, ROOT, BlockStatus, Need, StructArray, TierKind, TierSpec, Wanted
+from tierd.core.formats.model import (
+    COMMIT_BLOCK,
+    PUT_BLOCK,
+    ROOT,
+    BlockStatus,
+    Need,
+    StructArray,
+    TierKind,
+    TierSpec,
+    Wanted,
+)
 from tierd.core.plan import (
     Acquisition,
     Committed,

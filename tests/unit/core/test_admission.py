@@ -6,9 +6,9 @@ import numpy as np
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.admission import Balance, Sizes, Verdict, Verdicts
-from tierd.core.blocks import Blocks
 from tierd.core.core import Core
-from tierd.core.model import Reason, TierSpec
+from tierd.core.formats.model import Reason, TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids, Start
 from tierd.policies.named import NamedPolicies
 

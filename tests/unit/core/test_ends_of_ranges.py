@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
-from tierd.core import blocks, pages
-from tierd.core.blocks import Names, words
-from tierd.core.model import BlockStatus
-from tierd.core.pages import GENERATION_LIMIT, SEGMENT_LIMIT
+from tierd.core.formats.model import BlockStatus
+from tierd.core.index import blocks, pages
+from tierd.core.index.blocks import Names, words
+from tierd.core.index.pages import GENERATION_LIMIT, SEGMENT_LIMIT
 from tierd.core.plan import ID_LIMIT, Reserved, Start
 from tierd.errors import InvalidArgument
 

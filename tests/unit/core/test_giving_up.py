@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tests.unit.core.kit import HOST, NVME, PAGE, TOKENS, Kit, chain, group, tier
-from tierd.core.model import PUT_BLOCK
+from tierd.core.formats.model import PUT_BLOCK
 from tierd.core.plan import PutQuery
-from tierd.core.wish import wish_ahead, wish_of
+from tierd.core.requests.put_request import wish_ahead, wish_of
 
 
 def test_pages_ahead_are_as_many_wishes_of_one() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.depth import count
 from tests.unit.core.kit import DEVICE, HOST, NVME, TOKENS, Kit, chain, group, tier
-from tierd.core.model import Need
+from tierd.core.formats.model import Need
 from tierd.core.plan import Acquisition, Served
 
 NAMES = "abcde"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
-from tierd.core.model import BlockStatus, Fault, Reason, StructArray
+from tierd.core.formats.model import BlockStatus, Fault, Reason, StructArray
 
 
 def condemned(kit: Kit, hashes: StructArray, *, fault: Fault = Fault.DIGEST, position: int = 0) -> StructArray:

@@ -14,8 +14,8 @@ import pytest
 
 from tests.depth import count, report
 from tests.unit.core.kit import HOST, PAGE, Kit, chain, tier
-from tierd.core.columns import Columns
-from tierd.core.model import PUT_BLOCK
+from tierd.core.arrays.columns import Columns
+from tierd.core.formats.model import PUT_BLOCK
 from tierd.core.plan import PutQuery
 from tools.bench.index_scale import POLICIES, Filled
 

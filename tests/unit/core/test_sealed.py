@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, commit_blocks, group, tier
-from tierd.core.model import SEALED, UNVERIFIED, BlockStatus, Reason
+from tierd.core.formats.model import SEALED, UNVERIFIED, BlockStatus, Reason
 from tierd.core.plan import Committing
-from tierd.core.room import STAY_S
+from tierd.core.space.room import STAY_S
 
 READY, EXISTS, NO_ROOM, RESERVED, FAILED = (
     BlockStatus.READY,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.core import Core
-from tierd.core.model import EXTENT, UNVERIFIED, BlockStatus, Reason
+from tierd.core.formats.model import EXTENT, UNVERIFIED, BlockStatus, Reason
 from tierd.errors import InvalidArgument, NotFound
 from tierd.policies.named import NamedPolicies
 

@@ -13,9 +13,9 @@ from tierd.cache.events import EventKind
 from tierd.config import EventsConfig
 from tierd.events import feed as module
 from tierd.events.feed import Feed
+from tierd.events.payloads import Event
 from tierd.events.publisher import Publisher
-from tierd.events.told import Told
-from tierd.events.wire import Event
+from tierd.events.router_view import Told
 
 ENDINGS = 30
 ENDLESS_S = 3600.0

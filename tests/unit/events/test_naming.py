@@ -9,11 +9,11 @@ import pytest
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import About, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.client.protocol import put_group_message
-from tierd.core.block import Namespace
+from tierd.client.transport.requests import put_group_message
+from tierd.core.formats.block import Namespace
 from tierd.errors import InvalidArgument
 from tierd.events.naming import names_of
-from tierd.events.told import Names, Space
+from tierd.events.router_view import Names, Space
 
 SPEC = NamespaceSpec("m", 4, 64, adapter="lora", group="2", rank_count=2)
 NAMESPACE = Namespace(5, "t", 1, 1, bytes(32), SPEC)

@@ -13,9 +13,9 @@ from tests.system.tcp import free_port, has_ipv6
 from tierd.config import EventsConfig
 from tierd.errors import ConfigError
 from tierd.events import publisher as module
+from tierd.events.payloads import END, Cleared, Event, Stored
 from tierd.events.publisher import Publisher, parts
-from tierd.events.told import Told
-from tierd.events.wire import END, Cleared, Event, Stored
+from tierd.events.router_view import Told
 from tierd.integrations.events import Subscriber
 
 

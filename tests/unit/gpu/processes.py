@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from tierd.core.block import slice_lengths
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import PIECE
-from tierd.tiers.checksum import slice_sums
+from tierd.gpu.protocol import PIECE
 
 SLAB = 2 << 20
 """The fake driver's granularity."""

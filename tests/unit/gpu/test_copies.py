@@ -21,8 +21,8 @@ from tierd.gpu import cutover
 from tierd.gpu.child import Engine
 from tierd.gpu.cutover import SIZES, measured
 from tierd.gpu.device import Device
+from tierd.gpu.protocol import GpuFacts, pack_pieces, unpack_sums
 from tierd.gpu.runs import RUNS_MIN, Runs, Way
-from tierd.gpu.wire import GpuFacts, pack_pieces, unpack_sums
 from tools.fake_cuda import build_fatbins
 
 SEED = int(os.environ.get("COPIES_SEED", "1"))

@@ -17,14 +17,14 @@ from tests.still import stand_still
 from tests.system.blocks import await_true
 from tests.unit.gpu.processes import SLAB, Owner, descriptors, lists, running
 from tests.unit.kernels.fake_driver import counts, on_fake_driver
-from tierd.core.block import slice_lengths
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
 from tierd.errors import InvalidArgument, TierFailed, Unsupported
 from tierd.gpu import process
 from tierd.gpu.child import Engine
 from tierd.gpu.probe_file import probe_file
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import READ
-from tierd.tiers.checksum import slice_sums
+from tierd.gpu.protocol import READ
 
 FILE = 5
 BYTES = 1 << 20

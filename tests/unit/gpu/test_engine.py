@@ -14,7 +14,7 @@ from tests.unit.kernels.fake_driver import counts, on_fake_driver
 from tierd.errors import InvalidArgument, Overloaded, TierFailed
 from tierd.gpu import sums
 from tierd.gpu.child import Engine
-from tierd.gpu.wire import pack_pieces, unpack_sums
+from tierd.gpu.protocol import pack_pieces, unpack_sums
 from tools.fake_cuda import build_fatbins
 
 

@@ -31,7 +31,7 @@ from tests.unit.gpu.processes import (
 from tests.unit.kernels.fake_driver import command, entered, fake_environment, mapped, ok
 from tierd.errors import InvalidArgument, Overloaded, TierFailed, Unsupported
 from tierd.gpu.process import CALLS_MAX, WAITING_MAX
-from tierd.gpu.wire import MESSAGE_BYTES, PIECE, PIECES_MAX, Inbox, frame
+from tierd.gpu.protocol import MESSAGE_BYTES, PIECE, PIECES_MAX, Inbox, frame
 
 pytestmark = pytest.mark.usefixtures("driver")
 LIMIT_S = 100
@@ -296,7 +296,7 @@ def test_the_daemon_itself_has_no_driver() -> None:
     """Neither NVIDIA's bindings nor anything else of the process comes with its daemon's end."""
     program = "import sys, tierd.gpu.process; print(*[n for n in sys.modules if n.startswith(('cuda', 'tierd.gpu', 'tierd.kernels', 'tierd.tiers'))])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"tierd.gpu", "tierd.gpu.process", "tierd.gpu.wire"}
+    assert set(done.stdout.split()) == {"tierd.gpu", "tierd.gpu.process", "tierd.gpu.protocol"}
 
 
 def test_it_ends_with_its_socket() -> None:

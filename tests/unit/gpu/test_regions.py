@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.gpu.processes import pieces_of
-from tierd.core.block import slice_lengths
+from tierd.core.formats.block import slice_lengths
 from tierd.errors import InvalidArgument
 from tierd.gpu.regions import Region, Regions
 from tierd.gpu.runs import RUNS_MAX, RUNS_MIN, Runs, Way, coalesced, ways_of

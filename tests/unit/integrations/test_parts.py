@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.block import slice_lengths
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
 from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.integrations.courier import Courier
 from tierd.integrations.facts import WORD_CHARS, EngineFacts
@@ -19,7 +20,6 @@ from tierd.integrations.match import Match, claim
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in, copy_in, copy_out
 from tierd.integrations.versions import check_version, has_run, release_of
-from tierd.tiers.checksum import slice_sums
 
 SOON_S = 30.0
 KIB = 1 << 10

@@ -7,7 +7,7 @@ from pathlib import Path
 import zmq
 
 from tests.system.blocks import await_true
-from tierd.events.wire import Batch, Cleared, Event, Stored, encode
+from tierd.events.payloads import Batch, Cleared, Event, Stored, encode
 from tierd.integrations.events import Message, Subscriber, Whereabouts
 
 

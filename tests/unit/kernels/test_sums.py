@@ -12,12 +12,12 @@ from tests.depth import count
 from tests.unit.kernels.fake_driver import DeviceArray, entered, on_fake_driver
 from tests.unit.kernels.small_cases import UNITS
 from tests.unit.kernels.sum_cases import POISON, RAGGED, Spans, check_sums
-from tierd.core.block import slice_lengths
+from tierd import checksum
+from tierd.core.formats.block import slice_lengths
 from tierd.errors import InvalidArgument
 from tierd.kernels.library import Emulated
 from tierd.kernels.loaded import Loaded
 from tierd.kernels.sums import cut_pages, slice_sums
-from tierd.tiers import checksum
 from tools.fake_cuda import build_fatbins
 
 MIB = 1 << 20

@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.named import add
-from tierd.core.blocks import Blocks
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction import EVICTION
+from tierd.simulator.rivals import RIVALS
 
 BLOCKS = 32
 NONE_PINNED = np.zeros(BLOCKS, dtype=bool)
@@ -61,7 +62,7 @@ class Ours:
         """positions: block n is the one after n % positions others, which nobody has."""
         self.blocks = Blocks()
         add(self.blocks, [(number,) * (1 + number % positions) for number in range(BLOCKS)])
-        self.policy = EVICTION[name](self.blocks)
+        self.policy = {**EVICTION, **RIVALS}[name](self.blocks)
         self.now = 0.0
 
     def hit(self, block: int) -> None:

@@ -11,8 +11,8 @@ import pytest
 from tests.contract.test_admission import SIZE, chain, known, sizes, used
 from tests.depth import count, report
 from tierd.core.admission import Chance, Verdict
-from tierd.core.blocks import Blocks
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.policies.admission import ADMISSION, learned
 from tierd.policies.admission.floor import SAMPLED, Floor
 from tierd.policies.admission.learned import FLOOR, Learned

@@ -10,8 +10,8 @@ import pytest
 from tests.depth import count, report
 from tests.named import add, numbered
 from tests.unit.policies.test_reuse_index import numbered_metas
-from tierd.core.blocks import Blocks
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction import shadows
 from tierd.policies.eviction.duel import WINDOW_SHARE, Duel
 from tierd.policies.eviction.lru import Lru

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.named import TOKENS, Path, add
 from tests.unit.policies.played import Ours, accesses, plain_evictions
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.attention import HALF_LIFE_S, MOST_CREDIT, Attention
 from tierd.policies.eviction.prefix_separation import SHARED, PrefixSeparation
 

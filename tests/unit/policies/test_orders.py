@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.blocks import Blocks
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction import order as order_module
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru

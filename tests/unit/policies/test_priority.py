@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.named import numbered
-from tierd.core.model import PRIORITY_DEFAULT
-from tierd.core.said import Said, raise_said, said_by
+from tierd.core.formats.model import PRIORITY_DEFAULT
+from tierd.core.index.priorities import Priorities, raise_said, said_by
 from tierd.policies.eviction import retention
 from tierd.policies.eviction.late import Late, merged
 from tierd.policies.eviction.priority import Priority
@@ -224,7 +224,7 @@ def test_two_orders_merge(one: list[list[int]], other: list[list[int]]) -> None:
 def test_words_are_compared_at_their_time() -> None:
     """The greater priority holds, of equals the later end, and what has run out or was not said is the default for good."""
     codes, ends = [0, 36, 36, 91, 91, 91, 1], [0, 0, 200, 0, 150, 90, 0]
-    words = Said(np.array(codes, np.uint8), np.array(ends, np.uint32))
+    words = Priorities(np.array(codes, np.uint8), np.array(ends, np.uint32))
     ranks = words.ranks(100.0)
     assert words.priorities(100.0).tolist() == [35, 35, 35, 90, 90, 35, 0]
     assert ranks[0] == ranks[1] == ranks[5] > ranks[2] > ranks[6]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.depth import count, report
-from tierd.core.blocks import Blocks
-from tierd.core.meta import new_meta
-from tierd.core.model import StructArray
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import StructArray
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction import ranking, reuse_index, runs
 from tierd.policies.eviction.reuse_index import TICK_S, ReuseIndex
 from tierd.policies.eviction.runs import RUN_BLOCKS

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.named import TOKENS, add
 from tests.unit.policies.played import BLOCKS, Ours, accesses, plain_evictions
-from tierd.core.blocks import Blocks
-from tierd.policies.eviction.gdsf import Gdsf
-from tierd.policies.eviction.hyperbolic import Hyperbolic
-from tierd.policies.eviction.rounding import ROUNDED, level
+from tierd.core.index.blocks import Blocks
+from tierd.simulator.rivals.gdsf import Gdsf
+from tierd.simulator.rivals.hyperbolic import Hyperbolic
+from tierd.simulator.rivals.rounding import ROUNDED, level
 
 POSITIONS = 5
 

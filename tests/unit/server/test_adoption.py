@@ -18,10 +18,10 @@ from tests.unit.cache.world import CONFIG, SOON_S, World, directories, opened
 from tests.unit.core.kit import HOST, NVME, Kit, chain, tier
 from tests.unit.core.test_upkeep import survivors
 from tierd.cache.operator import Operator
-from tierd.core.block import NamespaceSpec
-from tierd.core.meta import new_meta
-from tierd.core.model import EXTENT, Durability, SegmentAssignment
-from tierd.core.namespaces import NamespaceRegistry
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import EXTENT, Durability, SegmentAssignment
+from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.server import adoption
 from tierd.tiers.tier import Found, Recovered
 

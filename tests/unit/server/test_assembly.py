@@ -13,11 +13,11 @@ import pytest
 from tests.unit.cache.world import SOON_S, World, directories, opened
 from tierd._proto import cache_pb2 as pb
 from tierd.cache.cache import Cache
-from tierd.core.model import BlockStatus
+from tierd.core.formats.model import BlockStatus
 from tierd.errors import TierFailed
 from tierd.mover import Hashed, Mover
-from tierd.server.caller import CALLER, Caller
-from tierd.server.service import CacheService
+from tierd.server.grpc.caller import CALLER, Caller
+from tierd.server.grpc.service import CacheService
 from tierd.testing import chain
 
 REQUEST = pb.OpenNamespaceRequest(model="another", tokens_per_block=16, block_bytes=4096)

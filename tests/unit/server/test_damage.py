@@ -23,12 +23,12 @@ import pytest_asyncio
 
 from tests.depth import count, report
 from tests.unit.cache.world import World, directories, opened
-from tierd.core.model import BlockStatus, Durability, StructArray
+from tierd.core.formats.model import BlockStatus, Durability, StructArray
 from tierd.errors import TierdError
-from tierd.server.peers import find_start_time
+from tierd.server.session.peers import find_start_time
 from tierd.testing import chain, is_content
-from tierd.tiers.arena import Arena
-from tierd.tiers.holds import Holder, read_boot_id
+from tierd.tiers.arena.arena import Arena
+from tierd.tiers.arena.holds import Holder, read_boot_id
 
 SEED = int(os.environ.get("DAMAGE_SEED", "1"))
 DURABLE, VOLATILE, HELD, JOURNALED = chain(1, 12), chain(2, 12), chain(3, 4), chain(4, 4)

@@ -11,7 +11,7 @@ from tests.unit.cache.world import World, opened
 from tests.unit.server.test_assembly import service_of
 from tierd._proto import cache_pb2 as pb
 from tierd.errors import InvalidArgument
-from tierd.events.told import Names
+from tierd.events.router_view import Names
 from tierd.testing import chain
 
 

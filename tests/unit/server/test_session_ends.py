@@ -14,10 +14,10 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from tests.unit.server.test_guard import until
-from tests.unit.server.test_sessions import HELLO, rig  # noqa: F401  # a fixture
+from tests.unit.server.grpc.test_guard import until
+from tests.unit.server.session.test_sessions import HELLO, rig  # noqa: F401  # a fixture
 from tierd.errors import Overloaded, SessionLost
-from tierd.server import session_socket
+from tierd.server.session import session_socket
 
 LEAVER = """
 import msgpack, socket, sys

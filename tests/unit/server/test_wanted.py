@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cache.world import opened
-from tierd.core.model import TierKind, TierSpec
+from tierd.core.formats.model import TierKind, TierSpec
 from tierd.errors import InvalidArgument
-from tierd.server.service import CacheService
-from tierd.tiers.cuda import CudaTier
+from tierd.server.grpc.service import CacheService
+from tierd.tiers.device.cuda import CudaTier
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tierd.config import Config
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.simulator.choices import parse_choice
 from tierd.simulator.page import page_of
 from tierd.simulator.plot import draw

@@ -8,11 +8,12 @@ from fractions import Fraction
 import pytest
 
 from tierd.config import Config, HostConfig, read_config, resolve
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.errors import ConfigError, InvalidArgument
 from tierd.policies.eviction import EVICTION
 from tierd.server.assembly import build_tiers
 from tierd.simulator.choices import CLAIRVOYANT, DEFAULT, names, parse_choice
+from tierd.simulator.rivals import RIVALS
 from tierd.simulator.sizes import Size, parse_size, tiers_of
 
 HOST, NVME, DEVICE = TierKind.HOST, TierKind.NVME, TierKind.DEVICE
@@ -131,8 +132,8 @@ def test_the_daemons_own_errors_come_through() -> None:
 
 
 def test_every_policy_of_the_daemon_has_a_name_here() -> None:
-    """All of EVICTION, what the settings say, and the clairvoyant."""
-    assert set(names()) == {DEFAULT, CLAIRVOYANT, *EVICTION}
+    """All that a daemon offers, their rivals, what the settings say, and the clairvoyant."""
+    assert set(names()) == {DEFAULT, CLAIRVOYANT, *EVICTION, *RIVALS}
 
 
 def test_a_choice_names_one_policy_or_one_for_each_kind() -> None:

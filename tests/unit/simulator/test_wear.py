@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from tierd.config import Config
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
 from tierd.errors import InvalidArgument
 from tierd.policies.admission import ADMISSION
 from tierd.simulator.choices import CLAIRVOYANT, parse_choice

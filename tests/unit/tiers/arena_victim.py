@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from tierd.core.meta import new_meta
-from tierd.core.model import EXTENT, FREED, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.checksum import slice_sums
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import EXTENT, FREED, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
-from tierd.tiers.arena import Arena
-from tierd.tiers.checksum import slice_sums
+from tierd.tiers.arena.arena import Arena
 
 SEGMENT_BYTES = 256 << 10
 CLASS_BYTES = 16 << 10

@@ -21,19 +21,21 @@ import pytest
 from tests.system.mutation import Mutator
 from tests.unit.tiers.store_world import LENGTH, extents_of, metas_of, segment, spec, tables_of
 from tierd.config import read_config, resolve
-from tierd.core import namespaces as core_namespaces
-from tierd.core.block import NamespaceSpec
-from tierd.core.layout import CATALOGUE_HEADER, HEADER_BYTES
-from tierd.core.meta import META
-from tierd.core.namespaces import NamespaceRegistry, namespace_from_record
-from tierd.server.identity import load_rules
+from tierd.core.formats.block import NamespaceSpec
+from tierd.core.formats.layout import CATALOGUE_HEADER, HEADER_BYTES
+from tierd.core.formats.meta import META
+from tierd.core.index import namespaces as core_namespaces
+from tierd.core.index.namespaces import NamespaceRegistry, namespace_from_record
 from tierd.server.instance import Instance
-from tierd.tiers import catalogue, heads, holds, journal, marks, slots, snapshot, store_files
-from tierd.tiers.files import OS
-from tierd.tiers.journal import BlocksRemoved, BlocksStored, Journal, NamespaceKept, SegmentBegun, journal_path
-from tierd.tiers.recovery import load_index
-from tierd.tiers.snapshot import snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex, replay, select
+from tierd.server.session.identity import load_rules
+from tierd.tiers.arena import catalogue, holds, marks
+from tierd.tiers.io import format_check
+from tierd.tiers.io.files import OS
+from tierd.tiers.store import journal, slots, snapshot, store_files
+from tierd.tiers.store.journal import BlocksRemoved, BlocksStored, Journal, NamespaceKept, SegmentBegun, journal_path
+from tierd.tiers.store.recovery import load_index
+from tierd.tiers.store.snapshot import snapshot_path, write_snapshot
+from tierd.tiers.store.stored_index import StoredIndex, replay, select
 
 STORE = bytes(range(16))
 KEYS = (5, 6, 7)
@@ -80,7 +82,7 @@ def _column_changed(given: Format, mutator: Mutator) -> bytes:
 
 def checksums_off(patch: pytest.MonkeyPatch) -> None:
     """From now on every checksum holds, of what is written and of what is read."""
-    for module in (journal, snapshot, slots, catalogue, marks, holds, heads):
+    for module in (journal, snapshot, slots, catalogue, marks, holds, format_check):
         patch.setattr(module, "record_checksum", lambda _data: 7)
     patch.setattr(slots, "table_digests", lambda tables: np.full((len(tables), 16), 7, np.uint8))
     patch.setattr(catalogue, "table_digests", lambda tables: np.full((len(tables), 16), 7, dtype=np.uint8))
@@ -207,7 +209,7 @@ def store_json(directory: Path) -> Format:
 
     def decode(data: bytes) -> object:
         path.write_bytes(data)
-        heads.check_versions(path.parent)
+        format_check.check_versions(path.parent)
         return store_files._store_id(path.parent, OS, [])
 
     return Format("store.json", path.read_bytes(), decode, change=_json_changed, fields=_names("format", "store"))

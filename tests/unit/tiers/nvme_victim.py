@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.unit.tiers.store_world import PAGES, PLACES, World, key_of
-from tierd.core.model import BlockStatus
-from tierd.tiers import ledger
+from tierd.core.formats.model import BlockStatus
+from tierd.tiers.store import ledger
 
 ledger.JOURNAL_LIMIT_BYTES = 24 << 10  # compaction is to be met often
 

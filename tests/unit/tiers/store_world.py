@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tierd.core.block import slice_lengths
-from tierd.core.meta import new_meta
-from tierd.core.model import EXTENT, FREED, BlockStatus, SegmentAssignment, StructArray, TierKind, TierSpec
+from tierd.checksum import slice_sums
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.meta import new_meta
+from tierd.core.formats.model import EXTENT, FREED, BlockStatus, SegmentAssignment, StructArray, TierKind, TierSpec
 from tierd.core.plan import Plan
-from tierd.tiers import store_files
-from tierd.tiers.checksum import slice_sums
-from tierd.tiers.nvme import NvmeStore
+from tierd.tiers.store import store_files
+from tierd.tiers.store.nvme import NvmeStore
 from tierd.tiers.tier import HashRows, Recovered, SliceTable
 
 POSITION = 2

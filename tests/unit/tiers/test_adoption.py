@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.gpu.processes import PATIENCE_S, Owner, descriptors
 from tests.unit.kernels.fake_driver import SLAB, fake_environment
+from tierd.checksum import slice_sums
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.gpu.process import GpuProcess
-from tierd.gpu.wire import PIECE
-from tierd.tiers.checksum import slice_sums
-from tierd.tiers.slabs import Slab, Slabs
+from tierd.gpu.protocol import PIECE
+from tierd.tiers.device.slabs import Slab, Slabs
 
 LENGTH, PLACES = 4096, 3
 STEPS = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tierd.tiers.checksum import verify
+from tierd.checksum import verify
 
 VICTIM = Path(__file__).with_name("arena_victim.py")
 _spec = importlib.util.spec_from_file_location("arena_victim", VICTIM)

@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.tiers.store_world import READY, World, content, die, kind_of, next_life
 from tierd.errors import TierFailed
-from tierd.tiers import ledger, recovery
-from tierd.tiers.files import OsFiles
-from tierd.tiers.nvme import Patience
+from tierd.tiers.io.files import OsFiles
+from tierd.tiers.store import ledger, recovery
+from tierd.tiers.store.nvme import Patience
 
 
 @pytest.fixture

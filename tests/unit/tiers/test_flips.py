@@ -18,13 +18,13 @@ from tests.depth import count, report
 from tests.unit.tiers import disk_formats
 from tests.unit.tiers.disk_formats import STORE, Format
 from tests.unit.tiers.store_world import content, extents_of, metas_of, table_digest
-from tierd.core.block import slice_lengths
-from tierd.core.layout import CATALOGUE_HEADER, HEADER_BYTES
-from tierd.core.meta import META_BYTES
+from tierd.checksum import slice_sums, verify
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.layout import CATALOGUE_HEADER, HEADER_BYTES
+from tierd.core.formats.meta import META_BYTES
 from tierd.errors import CorruptRecord
-from tierd.tiers import journal, slots
-from tierd.tiers.checksum import slice_sums, verify
-from tierd.tiers.snapshot import read_snapshot
+from tierd.tiers.store import journal, slots
+from tierd.tiers.store.snapshot import read_snapshot
 
 SEED = int(os.environ.get("FLIP_SEED", "1"))
 HEADER_FLIPS = count(test=8_192, nightly=1_200_000, weekly=2_400_000)

@@ -16,13 +16,13 @@ import pytest
 
 from tests.hexed import from_text, to_text
 from tests.unit.tiers.store_world import table_digest
-from tierd.core.meta import META, intact, new_meta, seal
-from tierd.core.model import EXTENT, SegmentAssignment, StructArray
-from tierd.tiers import holds
-from tierd.tiers.catalogue import Catalogue, CatalogueHead
-from tierd.tiers.checksum import record_checksum, slice_sums
-from tierd.tiers.holds import Holder, HoldKind, HoldTable
-from tierd.tiers.marks import Marks, append_record, read_records
+from tierd.checksum import record_checksum, slice_sums
+from tierd.core.formats.meta import META, intact, new_meta, seal
+from tierd.core.formats.model import EXTENT, SegmentAssignment, StructArray
+from tierd.tiers.arena import holds
+from tierd.tiers.arena.catalogue import Catalogue, CatalogueHead
+from tierd.tiers.arena.holds import Holder, HoldKind, HoldTable
+from tierd.tiers.arena.marks import Marks, append_record, read_records
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "arena"
 STORE = bytes(range(16))

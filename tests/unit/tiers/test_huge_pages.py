@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tierd.client import mapping as client_mapping
-from tierd.huge_pages import HUGE_BYTES
-from tierd.tiers.arena_files import huge_share, measure_touch
-from tierd.tiers.data_files import DataFiles
-from tierd.tiers.mapping import address_of
+from tierd.client.session import mapping as client_mapping
+from tierd.linux.huge_pages import HUGE_BYTES
+from tierd.linux.mapping import address_of
+from tierd.tiers.arena.arena_files import huge_share, measure_touch
+from tierd.tiers.arena.data_files import DataFiles
 
 KIB, MIB = 1 << 10, 1 << 20
 PR_SET_THP_DISABLE = 41

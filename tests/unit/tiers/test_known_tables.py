@@ -27,13 +27,13 @@ from tests.unit.tiers.store_world import (
     tables_of,
     told,
 )
-from tierd.core.model import StructArray
+from tierd.core.formats.model import StructArray
 from tierd.core.plan import Plan
-from tierd.tiers import slots
-from tierd.tiers.calls import HangError
-from tierd.tiers.moves import VerifyJob
-from tierd.tiers.nvme import Patience
-from tierd.tiers.slots import HEADER_BYTES, TABLE_SLICES
+from tierd.tiers.io.calls import HangError
+from tierd.tiers.store import slots
+from tierd.tiers.store.moves import VerifyJob
+from tierd.tiers.store.nvme import Patience
+from tierd.tiers.store.slots import HEADER_BYTES, TABLE_SLICES
 from tierd.tiers.tier import HashRows, SliceTable
 
 SOON_S = 10.0

@@ -18,9 +18,9 @@ import pytest_asyncio
 
 from tests.depth import count, report
 from tests.unit.tiers.store_world import CLASS_BYTES, PAGES, World, content
-from tierd.core.model import BlockStatus
-from tierd.tiers.slots import HEADER_BYTES
-from tierd.tiers.store_files import slots_path
+from tierd.core.formats.model import BlockStatus
+from tierd.tiers.store.slots import HEADER_BYTES
+from tierd.tiers.store.store_files import slots_path
 
 SEED = int(os.environ.get("MISPLACED_SEED", "1"))
 KEYS = list(range(100, 100 + 2 * PAGES))

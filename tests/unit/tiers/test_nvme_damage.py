@@ -29,9 +29,9 @@ from tests.unit.tiers.store_world import (
     slot_file,
 )
 from tierd.core.plan import Plan
-from tierd.tiers import slots, store_files
-from tierd.tiers.files import Files
-from tierd.tiers.slots import HEADER_BYTES
+from tierd.tiers.io.files import Files
+from tierd.tiers.store import slots, store_files
+from tierd.tiers.store.slots import HEADER_BYTES
 
 VICTIM = Path(__file__).with_name("nvme_victim.py")
 

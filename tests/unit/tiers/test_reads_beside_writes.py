@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tiers.store_world import READY, World, content
-from tierd.tiers import slots
-from tierd.tiers.buffered import BufferedIO
-from tierd.tiers.moves import Batch, WriteRun
+from tierd.tiers.store import slots
+from tierd.tiers.store.buffered import BufferedIO
+from tierd.tiers.store.moves import Batch, WriteRun
 
 SOON_S, LONG_S = 10.0, 30.0
 

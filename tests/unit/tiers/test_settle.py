@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.tiers.store.test_snapshot import CLASS, STORE, index_of, journal
 from tests.unit.tiers.store_world import metas_of
-from tests.unit.tiers.test_snapshot import CLASS, STORE, index_of, journal
-from tierd.tiers import recovery
-from tierd.tiers.journal import (
+from tierd.tiers.store import recovery
+from tierd.tiers.store.journal import (
     REMOVED,
     BlocksRemoved,
     BlocksStored,
@@ -28,9 +28,9 @@ from tierd.tiers.journal import (
     journal_path,
     read_journal,
 )
-from tierd.tiers.recovery import RETOLD_JOURNALS, load_index, open_index, settle
-from tierd.tiers.snapshot import snapshot_path, write_snapshot
-from tierd.tiers.stored_index import StoredIndex, gathered, replay, told_since
+from tierd.tiers.store.recovery import RETOLD_JOURNALS, load_index, open_index, settle
+from tierd.tiers.store.snapshot import snapshot_path, write_snapshot
+from tierd.tiers.store.stored_index import StoredIndex, gathered, replay, told_since
 
 BLOCKS = 40
 """Of the snapshot: several times what the journals tell."""

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from tests.unit.tiers.store_world import CLASS_BYTES, FAILED, READY, World, content, die, kind_of, next_life
-from tierd.core.model import StructArray
+from tierd.core.formats.model import StructArray
 from tierd.errors import TierFailed
-from tierd.tiers import ledger, slots
-from tierd.tiers.files import OsFiles
-from tierd.tiers.nvme import Patience
+from tierd.tiers.io.files import OsFiles
+from tierd.tiers.store import ledger, slots
+from tierd.tiers.store.nvme import Patience
 
 EAGER = Patience(hang_s=0.2, close_s=0.3)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.client.values import NO_HASHES, Hashes
-from tierd.core.model import ROOT
+from tierd.core.formats.model import ROOT
 from tierd.integrations.pieces import Pieces
 from tierd.integrations.sglang.names import about_of
 from tierd.integrations.store import EngineStore

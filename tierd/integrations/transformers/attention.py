@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from tierd.core.block import KVGeometry
+from tierd.core.formats.block import KVGeometry
 from tierd.errors import ConfigError, Unsupported
 from tierd.kernels import PagedAttention, PagedBatch, paged_attention
 from tierd.kernels.fitting import TILE_TOKENS

@@ -18,7 +18,7 @@ import transformers
 import xxhash
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
-from tierd.core.block import KVGeometry, NamespaceSpec
+from tierd.core.formats.block import KVGeometry, NamespaceSpec
 from tierd.errors import InvalidArgument, Unsupported
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.transformers.options import StoreOptions

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import Group, PutGroup
-from tierd.core.model import ROOT
+from tierd.core.formats.model import ROOT
 from tierd.errors import Unsupported
 from tierd.integrations.match import Match, claim
 from tierd.integrations.pieces import Pieces

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from tierd.client import About, Group, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.client.values import NO_HASHES
-from tierd.core.model import ROOT
+from tierd.core.formats.model import ROOT
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore

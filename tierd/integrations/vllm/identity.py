@@ -1,6 +1,6 @@
 """What decides, beside tokens, which bytes vLLM has in a block of KV: weights, positions, types, kernels, and how its hashes begin.
 
-Purpose: words for namespaces, the same for both faces. Non-purpose: groups and layouts (spaces.py, chunks.py). Invariants: what is left out changes no byte of a
+Purpose: words for namespaces, the same for both faces. Non-purpose: groups and layouts (spaces.py, tcp/chunks.py). Invariants: what is left out changes no byte of a
 block, nor the meaning of its hash; an engine's words stay what they were when it began; adapters' files are in the names of blocks, not here.
 """
 

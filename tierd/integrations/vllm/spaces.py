@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tierd.client import Group, NamespaceSpec, OpenedNamespace
-from tierd.core.model import Need
+from tierd.core.formats.model import Need
 from tierd.errors import Unsupported
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.vllm.identity import dtype_of, engine_words, model_words

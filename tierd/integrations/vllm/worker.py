@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tierd.client import About, OpenedNamespace, PutGroup
-from tierd.core.model import ROOT
+from tierd.core.formats.model import ROOT
 from tierd.errors import TierdError
 from tierd.integrations.courier import Courier
 from tierd.integrations.pieces import Pieces

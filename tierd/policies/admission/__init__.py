@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tierd.core.admission import Admission, Chance
-from tierd.core.blocks import Blocks
-from tierd.core.model import TierSpec
+from tierd.core.formats.model import TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.policies.admission.all import All
 from tierd.policies.admission.learned import Learned
 from tierd.policies.admission.second_touch import SecondTouch

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.admission import Balance, Chance, Sizes, Verdict, Verdicts
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Mask
-from tierd.core.model import TierSpec
+from tierd.core.formats.model import TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 from tierd.policies.admission.budget import Budget
 from tierd.policies.admission.tails import Tails

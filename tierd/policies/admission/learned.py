@@ -20,9 +20,9 @@ from collections.abc import Container
 import numpy as np
 
 from tierd.core.admission import Chance, Sizes
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Mask
-from tierd.core.model import TierSpec
+from tierd.core.formats.model import TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 from tierd.policies.admission.floor import Floor
 from tierd.policies.admission.gate import Gate, Worth, names_before, names_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Mask
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 
 NAMESPACE_LIMIT = 65536

@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from tierd.core.admission import Chance
-from tierd.core.blocks import Blocks
-from tierd.core.model import TierSpec
+from tierd.core.formats.model import TierSpec
+from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 from tierd.policies.admission.gate import Gate, Names, Worth, names_of
 

@@ -7,35 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Eviction
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.arc import Arc
 from tierd.policies.eviction.attention import Attention
 from tierd.policies.eviction.duel import Duel
-from tierd.policies.eviction.gdsf import Gdsf
-from tierd.policies.eviction.hyperbolic import Hyperbolic
 from tierd.policies.eviction.lfu import AgedLfu
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.prefix_separation import PrefixSeparation
 from tierd.policies.eviction.priority import Priority
-from tierd.policies.eviction.s3_fifo import S3Fifo
-from tierd.policies.eviction.sieve import Sieve
-from tierd.policies.eviction.two_queue import TwoQueue
-from tierd.policies.eviction.w_tinylfu import WTinyLfu
 from tierd.policies.reuse import Traffic
 
 EVICTION: dict[str, Callable[[Blocks], Eviction]] = {
-    "2q": TwoQueue,
     "arc": Arc,
     "attention": Attention,
-    "gdsf": Gdsf,
-    "hyperbolic": Hyperbolic,
     "lfu": AgedLfu,
     "lru": Lru,
     "prefix-separation": PrefixSeparation,
     "priority": Priority,
     "reuse-index": lambda blocks: Duel(blocks, Traffic(blocks)),
-    "s3-fifo": S3Fifo,
-    "sieve": Sieve,
-    "w-tinylfu": WTinyLfu,
 }

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.chains import Uses
 from tierd.policies.eviction.ghosts import Ghosts
 from tierd.policies.eviction.queues import Queues, first_free, part

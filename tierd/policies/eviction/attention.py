@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.chains import Levels, along
 from tierd.policies.eviction.order import grown
 from tierd.policies.eviction.queues import Queues, first_free

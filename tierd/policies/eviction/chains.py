@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.order import grown
 
 Number = TypeVar("Number", np.uint8, np.int64, np.float64)

@@ -16,9 +16,9 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Asked, Ids, Mask
-from tierd.core.model import TierKind
+from tierd.core.formats.model import TierKind
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.queues import Queues, some_free
 from tierd.policies.eviction.reuse_index import ReuseIndex

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierd.core.columns import lengthen, rows_for
+from tierd.core.arrays.columns import lengthen, rows_for
+from tierd.core.arrays.table import Keys, Table
 from tierd.core.eviction import Ids
-from tierd.core.table import Keys, Table
 from tierd.policies.eviction.queues import Queues
 
 

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.order import UseOrder, grown
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
+from tierd.core.arrays.sets import span
 from tierd.core.eviction import Ids, Mask
-from tierd.core.sets import span
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.order import UseOrder, grown, stamped
 
 

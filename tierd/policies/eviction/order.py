@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import lengthen, rows_for
+from tierd.core.arrays.columns import lengthen, rows_for
 from tierd.core.eviction import Ids, Mask
 
 Item = TypeVar("Item", bound=np.generic)

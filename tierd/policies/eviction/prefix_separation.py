@@ -18,8 +18,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.chains import Levels, Lift
 from tierd.policies.eviction.ghosts import Ghosts
 from tierd.policies.eviction.order import grown

@@ -1,6 +1,6 @@
 """Priority with retention time: the lowest priority leaves first, and within a priority what was used least recently.
 
-As TensorRT-LLM has it (KvCacheRetentionConfig and its eviction policy; the default is the same 35), with what puts say of blocks (`tierd.core.said`):
+As TensorRT-LLM has it (KvCacheRetentionConfig and its eviction policy; the default is the same 35), with what puts say of blocks (`tierd.core.index.priorities`):
 
     level of a block     its priority while it is retained; the default where nothing was said, or the time has run out
     to make room:        from the lowest level on, the least recently used
@@ -19,10 +19,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
-from tierd.core.model import PRIORITY_DEFAULT
-from tierd.core.said import Said
+from tierd.core.formats.model import PRIORITY_DEFAULT
+from tierd.core.index.blocks import Blocks
+from tierd.core.index.priorities import Priorities
 from tierd.policies.eviction.late import Late, merged
 from tierd.policies.eviction.order import grown
 from tierd.policies.eviction.queues import Queues, first_free
@@ -90,7 +90,7 @@ class Priority:
             yield from merged(queue, self._late.walk(), lambda ids: self._uses[ids]) if is_default else queue
 
     def _levels(self, blocks: Ids) -> Ids:
-        return Said.of_blocks(self._blocks, blocks).priorities(self._time_s).astype(np.int64)
+        return Priorities.of_blocks(self._blocks, blocks).priorities(self._time_s).astype(np.int64)
 
     def _put(self, blocks: Ids) -> None:
         self._uses = grown(self._uses, int(blocks.max(initial=-1)) + 1)

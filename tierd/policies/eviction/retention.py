@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import runs
+from tierd.core.arrays.columns import runs
 from tierd.core.eviction import Ids, Mask
 
 DUE_LIMIT = 8192

@@ -22,8 +22,8 @@ import struct
 
 import numpy as np
 
-from tierd.core.blocks import Blocks
 from tierd.core.eviction import Ids, Mask
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.ranking import Ranking
 from tierd.policies.eviction.runs import FEW, NOWHERE, SOON, Runs
 from tierd.policies.reuse import Traffic

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.columns import Columns, rows_for
+from tierd.core.arrays.columns import Columns, rows_for
+from tierd.core.arrays.sets import every
 from tierd.core.eviction import Ids, Mask
-from tierd.core.sets import every
 
 FEW = 8
 """So many blocks, or fewer, are treated one by one."""

@@ -19,10 +19,10 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
-from tierd.core.columns import lengthen
+from tierd.core.arrays.columns import lengthen
+from tierd.core.arrays.sets import firsts, true_rows
 from tierd.core.eviction import Ids
-from tierd.core.sets import firsts, true_rows
+from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.lru import Lru
 from tierd.policies.eviction.reuse_index import ReuseIndex
 from tierd.policies.reuse import Traffic

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.core.arrays.table import Keys
 from tierd.core.eviction import Ids
-from tierd.core.table import Keys
 
 ROWS = 4
 MOST = 15

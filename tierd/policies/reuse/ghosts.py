@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.numbered import Numbered
-from tierd.core.sets import every, some
-from tierd.core.table import Keys
+from tierd.core.arrays.key_numbers import KeyNumbers
+from tierd.core.arrays.sets import every, some
+from tierd.core.arrays.table import Keys
 
 Rows = NDArray[np.int64]
 
@@ -38,7 +38,7 @@ class Recalled:
     rows: Rows
 
 
-class _Half(Numbered):
+class _Half(KeyNumbers):
     """Names, and their numbers by row."""
 
     def __init__(self, limit: int) -> None:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.blocks import Blocks
+from tierd.core.arrays.sets import every
 from tierd.core.eviction import Asked, Ids
-from tierd.core.sets import every
+from tierd.core.index.blocks import Blocks
 from tierd.policies.reuse.features import NOTHING, first_group
 from tierd.policies.reuse.ghosts import GHOST, Ghosts
 from tierd.policies.reuse.hazard import EDGES_S, age_of

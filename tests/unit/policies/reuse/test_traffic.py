@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, chain, tier
-from tierd.core.blocks import Names, words
 from tierd.core.core import Core
-from tierd.core.drive import InstantDriver, Sequence
-from tierd.core.model import StructArray
+from tierd.core.formats.model import StructArray
+from tierd.core.index.blocks import Names, words
+from tierd.core.instant_driver import InstantDriver, Sequence
 from tierd.core.plan import GroupQuery
 from tierd.policies.named import NamedPolicies
 from tierd.policies.reuse.features import GROUPS, NOTHING, SHARED, first_group

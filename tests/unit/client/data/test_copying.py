@@ -1,0 +1,206 @@
+"""Copies: right bytes and right sums, by one thread or two, by the library or without it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.compiled import NEEDS_LIBRARY, check_library
+from tierd import native
+from tierd.checksum import raw_tables, slice_sums
+from tierd.client.connect.cancellation import Stop, Stopped
+from tierd.client.data import copying
+from tierd.core.formats.block import slice_lengths
+from tierd.native import find_library
+
+MIB = 1 << 20
+GUARD = 64
+
+
+@pytest.fixture(params=["library", "plain"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both forms, where there are two."""
+    if request.param == "plain":
+        monkeypatch.setattr(copying, "_library", None)
+    else:
+        check_library()
+    return str(request.param)
+
+
+def sources(count: int, length: int, seed: int = 0) -> np.ndarray:
+    """Random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, (count, length), dtype=np.uint8)
+
+
+def copied(targets: np.ndarray, given: np.ndarray, layers: int = 0) -> list[bytes]:
+    """Row after row; the sums of each."""
+    blocks = copying.blocks_of(rows(given), rows(targets), [given.shape[1]] * len(given), layers)
+    sums = copying.sum_and_copy(blocks)
+    return [part.tobytes() for part in np.split(sums, len(given))]
+
+
+def rows(array: np.ndarray) -> np.ndarray:
+    """Where each begins."""
+    return np.uint64(array.ctypes.data) + np.arange(len(array), dtype=np.uint64) * np.uint64(array.strides[0])
+
+
+def tables(given: np.ndarray, layers: int = 0) -> list[bytes]:
+    """As the daemon sums them."""
+    return raw_tables([slice_sums(row, slice_lengths(len(row), layers)) for row in given])
+
+
+@pytest.mark.parametrize("layers", [0, 1, 4, 7, 480, (1 << 32) - 1])
+@pytest.mark.parametrize(
+    ("count", "length"),
+    [(1, 1), (3, 4096), (2, MIB), (5, 3 * MIB // 2), (16, 300_000), (4, 28 * 4096), (1, 480 * 4096)],
+)
+def test_bytes_and_sums_are_right(count: int, length: int, layers: int) -> None:
+    """Each target has its source's bytes, and the sums are those that the daemon would make of it: of small blocks
+    and long ones, of any number of layers."""
+    given = sources(count, length)
+    targets = np.zeros_like(given)
+    assert copied(targets, given, layers) == tables(given, layers)
+    assert (targets == given).all()
+
+
+@given(
+    length=st.one_of(st.integers(0, 1300), st.integers(1300, 70_000)),
+    offsets=st.tuples(st.integers(0, 64), st.integers(0, 64)),
+    layers=st.integers(0, 9),
+)
+def test_whatever_the_length_and_the_address(length: int, offsets: tuple[int, int], layers: int) -> None:
+    """Of every length, from and to every address, as slices of the sum's own kinds; and no byte beside the target is
+    written."""
+    source = sources(1, length + offsets[0], seed=length)[0][offsets[0] :]
+    target = np.full(offsets[1] + length + GUARD, 7, np.uint8)
+    blocks = copying.blocks_of([source.ctypes.data], [target.ctypes.data + offsets[1]], [length], layers)
+    assert copying.sum_and_copy(blocks).tobytes() == tables(source[None], layers)[0]
+    assert (target[offsets[1] : offsets[1] + length] == source).all()
+    assert (target[: offsets[1]] == 7).all() and (target[offsets[1] + length :] == 7).all()
+
+
+def test_what_has_no_target_is_summed() -> None:
+    """A block without one is read, and nothing is written."""
+    given = sources(3, 5000)
+    blocks = copying.blocks_of(rows(given), [0] * 3, [5000] * 3, 0)
+    assert copying.sum_and_copy(blocks).tobytes() == b"".join(tables(given))
+    assert len(copying.sum_and_copy(blocks[:0])) == 0
+
+
+def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long copy is made by two threads; one that finds the other thread at work, or is short, by its own alone."""
+    seen, inner = set[str](), copying._do
+
+    def do(*part: Any) -> None:
+        seen.add(threading.current_thread().name)
+        inner(*part)
+
+    monkeypatch.setattr(copying, "_do", do)
+    monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
+    given, mine = sources(8, copying.HELPED_BYTES // 8), threading.current_thread().name
+
+    def copy(count: int) -> list[bool]:
+        seen.clear()
+        targets = np.zeros_like(given[:count])
+        assert copied(targets, given[:count]) == tables(given[:count])
+        assert (targets == given[:count]).all()
+        return [mine in seen, len(seen) == 2]
+
+    assert copy(8) == [True, True]
+    assert copy(7) == [True, False]
+    with copying._SECOND_THREAD._turn:
+        assert copy(8) == [True, False]
+    assert copy(8) == [True, True]
+
+
+def test_a_copy_that_gets_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no thread can be started a copy is made alone, and a later thread does nothing of it."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
+    monkeypatch.setattr(copying._SECOND_THREAD, "_pool", None)
+    given = sources(8, copying.HELPED_BYTES // 8)
+    targets, others = np.zeros_like(given), np.zeros_like(given)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert copied(targets, given) == tables(given)
+    assert (targets == given).all()
+    targets[:] = 0
+    assert copied(others, given) == tables(given)
+    assert not targets.any()
+
+
+@pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
+def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy whose verb is stopped ends with the block that it is at; no thread copies after the verb was told."""
+    stop, inner = Stop(), copying._do
+
+    def do(blocks: np.ndarray, sums: np.ndarray, is_over: np.ndarray) -> None:
+        inner(blocks[:1], sums, is_over)
+        stop.set()
+        inner(blocks[1:], sums, is_over)
+
+    monkeypatch.setattr(copying, "_do", do)
+    targets, given = np.zeros((8, length), np.uint8), np.ones((8, length), np.uint8)
+    with pytest.raises(Stopped):
+        stop.around(lambda: copied(targets, given))
+    assert 1 <= targets[:, 0].sum() <= 2
+    assert not copying._SECOND_THREAD._turn.locked()
+
+
+def test_a_copy_does_not_begin_for_nobody() -> None:
+    """A put whose caller has gone while its commit was sent copies nothing."""
+    stop, targets = Stop(), np.zeros((1, 4096), np.uint8)
+
+    def verb() -> None:
+        stop.set()
+        copied(targets, np.ones_like(targets))
+
+    with pytest.raises(Stopped):
+        stop.around(verb)
+    assert not targets.any()
+
+
+def test_a_child_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked child has a second thread of its own, also where its parent's was at work."""
+    monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
+    given = sources(8, MIB)
+
+    def is_right() -> bool:
+        targets = np.zeros_like(given)
+        return copied(targets, given) == tables(given) and bool((targets == given).all())
+
+    assert is_right()
+    with copying._SECOND_THREAD._turn:
+        assert _in_child(is_right)
+
+
+@NEEDS_LIBRARY
+def test_a_library_of_another_source_is_not_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is older than its source is none, and so is a file that is no library."""
+    assert find_library() is not None
+    changed = tmp_path / "plane.cpp"
+    changed.write_bytes(native.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native.source_id, "__defaults__", (changed,))
+    assert find_library() is None
+    monkeypatch.undo()
+    broken = tmp_path / "plane.so"
+    broken.write_bytes(b"none")
+    monkeypatch.setattr(native, "LIBRARY", broken)
+    assert find_library() is None
+
+
+def _in_child(work: Callable[[], bool]) -> bool:
+    pid = os.fork()
+    if not pid:
+        os._exit(not work())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,242 @@
+"""Pages of a GPU in a row: what a kernel finds at one address, who may write there, and that nothing is left of it.
+
+The fake driver keeps CUDA's rules: a handle is mapped whole and from its beginning, lengths are multiples of the granularity, and what is mapped for reading is not written.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.gpu.processes import SLAB
+from tests.unit.kernels.fake_driver import counts, entered, on_fake_driver, peek, poke
+from tierd.client.session import device
+from tierd.client.session.device import DevicePage, Gpu, GpuPlace
+from tierd.client.session.ranges import contiguous
+from tierd.errors import DeadlineExceeded, InvalidArgument, Overloaded, TierFailed
+from tierd.gpu.child import Engine
+from tierd.kernels import params
+from tierd.kernels.loaded import Loaded
+from tools.fake_cuda import build_fatbins
+
+
+class Pin:
+    """What keeps pages pinned."""
+
+
+class Slabs:
+    """Slabs with random bytes, as a daemon makes them, mapped in this process as a worker maps them."""
+
+    def __init__(self, lengths: list[int], *, is_writable: bool = False) -> None:
+        self.engine, self.gpu = Engine(0), Gpu(GpuPlace("", 0))
+        rng = np.random.default_rng(len(lengths))
+        self.bytes, self.memories = [rng.bytes(length) for length in lengths], list[Any]()
+        for i, data in enumerate(self.bytes):
+            fd = self.engine.slabs.make(i, len(data))
+            os.pwrite(fd, data, 0)
+            self.memories.append(self.gpu.map(fd, len(data), is_writable=is_writable))
+            os.close(fd)
+
+    def page(self, slab: int, *, start: int = 0, length: int | None = None, pin: object = None) -> DevicePage:
+        """A page of a slab, all of it if no more is said."""
+        memory = self.memories[slab]
+        nbytes = memory.length_bytes - start if length is None else length
+        return DevicePage(memory, memory.address + start, nbytes, pin=pin, writable=False)
+
+    def close(self) -> None:
+        """Nothing is left, here or at the daemon."""
+        self.memories.clear()
+        gc.collect()
+        self.gpu.unmap_ended()
+        self.engine.close()
+        entered().cuDevicePrimaryCtxRelease(0)
+        assert counts() == {}
+
+
+def seen(page: DevicePage) -> bytes:
+    """What a kernel reads there."""
+    return peek(page.address, page.nbytes)
+
+
+@on_fake_driver()
+def test_pages_follow_each_other() -> None:
+    """In the order that is given, of slabs of several lengths, one twice, the last one short: each byte stands where its page has it, and where it was."""
+    slabs = Slabs([SLAB, 2 * SLAB, SLAB, SLAB])
+    for order in ((0,), (1, 0), (3, 1, 0, 1, 2)):
+        row = contiguous([*(slabs.page(i) for i in order), slabs.page(2, length=5000)])
+        assert seen(row) == b"".join(slabs.bytes[i] for i in order) + slabs.bytes[2][:5000]
+        assert row.shape == (len(seen(row)),) and seen(row[SLAB - 8 : SLAB + 8]) == seen(row)[SLAB - 8 : SLAB + 8]
+        assert row.__cuda_array_interface__["data"] == (row.address, True)
+    assert [seen(slabs.page(i)) for i in range(4)] == slabs.bytes
+    out = np.empty(row.nbytes, np.uint8)
+    row.copy_to(out)
+    assert out.tobytes() == seen(row)
+    del row
+    slabs.close()
+
+
+@on_fake_driver()
+def test_what_is_written_to_a_page_is_seen_in_the_row() -> None:
+    """It is the same memory: nothing was copied."""
+    slabs = Slabs([SLAB, SLAB], is_writable=True)
+    row = contiguous([slabs.page(1), slabs.page(0)])
+    poke(slabs.memories[0].address + 77, b"\x5a" * 3)
+    assert seen(row)[SLAB + 77 : SLAB + 80] == b"\x5a" * 3
+    del row
+    slabs.close()
+
+
+@on_fake_driver(dies_of=signal.SIGSEGV)
+def test_nobody_writes_by_a_row() -> None:
+    """Also where this process may write to the pages themselves."""
+    slabs = Slabs([SLAB, SLAB], is_writable=True)
+    row = contiguous([slabs.page(0), slabs.page(1)])
+    poke(slabs.memories[1].address, b"\x01")
+    print("now", flush=True)
+    poke(row.address + SLAB, b"\x01")
+
+
+@on_fake_driver()
+def test_a_row_keeps_its_pages_pinned_and_mapped() -> None:
+    """As long as it or a part of it lives; then pins go, and its addresses when the next row is made."""
+    slabs = Slabs([SLAB, SLAB])
+    before, pins = counts(), [Pin(), Pin()]
+    watched = [weakref.ref(pin) for pin in pins]
+    row = contiguous([slabs.page(i, pin=pin) for i, pin in enumerate(pins)])
+    pins.clear()
+    part = row[SLAB + 5 : SLAB + 10]
+    del row
+    gc.collect()
+    assert [ref() is not None for ref in watched] == [True, True]
+    assert seen(part) == slabs.bytes[1][5:10]
+    del part
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+    assert counts()["mappings"] == before["mappings"] + 2
+    row = contiguous([slabs.page(0)])
+    assert counts()["mappings"] == before["mappings"] + 1 and counts()["reservations"] == before["reservations"] + 1
+    assert counts().get("handles", 0) == before.get("handles", 0)
+    del row
+    slabs.close()
+
+
+@on_fake_driver()
+def test_what_ends_while_the_gpu_is_asked_is_unmapped_by_the_next() -> None:
+    """Another thread may launch on a mapping and let go of it behind the event that is asked for, which says nothing of that work."""
+    slabs = Slabs([SLAB, SLAB])
+    before = counts()["mappings"]
+    ask = slabs.gpu.ask
+
+    def asked(name: str, *given: Any) -> Any:
+        answer = ask(name, *given)
+        if name == "cuCtxRecordEvent":
+            slabs.memories.clear()  # the other thread, as soon as the event is recorded
+        return answer
+
+    slabs.gpu.ask = asked
+    slabs.memories.pop()
+    slabs.gpu.unmap_ended()
+    assert counts()["mappings"] == before - 1
+    slabs.gpu.unmap_ended()
+    assert counts()["mappings"] == before - 2
+    slabs.close()
+
+
+@on_fake_driver()
+def test_a_kernel_that_hangs_costs_no_call_more_than_its_bound() -> None:
+    """While it does a segment is mapped at once, what ended stays mapped, and a copy gives up at its bound, by name; when it has ended, what had ended before it is unmapped."""
+    slabs = Slabs([SLAB, SLAB])
+    cuda, kernels = slabs.gpu.cuda, Loaded(build_fatbins())
+    fd = slabs.engine.slabs.make(9, SLAB)
+    before = counts()["mappings"]
+    place = int(slabs.gpu.ask("cuMemAlloc", 4096))
+    stream = slabs.gpu.ask("cuStreamCreate", 1)
+    own = Loaded(build_fatbins(), stream=lambda: int(stream))
+    told = params.Merge(place, place + 1024, place + 2048, place + 3072, 1, 1, 8)
+    os.environ["TIERD_FAKE_CUDA_HANGS"] = "1"
+    own.launch("merge_f32", (1, 1, 1), told)
+    slabs.memories.pop()
+    for _ in range(3):
+        slabs.memories.append(slabs.gpu.map(fd, SLAB, is_writable=True))
+    os.close(fd)
+    assert counts()["mappings"] == before + 3
+    page = slabs.page(2)
+    page.copy_to(np.empty(SLAB, np.uint8))  # its stream does not hang
+    kernels.launch("merge_f32", (1, 1, 1), told)
+    device.COPY_TIMEOUT_S = 0.1
+    page.is_writable = True
+    for copy in (page.copy_to, page.copy_from):
+        with pytest.raises(
+            DeadlineExceeded, match=r"cuda:0: work .* is not done after 0\.1 s; end the kernel that hangs"
+        ):
+            copy(np.empty(SLAB, np.uint8))
+    del os.environ["TIERD_FAKE_CUDA_HANGS"], page, copy
+    while counts()["mappings"] > before + 2:
+        slabs.gpu.unmap_ended()
+    assert not cuda.cuMemFree(place)[0] and not cuda.cuStreamDestroy(stream)[0]
+    kernels.close(), own.close()
+    slabs.close()
+
+
+@on_fake_driver()
+def test_pages_that_cannot_follow_each_other_are_refused() -> None:
+    """Several in a slab, short ones in the middle, bytes that are no multiple of the granularity, none, and such as lie elsewhere: each is named with its bytes, the
+    granularity and the remedy, and nothing is left of the attempt."""
+    slabs = Slabs([2 * SLAB, SLAB, SLAB])
+    before, whole = counts(), slabs.page(1)
+    half = f"{SLAB} bytes at {{}} of a slab of {2 * SLAB}; .* granularity is {SLAB}: set the device tier's segment to {SLAB} bytes"
+    for pages, said in (
+        ([slabs.page(0, start=SLAB), whole], r"pages\[0\]: " + half.format(SLAB)),
+        (
+            [whole, slabs.page(0, start=4096, length=100)],
+            r"pages\[1\]: 100 bytes at 4096 .*: leave it out, and read it where",
+        ),
+        ([slabs.page(0, length=SLAB), whole], r"pages\[0\]: " + half.format(0)),
+        ([whole, slabs.page(2, length=SLAB - 4096), whole], r"pages\[1\]: .* choose tokens_per_block so that"),
+        ([slabs.page(1, start=4096, length=100)], r"pages\[0\]: 100 bytes at 4096 .* choose tokens_per_block"),
+        ([], "there are none"),
+        ([whole, np.zeros(SLAB, np.uint8)], r'pages\[1\]: ndarray is none of a GPU; acquire them with tier="device"'),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            contiguous(pages)
+    row = contiguous([whole, slabs.page(2)])
+    with pytest.raises(InvalidArgument, match="cuMemMap"):
+        contiguous([row, whole])
+    del row
+    slabs.gpu.unmap_ended()
+    assert counts() == before
+    del pages, whole
+    slabs.close()
+
+
+@on_fake_driver()
+def test_a_driver_that_refuses_leaves_nothing() -> None:
+    """At each call that makes a row, its first or a later one: the error is the driver's, and addresses and handles are given back."""
+    slabs = Slabs([SLAB, SLAB, SLAB])
+    pages = [slabs.page(i) for i in range(3)]
+    before = counts()
+    struck = 0
+    for call in ("cuMemAddressReserve", "cuMemRetainAllocationHandle", "cuMemMap", "cuMemSetAccess"):
+        for error, kind in (("e2", Overloaded), ("e999", TierFailed)):
+            os.environ["TIERD_FAKE_CUDA_STRIKE"] = f"{call}:0:{error}"
+            with pytest.raises(kind, match=call):
+                contiguous(pages)
+            assert counts() == before, call
+            struck += 1
+    for call in ("cuMemRetainAllocationHandle", "cuMemMap"):
+        struck += 3  # of all that it struck the driver counts the calls: the first and the second go well
+        os.environ["TIERD_FAKE_CUDA_STRIKE"] = f"{call}:{struck}:e2"
+        with pytest.raises(Overloaded, match=call):
+            contiguous(pages)
+        assert counts() == before, call
+    del os.environ["TIERD_FAKE_CUDA_STRIKE"]
+    row = contiguous(pages)
+    assert seen(row) == b"".join(slabs.bytes)
+    del row, pages
+    slabs.close()

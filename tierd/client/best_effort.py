@@ -1,0 +1,66 @@
+"""What best_effort makes of failures: a smaller hit, and one log line a minute.
+
+Purpose: an operator learns that something fails, and a worker's log is not flooded. Non-purpose: metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tierd.errors import DeadlineExceeded, InvalidArgument, TierdError
+
+log = logging.getLogger("tierd.client")
+
+T = TypeVar("T")
+INTERVAL_S = 60.0
+PROBE_S = 0.1
+"""A sign of life of the daemon may take so long."""
+ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError, AttributeError, LookupError, BufferError)
+"""As Python raises them for arguments of a wrong kind."""
+_TEXT = "arguments: {} ({}); give what the verb describes"
+
+
+class BestEffort:
+    """Failures of one client. is_silent: a call has ended at its deadline, and no sign of life came since."""
+
+    def __init__(self, target: str, *, best_effort: bool) -> None:
+        self.is_silent = False
+        self._target, self._best_effort = target, best_effort
+        self._next = 0.0
+        self._unsaid = 0
+
+    def shrunk(self, work: Callable[[], T], nothing: Callable[[], T]) -> T:
+        """With best_effort a failure is `nothing`. Raises InvalidArgument for what Python refuses, else what is raised."""
+        begun = time.monotonic()
+        try:
+            return work()
+        except Exception as raised:
+            if not self._best_effort and not _is_of_python(raised):
+                raise
+            error = InvalidArgument(_TEXT.format(raised, type(raised).__name__)) if _is_of_python(raised) else raised
+            try:
+                if not self._best_effort:
+                    raise error from raised
+                # A call that had less time than a sign of life may take says nothing of the daemon.
+                self.is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
+                self.note(error)
+                return nothing()
+            finally:
+                del error  # else its traceback would keep it, and what the call held, until a search for garbage
+
+    def note(self, error: Exception) -> None:
+        """Logs the error if the last line is a minute old, with how many were not said since."""
+        now = time.monotonic()
+        if now < self._next:
+            self._unsaid += 1
+            return
+        rest = f" ({self._unsaid} more since the last line)" if self._unsaid else ""
+        log.warning("tierd at %s: %s: %s%s; served as misses", self._target, type(error).__name__, str(error), rest)
+        self._next, self._unsaid = now + INTERVAL_S, 0
+
+
+def _is_of_python(error: Exception) -> bool:
+    return isinstance(error, ARGUMENT_ERRORS) and not isinstance(error, TierdError)

@@ -1,0 +1,103 @@
+"""Where the daemon is: TIERD_TARGET and its defaults.
+
+Purpose: text to a place. Non-purpose: connecting. Invariant: nothing is opened or created here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from tierd.errors import InvalidArgument
+from tierd.linux.trust import find_stranger
+from tierd.places import SESSION_SOCKET_NAME, SOCKET_NAME, SOCKET_PATH_MAX_BYTES, runtime_dir
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTarget:
+    """A directory with the sockets of a daemon on this machine."""
+
+    directory: str
+
+    @property
+    def rpc_path(self) -> str:
+        """The gRPC socket."""
+        return str(Path(self.directory) / SOCKET_NAME)
+
+    @property
+    def session_path(self) -> str:
+        """The session socket."""
+        return str(Path(self.directory) / SESSION_SOCKET_NAME)
+
+    def __str__(self) -> str:
+        return self.directory
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTarget:
+    """A daemon reached over TCP: put and get only, no handles. codec: by which chunks shall travel (tierd/tcp/codecs.py); empty: as they are."""
+
+    host: str
+    port: int
+    codec: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where to connect."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.address}?codec={self.codec}" if self.codec else self.address
+
+
+Target = LocalTarget | RemoteTarget
+
+
+def resolve_target(text: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Target:
+    """A target as it is written, else TIERD_TARGET, else the directory where a daemon of this user would be.
+
+    Directories contain a slash or are `.` or `..`; everything else is host:port, or host:port?codec=name. Raises InvalidArgument.
+    """
+    text = text or environ.get("TIERD_TARGET") or _default(environ)
+    if "/" not in text and text not in (".", ".."):
+        return _remote(text)
+    target = LocalTarget(text)
+    size = len(os.fsencode(target.session_path))
+    if size > SOCKET_PATH_MAX_BYTES:
+        raise InvalidArgument(
+            f"target {text}: its socket path has {size} bytes, above the {SOCKET_PATH_MAX_BYTES} that a unix socket may have;"
+            " choose a shorter directory"
+        )
+    return target
+
+
+def _default(environ: Mapping[str, str]) -> str:
+    """The first directory that holds a socket and that no stranger laid: where this user's daemon would be, then the machine's."""
+    own = runtime_dir(environ, uid=os.getuid())
+    if environ.get("TIERD_RUNTIME_DIR"):
+        return own
+    # A daemon of another user may serve this one too; where this user could not write, it was not looked for.
+    places = (own, "/run/tierd")
+    hidden = [place for place in places if Path(place).is_dir() and not os.access(place, os.X_OK)]  # connecting says so
+    sockets = {place: Path(place) / SESSION_SOCKET_NAME for place in places if place not in hidden}
+    found = {place for place, socket in sockets.items() if socket.exists() and not find_stranger(place)}
+    return next((place for place in places if place in hidden or place in found), own)
+
+
+def _remote(text: str) -> RemoteTarget:
+    place, _, options = text.partition("?")
+    host, colon, port = place.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if not colon or not host or (":" in host) != is_bracketed or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidArgument(
+            f"target {text!r}: neither a directory nor host:port; write for example /run/tierd, 127.0.0.1:9440 or [::1]:9440"
+        )
+    given = dict(parse_qsl(options, keep_blank_values=True))
+    codec = given.pop("codec", "")
+    if given:
+        raise InvalidArgument(f"target {text!r}: {next(iter(given))!r} is no option of a target; there is codec=lz4")
+    return RemoteTarget(host, int(port), codec)

@@ -1,0 +1,61 @@
+"""Connecting to a daemon's sockets, and to nobody else's: whose they are is known before the first word.
+
+Purpose: a connected socket, or the reason why not. Non-purpose: what is said over it. Invariant: the directory is one that no stranger laid, or may write to; who listens
+is its owner, root or this user.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from tierd.errors import NotPermitted, Overloaded, Unavailable
+from tierd.linux.trust import SHARED, find_stranger, peer_of
+
+
+def connect(connection: socket.socket, path: str) -> None:
+    """Connects to a socket of a daemon's directory. Raises NotPermitted, Unavailable, Overloaded, TimeoutError."""
+    owner = _checked_owner(os.path.dirname(path))
+    try:
+        connection.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        raise Unavailable(
+            f"no daemon at {path} ({error.strerror}); start `tierd serve`, or set TIERD_TARGET"
+        ) from error
+    except PermissionError as error:
+        raise NotPermitted(
+            f"daemon at {path}: this user may not connect; join the daemon's group, or run one of your own"
+        ) from error
+    except BlockingIOError as error:
+        raise Overloaded(f"daemon at {path}: its queue of new connections is full; try again") from error
+    _, uid = peer_of(connection)
+    if uid not in (0, os.geteuid(), owner):
+        connection.close()  # not even a goodbye
+        raise NotPermitted(
+            f"daemon at {path}: uid {uid} listens there, and the directory is uid {owner}'s; end that process, or set TIERD_TARGET to the directory of the daemon that is meant"
+        )
+
+
+def check(path: str) -> None:
+    """Whether a daemon's other socket is to be trusted too. Raises what `connect` raises."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        connect(probe, path)
+
+
+def _checked_owner(directory: str) -> int:
+    """Uid of the owner; -1: there is no directory. Raises NotPermitted."""
+    remedy = "remove it, or set TIERD_TARGET to a directory of the daemon's that only its user and root can lay"
+    if stranger := find_stranger(directory):
+        raise NotPermitted(f"daemon at {directory}: {stranger}, lies where anybody can put one; {remedy}")
+    try:
+        found = Path(directory).stat()
+    except OSError:
+        return -1
+    if found.st_mode & SHARED:
+        mode = f"{found.st_mode & 0o7777:04o}"
+        raise NotPermitted(
+            f"daemon at {directory}: the directory's mode is {mode}, so others may put sockets there; {remedy}"
+        )
+    return found.st_uid

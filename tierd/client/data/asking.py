@@ -1,0 +1,292 @@
+"""Calls that verbs are made of: each asks the daemon once, or not at all when the blocks lie near.
+
+Purpose: calls over the current link, and what is done once more where a daemon has gone or room is short.
+Non-purpose: deadlines of users and best effort (verbs.py),
+parts of long prompts (splitting.py). Invariants: whatever fails is raised; no call overtakes a put that waited for
+nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client.connect.calls import called, left_s
+from tierd.client.connect.connection import Connector
+from tierd.client.connect.link import Link, Meanwhile
+from tierd.client.connect.links import Links
+from tierd.client.connect.target import RemoteTarget
+from tierd.client.data import one_sided_get, writing
+from tierd.client.data.background_puts import BackgroundPuts
+from tierd.client.data.lease import Lease
+from tierd.client.data.reservation import ReservedPages
+from tierd.client.session.pins import Hold
+from tierd.client.transport import replies, requests, tcp
+from tierd.client.transport.replies import Leased, LeasedGroup
+from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
+from tierd.core.formats.model import BlockStatus, StructArray
+from tierd.errors import SessionLost, StaleHandle, Unavailable
+
+T = TypeVar("T")
+
+
+class Asking(Links):
+    """Those of one client. Values in, values out; deadlines are of time.monotonic()."""
+
+    def __init__(
+        self, connector: Connector, *, best_effort: bool, is_acknowledged: bool, pages: Callable[..., ReservedPages]
+    ) -> None:
+        """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation's face."""
+        super().__init__(connector, best_effort=best_effort)
+        self._is_acknowledged = is_acknowledged
+        self.pages = pages
+        self.background_puts = BackgroundPuts()
+        self.shrunk = self._best_effort.shrunk
+
+    def found(self, groups: Sequence[Group], deadline: float) -> Found:
+        """Looks up as many blocks as go into a call."""
+        if _is_empty(groups):
+            self.opened(_spaces(groups), deadline)
+            return Found()
+        near = self._near(groups[0], one_sided_get.lookup, deadline) if len(groups) == 1 else None
+        if near is not None:
+            return near
+        _, reply = self._ask(
+            lambda: ("Lookup", pb.LookupRequest(groups=map(requests.group_message, groups))), groups, deadline
+        )
+        return replies.found(reply, groups)
+
+    def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> int:
+        """How many of these blocks are on their way because of this call."""
+        wanted = requests.wanted_tier(tier)
+        if _is_empty(groups):
+            return 0
+        _, reply = self._ask(
+            lambda: ("Prefetch", pb.PrefetchRequest(groups=map(requests.group_message, groups), **wanted)),
+            groups,
+            deadline,
+        )
+        return int(reply.started)
+
+    def leased(self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None) -> Lease:
+        """A lease of the daemon's, its segments mapped. doubted: the caller copies, and sums what it copies; u64
+        generations of pages whose sums were wrong."""
+        self._check_local("acquire")
+        wanted = requests.wanted_tier(tier)
+        if _is_empty(groups):
+            self.opened(_spaces(groups), deadline)
+            return Lease(None, Leased())
+        self._check_device(tier, deadline)
+        link, lease = self._leased(groups, wanted, deadline, doubted=doubted)
+        if not lease.whole and self._without_spare(link, deadline):
+            with contextlib.suppress(StaleHandle):  # their epoch has ended since, and what was answered stands
+                link, lease = self._leased(groups, wanted, deadline)  # pages of both leases count once
+        if lease and link.session is not None and not link.session.segments.has(place for place, _ in lease.parts):
+            try:
+                self._map(link, lease.handles, deadline)
+            except SessionLost:  # the daemon went after it had answered, and the lease with it
+                link, lease = self._leased(groups, wanted, deadline)
+                self._map(link, lease.handles, deadline)
+        return lease
+
+    def _leased(
+        self,
+        groups: Sequence[Group],
+        wanted: dict[str, Any],
+        deadline: float,
+        *,
+        doubted: bytes | None = None,
+    ) -> tuple[Link, Lease]:
+        if doubted is not None:
+            wanted = wanted | {"copies": True, "doubted": doubted}
+        link, reply = self._ask(
+            lambda: ("Acquire", pb.AcquireRequest(groups=map(requests.group_message, groups), **wanted)),
+            groups,
+            deadline,
+        )
+        leased = replies.leased(reply, groups)
+        hold = Hold(link, lease=leased.lease) if leased.lease else None
+        return link, Lease(hold, leased, is_acknowledged=self._is_acknowledged)
+
+    def got(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
+        """The servable prefix of a group, and how long the blocks are that were copied."""
+        if isinstance(self.connector.target, RemoteTarget):
+            _, (got, lengths) = self._over(
+                lambda link: tcp.get(link, group, out, deadline), [group.namespace], deadline
+            )
+            return got, lengths
+        if out is None:
+            return self._viewed(group, deadline), ()
+        done = self._near(group, partial(one_sided_get.get, out=out), deadline)
+        return self._copied(group, out, deadline) if done is None else done
+
+    def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
+        """Tries a verb without a call: look(session, group, timeout_s=); once more after puts that are under way.
+        None: ask the daemon."""
+        link = self.connected(deadline)
+        if link.session is None or not self.knows(group.namespace, link):
+            return None
+        near = look(link.session, group, timeout_s=left_s(deadline))
+        if near is None and self.background_puts:
+            self.background_puts.settle(deadline)
+            near = look(link.session, group, timeout_s=left_s(deadline))
+        return near
+
+    def _viewed(self, group: Group, deadline: float) -> GetResult:
+        """As views, which hold a lease."""
+        lease = self.leased([group], "host", deadline)
+        try:
+            views = tuple(lease.views()) if lease else ()
+            return GetResult(lease.tokens, len(views), views, lease.tier_tokens) if lease else GetResult()
+        finally:
+            lease.detach()
+
+    def _copied(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
+        """Copied under a lease. Where a page does not hold its block the daemon is asked once more, and told: a
+        farther tier may have it whole."""
+        doubted: Any = np.zeros(0, "<u8")
+        while True:
+            lease = self.leased([group], "host", deadline, doubted=doubted.tobytes())
+            if not lease:
+                return GetResult(), ()
+            try:
+                good = lease.copied(out, trusted=doubted)
+                bad, blocks = lease.handles["generation"][~good], replies.valid_blocks(lease.groups, good)
+                if not len(bad) or len(doubted):
+                    return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
+                doubted = bad.astype("<u8")
+            finally:
+                lease.detach()
+
+    def reserved(
+        self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
+    ) -> ReservedPages:
+        """The inner half of `reserve`: whatever fails is raised. durable: what the commit will ask for."""
+        self._check_local("reserve")
+        self._check_device(tier, deadline)
+        link, reply = self._ask(
+            lambda: ("Reserve", requests.reserve_request(groups, tier, durable=durable, tells=self.tells_events)),
+            groups,
+            deadline,
+        )
+        given = [
+            replies.handles_of(data, count=len(group.hashes))
+            for data, group in zip(reply.handles, groups, strict=False)
+        ]
+        handles = replies.joined(given)
+        hold = Hold(link, reservation=reply.reservation) if reply.reservation else None
+        pages = self.pages(hold, handles)
+        if (handles["status"] == BlockStatus.NO_ROOM).any() and self._without_spare(link, deadline):
+            self.aborted(pages, deadline)
+            return self.reserved(groups, tier, deadline, durable=durable)
+        self._map(link, handles[handles["status"] == BlockStatus.RESERVED], deadline)
+        return pages
+
+    def stored(self, write: writing.Write) -> PutResult:
+        """Puts the blocks of one call."""
+        if isinstance(self.connector.target, RemoteTarget):
+            group, by = write.group, write.deadline
+            put = partial(tcp.put, group=group, sources=write.sources, deadline=by, durable=write.durable)
+            return self._over(put, [group.namespace], by)[1]
+        link = self.connected(write.deadline)
+        return writing.put(self, link, write)
+
+    def committed(
+        self,
+        pages: ReservedPages,
+        request: pb.CommitRequest,
+        deadline: float,
+        *,
+        meanwhile: Meanwhile | None = None,
+    ) -> Committed:
+        """The inner half of `commit`: whatever fails is raised."""
+        hold = pages.held()
+        pages.seal(requests.named_indices(request) if request.keep_open else None)
+        reply = self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
+        if not request.keep_open:
+            hold.settle()
+        handles = replies.handles_of(reply.handles)
+        lease = None
+        if reply.lease:
+            held = handles[handles["status"] != BlockStatus.FAILED]
+            leased = Leased(reply.lease, int(held["tokens"].sum()), groups=(LeasedGroup(0, held[None]),))
+            lease = Lease(Hold(hold.link, lease=reply.lease), leased, is_acknowledged=self._is_acknowledged)
+            self._map(hold.link, held, deadline)
+        return Committed(handles["status"].astype(np.uint16), handles, lease)
+
+    def aborted(self, pages: ReservedPages, deadline: float) -> None:
+        """The inner half of `abort`: whatever fails is raised."""
+        hold = pages.hold
+        if hold is None or hold.is_done:
+            return
+        pages.seal()
+        self._ask_holder(hold, "Abort", pb.AbortRequest(reservation=hold.reservation), deadline)
+        hold.settle()
+
+    def _without_spare(self, link: Link, deadline: float) -> bool:
+        """Gives pages back that were reserved for a put that may come, since they count as the session's; whether
+        there were any."""
+        page_grants, session = link.page_grants, link.session
+        if page_grants is None or session is None:
+            return False
+        numbers = page_grants.reservations(deadline=deadline)
+        try:
+            if numbers:
+                session.abort(numbers, timeout_s=left_s(deadline))
+        except BaseException:
+            session.let_go(reservations=numbers)
+            raise
+        return bool(numbers)
+
+    def mapped(self, pages: ReservedPages, deadline: float) -> None:
+        """The segments of pages that are reserved."""
+        self._map(pages.held().link, pages.handles, deadline)
+
+    def _map(self, link: Link, handles: StructArray, deadline: float) -> None:
+        session = link.session
+        if session is not None and session.segments.unmapped(handles):
+            try:
+                session.map(handles, timeout_s=left_s(deadline))
+            except SessionLost:
+                link.is_broken = True
+                raise
+
+    # -- calls
+
+    def _ask(
+        self,
+        make: Callable[[], tuple[str, Any]],
+        groups: Sequence[Group] | Sequence[PutGroup],
+        deadline: float,
+    ) -> tuple[Link, Any]:
+        """One call, after the puts before it. make: method and message, from namespaces that are open."""
+        self.background_puts.settle(deadline)
+        return self._over(lambda link: called(link, *make(), deadline), _spaces(groups), deadline)
+
+    def _ask_holder(
+        self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
+    ) -> Any:
+        """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
+        hold.check()
+        self.background_puts.settle(deadline)
+        try:
+            return called(hold.link, method, request, deadline, meanwhile=meanwhile)
+        except (SessionLost, Unavailable) as error:
+            if not isinstance(error, SessionLost) and hold.link.is_usable:
+                raise
+            hold.link.is_broken = True
+            raise StaleHandle(f"{method.lower()}: the daemon has gone ({error}); acquire or reserve again") from error
+
+
+def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespace]:
+    return [group.namespace for group in groups]
+
+
+def _is_empty(groups: Sequence[Group]) -> bool:
+    """Nothing is asked for; an unopened namespace hashes to that, so the call is still a chance to open it."""
+    return not any(len(group.hashes) for group in groups)

@@ -1,0 +1,157 @@
+"""Copies of puts and gets: each block is summed in the pass that copies it.
+
+    BLOCK [n] ──▶ tierd/native, or the plain form; long ones by two threads ──▶ bytes at their targets, and the sums
+    of all slices
+
+Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums
+(writing.py, one_sided_get.py). Invariants: a sum is of the bytes that were
+copied, whoever writes to the source meanwhile; when `sum_and_copy` has returned or raised, nothing of it is copied
+any more. Addresses and lengths are the caller's to look after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import accumulate
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tierd.client.connect import cancellation, forks
+from tierd.client.data.buffers import address_of
+from tierd.core.formats.block import slice_cut, slice_lengths
+from tierd.core.formats.model import StructArray
+from tierd.native import find_library
+
+BLOCK = np.dtype([("source", "<u8"), ("target", "<u8"), ("length", "<u8"), ("layers", "<u8")])
+"""A block to be copied: addresses in this process (target 0: it is summed alone), bytes, and layers as its slices
+follow them."""
+HELPED_BYTES = 4 << 20
+"""A copy of so many bytes or more is shared with a second thread."""
+
+Sums = NDArray[np.uint64]
+_library = find_library()
+
+
+@lru_cache(maxsize=1024)
+def slices_of(length: int, layers: int) -> int:
+    """How many slices a block has."""
+    cut = slice_cut(length, layers)
+    return cut.pieces * cut.layers
+
+
+def blocks_of(
+    sources: NDArray[np.uint64] | Sequence[int],
+    targets: NDArray[np.uint64] | Sequence[int],
+    lengths: NDArray[np.uint64] | Sequence[int],
+    layers: NDArray[np.uint64] | Sequence[int] | int,
+) -> StructArray:
+    """BLOCK [n]."""
+    blocks = np.empty(len(sources), BLOCK)
+    blocks["source"], blocks["target"], blocks["length"], blocks["layers"] = sources, targets, lengths, layers
+    return blocks
+
+
+def sum_and_copy(blocks: StructArray) -> Sums:
+    """Copies BLOCK [n]. The sums of all slices, xxh3-64, u64 little-endian, block after block. Raises Stopped
+    between two blocks, from whatever thread that comes."""
+    cancellation.check()
+    lengths = blocks["length"].tolist()
+    ends = [0, *accumulate(map(slices_of, lengths, blocks["layers"].tolist()))]
+    sums, half, is_over = np.empty(ends[-1], "<u8"), len(blocks) // 2, np.zeros(1, np.int32)
+
+    def part(first: int, end: int) -> None:
+        _do(blocks[first:end], sums[ends[first] :], is_over)
+
+    def stop() -> None:
+        is_over[0] = 1
+
+    with cancellation.ended_by(stop):
+        if half and sum(lengths) >= HELPED_BYTES:
+            with _SECOND_THREAD.at(partial(part, half, len(blocks)), stop) as is_helped:
+                part(0, half if is_helped else len(blocks))
+        else:
+            _do(blocks, sums, is_over)
+    cancellation.check()
+    return sums
+
+
+def _do(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> None:
+    """A part of it, until is_over."""
+    if _library is None:
+        plain_sum_and_copy(blocks, sums, is_over)
+    else:
+        _library.tierd_sum_and_copy(address_of(blocks), len(blocks), address_of(sums), address_of(is_over))
+
+
+def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> int:
+    """The plain form of `tierd_sum_and_copy` (tierd/native/plane.cpp). Returns how many blocks are done."""
+    at = 0
+    for done, (source, target, length, layers) in enumerate(blocks.tolist()):
+        if is_over[0]:
+            return done
+        if target:
+            ctypes.memmove(target, source, length)
+        view, begin = memoryview((ctypes.c_ubyte * length).from_address(target or source)).cast("B"), 0
+        for piece in slice_lengths(length, layers):
+            sums[at] = xxhash.xxh3_64_intdigest(view[begin : begin + piece])
+            at, begin = at + 1, begin + piece
+    return len(blocks)
+
+
+class _SecondThread:
+    """For the copies of this process, one at a time. A copy that finds it at work goes alone, and so does one that
+    gets no thread."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._turn = threading.Lock()
+        self._is_of_use = len(os.sched_getaffinity(0)) > 1
+        forks.register(self)
+
+    @contextmanager
+    def at(self, work: Callable[[], None], stop: Callable[[], None]) -> Iterator[bool]:
+        """Around one's own part: whether it does this other work. When this ends it has, or was stopped in the
+        middle."""
+        if not self._is_of_use or not self._turn.acquire(blocking=False):
+            yield False
+            return
+        try:
+            done = self._begun(work)
+            if done is None:
+                yield False
+                return
+            try:
+                yield True
+            except BaseException:
+                stop()
+                done.exception()
+                raise
+            done.result()
+        finally:
+            self._turn.release()
+
+    def _begun(self, work: Callable[[], None]) -> Future[None] | None:
+        """None: the interpreter ends, or the process has as many threads as it may."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
+        try:
+            return self._pool.submit(work)
+        except RuntimeError:
+            self._pool = None  # it may have taken the work, and no later thread is to do that
+            return None
+
+    def forked(self) -> None:
+        """In a child: the thread is the parent's."""
+        forks.abandon(self._pool)
+        self._pool, self._turn = None, threading.Lock()
+
+
+_SECOND_THREAD = _SecondThread()

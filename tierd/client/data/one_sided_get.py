@@ -1,0 +1,240 @@
+"""Reads that ask nobody: near blocks are found in the domain's directory, copied, summed, and looked at once more.
+
+    Directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶ generations again ──▶
+    served; the daemon is told by the mailbox
+
+Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near
+or not right (asking.py asks then). Invariants: what is served has
+its block's sums, and its page had one and the same generation before and after the copy; whatever stands in
+directory or catalogue, nothing outside the mappings is read, and a get ends
+after one look at each. Only the daemon writes either, and changes a page's generation before the first byte of its
+reuse. Such reads are FaRM's (Dragojevic et al., NSDI 2014, section 4).
+The loops are C++ (tierd/native), or the plain ones here, with the same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client.data import buffers, copying
+from tierd.client.data.buffers import Bytes, address_of
+from tierd.client.session.mapping import Segment, SegmentTable
+from tierd.client.session.notices import TOLD_MAX_BYTES
+from tierd.client.session.session import Session
+from tierd.client.transport.requests import checked_hashes, group_message
+from tierd.client.values import Found, GetResult, Group
+from tierd.core.formats.directory import SEGMENT_BITS, Directory
+from tierd.core.formats.layout import GENERATION, WORD_BYTES
+from tierd.core.formats.model import HASH_BYTES, Need, StructArray
+from tierd.core.formats.words import barrier
+from tierd.errors import InvalidArgument, TierdError
+from tierd.native import find_library
+
+PAGE = np.dtype(
+    [
+        ("source", "<u8"),
+        ("length", "<u8"),
+        ("layers", "<u8"),
+        ("generation", "<u8"),
+        ("table", "<u8"),
+        ("word", "<u8"),
+        ("segment", "<u4"),
+        ("slot", "<u4"),
+    ]
+)
+"""A published page, as its entry says: addresses of its bytes, slice table (0: it has none) and generation word in
+this process; segment: which of the table's."""
+NAMES = np.dtype(
+    [("hashes", "<u8"), ("count", "<u8"), ("namespace", "<u4"), ("tokens", "<u4"), ("last", "<u4"), ("pad", "<u4")]
+)
+"""Blocks that are looked for: the address of their hashes, and tokens of each, and of the last one."""
+NOWHERE = (1 << 64) - 1
+PLAIN_BLOCKS = 128
+"""The plain forms look for at most so many; the daemon answers for more in less time."""
+_library = find_library()
+
+
+class Pages:
+    """Pages in the order of their blocks. rows: PAGE [n]; table: their segments, which keeps their addresses good."""
+
+    def __init__(self, rows: StructArray, table: SegmentTable) -> None:
+        self.rows, self.table = rows, table
+        self.lengths: list[int] = rows["length"].tolist()
+
+    def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
+        """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds
+        them any more. Raises Stopped."""
+        to, rows = [address_of(target, writable=True) for target in targets], self.rows
+        sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
+        mask = int(GENERATION) if is_leased else NOWHERE
+        good = np.zeros(len(rows), np.bool_)
+        if _library is None:
+            plain_check(rows, sums, mask, good)
+        else:
+            _library.tierd_check(address_of(rows), len(rows), address_of(sums), mask, address_of(good))
+        return good
+
+
+def get(session: Session, group: Group, out: Any, *, timeout_s: float) -> tuple[GetResult, list[int]] | None:
+    """The whole of a group, copied, and how long its blocks are; None: the daemon is to be asked. Raises Stopped."""
+    if not session.notices.takes_gets:
+        return None
+    found = find(session, group, timeout_s=timeout_s)
+    return None if found is None else served(session, group, out, *found)
+
+
+def served(
+    session: Session, group: Group, out: Any, pages: Pages, tier_tokens: list[int]
+) -> tuple[GetResult, list[int]] | None:
+    """The second half of `get`: copies what was found, and tells the daemon."""
+    try:
+        targets = buffers.pieces(out, pages.lengths, writable=True)
+    except InvalidArgument:  # the answer may be shorter, and fit
+        return None
+    told = group_message(group).SerializeToString()
+    if len(told) > TOLD_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
+        return None
+    if not session.notices.tell_used(told):
+        return None
+    return GetResult(sum(tier_tokens), len(targets), (), tuple(tier_tokens)), pages.lengths
+
+
+def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
+    """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps
+    segments that are not."""
+    count, namespace, directory = len(group.hashes), group.namespace, session.directory
+    if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
+        return None
+    if not directory.runs(namespace.id):
+        return None
+    hashes, size = checked_hashes(group.hashes), namespace.spec.tokens_per_block
+    last = namespace.tokens_in(count, tokens=group.tokens) - (count - 1) * size
+    names = np.array([(address_of(hashes), count, namespace.id, size, last, 0)], NAMES)
+    for _ in range(count + 1):  # once more for each segment that was not mapped
+        table = session.segments.table()
+        rows, unmapped = _located(directory, table, names, count)
+        if unmapped == NOWHERE or _segment(session, unmapped, timeout_s) is None:
+            break
+    if len(rows) < count:
+        return None
+    tier_tokens = [0] * len(session.tiers)
+    segments = rows["segment"].tolist()
+    for number in set(segments):
+        its = segments.count(number)
+        tier_tokens[table.segments[number].tier] += its * size
+    tier_tokens[table.segments[segments[-1]].tier] += last - size
+    return Pages(rows, table), tier_tokens
+
+
+def _located(directory: Directory, table: SegmentTable, names: StructArray, count: int) -> tuple[StructArray, int]:
+    """PAGE of the blocks of NAMES [1] up to the first that is not near, and the place of a segment that this one may
+    lie in and that is not mapped, or NOWHERE."""
+    if _library is None:
+        return plain_find(directory, table, names)
+    rows, unmapped = np.empty(count, PAGE), ctypes.c_uint64()
+    found = _library.tierd_find(
+        directory.address,
+        directory.buckets,
+        table.address,
+        len(table.segments),
+        address_of(names),
+        address_of(rows),
+        ctypes.addressof(unmapped),
+    )
+    return rows[:found], unmapped.value
+
+
+def plain_find(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
+    """The plain form of `tierd_find` (tierd/native/plane.cpp)."""
+    at, count, namespace, size, last, _ = names[0].item()
+    hashes, rows, unmapped = ctypes.string_at(at, count * HASH_BYTES), list[tuple[int, ...]](), NOWHERE
+    for i in range(count):
+        name = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+        hint = directory.place(namespace, name)
+        if hint is None:
+            break
+        (place, slot), tokens = hint, size if i < count - 1 else last
+        number = table.find(place)
+        if number is None:
+            unmapped = place
+            break
+        segment = table.segments[number]
+        entry = segment.entry(slot)
+        if entry is None or (entry.namespace, entry.tokens, entry.hash) != (namespace, tokens, name):
+            break
+        if not 0 < entry.length <= segment.class_bytes:  # its slices fit the table then
+            break
+        if segment.generation(slot) != entry.generation:
+            break
+        rows.append((*_page(segment, slot, entry.length, entry.layers, entry.generation), number, slot))
+    return np.array(rows, PAGE), unmapped
+
+
+def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[np.bool_]) -> None:
+    """The plain form of `tierd_check` (tierd/native/plane.cpp)."""
+    raw, at = sums.tobytes(), 0
+    barrier()
+    for i, (_, length, layers, generation, table, word, *_) in enumerate(rows.tolist()):
+        end = at + WORD_BYTES * copying.slices_of(length, layers)
+        is_its = bool(table) and ctypes.string_at(table, end - at) == raw[at:end]
+        good[i] = is_its and ctypes.c_uint64.from_address(word).value & mask == generation
+        at = end
+
+
+def _page(segment: Segment, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
+    """PAGE, but for which segment's it is."""
+    _, data, words, _, tables, class_bytes, _, slice_words = segment.row
+    table, word = tables + slot * slice_words * WORD_BYTES, words + slot * WORD_BYTES
+    return data + slot * class_bytes, length, layers, generation, table, word
+
+
+def pages_of(session: Session, handles: StructArray) -> Pages | None:
+    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped. Without an entry of its
+    own a page's copy is not good."""
+    table, rows = session.segments.table(), list[tuple[int, ...]]()
+    columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
+    for tier, number, slot, generation, length in zip(*columns, strict=True):
+        at = table.find(tier << SEGMENT_BITS | number)
+        if at is None:
+            return None
+        segment = table.segments[at]
+        entry = segment.entry(slot)
+        is_its = entry is not None and (entry.generation, entry.length) == (generation, length)
+        layers = entry.layers if entry is not None and is_its else 0
+        *page, sums, word = _page(segment, slot, length, layers, generation)
+        rows.append((*page, sums if is_its else 0, word, at, slot))
+    return Pages(np.array(rows, PAGE), table)
+
+
+def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
+    """Looks up a group whose blocks all lie near; None: ask the daemon."""
+    found = find(session, group, timeout_s=timeout_s) if session.notices.takes_gets else None
+    if found is None:
+        return None
+    if not session.notices.tell_used(group_message(group).SerializeToString(), is_lookup=True):
+        return None
+    pages, tier_tokens = found
+    tiers = np.array([segment.tier for segment in pages.table.segments], np.int8)
+    return Found(sum(tier_tokens), (tiers[pages.rows["segment"]][None],), tuple(tier_tokens))
+
+
+def _is_plain(group: Group) -> bool:
+    """Whether it is one that is answered without a call: a prefix, of rank 0 alone."""
+    return bool(len(group.hashes)) and group.need is Need.PREFIX and tuple(group.ranks) == (0,)
+
+
+def _segment(session: Session, place: int, timeout_s: float) -> Segment | None:
+    """A segment of host memory, mapped now if it was not."""
+    where = place >> SEGMENT_BITS, place & (1 << SEGMENT_BITS) - 1
+    segment = session.segments.at(where)
+    if segment is None:
+        try:
+            segment = session.mapped(where, timeout_s=timeout_s)
+        except TierdError:
+            return None
+    return segment if isinstance(segment, Segment) and segment.tier < len(session.tiers) else None

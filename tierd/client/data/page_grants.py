@@ -1,0 +1,256 @@
+"""Spares: pages that are reserved for the next puts when one is answered, so that a put which follows another soon is one call.
+
+    put is answered ──▶ order ──▶ the daemon reserves ──▶ the next puts take pages of its stock, and the last but one of them orders again
+
+Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (writing.py), how much the daemon gives ahead (core/requests/puts.py).
+Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
+without its pages: a put whose pages are not there yet reserves for itself; no lock is held while anything is sent or read; what nobody took goes back with the first
+call after STALE_S, when its turn among the calls is wanted, and with its link. Who puts what is held already is told so by Reserve and spared
+the copy: one commit that says EXISTS, and nothing is ordered for a while; nor is it where pages went back of which few were taken.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client.transport import replies, requests
+from tierd.client.values import PutGroup
+from tierd.core.formats.block import size_class
+from tierd.core.formats.model import PUT_BLOCK, StructArray
+from tierd.errors import TierdError
+
+STALE_S = 1.0
+"""Between two puts that still count as in a row."""
+PUTS_AHEAD = 8
+STOCK_BYTES = 128 << 20
+"""What an order asks for at most: pages for so many puts like the last one, and so many bytes; for one put at least."""
+PUTS_WITHOUT = 32
+"""After a refusal, or blocks that existed."""
+ANSWER_TIMEOUT_S = 5.0
+
+Key = tuple[int, int]
+"""Namespace and rank."""
+
+
+class Pending(Protocol):
+    """A call that was sent."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its reply, or the end of its line, is there to be read."""
+        ...
+
+    def comes(self, within_s: float) -> bool:
+        """The same, or it comes to that in so long."""
+        ...
+
+    def reply(self, *, deadline: float) -> Any:
+        """Its reply. Raises TierdErrors."""
+        ...
+
+    def drop(self) -> None:
+        """Gives it up, without waiting: what it gives goes back."""
+        ...
+
+
+Begin = Callable[[str, Any, float], Pending | None]
+"""Sends a call: method, message, seconds that it may take. None: there is no room for it now."""
+LetGo = Callable[[list[int]], None]
+"""Gives reservations back, without waiting."""
+Pages = tuple[int, StructArray]
+"""A reservation and its HANDLE [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What puts pages are for: of whom, up to so many blocks, of so many bytes each at most."""
+
+    key: Key
+    count: int
+    length: int
+
+    def is_like(self, other: Shape) -> bool:
+        """Whether pages of the one are right for blocks of the other: neither too small nor larger than need be, since a block keeps its page."""
+        return self.key == other.key and size_class(self.length) == size_class(other.length)
+
+    def fits(self, other: Shape) -> bool:
+        """Whether a put of the other shape finds all that it needs."""
+        return self.count >= other.count and self.is_like(other)
+
+
+class PageGrants:
+    """Those of one link. Threads may share it."""
+
+    def __init__(self, begin: Begin, let_go: LetGo) -> None:
+        self._begin, self._let_go = begin, let_go
+        self._turn = threading.Lock()
+        self._order: tuple[Shape, Pending] | None = None
+        self._shape: Shape | None = None
+        self._stock: list[Pages] = []
+        self._is_ordering, self._is_closed = False, False
+        self._pickups = 0
+        """How often all was given back: what is under way then is wanted no more."""
+        self._last: Shape | None = None
+        self._last_s, self._used_s = 0.0, 0.0
+        """When the last put came; and when the last one that took pages, or ordered some."""
+        self._without = self._taken = 0
+        """How many puts are to go without an order; and how many took pages of the stock since it was begun."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether pages, or an order, wait in vain."""
+        is_any = self._order is not None or bool(self._stock)
+        return is_any and time.monotonic() - self._used_s > STALE_S
+
+    def take(self, group: PutGroup, *, length: int, deadline: float) -> Pages | None:
+        """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none yet."""
+        self._receive(deadline)
+        wanted = Shape(_key(group), len(group.hashes), length)
+        with self._turn:
+            if self._shape is None or not self._shape.fits(wanted) or not self._stock:
+                return None
+            self._used_s = time.monotonic()
+            self._taken += 1
+            return self._stock.pop()
+
+    def order(self, group: PutGroup, *, length: int, deadline: float) -> None:
+        """Asks for pages like this put's, if one came before it a moment ago and the stock is low: the last is for the put that comes before the answer."""
+        now, this = time.monotonic(), Shape(_key(group), len(group.hashes), length)
+        with self._turn:
+            last, last_s = self._last, self._last_s
+            self._last, self._last_s = this, now
+            self._without -= self._without > 0
+            if self._without or self._order is not None or self._is_ordering or self._is_closed or last is None:
+                return
+            if not last.is_like(this) or now - last_s > STALE_S or now >= deadline:
+                return
+            fits = self._shape is not None and self._shape.fits(this)
+            if fits and len(self._stock) >= min(2, _puts_ahead(this)):
+                return
+            is_grown = self._shape is not None and self._shape.is_like(this)
+            useless = [] if fits else self._cleared(is_grown=is_grown)
+            is_worth_it = self._is_ordering = not self._without
+            self._used_s, pickups = now, self._pickups
+        if useless:
+            self._let_go(useless)
+        if not is_worth_it:
+            return
+        shape, pending = Shape(this.key, max(this.count, last.count), length), None
+        try:
+            pending = self._begin("Reserve", _request(shape), min(ANSWER_TIMEOUT_S, deadline - now))
+        finally:
+            self._placed((shape, pending) if pending is not None else None, pickups)
+
+    def pause(self, deadline: float) -> None:
+        """Nothing is ordered for a while, and what was is given back."""
+        self._without = PUTS_WITHOUT
+        self.give_back(deadline)
+
+    def give_back(self, deadline: float) -> None:
+        """Waits for no answer: an order without one is given up. deadline: of reading one that has begun to come."""
+        self._receive(deadline)
+        order, numbers = self._picked_up()
+        if order is not None:
+            order[1].drop()
+        if numbers:
+            self._let_go(numbers)
+
+    def reservations(self, *, deadline: float) -> list[int]:
+        """All that there are, for who wants to give them back and know when that is done; an order is waited for."""
+        self._receive(deadline, is_awaited=True)
+        order, numbers = self._picked_up()
+        if order is not None:
+            order[1].drop()
+        return numbers
+
+    def close(self) -> None:
+        """The link has ended: nothing is ordered any more, and nobody reads an answer. Its session may last as long as views do, so pages go back."""
+        self._is_closed = True
+        order, numbers = self._picked_up()
+        if order is not None:
+            order[1].drop()
+        if numbers:
+            self._let_go(numbers)
+
+    def _picked_up(self) -> tuple[tuple[Shape, Pending] | None, list[int]]:
+        """What there is, which is the caller's now."""
+        with self._turn:
+            order, self._order = self._order, None
+            self._pickups += 1
+            numbers = self._cleared()
+        return order, numbers
+
+    def _cleared(self, *, is_grown: bool = False) -> list[int]:
+        """The stock, of which there is none any more. Where most of it was ordered for nothing, and not for puts that have grown, nothing is for a while. In the caller's turn."""
+        numbers, self._stock = [number for number, _ in self._stock], []
+        if len(numbers) > self._taken and not is_grown:
+            self._without = PUTS_WITHOUT
+        self._taken = 0
+        return numbers
+
+    def _placed(self, order: tuple[Shape, Pending] | None, pickups: int) -> None:
+        """An order was sent, or could not be. pickups: at its beginning."""
+        with self._turn:
+            self._is_ordering = False
+            is_wanted = pickups == self._pickups
+            if is_wanted:
+                self._order = order
+        if order is not None and not is_wanted:
+            order[1].drop()
+
+    def _receive(self, deadline: float, *, is_awaited: bool = False) -> None:
+        """What was ordered, if it has come, is the stock; what is left of a former one that differs goes back, and so does what nobody wants any more."""
+        with self._turn:
+            order = self._order
+            if order is None or not (is_awaited or order[1].is_answered):
+                return
+            self._order, pickups = None, self._pickups
+        shape, pages = order[0], self._delivered(*order, deadline=deadline)
+        if not pages:
+            self._without = PUTS_WITHOUT
+            return
+        with self._turn:
+            if pickups != self._pickups:
+                old = [number for number, _ in pages]
+            elif shape == self._shape:
+                old, self._stock = [], [*pages, *self._stock]
+            else:
+                old = self._cleared()
+                self._stock, self._shape = pages, shape
+        if old:
+            self._let_go(old)
+
+    def _delivered(self, shape: Shape, pending: Pending, *, deadline: float) -> list[Pages]:
+        numbers: list[int] = []
+        try:
+            reply = pending.reply(deadline=deadline)
+            numbers = list(reply.ahead)
+            found = [replies.handles_of(data, count=shape.count).copy() for data in reply.handles]
+            return list(zip(numbers, found, strict=True))
+        except (TierdError, ValueError):
+            if numbers:
+                self._let_go(numbers)
+            return []
+
+
+def _key(group: PutGroup) -> Key:
+    return group.namespace.id, group.rank
+
+
+def _puts_ahead(shape: Shape) -> int:
+    return max(1, min(PUTS_AHEAD, STOCK_BYTES // (shape.count * shape.length)))
+
+
+def _request(shape: Shape) -> pb.ReserveRequest:
+    blocks = np.zeros(shape.count, dtype=PUT_BLOCK)
+    blocks["length"], blocks["tokens"] = shape.length, 1
+    namespace, rank = shape.key
+    group = pb.PutGroup(namespace=namespace, rank=rank, blocks=blocks.tobytes())
+    return pb.ReserveRequest(groups=[group], ahead=_puts_ahead(shape), **requests.wanted_tier("host"))

@@ -1,0 +1,288 @@
+"""Reservation: pages to be written in place, then published, or given back.
+
+Purpose: writable arrays over reserved pages. Non-purpose: how pages are got or published (asking.py); the two faces
+below differ only in
+who waits. Invariants: only reserved pages are writable; after commit or abort the arrays that were given out are made read-only. That does
+not reach slices and tensors that the caller made from them: those must not be written to any more, since the page may
+be somebody's block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client.connect import cancellation
+from tierd.client.connect.calls import Deadline, deadline_of, due
+from tierd.client.connect.forks import Bound
+from tierd.client.data.gpu_work import pauses
+from tierd.client.data.lease import cut_pages
+from tierd.client.session import mapping
+from tierd.client.session.pins import Bytes, Hold
+from tierd.client.session.segments import Parts, by_place
+from tierd.client.transport.requests import commit_request
+from tierd.client.values import Committed
+from tierd.core.formats.model import BlockStatus, StructArray
+from tierd.errors import InvalidArgument, StaleHandle, TierdError
+
+COMMIT_TIMEOUT_S = 30.0
+"""Of a commit or an abort that is given no time: a commit hashes and may write to a disk."""
+
+
+class Ends(Protocol):
+    """How reservations end."""
+
+    def commit(self, pages: Any, make: Callable[[], Any], deadline: Deadline) -> Committed:
+        """Publishes."""
+        ...
+
+    def abort(self, pages: Any, deadline: Deadline) -> None:
+        """Gives back."""
+        ...
+
+
+class Addresses(NamedTuple):
+    """Of pages in this process: u64 [n], 0 where none is reserved; good as long as what is kept is."""
+
+    of_blocks: NDArray[np.uint64]
+    kept: list[object]
+
+
+class ReservedPages(Bound):
+    """What both faces of a reservation share; false if nothing is reserved, or not any more.
+
+    handles: HANDLE [n] and statuses: u2 [n] of BlockStatus (RESERVED, EXISTS, FAILED, NO_ROOM, REJECTED), groups in order. NO_ROOM: others
+    hold it, and nobody knows until when; a call that may be made again after some time raises Overloaded, with its hint.
+    """
+
+    def __init__(
+        self,
+        hold: Hold | None,
+        handles: StructArray,
+        *,
+        ends: Ends,
+    ) -> None:
+        self.handles = handles
+        self.hold = hold
+        self._ends = ends
+        self._given: list[tuple[int, weakref.ref[Any]]] = []
+        self._work: tuple[Any, ...] = ()
+        self._sums = b""
+        if hold:
+            hold.watch(self)
+
+    @property
+    def id(self) -> int:
+        """The daemon's number for it; 0: nothing is reserved."""
+        return self.hold.reservation if self.hold else 0
+
+    @property
+    def statuses(self) -> NDArray[np.uint16]:
+        """u2 [n] of BlockStatus."""
+        return np.asarray(self.handles["status"])
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __bool__(self) -> bool:
+        return self.hold is not None and not self.hold.is_done
+
+    def after(self, *work: Any) -> Self:
+        """Commit and abort wait for this work first, within their time: events or streams of torch or cupy, whose kernels write the pages. Without it they
+        must be done before: a kernel that still writes would write into what was hashed already, or into somebody's next block."""
+        self._work += work
+        return self
+
+    def summed(self, sums: NDArray[np.uint64]) -> Self:
+        """The next commit says what was written: the sums of all slices of the blocks that it commits, in their order,
+        xxh3-64, u64 [slices] (copying.py). The daemon reads none of their pages in host memory then."""
+        self._sums = sums.astype("<u8", copy=False).tobytes()
+        return self
+
+    def buffer(self, i: int) -> Bytes:
+        """The page of block i, writable uint8 [length]; on a GPU a DevicePage. Raises InvalidArgument if it is not reserved, StaleHandle, ForkedClient."""
+        found = self._cut([i])[i] if -len(self) <= i < len(self) else None
+        if found is None:
+            raise InvalidArgument(f"block {i}: it has no reserved page; look at statuses")
+        return found
+
+    def buffers(self) -> list[Bytes | None]:
+        """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
+        return self._cut(range(len(self)))
+
+    def addresses(self) -> Addresses:
+        """Where its pages lie, for who writes now and keeps nothing. Raises StaleHandle, ForkedClient."""
+        hold = self.held()
+        rows = np.flatnonzero(self.handles["status"] == BlockStatus.RESERVED)
+        handles, found = self.handles[rows], np.zeros(len(self), np.uint64)
+        parts, kept = by_place(handles), list[object]([hold.pin()])
+        _populate(hold, handles, parts)
+        for place, its in parts:
+            segment = hold.segment(place)
+            if not isinstance(segment, mapping.Segment):
+                raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; reserve again")
+            found[rows[its]] = np.uint64(segment.address) + handles["offset"][its]
+            kept.append(segment)
+        return Addresses(found, kept)
+
+    def held(self) -> Hold:
+        """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""
+        if self.hold is None:
+            raise InvalidArgument("reservation: nothing was reserved; look at statuses")
+        self.hold.check()
+        return self.hold
+
+    def not_committed(self) -> Committed:
+        """The result of a commit that has failed."""
+        handles = self.handles[self.statuses == BlockStatus.RESERVED].copy()
+        handles["status"] = BlockStatus.FAILED
+        return Committed(handles["status"].astype(np.uint16), handles)
+
+    def drop(self) -> None:
+        """Ends this handle: the pages go back with the last array over them."""
+        if self.hold:
+            self.hold.drop()
+
+    def seal(self, indices: Sequence[int] | None = None) -> None:
+        """The pages of these blocks (None: of all) are not the caller's to write any more."""
+        for i, reference in self._given:
+            array = reference()
+            if array is not None and (indices is None or i in indices):
+                _seal(array)
+        self._given = [
+            (i, ref) for i, ref in self._given if indices is not None and i not in indices and ref() is not None
+        ]
+
+    def _commit(
+        self, blocks: StructArray | None, deadline: Deadline, *, durable: bool, lease: bool, keep_open: bool
+    ) -> Committed:
+        self._await_work(deadline)
+        sums, self._sums = self._sums, b""
+
+        def make() -> Any:
+            request = commit_request(self.id, blocks, durable=durable, lease=lease, keep_open=keep_open)
+            request.sums = sums
+            return request
+
+        return self._ends.commit(self, make, deadline)
+
+    def _abort(self, deadline: Deadline) -> None:
+        self._await_work(deadline)
+        self._ends.abort(self, deadline)
+
+    def _await_work(self, deadline: Deadline) -> None:
+        if self._work:
+            for pause_s in pauses(self._work, due(deadline)):
+                cancellation.pause(pause_s)
+            self._work = ()
+
+    def _cut(self, wanted: Any) -> list[Bytes | None]:
+        found: list[Bytes | None] = [None] * len(self)
+        asked, reserved = list(wanted), int(BlockStatus.RESERVED)
+        statuses = self.handles["status"][asked].tolist() if asked else []
+        rows = [i % len(self) for i, status in zip(asked, statuses, strict=True) if status == reserved]
+        if not rows or self.hold is None:
+            return found
+        self.hold.check()
+        handles = self.handles[rows]
+        parts = by_place(handles)
+        _populate(self.hold, handles, parts)
+        for i, page in zip(rows, cut_pages(self.hold, handles, parts=parts, writable=True), strict=True):
+            self._given.append((i, weakref.ref(page)))
+            found[i] = page
+        return found
+
+
+def _populate(hold: Hold, handles: StructArray, parts: Parts) -> None:
+    for place, rows in parts:
+        mapped, offsets = hold.segment(place), handles["offset"][rows].tolist()
+        if not isinstance(mapped, mapping.Segment) or not mapped.is_writable:
+            continue
+        if not mapped.present.issuperset(offsets):
+            mapping.populate(mapped, list(zip(offsets, handles["length"][rows].tolist(), strict=True)))
+
+
+def _seal(page: Any) -> None:
+    if isinstance(page, np.ndarray):
+        page.flags.writeable = False
+    else:
+        page.seal()
+
+
+class Reservation(ReservedPages):
+    """A reservation of the synchronous client. A context manager: left without commit, it is aborted."""
+
+    def commit(
+        self,
+        blocks: StructArray | None = None,
+        *,
+        durable: bool = False,
+        lease: bool = False,
+        keep_open: bool = False,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+    ) -> Committed:
+        """Publishes the written pages, all of the call's or none; the arrays must not be used after it.
+
+        blocks: COMMIT_BLOCK [n], see OpenedNamespace.naming; None: everything as it was named. durable: not before it is on NVMe, synced. lease: pin what was
+        committed. keep_open: blocks not named stay reserved. Raises DeadlineExceeded after timeout_s: the blocks may be published even so.
+        """
+        return self._commit(blocks, deadline_of(timeout_s), durable=durable, lease=lease, keep_open=keep_open)
+
+    def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
+        """Gives the pages back as if nothing had been."""
+        self._abort(deadline_of(timeout_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self:
+            with contextlib.suppress(TierdError):
+                self.abort()
+
+
+class AsyncReservation(ReservedPages):
+    """A reservation of the asynchronous client. An async context manager: left without commit, it is aborted."""
+
+    def __init__(
+        self, hold: Hold | None, handles: StructArray, *, ends: Ends, run: Callable[..., Awaitable[Any]]
+    ) -> None:
+        """run: carries a verb out by a deadline."""
+        super().__init__(hold, handles, ends=ends)
+        self._run = run
+
+    async def commit(
+        self,
+        blocks: StructArray | None = None,
+        *,
+        durable: bool = False,
+        lease: bool = False,
+        keep_open: bool = False,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+    ) -> Committed:
+        """As Reservation.commit."""
+        commit = partial(self._commit, blocks, durable=durable, lease=lease, keep_open=keep_open)
+        return await self._run(commit, deadline_of(timeout_s))  # type: ignore[no-any-return]
+
+    async def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
+        """As Reservation.abort."""
+        await self._run(self._abort, deadline_of(timeout_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self:
+            with contextlib.suppress(TierdError):
+                await self.abort()

@@ -1,0 +1,228 @@
+"""A put by shared memory: pages, a copy, one commit.
+
+    reserved now, or a spare ──▶ Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ the sums
+    follow ──▶ its answer ──▶ spares for the next
+                             └─▶ summed and copied, where that is soon done ──▶ Commit is sent with the sums ──▶ its
+                             answer ──▶ spares for the next
+
+Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors
+(asking.py), what spares are (page_grants.py), TCP (tcp.py).
+Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
+so is one whose daemon went in the midst of it: the next daemon is asked, or there is none.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierd._proto import cache_pb2 as pb
+from tierd.client.connect.calls import left_s
+from tierd.client.connect.link import Link
+from tierd.client.data import buffers, copying
+from tierd.client.data.page_grants import PageGrants
+from tierd.client.data.reservation import ReservedPages
+from tierd.client.session.pins import Hold
+from tierd.client.transport import replies, requests
+from tierd.client.values import PutGroup, PutResult
+from tierd.core.arrays.sets import every
+from tierd.core.formats.block import size_class
+from tierd.core.formats.model import HASH_BYTES, BlockStatus, StructArray
+from tierd.errors import NotFound, SessionLost, StaleHandle
+
+if TYPE_CHECKING:
+    from tierd.client.data.asking import Asking
+
+EARLY_BYTES = 1 << 20
+"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon
+to hear of it."""
+MORE_TRIES = 8
+"""To bring blocks onto NVMe that go from the tiers meanwhile."""
+POSITION_LIMIT = 1 << 32
+"""Of blocks; with a greater one no message is made."""
+
+
+class Until(enum.Enum):
+    """When a put returns: the daemon is told, clients find the blocks, or the blocks are on NVMe."""
+
+    TOLD = "told"
+    STORED = "stored"
+    DURABLE = "durable"
+
+    @classmethod
+    def of(cls, *, durable: bool, wait: bool) -> Until:
+        """As the faces put it."""
+        return cls.DURABLE if durable else cls.STORED if wait else cls.TOLD
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A put: a source for each block of a group, its deadline, and when it returns."""
+
+    group: PutGroup
+    sources: Sequence[buffers.Bytes]
+    deadline: float
+    until: Until = Until.STORED
+
+    @property
+    def durable(self) -> bool:
+        """Whether onto NVMe."""
+        return self.until is Until.DURABLE
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(map(len, self.sources))
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether a reserve must say what no commit can."""
+        group = self.group
+        says_more = group.priority is not None or group.retention_s is not None
+        is_odd = len(group.parent) != HASH_BYTES or not 0 <= group.position < POSITION_LIMIT
+        return self.durable or says_more or is_odd
+
+
+def put(verbs: Asking, link: Link, write: Write) -> PutResult:
+    """Stores blocks."""
+    group, page_grants = write.group, link.page_grants
+    is_plain = not (write.needs_names or verbs.tells_events) and verbs.knows(group.namespace, link)
+    lengths = set(map(len, write.sources))
+    if page_grants is None or not is_plain or len({size_class(length) for length in lengths}) != 1 or 0 in lengths:
+        return PutResult(_into_reserved(verbs, write))
+    length = max(lengths)
+    pages = _spare(verbs, link, page_grants, write)
+    statuses = _into_spare(verbs, pages, write) if pages else None
+    if statuses is None:
+        statuses = _into_reserved(verbs, write)
+    if every((statuses == BlockStatus.READY) | (statuses == BlockStatus.PENDING)):
+        page_grants.order(group, length=length, deadline=write.deadline)
+    else:
+        page_grants.pause(write.deadline)
+    return PutResult(statuses)
+
+
+def kept(verbs: Asking, write: Write) -> PutResult:
+    """A put; of a durable one again what is FAILED, while there is time: a block may have gone before it was on NVMe, and its bytes are here."""
+    done = verbs.stored(write)
+    for _ in range(MORE_TRIES if write.durable else 0):
+        if not (done.statuses == BlockStatus.FAILED).any() or left_s(write.deadline) <= 0:
+            break
+        done = verbs.stored(write)
+    return done
+
+
+def _into_reserved(verbs: Asking, write: Write) -> Any:
+    """u2 [n] of BlockStatus. Nobody has seen its handles, so that they have become stale is made good here."""
+    try:
+        return _attempt(verbs, write)
+    except (StaleHandle, SessionLost):
+        return _attempt(verbs, write)
+
+
+def _attempt(verbs: Asking, write: Write) -> Any:
+    pages = verbs.reserved([write.group], "host", write.deadline, durable=write.durable)
+    statuses = pages.statuses.copy()
+    if pages:
+        statuses[statuses == BlockStatus.RESERVED] = _written(verbs, pages, write, None)
+    return statuses
+
+
+def _spare(verbs: Asking, link: Link, page_grants: PageGrants, write: Write) -> ReservedPages | None:
+    """Pages that were reserved for such a put; what nobody writes to goes back with them."""
+    lengths = [len(source) for source in write.sources]
+    taken = page_grants.take(write.group, length=max(lengths), deadline=write.deadline)
+    if taken is None:
+        return None
+    handles = taken[1][: len(lengths)]
+    handles["length"] = lengths
+    return verbs.pages(Hold(link, reservation=taken[0]), handles)
+
+
+def _into_spare(verbs: Asking, pages: ReservedPages, write: Write) -> Any:
+    """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
+    try:
+        names = _names(write)
+        names["length"] = pages.handles["length"]
+        verbs.mapped(pages, write.deadline)
+        statuses = _written(verbs, pages, write, names)
+    except (NotFound, StaleHandle, SessionLost):
+        pages.drop()
+        return None
+    except BaseException:
+        pages.drop()
+        raise
+    return None if (statuses == BlockStatus.FAILED).any() else statuses
+
+
+def _names(write: Write) -> StructArray:
+    """COMMIT_BLOCK [n], whose lengths are to be filled in."""
+    group = write.group
+    return group.namespace.naming(
+        requests.checked_hashes(group.hashes),
+        index=range(len(write.sources)),
+        parent=group.parent,
+        position=group.position,
+        tokens=group.tokens,
+    )
+
+
+def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArray | None) -> Any:
+    """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
+    try:
+        copy, request = Copy(pages, write), requests.commit_request(pages.id, names, durable=write.durable)
+        if write.until is not Until.TOLD and write.bytes >= EARLY_BYTES:
+            request.unwritten = True
+            return verbs.committed(pages, request, write.deadline, meanwhile=copy).statuses
+        copy.run()
+        copy.complete(request)
+        if write.until is Until.TOLD and _is_sent(verbs, pages, request, write.deadline):
+            return replies.all_statuses(_reserved(pages), BlockStatus.PENDING)
+        return verbs.committed(pages, request, write.deadline).statuses
+    except BaseException:
+        pages.drop()
+        raise
+
+
+def _is_sent(verbs: Asking, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> bool:
+    """Sends a commit whose answer nobody waits for; whether it has gone. The pages are the daemon's from then on."""
+    hold = pages.held()
+    pages.seal()
+    is_sent = verbs.background_puts.send(hold, request, blocks=_reserved(pages), deadline=deadline)
+    if is_sent:
+        hold.settle()
+    return is_sent
+
+
+def _reserved(pages: ReservedPages) -> int:
+    """How many blocks have a page."""
+    return int(np.count_nonzero(pages.statuses == BlockStatus.RESERVED))
+
+
+class Copy:
+    """The copy of one put, beside its commit: the daemon prepares that meanwhile, and ends it when it has the sums."""
+
+    def __init__(self, pages: ReservedPages, write: Write) -> None:
+        self._pages, self._write = pages, write
+        self._sums: bytes | None = None
+
+    def run(self) -> None:
+        """Once, however often it is called."""
+        if self._sums is None:
+            sources, targets = self._write.sources, self._pages.addresses()
+            layers = self._write.group.namespace.spec.geometry.layers
+            at, lengths = [*map(buffers.address_of, sources)], [*map(len, sources)]
+            blocks = copying.blocks_of(at, targets.of_blocks, lengths, layers)
+            self._sums = copying.sum_and_copy(blocks[blocks["target"] != 0]).tobytes()
+
+    def rest(self) -> bytes:
+        """The message that follows the commit: Written."""
+        return pb.Written(sums=self._sums).SerializeToString()
+
+    def complete(self, request: pb.CommitRequest) -> None:
+        """Makes it a commit of what is written."""
+        request.unwritten, request.sums = False, self._sums or b""

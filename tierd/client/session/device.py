@@ -1,0 +1,333 @@
+"""Device memory of the daemon's in this process: segments mapped by CUDA's virtual memory management, pages that kernels take.
+
+Purpose: a descriptor of a slab to a page with `__cuda_array_interface__`. Non-purpose: launching anything, the order of the caller's streams (`gpu_work.py`). Invariants:
+a segment is mapped for writing only if this session is its writer, and a write to another is a fault of the kernel that makes it; nothing is unmapped
+while work of this process is on the GPU that may use it, and never by a finaliser, which only notes that it may be; no driver is loaded before a segment is to be mapped; and a kernel that
+hangs costs no call more than its deadline, or COPY_TIMEOUT_S. A call that maps a segment must not be made while this process captures a graph, whose capture it would end.
+
+`Unsupported` where the extra, the driver or the daemon's GPU is missing: such a process asks for tier="host".
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tierd.client.connect.forks import Bound
+from tierd.client.data import buffers
+from tierd.client.data.gpu_work import pauses
+from tierd.client.session import mapping
+from tierd.core.formats.words import Words
+from tierd.errors import DeadlineExceeded, InvalidArgument, Unsupported
+from tierd.kernels.driver import bindings, call, fault
+
+WHAT = "device tier"
+COPY_TIMEOUT_S = 30.0
+"""For all work before a copy to or from the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlace:
+    """Which GPU the daemon means. uuid: hexadecimal digits, as every process sees it; ordinal: as the daemon counts, where the driver tells no uuid."""
+
+    uuid: str
+    ordinal: int
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> GpuPlace:
+        """As a hello tells it."""
+        return cls(str(told.get("uuid", "")), int(told.get("ordinal", 0)))
+
+
+class Gpu:
+    """One GPU in this process, by its primary context, which is torch's and cupy's too. id: its number here."""
+
+    def __init__(self, place: GpuPlace) -> None:
+        """Raises Unsupported."""
+        try:
+            self.cuda = bindings()
+        except Unsupported as error:
+            raise Unsupported(f'{WHAT}: {error}; or use tier="host"') from error
+        self.id = self._find(place)
+        self._ended: deque[tuple[int, int]] = deque()
+        self._event, self._passed = None, 0  # the event is behind the ends of so many of them
+        self._unmapping = threading.Lock()
+        self._context = call(self.cuda.cuDevicePrimaryCtxRetain, self.id, what=WHAT)
+
+    def ask(self, name: str, *given: Any) -> Any:
+        """What a function of the driver answers. Raises what `tierd.kernels.driver.fault` makes."""
+        return call(getattr(self.cuda, name), *given, what=WHAT)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Its context is this thread's."""
+        self.ask("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self.ask("cuCtxPopCurrent")
+
+    def map(self, fd: int, length_bytes: int, *, is_writable: bool) -> Memory:
+        """A slab as this process's. Raises TierFailed, Unsupported, Overloaded."""
+        cuda = self.cuda
+        kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        with self.entered():
+            self._unmap_ended()
+            handle = self.ask("cuMemImportFromShareableHandle", fd, kind)
+            try:
+                address = int(self.ask("cuMemAddressReserve", length_bytes, 0, 0, 0))
+                try:
+                    self.ask("cuMemMap", address, length_bytes, 0, handle, 0)
+                except BaseException:
+                    self.ask("cuMemAddressFree", address, length_bytes)
+                    raise
+            finally:
+                self.ask("cuMemRelease", handle)  # the mapping keeps the memory
+            memory = Memory(self, address, length_bytes)
+            self.ask("cuMemSetAccess", address, length_bytes, [self.access(is_writable=is_writable)], 1)
+        return memory
+
+    def note_ended(self, address: int, length_bytes: int) -> None:
+        """To be unmapped by whoever comes next. For finalisers."""
+        self._ended.append((address, length_bytes))
+
+    def unmap_ended(self) -> None:
+        """Unmaps what nobody has any more, once all work that this process had on the GPU then has ended; else a later call does. It waits for nothing."""
+        if self._ended:
+            with self.entered():
+                self._unmap_ended()
+
+    @property
+    def granularity(self) -> int:
+        """What lengths of slabs are a multiple of, in bytes."""
+        prop = self.cuda.CUmemAllocationProp()
+        prop.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location = self.access(is_writable=False).location
+        least = self.cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self.ask("cuMemGetAllocationGranularity", prop, least))
+
+    def is_past(self, event: Any) -> bool:
+        """Whether all before an event is done. Raises TierFailed if it never will be."""
+        with self.entered():
+            (result,) = self.cuda.cuEventQuery(event)
+        if result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"):
+            return not result
+        raise fault(result, f"cuda:{self.id}: work of this process")
+
+    def await_stream(self, stream: int) -> None:
+        """Until all that it was given is done. Raises DeadlineExceeded after COPY_TIMEOUT_S; of a GPU that is lost to this process TierFailed."""
+        with self.entered():
+            event = self.ask("cuEventCreate", 2)  # without times
+            try:
+                self.ask("cuEventRecord", event, stream)
+                for pause_s in pauses([Mark(self, event)], time.monotonic() + COPY_TIMEOUT_S):
+                    time.sleep(pause_s)
+            except DeadlineExceeded:
+                raise DeadlineExceeded(
+                    f"cuda:{self.id}: work that was launched before a copy is not done after {COPY_TIMEOUT_S:g} s; end the kernel that hangs, and copy again"
+                ) from None
+            finally:
+                self.ask("cuEventDestroy", event)
+
+    def _unmap_ended(self) -> None:
+        with self._unmapping:
+            # Counted before the event: what ends behind it may have work on the GPU that was launched behind it too.
+            count = len(self._ended)
+            if count and not self._passed:
+                self._event = self._event or self.ask("cuEventCreate", 2)
+                self.ask("cuCtxRecordEvent", self._context, self._event)
+                self._passed = count
+            if not self._passed or not self.is_past(self._event):
+                return
+            self.ask("cuEventDestroy", self._event)
+            self._event = None
+            for _ in range(self._passed):
+                address, length_bytes = self._ended.popleft()
+                self.ask("cuMemUnmap", address, length_bytes)
+                self.ask("cuMemAddressFree", address, length_bytes)
+            self._passed = 0
+
+    def access(self, *, is_writable: bool) -> Any:
+        """This GPU's rights, as the driver takes them."""
+        access = self.cuda.CUmemAccessDesc()
+        access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.id
+        rights = "READWRITE" if is_writable else "READ"
+        access.flags = getattr(self.cuda.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{rights}")
+        return access
+
+    def _find(self, place: GpuPlace) -> int:
+        for device in range(self.ask("cuDeviceGetCount")):
+            uuid = bytes(self.ask("cuDeviceGetUuid", device).bytes).hex()
+            if uuid == place.uuid or (not place.uuid and device == place.ordinal):
+                return device
+        raise Unsupported(
+            f"{WHAT}: this process does not see the daemon's GPU (number {place.ordinal} there, uuid {place.uuid}); let "
+            'CUDA_VISIBLE_DEVICES name it, or use tier="host"'
+        )
+
+
+class Mark:
+    """A place in a stream, as `after` of reservations and leases takes it."""
+
+    def __init__(self, gpu: Gpu, event: Any) -> None:
+        self._gpu, self._event = gpu, event
+
+    def query(self) -> bool:
+        """Whether all before it is done. Raises TierFailed if it never will be."""
+        return self._gpu.is_past(self._event)
+
+
+class Memory:
+    """A mapped slab; what keeps it alive keeps it mapped."""
+
+    __slots__ = ("__weakref__", "address", "gpu", "length_bytes")
+
+    def __init__(self, gpu: Gpu, address: int, length_bytes: int) -> None:
+        self.gpu, self.address, self.length_bytes = gpu, address, length_bytes
+        weakref.finalize(self, gpu.note_ended, address, length_bytes).atexit = False
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSegment:
+    """One mapped segment. words: the generation word of each page, in host memory as of any segment."""
+
+    id: int
+    memory: Memory
+    words: Words
+    is_writable: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page of it is in use now: it may have ended."""
+        return mapping.is_unused(self.words)
+
+    def exposed(self, pin: object, *, writable: bool) -> DevicePage:
+        """All of it, under a pin."""
+        memory = self.memory
+        return DevicePage(memory, memory.address, memory.length_bytes, pin=pin, writable=writable and self.is_writable)
+
+
+class DevicePage(Bound):
+    """Bytes on the GPU, uint8 [n], as kernels take them: by `__cuda_array_interface__` (version 3) or by `address`.
+
+    It and its slices, and the arrays of cupy made from them, keep the pages pinned. A kernel that was launched keeps nothing: hold the page until its work is done, or name that
+    work to `after` of the lease or the reservation. torch takes no read-only array: give it `unmarked()`.
+    """
+
+    __slots__ = ("__weakref__", "_pin", "address", "is_writable", "memory", "nbytes")
+
+    dtype = np.dtype(np.uint8)
+    strides = (1,)
+
+    def __init__(self, memory: Memory, address: int, nbytes: int, *, pin: object, writable: bool) -> None:
+        self.memory, self._pin = memory, pin
+        self.address, self.nbytes, self.is_writable = address, nbytes, writable
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": "|u1",
+            "data": (self.address, not self.is_writable),
+            "strides": None,
+            "stream": None,
+        }
+
+    @property
+    def shape(self) -> tuple[int]:
+        """(n,)"""
+        return (self.nbytes,)
+
+    @property
+    def device(self) -> Gpu:
+        """Where it is; `device.id` is its number in this process."""
+        return self.memory.gpu
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> DevicePage:
+        """A slice without steps, under the same pin."""
+        start, stop, step = part.indices(self.nbytes)
+        if step != 1:
+            raise InvalidArgument(f"page: a slice in steps of {step}; a page is contiguous, take steps of 1")
+        return self._part(start, max(0, stop - start), writable=self.is_writable)
+
+    def unmarked(self) -> DevicePage:
+        """The same, not marked as read-only even if it is. A kernel that writes to it then loses this process its GPU, and changes nothing."""
+        return self._part(0, self.nbytes, writable=True)
+
+    def seal(self) -> None:
+        """It is not the caller's to write any more; arrays that were made of it do not know that."""
+        self.is_writable = False
+
+    def copy_to(self, out: Any) -> None:
+        """Copies into host memory (buffer protocol, numpy, CPU tensor) of at least its length, and waits. Raises InvalidArgument, DeadlineExceeded."""
+        target = self._host(out, writable=True)
+        self.device.await_stream(0)
+        with self.device.entered():
+            self.device.ask("cuMemcpyDtoH", target.ctypes.data, self.address, self.nbytes)
+
+    def copy_from(self, source: Any) -> None:
+        """Fills it from host memory, and waits. Raises InvalidArgument, DeadlineExceeded."""
+        if not self.is_writable:
+            raise InvalidArgument("page: it is read-only; only reserved pages are written, before their commit")
+        given = self._host(source, writable=False)
+        self.device.await_stream(0)
+        with self.device.entered():
+            self.device.ask("cuMemcpyHtoD", self.address, given.ctypes.data, self.nbytes)
+        self.device.await_stream(0)  # what was pageable may still be on its way when the copy returns
+
+    def _host(self, buffer: Any, *, writable: bool) -> buffers.Bytes:
+        (found,) = buffers.pieces([buffer], [self.nbytes], writable=writable)
+        return found
+
+    def _part(self, start: int, nbytes: int, *, writable: bool) -> DevicePage:
+        return DevicePage(self.memory, self.address + start, nbytes, pin=self._pin, writable=writable)
+
+
+_gpus: dict[GpuPlace, Gpu] = {}
+_turn = threading.Lock()
+
+
+def gpu_at(place: GpuPlace) -> Gpu:
+    """The daemon's GPU in this process. Raises Unsupported."""
+    with _turn:
+        if place not in _gpus:
+            _gpus[place] = Gpu(place)
+        return _gpus[place]
+
+
+def map_segment(
+    place: GpuPlace, segment: int, *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
+) -> DeviceSegment:
+    """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises Unsupported, TierFailed, Overloaded, VersionMismatch."""
+    words = mapping.map_catalogue(segment, catalogue).words
+    return DeviceSegment(segment, gpu_at(place).map(*data, is_writable=is_writable), words, is_writable)
+
+
+def unmap_ended() -> None:
+    """Gives back what nobody has any more, on every GPU."""
+    for gpu in list(_gpus.values()):
+        gpu.unmap_ended()
+
+
+def _forget() -> None:
+    """In a child nothing of the parent's driver works."""
+    global _turn  # noqa: PLW0603  # another thread of the parent may have held it
+    _gpus.clear()
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

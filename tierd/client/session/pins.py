@@ -1,0 +1,141 @@
+"""Holds on the daemon's memory that last exactly as long as something here may touch it.
+
+    handle (Lease, Reservation) ──┐
+                                  ├─▶ Hold: the daemon's lease or reservation; let go of when both kinds are gone
+    arrays ─▶ Exposed ─▶ Pin ─────┘
+
+Purpose: tie the life of a lease to the life of arrays. Non-purpose: what is in them. Invariants: a hold is let go of once, by whichever end
+comes last, from any thread, without waiting and without a lock (finalisers run inside anything); nothing is sent in a forked child.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.client.connect.forks import Bound
+from tierd.client.connect.link import Link
+from tierd.client.session.mapping import Segment
+from tierd.client.session.segments import Place
+from tierd.errors import ForkedClient, StaleHandle
+
+if TYPE_CHECKING:
+    from tierd.client.session.device import DeviceSegment
+
+Bytes = NDArray[np.uint8]
+
+
+class Pin:
+    """Alive as long as any array of one call is; numpy keeps it through what it exposes."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Exposed:
+    """A mapped segment as numpy takes memory: by interface, from an object that it then keeps alive."""
+
+    __slots__ = ("__array_interface__", "_owners")
+
+    def __init__(self, segment: Segment, pin: Pin, *, writable: bool) -> None:
+        self._owners = (segment.data, pin)
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": segment.data.shape,
+            "data": (segment.address, not writable),
+        }
+
+
+class Hold(Bound):
+    """One lease or one reservation of the daemon's (the other is 0)."""
+
+    def __init__(self, link: Link, *, lease: int = 0, reservation: int = 0) -> None:
+        self.link = link
+        self.lease = lease
+        self.reservation = reservation
+        self.is_done = not (lease or reservation)
+        self._has_handle = True
+        self._pins: set[object] = set()
+
+    @property
+    def has_views(self) -> bool:
+        """Whether arrays made from it are alive."""
+        return bool(self._pins)
+
+    def check(self) -> None:
+        """Raises ForkedClient, StaleHandle where its pages may not be touched."""
+        self.check_process()
+        if self.is_done or not self._has_handle:
+            raise StaleHandle(f"{self}: it has ended; acquire or reserve again")
+        if not self.link.is_usable:
+            raise StaleHandle(f"{self}: the daemon that gave it has gone; acquire or reserve again")
+
+    def check_process(self) -> None:
+        """Raises ForkedClient."""
+        if self.link.pid != os.getpid():
+            raise ForkedClient(
+                f"{self}: belongs to process {self.link.pid}, this is its child; acquire again in the child"
+            )
+
+    def __str__(self) -> str:
+        return f"lease {self.lease}" if self.lease else f"reservation {self.reservation}"
+
+    def pin(self) -> Pin:
+        """A new pin. What keeps it alive keeps the hold. Raises StaleHandle."""
+        pin, key = Pin(), object()
+        self._pins.add(key)
+        self.link.pins.add(key)
+        weakref.finalize(pin, self._unpin, key).atexit = False
+        # Looked at after the pin is there: a link that is lost, or a handle that is dropped, in another thread meanwhile sees the pin, or is seen here.
+        if self.link.is_lost:
+            raise StaleHandle(f"{self}: its client was closed; acquire or reserve again")
+        if not self._has_handle:
+            raise StaleHandle(f"{self}: it was given back meanwhile; acquire or reserve again")
+        return pin
+
+    def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Any:
+        """A segment's bytes, which hold the pin: uint8 [n], or a DevicePage where they are a GPU's. Raises StaleHandle."""
+        segment = self.segment(place)
+        if segment is None:
+            raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; acquire again")
+        if isinstance(segment, Segment):
+            return np.asarray(Exposed(segment, pin, writable=writable and segment.is_writable))
+        return segment.exposed(pin, writable=writable)
+
+    def segment(self, place: Place) -> Segment | DeviceSegment | None:
+        """A segment of its link, if it is mapped."""
+        return self.link.session.segments.at(place) if self.link.session else None
+
+    def watch(self, handle: object) -> None:
+        """When the handle is collected without having been closed, it counts as dropped."""
+        weakref.finalize(handle, self.drop).atexit = False
+
+    def drop(self) -> None:
+        """The handle is gone. Views keep the hold until the last one is collected."""
+        self._has_handle = False
+        if not self._pins:
+            self._let_go()
+
+    def settle(self) -> None:
+        """The daemon has ended it already."""
+        self.is_done = True
+
+    def _unpin(self, key: object) -> None:
+        self._pins.discard(key)
+        self.link.unpin(key)
+        if not self._has_handle and not self._pins:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self.is_done:
+            return
+        self.is_done = True
+        link = self.link
+        if link.session and link.pid == os.getpid():
+            link.session.let_go(
+                leases=[self.lease] if self.lease else (), reservations=[self.reservation] if self.reservation else ()
+            )

@@ -1,0 +1,214 @@
+"""A session with a local daemon: identity, mapped segments, and holds that end.
+
+Its life is the connection's (session_socket.py). It knows nothing of gRPC, nor of reconnecting (connection.py).
+Descriptors are close-on-exec and closed as soon as they are mapped. A finaliser may call `let_go`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+import tierd
+from tierd.client.connect import trusted
+from tierd.client.connect.target import LocalTarget
+from tierd.client.session.mapping import Segment, map_file, map_segment
+from tierd.client.session.notices import IDS_PER_MESSAGE, Notices
+from tierd.client.session.segments import Place, Segments
+from tierd.client.session.session_socket import SessionSocket, check_came, checked, close_fds, hang_up, receive
+from tierd.core.formats.directory import Directory
+from tierd.core.formats.model import StructArray
+from tierd.core.formats.versions import FORMAT_VERSION, PROTO_VERSION
+from tierd.core.formats.words import words_of
+from tierd.errors import DeadlineExceeded, Overloaded, TierFailed, Unavailable, Unsupported
+
+if TYPE_CHECKING:
+    from tierd.client.session.device import DeviceSegment
+
+
+class Session(SessionSocket):
+    """A session with a local daemon. Raises what `connect_session` says."""
+
+    def __init__(
+        self, connection: socket.socket, hello: Mapping[str, Any], *, directory: Directory | None = None
+    ) -> None:
+        """directory: of its trust domain, where the daemon gives it."""
+        super().__init__(connection)
+        self.directory = directory
+        self.id = int(hello["session"])
+        self.token = str(hello["token"])
+        self.daemon = str(hello.get("daemon", ""))
+        self.instance = str(hello.get("instance", ""))
+        self.tiers: tuple[str, ...] = tuple(str(tier["name"]) for tier in hello.get("tiers", ()))
+        self.gpus: dict[int, Mapping[str, Any]] = {
+            i: tier["gpu"] for i, tier in enumerate(hello.get("tiers", ())) if "gpu" in tier
+        }
+        """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
+        self.credits = int(hello.get("credits", 0))
+        self.lines = min(int(hello.get("lines", 0)), self.credits)
+        self.tells_events = bool(hello.get("events", False))
+        self.notices = Notices(is_told_of_gets=bool(hello.get("one_sided", False)))
+        self.segments = Segments(self.gpus)
+        self._requests = itertools.count(1)
+
+    def close(self) -> None:
+        """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
+        super().close()
+        self.segments.clear()
+
+    def leave(self) -> None:
+        """Closes, and says that this process uses nothing of it any more, if the daemon is there to hear it. For finalisers too."""
+        super().leave()
+        self.segments.clear()
+
+    def next_request(self) -> str:
+        """A name for a call, unlike any other of this session."""
+        return f"{self.id:x}-{next(self._requests)}"
+
+    def unmap(self) -> None:
+        """Keeps no segment mapped but for the views that are alive."""
+        self.segments.clear()
+        if self.gpus:
+            _device().unmap_ended()
+
+    def map(self, handles: StructArray, *, timeout_s: float) -> None:
+        """Makes sure that the segments of HANDLE [n] are mapped. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
+        for place in self.segments.unmapped(handles):
+            self.mapped(place, timeout_s=timeout_s)
+
+    def mapped(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
+        """A segment, mapped now if it was not. Raises as `map`."""
+        with self._turned(timeout_s) as left_s:
+            found = self.segments.at(place)
+            if found is None:
+                self.segments.sweep()
+                found = self._fetch(place, timeout_s=left_s)
+                self.segments.add(place, found)
+            return found
+
+    def line(self, *, timeout_s: float) -> socket.socket:
+        """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
+        with self._turned(timeout_s) as left_s:
+            reply, fds = self._exchange(
+                {"op": "line", "mailbox": self.notices.socket is None}, timeout_s=left_s, is_vital=False
+            )
+        try:
+            checked(reply)
+            has_mailbox = reply.get("mailbox") is True
+            check_came(fds, 2 if has_mailbox else 1, what="a line")
+            if has_mailbox:
+                mailbox = self.notices.socket = socket.socket(fileno=fds.pop())
+                mailbox.setblocking(False)
+                self._sockets.append(mailbox)
+            return socket.socket(fileno=fds.pop())
+        finally:
+            close_fds(fds)
+
+    def check_gpus(self, wanted: str) -> None:
+        """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""
+        for tier, told in self.gpus.items():
+            if wanted in ("device", self.tiers[tier]):
+                _device().gpu_at(_device().GpuPlace.of(told))
+
+    def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
+        """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
+        if leases and not reservations and self.notices.post(leases):
+            return
+        self.post({"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)})
+
+    def revoke(self, request: str) -> None:
+        """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
+        self.post({"op": "revoke", "request": request})
+
+    def release(self, leases: Iterable[int], *, timeout_s: float) -> None:
+        """Ends leases and waits until the daemon has done it."""
+        ids = list(leases)
+        for start in range(0, len(ids), IDS_PER_MESSAGE):
+            part = ids[start : start + IDS_PER_MESSAGE]
+            self.ask({"op": "release", "leases": part, "reply": True}, timeout_s=timeout_s)
+
+    def abort(self, reservations: Sequence[int], *, timeout_s: float) -> None:
+        """Ends as many reservations as a message holds, and waits until the daemon has done it."""
+        self.ask({"op": "release", "reservations": list(reservations), "reply": True}, timeout_s=timeout_s)
+
+    def _fetch(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
+        tier, segment = place
+        reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
+        try:
+            checked(reply)
+            check_came(fds, 2, what=f"segment {segment}")
+            data, catalogue = (fds[0], int(reply["bytes"])), (fds[1], int(reply["catalogue_bytes"]))
+            is_writable = bool(reply["writable"])
+            if tier not in self.gpus:
+                return map_segment(place, data=data, catalogue=catalogue, is_writable=is_writable)
+            gpu = _device().GpuPlace.of(self.gpus[tier])
+            mapped: DeviceSegment = _device().map_segment(
+                gpu, segment, data=data, catalogue=catalogue, is_writable=is_writable
+            )
+            return mapped
+        finally:
+            close_fds(fds)
+
+
+def connect_session(
+    target: LocalTarget, *, name: str, engine: Mapping[str, str], credential: str | None, timeout_s: float
+) -> Session:
+    """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch, DeadlineExceeded, Unsupported."""
+    if sys.platform != "linux":
+        raise Unsupported(f"tierd: {sys.platform} has no session sockets; give a daemon on Linux as host:port")
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise Overloaded(
+            f"session socket: none can be made ({error}): this process has as many descriptors open as it may; close some, or raise its limit (ulimit -n)"
+        ) from error
+    hello = {
+        "op": "hello",
+        "proto": PROTO_VERSION,
+        "format": FORMAT_VERSION,
+        "sdk": tierd.__version__,
+        "name": name[:128],
+        "credential": credential,
+        "engine": dict(engine),
+    }
+    try:
+        connection.settimeout(max(timeout_s, 0.001))
+        trusted.connect(connection, target.session_path)
+        connection.sendall(msgpack.packb(hello))
+        data, fds = receive(connection)
+        try:
+            told = checked(msgpack.unpackb(data) if data else {})
+            return Session(connection, told, directory=_directory(fds, int(told.get("directory", 0))))
+        finally:
+            close_fds(fds)
+    except TimeoutError as error:
+        hang_up(connection)
+        raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
+    except OSError as error:
+        connection.close()
+        raise Unavailable(f"daemon at {target}: it went away during hello ({error}); try again") from error
+    except BaseException:
+        hang_up(connection)
+        raise
+
+
+def _directory(fds: Sequence[int], length: int) -> Directory | None:
+    """Maps the directory that came with the daemon's hello; without one every get asks."""
+    with contextlib.suppress(TierFailed, ValueError):  # no mapping more is to be had
+        return (
+            Directory(words_of(map_file(fds[0], length, writable=False), count=length // 8)) if fds and length else None
+        )
+    return None
+
+
+def _device() -> Any:
+    """The module is loaded by who needs it: it looks for a driver."""
+    from tierd.client.session import device  # noqa: PLC0415
+
+    return device

@@ -1,0 +1,90 @@
+"""Columns that grow in small steps.
+
+Purpose: how a numpy column gets its room. Non-purpose: what is in it. Where it is known how many rows there may be, `roomy` makes them all at once:
+memory takes none before it is written to. A column beyond that is lengthened in place: nothing is copied, but the kernel may have to move the mapping,
+page by page, which for forty columns of ten million rows takes tens of milliseconds. Invariant: nobody keeps a view of a column across a call that may
+lengthen it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.arrays.sets import every, true_rows
+
+LEAST_STEP_ROWS = 256
+MOST_STEP_ROWS = 1 << 14
+MOST_ROWS = 1 << 24
+"""Columns have room for so many at once where there may be as many rows."""
+_MADV_NOHUGEPAGE = 15
+_PAGE_BYTES = 4096
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def roomy(dtype: Any, rows: int, *, width: int = 0) -> NDArray[Any]:
+    """Zeros [rows] or [rows, width], whose memory comes 4 KiB at a time: numpy asks for huge pages, and forty columns would take 80 MiB for one block."""
+    column = np.zeros((rows, width) if width else rows, dtype)
+    begin = -(-column.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
+    whole = (column.ctypes.data + column.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
+    if whole > 0:
+        _libc.madvise(begin, whole, _MADV_NOHUGEPAGE)
+    return column
+
+
+class Columns:
+    """Columns of one table. rows: how many of them hold what new ones do; an array may be longer already."""
+
+    def __init__(self, most: int = 0) -> None:
+        """most: rows that there may be, as far as is known."""
+        self.rows = 0
+        self._most = min(most, MOST_ROWS)
+        self._all: list[tuple[NDArray[Any], int]] = []
+
+    def column(self, dtype: Any, *, width: int = 0, fill: int = 0) -> NDArray[Any]:
+        """A new one; new rows hold `fill`."""
+        array = roomy(dtype, self._most, width=width)
+        self._all.append((array, fill))
+        self._prepare(array, fill, 0)
+        return array
+
+    def lengthen(self, rows: int) -> None:
+        """Gives every column so many rows."""
+        first, self.rows = self.rows, rows
+        for array, fill in self._all:
+            self._prepare(array, fill, first)
+
+    def _prepare(self, array: NDArray[Any], fill: int, first: int) -> None:
+        if self.rows > len(array):
+            lengthen(array, self.rows)
+        if fill:
+            array[first : self.rows] = fill
+
+
+def lengthen(column: NDArray[Any], rows: int) -> None:
+    """Gives the column so many rows; new ones hold zeros."""
+    column.resize((rows, *column.shape[1:]), refcheck=False)
+
+
+def rows_for(rows: int, wanted: int) -> int:
+    """How long a column of `rows` should become to hold `wanted`: in steps of half its length, within bounds."""
+    step = min(max(rows // 2, LEAST_STEP_ROWS), MOST_STEP_ROWS)
+    return max(rows + step, wanted)
+
+
+def runs(*keys: NDArray[Any]) -> list[NDArray[np.int64]]:
+    """Indices grouped by equal keys; groups in the order of their first member, members ascending."""
+    if len(keys[0]) == 0:
+        return []
+    if all(every(key == key[0]) for key in keys):
+        return [np.arange(len(keys[0]), dtype=np.int64)]
+    order = np.lexsort(keys[::-1])
+    edge = np.zeros(len(order), dtype=bool)
+    for key in keys:
+        edge[1:] |= key[order][1:] != key[order][:-1]
+    parts = np.split(order, true_rows(edge))
+    return sorted(parts, key=lambda part: int(part[0]))

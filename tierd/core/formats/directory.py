@@ -1,0 +1,150 @@
+"""The directory of a trust domain: where its blocks lie near, by name, for clients that ask nobody.
+
+A head, a byte for each namespace, and a table in shared memory: buckets of SLOTS entries {key u64,
+place u64}, little-endian, two buckets a key. A key is a mixture of a block's hash and its
+namespace; a place is {tier u8, segment u32, slot u24}. The daemon writes, clients map it read-only.
+
+Purpose: layout, one writer, any number of readers. Non-purpose: what is true: an entry is a hint, which may be
+missing, old or half written; the catalogue of the
+segment decides. A namespace's byte is no hint: readers ask the daemon unless it says that the epoch
+runs. Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry
+and
+nothing else; an insert and a look
+cost two buckets. Reads of another's memory that verify themselves are Pilaf's and FaRM's (Mitchell et al., USENIX
+ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4); the
+less full of two buckets is Azar et al., "Balanced Allocations", SIAM J. Comput. 29(1), 1999.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.formats.versions import DIRECTORY
+from tierd.core.formats.words import Words
+
+MAGIC = b"TIERDDIR"
+HEAD = np.dtype([("magic", "S8"), ("version", "<u4"), ("reserved", "u1", (52,))])
+NAMESPACES = 1 << 16
+"""Ids that have a byte. Who has a greater one asks."""
+TABLE_OFFSET = HEAD.itemsize + NAMESPACES
+SLOTS = 4
+ENTRY_BYTES = 16
+FILLED = 0.75
+"""Share of the entries that may be in use before buckets begin to be full."""
+ROUNDS = 4
+"""In which the blocks of one call find their entries: what has none by then is left out."""
+MIN_BLOCKS, MAX_BLOCKS = 1 << 10, 1 << 26
+SEGMENT_BITS, SLOT_BITS = 32, 24
+
+Keys = NDArray[np.uint64]
+_MIX, _SPREAD = 0x9E37_79B9_7F4A_7C15, (0xC2B2_AE3D_27D4_EB4F, 0xD6E8_FEB8_6659_FD93)
+_HALF, _WORD = np.uint64(32), (1 << 64) - 1
+
+
+def directory_bytes(blocks: int) -> int:
+    """Length of a directory for so many blocks: a power of two of buckets behind what does not
+    grow."""
+    entries = max(MIN_BLOCKS, min(blocks, MAX_BLOCKS)) / FILLED
+    return TABLE_OFFSET + (1 << (int(entries) // SLOTS).bit_length()) * SLOTS * ENTRY_BYTES
+
+
+def keys_of(namespaces: NDArray[np.uint32] | int, hashes: NDArray[np.uint8]) -> Keys:
+    """Keys of blocks: u64 [n]. namespaces: of each, or of all; hashes: u8 [n, 32]. No key is 0."""
+    first = np.ascontiguousarray(hashes).view("<u8").reshape(-1, 4)[:, 0]
+    return np.asarray((first ^ (np.asarray(namespaces, np.uint64) * np.uint64(_MIX))) | np.uint64(1))
+
+
+def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: NDArray[np.uint32]) -> Keys:
+    """Places: u64 [n]."""
+    high = tiers.astype(np.uint64) << np.uint64(SEGMENT_BITS) | segments.astype(np.uint64)
+    return high << np.uint64(SLOT_BITS) | slots.astype(np.uint64)
+
+
+class Directory:
+    """One over words of memory: of a length that `directory_bytes` gives, or shorter, then only a
+    power of two of buckets of it counts. Raises ValueError: it is too short, or of a version that
+    this tierd does not read."""
+
+    def __init__(self, words: Words) -> None:
+        rest = words[TABLE_OFFSET // 8 :]
+        buckets = len(rest) // (2 * SLOTS)
+        if buckets < 1:
+            raise ValueError(f"directory: {len(words)} words hold no bucket of {2 * SLOTS}")
+        raw = words.view(np.uint8)
+        head = raw[: HEAD.itemsize].view(HEAD)[0]
+        if head["magic"] != MAGIC or not DIRECTORY.reads(int(head["version"])):
+            raise ValueError(f"directory: it begins with {head['magic']!r}, version {head['version']}")
+        self._runs = memoryview(cast("bytes", raw))[HEAD.itemsize : TABLE_OFFSET]
+        buckets = 1 << (buckets.bit_length() - 1)
+        table = rest[: buckets * 2 * SLOTS].reshape(buckets, SLOTS, 2)
+        self._keys, self._places = table[:, :, 0], table[:, :, 1]
+        self._table = memoryview(cast("bytes", table)).cast("B").cast("Q")
+        self.address, self.buckets = int(table.ctypes.data), buckets
+        self._mask, self._turn = np.uint64(buckets - 1), 0
+
+    @classmethod
+    def new(cls, words: Words) -> Directory:
+        """An empty one, in memory of zeros. Of the writer alone."""
+        head = words.view(np.uint8)[: HEAD.itemsize].view(HEAD)
+        head["magic"], head["version"] = MAGIC, DIRECTORY.current
+        return cls(words)
+
+    def runs(self, namespace: int) -> bool:
+        """Whether a read of a namespace that begins now needs no call: its epoch has not ended."""
+        return namespace < NAMESPACES and bool(self._runs[namespace])
+
+    def note_runs(self, ids: range, *, runs: bool) -> None:
+        """Says so of namespaces, or that their epoch has ended. Of the writer alone."""
+        its = self._runs[ids.start : ids.stop]
+        its[:] = bytes([runs]) * len(its)
+
+    def place(self, namespace: int, name: bytes) -> tuple[int, int] | None:
+        """Where a block of this hash may lie: its segment, with its tier above SEGMENT_BITS, and its slot; None: it
+        has no entry. tierd/native does the same."""
+        key = (int.from_bytes(name[:8], "little") ^ (namespace * _MIX & _WORD)) | 1
+        for spread in _SPREAD:
+            at = ((key * spread & _WORD) >> 32 & (self.buckets - 1)) * 2 * SLOTS
+            row = self._table[at : at + 2 * SLOTS].tolist()
+            if key in row[::2]:
+                place = row[2 * row[::2].index(key) + 1]
+                return place >> SLOT_BITS, place & (1 << SLOT_BITS) - 1
+        return None
+
+    def add(self, keys: Keys, places: Keys) -> None:
+        """Enters blocks: over an older entry of theirs, or in the emptier bucket, or, where both are full, in place
+        of others in turns. Of the writer alone."""
+        for _ in range(ROUNDS):
+            entry = self._entry(keys)
+            self._keys[entry] = 0
+            self._places[entry] = places
+            self._keys[entry] = keys
+            lost = self._keys[entry] != keys
+            if not lost.any():
+                break
+            keys, places = keys[lost], places[lost]  # two of a round met
+
+    def _entry(self, keys: Keys) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Where each goes: buckets and slots."""
+        both = self._buckets(keys)
+        held = self._keys[both]
+        free = held == 0
+        score = (held == keys[:, None, None]) * 64 + free * (16 + free.sum(axis=2)[:, :, None])
+        self._turn += 1
+        score[:, self._turn % 2, self._turn // 2 % SLOTS] += 1
+        at = score.reshape(len(keys), 2 * SLOTS).argmax(axis=1)
+        return both[np.arange(len(keys)), at // SLOTS], at % SLOTS
+
+    def remove(self, keys: Keys, places: Keys) -> None:
+        """Forgets blocks that lie at these places no more; an entry that says another place stays. Of the writer
+        alone."""
+        both = self._buckets(keys)
+        is_its = (self._keys[both] == keys[:, None, None]) & (self._places[both] == places[:, None, None])
+        rows, bucket, at = np.nonzero(is_its)
+        self._keys[both[rows, bucket], at] = 0
+
+    def _buckets(self, keys: Keys) -> NDArray[np.intp]:
+        """The two of each key: intp [n, 2]."""
+        return ((keys[:, None] * np.array(_SPREAD, np.uint64) >> _HALF) & self._mask).astype(np.intp)

@@ -1,0 +1,142 @@
+"""BlockMeta: the one record that describes a stored block, wherever it is stored.
+
+Used in the host catalogue, the header of an NVMe slot and the journal; `FORMAT.md` beside this file is its description.
+A record is 256 bytes, little-endian, and ends with a checksum over all bytes before it, so that a torn record is
+recognised. The slice table (xxh3-64 per slice, little-endian) is stored beside the record; `digest` is the
+xxh3-128 over that table. The core does no hashing of its own: `seal` and `unsealed` take the checksum function.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.formats import versions
+from tierd.core.formats.model import HASH_BYTES, StructArray
+
+META_BYTES = 256
+META_MAGIC = 0x7D5E_71E2
+
+META = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("codec", "<u2"),  # 0: identity
+        ("hash", "u1", (HASH_BYTES,)),
+        ("parent", "u1", (HASH_BYTES,)),
+        ("namespace", "<u4"),
+        ("domain", "<u4"),
+        ("position", "<u4"),  # number of the block in its sequence
+        ("tokens", "<u4"),
+        ("logical_length", "<u4"),  # bytes before encoding
+        ("stored_length", "<u4"),  # bytes as stored
+        ("codec_version", "<u2"),
+        ("slices", "<u2"),  # entries of the slice table
+        ("epoch", "<u4"),
+        ("generation", "<u8"),  # of the page that holds it
+        ("time_ms", "<u8"),  # of the commit, Unix time
+        ("digest", "u1", (16,)),  # xxh3-128 over the slice table
+        ("store", "u1", (16,)),  # id of the arena or store: misdirected records are foreign
+        ("offset", "<u8"),  # of the page in its segment: misplaced records are foreign
+        ("segment", "<u4"),
+        ("encryption", "<u4"),  # reserved, zero
+        ("key_id", "<u8"),  # reserved, zero
+        ("nonce", "u1", (12,)),  # reserved, zero
+        ("tag", "u1", (16,)),  # reserved, zero
+        ("layers", "<u4"),  # that slices follow; 0: opaque
+        ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never
+        ("priority", "u1"),  # that a put said, + 1; 0: none was said
+        ("reserved", "u1", (35,)),
+        ("checksum", "<u8"),  # xxh3-64 over all bytes before it
+    ]
+)
+assert META.itemsize == META_BYTES
+
+Checksum = Callable[[bytes], int]
+
+_ENTRY = struct.Struct("<IH2x32s32xI8xI4xI8xQ92xI40xQ")
+
+
+class Entry(NamedTuple):
+    """The fields of one record that a reader needs. length: stored bytes."""
+
+    magic: int
+    version: int
+    hash: bytes
+    namespace: int
+    tokens: int
+    length: int
+    generation: int
+    layers: int
+    checksum: int
+
+
+def read_entry(raw: bytes, checksum: Checksum) -> Entry | None:
+    """One record of META_BYTES; None where it is none: blank, half written, damaged or of a version that this code
+    does not read."""
+    entry = Entry._make(_ENTRY.unpack(raw))
+    if entry.magic != META_MAGIC or not versions.META.oldest <= entry.version <= versions.META.current:
+        return None
+    return entry if checksum(raw[:-8]) == entry.checksum else None
+
+
+def new_meta(count: int) -> StructArray:
+    """So many blank META records with magic and version set."""
+    meta = np.zeros(count, dtype=META)
+    meta["magic"] = META_MAGIC
+    meta["version"] = versions.META.current
+    return meta
+
+
+def duplicate(meta: StructArray) -> StructArray:
+    """A copy in one piece; numpy's own goes field by field, which takes nine times as long."""
+    return np.ascontiguousarray(meta).view(np.uint8).copy().view(META)
+
+
+def picked(records: StructArray, rows: NDArray[np.int64]) -> StructArray:
+    """Those rows of a structured array, which ascend; the array itself if they are all. Each record is copied in one piece, too."""
+    return records if len(rows) == len(records) else records.take(rows)
+
+
+def joined(parts: Sequence[StructArray]) -> StructArray:
+    """Structured arrays of one dtype one after another, each record in one piece too. It may be the one itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def put_at(meta: StructArray, rows: Sequence[int] | NDArray[np.int64], records: StructArray) -> None:
+    """meta[rows] = records, each in one piece. meta: contiguous."""
+    meta.view(np.uint8).reshape(len(meta), META_BYTES)[rows] = records.view(np.uint8).reshape(-1, META_BYTES)
+
+
+def seal(meta: StructArray, checksum: Checksum) -> StructArray:
+    """A copy whose checksums hold, ready to be stored."""
+    sealed = duplicate(meta)
+    sealed["checksum"] = sums_of(sealed, checksum)
+    return sealed
+
+
+def intact(meta: StructArray, checksum: Checksum) -> NDArray[np.bool_]:
+    """Which records have their magic, a version that this code reads, and a checksum that holds."""
+    good = is_meta(meta)
+    some = np.ascontiguousarray(meta[good])
+    good[good] = sums_of(some, checksum) == some["checksum"]
+    return np.asarray(good, dtype=np.bool_)
+
+
+def is_meta(meta: StructArray) -> NDArray[np.bool_]:
+    """Which records have their magic and a version that this code reads."""
+    known = (meta["version"] >= versions.META.oldest) & (meta["version"] <= versions.META.current)
+    return np.asarray((meta["magic"] == META_MAGIC) & known, dtype=np.bool_)
+
+
+def sums_of(meta: StructArray, checksum: Checksum) -> NDArray[np.uint64]:
+    """The checksum that each record should have."""
+    raw = meta.tobytes()
+    starts = range(0, len(raw), META_BYTES)
+    return np.fromiter((checksum(raw[at : at + META_BYTES - 8]) for at in starts), dtype=np.uint64, count=len(meta))

@@ -1,0 +1,71 @@
+"""A plan while it is being made.
+
+Purpose: collects what one step of the core decides, in order. Non-purpose: deciding. A page that was set aside and taken back within
+the step leaves no trace: nobody outside has seen it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierd.core.arrays.sets import among, distinct
+from tierd.core.formats.meta import joined
+from tierd.core.formats.model import SegmentAssignment, StructArray
+from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Plan, TransferIds
+
+
+class PlanBuilder:
+    """Arrays of a plan, part by part. now: the time of the step."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self._retired: list[StructArray] = []
+        self._freed: list[StructArray] = []
+        self._reserved: list[StructArray] = []
+        self._transfers: list[StructArray] = []
+        self._waits: list[TransferIds] = []
+        self._segments: list[SegmentAssignment] = []
+
+    def retire(self, extents: StructArray) -> None:
+        """EXTENT of pages that nobody finds any more, and that something pins."""
+        self._retired.append(extents)
+
+    def free(self, records: StructArray) -> None:
+        """FREED records."""
+        self._freed.append(records)
+
+    def reserve(self, extents: StructArray) -> None:
+        """EXTENT of pages set aside."""
+        self._reserved.append(extents)
+
+    def begin(self, assignment: SegmentAssignment) -> None:
+        """A segment begins a life."""
+        self._segments.append(assignment)
+
+    def transfer(self, records: StructArray) -> None:
+        """TRANSFER records, after those that they follow."""
+        self._transfers.append(records)
+
+    def wait(self, ids: TransferIds) -> None:
+        """Transfers of earlier plans."""
+        self._waits.append(ids)
+
+    def plan(self) -> Plan:
+        """What was collected."""
+        reserved = joined(self._reserved) if self._reserved else NO_EXTENTS
+        freed = joined(self._freed) if self._freed else NONE_FREED
+        if len(reserved) and len(freed):  # what was both, nobody ever saw
+            old, new = freed["extent"]["generation"], reserved["generation"]
+            if old.max() >= new.min():
+                reserved, freed = reserved[~among(new, old)], freed[~among(old, new)]
+        transfers = joined(self._transfers) if self._transfers else NO_TRANSFERS
+        waits = np.concatenate(self._waits) if self._waits else NO_WAITS
+        if len(waits):
+            waits = distinct(waits[~among(waits, transfers["id"])])
+        retired = joined(self._retired) if self._retired else NO_EXTENTS
+        return Plan(freed, self._segments, reserved, transfers, waits, retired)
+
+
+def no_ids() -> Ids:
+    """An empty array of ids."""
+    return np.zeros(0, np.int64)

@@ -1,0 +1,109 @@
+"""Pins of leases: on which pages a lease is, whether they are good, and whether its session's share has room for them.
+
+How much of a question is served is decided elsewhere (gets.py); the books of sessions are in leases.py. A page is
+pinned as often as leases name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tierd.core.arrays.sets import every, kinds, some, true_rows
+from tierd.core.formats.model import EXTENT, PageState, Reason, Wanted
+from tierd.core.plan import Bools, GroupQuery, Ids, ServedGroup
+from tierd.core.plan_builder import PlanBuilder, no_ids
+from tierd.core.requests.groups import block_tokens
+from tierd.core.requests.leases import Held, Lease, Session, Sessions
+from tierd.core.requests.lookup import Sight
+from tierd.core.space.planner import Planner, Where
+
+
+class Pins:
+    """See the module."""
+
+    def __init__(self, planner: Planner, sessions: Sessions) -> None:
+        self._planner, self._index, self._sessions = planner, planner.index, sessions
+
+    def over_share(self, blocks: Ids, near: Where, serving: list[int], holder: Session | None) -> Bools:
+        """Which blocks, in order, would take the holder beyond its share of the tiers."""
+        over = np.zeros(len(blocks), bool)
+        if holder is None or len(blocks) == 0:
+            return over
+        tiers, is_near = near.tiers, near.tiers >= 0
+        if not every(is_near):
+            tiers = np.where(is_near, tiers, self._index.targets(blocks, serving))
+        elif len(serving) == 1 and self.fits(near.pages, holder, serving[0]):
+            return over
+        for tier in kinds(tiers):
+            rows = true_rows(tiers == tier)
+            pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
+            cost = pages_of.class_bytes(near.pages[rows])  # more than the block takes, if it came shorter than reserved
+            if not every(is_near):
+                away = true_rows(~is_near[rows])
+                cost[away] = pages_of.class_of(self._index.blocks.length[blocks[rows[away]]])
+            if int(cost.sum()) <= self._sessions.room_bytes(holder, tier):
+                continue  # even if it pins none of them yet
+            if mine:
+                cost[[page in mine for page in near.pages[rows].tolist()]] = 0
+            over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
+        return over
+
+    def fits(self, pages: Ids, holder: Session, tier: int) -> bool:
+        """Whether the holder may pin these pages even if it pins none of them yet."""
+        return int(self._index.tiers[tier].class_bytes(pages).sum()) <= self._sessions.room_bytes(holder, tier)
+
+    def held(self, sight: Sight, tokens: int, kind: Wanted) -> list[Held]:
+        """The pages near of what serving so many tokens takes."""
+        serving, out = self._index.serving(kind), []
+        for ids, (first, stop) in zip(sight.ids, sight.spans(tokens), strict=True):
+            blocks = ids[:, first:stop]
+            near = sight.near
+            if near is None or len(sight.ids) > 1 or len(blocks) > 1 or len(near.pages) < blocks.size:
+                near = self._planner.attached(blocks.ravel(), serving)
+            out.append(Held(first, near.tiers.reshape(blocks.shape), near.pages.reshape(blocks.shape), blocks))
+        return out
+
+    def pin(self, lease: Lease, holder: Session) -> None:
+        """The lease begins, or is on other pages now."""
+        holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
+        for tier in range(len(self._index.tiers)):
+            pages = lease.pages_in(tier)
+            if len(pages):
+                self._index.pin(tier, pages)
+                self._sessions.pin(holder, tier, pages)
+
+    def unpin(self, leases: Sequence[Lease], holder: Session, draft: PlanBuilder) -> None:
+        """They pin nothing more: several cost hardly more than one."""
+        for tier in range(len(self._index.tiers)):
+            parts = [lease.pages_in(tier) for lease in leases]
+            pages = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else no_ids()
+            if len(pages):
+                self._sessions.unpin(holder, tier, pages)
+                self._index.unpin(tier, pages, draft)
+
+    def is_good(self, lease: Lease) -> bool:
+        """Whether its pages can be handed out. Once settled, only wrong bytes take anything away: a lease outlives its epoch."""
+        for tier, pages_of in enumerate(self._index.tiers):
+            pages = lease.pages_in(tier)
+            if len(pages) == 0:
+                continue
+            doom = pages_of.doom[pages]
+            lost = (doom == int(Reason.CORRUPTED)) if lease.settled else (doom > 0)
+            if some(lost) or not every(pages_of.state[pages] >= PageState.READY):
+                return False
+        return True
+
+    def served(self, group: GroupQuery, held: Held) -> ServedGroup:
+        """Where the blocks lie that it holds of a group."""
+        shape, tiers = held.pages.shape, kinds(held.tiers.ravel())
+        if len(tiers) == 1:
+            extents = self._index.tiers[tiers[0]].extents(held.pages.ravel()).reshape(shape)
+        else:
+            extents = np.zeros(shape, EXTENT)
+            for tier in tiers:
+                here = held.tiers == tier
+                extents[here] = self._index.tiers[tier].extents(held.pages[here])
+        tokens = block_tokens(group)[held.first : held.first + shape[1]].astype(np.uint32)
+        return ServedGroup(held.first, shape[1], extents, tokens, held.blocks)

@@ -1,0 +1,237 @@
+"""Transfers: bringing blocks near, writing them far, and what their ends mean.
+
+Purpose: a wish (these blocks in that kind of tier) becomes flights with a page on both sides; a finished flight becomes a page that is
+ready, or none. Non-purpose: which wishes there are (gets.py, puts.py, core.py). Policies hear of a block when its transfer is decided, never
+when it ends, so the order of ends changes no later decision.
+
+A transfer's life: `bring` pins source and target and attaches the target -> `finish`: the target is published, or doomed; the source stays. What
+happened to either page meanwhile (condemned, forgotten) shows in its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierd.core.arrays.columns import runs
+from tierd.core.arrays.sets import among, distinct, kinds
+from tierd.core.formats.model import (
+    NO_PAGE,
+    TRANSFER,
+    BlockStatus,
+    Fault,
+    Reason,
+    StructArray,
+    TierKind,
+    Wanted,
+    kind_of,
+)
+from tierd.core.index.flights import FLIGHT, Flights
+from tierd.core.index.index import Index
+from tierd.core.index.segment import Key
+from tierd.core.plan import Bools, Codes, Ids, TransferIds
+from tierd.core.plan_builder import PlanBuilder, no_ids
+from tierd.core.space.room import Room
+
+
+class Where(NamedTuple):
+    """A page per block: tiers and pages, int64 [n], both -1 for none."""
+
+    tiers: Ids
+    pages: Ids
+
+    def at(self, rows: Ids | Bools) -> Where:
+        """Some of them."""
+        return Where(self.tiers[rows], self.pages[rows])
+
+
+class Planner:
+    """See the module. Blocks given to one call are distinct, first of the sequence first."""
+
+    def __init__(self, index: Index, room: Room) -> None:
+        self.index, self.room, self.flights = index, room, Flights()
+
+    # -- where blocks are
+
+    def attached(self, blocks: Ids, tiers: Sequence[int]) -> Where:
+        """The first of the tiers in which each block has a page, filled or being filled."""
+        if len(tiers) == 1:
+            pages = self.index.attached(tiers[0], blocks)
+            return Where(np.where(pages >= 0, tiers[0], -1), pages)
+        where = Where(np.full(len(blocks), -1, np.int64), np.full(len(blocks), NO_PAGE, np.int64))
+        for tier in reversed(tiers):
+            pages = self.index.attached(tier, blocks)
+            here = pages >= 0
+            where.tiers[here], where.pages[here] = tier, pages[here]
+        return where
+
+    def sources(self, blocks: Ids, wanted: Wanted) -> Where:
+        """The readable page that is nearest to what is wanted."""
+        kind = kind_of(wanted)
+        tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
+        found = self.index.nearest(blocks, tiers).astype(np.int64)
+        where = Where(found, np.full(len(blocks), NO_PAGE, np.int64))
+        for tier in tiers:
+            here = found == tier
+            where.pages[here] = self.index.attached(tier, blocks[here])
+        return where
+
+    def guard(self, blocks: Ids) -> list[tuple[int, Ids]]:
+        """Pins every page of the blocks while room is made for others; undone by `unguard`."""
+        guarded = list[tuple[int, Ids]]()
+        self.room.coldest.guard(blocks)
+        for tier in range(len(self.index.tiers)):
+            pages = self.index.attached(tier, blocks)
+            pages = pages[pages >= 0]
+            if len(pages):
+                self.index.pin(tier, pages)
+                guarded.append((tier, pages))
+        return guarded
+
+    def unguard(self, guarded: list[tuple[int, Ids]], draft: PlanBuilder) -> None:
+        """Ends a guard."""
+        self.room.coldest.guard(no_ids())
+        for tier, pages in guarded:
+            self.index.unpin(tier, pages, draft)
+
+    # -- wishes
+
+    def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder) -> None:
+        """Transfers for guarded, readable blocks that have no page where they are wanted: as many as find room, in order.
+
+        Where device and nvme (or archive) meet, or two devices, the way leads over a host tier, if one is in service; not where a device is read into from
+        a store directly.
+        """
+        targets = self.index.writable(wanted)
+        if not targets or len(blocks) == 0:
+            return
+        where, to = self.sources(blocks, wanted), self.index.targets(blocks, targets)
+        staged = self._is_staged(where, kind_of(wanted)) & ~self._is_direct(where, to)
+        if staged.any():
+            where = self._stage(blocks, where, staged=staged, reason=reason, draft=draft)
+        to[where.tiers < 0] = -1
+        for rows in runs(to):
+            target = int(to[rows[0]])
+            if target >= 0:
+                self.send(blocks[rows], where.at(rows), target=target, reason=reason, draft=draft)
+
+    def send(self, blocks: Ids, where: Where, *, target: int, reason: Reason, draft: PlanBuilder) -> Bools:
+        """Transfers from these pages to one tier; which blocks found room."""
+        pages = self._pages_for(blocks, target, draft)
+        sent = pages >= 0
+        blocks, where, pages = blocks[sent], where.at(sent), pages[sent]
+        if len(blocks) == 0:
+            return sent
+        flights = np.zeros(len(blocks), FLIGHT)
+        flights["block"], flights["reason"] = blocks, reason
+        flights["source_tier"], flights["source_page"] = where
+        flights["target_tier"], flights["target_page"] = target, pages
+        ids = self.flights.begin(flights)
+        self.index.pin(target, pages)
+        self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
+        self.index.note_write(target, blocks, draft.now)
+        for rows in runs(where.tiers):
+            source = int(where.tiers[rows[0]])
+            self.index.pin(source, where.pages[rows])
+        draft.transfer(self._records(ids, flights, draft))
+        return sent
+
+    def persist(self, blocks: Ids, *, draft: PlanBuilder) -> None:
+        """Transfers to nvme for blocks without a page where it takes new ones; waits for those under way. For a store that has them already it is a use."""
+        stores = self.index.writable(TierKind.NVME)
+        there = self.attached(blocks, stores)
+        self.index.blocks.durable[blocks] = True
+        for store in stores:
+            self.index.touch(store, blocks[::-1], draft.now)
+        self.wait_for(there, draft)
+        blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
+        guarded = self.guard(blocks)
+        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, draft=draft)
+        self.unguard(guarded, draft)
+
+    def wait_for(self, where: Where, draft: PlanBuilder) -> None:
+        """The plan waits for the flights that fill these pages."""
+        if len(self.flights) == 0:
+            return
+        for tier in kinds(where.tiers[where.tiers >= 0]):
+            fillers = self.flights.fillers(tier, where.pages[where.tiers == tier])
+            draft.wait(fillers[fillers > 0])
+
+    # -- ends
+
+    def finish(self, ids: TransferIds, statuses: Codes, *, draft: PlanBuilder) -> None:
+        """Transfers ended."""
+        flights = self.flights.end(ids)
+        good = statuses == BlockStatus.READY
+        for rows in runs(flights["target_tier"]):
+            self._end_targets(flights[rows], good[rows], draft)
+        for rows in runs(flights["source_tier"]):
+            self._end_sources(flights[rows], statuses[rows], draft=draft)
+
+    def _end_targets(self, flights: StructArray, good: Bools, draft: PlanBuilder) -> None:
+        tier, pages = int(flights["target_tier"][0]), flights["target_page"]
+        attached = self.index.tiers[tier].doom[pages] == 0
+        self.index.publish(tier, pages[good & attached])
+        if (~good & attached).any():
+            self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
+        self.index.unpin(tier, pages, draft)
+
+    def _end_sources(self, flights: StructArray, statuses: Codes, *, draft: PlanBuilder) -> None:
+        tier, pages = int(flights["source_tier"][0]), flights["source_page"]
+        pages_of = self.index.tiers[tier]
+        corrupt = distinct(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
+        if len(corrupt):
+            self.index.condemn(tier, corrupt, Fault.READ, draft)
+        self.index.unpin(tier, pages, draft)
+
+    # -- inside
+
+    def _is_staged(self, where: Where, kind: TierKind) -> Bools:
+        """Which sources lie on the other side of the host tiers than the kind, or in another device."""
+        kinds = np.asarray([t.spec.kind for t in self.index.tiers] + [kind])[where.tiers]
+        beyond = (kinds != TierKind.HOST) if kind < TierKind.HOST else (kinds < TierKind.HOST)
+        over = kind != TierKind.HOST and bool(self.index.serving(TierKind.HOST))
+        return np.asarray(beyond & over & (where.tiers >= 0), bool)
+
+    def _is_direct(self, where: Where, to: Ids) -> Bools:
+        """Which sources the tiers that they go to are read into from directly."""
+        direct = np.zeros(len(to), bool)
+        for tier in kinds(to) if any(self.index.direct) else ():
+            direct |= (to == tier) & among(where.tiers, sorted(self.index.direct[tier]))
+        return direct
+
+    def _stage(self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, draft: PlanBuilder) -> Where:
+        """The sources after staged blocks were sent to host tiers; none for those that found no room there."""
+        hosts = self.index.serving(TierKind.HOST)
+        coming = self.attached(blocks, hosts)
+        rest = staged & (coming.pages < 0)
+        self.bring(blocks[rest], TierKind.HOST, reason=reason, draft=draft)
+        coming = self.attached(blocks, hosts)
+        return Where(np.where(staged, coming.tiers, where.tiers), np.where(staged, coming.pages, where.pages))
+
+    def _pages_for(self, blocks: Ids, target: int, draft: PlanBuilder) -> Ids:
+        """Reserved pages for blocks in a tier that the daemon writes; -1 where there is no room."""
+        pages_of = self.index.tiers[target]
+        lengths = self.index.blocks.length[blocks]
+        classes, domains = pages_of.class_of(lengths), self.index.blocks.domain[blocks]
+        pages = np.full(len(blocks), NO_PAGE, np.int64)
+        for rows in runs(domains, classes):
+            key = Key(int(domains[rows[0]]), int(classes[rows[0]]), pages_of.spec.own_writer)
+            got = self.room.reserve(target, key, len(rows), draft=draft)
+            pages[rows[: len(got)]] = got
+            pages_of.length[got] = lengths[rows[: len(got)]]
+            draft.reserve(pages_of.extents(got))
+        return pages
+
+    def _records(self, ids: TransferIds, flights: StructArray, draft: PlanBuilder) -> StructArray:
+        out = np.zeros(len(ids), TRANSFER)
+        out["id"], out["block"], out["reason"] = ids, flights["block"], flights["reason"]
+        out["target"] = self.index.tiers[int(flights["target_tier"][0])].extents(flights["target_page"])
+        for rows in runs(flights["source_tier"]):
+            tier, pages = int(flights["source_tier"][rows[0]]), flights["source_page"][rows]
+            out["source"][rows] = self.index.tiers[tier].extents(pages)
+            out["after"][rows] = self.flights.fillers(tier, pages)
+        draft.wait(out["after"][out["after"] > 0])
+        return out

@@ -1,0 +1,221 @@
+"""Room: pages for those who ask, from what is free, from the common pool, or from what is coldest.
+
+Purpose: which page is given, and what leaves for it. Non-purpose: what the page is for. In this order:
+1. a free page of a segment of the right key (domain, class, writer);
+2. a vacant place begins a life as such a segment, or one whose segment is empty; with sealed puts only if it has been for STAY_S;
+3. if the coldest block has the right key, it is dropped, and those after it that have the key too;
+4. if not, segments of other keys are emptied of which half or more is colder than whatever has the right key;
+5. else blocks of the right key are dropped that are among the coldest, as many as fill one segment;
+6. else the segment that holds most of the coldest is emptied. One in which something is held is passed over;
+7. with sealed puts a segment that is empty only since then begins a new life: so a session that puts in a row finds the
+   segment that it wrote to before, and the daemon makes no new file for what it seals.
+So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
+
+What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
+may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too, never that one; the rest
+serves again once the missing block is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tierd.core.admission import Verdict
+from tierd.core.arrays.sets import among, every, kinds, some, true_rows
+from tierd.core.formats.model import PageState, Reason
+from tierd.core.index.index import Index
+from tierd.core.index.pages import SEGMENT_LIMIT
+from tierd.core.index.segment import Key
+from tierd.core.plan import Bools, Ids
+from tierd.core.plan_builder import PlanBuilder, no_ids
+from tierd.core.space.coldest import MOST_REACH, Coldest
+
+STAY_S = 1.0
+"""As long as two puts count as in a row."""
+FAR_REACH = 1 << 15
+"""How many of the coldest are looked at before there is no room: that takes some 10 ms."""
+MANY_PAGES = 1 << 20
+"""In a larger tier `_give_up` looks no farther than the MOST_REACH coldest blocks."""
+
+
+class Room:
+    """See the module. domains: of every live session, by id."""
+
+    def __init__(self, index: Index, *, first_segment: int, domains: Mapping[int, int]) -> None:
+        self._index = index
+        self.coldest = Coldest(index)
+        self._domains = domains
+        self.next_segment = first_segment
+
+    def reserve(self, tier: int, key: Key, count: int, *, draft: PlanBuilder) -> Ids:
+        """Up to `count` pages of the key, reserved."""
+        self._index.pass_time(draft.now)
+        pages_of = self._index.tiers[tier]
+        if not (pages_of.serving and pages_of.writable) or key.class_bytes > pages_of.spec.segment_bytes:
+            return no_ids()
+        count = min(count, self._index.generations_left)
+        got = [self._index.set_aside(tier, key, count)]
+        missing = count - len(got[0])
+        stay_s = STAY_S if pages_of.spec.sealed_puts else 0.0
+        while missing:
+            has_begun = self._begin(tier, key, draft, idle_s=stay_s)
+            if not (has_begun or self._give_up(tier, key, missing, draft)) and not (
+                stay_s and self._begin(tier, key, draft, idle_s=0.0)
+            ):
+                break
+            got.append(self._index.set_aside(tier, key, missing))
+            missing -= len(got[-1])
+        return np.concatenate(got) if len(got) > 1 else got[0]
+
+    def drop(self, tier: int, blocks: Ids, draft: PlanBuilder) -> None:
+        """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED.
+
+        What stays farther is touched there, as what is written there is tracked: so a chain that leaves piece by piece, one way or the
+        other, is in one order there, and loses its tail first.
+        """
+        kept = self._say_farewell(tier, blocks, draft)
+        for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
+            if len(those):
+                self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
+
+    def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
+        """Which of the victims lie in segments of the key."""
+        places = self._places(tier, victims)
+        used = kinds(places)
+        right = np.asarray([self._index.tiers[tier].key_of(place) == key for place in used], bool)
+        return np.ones(len(places), bool) if every(right) else right[np.searchsorted(used, places)]
+
+    def _begin(self, tier: int, key: Key, draft: PlanBuilder, *, idle_s: float) -> bool:
+        """A vacant place begins a life, or one that has been empty for so long, or holds little but what is quarantined. False: there is none."""
+        pages_of = self._index.tiers[tier]
+        if not ((pages_of.vacant or pages_of.reclaim(idle_s=idle_s)) and self._has_ids(tier, key)):
+            return False
+        draft.begin(pages_of.begin(key, self.next_segment, dict(self._domains)))
+        self.next_segment += 1
+        return True
+
+    def _give_up(self, tier: int, key: Key, count: int, draft: PlanBuilder) -> bool:
+        """Drops up to `count` cold blocks of the key, or empties segments. False: nothing may leave."""
+        pages_of = self._index.tiers[tier]
+        victims = self.coldest.find(tier, count, to_drop=True)
+        if len(victims) == 0:
+            return False
+        right = self.is_right(tier, victims, key)
+        if right[0]:
+            self.drop(tier, victims if every(right) else victims[: int(np.argmin(right))], draft)
+            return True
+        reach = min(max(count, pages_of.spec.segment_bytes // key.class_bytes), MOST_REACH)
+        while True:
+            victims = self.coldest.find(tier, reach)
+            if self._empty_colder(tier, victims, key, count, draft):
+                return True
+            if self._drop_right(tier, victims, key, count, draft) or self._empty_coldest(tier, victims, key, draft):
+                return True
+            if reach >= self._index.going[tier]:
+                return self._break_chain(tier, key, count, draft)
+            if reach >= FAR_REACH or not self._may_find(tier, key):
+                return False
+            reach = FAR_REACH
+
+    def _may_find(self, tier: int, key: Key) -> bool:
+        """Whether it is worth while to look at more than the coldest: something in the key's segments may go, or all of another segment. Not in a tier of many pages,
+        all of which it would look at."""
+        pages_of, held = self._index.tiers[tier], self._index.held[tier]
+        if pages_of.top > MANY_PAGES:
+            return False
+        pages = true_rows(~among(pages_of.state[: pages_of.top], (PageState.FREE, PageState.QUARANTINED)))
+        blocks, places = pages_of.block[pages], pages_of.place[pages]
+        stays = (blocks < 0) | (pages_of.doom[pages] > 0) | held[blocks]
+        going, staying = (np.bincount(places[rows], minlength=len(pages_of.segments)) > 0 for rows in (~stays, stays))
+        has_ids = self._has_ids(tier, key)
+        return any(
+            pages_of.key_of(place) == key or (has_ids and not staying[place] and not pages_of.is_mostly_bad(place))
+            for place in true_rows(going).tolist()
+        )
+
+    def _say_farewell(self, tier: int, blocks: Ids, draft: PlanBuilder) -> Bools:
+        """Before blocks are dropped: other tiers hear of it. Which can be read farther away."""
+        index = self._index
+        # What stays nearer is not written here again before a use: two full tiers would hand each other the same blocks for ever.
+        nearer = [t for t in index.serving() if index.tiers[t].spec.kind < index.tiers[tier].spec.kind]
+        if nearer:
+            index.blocks.declined[blocks[index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
+        kept = index.is_farther(tier, blocks)
+        if some(kept):
+            for farther in self._index.farther(tier):
+                index.touch(farther, blocks[kept], draft.now)
+        index.evictions[tier] += len(blocks)
+        return kept
+
+    def _empty_colder(self, tier: int, victims: Ids, key: Key, count: int, draft: PlanBuilder) -> bool:
+        """Empties segments of other keys of which half or more is colder than whatever the key has, as many as `count` pages take. False: there is none."""
+        if len(victims) == 0 or not self._has_ids(tier, key):
+            return False
+        right = self.is_right(tier, victims, key)
+        colder = victims[: int(np.argmax(np.append(right, True)))]
+        places, counts = np.unique(self._places(tier, colder), return_counts=True)
+        wanted = emptied = -(-count * key.class_bytes // self._index.tiers[tier].spec.segment_bytes)
+        for row in np.argsort(-counts, kind="stable").tolist() if len(places) else ():
+            segment = self._index.tiers[tier].segments[int(places[row])]
+            if segment is not None and 2 * counts[row] >= segment.pages - segment.spare:
+                wanted -= self._empty(tier, int(places[row]), draft)
+            if wanted <= 0:
+                break
+        return wanted < emptied
+
+    def _drop_right(self, tier: int, victims: Ids, key: Key, count: int, draft: PlanBuilder) -> bool:
+        """Drops up to `count` of the victims that lie in segments of the key. False: none does."""
+        mine = victims[self.is_right(tier, victims, key)]
+        if len(mine):
+            mine = self.coldest.tails_first(tier, mine)[:count]
+            self.drop(tier, mine, draft)
+        return len(mine) > 0
+
+    def _break_chain(self, tier: int, key: Key, count: int, draft: PlanBuilder) -> bool:
+        """Drops blocks whose children may not leave, because no block that may leave is of use for the key.
+
+        False: these are of no use either, or a put adds to them.
+        """
+        victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
+        assert victims is not None, "the policy lost count of what it tracks"
+        victims = self.coldest.unguarded(victims)
+        mine = victims[self.is_right(tier, victims, key)][:count] if len(victims) else victims
+        if len(mine):
+            self.drop(tier, mine, draft)
+        return len(mine) > 0 or self._empty_coldest(tier, victims, key, draft)
+
+    def _empty_coldest(self, tier: int, victims: Ids, key: Key, draft: PlanBuilder) -> bool:
+        """Empties the segment of another key that holds most of the victims. False: something is held in each, or there are no ids for a new one."""
+        if not self._has_ids(tier, key):
+            return False
+        places = self._places(tier, victims)
+        values, first, counts = np.unique(places, return_index=True, return_counts=True)
+        for place in values[np.lexsort((first, -counts))].tolist():
+            if self._index.tiers[tier].key_of(place) != key and self._empty(tier, place, draft):
+                return True
+        return False
+
+    def _has_ids(self, tier: int, key: Key) -> bool:
+        return self.next_segment < SEGMENT_LIMIT and self._index.tiers[tier].has_ids(key.class_bytes)
+
+    def _places(self, tier: int, victims: Ids) -> Ids:
+        return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
+
+    def _empty(self, tier: int, place: int, draft: PlanBuilder) -> bool:
+        """Drops all blocks of a segment.
+
+        False, and nothing changed: the segment holds a pinned block, a put or a get adds to one of its blocks, or
+        most of its pages are quarantined.
+        """
+        pages_of = self._index.tiers[tier]
+        span = pages_of.pages_of(place)
+        used = true_rows(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start
+        blocks = pages_of.block[used].astype(np.int64)
+        is_held = (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any()
+        if is_held or pages_of.is_mostly_bad(place) or self.coldest.are_needed(tier, blocks):
+            return False
+        self.drop(tier, blocks, draft)
+        pages_of.vacate_idle(place)
+        return True

@@ -1,0 +1,271 @@
+"""One recording: what clients ask for, as a trace in a file, written by a thread of its own.
+
+Purpose: one line for each request, in the format that `tierctl replay` and `tierctl simulate` read: when it came, how many tokens, which blocks.
+Non-purpose: which recording there is (recorder.py), what a block's number hides (numbering.py). Invariants: no token, hash or name leaves; nobody waits
+for the thread: what its queue does not take is lost and counted; the file never grows above its limit and holds whole gzip members only, so a
+daemon that is killed leaves one that can be read; whatever goes wrong in here ends the recording with a reason and nothing else.
+
+A request is an acquire, or a lookup: engines look a prompt up and then acquire what was found of it, each rank by itself. So an acquire of what a lookup
+within LOOKUP_MS has asked for belongs to that lookup, and ranks but the first have no lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from tierd.core.formats.block import Namespace
+from tierd.core.plan import GroupQuery, Ids
+from tierd.server.operators.numbering import Numbers
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.25
+"""How often the thread looks at its queue: nobody wakes it."""
+FLUSH_S = 2.0
+"""So much a daemon that is killed may lose."""
+FLUSH_BYTES = 1 << 16
+"""Of lines, in one gzip member; it looks back half as far."""
+LEVEL = 1
+"""Of compression: others would take three times as long and save a tenth."""
+QUEUE_BLOCKS = 1 << 19
+"""Asked for and not yet numbered: 16 MiB of hashes."""
+REQUEST_BLOCKS = 8
+"""A request takes as much of the queue as so many blocks, besides its own."""
+PART_BLOCKS = 1 << 12
+"""Numbered at a time: enough to be cheap, and few enough that nobody waits long for the interpreter."""
+NUMBER_LIMIT = 8 << 20
+"""Different blocks in one recording: some 200 MB of memory while it lasts."""
+LOOKUP_MS = 60_000
+RESERVE_BYTES = 64 << 20
+"""Of its file system, left to the daemon's own state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """After so many bytes, or so many seconds, a recording ends by itself."""
+
+    max_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call's first group, and when it came, on the daemon's clock."""
+
+    at_s: float
+    group: GroupQuery
+    is_lookup: bool
+
+    @property
+    def cost(self) -> int:
+        """Its share of the queue."""
+        return len(self.group.hashes) + REQUEST_BLOCKS
+
+
+@dataclass(slots=True)
+class Counts:
+    """What is in the file: requests, the blocks that they list, how many of these differ, bytes. lost: requests that are not."""
+
+    requests: int = 0
+    blocks: int = 0
+    distinct: int = 0
+    bytes: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class Lines:
+    """Lines that are not in the file yet, and what they will add to its counts."""
+
+    texts: list[bytes] = field(default_factory=list)
+    length: int = 0
+    blocks: int = 0
+
+    def add(self, text: bytes, blocks: int) -> None:
+        """One more."""
+        self.texts.append(text)
+        self.length += len(text)
+        self.blocks += blocks
+
+
+class _Over(Exception):
+    """The recording has reached a bound; says which."""
+
+
+class Recording:
+    """See the module. begun_s: on the daemon's clock. namespace_of: by an id of any rank. Raises OSError if the file cannot be made."""
+
+    def __init__(self, path: Path, bounds: Bounds, *, begun_s: float, namespace_of: Callable[[int], Namespace]) -> None:
+        self.path, self.bounds, self.counts = path, bounds, Counts()
+        self.reason = ""
+        """Why it has ended; empty: it has not."""
+        self._begun_s, self._namespace_of = begun_s, namespace_of
+        self._began, self._ended = time.monotonic(), 0.0
+        self._queue: deque[Asked] = deque()
+        self._noted = self._taken = 0
+        self._lines, self._flushed = Lines(), self._began
+        self._numbers = Numbers(limit=NUMBER_LIMIT)
+        self._tails: dict[int, bytes] = {}
+        self._stop = threading.Event()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
+        self._thread.start()
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long it has gone on, or went on."""
+        return (self._ended or time.monotonic()) - self._began
+
+    def note(self, now: float, group: GroupQuery, *, is_lookup: bool) -> None:
+        """A call has come. Never waits: beyond the queue's bound it is lost, and counted."""
+        if self._stop.is_set() or self.reason or not len(group.hashes):
+            return
+        asked = Asked(now, group, is_lookup)
+        if self._noted - self._taken + asked.cost > QUEUE_BLOCKS:
+            self.counts.lost += 1
+            return
+        self._noted += asked.cost
+        self._queue.append(asked)
+
+    def stop(self) -> None:
+        """What was noted is still written; what comes from now on is not of it. Call it where calls are noted."""
+        self._stop.set()
+
+    def join(self, *, timeout_s: float) -> None:
+        """After `stop`. Blocking, until it has ended or the time is over (a disk that hangs)."""
+        self._thread.join(timeout_s)
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        try:
+            self._write_on()
+            reason = "stopped"
+        except _Over as over:
+            reason = str(over)
+        except OSError as error:
+            reason = (
+                f"{self.path}: cannot be written ({error}); what came before is kept: make room, and start another one"
+            )
+        except Exception as error:  # whatever it is: serving goes on
+            log.exception("recording failed", path=str(self.path))
+            reason = f"internal fault ({error!r:.200}); see the daemon's log"
+        self._end(reason)
+
+    def _write_on(self) -> None:
+        """Until it is stopped. Raises _Over, OSError."""
+        while not self._stop.wait(POLL_S):
+            is_over = self.elapsed_s >= self.bounds.seconds
+            self._take()
+            if is_over or time.monotonic() - self._flushed >= FLUSH_S:
+                self._flush()
+            if is_over:
+                raise _Over(f"its {self.bounds.seconds:g} seconds are over")
+        self._take()
+        self._flush()
+
+    def _end(self, reason: str) -> None:
+        self._ended, self.reason = time.monotonic(), reason
+        self.counts.lost += len(self._queue) + len(self._lines.texts)
+        self._queue.clear()
+        self._lines, self._numbers = Lines(), Numbers(limit=0)  # the memory goes, the counts stay
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        log.info("recording ended", path=str(self.path), reason=reason, requests=self.counts.requests)
+
+    def _take(self) -> None:
+        """What the queue holds now becomes lines, and most lines go to the file. Raises _Over, OSError."""
+        left = len(self._queue)  # what comes meanwhile has its turn later
+        while left > 0:
+            part, blocks = [], 0
+            while self._queue and blocks < PART_BLOCKS:
+                part.append(self._queue.popleft())
+                blocks += len(part[-1].group.hashes)
+            left -= len(part)
+            self._number([(asked, self._namespace_of(asked.group.namespaces[0]).id) for asked in part])
+            self._taken += sum(asked.cost for asked in part)
+            if self._lines.length >= FLUSH_BYTES:
+                self._flush()
+
+    def _number(self, part: Sequence[tuple[Asked, int]]) -> None:
+        """Lines of these calls; each with the id of its namespace's first rank."""
+        part = [(asked, base) for asked, base in part if base in asked.group.namespaces]
+        if not part:
+            return
+        sizes = [len(asked.group.hashes) for asked, _ in part]
+        hashes = np.concatenate([asked.group.hashes for asked, _ in part])
+        ids = self._numbers.of(hashes, np.repeat(np.array([base for _, base in part], np.uint32), sizes))
+        if ids is None:
+            self.counts.lost += len(part)
+            raise _Over(f"it has numbered {self._numbers.count} different blocks, and {NUMBER_LIMIT} are the most")
+        texts, end = [b"%d" % number for number in ids.tolist()], 0
+        for asked, base in part:
+            first, end = end, end + len(asked.group.hashes)
+            if not self._is_part_of_lookup(asked, ids[first:end]):
+                self._add_line(asked, base, b",".join(texts[first:end]))
+
+    def _at_ms(self, asked: Asked) -> int:
+        return max(0, round(1000 * (asked.at_s - self._begun_s)))
+
+    def _is_part_of_lookup(self, asked: Asked, ids: Ids) -> bool:
+        """Whether an acquire asks for what was looked up just before; it is asked for once for each lookup."""
+        at_ms, numbers = self._at_ms(asked), self._numbers
+        if asked.is_lookup:
+            numbers.note_lookup(ids, at_ms, after_ms=at_ms - LOOKUP_MS)
+            return False
+        return numbers.take_lookup(int(ids[-1]), after_ms=at_ms - LOOKUP_MS)
+
+    def _add_line(self, asked: Asked, base: int, listed: bytes) -> None:
+        tail = self._tails.get(base) or self._tails.setdefault(base, self._tail(base))
+        head = b'{"timestamp":%d,"input_length":%d,"output_length":0,' % (self._at_ms(asked), asked.group.tokens)
+        self._lines.add(b'%s"hash_ids":[%s],%s' % (head, listed, tail), len(asked.group.hashes))
+
+    def _tail(self, base: int) -> bytes:
+        """What all lines of a namespace end with. output_length is not known when a request comes, and is there for other readers."""
+        spec = self._namespace_of(base).spec
+        size = (spec.tokens_per_block, spec.block_bytes * spec.rank_count)
+        return b'"tokens_per_block":%d,"block_bytes":%d,"namespace":%d}\n' % (*size, len(self._tails))
+
+    def _flush(self) -> None:
+        """Appends the lines to the file, as one gzip member. Raises _Over, OSError."""
+        self._flushed = time.monotonic()
+        if not self._lines.texts:
+            return
+        member = gzip.compress(b"".join(self._lines.texts), LEVEL, mtime=0)
+        if self.counts.bytes + len(member) > self.bounds.max_bytes:
+            raise _Over(f"its file would pass {self.bounds.max_bytes} bytes")
+        self._check_room(len(member))
+        self._append(member)
+        lines, self._lines = self._lines, Lines()
+        self.counts.requests += len(lines.texts)
+        self.counts.blocks += lines.blocks
+        self.counts.distinct = self._numbers.count
+
+    def _check_room(self, count: int) -> None:
+        found = os.fstatvfs(self._fd)
+        if found.f_bavail * found.f_frsize < count + RESERVE_BYTES:
+            raise OSError(errno.ENOSPC, f"less than {RESERVE_BYTES >> 20} MiB would be left for the daemon's own state")
+
+    def _append(self, member: bytes) -> None:
+        """All of it, or nothing. Raises OSError."""
+        rest = memoryview(member)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.counts.bytes)
+            raise
+        self.counts.bytes += len(member)

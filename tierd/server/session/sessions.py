@@ -1,0 +1,324 @@
+"""Sessions: who is connected, what token stands for them, and when what they hold may be reused.
+
+    open ──socket closed──▶ stopped ──process gone──▶ ended
+      ├────────────process gone─────────────────────▶ ended
+      └─its process uses nothing more──▶ left ──process gone──▶ ended
+    restored (of a former daemon) ──process gone, or its process says that it uses nothing more──▶ ended
+
+Purpose: the life of sessions. Non-purpose: the socket (session_socket.py, session_connection.py), leases (cache, core). Invariants:
+`on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends), `on_leave` at most once between
+them; `on_end` comes after the process has gone, never after a time: a clock must not hand out memory that a living process may still
+touch. A session that has left holds nothing, but what it has mapped, if anything, is remembered until its process has gone: as mapped by the
+first one of its process and domain that left, so that a process may open and close a million. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from tierd.errors import NotFound, NotPermitted, Overloaded, SessionLost, TierdError, Unavailable
+from tierd.linux.processes import open_process
+from tierd.server.session.identity import Identity, Peer
+
+log = structlog.get_logger(__name__)
+
+TOKEN_BYTES = 16
+LINGERING_FACTOR = 4
+"""Sessions in all, closed ones whose process lives included, for each that may be open."""
+
+
+class SessionState(enum.Enum):
+    """Where a session stands; the values are shown to people."""
+
+    OPEN = "open"
+    STOPPED = "ended"
+    RESTORED = "restored"
+
+
+class MappedFiles(NamedTuple):
+    """A segment for a client: descriptors that the session socket closes after sending, lengths in bytes."""
+
+    data_fd: int
+    data_bytes: int
+    is_writable: bool
+    catalogue_fd: int
+    catalogue_bytes: int
+
+
+@dataclass(eq=False)
+class Session:
+    """One client process. engine: what it says of the engine that it serves; secret: what its token proves; opened: of the monotonic clock, seconds."""
+
+    id: int
+    identity: Identity
+    peer: Peer
+    pidfd: int
+    name: str = ""
+    sdk: str = ""
+    engine: dict[str, str] = field(default_factory=dict)
+    state: SessionState = SessionState.OPEN
+    has_mapped: bool = False
+    secret: str = field(default_factory=lambda: secrets.token_hex(TOKEN_BYTES), repr=False)
+    opened: float = field(default_factory=time.monotonic)
+    ended_because: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is served."""
+        return self.state is SessionState.OPEN
+
+    @property
+    def token(self) -> str:
+        """What the client's calls carry: the id, to find the session by, and 128 secret bits."""
+        return f"{self.id:x}.{self.secret}"
+
+
+class Connected(Protocol):
+    """A client's socket, while it is open."""
+
+    def close(self, why: TierdError | None = None) -> None:
+        """Ends it, with a reason if there is one."""
+        ...
+
+    def hear(self) -> None:
+        """Takes what the client has said and nobody has read yet."""
+        ...
+
+    def read_mailbox(self) -> None:
+        """Takes what it has given back without waking anybody."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCalls:
+    """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
+
+    map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
+    on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
+    one call gave or is still to give.
+    on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
+    on_told(session id, a message of its mailbox): it has made a get or a lookup by itself. directory(session): of
+    its domain. on_release(session id, leases) and on_abort(session id, reservation) are
+    what Release and Abort are over gRPC: here for holds whose last
+    view a client's garbage collector has found, which is no place to wait for a reply.
+    """
+
+    on_open: Callable[[Session], None]
+    on_stop: Callable[[int], None]
+    on_end: Callable[[int], None]
+    map_segment: Callable[[Session, int, int], MappedFiles]
+    on_release: Callable[[int, Sequence[int]], None] = lambda _session, _leases: None
+    on_abort: Callable[[int, int], None] = lambda _session, _reservation: None
+    on_leave: Callable[[int], None] = lambda _session: None
+    on_revoke: Callable[[int, str], None] = lambda _session, _request: None
+    on_join: Callable[..., None] = lambda _session, **_into: None
+    on_told: Callable[[int, bytes], None] = lambda _session, _told: None
+    directory: Callable[[Session], tuple[int, int] | None] = lambda _session: None
+
+
+class Sessions:
+    """Every session that has not ended. session_limit: open ones at one time."""
+
+    def __init__(self, calls: SessionCalls, *, session_limit: int) -> None:
+        self._calls = calls
+        self._limit = session_limit
+        self._by_id: dict[int, Session] = {}
+        self._connections: dict[int, Connected] = {}
+        self._left: dict[tuple[Peer, int], Session] = {}  # by process and domain: the first one stands for all
+        self.is_refusing = False
+
+    def authenticate(self, token: str) -> Session:
+        """The open session of a token. Raises SessionLost."""
+        text, _, secret = token.partition(".")
+        session = self._by_id.get(_number(text))
+        # The comparison is made in either case, so that the time taken tells nothing about ids.
+        known = session.secret if session else "0" * (2 * TOKEN_BYTES)
+        matches = hmac.compare_digest(known.encode(), secret.encode())
+        if session is None or not matches or session.state is not SessionState.OPEN:
+            why = session.ended_because if session and matches else ""
+            raise SessionLost(why or "session: it has ended, or the daemon was restarted; open a session again")
+        return session
+
+    def list(self) -> list[Session]:
+        """All of them, oldest first."""
+        return list(self._by_id.values())
+
+    def check_room(self) -> None:
+        """Raises Overloaded where one more session would be too many."""
+        is_open = sum(session.state is SessionState.OPEN for session in self._by_id.values())
+        if is_open >= self._limit:
+            raise Overloaded(f"sessions: {self._limit} are open (server.session_limit); close one or raise the limit")
+        if len(self._by_id) >= self._limit * LINGERING_FACTOR:
+            raise Overloaded(
+                f"sessions: {len(self._by_id)}, most of them closed by processes that still run; end these or raise"
+                " server.session_limit"
+            )
+
+    def open(self, session: Session, *, connection: Connected) -> None:
+        """Takes a session in; its pidfd belongs to it from now on, unless this raises. connection: closed when its process ends, or, with
+        the reason, when it is cut off.
+
+        Raises Overloaded, and what `on_open` raises.
+        """
+        self.check_room()
+        self._calls.on_open(session)
+        self._connections[session.id] = connection
+        self._watch(session)
+
+    def restore(self, session_id: int, *, peer: Peer, identity: Identity) -> bool:
+        """Takes up a session of a former daemon if its process still lives. False: it is gone, and nothing is called for it."""
+        pidfd = open_process(peer.pid, start_time=peer.start_time)
+        if pidfd is None:
+            return False
+        self._watch(Session(session_id, identity, peer, pidfd, state=SessionState.RESTORED))
+        return True
+
+    def stop(self, session: Session) -> None:
+        """Its socket is closed: its token is refused from now on. What it holds stays until its process has gone."""
+        if session.state is SessionState.OPEN:
+            session.state = SessionState.STOPPED
+            self._call(self._calls.on_stop, session)
+
+    def cut_off(self, session_id: int, why: TierdError) -> None:
+        """Its client does not keep to the rules: it is told why and served no more. What it holds stays until its process has gone."""
+        session, connection = self._by_id.get(session_id), self._connections.get(session_id)
+        if session is None or connection is None:
+            return
+        log.warning("session cut off", session=session_id, pid=session.peer.pid, name=session.name, reason=str(why))
+        session.ended_because = str(why)
+        connection.close(why)
+
+    def hear(self, session_id: int) -> None:
+        """Takes what its client has said already, on the socket that is not the one of its calls."""
+        if connection := self._connections.get(session_id):
+            connection.hear()
+
+    def read_mailbox(self, session_id: int) -> None:
+        """Takes the leases that its client has given back by its mailbox."""
+        if connection := self._connections.get(session_id):
+            connection.read_mailbox()
+
+    def leave(self, session: Session) -> None:
+        """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""
+        del self._by_id[session.id]
+        asyncio.get_running_loop().remove_reader(session.pidfd)
+        self._connections.pop(session.id).close()
+        self.stop(session)
+        self._call(self._calls.on_leave, session)
+        place = session.peer, session.identity.domain
+        # Without a mapping there is no page that it could touch.
+        first = self._left.setdefault(place, session) if session.has_mapped else None
+        if first is session:
+            asyncio.get_running_loop().add_reader(session.pidfd, self._end_left, place)
+            return
+        os.close(session.pidfd)
+        if first is None:
+            self._call(self._calls.on_end, session)
+        else:
+            self._call(partial(self._calls.on_join, into=first.id), session)
+
+    def forget(self, session_id: int, *, by: Session) -> None:
+        """The process of a restored or a stopped session says that it uses nothing of it any more. Raises NotFound, NotPermitted, Unavailable."""
+        session = self._by_id.get(session_id)
+        if session is not None and session.is_open and session is not by and session.peer == by.peer:
+            # Its process has closed it; what it had said before is still being read.
+            raise Unavailable(f"session {session_id}: its end has not been heard yet; say it again")
+        if session is None or session.state is SessionState.OPEN:
+            raise NotFound(f"session {session_id}: none that has been cut off; only such a one can be forgotten")
+        if session.peer != by.peer:
+            raise NotPermitted(f"session {session_id}: belongs to another process; only that one may let go of it")
+        if session.state is SessionState.RESTORED:
+            self._end(session)
+        else:
+            self.leave(session)
+
+    def close(self) -> None:
+        """Stops watching. Nothing ends by this: what clients hold is kept for the next daemon."""
+        for session in (*self._by_id.values(), *self._left.values()):
+            asyncio.get_running_loop().remove_reader(session.pidfd)
+            os.close(session.pidfd)
+        self._by_id.clear()
+        self._left.clear()
+        self._connections.clear()
+
+    def map_segment(self, session: Session, *, tier: int, segment: int) -> MappedFiles:
+        """The files of a segment. Raises NotFound, NotPermitted, TierFailed."""
+        session.has_mapped = True
+        return self._calls.map_segment(session, tier, segment)
+
+    def let_go(self, session: Session, *, leases: Sequence[int], reservations: Sequence[int]) -> None:
+        """Ends leases and reservations; what has ended already is no fault. Raises SessionLost."""
+        if leases:
+            self._calls.on_release(session.id, leases)
+        for reservation in reservations:
+            with contextlib.suppress(NotFound):
+                self._calls.on_abort(session.id, reservation)
+
+    def revoke(self, session: Session, request: str) -> None:
+        """The client has given up a call: what that gave comes back."""
+        self._calls.on_revoke(session.id, request)
+
+    def note_told(self, session: Session, told: bytes) -> None:
+        """The client has made a get or a lookup by itself: a message of its mailbox."""
+        self._calls.on_told(session.id, told)
+
+    def directory(self, session: Session) -> tuple[int, int] | None:
+        """The directory of its trust domain: a descriptor, which the session socket closes after sending, and its
+        length; None where none can be had."""
+        try:
+            return self._calls.directory(session)
+        except OSError as error:  # the daemon is out of descriptors, or of memory
+            log.warning("no directory: a session's gets ask each time", session=session.id, error=str(error))
+            return None
+
+    def new_id(self) -> int:
+        """An id that no session of this daemon or a former one has; below 2**63, never 0."""
+        while (number := secrets.randbits(63)) in self._by_id or not number:
+            pass
+        return number
+
+    def _watch(self, session: Session) -> None:
+        self._by_id[session.id] = session
+        asyncio.get_running_loop().add_reader(session.pidfd, self._end, session)
+
+    def _end(self, session: Session) -> None:
+        """The one way out of the books, for every way to end."""
+        del self._by_id[session.id]
+        asyncio.get_running_loop().remove_reader(session.pidfd)
+        os.close(session.pidfd)
+        if connection := self._connections.pop(session.id, None):
+            connection.close()
+        self.stop(session)
+        self._call(self._calls.on_end, session)
+
+    def _end_left(self, place: tuple[Peer, int]) -> None:
+        """A process has gone that some sessions had left before."""
+        session = self._left.pop(place)
+        asyncio.get_running_loop().remove_reader(session.pidfd)
+        os.close(session.pidfd)
+        self._call(self._calls.on_end, session)
+
+    def _call(self, call: Callable[[int], None], session: Session) -> None:
+        try:
+            call(session.id)
+        except Exception:
+            log.exception("session callback failed", session=session.id, call=getattr(call, "__name__", str(call)))
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text, 16)
+    except ValueError:
+        return 0

@@ -1,0 +1,220 @@
+"""Which stores a GPU's slabs are read into from directly, and the files of them that its process has open.
+
+Purpose: `DirectWays`, a part of a device tier: asks a GPU process at its beginning, store by store, and reads by it while there is a way. Non-purpose: whether what came is the block's (the mover), planning
+by it (the core, which `cache/watch.py` tells). Invariants: a way that is not known to be direct is none; one that was given up comes back with another GPU process at the earliest, and not at all if one
+hung over it, or several died; nobody writes through the descriptors that are given; there is a reason for each way that is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.errors import Overloaded, TierdError, TierFailed
+from tierd.failpoint import failpoint
+from tierd.gpu.probe_file import probe_file
+from tierd.gpu.process import GpuProcess
+from tierd.gpu.protocol import READ
+from tierd.tiers.store.slots import DirectIO, SlotFile
+from tierd.tiers.tier import Came, StoredTier
+
+DEATHS_MAX = 3
+"""GPU processes may die over reads without one that ends well between; then no other is asked for any."""
+FILES_MAX = 256
+"""Files of stores that a GPU process has open, but for those in use."""
+
+
+@dataclass(eq=False, slots=True)
+class Lent:
+    """A file that the GPU process has open, by its number, or is told to open. users: reads under way."""
+
+    store: StoredTier
+    file: SlotFile
+    number: int
+    opening: asyncio.Task[None]
+    users: int = 0
+
+
+class DirectWays:
+    """Of one device tier. name: the tier's; is_wanted: whether a direct way is looked for; on_change: called when there is one way less, or others."""
+
+    def __init__(self, name: str, *, is_wanted: bool, on_change: Callable[[], None]) -> None:
+        self.notices: dict[int, str] = {}
+        """By store, why there is no direct way, for people."""
+        self._name, self._on_change = name, on_change
+        self._given_up = "" if is_wanted else 'direct_reads = "off"'
+        self._stores: dict[int, StoredTier] = {}
+        self._ways: dict[int, str] = {}
+        self._gpu: GpuProcess | None = None
+        self._lent: dict[int, Lent] = {}
+        """By the identity of the file, which `Lent` keeps."""
+        self._next_number = 1
+        self._under_way = self._deaths = 0
+
+    @property
+    def stores(self) -> frozenset[int]:
+        """That the slabs are read into from directly, now."""
+        return frozenset(self._ways)
+
+    @property
+    def words(self) -> str:
+        """By which way blocks come from each store, in words."""
+        return ", ".join(
+            f"{store.spec.name} {f'read directly by {self._ways[at]}' if at in self._ways else 'by way of host memory'}"
+            for at, store in self._stores.items()
+        )
+
+    def is_own(self, notice: str) -> bool:
+        """Whether a notice is one of these, of now or before."""
+        return notice.startswith(f"{self._name}: blocks come from ")
+
+    def know(self, stores: Sequence[StoredTier]) -> None:
+        """The stores that there are."""
+        self._stores = {store.position: store for store in stores}
+
+    async def begin(self, gpu: GpuProcess) -> None:
+        """Asks a GPU process that has just begun."""
+        self._gpu, self._ways, self._lent = gpu, {}, {}
+        for position, store in self._stores.items():
+            way, fault = await self._ask(gpu, store)
+            if gpu is self._gpu and way:
+                self._ways[position] = way
+                self.notices.pop(position, None)
+            elif gpu is self._gpu:
+                self._say(position, fault)
+        self._on_change()
+
+    def end(self, gpu: GpuProcess) -> None:
+        """The GPU process has gone. One that hung on a read, or several that died over one, leave no wish for another."""
+        self._deaths += self._under_way > 0
+        if gpu.hung in ("read", "probe") or self._deaths >= DEATHS_MAX:
+            fault = "a GPU process hung" if gpu.hung else f"{self._deaths} GPU processes died"
+            self._given_up = f"{fault} over such a read; start the daemon again to try once more"
+            for position in self._stores:
+                self._say(position, self._given_up)
+        self._gpu, self._ways, self._lent = None, {}, {}
+        self._on_change()
+
+    def give_up(self, position: int, reason: str) -> None:
+        """The way from a store is none, until another GPU process begins."""
+        if self._ways.pop(position, None):
+            self._say(position, reason)
+            self._on_change()
+
+    async def read(self, reads: StructArray, files: Sequence[SlotFile], *, store: StoredTier) -> Came:
+        """READ [n] but for the numbers of the files. Whatever is refused while the GPU process lives ends the way. Raises TierFailed."""
+        gpu = self._gpu
+        if gpu is None or store.position not in self._ways:
+            raise TierFailed(f"{self._name}: there is no direct way from {store.spec.name} any more")
+        try:
+            async with self._borrowed(gpu, store, files) as numbers:
+                reads["file"] = numbers
+                failpoint("cuda.direct.before_read")
+                with self._counted():
+                    came = Came(*await gpu.read(reads))
+                self._deaths = 0
+                return came
+        except (TierdError, OSError) as error:
+            if gpu.is_alive and gpu is self._gpu and not isinstance(error, Overloaded):
+                self.give_up(store.position, str(error))
+            raise TierFailed(f"{self._name}: {error}") from error
+
+    # -- inner
+
+    async def _ask(self, gpu: GpuProcess, store: StoredTier) -> tuple[str, str]:
+        """By which way the store's files come, or why by none."""
+        if self._given_up:
+            return "", self._given_up
+        if store.mode != DirectIO.mode:
+            return "", f"{store.spec.name} is not read past the page cache"
+        try:
+            opened = probe_file(Path(store.place))
+            descriptor = await asyncio.to_thread(opened.__enter__)
+            try:
+                with self._counted():
+                    return await gpu.probe(descriptor), ""
+            finally:
+                opened.__exit__(None, None, None)
+        except (TierdError, OSError) as error:
+            return "", str(error)
+
+    def _say(self, position: int, reason: str) -> None:
+        name = self._stores[position].spec.name
+        self.notices[position] = (
+            f"{self._name}: blocks come from {name} by way of host memory, GPUDirect Storage is not used ({reason})"
+        )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A GPU process that dies within dies over a read."""
+        self._under_way += 1
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    @asynccontextmanager
+    async def _borrowed(
+        self, gpu: GpuProcess, store: StoredTier, files: Sequence[SlotFile]
+    ) -> AsyncIterator[list[int]]:
+        """The numbers of files, which the GPU process has open meanwhile. Raises what opening raises."""
+        lent = {id(file): self._lend(gpu, store, file) for file in files}
+        for one in lent.values():
+            one.users += 1
+        try:
+            for one in lent.values():
+                await asyncio.shield(one.opening)
+            yield [lent[id(file)].number for file in files]
+        finally:
+            for one in lent.values():
+                one.users -= 1
+            if gpu is self._gpu:
+                await self._take_back(gpu)
+
+    def _lend(self, gpu: GpuProcess, store: StoredTier, file: SlotFile) -> Lent:
+        found = self._lent.pop(id(file), None)
+        if found is None:
+            number, self._next_number = self._next_number, self._next_number + 1
+            opening = asyncio.ensure_future(_open(gpu, number, file))
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+            found = Lent(store, file, number, opening)
+        self._lent[id(file)] = found  # the last one is that used last
+        return found
+
+    async def _take_back(self, gpu: GpuProcess) -> None:
+        """Closes there what could not be opened, what has given way in its store, and what nobody has used for long."""
+        idle = [one for one in self._lent.values() if not one.users and one.opening.done()]
+        gone = [one for one in idle if one.opening.exception() or not one.store.has_file(one.file)]
+        gone += [one for one in idle if one not in gone][: max(0, len(self._lent) - len(gone) - FILES_MAX)]
+        for one in gone:
+            del self._lent[id(one.file)]
+        for one in gone:
+            if not one.opening.exception():
+                with suppress(TierdError):
+                    await gpu.close_file(one.number)
+
+
+async def _open(gpu: GpuProcess, number: int, file: SlotFile) -> None:
+    """By a descriptor of its own, for reading alone."""
+    fd = await asyncio.to_thread(os.open, f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        await gpu.open_file(number, fd)
+    finally:
+        os.close(fd)
+
+
+def reads_of(pieces: StructArray, offsets: Sequence[int]) -> StructArray:
+    """READ [n] for PIECE [n] and where the payloads lie in their files. Page and slot are whole 4 KiB, so both have the room."""
+    reads = np.zeros(len(pieces), READ)
+    for name in ("slab", "slab_offset", "length", "layers"):
+        reads[name] = pieces[name]
+    reads["file_offset"] = offsets
+    reads["room"] = -(-pieces["length"].astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+    return reads

@@ -1,0 +1,178 @@
+"""Checking a store that no daemon has open: description, snapshots, journals, and every slot against its digest.
+
+Purpose: `check_store`. Non-purpose: mending; the daemon's start drops what is damaged, and the next write fills the gap. Invariants: nothing is
+written; the index is the one that the daemon would read, by the same code; what a crash leaves in the ordinary way (a torn tail of the
+journal, a slot that was written again before its record was) is a note and no finding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from tierd import checksum
+from tierd.checksum import record_checksum
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.meta import META, intact
+from tierd.core.formats.model import EXTENT, StructArray, TierSpec
+from tierd.errors import TierdError, VersionMismatch
+from tierd.tiers.fsck.fsck import Part, ReadOnlyFiles
+from tierd.tiers.io.format_check import check_versions
+from tierd.tiers.store import recovery
+from tierd.tiers.store.journal import SegmentBegun, is_torn, journal_path
+from tierd.tiers.store.slots import HEADER_BYTES, matches, read_tables
+from tierd.tiers.store.snapshot import HEADER, read_snapshot, snapshot_path
+from tierd.tiers.store.store_files import slots_path
+from tierd.tiers.store.stored_index import StoredIndex
+
+DISK = ReadOnlyFiles()
+REUSED = "written again shortly before the end; the record of that was not"
+MISS = "a miss"
+NO_START = "the daemon does not start"
+
+
+def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
+    """Checks everything; a step after each slot. Raises OSError where it cannot look."""
+    if not (directory / "store.json").exists():
+        if any(directory.glob("seg-*.slots")):
+            part.add(
+                str(directory / "store.json"), "missing beside slot files", "a new store begins: every block is a miss"
+            )
+        return
+    store = _find_identity(directory, part)
+    if store is None:
+        return
+    loaded = recovery.load_index(directory, store=store, disk=DISK)
+    part.files += 1 + len(list(directory.glob("snapshot-*.bin"))) + len(list(directory.glob("journal-*.log")))
+    for notice in loaded.notices:
+        _tell(notice, directory, store, part)
+    if any(recovery.LOST in notice for notice in loaded.notices):
+        count = _count_untold(directory, loaded.index, store)
+        part.add(
+            str(directory), f"{count} slots hold blocks that neither journal nor snapshot tells of", f"they are {MISS}"
+        )
+    _check_rows(directory, loaded, store=store, part=part)
+    yield from _check_slots(spec, directory, loaded.index, store=store, part=part)
+
+
+def _count_untold(directory: Path, index: StoredIndex, store: bytes) -> int:
+    """Slots whose headers are whole and of this store, and of no block of the index; removed ones that were not written over among them."""
+    told, count = {*zip(index.metas["segment"].tolist(), index.metas["offset"].tolist(), strict=True)}, 0
+    for path in sorted(directory.glob("seg-*.slots")):
+        pages = np.memmap(path, np.uint8, "r").reshape(-1, HEADER_BYTES)
+        heads = np.ascontiguousarray(pages[:, : META.itemsize]).view(META).reshape(-1)
+        heads = heads[(heads["store"] == np.frombuffer(store, np.uint8)).all(axis=1)]
+        heads = heads[intact(heads, record_checksum)]
+        count += len({*zip(heads["segment"].tolist(), heads["offset"].tolist(), strict=True)} - told)
+    return count
+
+
+def _find_identity(directory: Path, part: Part) -> bytes | None:
+    """The store's id, if this version reads all of its files."""
+    path = directory / "store.json"
+    try:
+        check_versions(directory)
+        return bytes.fromhex(json.loads(path.read_bytes())["store"])
+    except VersionMismatch as error:
+        part.add(str(directory), str(error).partition("; ")[0], NO_START)
+    except (ValueError, KeyError, TypeError, TierdError) as error:
+        part.add(
+            str(path), f"not a description of a store ({error})", f"{NO_START}: restore it, or remove the directory"
+        )
+    return None
+
+
+def _tell(notice: str, directory: Path, store: bytes, part: Part) -> None:
+    """A notice of the index's reader; the tail of a journal that a crash cut short is none of rot."""
+    words = notice.partition(":")[0].split()
+    if words[0] == "journal" and is_torn(directory, store=store, number=int(words[1]), disk=DISK):
+        part.notes.append(notice)
+    elif words[0] == "journal":
+        fault = "a record's checksum does not hold"
+        part.add(str(journal_path(directory, int(words[1]))), fault, "the rest of it is cut; what it told is a miss")
+    else:
+        part.add_told(notice)
+
+
+def _check_rows(directory: Path, loaded: recovery.Loaded, *, store: bytes, part: Part) -> None:
+    """A snapshot loses the pieces that are damaged without a word."""
+    if loaded.base is None:
+        return
+    path = snapshot_path(directory, loaded.base)
+    expected = int(np.fromfile(path, dtype=HEADER, count=1)[0]["rows"])
+    found = len(read_snapshot(directory, store=store, number=loaded.base, disk=DISK).metas)
+    if found < expected:
+        part.add(str(path), f"{expected - found} of {expected} rows are in damaged pieces", f"those blocks are {MISS}")
+
+
+def _check_slots(spec: TierSpec, directory: Path, index: StoredIndex, *, store: bytes, part: Part) -> Iterator[None]:
+    part.total_bytes = int(index.metas["stored_length"].sum())
+    places = spec.capacity_bytes // spec.segment_bytes
+    for begun in sorted(index.segments.values(), key=lambda segment: segment.place):
+        metas = index.metas[index.metas["segment"] == begun.segment]
+        if begun.place >= places or begun.pages * begun.class_bytes > spec.segment_bytes:
+            if len(metas):
+                part.notes.append(f"segment {begun.segment}: {len(metas)} blocks do not fit the configured sizes")
+            continue
+        yield from _check_segment(directory, begun, metas[np.argsort(metas["offset"])], store=store, part=part)
+
+
+def _check_segment(
+    directory: Path, begun: SegmentBegun, metas: StructArray, *, store: bytes, part: Part
+) -> Iterator[None]:
+    path = slots_path(directory, begun.place)
+    part.files += 1
+    if not path.exists():
+        if len(metas):
+            part.add(str(path), f"missing, {len(metas)} blocks should lie there", f"they are {MISS}")
+        return
+    fd = DISK.open(path, os.O_RDONLY)
+    try:
+        for meta in metas:
+            fault = _find_fault(fd, meta, store=store)
+            part.blocks += 1
+            part.bytes += int(meta["stored_length"])
+            slot = int(meta["offset"]) // begun.class_bytes
+            if fault == REUSED:
+                part.notes.append(f"{path} slot {slot}: {REUSED}")
+            elif fault:
+                part.add(f"{path} slot {slot}", fault, MISS)
+            yield
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _find_fault(fd: int, meta: np.void, *, store: bytes) -> str:
+    """What is wrong with the slot of a block that the index tells of; empty if nothing is."""
+    length, offset = int(meta["stored_length"]), int(meta["offset"])
+    try:
+        raw = os.pread(fd, HEADER_BYTES + length, offset)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if len(raw) < HEADER_BYTES + length:
+        return "the file ends before it"
+    headers = np.frombuffer(raw, np.uint8, HEADER_BYTES).reshape(1, HEADER_BYTES)
+    found, tables = read_tables(headers)
+    table, record = tables[0], found[0]
+    if table is None:
+        return "its header is damaged"
+    is_same = matches(found, np.array([meta]), _extent(meta), store=store)[0]
+    if not is_same or record["digest"].tobytes() != meta["digest"].tobytes():
+        is_newer = record["store"].tobytes() == store and record["generation"] > meta["generation"]
+        return REUSED if is_newer else "its header is another block's, or of another place"
+    cuts = slice_lengths(length, int(record["layers"]))
+    is_good = checksum.verify(memoryview(raw)[HEADER_BYTES:], table, cuts)
+    return "" if is_good else "the bytes are not those of its digest"
+
+
+def _extent(meta: np.void) -> StructArray:
+    extent = np.zeros(1, EXTENT)
+    for name in ("segment", "offset", "generation"):
+        extent[name] = meta[name]
+    extent["length"] = meta["stored_length"]
+    return extent

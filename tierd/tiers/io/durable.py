@@ -1,0 +1,107 @@
+"""Whole files: read, written, and replaced so that they are durable.
+
+Purpose: `read_file`, `opened`, `read_into`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
+tried twice; a file under its final name is whole and durable.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tierd.checksum import Buffer
+from tierd.failpoint import failpoint
+from tierd.tiers.io.files import OS, Files
+
+WINDOW_BYTES = 4 << 20
+"""Of a long file, in memory at one time; more where more is asked for at once."""
+
+
+def read_file(path: Path, *, disk: Files = OS) -> bytearray:
+    """All of a file, as much of it as its length says. Raises OSError."""
+    fd = disk.open(path, os.O_RDONLY)
+    try:
+        data = bytearray(disk.size(path))
+        count = read_into(fd, data, offset=0, disk=disk)
+        return data if count == len(data) else data[:count]
+    finally:
+        disk.close(fd)
+
+
+class Window:
+    """Some of an open file in memory, read as it is asked for. bytes: the file's length. Made by `opened`."""
+
+    def __init__(self, fd: int, length: int, disk: Files) -> None:
+        self.bytes = length
+        self._fd, self._disk = fd, disk
+        self._memory = np.empty(0, np.uint8)
+        self._begin, self._here = 0, memoryview(b"")
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """So many bytes from offset on, fewer at the end of the file. They hold until the next call. Raises OSError."""
+        length = max(0, min(length, self.bytes - offset))
+        if not self._begin <= offset <= offset + length <= self._begin + len(self._here):
+            if len(self._memory) < length:
+                self._memory = np.empty(max(length, min(self.bytes, WINDOW_BYTES)), np.uint8)
+            here = self._memory[: self.bytes - offset]
+            count = read_into(self._fd, here, offset=offset, disk=self._disk)
+            self._begin, self._here = offset, here[:count].data
+        return self._here[offset - self._begin :][:length]
+
+
+@contextmanager
+def opened(path: Path, *, disk: Files = OS) -> Iterator[Window]:
+    """The file, to be read a window at a time. Raises OSError."""
+    fd = disk.open(path, os.O_RDONLY)
+    try:
+        yield Window(fd, disk.size(path), disk)
+    finally:
+        disk.close(fd)
+
+
+def read_into(fd: int, buffer: Buffer, *, offset: int, disk: Files = OS) -> int:
+    """Fills the buffer with what lies from offset on, however many calls it takes; gives how many bytes that were. Raises OSError."""
+    rest, begin = memoryview(buffer).cast("B"), offset  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
+    while rest and (count := disk.preadv(fd, [rest], offset)):
+        rest, offset = rest[count:], offset + count
+    return offset - begin
+
+
+def write_fully(fd: int, data: Buffer, *, offset: int, disk: Files = OS) -> int:
+    """Writes all of data from offset on, however many calls it takes; gives the offset behind it. Raises OSError."""
+    rest = memoryview(data).cast("B")  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
+    while rest:
+        count = disk.pwritev(fd, [rest], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "pwritev wrote nothing")
+        rest, offset = rest[count:], offset + count
+    return offset
+
+
+def replace_file(path: Path, parts: Iterable[Buffer], *, disk: Files = OS) -> int:
+    """Writes parts to a temporary name, syncs, renames to path, syncs the directory. Gives the length in bytes.
+
+    Raises OSError; path is then what it was before, or the new file whole.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    fd, length = disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 0
+    try:
+        for part in parts:
+            length = write_fully(fd, part, offset=length, disk=disk)
+        failpoint("file.replace.before_sync")
+        disk.sync_data(fd)
+    except OSError:
+        disk.unlink(temporary)
+        raise
+    finally:
+        disk.close(fd)
+    failpoint("file.replace.before_rename")
+    disk.rename(temporary, path)
+    failpoint("file.replace.before_directory_sync")
+    disk.sync_directory(path.parent)
+    return length

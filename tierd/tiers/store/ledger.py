@@ -1,0 +1,483 @@
+"""The durable side of a store: records on their way to the journal, syncs, snapshots.
+
+Purpose: `Ledger`. Non-purpose: what the records mean (`stored_index`), slots. Invariants:
+- Records reach the file in the order in which they were added, and the record of a block after its slot file was synced.
+- One flight at a time: data files, then the journal. Whoever comes while one flies shares the next.
+- A file whose sync has failed is never synced or written again: the kernel may have forgotten what it could not write. `failure` says what
+  happened, every `sync` raises, and `mend` puts a new file in its place: a journal with what the old one told, a slot file with the blocks
+  that were durable in the old one. Records of blocks that were not are dropped, and `lost` is told of them.
+- What is added becomes durable within LAG_S even if nobody asks, unless there is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+from tierd.core.formats.model import StructArray
+from tierd.errors import TierFailed
+from tierd.failpoint import failpoint
+from tierd.tiers.io.calls import Calls
+from tierd.tiers.store import recovery
+from tierd.tiers.store.journal import BlocksStored, Journal, Record
+from tierd.tiers.store.slots import SlotFile
+from tierd.tiers.store.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore, renew
+
+JOURNAL_LIMIT_BYTES = 8 << 20
+"""A journal longer than this, and than the snapshot before it, is folded into a new snapshot."""
+LONG_JOURNAL_BYTES = 256 << 20
+"""So is one as long as this, however long the snapshot: what it tells is in memory while it is folded, and while a start after a crash reads it."""
+PENDING_LIMIT = 256
+"""So many records not yet in the journal set a flight off at once."""
+LAG_S = 1.0
+"""For so long may a record wait for a flight that nobody asked for."""
+SYNC_THREADS = 4
+IN_TURN = 4
+"""So many slot files are synced one after the other: the first sync empties the disk's cache for the others."""
+STRICT_TRIES = 3
+"""After so many tries to renew a slot file, the blocks in it that cannot be read are left behind."""
+
+_T = TypeVar("_T")
+SlotFiles = dict[int, SlotFile]
+Failures = dict[int, BaseException]
+"""By place."""
+
+
+class Added(NamedTuple):
+    """A record on its way. place: of the slot file that must be synced before it; None: of none."""
+
+    record: Record
+    place: int | None
+
+
+class Keeper(Protocol):
+    """The store, as its ledger sees it."""
+
+    def lose(self, stored: StructArray) -> None:
+        """These blocks, META [n], were written and will not become durable."""
+
+    def durable_spans(self, place: int) -> list[tuple[int, int]]:
+        """Offset and length in bytes of what is durable in a slot file."""
+
+    def leave_behind(self, place: int, offsets: Sequence[int]) -> None:
+        """The spans that begin there were durable, and the file that takes this one's place does not have them."""
+
+
+class Ledger:
+    """The journal of an open store, and when it is written.
+
+    removed: empty, or which of its files somebody has removed. abandoned: places whose slot file's sync has failed, and how often it could not be renewed.
+    is_loading: what the former life left is still being read, so that no file of it may go.
+    """
+
+    def __init__(self, opened: OpenStore, keeper: Keeper, calls: Calls) -> None:
+        self._failure, self.removed = opened.fault, ""
+        self.is_loading = False
+        self.abandoned: dict[int, int] = {}
+        self._keeper, self._calls = keeper, calls
+        self._must_fold = False  # a journal whose sync has failed is still among those that tell of durable blocks
+        self._next_number = opened.journal.number + 1
+        self._is_closed = False
+        self._has_news = opened.has_news  # the journal tells what the newest snapshot does not
+        self._opened = opened
+        self._threads = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix=f"tierd-{opened.name}-sync")
+        self._pending: list[Added] = []
+        self._dirty: set[int] = set()  # places whose slots were written since the last flight
+        self.marks = self._durable_marks = opened.marks
+        self._flying = asyncio.Lock()
+        self._next_flight: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._compaction: asyncio.Task[None] | None = None
+        self._is_given_up = False  # no snapshot is wanted any more
+        self._note_snapshot(opened.snapshot_bytes)
+
+    def add(self, record: Record, *, place: int | None = None) -> None:
+        """Appends a record, in memory. place: where the slots that it tells of were written already."""
+        if self._is_closed:
+            return
+        self._pending.append(Added(record, place))
+        if place is not None:
+            self._dirty.add(place)
+        with suppress(RuntimeError):  # no loop runs: the next call of sync takes it
+            self._see_to_it(asyncio.get_running_loop())
+
+    def note_used(self, *, segment: int = 0, generation: int = 0) -> None:
+        """Lets the marks run ahead of these numbers."""
+        marks = self.marks
+        if segment >= marks.next_segment:
+            marks = replace(marks, next_segment=segment + SEGMENT_LEAP)
+        if generation >= marks.next_generation:
+            marks = replace(marks, next_generation=generation + GENERATION_LEAP)
+        if marks is not self.marks:
+            self.marks = marks
+            self.add(marks)
+
+    async def cover(self, *, segment: int = 0, generation: int = 0) -> None:
+        """Returns when durable marks lie beyond these numbers. Raises TierFailed."""
+        durable_marks = self._durable_marks
+        if segment >= durable_marks.next_segment or generation >= durable_marks.next_generation:
+            self.note_used(segment=segment, generation=generation)
+            await self.sync()
+
+    async def sync(self) -> None:
+        """Everything added so far is durable. Raises TierFailed: for good, or while the disk is full."""
+        self._check()
+        try:
+            await asyncio.shield(self._flight())
+        except OSError as error:
+            raise TierFailed(f"{self._opened.name}: {error}; check the disk") from error
+
+    async def close(self, *, fold_until: float) -> None:
+        """A last sync, and a snapshot where the next start would write one; then no thread works any more.
+
+        fold_until: time of the loop at which a snapshot that is not there yet is given up. The journals tell the same.
+        """
+        with suppress(TierFailed):  # who needed something durable has asked before
+            await self.sync()
+        self._cancel_timer()
+        giving_up = asyncio.get_running_loop().call_at(fold_until, self._give_up)
+        async with self._flying:
+            await self._compacted()
+            if self._has_news and not self.failure and self._is_much_news():
+                await self._begin_compaction()
+            await self._compacted()
+        giving_up.cancel()
+        self._is_closed = True
+        self._cancel_timer()
+        self._threads.shutdown(wait=False)  # none works any more
+
+    # -- flights
+
+    def _see_to_it(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.failure:
+            return  # until it is mended
+        if len(self._pending) > PENDING_LIMIT:
+            self._flight()
+        elif self._timer is None:
+            self._timer = loop.call_later(LAG_S, self._flight)
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _flight(self) -> asyncio.Task[None]:
+        """The next flight, which takes what is there when it starts."""
+        self._cancel_timer()
+        if self._next_flight is None:
+            self._next_flight = asyncio.create_task(self._fly())
+            self._next_flight.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._next_flight
+
+    def _check(self) -> None:
+        if self.failure or self._is_closed:
+            raise TierFailed(self.failure or f"{self._opened.name}: closed; open it again")
+
+    async def _fly(self) -> None:
+        async with self._flying:
+            self._next_flight = None
+            self._check()
+            failpoint("nvme.data.before_sync")
+            records, self._pending = self._pending, []
+            dirty, self._dirty = self._dirty, set()
+            marks = self.marks
+            files = {place: self._opened.files[place] for place in sorted(dirty)}
+            if len(files) > IN_TURN:
+                await self._sync_apart(files, records)
+                files = {}
+            if files or records:
+                await self._sync_in_turn(files, records)
+            self._check()
+            self._durable_marks = marks
+            await self._compact_if_due()
+
+    async def _sync_apart(self, files: SlotFiles, records: list[Added]) -> None:
+        """Many slot files, each in a thread. Raises TierFailed."""
+        flights = [self._call(self._opened.disk.sync_data, file.fd) for file in files.values()]
+        results = await asyncio.gather(*flights, return_exceptions=True)
+        errors = {place: e for place, e in zip(files, results, strict=True) if isinstance(e, BaseException)}
+        self._check_data({place: e for place, e in errors.items() if isinstance(e, OSError)}, files, records)
+        if errors:  # none of the disk's
+            error = next(iter(errors.values()))
+            raise self._not_begun(files, records, error) from error
+
+    async def _sync_in_turn(self, files: SlotFiles, records: list[Added]) -> None:
+        """A few slot files, then the journal, in one thread: to hand each to another takes longer than most disks. Raises TierFailed."""
+        failed, error = Failures(), list[OSError]()
+        loop, call = asyncio.get_running_loop(), self._calls.begin("write")
+
+        def run() -> None:
+            for place, file in files.items():
+                call.go_on("write", loop.time())
+                try:
+                    self._opened.disk.sync_data(file.fd)
+                except Exception as e:  # noqa: BLE001 - told below; the others are synced all the same
+                    failed[place] = e
+            if records and not failed:
+                call.go_on("write", loop.time())
+                try:
+                    self._write_journal([added.record for added in records])
+                    self.removed = self._find_removed(files)
+                except OSError as e:
+                    error.append(e)
+
+        try:
+            await self._in_thread(run)
+        except Exception as e:
+            raise self._not_begun(files, records, e) from e
+        finally:
+            self._calls.end(call)
+        for fault in (*failed.values(), *error):
+            self._calls.fail("write", str(fault))
+        self._check_data(failed, files, records)
+        self._check_journal(error, records)
+
+    def _not_begun(self, files: SlotFiles, records: list[Added], error: BaseException) -> TierFailed:
+        """The system, and not the disk, did not do it. Gives what is to be raised."""
+        self._put_back(records)
+        self._dirty |= files.keys()
+        return TierFailed(
+            f"{self._opened.name}: not synced ({error}); nothing is lost, and it is tried again; if it stays, raise the limit of threads or memory"
+        )
+
+    def _check_data(self, failed: Failures, files: SlotFiles, records: list[Added]) -> None:
+        """Raises TierFailed; then records are back in pending, but for those of blocks that are lost."""
+        if failed:
+            self._pending = records + self._pending
+            self._dirty |= files.keys() - failed.keys()
+            for place, error in failed.items():
+                self._abandon(place)
+                failure = self._fail(files[place].path, error)
+            raise failure
+
+    def _abandon(self, place: int) -> None:
+        """Drops the records of blocks whose bytes may never have reached the disk."""
+        self.abandoned[place] = 0
+        self._dirty.discard(place)
+        lost = [added.record for added in self._pending if added.place == place]
+        self._pending = [added for added in self._pending if added.place != place]
+        for record in lost:
+            if isinstance(record, BlocksStored):
+                self._keeper.lose(record.metas)
+
+    def _check_journal(self, errors: Iterable[OSError], records: list[Added]) -> None:
+        """Raises TierFailed; then the records are back in pending."""
+        for error in errors:
+            self._put_back(records)  # true all the same
+            if self._opened.journal.is_abandoned:
+                raise self._fail(self._opened.directory / "journal", error) from error
+            raise TierFailed(
+                f"{self._opened.name}: the journal in {self._opened.directory} takes nothing more ({error}); nothing is lost, but"
+                " nothing new becomes durable: free space, or check the disk"
+            ) from error
+
+    def _put_back(self, records: list[Added]) -> None:
+        """For the next flight, which comes by itself."""
+        self._pending = records + self._pending
+        self._timer = self._timer or asyncio.get_running_loop().call_later(LAG_S, self._flight)
+
+    def _write_journal(self, records: list[Record]) -> None:
+        self._has_news = True
+        failpoint("nvme.journal.before_append")
+        self._opened.journal.append(records)
+        failpoint("nvme.journal.before_sync")
+        self._opened.journal.sync()
+        failpoint("nvme.journal.after_sync")
+
+    def _fail(self, path: Path, error: BaseException) -> TierFailed:
+        """What the kernel could not write it may have forgotten. Gives what is to be raised."""
+        self._failure = f"{self._opened.name}: {path} could not be made durable ({error}); check the disk"
+        return TierFailed(self._failure)
+
+    @property
+    def failure(self) -> str:
+        """Empty, or why nothing becomes durable now."""
+        return self.removed or self._failure
+
+    async def inspect(self) -> None:
+        """Whether every file of the store is still there under its name; if not, `removed` says so."""
+        async with self._flying:
+            before, self.removed = self.removed, await self._in_thread(self._find_removed, self._opened.files)
+        if self.removed != before:
+            self._calls.stir()
+
+    def _find_removed(self, files: SlotFiles) -> str:
+        """Which of these files, of the journal, of the index is not there any more, and what that means; empty: none."""
+        opened, disk = self._opened, self._opened.disk
+        lost = [file.path for file in files.values() if not disk.is_named(file.path, file.fd)]
+        if not opened.journal.is_abandoned and not disk.is_named(opened.journal.path, opened.journal.fd):
+            lost.append(opened.journal.path)
+        if not lost and not (
+            self._has_index() or self._has_index()
+        ):  # twice: between two names a list may have neither
+            lost = [opened.directory / "store.json, or the snapshot"]
+        if not lost:
+            return ""
+        blocks = sum(len(self._keeper.durable_spans(place)) for place in opened.files)
+        return (
+            f"{opened.name}: {lost[0]} was removed under the daemon; the store's {blocks} blocks are lost, wholly or in part, when it ends,"
+            " and nothing becomes durable: put the files back, or restart tierd"
+        )
+
+    def _has_index(self) -> bool:
+        names = self._opened.disk.list(self._opened.directory)
+        return "store.json" in names and (bool(self._failure) or any(name.startswith("snapshot-") for name in names))
+
+    # -- after a failure
+
+    async def mend(self) -> None:
+        """Puts new files in the place of those that failed. Raises TierFailed if the disk does not take them. Cut short it goes on, and `close` waits for it."""
+        if self.removed:
+            await self.inspect()
+        if self.removed or (self.failure and self.is_loading):  # what is still read must not be replaced
+            raise TierFailed(self.failure)
+        if self.failure:
+            work = asyncio.ensure_future(self._mend())
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.shield(work)
+
+    async def _mend(self) -> None:
+        async with self._flying:
+            await self._compacted()
+            try:
+                if self._opened.journal.is_abandoned or self._must_fold:
+                    await self._replace_journal()
+                    # Never twice with one number: a fold that failed may have removed some of what it was made from.
+                    await self._in_thread(self._fold, self._opened.journal.number)
+                    self._must_fold = self._has_news = False
+                for place in sorted(self.abandoned):
+                    await self._renew(place)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise TierFailed(
+                    f"{self.failure}; and no new file could be made ({str(error) or repr(error)}); free space, or raise the limit of threads or memory"
+                ) from error
+            self._failure = ""
+        if self._pending:
+            self._flight()
+
+    async def _replace_journal(self) -> None:
+        old = self._opened.journal
+        self._opened.journal = await self._in_thread(self._new_journal, self._number())
+        self._must_fold = True
+        with suppress(OSError, RuntimeError):  # what it told is durable, or told again
+            await self._in_thread(old.close)
+
+    async def _renew(self, place: int) -> None:
+        """Copies what is durable into a new slot file, which takes the old one's place."""
+        is_strict = self.abandoned[place] < STRICT_TRIES
+        self.abandoned[place] += 1
+        spans = self._keeper.durable_spans(place)
+        old = self._opened.files[place]
+        self._opened.files[place], left = await self._in_thread(
+            lambda: renew(self._opened, place, spans, is_strict=is_strict)
+        )
+        self._opened.retired.append(old)
+        self._keeper.leave_behind(place, left)
+        del self.abandoned[place]
+
+    def _number(self) -> int:
+        """Of the next journal. Never twice, whatever became of the file."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    # -- compaction
+
+    async def _compact_if_due(self) -> None:
+        is_compacting = self._compaction is not None and not self._compaction.done()
+        if self._opened.journal.bytes >= self._compact_at and not is_compacting and not self.is_loading:
+            await self._begin_compaction()
+
+    async def _compacted(self) -> None:
+        """Waits until no compaction is under way, and cuts none short."""
+        if self._compaction is not None:
+            await asyncio.wait([self._compaction])
+
+    def _is_much_news(self) -> bool:
+        """Whether a start would rather write a new snapshot than tell it again, or a snapshot is written in no time."""
+        return (
+            self._snapshot_bytes <= JOURNAL_LIMIT_BYTES
+            or self._opened.journal.bytes * recovery.RETOLD_SHARE > self._snapshot_bytes
+        )
+
+    def _give_up(self) -> None:
+        self._is_given_up = True
+
+    def _note_snapshot(self, length: int) -> None:
+        self._snapshot_bytes = length
+        self._compact_at = max(JOURNAL_LIMIT_BYTES, min(length, LONG_JOURNAL_BYTES))
+
+    async def _begin_compaction(self) -> None:
+        """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
+        failpoint("nvme.compact.before_journal")
+        number, old = self._number(), self._opened.journal
+        try:
+            self._opened.journal = await self._in_thread(self._new_journal, number)
+        except Exception as error:  # noqa: BLE001 - no thread or no memory is no fault of what was synced
+            self._put_off(error)
+            return
+        with suppress(OSError, RuntimeError):  # what it told is durable, or told again
+            await self._in_thread(old.close)
+        self._has_news = False
+        self._compaction = asyncio.create_task(self._compact(number))
+
+    def _new_journal(self, number: int) -> Journal:
+        opened = self._opened
+        return Journal.create(opened.directory, store=opened.store, number=number, first=[self.marks], disk=opened.disk)
+
+    async def _compact(self, number: int) -> None:
+        try:
+            length = await self._in_thread(self._fold, number)
+            self._note_snapshot(length)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._put_off(error)
+
+    def _fold(self, number: int) -> int:
+        opened = self._opened
+        return recovery.compact(
+            opened.directory,
+            store=opened.store,
+            number=number,
+            disk=opened.disk,
+            is_given_up=lambda: self._is_given_up,
+        )
+
+    def _put_off(self, error: Exception) -> None:
+        """The journals stay and are longer to read at the next start; tried again when they have doubled."""
+        self._compact_at *= 2
+        self._opened.notices.append(
+            f"{self._opened.name}: no snapshot could be written in {self._opened.directory} ({str(error) or repr(error)}); free space, or raise the limit of threads or memory"
+        )
+
+    async def _call(self, work: Callable[..., _T], *args: object) -> _T:
+        """In a thread, as a call that the store's health tells of. Raises OSError."""
+        with self._calls.one("write"):
+            try:
+                return await self._in_thread(work, *args)
+            except OSError as error:
+                self._calls.fail("write", str(error))
+                raise
+
+    async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
+        """When this raises no thread does it, or will: what none was begun for lies in their queue all the same, where a busy one may have found it."""
+        turn = Future[_T]()
+
+        def run() -> None:
+            if turn.set_running_or_notify_cancel():
+                try:
+                    turn.set_result(work(*args))
+                except BaseException as e:  # noqa: BLE001 - it is raised below
+                    turn.set_exception(e)
+
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        except RuntimeError:
+            if turn.cancel():
+                raise
+        if not turn.done():
+            await asyncio.wrap_future(turn)
+        return turn.result()

@@ -1,0 +1,289 @@
+"""Moves: batches of blocks on their way between pages and slots, cut into jobs for the lanes.
+
+Purpose: what a lane does with a run of slots, hashing included; what came of it, block by block. Non-purpose: which slot is whose, what is told of it
+(`nvme`). Invariants: a block is READY only when its bytes were hashed by a lane: after they came in; beside the disk that takes them, where somebody knows the slice table that they should have, which the
+header needs; else before they go out. A run that fails is tried slot by slot, so that a bad sector costs one block; rows of a batch belong to one job each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.formats.meta import picked, put_at
+from tierd.core.formats.model import BlockStatus, StructArray
+from tierd.tiers.io.calls import HangError, Kind
+from tierd.tiers.io.turns import Turns
+from tierd.tiers.store.slots import (
+    HEADER_BYTES,
+    RUN_BYTES,
+    TABLE_SLICES,
+    HeaderPool,
+    Headers,
+    Run,
+    SlotFile,
+    SlotIO,
+    fill_headers,
+    join_runs,
+    matches,
+    read_tables,
+    stamp,
+    vector,
+)
+from tierd.tiers.tier import HashRows, SliceTable
+
+NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
+
+
+def no_hash(rows: Sequence[int]) -> list[None]:
+    """For `Batch.hash_rows` where nobody wants to know that rows have come."""
+    return [None] * len(rows)
+
+
+class GoneError(OSError):
+    """No fault of the disk's: the segment has ended, or its file has given way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What moves batches one way. turns: at the disk; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the lane that
+    hashes. find_file: the slot file of a segment, or GoneError. store: its id."""
+
+    kind: Kind
+    io: SlotIO
+    turns: Turns
+    hashing: Lock
+    hang_s: float
+    begin_call: Callable[[], None]
+    pool: HeaderPool
+    find_file: Callable[[int, Kind], SlotFile]
+    store: bytes
+
+    @contextmanager
+    def at_disk(self) -> Iterator[None]:
+        """Around a call. Raises HangError."""
+        if not self.turns.take(self.kind, timeout_s=self.hang_s):
+            raise HangError
+        try:
+            self.begin_call()
+            yield
+        finally:
+            self.turns.give(self.kind)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One read or write under way. extents: EXTENT [n] with slots' offsets; pages: a view per row, as `whole_pages` gives them; headers: one per row.
+
+    hash_rows: called in a lane for each row that has come, or is written: for its table, None if the bytes are wrong.
+    known: a table for each row to be written, where somebody has it.
+    """
+
+    means: Means
+    extents: StructArray
+    metas: StructArray
+    pages: Sequence[memoryview]
+    headers: Headers
+    hash_rows: HashRows
+    known: Sequence[SliceTable | None] = ()
+    tables: list[SliceTable] = field(init=False)
+    statuses: NDArray[np.uint16] = field(init=False)
+    files: dict[int, SlotFile] = field(default_factory=dict)
+    """Rows to the files that they were written to."""
+    came: list[int] = field(default_factory=list)
+    """Rows that were read."""
+    outcomes: list[bool] = field(default_factory=list)
+    """Of each call that counts, in their order: whether the disk did it."""
+    went: list[int] = field(default_factory=list)
+    """Rows that the disk took, whatever is in them."""
+    unverified: list[int] = field(default_factory=list)
+    """Rows with a known table, until all of their bytes were hashed."""
+    wrong: list[int] = field(default_factory=list)
+    """Rows whose bytes are not those of their table."""
+    fault: str = ""
+    """Why the last call failed that did."""
+
+    def __post_init__(self) -> None:
+        known = self.known or [None] * len(self.extents)
+        self.tables = [NO_TABLE if table is None or len(table) > TABLE_SLICES else table for table in known]
+        self.statuses = np.full(len(self.extents), BlockStatus.FAILED, dtype=np.uint16)
+
+    def jobs(
+        self, job: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
+    ) -> list[_RunJob | VerifyJob]:
+        """One for each run of slots of these rows; and one that verifies those to be written whose tables are known, when the disk has what it can: their headers are made here, since for
+        many that takes no longer than for one. classes: bytes of each one's slot; depth: calls at the disk at one time."""
+        names = rows.tolist()
+        runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[job.kind])
+        jobs: list[_RunJob | VerifyJob] = [
+            job(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs
+        ]
+        self.unverified = [row for row in names if len(self.tables[row])]
+        if self.unverified:
+            self.stamp(self.unverified)
+            jobs.insert(depth, VerifyJob(self, list(self.unverified)))
+        return jobs
+
+    def stamp(self, rows: Sequence[int]) -> None:
+        """Fills the headers of rows that have their tables."""
+        tables = [self.tables[row] for row in rows]
+        stamped = stamp(self.metas.take(rows), self.extents[rows], tables, store=self.means.store)
+        put_at(self.metas, rows, stamped)
+        fill_headers(self.headers, rows, stamped, tables)
+
+    def conclude(self) -> None:
+        """Of what was written: READY is only what was verified, and what is wrong is CORRUPT."""
+        self.statuses[self.unverified] = BlockStatus.FAILED
+        self.statuses[self.wrong] = BlockStatus.CORRUPT
+
+    def judge(self, held: NDArray[np.bool_]) -> None:
+        """Of what was read: READY where the header is that of the block meant, else CORRUPT. held: bool [n], of what the store has still; the rest stays FAILED."""
+        rows = np.sort(np.array(self.came, dtype=np.int64))
+        rows = rows[held[rows]]
+        if not len(rows):
+            return
+        found, tables = read_tables(self.headers if len(rows) == len(self.headers) else self.headers[rows])
+        good = matches(found, picked(self.metas, rows), picked(self.extents, rows), store=self.means.store)
+        good &= [table is not None for table in tables]
+        self.statuses[rows] = np.where(good, BlockStatus.READY, BlockStatus.CORRUPT)
+        for row, table, is_good in zip(rows.tolist(), tables, good.tolist(), strict=True):
+            if table is not None and is_good:
+                self.tables[row] = table
+
+
+class _RunJob:
+    """A run of slots, in one call."""
+
+    kind: Kind
+
+    def __init__(self, batch: Batch, run: Run) -> None:
+        self._batch, self._run = batch, run
+
+    def run(self) -> Sequence[Self]:
+        """As `Job.run`."""
+        try:
+            return self._move()
+        except OSError as error:
+            if len(self._run.rows) > 1:
+                return self._one_by_one(self._run.rows)
+            self._batch.fault = str(error)
+            if not isinstance(error, GoneError):
+                self._batch.outcomes.append(False)
+            return ()
+
+    def give_up(self) -> None:
+        """As `Job.give_up`."""
+        self._batch.fault = "the disk hangs"
+        self._batch.outcomes.append(False)
+
+    def _move(self) -> Sequence[Self]:
+        raise NotImplementedError
+
+    def _one_by_one(self, rows: Sequence[int]) -> list[Self]:
+        batch, run = self._batch, self._run
+        return [type(self)(batch, run.only(row)) for row in rows]
+
+    def _buffers(self, filler: memoryview) -> list[memoryview]:
+        return vector(self._run, self._batch.headers, self._batch.pages, filler=filler)
+
+
+class ReadRun(_RunJob):
+    """Slots into pages, and hashed there."""
+
+    kind: Kind = "read"
+
+    def _move(self) -> Sequence[Self]:
+        batch, run, means = self._batch, self._run, self._batch.means
+        buffers = self._buffers(means.pool.waste)
+        with means.at_disk():
+            done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
+        ends = [i * run.class_bytes + HEADER_BYTES + len(batch.pages[row]) for i, row in enumerate(run.rows)]
+        came = [row for row, end in zip(run.rows, ends, strict=True) if done >= end]  # or the file ends before it
+        batch.outcomes += [True] * len(came) + [False] * (len(ends) - len(came))
+        with means.hashing:
+            batch.hash_rows(came)
+        batch.came += came
+        return ()
+
+
+class HeadRun(_RunJob):
+    """Headers of slots alone."""
+
+    kind: Kind = "read"
+
+    def _move(self) -> Sequence[Self]:
+        batch, run, means, came = self._batch, self._run, self._batch.means, list[int]()
+        for i, row in enumerate(run.rows):
+            at = run.offset + i * run.class_bytes
+            with means.at_disk():
+                done = means.io.read(means.find_file(run.segment, self.kind), at, [batch.headers[row].data])
+            if done == HEADER_BYTES:
+                came.append(row)
+        batch.outcomes += [True] * len(came) + [False] * (len(run.rows) - len(came))
+        batch.came += came  # all of a run or none of it: where one row fails, all are tried again
+        return ()
+
+
+class WriteRun(_RunJob):
+    """Pages into slots. Where a table is not known the block is hashed first, and stays out of its slot if its bytes are wrong."""
+
+    kind: Kind = "write"
+
+    def _move(self) -> Sequence[Self]:
+        batch, run, means = self._batch, self._run, self._batch.means
+        rows = list(run.rows)
+        if unknown := [row for row in rows if not len(batch.tables[row])]:
+            with means.hashing:
+                good = self._hashed(unknown)
+            if len(good) < len(unknown):
+                return self._one_by_one([row for row in rows if len(batch.tables[row])])
+        buffers = self._buffers(means.pool.zeros)
+        with means.at_disk():
+            file = means.find_file(run.segment, self.kind)
+            batch.files.update(dict.fromkeys(rows, file))
+            means.io.write(file, run.offset, buffers)
+        batch.went += rows
+        batch.statuses[rows] = BlockStatus.READY
+        return ()
+
+    def _hashed(self, rows: Sequence[int]) -> list[int]:
+        """Those of rows whose bytes are theirs, with their tables and headers in the batch."""
+        batch = self._batch
+        for row, table in zip(rows, batch.hash_rows(rows), strict=True):
+            if table is None:
+                batch.statuses[row] = BlockStatus.CORRUPT
+            elif len(table) <= TABLE_SLICES:
+                batch.tables[row] = table
+        if good := [row for row in rows if len(batch.tables[row])]:
+            batch.stamp(good)
+        return good
+
+
+class VerifyJob:
+    """Pages that are written meanwhile, hashed, as many at one time as are written."""
+
+    kind: Kind = "write"
+
+    def __init__(self, batch: Batch, rows: Sequence[int]) -> None:
+        self._batch, self._rows = batch, rows
+
+    def run(self) -> Sequence[VerifyJob]:
+        """As `Job.run`."""
+        batch = self._batch
+        step = max(1, RUN_BYTES[self.kind] // max(1, *map(len, batch.pages)))
+        for i in range(0, len(self._rows), step):
+            rows = self._rows[i : i + step]
+            with batch.means.hashing:
+                tables = batch.hash_rows(rows)
+            batch.wrong += [row for row, table in zip(rows, tables, strict=True) if table is None]
+        batch.unverified.clear()
+        return ()
+
+    def give_up(self) -> None:
+        """As `Job.give_up`: nothing is READY."""

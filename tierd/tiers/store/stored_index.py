@@ -1,0 +1,303 @@
+"""The index of a store as a value: which blocks lie in which slots, and what the records of a journal make of it.
+
+Purpose: `StoredIndex`, `replay`, `told_since` and `stretches`. Non-purpose: files. Invariants: at most one block per slot; every block lies in a segment that
+is alive, on a slot of its class; of two records about one slot the later holds. Replaying is a matter of whole columns, so
+that a hundred thousand blocks take milliseconds. What a snapshot says of ten million stays in its file, and is gone through a stretch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.core.arrays.sets import distinct, true_rows
+from tierd.core.formats.meta import META, is_meta, joined, picked, put_at
+from tierd.core.formats.model import EXTENT, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray
+from tierd.tiers.store.journal import REMOVED, BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
+
+Keys = NDArray[np.uint64]
+GENERATION_LIMIT = np.uint64(1 << 63)
+"""No page has had so many uses: a record that says so is none."""
+STRETCH_ROWS = 1 << 13
+PIECE_ROWS = 1 << 14
+"""Of what journals tell, put together at a time: 4 MiB of META, which is a mapping of its own and goes back to the kernel when it is freed."""
+_OFFSET = np.uint64(0xFFFF_FFFF)
+"""Of a key: the pages before the slot."""
+
+
+class Filed(Protocol):
+    """Rows that lie in a file. count: at most so many."""
+
+    @property
+    def count(self) -> int:
+        """As the header of the file says."""
+
+    def stretches(self) -> Iterator[StructArray]:
+        """META, in order, some thousand at a time. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredIndex:
+    """segments: by place. metas: META [blocks]. namespaces: opaque, oldest first. next_*: first numbers never used.
+
+    filed: more rows, those of the older blocks. told: the slots of which something was told since they were filed, ascending; in these `metas` alone holds.
+    """
+
+    segments: dict[int, SegmentBegun] = field(default_factory=dict)
+    metas: StructArray = field(default_factory=lambda: np.zeros(0, META))
+    namespaces: list[bytes] = field(default_factory=list)
+    next_segment: int = 1
+    next_generation: int = 1
+    filed: Filed | None = None
+    told: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
+
+
+class Stretch(NamedTuple):
+    """Some blocks of an index: metas META [n], slots int64 [n]."""
+
+    metas: StructArray
+    slots: NDArray[np.int64]
+
+
+def stretches(index: StoredIndex) -> Iterator[Stretch]:
+    """All blocks of the index, some thousand at a time, the filed ones first. Raises OSError."""
+    for sift in unsifted(index):
+        yield sift()
+
+
+def unsifted(index: StoredIndex) -> Iterator[Callable[[], Stretch]]:
+    """`stretches` in two steps: what blocks, and the rest of it. Raises OSError."""
+    for metas in index.filed.stretches() if index.filed else ():
+        yield partial(_sift, index, metas, told=index.told)
+    for start in range(0, len(index.metas), STRETCH_ROWS):
+        yield partial(_sift, index, index.metas[start : start + STRETCH_ROWS], told=index.told[:0])
+
+
+def gathered(index: StoredIndex) -> StoredIndex:
+    """The same, all of it in memory. Raises OSError."""
+    metas = joined([index.metas[:0], *(stretch.metas for stretch in stretches(index))])
+    return replace(index, metas=metas, filed=None, told=index.told[:0])
+
+
+def assignment_of(begun: SegmentBegun, *, tier: int) -> SegmentAssignment:
+    """The segment, as the core knows it. tier: its position."""
+    return SegmentAssignment(
+        tier=tier,
+        slot=begun.place,
+        segment=begun.segment,
+        domain=begun.domain,
+        class_bytes=begun.class_bytes,
+        pages=begun.pages,
+        writer=0,
+        replaces=None,
+        fresh=False,
+    )
+
+
+def extents_of(metas: StructArray, slots: NDArray[np.int64], *, tier: int) -> StructArray:
+    """EXTENT [n]: where blocks lie, META [n], as the core knows it. tier: the store's position."""
+    extents = np.zeros(len(metas), dtype=EXTENT)
+    extents["tier"], extents["page"], extents["slot"] = tier, -1, slots
+    extents["flags"] = UNVERIFIED  # a slot may have been written over before the removal of its block was durable
+    extents["length"] = metas["stored_length"]
+    for name in ("segment", "offset", "generation"):
+        extents[name] = metas[name]
+    return extents
+
+
+def count_of(index: StoredIndex) -> int:
+    """How many blocks are in it. Raises OSError."""
+    return sum(len(stretch.metas) for stretch in stretches(index))
+
+
+def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
+    """The index after these records, in order."""
+    segments, namespaces = dict(index.segments), dict.fromkeys(index.namespaces)
+    marks = Marks(index.next_segment, index.next_generation)
+    changes = _Changes(index.metas)
+    for record in records:
+        match record:
+            case SegmentBegun():
+                segments[record.place] = record
+                marks = Marks(max(marks.next_segment, record.segment + 1), marks.next_generation)
+            case BlocksStored():
+                changes.store(record.metas)
+            case BlocksRemoved():
+                changes.remove(record.rows)
+            case NamespaceKept():
+                namespaces[record.record] = None
+            case _:
+                marks = _higher(marks, record)
+    metas, keys = changes.result()
+    metas = picked(metas, true_rows(metas["generation"] < GENERATION_LIMIT))
+    top = int(metas["generation"].max()) + 1 if len(metas) else 1
+    marks = _higher(marks, Marks(1, top))
+    told = distinct(np.concatenate((index.told, keys))) if index.filed else index.told
+    after = StoredIndex(segments, metas, list(namespaces), marks.next_segment, marks.next_generation, index.filed, told)
+    return _consistent(after)
+
+
+def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
+    """What was told between the two, of each place, slot and name the last alone; less marks. index: replayed over the snapshot, whose rows are filed.
+
+    Replayed over the snapshot, with or without any of the records that it was made from before, it gives the index again, its names in another order at most.
+    """
+    yield from (segment for place, segment in index.segments.items() if snapshot.segments.get(place) != segment)
+    known = set(snapshot.namespaces)
+    yield from (NamespaceKept(name) for name in index.namespaces if name not in known)
+    emptied = np.setdiff1d(index.told, _keys(index.metas), assume_unique=True)
+    rows = np.zeros(len(emptied), dtype=REMOVED)
+    rows["segment"] = emptied >> np.uint64(32)
+    rows["offset"] = (emptied & _OFFSET) * np.uint64(PAGE_ALIGN_BYTES)
+    living = [segment.segment for segment in index.segments.values()]
+    rows = rows[np.isin(rows["segment"], living)]
+    if len(rows):
+        yield BlocksRemoved(rows)
+    for start in range(0, len(index.metas), STRETCH_ROWS):
+        yield BlocksStored(index.metas[start : start + STRETCH_ROWS])
+
+
+def select(index: StoredIndex, *, within: Callable[[SegmentBegun], bool]) -> StoredIndex:
+    """The index with only those segments, and the blocks that truly lie in one of them."""
+    segments = {place: segment for place, segment in index.segments.items() if within(segment)}
+    return _consistent(replace(index, segments=segments))
+
+
+def moved(index: StoredIndex, places: Mapping[int, int]) -> StoredIndex:
+    """The index with these segments at other places. places: from, to; no target is in use."""
+    segments = {places.get(at, at): replace(s, place=places.get(at, at)) for at, s in index.segments.items()}
+    return replace(index, segments=segments)
+
+
+def latest_times(index: StoredIndex) -> dict[int, int]:
+    """Segment to when its newest block was committed, Unix milliseconds; 0 for one without blocks. Raises OSError."""
+    ids = np.unique(np.array([s.segment for s in index.segments.values()], dtype=np.uint64))
+    times = np.zeros(len(ids), dtype=np.uint64)
+    for metas, _ in stretches(index):
+        np.maximum.at(times, np.searchsorted(ids, metas["segment"]), metas["time_ms"])
+    return dict(zip(ids.tolist(), times.tolist(), strict=True))
+
+
+def slots_of(metas: StructArray, segments: Iterable[SegmentBegun]) -> NDArray[np.int64]:
+    """The slot of each block within its segment: int64 [n]; -1 where it lies in none of these segments."""
+    rows = sorted(segments, key=lambda s: s.segment)
+    slots = np.full(len(metas), -1, dtype=np.int64)
+    if not rows or not len(metas):
+        return slots
+    ids = np.array([s.segment for s in rows], dtype=np.int64)
+    at = np.minimum(np.searchsorted(ids, metas["segment"]), len(ids) - 1)
+    slot, rest = np.divmod(metas["offset"].astype(np.int64), np.array([s.class_bytes for s in rows])[at])
+    pages = np.array([s.pages for s in rows], dtype=np.int64)[at]
+    good = (ids[at] == metas["segment"]) & (rest == 0) & (slot >= 0) & (slot < pages)
+    slots[good] = slot[good]
+    return slots
+
+
+def _consistent(index: StoredIndex) -> StoredIndex:
+    """Less the blocks in memory that lie in no living segment, or are no records that this version reads."""
+    return replace(index, metas=_sound(index.metas, index.segments).metas)
+
+
+def _sound(metas: StructArray, segments: Mapping[int, SegmentBegun]) -> Stretch:
+    """Those that lie in a living segment, and are records that this version reads."""
+    slots = slots_of(metas, segments.values())
+    good = true_rows(is_meta(metas) & (slots >= 0) & (metas["generation"] < GENERATION_LIMIT))
+    return Stretch(picked(metas, good), slots[good])
+
+
+def _higher(one: Marks, other: Marks) -> Marks:
+    return Marks(
+        max(one.next_segment, other.next_segment),
+        max(one.next_generation, other.next_generation),
+    )
+
+
+def _keys(rows: StructArray) -> Keys:
+    """One number per slot of the store; offsets are multiples of 4 KiB below 16 TiB."""
+    offset = (rows["offset"] // PAGE_ALIGN_BYTES).astype(np.uint64) & _OFFSET
+    return np.asarray(rows["segment"].astype(np.uint64) << np.uint64(32) | offset)
+
+
+def _sift(index: StoredIndex, metas: StructArray, *, told: Keys) -> Stretch:
+    if len(told):
+        metas = picked(metas, true_rows(~_among(_keys(metas), told)))
+    return _sound(metas, index.segments)
+
+
+def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:
+    """Which keys are in the pool, which ascends."""
+    at = np.minimum(np.searchsorted(pool, keys), len(pool) - 1)
+    return np.asarray(pool[at] == keys)
+
+
+class _Piece(NamedTuple):
+    """metas: META [m]. keys [n]: slots, in the order in which they were told of. rows int64 [n]: which of the metas lies there; -1: none."""
+
+    metas: StructArray
+    keys: Keys
+    rows: NDArray[np.int64]
+
+
+class _Changes:
+    """Stored and removed rows in order; the last about a slot decides. Columns are made of some thousand at a time, since a record may tell of one block.
+
+    All that was told is never one array: what numpy copies while it joins records keeps every other thread waiting.
+    """
+
+    def __init__(self, metas: StructArray) -> None:
+        self._pieces = list[_Piece]()
+        self._begin()
+        self.store(metas)
+
+    def store(self, metas: StructArray) -> None:
+        self._stored.append(metas)
+        self._note(len(metas), is_stored=True)
+
+    def remove(self, rows: StructArray) -> None:
+        self._removed.append(rows)
+        self._note(len(rows), is_stored=False)
+
+    def result(self) -> tuple[StructArray, Keys]:
+        """The rows that hold, and the slots of which something was told, both ascending by slot. To be asked for once."""
+        if self._order:
+            self._finish()
+        keys, rows = (np.concatenate(parts) for parts in zip(*(piece[1:] for piece in self._pieces), strict=True))
+        end = len(keys)
+        told, from_end = np.unique(keys[::-1], return_index=True)
+        last = end - 1 - from_end
+        last = last[rows[last] >= 0]
+        metas, order = np.empty(len(last), META), np.argsort(last)
+        while self._pieces:  # the latest first, whose memory was the last to be taken
+            piece = self._pieces.pop()
+            begin = end - len(piece.keys)
+            at = order[slice(*np.searchsorted(last, (begin, end), sorter=order))]
+            put_at(metas, at, piece.metas.take(rows[last[at]]))
+            end = begin
+        return metas, told
+
+    def _begin(self) -> None:
+        self._stored, self._removed = list[StructArray](), list[StructArray]()
+        self._order, self._count = list[tuple[bool, int]](), 0
+
+    def _note(self, count: int, *, is_stored: bool) -> None:
+        self._order.append((is_stored, count))
+        self._count += count
+        if self._count >= PIECE_ROWS:
+            self._finish()
+
+    def _finish(self) -> None:
+        """What was told since the last piece becomes one."""
+        metas = joined(self._stored or [np.empty(0, META)])
+        kinds, counts = zip(*self._order, strict=True)
+        are_stored = np.repeat(kinds, counts)
+        keys, rows = np.empty(len(are_stored), np.uint64), np.full(len(are_stored), -1)
+        keys[are_stored], rows[are_stored] = _keys(metas), np.arange(len(metas))
+        if self._removed:
+            keys[~are_stored] = _keys(np.concatenate(self._removed))
+        self._pieces.append(_Piece(metas, keys, rows))
+        self._begin()
