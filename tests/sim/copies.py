@@ -1,4 +1,4 @@
-"""Gets into a client's own memory: the SDK's own code (`tierd.client.data.one_sided_get`) over simulated memory, with turns of
+"""Gets into a client's own memory: the SDK's own code (`tierd.client.blocks.one_sided_get`) over simulated memory, with turns of
 others between its steps.
 
     directory and catalogue ──▶ time passes ──▶ summed and copied ──▶ told; where that is no answer: asked for, and
@@ -23,7 +23,7 @@ import numpy as np
 from tests.sim.blocks import Blocks, Page
 from tests.sim.oracle import Key
 from tierd.cache.lease import Lease
-from tierd.client.data import one_sided_get
+from tierd.client.blocks import one_sided_get
 from tierd.client.session import mapping
 from tierd.client.session.notices import MAILBOX_S
 from tierd.client.session.session import Session

@@ -18,7 +18,7 @@ from tierd import mover
 from tierd.cache.flights import Flights
 from tierd.cache.persistence import Persistence
 from tierd.cache.verification import Verification
-from tierd.client.data import one_sided_get
+from tierd.client.blocks import one_sided_get
 from tierd.core.formats.directory import Directory
 from tierd.core.formats.model import BlockStatus
 from tierd.core.index.namespaces import NamespaceRegistry

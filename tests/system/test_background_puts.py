@@ -22,8 +22,8 @@ from tests.system.raw import RawClient
 from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd.client import AsyncClient, Client, NamespaceSpec, OpenedNamespace
-from tierd.client.data.background_puts import BackgroundPuts
-from tierd.client.data.writing import Copy
+from tierd.client.blocks.background_puts import BackgroundPuts
+from tierd.client.blocks.writing import Copy
 from tierd.client.transport.local import Sent
 from tierd.core.formats.model import BlockStatus
 from tierd.errors import DeadlineExceeded, TierdError

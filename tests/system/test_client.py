@@ -15,7 +15,7 @@ from tests.still import stand_still
 from tests.system.sdk import await_nothing_held
 from tests.system.warm import Daemon
 from tierd.client import AsyncClient, BlockStatus, Client, Group, NamespaceSpec, Need, PutGroup
-from tierd.client.data import copying, one_sided_get
+from tierd.client.blocks import copying, one_sided_get
 from tierd.client.session.session import Session
 from tierd.errors import NotPermitted, StaleHandle
 from tierd.testing import chain

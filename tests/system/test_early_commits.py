@@ -24,7 +24,7 @@ from tests.system.sdk import BIG, HOST, NOTHING, SMALL, await_nothing_held, chur
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import AsyncClient, Client, PutGroup
-from tierd.client.data import reservation, writing
+from tierd.client.blocks import reservation, writing
 from tierd.client.transport.local import LocalTransport
 from tierd.errors import DeadlineExceeded, Overloaded
 from tierd.testing import chain, content_of
@@ -36,8 +36,8 @@ WRITER = f"""
 import sys
 import numpy as np
 from tierd.client import Client
-from tierd.client.data import copying
-from tierd.client.data import writing
+from tierd.client.blocks import copying
+from tierd.client.blocks import writing
 from tierd.errors import TierdError
 from tests.system.sdk import BIG
 from tierd.testing import chain

@@ -22,8 +22,8 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection, connect
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.client.data import copying, one_sided_get
-from tierd.client.data.asking import Asking
+from tierd.client.blocks import copying, one_sided_get
+from tierd.client.blocks.asking import Asking
 from tierd.client.session import notices
 from tierd.client.session.notices import UNASKED_LIMIT, Notices
 from tierd.core.formats.directory import MIN_BLOCKS, Directory, directory_bytes, keys_of

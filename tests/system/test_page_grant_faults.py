@@ -21,7 +21,7 @@ from tests.system.sdk import NOTHING, empty, held
 from tests.system.warm import Daemon
 from tierd._proto import cache_pb2 as pb
 from tierd.client import Client, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.client.data import page_grants, writing
+from tierd.client.blocks import page_grants, writing
 from tierd.client.session.session import Session
 from tierd.client.transport.local import Later
 from tierd.core.formats.model import BlockStatus

@@ -21,7 +21,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
-from tierd.client.data import page_grants, writing
+from tierd.client.blocks import page_grants, writing
 from tierd.client.transport.local import LocalTransport
 from tierd.client.transport.local_rpc import Line
 from tierd.core.formats.model import BlockStatus

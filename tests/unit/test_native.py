@@ -44,7 +44,7 @@ def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
         pytest.skip(f"{compiler} has no address and undefined-behaviour sanitizers: {probe.stderr}")
     assert compile_native(tmp_path / "plane.so", options=SANITIZED) == ""
     asan = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    tests = ["tests/unit/client/data/test_copying.py", "tests/unit/client/data/test_one_sided_get.py"]
+    tests = ["tests/unit/client/blocks/test_copying.py", "tests/unit/client/blocks/test_one_sided_get.py"]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path / "plane.so"), *tests],
         cwd=ROOT,

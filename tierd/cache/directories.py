@@ -2,7 +2,7 @@
 (`tierd.core.formats.directory`).
 
 Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads
-them (tierd/client/data/one_sided_get.py). Invariants: a directory names blocks of
+them (tierd/client/blocks/one_sided_get.py). Invariants: a directory names blocks of
 its own domain alone; a block is entered after its catalogue has it; of a namespace whose epoch has
 ended it lets nobody read, though pages of it are there.
 """

@@ -133,7 +133,7 @@ class Gets(Sessions):
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
-        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/data/one_sided_get.py). Raises
+        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/blocks/one_sided_get.py). Raises
         what they raise."""
         self._check_groups(session, groups)
         if is_lookup:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tierd.client.blocks.lease import Lease
+from tierd.client.blocks.reservation import AsyncReservation, Reservation
 from tierd.client.client import Client
 from tierd.client.connect.target import resolve_target
-from tierd.client.data.lease import Lease
-from tierd.client.data.reservation import AsyncReservation, Reservation
 from tierd.client.values import (
     About,
     Committed,

@@ -17,14 +17,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tierd.client.blocks.lease import Lease
+from tierd.client.blocks.reservation import Reservation
+from tierd.client.blocks.writing import Until
 from tierd.client.connect.calls import Deadline, deadline_of, due
 from tierd.client.connect.connection import Connector, Options
 from tierd.client.connect.forks import Bound
 from tierd.client.connect.link import Link, Transport
 from tierd.client.connect.target import resolve_target
-from tierd.client.data.lease import Lease
-from tierd.client.data.reservation import Reservation
-from tierd.client.data.writing import Until
 from tierd.client.transport import requests
 from tierd.client.transport.local import LocalTransport
 from tierd.client.transport.replies import events_of

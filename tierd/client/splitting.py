@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierd.client.data import buffers
-from tierd.client.data.lease import Lease
-from tierd.client.data.writing import Write, kept
+from tierd.client.blocks import buffers
+from tierd.client.blocks.lease import Lease
+from tierd.client.blocks.writing import Write, kept
 from tierd.client.transport import replies
 from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
 from tierd.core.formats.model import PAGE_ALIGN_BYTES, BlockStatus, Need
 
 if TYPE_CHECKING:
-    from tierd.client.data.asking import Asking
+    from tierd.client.blocks.asking import Asking
 
 SHARE = 4
 """A part of a call that holds its blocks takes one in so many of the bytes that its session may hold."""

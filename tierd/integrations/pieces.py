@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.data.buffers import address_of, flat
-from tierd.client.data.copying import BLOCK, Sums, blocks_of, sum_and_copy
+from tierd.client.blocks.buffers import address_of, flat
+from tierd.client.blocks.copying import BLOCK, Sums, blocks_of, sum_and_copy
 from tierd.core.formats.block import slice_lengths
 from tierd.errors import InvalidArgument
 
@@ -25,7 +25,7 @@ Piece = Any
 """numpy array, or torch tensor; C order of its axes is the order of its bytes in the block."""
 Pieces = Sequence[Piece]
 Row = tuple[int, int, int, int]
-"""source, target, length, layers: of BLOCK (client/data/copying.py)."""
+"""source, target, length, layers: of BLOCK (client/blocks/copying.py)."""
 
 
 def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Sequence[int]) -> Sums:

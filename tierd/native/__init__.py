@@ -1,7 +1,7 @@
 """The data plane's loops in C++ (`plane.cpp`), where a compiler made them when tierd was installed.
 
 Purpose: `find_library`. Non-purpose: compiling (tools/native.py), the plain forms with the same results
-(client/data/copying.py). Invariant: a library of another source than the one beside it is
+(client/blocks/copying.py). Invariant: a library of another source than the one beside it is
 not used.
 """
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.data.gpu_work import pauses
+from tierd.client.blocks.gpu_work import pauses
 from tierd.client.session.device import Gpu, GpuPlace, Mark, gpu_at
 from tierd.errors import InvalidArgument, TierFailed
 from tierd.kernels.buffers import BYTES, DTYPES

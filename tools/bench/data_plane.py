@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from tierd.client import Client, NamespaceSpec, OpenedNamespace
-from tierd.client.data import copying
-from tierd.client.data.buffers import address_of
+from tierd.client.blocks import copying
+from tierd.client.blocks.buffers import address_of
 from tierd.testing import Daemon, chain
 from tools.bench.measure import FULL, KIB, MIB, Cold, Cost, Effort, Sums, Work, cpus, interleaved, rates
 from tools.bench.rows import Row, row_of

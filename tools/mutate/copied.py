@@ -13,7 +13,7 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "unanswered-lost",
         "blocks of a put that waited for nobody and failed are counted",
-        "tierd/client/data/background_puts.py",
+        "tierd/client/blocks/background_puts.py",
         "self._lost[kind] = before + blocks, said",
         "pass",
         ("tests/system/test_background_puts.py", "-k", "lost"),
@@ -21,7 +21,7 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "unanswered-refused",
         "and one that was refused for want of room is sent again",
-        "tierd/client/data/background_puts.py",
+        "tierd/client/blocks/background_puts.py",
         "if isinstance(error, Overloaded):",
         "if False:",
         ("tests/system/test_background_puts.py", "-k", "refused_for"),
@@ -37,15 +37,15 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "unanswered-apart",
         "who cancels a verb takes no answer from a put that waited for nobody",
-        "tierd/client/data/background_puts.py",
-        "with stopping.apart():",
+        "tierd/client/blocks/background_puts.py",
+        "with cancellation.apart():",
         "if True:",
         ("tests/system/test_background_puts.py", "-k", "cancels"),
     ),
     Mutation(
         "unanswered-unknown",
         "a flush that has not heard of all puts says so",
-        "tierd/client/data/background_puts.py",
+        "tierd/client/blocks/background_puts.py",
         "        if self._sent:\n            raise DeadlineExceeded",
         "        if False:\n            raise DeadlineExceeded",
         ("tests/system/test_background_puts.py", "-k", "flush_raises"),
@@ -54,7 +54,7 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "copied-trusted",
         "a page with sums that is bad at both copies of a get is a miss",
-        "tierd/client/data/lease.py",
+        "tierd/client/blocks/lease.py",
         "good |= without_sums & np.isin",
         "good |= np.isin",
         (*ONE_SIDED, "-k", "goes_on_writing"),
@@ -78,7 +78,7 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "summed-once",
         "sums are of one commit",
-        "tierd/client/data/reservation.py",
+        "tierd/client/blocks/reservation.py",
         'sums, self._sums = self._sums, b""',
         "sums = self._sums",
         ("tests/system/test_engine_store.py", "-k", "of_one_commit"),
@@ -86,7 +86,7 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "one-sided-hashes",
         "hashes of another shape are read by no loop",
-        "tierd/client/data/one_sided_get.py",
+        "tierd/client/blocks/one_sided_get.py",
         "hashes, size = checked_hashes(group.hashes)",
         "hashes, size = np.ascontiguousarray(group.hashes)",
         (*ONE_SIDED, "-k", "that_are_none"),
@@ -103,19 +103,19 @@ COPIED: tuple[Mutation, ...] = (
     Mutation(
         "second-thread-refused",
         "work that got no thread is not begun by a later one",
-        "tierd/client/data/copying.py",
+        "tierd/client/blocks/copying.py",
         "self._pool = None  # it may have taken the work, and no later thread is to do that",
         "pass",
-        ("tests/unit/client/data/test_copying.py", "-k", "gets_no_second"),
+        ("tests/unit/client/blocks/test_copying.py", "-k", "gets_no_second"),
     ),
     Mutation(
         "second-thread",
         "a put has ended when the second thread of its copy has",
-        "tierd/client/data/copying.py",
+        "tierd/client/blocks/copying.py",
         """            done.result()
 """,
         "",
-        ("tests/unit/client/data/test_copying.py",),
+        ("tests/unit/client/blocks/test_copying.py",),
     ),
     Mutation(
         "rest-thrown-away",

@@ -30,7 +30,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "put-once-more",
         "a put in the midst of which its daemon restarts is made once more",
-        "tierd/client/data/writing.py",
+        "tierd/client/blocks/writing.py",
         "    except (StaleHandle, SessionLost):\n        return _attempt(verbs, write)",
         "    except (StaleHandle, SessionLost):\n        raise",
         ("tests/system/test_client.py", "-k", "midst"),
@@ -38,7 +38,7 @@ SERVED: tuple[Mutation, ...] = (
     Mutation(
         "put-unmapped",
         "a put into spare pages whose daemon goes before they are mapped is made once more",
-        "tierd/client/data/writing.py",
+        "tierd/client/blocks/writing.py",
         "    except (NotFound, StaleHandle, SessionLost):",
         "    except (NotFound, StaleHandle):",
         ("tests/system/test_client.py", "-k", "before_its_pages"),

@@ -19,7 +19,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "copy-recheck",
         "after a copy the SDK reads the generation words again",
-        "tierd/client/data/lease.py",
+        "tierd/client/blocks/lease.py",
         "good[rows] = still_hold(segment.words, self.handles[rows], for_a_lease=True)",
         "good[rows] = True",
         ("tests/unit/client/test_client.py", "-k", "taken_away"),
@@ -30,7 +30,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "(word_at(pages[i].word) & mask) == pages[i].generation",
         "(word_at(pages[i].word) & mask) != 1",
-        ("tests/unit/client/data/test_one_sided_get.py",),
+        ("tests/unit/client/blocks/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-retired",
@@ -46,7 +46,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "std::memcmp(meta + 8, hash, kHashBytes) == 0 && ",
         "",
-        ("tests/unit/client/data/test_one_sided_get.py",),
+        ("tests/unit/client/blocks/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-sums",
@@ -54,7 +54,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         " && std::memcmp(pages[i].table, sums, 8 * slices) == 0",
         "",
-        ("tests/unit/client/data/test_one_sided_get.py",),
+        ("tests/unit/client/blocks/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-bounds",
@@ -62,7 +62,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         " || length > segment.class_bytes",
         "",
-        ("tests/unit/client/data/test_one_sided_get.py",),
+        ("tests/unit/client/blocks/test_one_sided_get.py",),
     ),
     Mutation(
         "directory-left",
@@ -91,7 +91,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "directory-runs",
         "and looks whether it has before it looks for blocks",
-        "tierd/client/data/one_sided_get.py",
+        "tierd/client/blocks/one_sided_get.py",
         "if not directory.runs(namespace.id):",
         "if False:",
         ("tests/system/test_epoch.py", "-k", "without_a_call"),
@@ -115,7 +115,7 @@ STORED: tuple[Mutation, ...] = (
     Mutation(
         "one-sided-number",
         "and by the number that this daemon has given its namespace",
-        "tierd/client/data/asking.py",
+        "tierd/client/blocks/asking.py",
         "if link.session is None or not self.knows(group.namespace, link):",
         "if link.session is None:",
         (*ONE_SIDED, "-k", "another_daemon"),
@@ -126,7 +126,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         " && sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8)",
         "",
-        ("tests/unit/client/data/test_one_sided_get.py",),
+        ("tests/unit/client/blocks/test_one_sided_get.py",),
     ),
     Mutation(
         "one-sided-told",
@@ -320,7 +320,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "sums[i ^ 1] += data;",
         "sums[i] += data;",
-        ("tests/unit/client/data/test_copying.py",),
+        ("tests/unit/client/blocks/test_copying.py",),
     ),
     Mutation(
         "copy-stopped",
@@ -328,7 +328,7 @@ STORED: tuple[Mutation, ...] = (
         "tierd/native/plane.cpp",
         "done < count && !*is_over",
         "done < count + 0 * *is_over",
-        ("tests/unit/client/data/test_copying.py",),
+        ("tests/unit/client/blocks/test_copying.py",),
     ),
     Mutation(
         "writer-sums-of-others",

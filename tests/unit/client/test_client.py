@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.client.conftest import CLASS_BYTES, SPEC, TOKENS
 from tierd.client import BlockStatus, Client, EventKind, Group, NamespaceSpec, PutGroup
-from tierd.client.data import copying
+from tierd.client.blocks import copying
 from tierd.errors import (
     InvalidArgument,
     StaleHandle,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.client.data.lease import ROWS_LEAST, rows_of
+from tierd.client.blocks.lease import ROWS_LEAST, rows_of
 from tierd.core.formats.model import HANDLE
 
 WHOLE = np.arange(256, dtype=np.uint8)

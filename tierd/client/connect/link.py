@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from tierd.client.blocks.page_grants import PageGrants
 from tierd.client.connect.credits import Credits
-from tierd.client.data.page_grants import PageGrants
 from tierd.client.session.session import Session
 from tierd.tcp.codecs import WireCodec
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from tierd.client.blocks import buffers
+from tierd.client.blocks.gpu_work import pauses
 from tierd.client.connect.forks import Bound
-from tierd.client.data import buffers
-from tierd.client.data.gpu_work import pauses
 from tierd.client.session import mapping
 from tierd.core.formats.words import Words
 from tierd.errors import DeadlineExceeded, InvalidArgument, Unsupported

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError
 
 from tierd._proto import cache_pb2 as pb
+from tierd.client.blocks.page_grants import PageGrants
 from tierd.client.connect import cancellation
 from tierd.client.connect.link import Link, Meanwhile
-from tierd.client.data.page_grants import PageGrants
 from tierd.client.transport.local_rpc import MESSAGE_MAX_BYTES, Line, LineLost, Lines
 from tierd.client.transport.replies import error_of
 from tierd.client.transport.requests import GIVING

@@ -14,9 +14,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from tierd._proto import cache_pb2 as pb
+from tierd.client.blocks import buffers
 from tierd.client.connect.calls import insisted, left_s
 from tierd.client.connect.link import Link
-from tierd.client.data import buffers
 from tierd.client.transport import replies, requests
 from tierd.client.values import GetResult, Group, PutGroup, PutResult
 from tierd.core.formats.model import BlockStatus, Durability, Need

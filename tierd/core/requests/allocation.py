@@ -27,7 +27,12 @@ class Allocation:
     """See the module."""
 
     def __init__(self, planner: Planner, sessions: Sessions, reserved_pages: ReservedPages) -> None:
-        self._planner, self._index, self._sessions, self._reserved_pages = planner, planner.index, sessions, reserved_pages
+        self._planner, self._index, self._sessions, self._reserved_pages = (
+            planner,
+            planner.index,
+            sessions,
+            reserved_pages,
+        )
 
     def give(
         self, wish: Reservation, *, statuses: Codes, counts: Sequence[int], kind: Wanted, draft: PlanBuilder

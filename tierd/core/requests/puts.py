@@ -35,7 +35,12 @@ class Puts:
     """See the module. dead: namespaces that were forgotten."""
 
     def __init__(self, planner: Planner, sessions: Sessions, reserved_pages: ReservedPages) -> None:
-        self._planner, self._index, self._sessions, self._reserved_pages = planner, planner.index, sessions, reserved_pages
+        self._planner, self._index, self._sessions, self._reserved_pages = (
+            planner,
+            planner.index,
+            sessions,
+            reserved_pages,
+        )
         self._allocation = Allocation(planner, sessions, reserved_pages)
         self._extents = reserved_pages.extents
         self.dead: set[int] = set()

@@ -147,9 +147,7 @@ class Arena(SegmentBooks[memoryview]):
     def has_room(self) -> bool:
         """Whether there is memory for one more segment."""
         free = arena_files.find_free(Path(self.place))
-        return (
-            self._data.spares > 0 or free is None or free >= self.spec.segment_bytes + self.spec.segment_bytes // 8
-        )
+        return self._data.spares > 0 or free is None or free >= self.spec.segment_bytes + self.spec.segment_bytes // 8
 
     def find_removed(self) -> str:
         """Which of its files is not there any more, or was cut short, under processes that go on with what they have mapped; empty: none. Called in a thread.

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tierd.client.blocks.page_grants import Pending
 from tierd.client.connect import cancellation, forks
 from tierd.client.connect.credits import pause_s
 from tierd.client.connect.link import Link
-from tierd.client.data.page_grants import Pending
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies
 from tierd.client.values import Lost

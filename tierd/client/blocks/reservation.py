@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.client.blocks.gpu_work import pauses
+from tierd.client.blocks.lease import cut_pages
 from tierd.client.connect import cancellation
 from tierd.client.connect.calls import Deadline, deadline_of, due
 from tierd.client.connect.forks import Bound
-from tierd.client.data.gpu_work import pauses
-from tierd.client.data.lease import cut_pages
 from tierd.client.session import mapping
 from tierd.client.session.pins import Bytes, Hold
 from tierd.client.session.segments import Parts, by_place

@@ -18,9 +18,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.client.blocks import buffers, one_sided_get
+from tierd.client.blocks.gpu_work import pauses
 from tierd.client.connect.forks import Bound
-from tierd.client.data import buffers, one_sided_get
-from tierd.client.data.gpu_work import pauses
 from tierd.client.session.mapping import still_hold
 from tierd.client.session.pins import Bytes, Hold
 from tierd.client.session.segments import Parts, by_place

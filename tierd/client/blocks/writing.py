@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
+from tierd.client.blocks import buffers, copying
+from tierd.client.blocks.page_grants import PageGrants
+from tierd.client.blocks.reservation import ReservedPages
 from tierd.client.connect.calls import left_s
 from tierd.client.connect.link import Link
-from tierd.client.data import buffers, copying
-from tierd.client.data.page_grants import PageGrants
-from tierd.client.data.reservation import ReservedPages
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests
 from tierd.client.values import PutGroup, PutResult
@@ -35,7 +35,7 @@ from tierd.core.formats.model import HASH_BYTES, BlockStatus, StructArray
 from tierd.errors import NotFound, SessionLost, StaleHandle
 
 if TYPE_CHECKING:
-    from tierd.client.data.asking import Asking
+    from tierd.client.blocks.asking import Asking
 
 EARLY_BYTES = 1 << 20
 """From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon

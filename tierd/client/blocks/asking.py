@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
+from tierd.client.blocks import one_sided_get, writing
+from tierd.client.blocks.background_puts import BackgroundPuts
+from tierd.client.blocks.lease import Lease
+from tierd.client.blocks.reservation import ReservedPages
 from tierd.client.connect.calls import called, left_s
 from tierd.client.connect.connection import Connector
 from tierd.client.connect.link import Link, Meanwhile
 from tierd.client.connect.links import Links
 from tierd.client.connect.target import RemoteTarget
-from tierd.client.data import one_sided_get, writing
-from tierd.client.data.background_puts import BackgroundPuts
-from tierd.client.data.lease import Lease
-from tierd.client.data.reservation import ReservedPages
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests, tcp
 from tierd.client.transport.replies import Leased, LeasedGroup

@@ -14,7 +14,7 @@ from tests.compiled import NEEDS_LIBRARY, check_library
 from tests.depth import count
 from tierd import failpoint
 from tierd.checksum import record_checksum, slice_sums
-from tierd.client.data import copying, one_sided_get
+from tierd.client.blocks import copying, one_sided_get
 from tierd.client.session import mapping
 from tierd.client.session.mapping import Segment, SegmentTable
 from tierd.core.formats.block import slice_lengths

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.compiled import NEEDS_LIBRARY, check_library
 from tierd import native
 from tierd.checksum import raw_tables, slice_sums
+from tierd.client.blocks import copying
 from tierd.client.connect.cancellation import Stop, Stopped
-from tierd.client.data import copying
 from tierd.core.formats.block import slice_lengths
 from tierd.native import find_library
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tierd.client.data.gpu_work import is_done, pauses
+from tierd.client.blocks.gpu_work import is_done, pauses
 from tierd.errors import DeadlineExceeded, InvalidArgument
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.data import buffers, copying
-from tierd.client.data.buffers import Bytes, address_of
+from tierd.client.blocks import buffers, copying
+from tierd.client.blocks.buffers import Bytes, address_of
 from tierd.client.session.mapping import Segment, SegmentTable
 from tierd.client.session.notices import TOLD_MAX_BYTES
 from tierd.client.session.session import Session

@@ -24,8 +24,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tierd.client.blocks.buffers import address_of
 from tierd.client.connect import cancellation, forks
-from tierd.client.data.buffers import address_of
 from tierd.core.formats.block import slice_cut, slice_lengths
 from tierd.core.formats.model import StructArray
 from tierd.native import find_library
