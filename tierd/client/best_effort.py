@@ -33,10 +33,8 @@ class BestEffort:
         self._unsaid = 0
 
     def shrunk(self, work: Callable[[], T], nothing: Callable[[], T]) -> T:
-        """Runs work; with best_effort a failure gives `nothing` instead.
-
-        Raises InvalidArgument for Python's own argument errors, and otherwise what `work` raises.
-        """
+        """Runs work; with best_effort a failure gives `nothing` instead. Raises InvalidArgument
+        for Python's own argument errors, and otherwise what `work` raises."""
         begun = time.monotonic()
         try:
             return work()

@@ -114,11 +114,9 @@ def _limit(verbs: Asking, spaces: Sequence[OpenedNamespace], count: int, deadlin
 
 
 def _held(verbs: Asking, namespace: OpenedNamespace, count: int, limit: int) -> int:
-    """Maximum blocks of a call that holds its blocks.
-
-    A prompt larger than the session's limit goes in parts of a quarter (1/SHARE) of that limit.
-    Other calls of the session hold pages too, and a put may take two pages for a block.
-    """
+    """Maximum blocks of a call that holds its blocks. A prompt larger than the session's limit
+    goes in parts of a quarter (1/SHARE) of that limit. Other calls of the session hold pages
+    too, and a put may take two pages for a block."""
     link, each = verbs.connector.link, max(PAGE_ALIGN_BYTES, namespace.spec.block_bytes)
     limit, share_bytes = min(limit, PART_BLOCKS), link.share_bytes if link else 0
     return max(1, min(limit, share_bytes // SHARE // each)) if 0 < share_bytes < count * each else limit

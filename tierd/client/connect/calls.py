@@ -51,10 +51,8 @@ def due(deadline: Deadline) -> float:
 
 
 def left_s(deadline: float) -> float:
-    """Seconds until a deadline; called before anything that takes time.
-
-    Raises DeadlineExceeded, and Stopped if the verb was cancelled.
-    """
+    """Seconds until a deadline; called before anything that takes time. Raises DeadlineExceeded,
+    and Stopped if the verb was cancelled."""
     cancellation.check()
     left = deadline - time.monotonic()
     if left <= 0:

@@ -107,10 +107,7 @@ def pause(seconds: float) -> None:
 
 def ended_by(end: Callable[[], Any]) -> AbstractContextManager[None]:
     """Around a wait: a cancellation calls `end` from another thread, perhaps before the wait
-    begins.
-
-    Any error that results becomes Stopped.
-    """
+    begins. Any error that results becomes Stopped."""
     stop = _mine.stop
     return _NOTHING if stop is None else _ended_by(stop, end)
 

@@ -36,15 +36,11 @@ LONGEST_PAUSE_S = 5.0
 FORGET_TIMEOUT_S = 1.0
 
 _forgettable: dict[str, deque[int]] = {}
-"""By target: lost sessions of this process that nothing here uses any more.
-
-Any client's next call reports them to the daemon.
-"""
+"""By target: lost sessions of this process that nothing here uses any more. Any client's next
+call reports them to the daemon."""
 _closed: dict[str, deque[int]] = {}
-"""By target: sessions of closed clients. A daemon that was dying may have missed their end.
-
-So they are reported again over the next connection.
-"""
+"""By target: sessions of closed clients. A daemon that was dying may have missed their end. So
+they are reported again over the next connection."""
 
 
 OpenTransport = Callable[..., Transport]
@@ -111,10 +107,8 @@ class Connector:
         return None
 
     def connect(self, *, instead_of: Link | None, timeout_s: float) -> Link:
-        """Replaces an unusable link, unless another thread has done so already.
-
-        Blocks. Raises what connecting raises.
-        """
+        """Replaces an unusable link, unless another thread has done so already. Blocks. Raises
+        what connecting raises."""
         with self._turn:
             link = self.current() if self._link is not instead_of else None
             if link is None:
@@ -237,10 +231,8 @@ class Connector:
 
     def _idle(self, link: Link) -> None:
         """The last use of a lost link has ended. Finalisers call this, so it takes no lock and
-        never waits.
-
-        A daemon that is dying may ignore the farewell, so the next daemon is told too.
-        """
+        never waits. A daemon that is dying may ignore the farewell, so the next daemon is told
+        too."""
         if link.session and link.pid == os.getpid():
             link.session.leave()
             (self._closed if self._is_closed else self.forgettable).append(link.session.id)

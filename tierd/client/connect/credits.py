@@ -102,10 +102,8 @@ class Credits:
 
 
 def pause_s(error: Overloaded, *, tries: int, left_s: float) -> float | None:
-    """Seconds until a refused call is sent again; None: do not retry.
-
-    The pause is random, so that clients do not retry all at once.
-    """
+    """Seconds until a refused call is sent again; None: do not retry. The pause is random, so
+    that clients do not retry all at once."""
     if not error.retry_after_s or tries >= TRIES:
         return None
     pause = error.retry_after_s * random.uniform(1.0, 2.0)

@@ -41,10 +41,8 @@ class Links:
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
     ) -> tuple[Link, T]:
-        """Runs work over the current link, with its namespaces open.
-
-        Runs it once more over a new link if the daemon has gone.
-        """
+        """Runs work over the current link, with its namespaces open. Runs it once more over a
+        new link if the daemon has gone."""
         is_first = True
         while True:
             link = self.connected(deadline)
@@ -85,10 +83,8 @@ class Links:
         return link
 
     def _probe(self, link: Link) -> None:
-        """Probes the daemon, so that a hanging daemon costs one timeout and not one for each call.
-
-        Raises DeadlineExceeded while it hangs.
-        """
+        """Probes the daemon, so that a hanging daemon costs one timeout and not one for each
+        call. Raises DeadlineExceeded while it hangs."""
         now = time.monotonic()
         if now < self._probe_at:
             raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
