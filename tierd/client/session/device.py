@@ -39,8 +39,8 @@ COPY_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class GpuPlace:
-    """Names a GPU of the daemon. uuid: hexadecimal digits, the same in every process. ordinal: the
-    daemon's number for it, used if the driver gives no uuid."""
+    """Names a GPU of the daemon by its uuid, hexadecimal digits that are the same in every process.
+    Without one, by the daemon's number for it, the ordinal."""
 
     uuid: str
     ordinal: int
