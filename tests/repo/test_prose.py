@@ -32,7 +32,6 @@ PENDING = (
     "tierd/units.py",
     "tierd/cache/",
     "tierd/cli/",
-    "tierd/client/",
     "tierd/core/",
     "tierd/events/",
     "tierd/gpu/",
