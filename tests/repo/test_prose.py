@@ -33,7 +33,6 @@ PENDING = (
     "tierd/cache/",
     "tierd/cli/",
     "tierd/core/",
-    "tierd/events/",
     "tierd/gpu/",
     "tierd/integrations/",
     "tierd/kernels/",
