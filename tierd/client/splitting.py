@@ -83,8 +83,7 @@ def get(verbs: Asking, group: Group, out: Any, deadline: float) -> GetResult:
 
 
 def put(verbs: Asking, write: Write) -> PutResult:
-    """Stores blocks. After a part that was not stored whole, the remaining blocks get the status of
-    its first failed block."""
+    """Stores blocks. After a failed part, later blocks get the status of its first failed block."""
     count = len(write.sources)
     limit = _limit(verbs, [write.group.namespace], count, write.deadline)
     limit = _held(verbs, write.group.namespace, count, limit)

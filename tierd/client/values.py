@@ -258,8 +258,7 @@ _STORED = (BlockStatus.READY, BlockStatus.EXISTS, BlockStatus.PENDING)
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """The result of a put. statuses: u2 [n] of BlockStatus. READY and EXISTS are stored; PENDING
-    comes from wait=False."""
+    """The result of a put. statuses: u2 [n] of BlockStatus; PENDING comes from wait=False."""
 
     statuses: NDArray[np.uint16]
 

@@ -47,8 +47,7 @@ class Verbs(Asking):
     # -- namespaces
 
     def open_namespace(self, spec: NamespaceSpec, deadline: Deadline) -> OpenedNamespace:
-        """The namespace. With best_effort it may stay unopened; the next call that succeeds opens
-        it."""
+        """The namespace. With best_effort it may stay unopened; the next call that succeeds opens it."""
         namespace = OpenedNamespace(spec)
         self._verb(deadline, lambda by: void(self.opened([namespace], by)), void)
         return namespace
@@ -121,8 +120,7 @@ class Verbs(Asking):
         )
 
     def flush(self, deadline: Deadline) -> Lost:
-        """Waits for the answers to puts with wait=False; counts blocks not stored since the last
-        flush."""
+        """Waits for the answers to puts with wait=False; counts blocks not stored since the last flush."""
         return self._verb(deadline, self.background_puts.flush, self.background_puts.lost)
 
     def finish(self, deadline: Deadline) -> None:

@@ -34,8 +34,7 @@ NAMES_BYTES = 32 << 20
 """Bytes of names from clients that are not processed yet. Above it the oldest are dropped, and
 their blocks get tierd's own hashes."""
 AGAIN_S = 1.0
-"""Minimum time between two full reports. If events come faster than they can be sent, reporting all
-again at once would lose more."""
+"""Minimum time between two full reports; more frequent ones could lose more events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ class Feed:
 
 @contextlib.asynccontextmanager
 async def publishing(cache: Cache, settings: EventsConfig, *, end_s: float) -> AsyncIterator[Feed | None]:
-    """The feed while the daemon lives; None if events are off. end_s: time limit for its end.
-    Raises ConfigError."""
+    """The feed; None if events are off. end_s: time limit for its end. Raises ConfigError."""
     if not settings.enabled:
         yield None
         return

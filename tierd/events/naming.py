@@ -20,8 +20,7 @@ from tierd.events.router_view import Names, Space
 
 
 def names_of(group: pb.PutGroup, namespace: Namespace) -> Names:
-    """The names of one group with well-formed blocks. Without the engine's names, tierd's own are
-    used. Raises InvalidArgument."""
+    """Names of a group of valid blocks: the engine's, else tierd's. Raises InvalidArgument."""
     space, blocks = space_of(namespace), np.frombuffer(group.blocks, dtype=PUT_BLOCK)
     if not blocks["hash"].any():
         return Names(space, b"", 0)  # private pages: their blocks are not known yet

@@ -41,8 +41,7 @@ NAME_BYTES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive blocks of a sequence, now held in a medium. tokens: of all blocks; empty if
-    unknown, and block_size is then 0."""
+    """Consecutive blocks now in a medium. tokens: of all; empty if unknown: block_size is then 0."""
 
     hashes: tuple[Hash, ...]
     parent: Hash | None

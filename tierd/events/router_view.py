@@ -87,8 +87,7 @@ class Told:
         return len(self._blocks)
 
     def name(self, names: Names) -> list[Event]:
-        """Sets an engine's names for blocks, before it stores them or when it finds them stored.
-        Empty names change nothing."""
+        """Sets an engine's names for blocks, before or after they are stored. Empty: no change."""
         events: list[Event] = []
         is_said = bool(names.names or names.tokens)
         for key, fresh in _cut(names):
@@ -218,8 +217,7 @@ def _merged(run: Sequence[Event]) -> Event:
 
 
 def _cut(names: Names) -> Iterator[tuple[Key, Block]]:
-    """Yields each block with its key. A partial block has no name, because routers count whole
-    blocks."""
+    """Yields each block with its key. Partial blocks get no name: routers count whole blocks."""
     space, step, parent = names.space, names.width * names.per_block, names.parent
     for i in range(len(names.hashes) // HASH_BYTES):
         own = names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]

@@ -40,8 +40,7 @@ class Asking(Links):
     def __init__(
         self, connector: Connector, *, best_effort: bool, is_acknowledged: bool, pages: Callable[..., ReservedPages]
     ) -> None:
-        """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a
-        reservation."""
+        """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation."""
         super().__init__(connector, best_effort=best_effort)
         self._is_acknowledged = is_acknowledged
         self.pages = pages
@@ -126,8 +125,7 @@ class Asking(Links):
         return self._copied(group, out, deadline) if done is None else done
 
     def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
-        """Tries a verb without a call: look(session, group, timeout_s=). Tries again after pending
-        puts. None: call the daemon."""
+        """Tries look(session, group, timeout_s=), again after pending puts. None: call the daemon."""
         link = self.connected(deadline)
         if link.session is None or not self.knows(group.namespace, link):
             return None
@@ -229,8 +227,7 @@ class Asking(Links):
         hold.settle()
 
     def _without_spare(self, link: Link, deadline: float) -> bool:
-        """Releases page grants for later puts, since they count towards the session's limit;
-        whether there were any."""
+        """Releases page grants, which count towards the session's limit; whether there were any."""
         page_grants, session = link.page_grants, link.session
         if page_grants is None or session is None:
             return False
@@ -271,8 +268,7 @@ class Asking(Links):
     def _ask_holder(
         self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
     ) -> Any:
-        """A call about a hold, which only its own link's daemon knows. Raises StaleHandle,
-        ForkedClient."""
+        """A call about a hold, which only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
         self.background_puts.settle(deadline)
         try:
@@ -289,6 +285,5 @@ def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespac
 
 
 def _is_empty(groups: Sequence[Group]) -> bool:
-    """Whether there is nothing to request. An unopened namespace hashes to nothing, so the call may
-    still open it."""
+    """Whether no hashes are given. The call may still open an unopened namespace."""
     return not any(len(group.hashes) for group in groups)

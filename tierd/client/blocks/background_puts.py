@@ -41,8 +41,7 @@ NO_LINE_S = 0.01
 
 
 class Sent(NamedTuple):
-    """A commit in progress: its call, link and reservation, its number of blocks, and its deadline.
-    tries: times sent."""
+    """A commit in progress: call, link, reservation, blocks, deadline. tries: times sent."""
 
     call: Pending | Refused
     link: Link
@@ -54,8 +53,7 @@ class Sent(NamedTuple):
 
 
 class Refused:
-    """A commit that the daemon refused for lack of room and has not begun. It is sent again after
-    pause_s."""
+    """A commit that was refused for lack of room, to be sent again after pause_s."""
 
     def __init__(self, sent: Sent, error: Overloaded, pause_s: float) -> None:
         self._sent, self._again_s = sent, time.monotonic() + pause_s
@@ -97,8 +95,7 @@ class BackgroundPuts:
         return len(self._sent)
 
     def send(self, hold: Hold, request: Any, *, blocks: int, deadline: float) -> bool:
-        """Sends the commit of a reservation. False: it was not sent; its caller may send it and
-        wait."""
+        """Sends the commit of a reservation. False: it was not sent; its caller may send it and wait."""
         with self._turn_by(deadline) as is_mine:
             call = self._begun(hold.link, request, deadline) if is_mine else None
             if call is not None:
@@ -113,8 +110,7 @@ class BackgroundPuts:
                     self._take(until=deadline)
 
     def flush(self, deadline: float) -> Lost:
-        """Takes all answers; counts blocks not stored since the last flush. Raises DeadlineExceeded
-        while answers are missing."""
+        """Takes all answers; counts lost blocks. Raises DeadlineExceeded while answers are missing."""
         self.settle(deadline)
         if self._sent:
             raise DeadlineExceeded(f"flush: {len(self._sent)} puts are not answered yet; allow more with timeout_s")
@@ -155,9 +151,8 @@ class BackgroundPuts:
         return call
 
     def _take(self, *, until: float, count: int = MANY) -> None:
-        """Takes up to `count` answers, oldest first, until a time. A put is given up at its own
-        deadline. Cancelling a verb does not stop this, because the answers belong to other
-        verbs."""
+        """Takes up to `count` answers, oldest first, until a time or the put's own deadline.
+        Cancelling a verb does not stop this, because the answers belong to other verbs."""
         with cancellation.apart():
             while self._sent and count:
                 sent = self._sent[0]

@@ -32,8 +32,7 @@ def flat(buffer: Any, *, writable: bool = False) -> Bytes:
 
 
 def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
-    """Copies each source to its target. Raises ValueError if lengths differ or a target is
-    read-only."""
+    """Copies each source to its target. Raises ValueError if lengths differ or a target is read-only."""
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         if len(target) != len(source):
             raise ValueError(f"copy {i}: {len(source)} bytes into {len(target)}")

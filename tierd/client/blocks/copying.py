@@ -30,8 +30,7 @@ from tierd.core.formats.model import StructArray
 from tierd.native import find_library
 
 BLOCK = np.dtype([("source", "<u8"), ("target", "<u8"), ("length", "<u8"), ("layers", "<u8")])
-"""A block to copy: addresses in this process (target 0: sum only), bytes, and its number of layers,
-which its slices follow."""
+"""A block to copy: addresses here (target 0: sum only), bytes, and layers for its slices."""
 HELPED_BYTES = 4 << 20
 """A second thread helps with copies of at least this size."""
 
@@ -106,8 +105,7 @@ def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int3
 
 
 class _SecondThread:
-    """A second thread for the copies of this process, one at a time. A copy that finds it busy, or
-    gets no thread, goes alone."""
+    """A second thread for this process's copies. A copy goes alone if it is busy or missing."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -117,8 +115,7 @@ class _SecondThread:
 
     @contextmanager
     def at(self, work: Callable[[], None], stop: Callable[[], None]) -> Iterator[bool]:
-        """Around the caller's part: yields whether the thread does `work` too. On exit, that work
-        is done or was stopped."""
+        """Yields whether the thread does `work` too; on exit that work is done or was stopped."""
         if not self._is_of_use or not self._turn.acquire(blocking=False):
             yield False
             return

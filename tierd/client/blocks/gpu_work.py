@@ -18,8 +18,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.00002, 0.001
 
 
 def is_done(work: Any) -> bool:
-    """Whether an event or a stream is done: torch (`query`), cupy (`done`) or similar. Raises
-    InvalidArgument."""
+    """Whether work is done: torch (`query`), cupy (`done`) or similar. Raises InvalidArgument."""
     for name in ("query", "done"):
         told = getattr(work, name, None)
         if told is not None:
@@ -30,8 +29,7 @@ def is_done(work: Any) -> bool:
 
 
 def pauses(work: Iterable[Any], deadline: float) -> Generator[float, None, None]:
-    """Yields pauses in seconds until all of the work is done. deadline: of time.monotonic(). Raises
-    DeadlineExceeded, InvalidArgument."""
+    """Yields pauses in seconds until all work is done. Raises DeadlineExceeded, InvalidArgument."""
     for each in work:
         pause_s = FIRST_PAUSE_S
         while not is_done(each):

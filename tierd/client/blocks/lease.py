@@ -122,8 +122,7 @@ class Lease(Bound):
         return good & self._are_current()
 
     def check(self) -> int:
-        """Number of blocks, from the first on (per rank), that are still as leased. Raises
-        StaleHandle, ForkedClient."""
+        """Number of leading blocks (per rank) still as leased. Raises StaleHandle, ForkedClient."""
         return valid_blocks(self.groups, self._are_current())
 
     def _are_current(self) -> NDArray[np.bool_]:
@@ -220,8 +219,7 @@ def copy_out(pages: Sequence[Any], targets: Sequence[Bytes]) -> None:
 
 
 def cut_pages(hold: Hold, handles: StructArray, *, parts: Parts | None = None, writable: bool = False) -> list[Bytes]:
-    """The bytes of HANDLE [n], uint8 each, under one pin. parts: the handles by segment, if known.
-    Raises StaleHandle."""
+    """The bytes of HANDLE [n], under one pin. parts: by segment, if known. Raises StaleHandle."""
     pin, parts = hold.pin(), by_place(handles) if parts is None else parts
     if len(parts) == 1:
         whole = hold.expose(parts[0][0], pin, writable=writable)

@@ -80,8 +80,7 @@ class Pages:
 
 
 def get(session: Session, group: Group, out: Any, *, timeout_s: float) -> tuple[GetResult, list[int]] | None:
-    """Copies all blocks of a group; returns their lengths too. None: call the daemon. Raises
-    Stopped."""
+    """Copies all blocks of a group; returns their lengths too. None: call the daemon. Raises Stopped."""
     if not session.notices.takes_gets:
         return None
     found = find(session, group, timeout_s=timeout_s)
@@ -105,8 +104,7 @@ def served(
 
 
 def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
-    """All blocks of a group if they are near, and tokens by tier; None: some are not near. Maps
-    missing segments."""
+    """Near blocks of a group, and tokens by tier; None: some are not near. Maps segments."""
     count, namespace, directory = len(group.hashes), group.namespace, session.directory
     if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
         return None
@@ -132,8 +130,7 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
 
 
 def _located(directory: Directory, table: SegmentTable, names: StructArray, count: int) -> tuple[StructArray, int]:
-    """PAGE of the leading near blocks of NAMES [1], and the place of an unmapped segment that may
-    hold the next one, or NOWHERE."""
+    """PAGE of leading near blocks of NAMES [1]; place of an unmapped next segment, or NOWHERE."""
     if _library is None:
         return plain_find(directory, table, names)
     rows, unmapped = np.empty(count, PAGE), ctypes.c_uint64()

@@ -160,8 +160,7 @@ class PageGrants:
         self.give_back(deadline)
 
     def give_back(self, deadline: float) -> None:
-        """Releases all pages and gives up an unanswered order. deadline: for reading an answer that
-        has begun to arrive."""
+        """Releases all pages and gives up an unanswered order. deadline: to read a begun answer."""
         self._receive(deadline)
         order, numbers = self._picked_up()
         if order is not None:
@@ -178,8 +177,7 @@ class PageGrants:
         return numbers
 
     def close(self) -> None:
-        """The link has ended: orders no more, and releases all pages, since the session may last as
-        long as views do."""
+        """The link has ended: orders no more. Releases all pages, since views keep the session."""
         self._is_closed = True
         order, numbers = self._picked_up()
         if order is not None:

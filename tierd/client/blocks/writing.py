@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from tierd.client.blocks.asking import Asking
 
 EARLY_BYTES = 1 << 20
-"""From this size on, a put sends its commit before its copy. A smaller copy ends before the daemon
-could read the commit."""
+"""From this size on, a put sends its commit before its copy; a smaller copy ends sooner."""
 MORE_TRIES = 8
 """Attempts to bring blocks onto NVMe if tiers evict them meanwhile."""
 POSITION_LIMIT = 1 << 32
@@ -118,8 +117,7 @@ def kept(verbs: Asking, write: Write) -> PutResult:
 
 
 def _into_reserved(verbs: Asking, write: Write) -> Any:
-    """u2 [n] of BlockStatus. Retries once if the handles have become stale, since the caller has
-    not seen them."""
+    """u2 [n] of BlockStatus. Retries once if the handles, unknown to the caller, become stale."""
     try:
         return _attempt(verbs, write)
     except (StaleHandle, SessionLost):
@@ -174,8 +172,7 @@ def _names(write: Write) -> StructArray:
 
 
 def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArray | None) -> Any:
-    """Copies and commits; u2 [n] of BlockStatus of the reserved pages. names: COMMIT_BLOCK [n];
-    None: as named in reserve."""
+    """Copies and commits; u2 [n] of BlockStatus of the reserved pages. names: None: as reserved."""
     try:
         copy, request = Copy(pages, write), requests.commit_request(pages.id, names, durable=write.durable)
         if write.until is not Until.TOLD and write.bytes >= EARLY_BYTES:
@@ -192,8 +189,7 @@ def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArr
 
 
 def _is_sent(verbs: Asking, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> bool:
-    """Sends a commit without waiting for its answer; whether it was sent. The pages are then the
-    daemon's."""
+    """Sends a commit without waiting for its answer; whether it was sent. The pages are then the daemon's."""
     hold = pages.held()
     pages.seal()
     is_sent = verbs.background_puts.send(hold, request, blocks=_reserved(pages), deadline=deadline)
@@ -208,8 +204,7 @@ def _reserved(pages: ReservedPages) -> int:
 
 
 class Copy:
-    """The copy of one put, parallel to its commit: the daemon prepares the commit and ends it when
-    it has the sums."""
+    """The copy of a put, while the daemon prepares its commit; the commit ends with the sums."""
 
     def __init__(self, pages: ReservedPages, write: Write) -> None:
         self._pages, self._write = pages, write

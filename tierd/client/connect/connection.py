@@ -36,11 +36,9 @@ LONGEST_PAUSE_S = 5.0
 FORGET_TIMEOUT_S = 1.0
 
 _forgettable: dict[str, deque[int]] = {}
-"""By target: lost sessions of this process that nothing here uses any more. Any client's next
-call reports them to the daemon."""
+"""By target: lost and unused sessions of this process. Any client's next call reports them."""
 _closed: dict[str, deque[int]] = {}
-"""By target: sessions of closed clients. A daemon that was dying may have missed their end. So
-they are reported again over the next connection."""
+"""By target: sessions of closed clients, reported again in case the daemon was dying."""
 
 
 OpenTransport = Callable[..., Transport]
@@ -95,8 +93,7 @@ class Connector:
         return self._link
 
     def current(self) -> Link | None:
-        """The link if it is usable. Raises Unavailable after close, and for a best-effort client in
-        a pause."""
+        """The link if it is usable. Raises Unavailable after close, and for a best-effort client in a pause."""
         link = self._link
         if link is not None and link.is_usable:
             return link
@@ -107,8 +104,7 @@ class Connector:
         return None
 
     def connect(self, *, instead_of: Link | None, timeout_s: float) -> Link:
-        """Replaces an unusable link, unless another thread has done so already. Blocks. Raises
-        what connecting raises."""
+        """Replaces an unusable link, unless another thread has. Blocks. Raises as connecting does."""
         with self._turn:
             link = self.current() if self._link is not instead_of else None
             if link is None:
@@ -230,9 +226,8 @@ class Connector:
         )
 
     def _idle(self, link: Link) -> None:
-        """The last use of a lost link has ended. Finalisers call this, so it takes no lock and
-        never waits. A daemon that is dying may ignore the farewell, so the next daemon is told
-        too."""
+        """The last use of a lost link has ended. Safe in finalisers: no lock, no waiting. The
+        next daemon is told too, because a dying one may ignore the farewell."""
         if link.session and link.pid == os.getpid():
             link.session.leave()
             (self._closed if self._is_closed else self.forgettable).append(link.session.id)

@@ -34,13 +34,11 @@ class Credits:
         self._waiting: deque[Future[None]] = deque()
         self._turn = threading.Lock()
         self.on_wait: Callable[[float], None] = lambda _deadline: None
-        """Called with the deadline when a call must wait for a turn, so that spare turns are given
-        up."""
+        """Called with the deadline when a call must wait for a turn, so that spare turns are given up."""
 
     @contextlib.contextmanager
     def turn(self, method: str, *, timeout_s: float) -> Iterator[float]:
-        """Around a call; yields the seconds left for it. Raises Overloaded if no turn comes in
-        time."""
+        """Around a call; yields the seconds left for it. Raises Overloaded if no turn comes in time."""
         deadline = time.monotonic() + timeout_s
         waiter = self.ask(method)
         if waiter is not None:
@@ -102,8 +100,7 @@ class Credits:
 
 
 def pause_s(error: Overloaded, *, tries: int, left_s: float) -> float | None:
-    """Seconds until a refused call is sent again; None: do not retry. The pause is random, so
-    that clients do not retry all at once."""
+    """Seconds until a refused call is sent again, at random to spread retries; None: do not."""
     if not error.retry_after_s or tries >= TRIES:
         return None
     pause = error.retry_after_s * random.uniform(1.0, 2.0)

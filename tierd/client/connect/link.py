@@ -38,8 +38,7 @@ class Transport(Protocol):
     """The way to one daemon. All methods raise TierdErrors."""
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
-        """One request, one reply. meanwhile: work during the call, or before it if that is
-        impossible."""
+        """One request, one reply. meanwhile: work during the call, or before it if that is impossible."""
         ...
 
     def begin(self, method: str, request: Any, timeout_s: float, lines: int) -> Any:

@@ -41,8 +41,7 @@ class Links:
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
     ) -> tuple[Link, T]:
-        """Runs work over the current link, with its namespaces open. Runs it once more over a
-        new link if the daemon has gone."""
+        """Runs work over the current link with open namespaces; repeats it if the daemon has gone."""
         is_first = True
         while True:
             link = self.connected(deadline)
@@ -119,8 +118,7 @@ class Links:
             )
 
     def _check_device(self, tier: str, deadline: float) -> None:
-        """Checks the GPU before anything is reserved that this process could not map. Raises
-        Unsupported."""
+        """Checks the GPU before anything is reserved that this process could not map. Raises Unsupported."""
         if tier.startswith("device"):
             session = self.connected(deadline).session
             if session is not None and session.gpus:

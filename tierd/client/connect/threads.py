@@ -26,8 +26,7 @@ THREADS = 128
 LEAST_S = 0.1
 """Minimum time for a verb to start, even if its timeout is shorter; the verb then reports that."""
 STOP_S = 1.0
-"""Time for a cancelled verb to end: its copy continues, and a hanging daemon may get one last
-request."""
+"""Time for a cancelled verb to end: its copy goes on, and it may send one last request."""
 
 
 class NotBegun(DeadlineExceeded):
@@ -77,8 +76,7 @@ class Threads:
 
 
 async def _ended(result: asyncio.Future[T]) -> None:
-    """Waits for the end, at most STOP_S, even if cancelled again. The verb's own error is not
-    logged."""
+    """Waits for the end, at most STOP_S, even if cancelled again. The verb's own error is not logged."""
     result.add_done_callback(lambda done: done.cancelled() or done.exception())
     loop = asyncio.get_running_loop()
     deadline = loop.time() + STOP_S

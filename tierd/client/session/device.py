@@ -104,8 +104,7 @@ class Gpu:
         self._ended.append((address, length_bytes))
 
     def unmap_ended(self) -> None:
-        """Removes queued mappings if the GPU work that ran when they ended is done; else a later
-        call does. Never waits."""
+        """Removes queued mappings whose GPU work is done; a later call removes others. Never waits."""
         if self._ended:
             with self.entered():
                 self._unmap_ended()

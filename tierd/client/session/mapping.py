@@ -123,8 +123,7 @@ class Segment:
 
 
 class SegmentTable:
-    """Mapped segments of host memory, sorted by place. rows: SEGMENT [n], valid while this object
-    lives."""
+    """Mapped segments of host memory, sorted by place. rows: SEGMENT [n], valid while this object lives."""
 
     def __init__(self, segments: Iterable[Segment] = ()) -> None:
         self.segments = sorted(segments, key=lambda segment: segment.place)
@@ -201,8 +200,7 @@ def catalogue_of(segment: int, table: NDArray[np.uint8]) -> Catalogue:
 
 
 def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
-    """Maps the first `length` bytes of a file, shared and excluded from core dumps. Raises
-    TierFailed."""
+    """Maps the first `length` bytes of a file, shared and excluded from core dumps. Raises TierFailed."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _libc.mmap(free_boundary(length), length, protection, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:

@@ -49,13 +49,11 @@ class Notices:
 
     @property
     def takes_gets(self) -> bool:
-        """Whether a get may be made without a call: the daemon has just answered one, so it will
-        read a notice."""
+        """Whether a get needs no call: the daemon has just answered one and will read a notice."""
         return self._is_told_of_gets and self._unasked < UNASKED_LIMIT and not self._is_late
 
     def tell_used(self, group: bytes, *, is_lookup: bool = False) -> bool:
-        """Reports a get or lookup made without a call, by its Group. False: this is impossible;
-        make a call."""
+        """Reports a get or lookup made without a call, by its Group. False: make a call instead."""
         message = (_LOOKED_UP if is_lookup else _USED) + group
         if not self.takes_gets or len(group) > TOLD_MAX_BYTES or not self._took(message):
             return False

@@ -100,8 +100,7 @@ class Hold(Bound):
         return pin
 
     def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Any:
-        """A segment's bytes, which keep the pin: uint8 [n], or a DevicePage on a GPU. Raises
-        StaleHandle."""
+        """A segment's bytes, which keep the pin: uint8 [n], or a DevicePage on a GPU. Raises StaleHandle."""
         segment = self.segment(place)
         if segment is None:
             raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; acquire again")

@@ -79,8 +79,7 @@ class Session(SessionSocket):
             _device().unmap_ended()
 
     def map(self, handles: StructArray, *, timeout_s: float) -> None:
-        """Maps the segments of HANDLE [n] that are not mapped. Raises NotFound, TierFailed,
-        SessionLost, DeadlineExceeded."""
+        """Maps segments of HANDLE [n]. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
         for place in self.segments.unmapped(handles):
             self.mapped(place, timeout_s=timeout_s)
 
@@ -120,8 +119,7 @@ class Session(SessionSocket):
                 _device().gpu_at(_device().GpuPlace.of(told))
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
-        """Ends holds without an answer. Safe in finalisers: a message that the socket does not take
-        now goes with the next one."""
+        """Ends holds without waiting. Finalisers may call it; unsent messages go with the next one."""
         if leases and not reservations and self.notices.post(leases):
             return
         self.post({"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)})

@@ -76,8 +76,7 @@ class SessionSocket:
         return checked(reply)
 
     def post(self, message: dict[str, Any]) -> None:
-        """Sends a message without an answer; if the socket does not take it now, it goes with the
-        next one."""
+        """Sends a message without an answer; if the socket does not take it now, it goes with the next one."""
         self._unsent.append(message)
         self.flush()
 

@@ -105,8 +105,7 @@ class SyncTransport:
 
     @contextlib.contextmanager
     def _heard(self, call: Any) -> Iterator[None]:
-        """Around a call that may be slow: probes the daemon meanwhile. Raises DeadlineExceeded if
-        it is silent."""
+        """Around a slow call: probes the daemon. Raises DeadlineExceeded if it is silent."""
         done, is_silent, patience_s = threading.Event(), threading.Event(), self.link.patience_s
 
         def look() -> None:
@@ -135,8 +134,7 @@ class SyncTransport:
 
 
 class Replies:
-    """Iterates over a stream's replies while the daemon lives. One thread at a time takes the next;
-    any thread may close it."""
+    """Iterates over a stream's replies. One thread at a time takes the next; any may close it."""
 
     def __init__(self, link: Link, call: Any) -> None:
         self._link, self._call, self._is_closed = link, call, False
@@ -160,8 +158,7 @@ class Replies:
 
 @contextlib.contextmanager
 def named(link: Link, method: str) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Around a call: yields its metadata. If no reply comes, the daemon takes back the call's
-    result."""
+    """Around a call: yields its metadata. If no reply comes, the daemon takes back the call's result."""
     session = link.session
     if session is None or method not in GIVING:
         yield link.metadata

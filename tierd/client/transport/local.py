@@ -47,8 +47,7 @@ class Sent:
         self._asked_s = time.monotonic()
 
     def reply(self, *, deadline: float, meanwhile: Meanwhile | None = None) -> Any:
-        """The reply. meanwhile: work to run first; if it fails, the call is given up. Raises
-        TierdErrors."""
+        """The reply. meanwhile: work to run first; if it fails, the call is given up. Raises TierdErrors."""
         try:
             if meanwhile is not None:
                 meanwhile.run()
@@ -99,8 +98,7 @@ class Sent:
         return error
 
     def _is_served(self, deadline: float) -> bool:
-        """Asks the daemon whether it still knows the session. A dying process closes its sockets
-        one by one."""
+        """Asks whether the daemon knows the session: a dying one closes its sockets one by one."""
         assert self._link.session is not None
         try:
             self._link.session.ask({"op": "ping"}, timeout_s=max(0.0, deadline - time.monotonic()))

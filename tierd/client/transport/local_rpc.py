@@ -41,8 +41,7 @@ class Line:
         weakref.finalize(self, connection.close).atexit = False
 
     def ask(self, message: bytes, *, deadline: float) -> bytes:
-        """The answer to a message. Raises TimeoutError, EOFError, OSError, OperatorError; drop the
-        line after any exception."""
+        """Sends and receives. Raises TimeoutError, EOFError, OSError, OperatorError: drop the line."""
         self.send(message, deadline=deadline)
         answer = self.receive(deadline=deadline)
         self.check_over()
@@ -80,8 +79,7 @@ class Line:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def check_over(self) -> None:
-        """Raises OperatorError if bytes follow the answer: the next call would take them for its
-        own."""
+        """Raises OperatorError if bytes follow the answer: the next call would take them for its own."""
         if self._rest:
             raise OperatorError(f"daemon: {len(self._rest)} bytes after its answer; versions differ?")
 
@@ -131,8 +129,7 @@ class Lines:
         return len(self._resting) + len(self._busy)
 
     def take(self, *, timeout_s: float) -> Line | None:
-        """A line for a call; None: all are in use, or the daemon gives no more. Raises SessionLost,
-        DeadlineExceeded."""
+        """A line; None: all are in use, or no more are allowed. Raises SessionLost, DeadlineExceeded."""
         if line := self.take_resting():
             return line
         with self._turn:

@@ -22,8 +22,7 @@ from tierd.tcp.codecs import WireCodec
 
 
 def error_of(name: str | None, message: str, *, status: str) -> TierdError:
-    """The error that the daemon raised. name: its class, from the trailing metadata; status: the
-    name of the gRPC status."""
+    """The daemon's error. name: its class, from the metadata; status: the gRPC status's name."""
     kind = getattr(errors, name or "", None)
     if isinstance(kind, type) and issubclass(kind, TierdError):
         return kind(message)
@@ -72,8 +71,7 @@ def agreed_codec(wanted: WireCodec | None, reply: pb.OpenNamespaceReply) -> Wire
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A group's part of a lease. first: number of the first leased block; handles: HANDLE [ranks,
-    count]."""
+    """A group's part of a lease. first: number of the first leased block; handles: HANDLE [ranks, count]."""
 
     first: int
     handles: StructArray
@@ -150,8 +148,7 @@ def events_of(message: pb.Events) -> Iterator[Event]:
 
 
 def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
-    """Number of leading blocks that every rank of the lease's only group has whole. good: per
-    handle, rank-major."""
+    """Leading blocks that every rank of the only group has whole. good: per handle, rank-major."""
     if len(groups) != 1:
         return 0 if not good.all() else max((g.count for g in groups), default=0)
     if every(good):

@@ -35,8 +35,7 @@ REQUEST_KEY = "tierd-request"
 GIVING = frozenset({"Acquire", "Reserve", "Commit"})
 """Calls that leave something held; without their reply, a client does not know what."""
 ABOUT_BYTES = 2 << 20
-"""Maximum bytes of an engine's hashes, and of its tokens, for one group. The message then stays
-below gRPC's 8 MiB."""
+"""Maximum bytes of a group's hashes, and of its tokens, to keep below gRPC's 8 MiB."""
 
 TIER_DIGITS = 5
 """Maximum digits of a tier's index; no daemon has so many tiers."""
@@ -183,8 +182,7 @@ def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
 
 
 def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
-    """A group as Reserve and Put carry it. tells: include the engine's names, for routers. Raises
-    InvalidArgument."""
+    """A group for Reserve and Put. tells: with the engine's names. Raises InvalidArgument."""
     hashes = checked_hashes(group.hashes)
     blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
     blocks["hash"] = hashes
@@ -242,8 +240,7 @@ def _tell(message: pb.PutGroup, about: About) -> None:
 
 
 def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tells: bool = False) -> pb.ReserveRequest:
-    """durable: the commit will ask for durability; existing blocks are made durable now. Raises
-    InvalidArgument."""
+    """durable: existing blocks are made durable now, others by the commit. Raises InvalidArgument."""
     return pb.ReserveRequest(
         groups=[put_group_message(group, tells=tells) for group in groups],
         **wanted_tier(tier),

@@ -82,8 +82,7 @@ class _Targets:
 def put_chunks(
     message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool, codec: WireCodec | None = None
 ) -> Iterator[bytes]:
-    """The stream of a Put, each message encoded: first the group, then each block's bytes in order,
-    with checksums."""
+    """A Put's encoded messages: the group, then each block's bytes in order, with checksums."""
     durability = (Durability.DURABLE if durable else Durability.MEMORY).value
     first = pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
     if codec is not None:
@@ -99,8 +98,7 @@ def put_chunks(
 
 
 class Assembly:
-    """Assembles blocks from a Get's chunks. It checks every chunk, in order, and stops at the first
-    fault."""
+    """Assembles blocks from a Get's chunks. It checks every chunk, in order, and stops at the first fault."""
 
     def __init__(self, target: Callable[[int, int], NDArray[np.uint8]], *, codec: WireCodec | None = None) -> None:
         """target: from a block's number and length to its destination. codec: for encoded chunks."""
@@ -111,8 +109,7 @@ class Assembly:
         self._is_broken = False
 
     def take(self, chunk: Chunk[pb.GetChunk]) -> None:
-        """Takes the next chunk. A chunk that does not fit or is corrupt ends the prefix, so no
-        wrong byte is served."""
+        """Takes the next chunk. An unfit or corrupt one ends the prefix, so no wrong byte is served."""
         head = chunk.head
         if self._is_broken or not (chunk.data or head.status):
             return
