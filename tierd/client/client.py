@@ -88,19 +88,13 @@ class Face(Bound):
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the daemon's tiers, nearest first. Empty before the first call.
-
-        `tier_of` and `tier_tokens` use the same order.
-        """
+        """Names of the daemon's tiers, nearest first, as in `tier_of`; empty before the first call."""
         link = self._connector.link
         return link.session.tiers if link and link.session else ()
 
     @property
     def gpu_tiers(self) -> tuple[str, ...]:
-        """Names of those `tiers` that are GPU memory. Empty before the first call.
-
-        Their pages are DevicePages, which need CUDA in this process.
-        """
+        """Those of `tiers` in GPU memory, whose DevicePages need CUDA; empty before the first call."""
         link = self._connector.link
         return tuple(link.session.tiers[i] for i in link.session.gpus) if link and link.session else ()
 
@@ -110,13 +104,8 @@ class Face(Bound):
         return self._verbs.tells_events
 
     def introduce(self, engine: Mapping[str, str]) -> None:
-        """Tells the daemon which engine this client serves; `tierctl engines` shows it.
-
-        The daemon learns it on the next connection, which the next call makes.
-
-        Args:
-            engine: A few short texts by name.
-        """
+        """Names the engine that this client serves, by a few short texts, for `tierctl engines`.
+        The next call connects again to send them."""
         for key, value in engine.items():
             text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
@@ -157,10 +146,7 @@ class Client(Face):
         self._verbs.connect(self._deadline(timeout_s))
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
-        """Opens a namespace; the daemon adds the tenant.
-
-        With best_effort, an invalid spec gives a namespace that never opens.
-        """
+        """Opens a namespace; the daemon adds the tenant. With best_effort, an invalid spec never opens."""
         return self._verbs.open_namespace(spec, self._deadline(timeout_s))
 
     def lookup(
@@ -190,14 +176,11 @@ class Client(Face):
         tier: str = "host",
         timeout_s: float | None = None,
     ) -> int:
-        """Starts to bring blocks into `tier` and returns at once.
+        """Starts to bring blocks into `tier` and returns at once with their number.
 
         Args:
             groups, hashes, tokens: As for `lookup`.
             tier: Name of the tier.
-
-        Returns:
-            The number of blocks that this call started to bring.
         """
         wanted = (groups, hashes, tokens)
         return self._verbs.prefetch(wanted, tier, self._deadline(timeout_s))
@@ -211,11 +194,8 @@ class Client(Face):
         tier: str = "host",
         timeout_s: float | None = None,
     ) -> Lease:
-        """Pins the longest servable prefix in `tier`; the lease is false on a miss.
-
-        Args:
-            groups, hashes, tokens, tier: As for `prefetch`.
-        """
+        """Pins the longest servable prefix in `tier`. Arguments as for `prefetch`. The lease is
+        false on a miss."""
         wanted = (groups, hashes, tokens)
         return self._verbs.acquire(wanted, tier, self._deadline(timeout_s))
 
@@ -307,10 +287,8 @@ class Client(Face):
             replies.close()
 
     def close(self) -> None:
-        """Ends the session after all puts with wait=False, and with it leases and reservations.
-
-        Live views stay readable.
-        """
+        """Ends the session after all puts with wait=False. Leases and reservations end; live
+        views stay readable."""
         self._verbs.finish(self._deadline(CLOSE_S))
         self._connector.close()
 

@@ -67,11 +67,7 @@ class OpenedNamespace:
         return list(block_spans(tokens, self.spec.tokens_per_block, with_tail=True))
 
     def block_tokens(self, blocks: int, *, tokens: int | None = None) -> NDArray[np.uint32]:
-        """Tokens that each of `blocks` consecutive blocks covers, u4 [blocks].
-
-        Args:
-            tokens: Tokens in all. None: all blocks are full.
-        """
+        """Tokens of each of `blocks` consecutive blocks, u4. tokens: of all; None: all are full."""
         size, total = self.spec.tokens_per_block, self.tokens_in(blocks, tokens=tokens)
         covered = np.full(blocks, size, dtype=np.uint32)
         if blocks:
@@ -79,14 +75,8 @@ class OpenedNamespace:
         return covered
 
     def tokens_in(self, blocks: int, *, tokens: int | None = None) -> int:
-        """Tokens that `blocks` consecutive blocks cover.
-
-        Args:
-            tokens: The result if given. None: as many tokens as fill the blocks.
-
-        Raises:
-            InvalidArgument: `tokens` make another number of blocks.
-        """
+        """Tokens of `blocks` blocks: `tokens`, or None: all are full. Raises InvalidArgument if
+        `tokens` make another number of blocks."""
         size = self.spec.tokens_per_block
         total = (
             blocks * size if tokens is None else whole("tokens", tokens, 1 << 63, remedy="count those of all blocks")
@@ -160,13 +150,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """An engine's own names of consecutive blocks, for routers (KV events).
-
-    The client sends them only if the daemon publishes events.
+    """An engine's own names of consecutive blocks, sent only if the daemon publishes KV events.
 
     Attributes:
-        hashes: The engine's hashes, all of one length, `per_block` for each block. Empty: use
-            tierd's.
+        hashes: The engine's, of one length, `per_block` for each block. Empty: use tierd's.
         parent: The engine's hash of the block before the first.
         tokens: Tokens of all blocks. Empty: not reported.
     """
@@ -273,10 +260,8 @@ class PutResult:
 
 
 class Lost(int):
-    """How many blocks of puts with wait=False were not stored.
-
-    reasons: for each kind of failure, the number of blocks, its name, and its last message.
-    """
+    """How many blocks of puts with wait=False were not stored. reasons: for each kind of
+    failure, the number of blocks, its name, and its last message."""
 
     reasons: tuple[str, ...]
 
@@ -292,8 +277,7 @@ class GetResult:
     """The longest cached prefix: its length in tokens and blocks.
 
     Attributes:
-        views: One read-only uint8 array for each block; each pins its page. Empty if copied into
-            `out`.
+        views: One read-only uint8 array a block, which pins its page. Empty if `out` was given.
         tier_tokens: Tokens found in each tier, by position of the tier.
     """
 
@@ -336,13 +320,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The result of a commit.
-
-    Attributes:
-        statuses: u2 [n]: READY, EXISTS or FAILED for each block.
-        handles: HANDLE [n].
-        lease: The lease, if one was requested.
-    """
+    """The result of a commit. statuses: u2 [n]: READY, EXISTS or FAILED. handles: HANDLE [n]."""
 
     statuses: NDArray[np.uint16]
     handles: StructArray

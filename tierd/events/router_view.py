@@ -68,10 +68,7 @@ Key = tuple[Space, bytes]
 
 @dataclass
 class Told:
-    """The router view of one publisher. media: of each tier, by position.
-
-    has_whole_hashes: send the engine's bytes, not their last eight as an integer.
-    """
+    """The router view of one publisher. media: by tier. has_whole_hashes: else their last 8 bytes."""
 
     media: Sequence[str]
     limit: int
