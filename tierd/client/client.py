@@ -1,7 +1,6 @@
 """Client: the synchronous verbs of tierd.
 
-Client has no logic of its own: it calls verbs.py. Threads may share a client. AsyncClient (aio.py)
-has the same API, awaited.
+Client only calls verbs.py. Threads may share a client. AsyncClient (aio.py) has the same API.
 
     with Client() as client:
         spec = NamespaceSpec(model="llama", tokens_per_block=16, block_bytes=2 << 20)
@@ -124,8 +123,7 @@ CLOSE_S = 5.0
 class Client(Face):
     """A client of the daemon at `target`.
 
-    It connects on the first call. After a fork or a restart of the daemon, the next call
-    reconnects.
+    It connects on the first call. After a fork or a daemon's restart the next call reconnects.
 
     Args:
         target: A directory with the daemon's sockets, or host:port for put and get over TCP.
@@ -194,8 +192,7 @@ class Client(Face):
         tier: str = "host",
         timeout_s: float | None = None,
     ) -> Lease:
-        """Pins the longest servable prefix in `tier`. Arguments as for `prefetch`. The lease is
-        false on a miss."""
+        """Pins the longest servable prefix in `tier`; false on a miss. Arguments as for `prefetch`."""
         wanted = (groups, hashes, tokens)
         return self._verbs.acquire(wanted, tier, self._deadline(timeout_s))
 
@@ -287,8 +284,8 @@ class Client(Face):
             replies.close()
 
     def close(self) -> None:
-        """Ends the session after all puts with wait=False. Leases and reservations end; live
-        views stay readable."""
+        """Ends the session after all puts with wait=False. Live views stay readable; leases and
+        reservations end."""
         self._verbs.finish(self._deadline(CLOSE_S))
         self._connector.close()
 

@@ -3,8 +3,7 @@
 So a prompt may have any length, and no part delays other clients for long. One call is in
 asking.py. Parts start at the first token. A part ends at a block boundary of every group. If a part
 was not served or stored whole, the SDK stops there, because later blocks are useless without it.
-Groups that need no prefix cannot be split; they get one call of as many blocks as the daemon
-accepts.
+Groups that need no prefix cannot be split; they get one call of the largest size.
 """
 
 from __future__ import annotations

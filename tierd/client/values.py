@@ -1,7 +1,6 @@
 """Arguments and results of the client, apart from holds on memory (lease.py).
 
-They are small values. Messages are in requests.py and replies.py. Arrays in results belong to the
-caller.
+They are small values. Messages are in requests.py and replies.py. The caller owns returned arrays.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ NO_HASHES: Hashes = np.zeros((0, HASH_BYTES), dtype=np.uint8)
 class OpenedNamespace:
     """A namespace as the client knows it.
 
-    With `best_effort` it may be unopened (id 0). It then hashes to nothing, and every call with it
-    is a miss.
+    With `best_effort` it may be unopened (id 0). It hashes to nothing then, and calls with it miss.
 
     id: of rank 0, the other ranks follow. digest: 32 bytes that begin every chain of hashes.
     """
@@ -260,8 +258,8 @@ class PutResult:
 
 
 class Lost(int):
-    """How many blocks of puts with wait=False were not stored. reasons: for each kind of
-    failure, the number of blocks, its name, and its last message."""
+    """How many blocks of puts with wait=False were not stored. Each entry of `reasons` has a kind of
+    failure: the number of blocks, its name, and its last message."""
 
     reasons: tuple[str, ...]
 

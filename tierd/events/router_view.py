@@ -24,8 +24,7 @@ EVENT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace as routers see it. id: of rank 0; size: tokens per block; adapter, group: as in
-    vLLM's events."""
+    """A namespace as routers see it. id: of rank 0; size: tokens per block; adapter, group: vLLM's."""
 
     id: int
     size: int

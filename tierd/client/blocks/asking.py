@@ -73,8 +73,7 @@ class Asking(Links):
         return int(reply.started)
 
     def leased(self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None) -> Lease:
-        """A lease, with its segments mapped. doubted: the caller checks sums; u64 generations of
-        pages whose sums were wrong."""
+        """A lease, with its segments mapped. doubted: generations of pages with wrong sums."""
         self._check_local("acquire")
         wanted = requests.wanted_tier(tier)
         if _is_empty(groups):

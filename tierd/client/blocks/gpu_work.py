@@ -1,8 +1,7 @@
 """GPU work that must end before a page changes hands.
 
-`pauses` waits for events of any framework. Recording events is the caller's task. It only asks the
-GPU whether the work is done, so a hanging GPU costs a deadline and never a thread. No framework is
-imported.
+`pauses` waits for events of any framework, without importing it. The caller records the events. The
+GPU is only asked whether the work is done, so a hanging GPU costs a deadline and never a thread.
 """
 
 from __future__ import annotations

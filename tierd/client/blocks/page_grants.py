@@ -186,7 +186,7 @@ class PageGrants:
             self._let_go(numbers)
 
     def _picked_up(self) -> tuple[tuple[Shape, Pending] | None, list[int]]:
-        """Everything there is; it is the caller's now."""
+        """Takes the order and the stock; the caller owns them now."""
         with self._turn:
             order, self._order = self._order, None
             self._pickups += 1

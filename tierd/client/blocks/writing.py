@@ -7,8 +7,7 @@
 
 This module finds pages for a put and fills them. Calls and errors are in asking.py, grants in
 page_grants.py, TCP in tcp.py. A put answers with the daemon's status for each block. If the daemon
-cannot commit granted pages, or has gone meanwhile, the put is made once more with pages reserved
-for it.
+cannot commit granted pages, or has gone meanwhile, the put is made once more with its own pages.
 """
 
 from __future__ import annotations

@@ -62,11 +62,8 @@ Target = LocalTarget | RemoteTarget
 def resolve_target(text: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Target:
     """Parses a target; without one takes TIERD_TARGET, else the default directory.
 
-    A directory contains a slash or is `.` or `..`. Everything else is host:port or
-    host:port?codec=name.
-
-    Raises:
-        InvalidArgument: The text is neither, or the socket's path is too long.
+    A directory contains a slash or is `.` or `..`. All else is host:port or host:port?codec=name.
+    Raises InvalidArgument if the text is neither, or the socket's path is too long.
     """
     text = text or environ.get("TIERD_TARGET") or _default(environ)
     if "/" not in text and text not in (".", ".."):

@@ -3,8 +3,7 @@
 `contiguous` makes one tensor [blocks, ...]. The layout inside a block belongs to its namespace. So
 a sequence's tokens are contiguous only if the block has them outermost (one layer, latents of MLA,
 encoded images). Nothing is copied. The range is read-only, also if this process may write to the
-pages. It keeps the pages pinned. A later call unmaps it, as it does slabs, when the GPU's work is
-done.
+pages. It keeps the pages pinned. When the GPU's work is done, a later call unmaps it.
 
 vAttention makes a request's keys and values virtually contiguous too, while memory comes in pieces
 (arXiv 2405.04437, ASPLOS 2025, section 5). It creates a piece for this purpose; here a piece is a

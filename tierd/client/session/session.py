@@ -1,8 +1,7 @@
 """A session with a local daemon: identity, mapped segments, and holds that end.
 
 A session lives as long as its connection (session_socket.py). Reconnecting is in connection.py;
-this module does not use gRPC. Descriptors are close-on-exec and closed once they are mapped. A
-finaliser may call `let_go`.
+this module does not use gRPC. Descriptors are close-on-exec and closed once they are mapped.
 """
 
 from __future__ import annotations
