@@ -1,6 +1,7 @@
 """The SDK of tierd: `from tierd.client import Client, NamespaceSpec`.
 
-Importing it loads numpy and the message types; grpc is loaded by the first call, asyncio's client by its name.
+Importing it loads numpy and the message types. The first call that needs grpc loads it. The name
+AsyncClient loads asyncio's client.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""AsyncClient: the verbs of tierd on asyncio, the same face as Client, awaited.
+"""AsyncClient: the verbs of tierd for asyncio, with the same API as Client.
 
-Purpose: nothing but that: each verb is carried out in a thread, as Client's are in their caller's. A client may be used in one
-loop after another.
+Each verb runs in a thread. A client may be used in one event loop after another.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 
 class AsyncClient(Face):
-    """As Client; every verb is a coroutine. Explicit releases do not wait for the daemon."""
+    """As Client, but every verb is a coroutine. Explicit releases do not wait for the daemon."""
 
     _is_acknowledged = False
 

@@ -1,6 +1,6 @@
-"""What best_effort makes of failures: a smaller hit, and one log line a minute.
+"""Best effort: a failure becomes a smaller hit, and at most one log line a minute.
 
-Purpose: an operator learns that something fails, and a worker's log is not flooded. Non-purpose: metrics.
+Operators learn of failures, and the worker's log is not flooded. Metrics are elsewhere.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ log = logging.getLogger("tierd.client")
 T = TypeVar("T")
 INTERVAL_S = 60.0
 PROBE_S = 0.1
-"""A sign of life of the daemon may take so long."""
+"""Time limit of a probe, which asks whether the daemon answers."""
 ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError, AttributeError, LookupError, BufferError)
-"""As Python raises them for arguments of a wrong kind."""
+"""Python raises these for arguments of a wrong kind."""
 _TEXT = "arguments: {} ({}); give what the verb describes"
 
 
 class BestEffort:
-    """Failures of one client. is_silent: a call has ended at its deadline, and no sign of life came since."""
+    """Failures of one client. is_silent: a call timed out, and no probe has succeeded since."""
 
     def __init__(self, target: str, *, best_effort: bool) -> None:
         self.is_silent = False
@@ -33,7 +33,8 @@ class BestEffort:
         self._unsaid = 0
 
     def shrunk(self, work: Callable[[], T], nothing: Callable[[], T]) -> T:
-        """With best_effort a failure is `nothing`. Raises InvalidArgument for what Python refuses, else what is raised."""
+        """Runs work; with best_effort a failure gives `nothing` instead. Raises InvalidArgument
+        for Python's own argument errors, and otherwise what `work` raises."""
         begun = time.monotonic()
         try:
             return work()
@@ -44,15 +45,15 @@ class BestEffort:
             try:
                 if not self._best_effort:
                     raise error from raised
-                # A call that had less time than a sign of life may take says nothing of the daemon.
+                # A call with less time than a probe says nothing about the daemon.
                 self.is_silent |= isinstance(error, DeadlineExceeded) and time.monotonic() - begun >= PROBE_S
                 self.note(error)
                 return nothing()
             finally:
-                del error  # else its traceback would keep it, and what the call held, until a search for garbage
+                del error  # otherwise its traceback would keep the call's objects until garbage collection
 
     def note(self, error: Exception) -> None:
-        """Logs the error if the last line is a minute old, with how many were not said since."""
+        """Logs the error, at most once a minute, with the number of errors not logged since."""
         now = time.monotonic()
         if now < self._next:
             self._unsaid += 1

@@ -1,12 +1,12 @@
-"""Client: the verbs of tierd, synchronous.
+"""Client: the synchronous verbs of tierd.
 
-Purpose: a thin face over verbs.py. Threads may share a client. Non-purpose: any logic of its own; AsyncClient (aio.py) is the same face,
-awaited.
+Client only calls verbs.py. Threads may share a client. AsyncClient (aio.py) has the same API.
 
     with Client() as client:
-        ns = client.open_namespace(NamespaceSpec(model="llama", tokens_per_block=16, block_bytes=2 << 20))
+        spec = NamespaceSpec(model="llama", tokens_per_block=16, block_bytes=2 << 20)
+        ns = client.open_namespace(spec)
         client.put(ns, tokens, blocks)
-        got = client.get(ns, tokens)        # got.tokens, got.views: read-only arrays that hold their pins
+        got = client.get(ns, tokens)  # got.tokens, got.views: read-only arrays that pin their pages
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 HURRY_S = 0.1
-"""What best_effort waits for a daemon that does not answer a hello."""
+"""With best_effort, a call waits this long for the daemon's answer to hello."""
 
 
 def in_a_hurry(options: Options) -> Options:
-    """How a client connects that may do without."""
+    """The options of a best-effort client: it connects within HURRY_S or gives up."""
     return replace(options, connect_timeout_s=HURRY_S, is_patient=False)
 
 
 class Face(Bound):
-    """What both clients share: where the daemon is, and what it said of itself."""
+    """The part that both clients share: the daemon's address, and facts from its hello."""
 
     _is_acknowledged: bool
     """Whether an explicit release waits for the daemon."""
@@ -82,28 +82,29 @@ class Face(Bound):
 
     @property
     def target(self) -> str:
-        """Where the daemon is."""
+        """The daemon's address."""
         return str(self._connector.target)
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the daemon's tiers, near to far, as `tier_of` and `tier_tokens` count them; empty before the first call."""
+        """Names of the daemon's tiers, nearest first, as in `tier_of`; empty before the first call."""
         link = self._connector.link
         return link.session.tiers if link and link.session else ()
 
     @property
     def gpu_tiers(self) -> tuple[str, ...]:
-        """Names of those of `tiers` that are memory of a GPU: their pages are DevicePages, which need CUDA in this process. Empty before the first call."""
+        """Those of `tiers` in GPU memory, whose DevicePages need CUDA; empty before the first call."""
         link = self._connector.link
         return tuple(link.session.tiers[i] for i in link.session.gpus) if link and link.session else ()
 
     @property
     def tells_events(self) -> bool:
-        """Whether the daemon tells routers what it holds, and so wants to know what an engine calls it (`About`); False before the first call."""
+        """Whether the daemon publishes events and so wants `About`. False before the first call."""
         return self._verbs.tells_events
 
     def introduce(self, engine: Mapping[str, str]) -> None:
-        """Says which engine this client serves, for operators (`tierctl engines`): a few short texts, told with the next connection, which the next call makes."""
+        """Names the engine that this client serves, by a few short texts, for `tierctl engines`.
+        The next call connects again to send them."""
         for key, value in engine.items():
             text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
@@ -116,26 +117,34 @@ class Face(Bound):
 
 
 CLOSE_S = 5.0
-"""For the answers of puts with wait=False."""
+"""Time for the answers to puts with wait=False."""
 
 
 class Client(Face):
-    """A client of the daemon at `target`: a directory with its sockets, or host:port (put and get only), host:port?codec=lz4 where chunks shall
-    travel encoded; None: TIERD_TARGET.
+    """A client of the daemon at `target`.
 
-    name: shown to operators. timeout_s: of calls that bring none. best_effort: every failure is a miss or a dropped put, with one log line a minute.
-    Nothing connects before the first call; after a daemon's restart or a fork the next call connects again. Every verb but those of
-    a best-effort client raises the errors of tierd.errors.
+    It connects on the first call. After a fork or a daemon's restart the next call reconnects.
+
+    Args:
+        target: A directory with the daemon's sockets, or host:port for put and get over TCP.
+            host:port?codec=lz4 encodes chunks. None: TIERD_TARGET.
+        name: Shown to operators.
+        timeout_s: For calls that pass none.
+        best_effort: Failures become misses or dropped puts, with one log line a minute.
+        credential_file: A text file with the credential that the daemon expects.
+
+    Raises:
+        TierdError: Every verb raises the errors of tierd.errors, unless best_effort is set.
     """
 
     _is_acknowledged = True
 
     def connect(self, *, timeout_s: float | None = None) -> None:
-        """Connects now, where there is no connection."""
+        """Connects now if there is no connection."""
         self._verbs.connect(self._deadline(timeout_s))
 
     def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
-        """Names a namespace; the daemon adds the tenant. With best effort an impossible spec, too, is one that never opens."""
+        """Opens a namespace; the daemon adds the tenant. With best_effort, an invalid spec never opens."""
         return self._verbs.open_namespace(spec, self._deadline(timeout_s))
 
     def lookup(
@@ -146,7 +155,13 @@ class Client(Face):
         tokens: int | None = None,
         timeout_s: float | None = None,
     ) -> Found:
-        """How much of a sequence could be served, and from where. groups, or a namespace and its hashes."""
+        """Says how much of a sequence the daemon could serve, and from which tiers.
+
+        Args:
+            groups: Groups, or one namespace together with `hashes`.
+            hashes: Block hashes, uint8 [blocks, 32].
+            tokens: Tokens that all blocks cover. None: all blocks are full.
+        """
         wanted = (groups, hashes, tokens)
         return self._verbs.lookup(wanted, self._deadline(timeout_s))
 
@@ -159,7 +174,12 @@ class Client(Face):
         tier: str = "host",
         timeout_s: float | None = None,
     ) -> int:
-        """Begins to bring blocks near and returns at once: how many are on their way because of this."""
+        """Starts to bring blocks into `tier` and returns at once with their number.
+
+        Args:
+            groups, hashes, tokens: As for `lookup`.
+            tier: Name of the tier.
+        """
         wanted = (groups, hashes, tokens)
         return self._verbs.prefetch(wanted, tier, self._deadline(timeout_s))
 
@@ -172,7 +192,7 @@ class Client(Face):
         tier: str = "host",
         timeout_s: float | None = None,
     ) -> Lease:
-        """Pins the longest servable prefix in the wanted tier; a lease that is false if there is none."""
+        """Pins the longest servable prefix in `tier`; false on a miss. Arguments as for `prefetch`."""
         wanted = (groups, hashes, tokens)
         return self._verbs.acquire(wanted, tier, self._deadline(timeout_s))
 
@@ -184,13 +204,18 @@ class Client(Face):
         out: Any = None,
         timeout_s: float | None = None,
     ) -> GetResult:
-        """The servable prefix of tokens, hashes or a group: as views, or copied into `out`, a list of buffers or one buffer."""
+        """Gets the longest cached prefix of a sequence.
+
+        Args:
+            namespace, what: The namespace; tokens, block hashes or a group.
+            out: A list of buffers, or one buffer, to copy into. None: the result has views.
+        """
         return self._verbs.get(namespace, what, out, self._deadline(timeout_s))
 
     def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
     ) -> Reservation:
-        """Sets pages aside to be written in place."""
+        """Reserves pages to be written in place."""
         return self._verbs.reserve(groups, tier, self._deadline(timeout_s))  # type: ignore[return-value]
 
     def put(
@@ -203,32 +228,52 @@ class Client(Face):
         wait: bool = True,
         timeout_s: float | None = None,
     ) -> PutResult:
-        """Stores blocks, one buffer each (buffer protocol, numpy, CPU tensors). durable: written to NVMe and synced
-        before it returns.
+        """Stores blocks. The caller may reuse its buffers once put has returned.
 
-        wait=False: returns when the bytes are copied, with PENDING blocks, unless durable. This client's next call
-        finds them; `flush` says
-        whether all were stored. A process that is killed within that moment may lose them. Over TCP a put always waits.
-        A daemon that is overloaded is told of the blocks again, a few times until timeout_s. The
-        buffers are the caller's again once put has returned.
+        If the daemon is overloaded, the client sends the commit again, a few times within
+        `timeout_s`. Over TCP a put always waits.
+
+        Args:
+            namespace, what: The namespace; tokens, block hashes or a group.
+            blocks: One buffer for each block: buffer protocol, numpy or CPU tensors.
+            durable: Return only when the blocks are on NVMe and synced.
+            wait: False: return when the bytes are copied, with PENDING blocks, unless durable. This
+                client's next call finds them; `flush` counts those that were not stored. A process
+                that is killed before the daemon answers may lose them.
         """
         until = partial(Until.of, durable=durable, wait=wait)
         return self._verbs.put(namespace, what, blocks, self._deadline(timeout_s), until=until)
 
     def flush(self, *, timeout_s: float | None = None) -> Lost:
-        """Waits for all puts with wait=False. Returns how many of their blocks were not stored
-        since the last flush, a number with `reasons`.
+        """Waits for all puts with wait=False.
 
-        Raises DeadlineExceeded while puts are not answered; the next flush counts them.
+        Returns:
+            How many of their blocks were not stored since the last flush, with `reasons`.
+
+        Raises:
+            DeadlineExceeded: Some puts are not answered yet. The next flush counts them.
         """
         return self._verbs.flush(self._deadline(timeout_s))
 
     def report_attention(self, lease: Lease, mass: Any, *, group: int = 0, timeout_s: float | None = None) -> None:
-        """Attention mass per rank and block of a lease's group, f32 [ranks, count]: a hint for eviction."""
+        """Reports attention mass as a hint for eviction.
+
+        Args:
+            lease: The lease that holds the blocks.
+            mass: f32 [ranks, count], per rank and block of the group.
+            group: Index of the lease's group.
+        """
         self._verbs.report_attention(lease, mass, group, self._deadline(timeout_s))
 
     def watch(self, *, after: int = 0) -> Iterator[Event]:
-        """Blocks stored and removed, as they happen; after: the last sequence number seen. Ends by raising when the daemon goes."""
+        """Yields events for blocks stored and removed, as they happen.
+
+        Args:
+            after: The last sequence number seen.
+
+        Raises:
+            TierdError: The daemon has ended or cannot be reached.
+        """
         request = requests.watch_request(after)
         link = self._verbs.connected(due(self._deadline(None)))
         replies = link.transport.stream("Watch", request)
@@ -239,8 +284,8 @@ class Client(Face):
             replies.close()
 
     def close(self) -> None:
-        """Ends the session, after puts with wait=False. Views that are alive stay readable; leases and reservations
-        end."""
+        """Ends the session after all puts with wait=False. Live views stay readable; leases and
+        reservations end."""
         self._verbs.finish(self._deadline(CLOSE_S))
         self._connector.close()
 
@@ -257,7 +302,7 @@ class Client(Face):
 
 
 def open_transport(link: Link, address: str) -> Transport:
-    """The synchronous transport; grpc is loaded with it where it is far away, not with the SDK."""
+    """Opens the synchronous transport. Only a remote daemon's transport loads grpc."""
     if link.session is not None:
         return LocalTransport(link, address)
     from tierd.client.transport.grpc_calls import SyncTransport  # noqa: PLC0415

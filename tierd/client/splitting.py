@@ -1,10 +1,9 @@
-"""The SDK makes calls of more than PART_BLOCKS blocks in parts, from the first token on; ranks and groups count.
+"""Splits calls of more than PART_BLOCKS blocks, counted over ranks and groups, into parts.
 
-So no part keeps the daemon from others for long.
-
-Purpose: prompts of any length. Non-purpose: what one call does (asking.py). Invariants: a part ends where a block of
-each group ends; after a part that was not served or stored whole
-comes no other, since what follows is of no use without it; what cannot be cut, groups that need no prefix, is asked for as far as one call goes.
+So a prompt may have any length, and no part delays other clients for long. One call is in
+asking.py. Parts start at the first token. A part ends at a block boundary of every group. If a part
+was not served or stored whole, the SDK stops there, because later blocks are useless without it.
+Groups that need no prefix cannot be split; they get one call of the largest size.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
     from tierd.client.blocks.asking import Asking
 
 SHARE = 4
-"""A part of a call that holds its blocks takes one in so many of the bytes that its session may hold."""
+"""A part that holds its blocks takes at most 1/SHARE of the bytes that the session may hold."""
 PART_BLOCKS = 1 << 11
-"""Of a part, if the daemon takes as many in a call: it works 3 us on a block of a put, 1 us on one of a get."""
+"""Blocks of a part, if the daemon accepts as many. It works 3 us on a put's block, 1 us on a get's."""
 
 
 def lookup(verbs: Asking, groups: Sequence[Group], deadline: float) -> Found:
-    """What could be served."""
+    """How much could be served."""
     parts = _parts(verbs, groups, deadline)
     if parts[0] is groups:
         return verbs.found(groups, deadline)
@@ -45,13 +44,13 @@ def lookup(verbs: Asking, groups: Sequence[Group], deadline: float) -> Found:
             got = got.followed_by(GetResult(found.tokens, tier_tokens=found.tier_tokens))
         is_whole &= found.tokens == _tokens_of(part)
     tiers = [np.concatenate(each, axis=1) for each in zip(*tier_of, strict=True)]
-    left = [len(group.hashes) - its.shape[1] for group, its in zip(groups, tiers, strict=True)]  # not asked for
+    left = [len(group.hashes) - its.shape[1] for group, its in zip(groups, tiers, strict=True)]  # not looked up
     padded = (np.pad(its, ((0, 0), (0, n)), constant_values=-1) for its, n in zip(tiers, left, strict=True))
     return Found(got.tokens, tuple(padded), got.tier_tokens)
 
 
 def prefetch(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> int:
-    """How many blocks are on their way because of this."""
+    """Starts a prefetch; the number of blocks that it began to bring."""
     started = 0
     for part in _parts(verbs, groups, deadline):
         started += verbs.begun(part, tier, deadline)
@@ -59,14 +58,14 @@ def prefetch(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float)
 
 
 def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> Lease:
-    """A lease on what is servable of the first part."""
+    """A lease on the servable prefix of the first part."""
     parts = _parts(verbs, groups, deadline, is_one=True)
     return verbs.leased(parts[0], tier, deadline)
 
 
 def get(verbs: Asking, group: Group, out: Any, deadline: float) -> GetResult:
-    """The servable prefix. What is copied of a part is let go of before the next is asked for."""
-    has_ranks = len(group.ranks) > 1  # whose blocks lie rank by rank
+    """The servable prefix. A copied part is released before the next part is requested."""
+    has_ranks = len(group.ranks) > 1  # their blocks are ordered by rank
     parts = _parts(verbs, [group], deadline, is_one=has_ranks, is_held=True)
     if len(parts) == 1 or has_ranks:
         return verbs.got(parts[0][0], out, deadline)[0]
@@ -83,7 +82,7 @@ def get(verbs: Asking, group: Group, out: Any, deadline: float) -> GetResult:
 
 
 def put(verbs: Asking, write: Write) -> PutResult:
-    """Stores blocks. Of those after a part that was not stored whole it is said what became of the first that was not."""
+    """Stores blocks. After a failed part, later blocks get the status of its first failed block."""
     count = len(write.sources)
     limit = _limit(verbs, [write.group.namespace], count, write.deadline)
     limit = _held(verbs, write.group.namespace, count, limit)
@@ -105,7 +104,7 @@ def put(verbs: Asking, write: Write) -> PutResult:
 
 
 def _limit(verbs: Asking, spaces: Sequence[OpenedNamespace], count: int, deadline: float) -> int:
-    """Blocks that one call may have."""
+    """Maximum blocks of one call."""
     link = verbs.connector.link
     if link is None or count > link.batch_blocks:
         link = verbs.opened(spaces, deadline)
@@ -113,10 +112,9 @@ def _limit(verbs: Asking, spaces: Sequence[OpenedNamespace], count: int, deadlin
 
 
 def _held(verbs: Asking, namespace: OpenedNamespace, count: int, limit: int) -> int:
-    """Blocks of a call that holds them. A prompt larger than the session may hold goes in parts of a SHARE of that.
-
-    Other calls of the session hold something too, and a put may take two pages for a block.
-    """
+    """Maximum blocks of a call that holds its blocks. A prompt larger than the session's limit
+    goes in parts of a quarter (1/SHARE) of that limit. Other calls of the session hold pages
+    too, and a put may take two pages for a block."""
     link, each = verbs.connector.link, max(PAGE_ALIGN_BYTES, namespace.spec.block_bytes)
     limit, share_bytes = min(limit, PART_BLOCKS), link.share_bytes if link else 0
     return max(1, min(limit, share_bytes // SHARE // each)) if 0 < share_bytes < count * each else limit
@@ -125,10 +123,10 @@ def _held(verbs: Asking, namespace: OpenedNamespace, count: int, limit: int) -> 
 def _parts(
     verbs: Asking, groups: Sequence[Group], deadline: float, *, is_one: bool = False, is_held: bool = False
 ) -> list[Sequence[Group]]:
-    """The groups of each call, one after another. is_held: each call holds its blocks.
+    """The groups of each call, in order. is_held: each call holds its blocks.
 
-    is_one: the caller makes only the first call, of as many blocks as the daemon takes. Groups that need no prefix are
-    one call too, because their end decides what is a hit.
+    is_one: the caller makes only the first call, with as many blocks as the daemon accepts. Groups
+    that need no prefix are one call too, because their end decides whether they hit.
     """
     ranks = [max(1, len(group.ranks)) for group in groups]
     count = sum(len(group.hashes) * n for group, n in zip(groups, ranks, strict=True))

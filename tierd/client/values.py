@@ -1,6 +1,6 @@
-"""What one asks the client for, and what it answers, apart from holds on memory (lease.py).
+"""Arguments and results of the client, apart from holds on memory (lease.py).
 
-Purpose: small immutable values. Non-purpose: messages (requests.py, replies.py). Invariant: arrays in answers are the caller's own.
+They are small values. Messages are in requests.py and replies.py. The caller owns returned arrays.
 """
 
 from __future__ import annotations
@@ -26,36 +26,38 @@ NO_HASHES: Hashes = np.zeros((0, HASH_BYTES), dtype=np.uint8)
 
 @dataclass(eq=False)
 class OpenedNamespace:
-    """A namespace as the client knows it. id: of rank 0, ranks follow; digest: 32 bytes, begins every chain of hashes.
+    """A namespace as the client knows it.
 
-    With `best_effort` it may be unopened (id 0): then it hashes to nothing, and every call with it is a miss.
+    With `best_effort` it may be unopened (id 0). It hashes to nothing then, and calls with it miss.
+
+    id: of rank 0, the other ranks follow. digest: 32 bytes that begin every chain of hashes.
     """
 
     spec: NamespaceSpec
     id: int = 0
     digest: bytes = b""
     epoch: int = 0
-    link: int = field(default=0, repr=False)  # number of the connection that it was last opened over
-    owner: object = field(default=None, repr=False)  # whose connection that was
+    link: int = field(default=0, repr=False)  # number of the connection over which it was last opened
+    owner: object = field(default=None, repr=False)  # the client of that connection
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and copy: it is opened again where it comes to be used."""
+        """For pickle and copy: the copy is opened again on first use."""
         return OpenedNamespace, (self.spec, self.id, self.digest, self.epoch)
 
     @property
     def is_open(self) -> bool:
-        """Whether a daemon has given it an id."""
+        """Whether a daemon has assigned an id."""
         return self.id != 0
 
     def hash(self, tokens: Tokens, *, with_tail: bool = False, parent: bytes = ROOT) -> Hashes:
-        """The block hashes of a sequence, uint8 [blocks, 32]; a short last block only with_tail."""
+        """The block hashes of a sequence, uint8 [blocks, 32]. with_tail: a short last block too."""
         if not self.is_open:
             return NO_HASHES
         size = self.spec.tokens_per_block
         return hash_tokens(tokens, digest=self.digest, tokens_per_block=size, parent=parent, with_tail=with_tail)
 
     def fold(self, hashes: Sequence[bytes]) -> Hashes:
-        """An engine's own block hashes, bound to this namespace."""
+        """Folds an engine's own block hashes into this namespace."""
         return fold_hashes(hashes, digest=self.digest) if self.is_open else NO_HASHES
 
     def spans(self, tokens: int) -> list[tuple[int, int]]:
@@ -63,7 +65,7 @@ class OpenedNamespace:
         return list(block_spans(tokens, self.spec.tokens_per_block, with_tail=True))
 
     def block_tokens(self, blocks: int, *, tokens: int | None = None) -> NDArray[np.uint32]:
-        """Tokens that each of so many consecutive blocks covers, of `tokens` in all (None: all are full). u4 [blocks]."""
+        """Tokens of each of `blocks` consecutive blocks, u4. tokens: of all; None: all are full."""
         size, total = self.spec.tokens_per_block, self.tokens_in(blocks, tokens=tokens)
         covered = np.full(blocks, size, dtype=np.uint32)
         if blocks:
@@ -71,7 +73,8 @@ class OpenedNamespace:
         return covered
 
     def tokens_in(self, blocks: int, *, tokens: int | None = None) -> int:
-        """Tokens that so many consecutive blocks cover: `tokens`, or if None as many as fill them. Raises InvalidArgument where they are another number of blocks."""
+        """Tokens of `blocks` blocks: `tokens`, or None: all are full. Raises InvalidArgument if
+        `tokens` make another number of blocks."""
         size = self.spec.tokens_per_block
         total = (
             blocks * size if tokens is None else whole("tokens", tokens, 1 << 63, remedy="count those of all blocks")
@@ -83,12 +86,12 @@ class OpenedNamespace:
         return total
 
     def covered_in(self, first: int, stop: int, blocks: int, *, tokens: int | None) -> int | None:
-        """Tokens that blocks first to stop - 1 of so many cover."""
+        """Tokens that blocks first to stop - 1 of `blocks` cover."""
         size = self.spec.tokens_per_block
         return tokens and max(0, min(self.tokens_in(blocks, tokens=tokens), stop * size) - first * size)
 
     def block_lengths(self, covered: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Bytes of blocks that cover so many tokens, in proportion to a full one's. u4 [blocks]."""
+        """Bytes of blocks, u4 [blocks], in proportion to the tokens that each covers."""
         size = self.spec.tokens_per_block
         return ((covered.astype(np.int64) * self.spec.block_bytes + size - 1) // size).astype(np.uint32)
 
@@ -101,9 +104,16 @@ class OpenedNamespace:
         position: int = 0,
         tokens: int | None = None,
     ) -> StructArray:
-        """COMMIT_BLOCK [n] that names private pages, `index` of a reservation, as consecutive blocks of a sequence.
+        """Names private pages of a reservation as consecutive blocks of a sequence.
 
-        parent, position: of the first. tokens: covered by all (None: all blocks are full).
+        Args:
+            hashes: One for each page.
+            index: Positions of the pages in the reservation.
+            parent, position: Hash of the block before the first; number of the first block.
+            tokens: Tokens that all blocks cover. None: all blocks are full.
+
+        Returns:
+            COMMIT_BLOCK [n].
         """
         blocks = np.zeros(len(hashes), dtype=COMMIT_BLOCK)
         whole("position", position, (1 << 32) - len(hashes), remedy="count blocks from the sequence's first")
@@ -121,7 +131,7 @@ class OpenedNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One attention group of a sequence to be found. tokens: covered by all the blocks (None: all are full)."""
+    """One attention group of a sequence to be found. tokens: of all blocks (None: all are full)."""
 
     namespace: OpenedNamespace
     hashes: Hashes
@@ -131,15 +141,20 @@ class Group:
     need_tokens: int = 0
 
     def part(self, first: int, stop: int) -> Group:
-        """Its blocks first to stop - 1, as far as there are any."""
+        """Its blocks first to stop - 1, as far as they exist."""
         covered = self.namespace.covered_in(first, stop, len(self.hashes), tokens=self.tokens)
         return replace(self, hashes=self.hashes[first:stop], tokens=covered)
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an engine says of consecutive blocks, for routers (KV events); sent only where the daemon publishes them. hashes: its own, of equal length,
-    `per_block` for each block (none: tierd's); parent: its hash of the block before the first; tokens: of all blocks (none: not told)."""
+    """An engine's own names of consecutive blocks, sent only if the daemon publishes KV events.
+
+    Attributes:
+        hashes: The engine's, of one length, `per_block` for each block. Empty: use tierd's.
+        parent: The engine's hash of the block before the first.
+        tokens: Tokens of all blocks. Empty: not reported.
+    """
 
     hashes: Sequence[bytes] = ()
     parent: bytes = b""
@@ -147,7 +162,7 @@ class About:
     per_block: int = 1
 
     def part(self, start: int, stop: int, *, size: int) -> About:
-        """Of blocks start to stop, each of so many tokens."""
+        """The part for blocks start to stop - 1 of `size` tokens each."""
         first, last = start * self.per_block, stop * self.per_block
         parent = self.hashes[first - 1] if first and self.hashes else self.parent
         return About(self.hashes[first:last], parent, self.tokens[start * size : stop * size], self.per_block)
@@ -155,11 +170,18 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class PutGroup:
-    """Consecutive blocks of one rank to be stored. tokens: covered by all (None: all are full); lengths: bytes of each (None: in
-    proportion to their tokens); parent, position: hash of the block before the first, and the first one's number; about: for routers.
+    """Consecutive blocks of one rank to be stored.
 
-    priority: 0 to 100, the least leaves first, one for all or one for each (None: nothing is said, which counts as 35); retention_s: for how long from now on
-    (None: for good). Tiers with the eviction policy `priority` go by it; of a block that exists already what is more holds."""
+    Attributes:
+        tokens: Tokens that all blocks cover. None: all blocks are full.
+        lengths: Bytes of each block. None: in proportion to its tokens.
+        parent, position: Hash of the block before the first; number of the first block.
+        about: Names for routers.
+        priority: 0 to 100, for all blocks or one for each; the lowest is evicted first. None is the
+            default, 35. Only tiers with the eviction policy `priority` use it. If two puts of a
+            block differ, the higher priority holds, and between equal ones the later end.
+        retention_s: How long the priority holds from now on. None: always.
+    """
 
     namespace: OpenedNamespace
     hashes: Hashes
@@ -173,7 +195,7 @@ class PutGroup:
     retention_s: float | Sequence[float | None] | None = None
 
     def part(self, first: int, stop: int) -> PutGroup:
-        """Its blocks first to stop - 1, as far as there are any."""
+        """Its blocks first to stop - 1, as far as they exist."""
 
         def cut(values: Any) -> Any:
             return values[first:stop] if isinstance(values, Sequence | np.ndarray) else values
@@ -192,20 +214,23 @@ class PutGroup:
 
     @classmethod
     def private(cls, namespace: OpenedNamespace, count: int) -> PutGroup:
-        """So many pages that get their names at commit."""
+        """A group of `count` pages that are named at commit."""
         count = whole("count", count, PRIVATE_MOST)
         return cls(namespace, np.zeros((count, HASH_BYTES), dtype=np.uint8))
 
 
 PRIVATE_MOST = 1 << 20
-"""Of what no daemon takes in one call."""
+"""Above any number of pages that a daemon accepts in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a lookup says. tokens: servable now. tier_of: per group, int8 [ranks, blocks], position of the nearest tier, -1 a miss.
+    """The result of a lookup.
 
-    tier_tokens: per tier, tokens of the first group's servable part that would come from it.
+    Attributes:
+        tokens: Servable now.
+        tier_of: Per group, int8 [ranks, blocks]: position of the nearest tier; -1 is a miss.
+        tier_tokens: Per tier, tokens of the first group's servable part that would come from it.
     """
 
     tokens: int = 0
@@ -218,13 +243,13 @@ _STORED = (BlockStatus.READY, BlockStatus.EXISTS, BlockStatus.PENDING)
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """The result of a put: statuses u2 [n] of BlockStatus. READY and EXISTS: stored. PENDING: put with wait=False."""
+    """The result of a put. statuses: u2 [n] of BlockStatus; PENDING comes from wait=False."""
 
     statuses: NDArray[np.uint16]
 
     @property
     def stored(self) -> int:
-        """Blocks that are stored or PENDING, from the first on without a gap."""
+        """Number of blocks stored or PENDING, counted from the first one to the first gap."""
         held = np.isin(self.statuses, _STORED)
         return len(held) if np.count_nonzero(held) == len(held) else int(np.argmin(held))
 
@@ -233,13 +258,13 @@ class PutResult:
 
 
 class Lost(int):
-    """How many blocks of puts with wait=False were not stored. reasons: of each kind of failure how
-    many, its name, and what was said last."""
+    """How many blocks of puts with wait=False were not stored. Each entry of `reasons` has a kind of
+    failure: the number of blocks, its name, and its last message."""
 
     reasons: tuple[str, ...]
 
     def __new__(cls, blocks: int = 0, reasons: Iterable[str] = ()) -> Self:
-        """As it reads."""
+        """Makes the number, with its reasons."""
         lost = super().__new__(cls, blocks)
         lost.reasons = tuple(reasons)
         return lost
@@ -247,8 +272,12 @@ class Lost(int):
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """The servable prefix. tokens, blocks: how much it is. views: one read-only uint8 array a block, each holding its pin; empty where
-    the blocks were copied into `out`. tier_tokens: tokens by the position of the tier where they were found."""
+    """The longest cached prefix: its length in tokens and blocks.
+
+    Attributes:
+        views: One read-only uint8 array a block, which pins its page. Empty if `out` was given.
+        tier_tokens: Tokens found in each tier, by position of the tier.
+    """
 
     tokens: int = 0
     blocks: int = 0
@@ -259,25 +288,25 @@ class GetResult:
         return self.tokens > 0
 
     def followed_by(self, more: GetResult) -> GetResult:
-        """Both as one, of a sequence that was asked for in parts."""
+        """Joins the results of two parts of one sequence."""
         tier_tokens = tuple(map(sum, zip_longest(self.tier_tokens, more.tier_tokens, fillvalue=0)))
         return GetResult(self.tokens + more.tokens, self.blocks + more.blocks, self.views + more.views, tier_tokens)
 
 
 class EventKind(enum.IntEnum):
-    """What happened to blocks."""
+    """The kind of an event."""
 
     STORED = 0
     REMOVED = 1
     LOST = 2
-    """Events were dropped for a slow watcher: what follows is not gapless."""
+    """The daemon dropped events because the watcher was slow. The sequence has a gap."""
     ENDED = 3
-    """The namespace's epoch has ended: nothing of it is served any more, whatever is still held. No hashes."""
+    """The namespace's epoch has ended: none of its blocks is served any more. No hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Blocks stored in or removed from a tier. hashes: uint8 [n, 32]; reason: why, for people."""
+    """Blocks stored in or removed from a tier. hashes: uint8 [n, 32]; reason: for people."""
 
     sequence: int
     kind: EventKind
@@ -289,7 +318,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What became of each committed block: statuses u2 [n] (READY, EXISTS, FAILED), handles HANDLE [n], the lease if one was asked for."""
+    """The result of a commit. statuses: u2 [n]: READY, EXISTS or FAILED. handles: HANDLE [n]."""
 
     statuses: NDArray[np.uint16]
     handles: StructArray

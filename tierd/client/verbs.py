@@ -1,9 +1,10 @@
-"""The verbs: everything that a client does, once, in the caller's thread or in one of AsyncClient's.
+"""The verbs of a client, each written once. They run in the caller's thread or in AsyncClient's.
 
-Purpose: links, retries, deadlines, what is shrunk to a miss. Non-purpose: messages (requests.py, replies.py), transports
-(local.py, grpc_calls.py). Invariants: every verb ends
-within its deadline; a get or a put of any number of blocks is a constant number of calls; only what changes nothing is called again after
-a daemon has gone (but a put, whose blocks either exist then or do not), and what was refused for want of room; with best_effort nothing raises but a use of a handle, and each failure is a smaller hit.
+Verbs handle links, retries, deadlines and best effort. Messages are in requests.py and replies.py,
+transports in local.py and grpc_calls.py. Every verb ends within its deadline. A part of a get or
+put is a constant number of calls. After the daemon has gone, verbs retry puts, and calls that
+change nothing. They also retry calls that were refused for lack of room. With best_effort only the
+use of a handle raises; other failures become smaller hits.
 """
 
 from __future__ import annotations
@@ -33,36 +34,36 @@ T = TypeVar("T")
 
 
 class Verbs(Asking):
-    """One client's verbs. Values in, values out; deadlines are of time.monotonic()."""
+    """The verbs of one client. Deadlines are of time.monotonic()."""
 
     def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T]) -> T:
-        """Runs a verb until its deadline. nothing: gives the result of a verb that fails with best_effort."""
+        """Runs a verb until its deadline. nothing: makes the result of a failure with best_effort."""
         return self.shrunk(lambda: work(due(deadline)), nothing)
 
     def connect(self, deadline: Deadline) -> None:
-        """Connects, where there is no connection."""
+        """Connects if there is no connection."""
         self._verb(deadline, lambda by: void(self.connected(by)), void)
 
     # -- namespaces
 
     def open_namespace(self, spec: NamespaceSpec, deadline: Deadline) -> OpenedNamespace:
-        """The namespace; with best_effort and no daemon an unopened one, which opens itself with the first call that gets through."""
+        """The namespace. With best_effort it may stay unopened; the next call that succeeds opens it."""
         namespace = OpenedNamespace(spec)
         self._verb(deadline, lambda by: void(self.opened([namespace], by)), void)
         return namespace
 
-    # -- gets. asked: what `requests.groups_of` makes groups of
+    # -- gets. asked: arguments of `requests.groups_of`
 
     def lookup(self, asked: Any, deadline: Deadline) -> Found:
-        """What could be served."""
+        """How much could be served."""
         return self._verb(deadline, lambda by: splitting.lookup(self, requests.groups_of(*asked), by), Found)
 
     def prefetch(self, asked: Any, tier: str, deadline: Deadline) -> int:
-        """Blocks that are on their way because of this."""
+        """Starts a prefetch; the number of blocks that it began to bring."""
         return self._verb(deadline, lambda by: splitting.prefetch(self, requests.groups_of(*asked), tier, by), int)
 
     def acquire(self, asked: Any, tier: str, deadline: Deadline) -> Lease:
-        """A lease on the longest servable prefix, its segments mapped."""
+        """A lease on the longest servable prefix, with its segments mapped."""
         return self._verb(
             deadline,
             lambda by: splitting.acquire(self, requests.groups_of(*asked), tier, by),
@@ -74,7 +75,7 @@ class Verbs(Asking):
         return self._verb(deadline, lambda by: self._get(namespace, what, out, by), GetResult)
 
     def report_attention(self, lease: Lease, mass: Any, group: int, deadline: Deadline) -> None:
-        """Attention mass per rank and block of a lease's group."""
+        """Reports attention mass per rank and block of a lease's group."""
 
         def work(by: float) -> None:
             with np.errstate(all="ignore"):
@@ -88,7 +89,7 @@ class Verbs(Asking):
     # -- puts
 
     def reserve(self, groups: Any, tier: str, deadline: Deadline) -> ReservedPages:
-        """Pages to write, their segments mapped."""
+        """Reserves pages to write and maps their segments."""
         wanted: list[PutGroup] = []
 
         def work(by: float) -> ReservedPages:
@@ -119,13 +120,11 @@ class Verbs(Asking):
         )
 
     def flush(self, deadline: Deadline) -> Lost:
-        """Waits for the answers of puts that waited for nobody; which of their blocks were not
-        stored since the
-        last time."""
+        """Waits for the answers to puts with wait=False; counts blocks not stored since the last flush."""
         return self._verb(deadline, self.background_puts.flush, self.background_puts.lost)
 
     def finish(self, deadline: Deadline) -> None:
-        """Before the session ends: the same. What was lost is logged."""
+        """Waits for puts with wait=False before the session ends. Logs lost blocks."""
         self.background_puts.settle(due(deadline))
         lost, unknown = self.background_puts.lost(), len(self.background_puts)
         if lost or unknown:
@@ -141,7 +140,7 @@ class Verbs(Asking):
         return self._verb(deadline, lambda by: self.committed(pages, make(), by), pages.not_committed)
 
     def abort(self, pages: ReservedPages, deadline: Deadline) -> None:
-        """Gives a reservation's pages back."""
+        """Releases a reservation's pages."""
 
         self._verb(deadline, lambda by: self.aborted(pages, by), void)
 

@@ -1,1 +1,1 @@
-"""KV events: routers are told which tier holds which of an engine's blocks. See README.md."""
+"""KV events tell routers which tier holds which of an engine's blocks. See README.md."""

@@ -1,8 +1,8 @@
-"""Follows the log of what happened to blocks, on the daemon's event loop, and has the publisher tell it.
+"""Follows the cache's event log on the daemon's event loop, and has the publisher report it.
 
-Purpose: log entries and what clients say of their blocks, in order, as work for the publisher's thread. Non-purpose: sockets (publisher.py). Invariants: the loop
-hands over and never waits for a subscriber, nor a call for the loop's handing over; after anything was lost, or an epoch has ended, routers are told to forget
-everything and then what is held now.
+The log's entries and clients' names of blocks go, in order, to the publisher's thread. Sockets are
+in publisher.py. The loop never waits for a subscriber; a call never waits for the loop. After
+events were lost or an epoch has ended, routers are told to clear, and then get the blocks held now.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from tierd.events.router_view import Names, Space, Told
 log = structlog.get_logger(__name__)
 
 NAMES_BYTES = 32 << 20
-"""What clients have said of their blocks and was not handed over yet; beyond it the oldest is forgotten, and tierd's own hashes are told."""
+"""Bytes of names from clients that are not processed yet. Above it the oldest are dropped, and
+their blocks get tierd's own hashes."""
 AGAIN_S = 1.0
-"""Everything is told at most once in this time: where more happens than can be told, telling all of it anew at once would lose more."""
+"""Minimum time between two full reports; more frequent ones could lose more events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Blocks of one namespace and rank that came to a tier, or left it."""
+    """Blocks of one namespace and rank that were stored in a tier or removed from it."""
 
     space: Space
     rank: int
@@ -48,7 +49,7 @@ class Step:
 
 
 class Feed:
-    """One per daemon. `note` is for the service, `run` for the lifecycle."""
+    """One per daemon. The service calls `note`, the lifecycle calls `run`."""
 
     def __init__(self, cache: Cache, publisher: Publisher) -> None:
         self._cache, self._publisher = cache, publisher
@@ -57,7 +58,7 @@ class Feed:
         self._names_bytes = 0
 
     def note(self, names: Names) -> None:
-        """A client says what it calls blocks that it is about to store, or finds stored."""
+        """Notes a client's names of blocks that it will store or has found stored."""
         with self._turn:
             is_first = not self._names
             self._names.append(names)
@@ -68,7 +69,7 @@ class Feed:
             self._publisher.do(self._take_names)
 
     async def run(self) -> None:
-        """Until the log is closed."""
+        """Runs until the log is closed."""
         clock, is_open = asyncio.get_running_loop().time, True
         while is_open:
             began = clock()
@@ -80,11 +81,11 @@ class Feed:
                 await asyncio.sleep(max(0.0, began + AGAIN_S - clock()))
 
     async def _tell(self) -> bool:
-        """Everything that is held, then what happens, until something was lost; False: the log is closed."""
+        """Reports all held blocks, then events until some were lost. False: the log is closed."""
         await self._cache.persistence.loaded.wait()
         after = self._cache.events.last
         await self._hand([], is_anew=True)
-        # What happens meanwhile is told after them, so that all is right at the end.
+        # Later events are reported after these blocks, so the view is right at the end.
         for ids in self._cache.core.pieces():
             await self._hand(list(self._held(ids)))
         async with contextlib.aclosing(self._cache.events.follow(after)) as batches:
@@ -105,7 +106,7 @@ class Feed:
         await asyncio.wrap_future(self._publisher.do(work))
 
     def _take_names(self, told: Told) -> list[Event]:
-        """In the publisher's thread."""
+        """Runs in the publisher's thread."""
         with self._turn:
             names, self._names, self._names_bytes = self._names, deque(), 0
         return [event for one in names for event in told.name(one)]
@@ -118,7 +119,7 @@ class Feed:
         return Step(space_of(namespace), event.namespace - namespace.id, event.tier, event.hashes, is_stored)
 
     def _held(self, ids: Ids) -> Iterator[Step]:
-        """Which of the ids are blocks that are held now and served, by tier and namespace."""
+        """The ids' blocks that are held and served now, by tier and namespace."""
         core, registry = self._cache.core, self._cache.registry
         ids = core.blocks(of=ids)
         names, tiers = core.names(ids), core.tier_bits(ids)
@@ -132,7 +133,7 @@ class Feed:
 
 @contextlib.asynccontextmanager
 async def publishing(cache: Cache, settings: EventsConfig, *, end_s: float) -> AsyncIterator[Feed | None]:
-    """The feed while the daemon lives; None where events are off. end_s: for its end. Raises ConfigError."""
+    """The feed; None if events are off. end_s: time limit for its end. Raises ConfigError."""
     if not settings.enabled:
         yield None
         return

@@ -1,7 +1,8 @@
-"""What a client says that its engine calls blocks, from the message of a put.
+"""Reads an engine's names of blocks from the message of a put.
 
-Purpose: fields of PutGroup become names, or an InvalidArgument. Non-purpose: whether the blocks are stored. Pure. Invariant: what passes here fits together: as
-many names as blocks, of equal length, as many tokens as the blocks cover.
+The functions are pure and do not check whether the blocks are stored. Invalid fields raise
+InvalidArgument. Valid names fit together: one for each block, all of one length, and as many tokens
+as the blocks cover.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from tierd.events.router_view import Names, Space
 
 
 def names_of(group: pb.PutGroup, namespace: Namespace) -> Names:
-    """Of one group whose blocks are well-formed; without any words of the engine the blocks have tierd's own names. Raises InvalidArgument."""
+    """Names of a group of valid blocks: the engine's, else tierd's. Raises InvalidArgument."""
     space, blocks = space_of(namespace), np.frombuffer(group.blocks, dtype=PUT_BLOCK)
     if not blocks["hash"].any():
-        return Names(space, b"", 0)  # private pages: nobody knows yet what they will be
+        return Names(space, b"", 0)  # private pages: their blocks are not known yet
     covered, per_block = int(blocks["tokens"].sum()), group.engine_per_block or 1
     width = _width(group, count=len(blocks) * per_block)
     if per_block > 1 and (not group.engine_hashes or space.size % per_block):

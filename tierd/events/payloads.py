@@ -3,10 +3,12 @@
     frames    topic | sequence number, u64 big-endian | payload
     payload   msgpack [time in seconds, [event, ...], data parallel rank]
     map       {"type": "BlockStored", "block_hashes": [...], ...}
-    array     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group_idx]
+    array     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id,
+               medium, lora_name, extra_keys, group_idx]
 
-Purpose: both shapes of an event, written and read. Non-purpose: sockets, and what is told when. Invariants: what is written in either shape is read back the
-same; fields that a newer publisher adds are skipped; a payload that is none is a CorruptRecord. Read from vLLM 0.32, vllm/distributed/kv_events.py.
+This module writes and reads both shapes of an event. Reading returns the written values. Fields
+added by a newer publisher are skipped. An invalid payload raises CorruptRecord. The format is that
+of vLLM 0.32, vllm/distributed/kv_events.py.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ MEDIUM: Mapping[TierKind, str] = {
     TierKind.NVME: STORAGE,
     TierKind.ARCHIVE: STORAGE,
 }
-"""What routers call a tier of each kind."""
+"""Routers' names for each kind of tier."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""In place of a sequence number: a replay ends here."""
+"""A sequence number that ends a replay."""
 NAME_BYTES_MAX = 64
 """The longest hash of an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks of a sequence, one after another, now held in a medium. tokens: of all of them; empty where nobody said, and block_size is then 0."""
+    """Consecutive blocks now in a medium. tokens: of all; empty if unknown: block_size is then 0."""
 
     hashes: tuple[Hash, ...]
     parent: Hash | None
@@ -52,7 +54,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks that a medium does not hold any more."""
+    """Blocks that a medium no longer holds."""
 
     hashes: tuple[Hash, ...]
     medium: str | None
@@ -61,7 +63,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing that was told before is to be believed."""
+    """Routers must forget all earlier events."""
 
 
 Event = Stored | Removed | Cleared
@@ -77,13 +79,13 @@ class Batch:
 
 
 def encode(batch: Batch, *, shape: Shape = "map") -> bytes:
-    """The payload."""
+    """Writes a payload."""
     put = _to_map if shape == "map" else _to_array
     return bytes(msgpack.packb([batch.time_s, [put(event) for event in batch.events], batch.rank]))
 
 
 def decode(payload: bytes) -> Batch:
-    """Either shape, events of both in one batch too. Raises CorruptRecord."""
+    """Reads a payload; its events may have either shape. Raises CorruptRecord."""
     try:
         time_s, events, *rest = msgpack.unpackb(payload, strict_map_key=False)
         return Batch(float(time_s), tuple(_event(event) for event in events), rest[0] if rest else None)
@@ -94,7 +96,7 @@ def decode(payload: bytes) -> Batch:
 
 
 def short_hash(name: bytes) -> int:
-    """A hash as most routers take it: its last eight bytes, u64."""
+    """A hash as most routers use it: its last eight bytes, u64."""
     return int.from_bytes(name[-8:], "big")
 
 
@@ -123,7 +125,7 @@ def _to_array(event: Event) -> list[Any]:
     group = [] if event.group is None else [event.group]
     if isinstance(event, Removed):
         return ["BlockRemoved", event.hashes, event.medium, *group]
-    last = [None, *group] if group else []  # extra_keys stand before the group
+    last = [None, *group] if group else []  # extra_keys precede the group
     return [
         "BlockStored",
         event.hashes,
@@ -152,7 +154,7 @@ FIELDS: Mapping[str, Sequence[str]] = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-"""The order of an array's fields, after the type."""
+"""Names of an array's fields, in order, after the type."""
 
 
 def _event(raw: Any) -> Event:

@@ -1,8 +1,10 @@
-"""The sockets, and the thread that alone touches them and the books.
+"""The publisher: the sockets, and the only thread that uses them and the router view.
 
-Purpose: what happened, as messages with numbers; replays. Non-purpose: when something happened (feed.py), what is to be told of it (router_view.py). Invariants: nobody
-waits for a subscriber, who loses messages and sees it by their numbers; what is kept for replays and queued for one subscriber is bounded in messages and bytes;
-a replay that begins later than was asked for begins with "cleared"; numbers begin at the wall clock, so that another life of the daemon shows as a gap.
+It sends events as numbered messages, and replays. feed.py decides when, router_view.py decides
+which events are sent. It never waits for a subscriber: a slow one loses messages and sees the gap
+in their numbers. Replay buffers and subscriber queues are bounded in messages and bytes. A replay
+that starts later than requested starts with "cleared". Numbers begin at the wall clock, so a new
+life of the daemon shows as a gap.
 """
 
 from __future__ import annotations
@@ -28,26 +30,27 @@ from tierd.events.router_view import EVENT_TOKENS, Told
 log = structlog.get_logger(__name__)
 
 FIRST_BEAT_S, LAST_BEAT_S = 1.0, 3600.0
-"""Silence is broken by a message without events, after the first time, then after twice that, and so on: who missed the last message learns of it."""
+"""An empty message ends a silence of FIRST_BEAT_S, then one twice as long, and so on. So a
+subscriber learns that it missed the last message."""
 RANK = 0
-"""Of data parallelism: a daemon serves all ranks alike."""
+"""Rank of data parallelism: a daemon serves all ranks alike."""
 REPLAY_BYTES = 64 << 20
-"""Kept for replays, however many messages that is."""
+"""Maximum bytes kept for replays, in any number of messages."""
 QUEUE_MESSAGES = 256
-"""For one subscriber that does not read; beyond it messages are lost to it."""
+"""Messages queued for a subscriber that does not read; further ones are lost to it."""
 LINGER_MS = 200
-"""For the last messages to leave at the end."""
+"""Time for the last messages at the end."""
 BACKLOG = 16
 
 Work = Callable[[Told], list[Event]]
-"""What happened, applied to the books: the events to send."""
+"""Applies events to the router view; returns the events to send."""
 
 
 class Publisher:
-    """One per daemon. `do` may be called from any thread; what it is given runs in the publisher's own."""
+    """One per daemon. Any thread may call `do`; the work runs in the publisher's thread."""
 
     def __init__(self, settings: EventsConfig, told: Told) -> None:
-        """Binds, and begins to serve replays. Raises ConfigError."""
+        """Binds, and starts to serve replays. Raises ConfigError."""
         self._settings, self._told = settings, told
         self._zmq = _load()
         self._context = self._zmq.Context()
@@ -63,13 +66,13 @@ class Publisher:
         self._thread.start()
 
     def do(self, work: Work) -> Future[int]:
-        """Applies and sends; how many messages that were."""
+        """Applies the work and sends its events; the number of messages sent."""
         done: Future[int] = Future()
         self._give((work, done))
         return done
 
     def close(self, *, timeout_s: float) -> None:
-        """Says that nothing is to be believed any more, and ends, within the time."""
+        """Tells routers to clear, and ends, within the timeout."""
         self.do(Told.clear)
         self._give(None)
         self._thread.join(timeout_s)
@@ -93,7 +96,7 @@ class Publisher:
                 continue
             socket.setsockopt(zmq.BACKLOG, BACKLOG)
             socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.setsockopt(zmq.IPV6, int("[" in address))  # not for all: a machine may have none
+            socket.setsockopt(zmq.IPV6, int("[" in address))  # not for all addresses: a machine may lack IPv6
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:
@@ -124,7 +127,7 @@ class Publisher:
         self._context.destroy(linger=LINGER_MS)
 
     def _work_off(self) -> bool:
-        """What waits; False: that was all."""
+        """Does all waiting work; False: the publisher is to end."""
         while not self._work.empty():
             item = self._work.get_nowait()
             if item is None:
@@ -132,7 +135,7 @@ class Publisher:
             work, done = item
             try:
                 done.set_result(self._send(work(self._told)))
-            except Exception as error:  # whoever waits begins again from the start
+            except Exception as error:  # the caller starts again from the beginning
                 log.exception("KV events: not told")
                 done.set_exception(error)
         return True
@@ -169,7 +172,7 @@ class Publisher:
 
     def _answer(self, *frames: bytes) -> None:
         assert self._replays is not None
-        with contextlib.suppress(self._zmq.Again):  # it does not read: it sees the gap
+        with contextlib.suppress(self._zmq.Again):  # the client does not read; it will see the gap
             self._replays.send_multipart((frames[0], b"", *frames[1:]), self._zmq.NOBLOCK)
 
     def _since(self, start: int) -> Iterator[tuple[int, bytes]]:
@@ -180,7 +183,7 @@ class Publisher:
 
 
 def parts(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Events for one message each time, of bounded size."""
+    """Splits events into messages of bounded size."""
     part: list[Event] = []
     weight = 0
     for event in events:
@@ -201,7 +204,7 @@ def _weight(event: Event) -> int:
 
 def _load() -> ModuleType:
     try:
-        import zmq  # noqa: PLC0415  # an extra: nobody else pays for it
+        import zmq  # noqa: PLC0415  # an extra: only users of events pay for it
     except ImportError as error:
         raise ConfigError(
             "events.enabled: KV events need pyzmq, which is not installed; pip install 'tierd[events]', or turn them off"

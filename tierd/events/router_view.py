@@ -1,8 +1,10 @@
-"""What routers have been told, and what they are to be told next. Pure: what happened goes in, events come out.
+"""The router view: events that routers have received, and those to send next.
 
-Purpose: an engine's names for blocks, for as long as something was told under them; several tiers of one medium as one; a block as held only where every
-rank holds its part. Non-purpose: the format (payloads.py), when it is sent (feed.py). Invariants: what was told is taken back under the name under which it was
-told, before that name is forgotten; never more than `limit` blocks; what is not a whole block is not told.
+The module is pure: changes go in, events come out. It keeps an engine's names for blocks while
+routers know the blocks under them. It treats several tiers of one medium as one. A block counts as
+held only if every rank holds its part. The format is in payloads.py, the timing in feed.py. A block
+is removed under the name under which it was stored, before that name is dropped. The view has at
+most `limit` blocks. Partial blocks are not reported.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from tierd.core.formats.model import HASH_BYTES
 from tierd.events.payloads import Cleared, Event, Hash, Removed, Stored, short_hash
 
 EVENT_TOKENS = 16_384
-"""Tokens and hashes of one event, about; more blocks make several."""
+"""Approximate maximum of tokens and hashes in one event; more blocks make several events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace as routers see it. id: of rank 0; size: tokens per block; adapter, group: as vLLM tells them."""
+    """A namespace as routers see it. id: of rank 0; size: tokens per block; adapter, group: vLLM's."""
 
     id: int
     size: int
@@ -33,8 +35,12 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What an engine calls consecutive blocks. hashes: 32 bytes each, tierd's; names: per block so many of the engine's, `width` bytes each, empty: tierd's own;
-    parent: of the block before the first, empty: none; tokens: u4 of all blocks, empty: not told; covered: how many these are."""
+    """An engine's names of consecutive blocks.
+
+    hashes: tierd's, 32 bytes each. names: the engine's, `per_block` of `width` bytes each.
+    parent: of the block before the first; empty: none.
+    tokens: u4 of all blocks, `covered` in number; empty: unknown. Empty names: use tierd's hashes.
+    """
 
     space: Space
     hashes: bytes
@@ -48,7 +54,7 @@ class Names:
 
 @dataclass(slots=True)
 class Block:
-    """names: the engine's, none: it is not told; held: a bit for each rank and tier, rank-major."""
+    """names: the engine's; none: do not report it. held: a bit for each rank and tier, rank-major."""
 
     names: tuple[bytes, ...]
     parent: bytes = b""
@@ -61,7 +67,7 @@ Key = tuple[Space, bytes]
 
 @dataclass
 class Told:
-    """The books of one publisher. media: of each tier, by position; has_whole_hashes: bytes as the engine has them, else their last eight as an integer."""
+    """The router view of one publisher. media: by tier. has_whole_hashes: else their last 8 bytes."""
 
     media: Sequence[str]
     limit: int
@@ -70,14 +76,14 @@ class Told:
     _masks: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """The tiers of each medium, as bits."""
+        """Computes the tiers of each medium, as bits."""
         self._masks = {m: sum(1 << tier for tier, of in enumerate(self.media) if of == m) for m in self.media}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def name(self, names: Names) -> list[Event]:
-        """An engine tells what it calls some blocks, before it stores them or when it finds that they are stored. Who has nothing to say changes no name."""
+        """Sets an engine's names for blocks, before or after they are stored. Empty: no change."""
         events: list[Event] = []
         is_said = bool(names.names or names.tokens)
         for key, fresh in _cut(names):
@@ -89,15 +95,15 @@ class Told:
         return joined(events)
 
     def stored(self, space: Space, hashes: bytes, *, tier: int, rank: int = 0) -> list[Event]:
-        """Blocks are held in a tier."""
+        """Blocks are now held in a tier."""
         return joined(self._set(space, hashes, bit=self._bit(tier, rank), is_held=True))
 
     def removed(self, space: Space, hashes: bytes, *, tier: int, rank: int = 0) -> list[Event]:
-        """Blocks are not in a tier any more."""
+        """Blocks are no longer in a tier."""
         return joined(self._set(space, hashes, bit=self._bit(tier, rank), is_held=False))
 
     def clear(self) -> list[Event]:
-        """Everything is taken back at once; names are kept."""
+        """Removes all blocks from routers at once; names are kept."""
         for block in self._blocks.values():
             block.held = 0
         return [Cleared()]
@@ -113,11 +119,11 @@ class Told:
             if block is not None:
                 held = block.held | bit if is_held else block.held & ~bit
                 events += self._turn(key, block, held)
-                self._blocks.move_to_end(key, last=bool(held))  # what nobody holds is forgotten first
+                self._blocks.move_to_end(key, last=bool(held))  # blocks that no tier holds are dropped first
         return events
 
     def _rename(self, key: Key, known: Block | None, fresh: Block) -> list[Event]:
-        """Another name, or tokens that were not known: taken back and told again."""
+        """Renames a block, or adds tokens: removes it and stores it again."""
         held = known.held if known else 0
         events = self._turn(key, known, 0) if known else []
         self._blocks[key] = fresh
@@ -125,7 +131,7 @@ class Told:
         return [*events, *self._turn(key, fresh, held), *self._fit()]
 
     def _turn(self, key: Key, block: Block, held: int) -> list[Event]:
-        """The block is held otherwise than before: what changes for each medium."""
+        """Updates where the block is held; the events for each medium that changes."""
         space, before = key[0], block.held
         block.held = held
         events: list[Event] = []
@@ -138,7 +144,7 @@ class Told:
         return events
 
     def _whole(self, held: int, mask: int, space: Space) -> bool:
-        """Whether every rank has its part in one of the tiers of the mask."""
+        """Whether every rank has its part in one of the mask's tiers."""
         return all(held >> rank * len(self.media) & mask for rank in range(space.ranks))
 
     def _store(self, space: Space, block: Block, medium: str) -> Stored:
@@ -166,7 +172,7 @@ class Told:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Neighbours that are one run of a sequence, or one removal, as one event of bounded size."""
+    """Merges adjacent events that continue a sequence, or a removal, into events of bounded size."""
     runs: list[list[Event]] = []
     weight = 0
     for event in events:
@@ -181,7 +187,7 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 def _follows(last: Event, event: Event) -> bool:
-    """Whether an event goes on where the last one ended."""
+    """Whether an event continues the last one."""
     if isinstance(last, Removed) and isinstance(event, Removed):
         return (last.medium, last.group) == (event.medium, event.group)
     if not isinstance(last, Stored) or not isinstance(event, Stored):
@@ -207,7 +213,7 @@ def _merged(run: Sequence[Event]) -> Event:
 
 
 def _cut(names: Names) -> Iterator[tuple[Key, Block]]:
-    """Block by block. One that is not whole has no name: routers count in whole blocks."""
+    """Yields each block with its key. Partial blocks get no name: routers count whole blocks."""
     space, step, parent = names.space, names.width * names.per_block, names.parent
     for i in range(len(names.hashes) // HASH_BYTES):
         own = names.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]

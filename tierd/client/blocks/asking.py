@@ -1,9 +1,8 @@
-"""Calls that verbs are made of: each asks the daemon once, or not at all when the blocks lie near.
+"""The calls that verbs consist of: one call of the daemon each, or none if the blocks are near.
 
-Purpose: calls over the current link, and what is done once more where a daemon has gone or room is short.
-Non-purpose: deadlines of users and best effort (verbs.py),
-parts of long prompts (splitting.py). Invariants: whatever fails is raised; no call overtakes a put that waited for
-nobody.
+They use the current link, and repeat work if the daemon has gone or room is short. Users' deadlines
+and best effort are in verbs.py, long prompts in splitting.py. Every failure is raised. No call
+overtakes a put with wait=False.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ T = TypeVar("T")
 
 
 class Asking(Links):
-    """Those of one client. Values in, values out; deadlines are of time.monotonic()."""
+    """The calls of one client. Deadlines are of time.monotonic()."""
 
     def __init__(
         self, connector: Connector, *, best_effort: bool, is_acknowledged: bool, pages: Callable[..., ReservedPages]
     ) -> None:
-        """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation's face."""
+        """is_acknowledged: whether an explicit release waits for the daemon. pages: makes a reservation."""
         super().__init__(connector, best_effort=best_effort)
         self._is_acknowledged = is_acknowledged
         self.pages = pages
@@ -49,7 +48,7 @@ class Asking(Links):
         self.shrunk = self._best_effort.shrunk
 
     def found(self, groups: Sequence[Group], deadline: float) -> Found:
-        """Looks up as many blocks as go into a call."""
+        """Looks up as many blocks as fit into one call."""
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
             return Found()
@@ -62,7 +61,7 @@ class Asking(Links):
         return replies.found(reply, groups)
 
     def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> int:
-        """How many of these blocks are on their way because of this call."""
+        """Starts a prefetch; the number of blocks that it began to bring."""
         wanted = requests.wanted_tier(tier)
         if _is_empty(groups):
             return 0
@@ -74,8 +73,7 @@ class Asking(Links):
         return int(reply.started)
 
     def leased(self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None) -> Lease:
-        """A lease of the daemon's, its segments mapped. doubted: the caller copies, and sums what it copies; u64
-        generations of pages whose sums were wrong."""
+        """A lease, with its segments mapped. doubted: generations of pages with wrong sums."""
         self._check_local("acquire")
         wanted = requests.wanted_tier(tier)
         if _is_empty(groups):
@@ -84,12 +82,12 @@ class Asking(Links):
         self._check_device(tier, deadline)
         link, lease = self._leased(groups, wanted, deadline, doubted=doubted)
         if not lease.whole and self._without_spare(link, deadline):
-            with contextlib.suppress(StaleHandle):  # their epoch has ended since, and what was answered stands
+            with contextlib.suppress(StaleHandle):  # their epoch has ended meanwhile; the first answer stands
                 link, lease = self._leased(groups, wanted, deadline)  # pages of both leases count once
         if lease and link.session is not None and not link.session.segments.has(place for place, _ in lease.parts):
             try:
                 self._map(link, lease.handles, deadline)
-            except SessionLost:  # the daemon went after it had answered, and the lease with it
+            except SessionLost:  # the daemon ended after its answer, and the lease with it
                 link, lease = self._leased(groups, wanted, deadline)
                 self._map(link, lease.handles, deadline)
         return lease
@@ -114,7 +112,7 @@ class Asking(Links):
         return link, Lease(hold, leased, is_acknowledged=self._is_acknowledged)
 
     def got(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
-        """The servable prefix of a group, and how long the blocks are that were copied."""
+        """The servable prefix of a group, and the lengths of the copied blocks."""
         if isinstance(self.connector.target, RemoteTarget):
             _, (got, lengths) = self._over(
                 lambda link: tcp.get(link, group, out, deadline), [group.namespace], deadline
@@ -126,8 +124,7 @@ class Asking(Links):
         return self._copied(group, out, deadline) if done is None else done
 
     def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
-        """Tries a verb without a call: look(session, group, timeout_s=); once more after puts that are under way.
-        None: ask the daemon."""
+        """Tries look(session, group, timeout_s=), again after pending puts. None: call the daemon."""
         link = self.connected(deadline)
         if link.session is None or not self.knows(group.namespace, link):
             return None
@@ -138,7 +135,7 @@ class Asking(Links):
         return near
 
     def _viewed(self, group: Group, deadline: float) -> GetResult:
-        """As views, which hold a lease."""
+        """The prefix as views, which hold a lease."""
         lease = self.leased([group], "host", deadline)
         try:
             views = tuple(lease.views()) if lease else ()
@@ -147,8 +144,8 @@ class Asking(Links):
             lease.detach()
 
     def _copied(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
-        """Copied under a lease. Where a page does not hold its block the daemon is asked once more, and told: a
-        farther tier may have it whole."""
+        """Copies the prefix under a lease. If a page does not hold its block, reports it and asks
+        the daemon once more: a farther tier may have the block intact."""
         doubted: Any = np.zeros(0, "<u8")
         while True:
             lease = self.leased([group], "host", deadline, doubted=doubted.tobytes())
@@ -166,7 +163,7 @@ class Asking(Links):
     def reserved(
         self, groups: Sequence[PutGroup], tier: str, deadline: float, *, durable: bool = False
     ) -> ReservedPages:
-        """The inner half of `reserve`: whatever fails is raised. durable: what the commit will ask for."""
+        """Reserves pages. Raises all failures. durable: the commit will ask for durability."""
         self._check_local("reserve")
         self._check_device(tier, deadline)
         link, reply = self._ask(
@@ -204,7 +201,7 @@ class Asking(Links):
         *,
         meanwhile: Meanwhile | None = None,
     ) -> Committed:
-        """The inner half of `commit`: whatever fails is raised."""
+        """Commits a reservation. Raises all failures."""
         hold = pages.held()
         pages.seal(requests.named_indices(request) if request.keep_open else None)
         reply = self._ask_holder(hold, "Commit", request, deadline, meanwhile=meanwhile)
@@ -220,7 +217,7 @@ class Asking(Links):
         return Committed(handles["status"].astype(np.uint16), handles, lease)
 
     def aborted(self, pages: ReservedPages, deadline: float) -> None:
-        """The inner half of `abort`: whatever fails is raised."""
+        """Aborts a reservation. Raises all failures."""
         hold = pages.hold
         if hold is None or hold.is_done:
             return
@@ -229,8 +226,7 @@ class Asking(Links):
         hold.settle()
 
     def _without_spare(self, link: Link, deadline: float) -> bool:
-        """Gives pages back that were reserved for a put that may come, since they count as the session's; whether
-        there were any."""
+        """Releases page grants, which count towards the session's limit; whether there were any."""
         page_grants, session = link.page_grants, link.session
         if page_grants is None or session is None:
             return False
@@ -244,7 +240,7 @@ class Asking(Links):
         return bool(numbers)
 
     def mapped(self, pages: ReservedPages, deadline: float) -> None:
-        """The segments of pages that are reserved."""
+        """Maps the segments of reserved pages."""
         self._map(pages.held().link, pages.handles, deadline)
 
     def _map(self, link: Link, handles: StructArray, deadline: float) -> None:
@@ -264,14 +260,14 @@ class Asking(Links):
         groups: Sequence[Group] | Sequence[PutGroup],
         deadline: float,
     ) -> tuple[Link, Any]:
-        """One call, after the puts before it. make: method and message, from namespaces that are open."""
+        """One call, after pending puts. make: method and message, once the namespaces are open."""
         self.background_puts.settle(deadline)
         return self._over(lambda link: called(link, *make(), deadline), _spaces(groups), deadline)
 
     def _ask_holder(
         self, hold: Hold, method: str, request: Any, deadline: float, *, meanwhile: Meanwhile | None = None
     ) -> Any:
-        """A call about something that only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
+        """A call about a hold, which only its own link's daemon knows. Raises StaleHandle, ForkedClient."""
         hold.check()
         self.background_puts.settle(deadline)
         try:
@@ -288,5 +284,5 @@ def _spaces(groups: Sequence[Group] | Sequence[PutGroup]) -> list[OpenedNamespac
 
 
 def _is_empty(groups: Sequence[Group]) -> bool:
-    """Nothing is asked for; an unopened namespace hashes to that, so the call is still a chance to open it."""
+    """Whether no hashes are given. The call may still open an unopened namespace."""
     return not any(len(group.hashes) for group in groups)

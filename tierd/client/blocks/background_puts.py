@@ -1,14 +1,13 @@
-"""Unanswered: puts that wait for nobody (`put(..., wait=False)`), from their commit to the daemon's answer.
+"""Puts with wait=False, from their commit to the daemon's answer.
 
     copied and summed ──▶ Commit is sent ──▶ put returns     the daemon answers ──▶ read before
-                               ▲                                   │        the next call, or by flush
-                               └─── after a pause, a few times ◀── or refuses it for want of room
+                               ▲                                   │         the next call, or flush
+                               └─── after a pause, a few times ◀── or refuses it for lack of room
 
-Purpose: the answers of such puts. Non-purpose: where their pages come from and how they are filled (writing.py).
-Invariants: as many are under way as there are lines for them, and one more waits for the oldest. No call of the client
-overtakes them, so it finds what it has put. What is sent again is the Commit: the pages hold the
-bytes, and nobody reads a put's source after it has returned. The pages of a put that failed go
-back, and its blocks are counted, with the reason.
+writing.py finds and fills the pages. At most LINES such puts are in progress; one more waits for
+the oldest. No call of the client overtakes them, so the call finds their blocks. Only the Commit is
+sent again: the pages hold the bytes, and a put's source is not read after it has returned. The
+pages of a failed put are released, and its blocks are counted, with the reason.
 """
 
 from __future__ import annotations
@@ -33,17 +32,16 @@ from tierd.core.formats.model import BlockStatus
 from tierd.errors import DeadlineExceeded, Overloaded, TierdError, Unavailable
 
 LINES = 4
-"""Of a session's lines, those that such puts may use."""
+"""Lines of a session that such puts may use."""
 MANY = 1 << 10
 READ_S = 1.0
-"""For the rest of an answer that has begun to come."""
+"""Time limit for the rest of an answer that has begun to arrive."""
 NO_LINE_S = 0.01
-"""Until a commit that is to be sent again, and finds no line, looks for one again."""
+"""Pause before a commit that found no free line looks again."""
 
 
 class Sent(NamedTuple):
-    """A commit under way: its call, which link and reservation it is of, how many blocks it names,
-    and when it is given up. tries: how often it was sent."""
+    """A commit in progress: call, link, reservation, blocks, deadline. tries: times sent."""
 
     call: Pending | Refused
     link: Link
@@ -55,8 +53,7 @@ class Sent(NamedTuple):
 
 
 class Refused:
-    """A commit that the daemon has not begun for want of room. It is sent again once pause_s have
-    passed."""
+    """A commit that was refused for lack of room, to be sent again after pause_s."""
 
     def __init__(self, sent: Sent, error: Overloaded, pause_s: float) -> None:
         self._sent, self._again_s = sent, time.monotonic() + pause_s
@@ -64,7 +61,7 @@ class Refused:
         self._call: Pending | None = None
 
     def comes(self, within_s: float) -> bool:
-        """Whether there is an answer, or there is one in so long."""
+        """Whether an answer arrives within within_s."""
         until = time.monotonic() + within_s
         while self._call is None:
             if self._again_s > until:
@@ -78,27 +75,27 @@ class Refused:
         return self._call.comes(max(0.0, until - time.monotonic()))
 
     def reply(self, *, deadline: float) -> Any:
-        """The reply. Raises TierdErrors: the refusal, where it was not sent again."""
+        """The reply. Raises TierdErrors: the refusal, if the commit was not sent again."""
         if self._call is None:
             raise self._error
         return self._call.reply(deadline=deadline)
 
 
 class BackgroundPuts:
-    """Those of one client. Threads may share it."""
+    """The puts with wait=False of one client. Threads may share it."""
 
     def __init__(self) -> None:
         self._sent = deque[Sent]()
         self._turn, self._counting = threading.Lock(), threading.Lock()
-        self._lost = dict[str, tuple[int, str]]()  # by the kind of failure: blocks, and what was said last
+        self._lost = dict[str, tuple[int, str]]()  # by kind of failure: number of blocks, last message
         forks.register(self)
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Number of puts in progress."""
         return len(self._sent)
 
     def send(self, hold: Hold, request: Any, *, blocks: int, deadline: float) -> bool:
-        """Sends the commit of a reservation; whether it has gone. If not, its caller may make it and wait."""
+        """Sends the commit of a reservation. False: it was not sent; its caller may send it and wait."""
         with self._turn_by(deadline) as is_mine:
             call = self._begun(hold.link, request, deadline) if is_mine else None
             if call is not None:
@@ -106,36 +103,34 @@ class BackgroundPuts:
             return call is not None
 
     def settle(self, deadline: float) -> None:
-        """Takes all answers that come by then."""
+        """Takes all answers that arrive until the deadline."""
         if self._sent:
             with self._turn_by(deadline) as is_mine:
                 if is_mine:
                     self._take(until=deadline)
 
     def flush(self, deadline: float) -> Lost:
-        """Takes all answers; which blocks were not stored since this was asked last. Raises
-        DeadlineExceeded
-        while some are to come."""
+        """Takes all answers; counts lost blocks. Raises DeadlineExceeded while answers are missing."""
         self.settle(deadline)
         if self._sent:
             raise DeadlineExceeded(f"flush: {len(self._sent)} puts are not answered yet; allow more with timeout_s")
         return self.lost()
 
     def lost(self) -> Lost:
-        """Which were not, as far as it is known by now."""
+        """Counts blocks not stored, as far as is known now."""
         with self._counting:
             lost, self._lost = self._lost, {}
         reasons = (f"{blocks} blocks: {kind}: {said}" for kind, (blocks, said) in lost.items())
         return Lost(sum(blocks for blocks, _ in lost.values()), reasons)
 
     def forked(self) -> None:
-        """In a child: they are the parent's."""
+        """In a child process: abandons the parent's puts."""
         forks.abandon(self._sent)
         self._sent, self._turn, self._counting, self._lost = deque(), threading.Lock(), threading.Lock(), {}
 
     @contextmanager
     def _turn_by(self, deadline: float) -> Iterator[bool]:
-        """Around what one thread does at a time: whether its turn came by then."""
+        """Lets one thread in at a time; yields whether its turn came in time."""
         is_mine = self._turn.acquire(timeout=max(0.0, deadline - time.monotonic()))
         try:
             yield is_mine
@@ -144,8 +139,8 @@ class BackgroundPuts:
                 self._turn.release()
 
     def _begun(self, link: Link, request: Any, deadline: float) -> Pending | None:
-        """The commit under way, over a line that rests, or that of the oldest put once it is answered. A turn is
-        left for other calls."""
+        """Sends a commit over a free line, or over that of the oldest put once it is answered.
+        It keeps one turn free for other calls."""
         self._take(until=0.0)
         call: Pending | None = None
         if len(self._sent) < min(LINES, link.credits.count - 1):
@@ -156,10 +151,8 @@ class BackgroundPuts:
         return call
 
     def _take(self, *, until: float, count: int = MANY) -> None:
-        """So many answers, the oldest first, as far as they come until then. A put's own deadline gives it up.
-
-        A stopped verb does not stop this, because the answers belong to other verbs.
-        """
+        """Takes up to `count` answers, oldest first, until a time or the put's own deadline.
+        Cancelling a verb does not stop this, because the answers belong to other verbs."""
         with cancellation.apart():
             while self._sent and count:
                 sent = self._sent[0]
@@ -174,8 +167,8 @@ class BackgroundPuts:
                     self._sent.appendleft(again)
 
     def _close(self, sent: Sent, *, is_here: bool) -> Sent | None:
-        """Counts those of its blocks that were not stored. Where one was not its pages go back.
-        What was refused for want of room goes on."""
+        """Counts the blocks that were not stored; if there are any, releases the put's pages. A
+        commit refused for lack of room continues."""
         try:
             reply = sent.call.reply(deadline=time.monotonic() + (READ_S if is_here else 0.0))
             statuses = replies.handles_of(reply.handles)["status"]
@@ -201,6 +194,6 @@ class BackgroundPuts:
 
 
 def _begun(link: Link, request: Any, deadline: float) -> Pending | None:
-    """A commit, sent over a line that rests; None: there is none, or no turn."""
+    """Sends a commit over a free line; None: no line or no turn is free."""
     call: Pending | None = link.transport.begin("Commit", request, deadline - time.monotonic(), LINES)
     return call

@@ -1,7 +1,7 @@
-"""Bytes in and out of whatever holds them: the buffer protocol, numpy, DLPack (torch).
+"""Bytes in and out of buffers: the buffer protocol, numpy, DLPack (torch).
 
-Purpose: one flat view of bytes, and copies between two of them. Non-purpose: knowing element types. Invariant: what is not contiguous, not on the CPU or,
-for output, not writable is refused with the remedy.
+Each buffer becomes one flat view of bytes; element types do not matter. A buffer that is not
+contiguous, not on the CPU or, for output, not writable is refused with the remedy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bytes = NDArray[np.uint8]
 
 
 def flat(buffer: Any, *, writable: bool = False) -> Bytes:
-    """The bytes of a buffer, uint8 [n], in place. Raises InvalidArgument."""
+    """The bytes of a buffer, uint8 [n], without a copy. Raises InvalidArgument."""
     array = _array(buffer)
     if not array.flags.c_contiguous:
         raise InvalidArgument(
@@ -32,38 +32,37 @@ def flat(buffer: Any, *, writable: bool = False) -> Bytes:
 
 
 def copy_all(targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
-    """Copies each source to its target. Raises ValueError where their lengths differ, or a target is read-only."""
+    """Copies each source to its target. Raises ValueError if lengths differ or a target is read-only."""
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         if len(target) != len(source):
             raise ValueError(f"copy {i}: {len(source)} bytes into {len(target)}")
     for target, source in zip(targets, sources, strict=True):
-        np.copyto(target, source)  # without the interpreter's lock
+        np.copyto(target, source)  # releases the GIL
 
 
 def address_of(array: NDArray[Any], *, writable: bool = False) -> int:
-    """Where it begins. Raises ValueError for one that is read-only and shall not be."""
+    """The array's address. Raises ValueError if it must be writable and is not."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type] # in a fifth of the other's time
     except (TypeError, ValueError):
         if writable and not array.flags.writeable:
-            raise ValueError("copy: a target is read-only") from None  # memmove would not ask
+            raise ValueError("copy: a target is read-only") from None  # memmove would not check
         if not array.flags.c_contiguous:
             raise ValueError(f"copy: strides of {array.strides} are not contiguous") from None
         return int(array.__array_interface__["data"][0])
 
 
 def after(out: Any, lengths: Sequence[int]) -> Any:
-    """What is left of a caller's buffers after blocks of these lengths."""
+    """The rest of a caller's buffers after blocks of these lengths."""
     if out is None or isinstance(out, list | tuple):
         return out and out[len(lengths) :]
     return flat(out, writable=True)[int(np.sum(lengths)) :]
 
 
 def pieces(buffers: Any, lengths: Sequence[int], *, writable: bool = False) -> list[Bytes]:
-    """One flat view a block: of a list of buffers, or of one buffer that holds the blocks one behind the other.
-
-    Buffers may be longer than their block. Raises InvalidArgument where one is too short or missing.
-    """
+    """One flat view for each block, from a list of buffers or one buffer with the blocks in
+    order. Buffers may be longer than their block. Raises InvalidArgument if one is too short or
+    missing."""
     if not isinstance(buffers, list | tuple):
         return _cut(flat(buffers, writable=writable), lengths)
     if len(buffers) < len(lengths):
@@ -101,7 +100,7 @@ def _from_dlpack(buffer: Any) -> NDArray[Any]:
     try:
         return np.from_dlpack(buffer)
     except (BufferError, RuntimeError, TypeError, ValueError):
-        # numpy has no bfloat16 and no float8: the same bytes as integers of one byte.
+        # numpy lacks bfloat16 and float8, so view them as bytes.
         try:
             return np.from_dlpack(buffer.view(_byte_type(buffer)))
         except Exception as error:
@@ -112,7 +111,7 @@ def _from_dlpack(buffer: Any) -> NDArray[Any]:
 
 
 def _byte_type(tensor: Any) -> Any:
-    """torch.uint8, without importing torch: the module is there if the tensor is."""
+    """torch.uint8, without importing torch: if there is a tensor, the module is loaded."""
     import sys  # noqa: PLC0415
 
     return sys.modules[type(tensor).__module__.partition(".")[0]].uint8

@@ -1,12 +1,11 @@
 """Copies of puts and gets: each block is summed in the pass that copies it.
 
-    BLOCK [n] ──▶ tierd/native, or the plain form; long ones by two threads ──▶ bytes at their targets, and the sums
-    of all slices
+    BLOCK [n] ──▶ tierd/native, or Python; long copies by two threads ──▶ bytes at their targets,
+    and the sums of all slices
 
-Purpose: bytes to where they are wanted, and their sums. Non-purpose: whose they are, what becomes of the sums
-(writing.py, one_sided_get.py). Invariants: a sum is of the bytes that were
-copied, whoever writes to the source meanwhile; when `sum_and_copy` has returned or raised, nothing of it is copied
-any more. Addresses and lengths are the caller's to look after.
+writing.py and one_sided_get.py use the sums. A sum is of the bytes that were copied, even if the
+source changes meanwhile. Once `sum_and_copy` has returned or raised, no copy goes on. The caller
+checks addresses and lengths.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from tierd.core.formats.model import StructArray
 from tierd.native import find_library
 
 BLOCK = np.dtype([("source", "<u8"), ("target", "<u8"), ("length", "<u8"), ("layers", "<u8")])
-"""A block to be copied: addresses in this process (target 0: it is summed alone), bytes, and layers as its slices
-follow them."""
+"""A block to copy: addresses here (target 0: sum only), bytes, and layers for its slices."""
 HELPED_BYTES = 4 << 20
-"""A copy of so many bytes or more is shared with a second thread."""
+"""A second thread helps with copies of at least this size."""
 
 Sums = NDArray[np.uint64]
 _library = find_library()
@@ -42,7 +40,7 @@ _library = find_library()
 
 @lru_cache(maxsize=1024)
 def slices_of(length: int, layers: int) -> int:
-    """How many slices a block has."""
+    """Number of slices of a block."""
     cut = slice_cut(length, layers)
     return cut.pieces * cut.layers
 
@@ -60,8 +58,8 @@ def blocks_of(
 
 
 def sum_and_copy(blocks: StructArray) -> Sums:
-    """Copies BLOCK [n]. The sums of all slices, xxh3-64, u64 little-endian, block after block. Raises Stopped
-    between two blocks, from whatever thread that comes."""
+    """Copies BLOCK [n]. Returns the sums of all slices, xxh3-64, u64 little-endian, in block order.
+    A cancellation from any thread raises Stopped between two blocks."""
     cancellation.check()
     lengths = blocks["length"].tolist()
     ends = [0, *accumulate(map(slices_of, lengths, blocks["layers"].tolist()))]
@@ -84,7 +82,7 @@ def sum_and_copy(blocks: StructArray) -> Sums:
 
 
 def _do(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> None:
-    """A part of it, until is_over."""
+    """Copies and sums some of the blocks, until is_over."""
     if _library is None:
         plain_sum_and_copy(blocks, sums, is_over)
     else:
@@ -92,7 +90,7 @@ def _do(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> None:
 
 
 def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int32]) -> int:
-    """The plain form of `tierd_sum_and_copy` (tierd/native/plane.cpp). Returns how many blocks are done."""
+    """`tierd_sum_and_copy` (tierd/native/plane.cpp) in Python. Returns how many blocks are done."""
     at = 0
     for done, (source, target, length, layers) in enumerate(blocks.tolist()):
         if is_over[0]:
@@ -107,8 +105,7 @@ def plain_sum_and_copy(blocks: StructArray, sums: Sums, is_over: NDArray[np.int3
 
 
 class _SecondThread:
-    """For the copies of this process, one at a time. A copy that finds it at work goes alone, and so does one that
-    gets no thread."""
+    """A second thread for this process's copies. A copy goes alone if it is busy or missing."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -118,8 +115,7 @@ class _SecondThread:
 
     @contextmanager
     def at(self, work: Callable[[], None], stop: Callable[[], None]) -> Iterator[bool]:
-        """Around one's own part: whether it does this other work. When this ends it has, or was stopped in the
-        middle."""
+        """Yields whether the thread does `work` too; on exit that work is done or was stopped."""
         if not self._is_of_use or not self._turn.acquire(blocking=False):
             yield False
             return
@@ -139,17 +135,17 @@ class _SecondThread:
             self._turn.release()
 
     def _begun(self, work: Callable[[], None]) -> Future[None] | None:
-        """None: the interpreter ends, or the process has as many threads as it may."""
+        """None: the interpreter is ending, or the process has as many threads as it may."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="tierd-copy")
         try:
             return self._pool.submit(work)
         except RuntimeError:
-            self._pool = None  # it may have taken the work, and no later thread is to do that
+            self._pool = None  # it may have queued the work, and no later thread must do it
             return None
 
     def forked(self) -> None:
-        """In a child: the thread is the parent's."""
+        """In a child process: abandons the parent's thread."""
         forks.abandon(self._pool)
         self._pool, self._turn = None, threading.Lock()
 

@@ -1,7 +1,7 @@
-"""Work on a GPU that must have ended before a page changes hands.
+"""GPU work that must end before a page changes hands.
 
-Purpose: `finished`, a wait that any framework's events can be given to. Non-purpose: recording them, CUDA. Invariants: nothing is asked of the GPU
-but whether the work is done, so a GPU that hangs costs a deadline and never a thread; no framework is imported.
+`pauses` waits for events of any framework, without importing it. The caller records the events. The
+GPU is only asked whether the work is done, so a hanging GPU costs a deadline and never a thread.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from tierd.errors import DeadlineExceeded, InvalidArgument
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.00002, 0.001
-"""Between two looks at work that is not done."""
+"""Between two checks of work that is not done."""
 
 
 def is_done(work: Any) -> bool:
-    """Of an event or a stream: of torch (`query`), of cupy (`done`), or anything alike. Raises InvalidArgument."""
+    """Whether work is done: torch (`query`), cupy (`done`) or similar. Raises InvalidArgument."""
     for name in ("query", "done"):
         told = getattr(work, name, None)
         if told is not None:
@@ -28,7 +28,7 @@ def is_done(work: Any) -> bool:
 
 
 def pauses(work: Iterable[Any], deadline: float) -> Generator[float, None, None]:
-    """Pauses to make, in seconds, until all of the work is done. deadline: of time.monotonic(). Raises DeadlineExceeded, InvalidArgument."""
+    """Yields pauses in seconds until all work is done. Raises DeadlineExceeded, InvalidArgument."""
     for each in work:
         pause_s = FIRST_PAUSE_S
         while not is_done(each):

@@ -1,9 +1,8 @@
 """Lease: pinned blocks to be read in place or copied out.
 
-Purpose: views that own their pin, copies that are checked. Non-purpose: how a lease is got (asking.py). Invariants:
-a view is read-only, and its
-pages are pinned until the last array made from it (slices, reshapes, tensors) is collected; after a copy the generation words are
-read again, and what a changed one stands for is a miss with everything after it.
+asking.py requests leases. A view is read-only. Its pages stay pinned until the last array made from
+it (slices, reshapes, tensors) is collected. After a copy, the generation words are read again: from
+the first block whose word changed, all blocks are misses.
 """
 
 from __future__ import annotations
@@ -32,14 +31,20 @@ from tierd.errors import InvalidArgument, TierdError, ViewsAlive
 
 RELEASE_TIMEOUT_S = 5.0
 ROWS_LEAST = 8
-"""From so many pages on it is looked whether they lie in a row."""
+"""From this many pages on, check whether they are equally spaced."""
 
 
 class Lease(Bound):
-    """What acquire gave: false if nothing. A context manager, which refuses to end while views are alive.
+    """Pinned blocks from `acquire()`. False on a miss.
 
-    tokens: servable. handles: HANDLE [n], groups in order, within a group rank-major. groups: the same by group.
-    tier_tokens: per tier, tokens of the first group that were found there. whole: False if more is held than could be brought near.
+    As a context manager it raises ViewsAlive on exit while views are alive.
+
+    Attributes:
+        tokens: Servable tokens.
+        handles: HANDLE [n], groups in order, rank-major within a group.
+        groups: The same by group.
+        tier_tokens: Per tier, tokens of the first group that were found there.
+        whole: False if the store holds more than could be brought near.
     """
 
     def __init__(self, hold: Hold | None, leased: Leased, *, is_acknowledged: bool = True) -> None:
@@ -73,31 +78,38 @@ class Lease(Bound):
         return self.hold is not None
 
     def view(self, i: int) -> Bytes:
-        """The bytes of block i, read-only uint8 [length], in place; its pages stay pinned as long as any array made from it lives. On a GPU a
-        DevicePage, which kernels take by `__cuda_array_interface__`.
+        """The bytes of block i in place: read-only uint8 [length], or a DevicePage on a GPU.
 
-        Raises StaleHandle, ForkedClient, InvalidArgument.
+        Its page stays pinned as long as any array made from it lives. Kernels take a DevicePage by
+        `__cuda_array_interface__`.
+
+        Raises:
+            StaleHandle, ForkedClient: The lease has ended, or is of a parent process.
+            InvalidArgument: There is no block i.
         """
         return self._views(self.handles[_index(i, len(self)) :][:1])[0]
 
     def views(self) -> list[Bytes]:
-        """One view a block; they hold the lease together. Raises StaleHandle, ForkedClient."""
+        """One view for each block; they hold the lease together. Raises StaleHandle, ForkedClient."""
         return cut_pages(self._held(), self.handles, parts=self.parts) if len(self) else []
 
     def copy_into(self, out: Any) -> int:
-        """Copies the blocks into a list of buffers, or into one buffer one behind the other; how many blocks are good.
+        """Copies the blocks into a list of buffers, or into one buffer in order.
 
-        The number counts blocks from the first on (per rank); it is smaller than what was leased where a page was taken away
-        meanwhile, or does not hold what it should; what lies in out beyond them is undefined. Raises InvalidArgument
-        for buffers that do not fit, StaleHandle, ForkedClient.
+        Returns:
+            The number of good blocks, from the first on (per rank). It ends before a page that was
+            taken away or does not hold its block; the contents of `out` after it are undefined.
+
+        Raises:
+            InvalidArgument: The buffers do not fit.
+            StaleHandle, ForkedClient: The lease has ended, or is of a parent process.
         """
         return valid_blocks(self.groups, self.copied(out))
 
     def copied(self, out: Any, *, trusted: Any = ()) -> NDArray[np.bool_]:
-        """As `copy_into`; whether each block is good, bool [n]. trusted: generations of pages that the daemon has
-        looked at for this lease:
-        they are good also where the catalogue has no sums of them. Pages of a GPU are copied as they are: nobody
-        here sums them."""
+        """As `copy_into`, but returns whether each block is good, bool [n]. Sums of GPU pages are
+        not checked. Pages with a `trusted` generation need no sums in the catalogue, because the
+        daemon has checked them for this lease."""
         hold, targets = self._held(), buffers.pieces(out, self.handles["length"].tolist(), writable=True)
         good = np.ones(len(self.handles), np.bool_)
         pages = one_sided_get.pages_of(hold.link.session, self.handles) if hold.link.session else None
@@ -110,11 +122,11 @@ class Lease(Bound):
         return good & self._are_current()
 
     def check(self) -> int:
-        """How many blocks, from the first on (per rank), still are what was leased. Raises StaleHandle, ForkedClient."""
+        """Number of leading blocks (per rank) still as leased. Raises StaleHandle, ForkedClient."""
         return valid_blocks(self.groups, self._are_current())
 
     def _are_current(self) -> NDArray[np.bool_]:
-        """Which handles still are what was leased: bool [n]."""
+        """Which handles are still as leased: bool [n]."""
         hold = self._held()
         barrier()
         good = np.zeros(len(self.handles), dtype=np.bool_)
@@ -125,20 +137,32 @@ class Lease(Bound):
         return good
 
     def tokens_of(self, blocks: int) -> int:
-        """Tokens that can be served with so many blocks of those leased."""
+        """Tokens that can be served with the first `blocks` leased blocks."""
         if len(self.groups) == 1 and self.groups[0].first == 0:
             return min(self.tokens, int(self.groups[0].handles["tokens"][0, :blocks].sum()))
         return self.tokens if blocks == max((group.count for group in self.groups), default=0) else 0
 
     def after(self, *work: Any) -> Self:
-        """`release` waits for this work first: events or streams of torch or cupy, whose kernels read the pages. Not for what ends the lease without it:
-        detach, and views that are collected; hold these until the work is done."""
+        """Makes `release` wait for GPU work that reads the pages.
+
+        Detach and the collection of views do not wait: hold the views until the work is done.
+
+        Args:
+            work: Events or streams of torch or cupy.
+        """
         self._work += work
         return self
 
     def release(self) -> None:
-        """Unpins, when the work named to `after` is done. Raises ViewsAlive while arrays made from it are alive, ForkedClient, DeadlineExceeded; a lease that
-        has ended already is no fault. It waits with this thread, so a caller with an event loop awaits its work before."""
+        """Unpins the blocks once the work passed to `after` is done, unless the lease has ended.
+
+        This blocks the thread, so a caller with an event loop should await its work first.
+
+        Raises:
+            ViewsAlive: Arrays made from the lease are alive.
+            ForkedClient: The lease is of a parent process.
+            DeadlineExceeded: The work is not done in time.
+        """
         hold = self.hold
         if hold is None or hold.is_done:
             return
@@ -158,7 +182,7 @@ class Lease(Bound):
     close = release
 
     def detach(self) -> None:
-        """Ends this handle; the lease ends with its last view, now if there is none."""
+        """Ends this handle. The lease ends with its last view, or now if there is none."""
         if self.hold:
             self.hold.drop()
 
@@ -186,7 +210,7 @@ class Lease(Bound):
 
 
 def copy_out(pages: Sequence[Any], targets: Sequence[Bytes]) -> None:
-    """Pages' bytes into memory of this process; those of a GPU have come when it returns."""
+    """Copies pages into memory of this process; GPU pages have arrived when it returns."""
     if all(isinstance(page, np.ndarray) for page in pages):
         buffers.copy_all(targets, pages)
         return
@@ -195,7 +219,7 @@ def copy_out(pages: Sequence[Any], targets: Sequence[Bytes]) -> None:
 
 
 def cut_pages(hold: Hold, handles: StructArray, *, parts: Parts | None = None, writable: bool = False) -> list[Bytes]:
-    """The bytes of HANDLE [n], uint8 each, under one pin. parts: the handles by segment, where that is known. Raises StaleHandle."""
+    """The bytes of HANDLE [n], under one pin. parts: by segment, if known. Raises StaleHandle."""
     pin, parts = hold.pin(), by_place(handles) if parts is None else parts
     if len(parts) == 1:
         whole = hold.expose(parts[0][0], pin, writable=writable)
@@ -211,7 +235,8 @@ def cut_pages(hold: Hold, handles: StructArray, *, parts: Parts | None = None, w
 
 
 def rows_of(whole: Bytes, handles: StructArray) -> Bytes | None:
-    """Pages of one length at equal distances, as those of one put are: uint8 [n, length], whose rows cost half of what slices do. None: they are not so."""
+    """Equally long and spaced pages, as from one put: uint8 [n, length]. Its rows cost half as much
+    as slices. None: the pages are not so."""
     starts, lengths = handles["offset"], handles["length"]
     if len(handles) < ROWS_LEAST:
         return None

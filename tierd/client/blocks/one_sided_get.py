@@ -1,15 +1,14 @@
-"""Reads that ask nobody: near blocks are found in the domain's directory, copied, summed, and looked at once more.
+"""Gets without a call: near blocks are found in the directory, copied, summed and checked again.
 
-    Directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶ generations again ──▶
-    served; the daemon is told by the mailbox
+    directory: a hint ──▶ catalogue: name, length, generation, sums ──▶ summed and copied ──▶
+    generations again ──▶ served; a notice tells the daemon
 
-Purpose: gets and lookups of what lies near, and the sums of every page that is copied. Non-purpose: what is not near
-or not right (asking.py asks then). Invariants: what is served has
-its block's sums, and its page had one and the same generation before and after the copy; whatever stands in
-directory or catalogue, nothing outside the mappings is read, and a get ends
-after one look at each. Only the daemon writes either, and changes a page's generation before the first byte of its
-reuse. Such reads are FaRM's (Dragojevic et al., NSDI 2014, section 4).
-The loops are C++ (tierd/native), or the plain ones here, with the same results.
+It serves gets and lookups of near blocks, and checks the sums of every copied page. For all other
+blocks asking.py calls the daemon. A served block has its sums, and its page had the same generation
+before and after the copy. Even a corrupt directory or catalogue causes no reads outside the
+mappings, and a get looks at each only once. Only the daemon writes them; it changes a
+page's generation before it reuses the page. Such reads are FaRM's (Dragojevic et al., NSDI 2014,
+section 4). The loops are C++ (tierd/native) or Python, with the same results.
 """
 
 from __future__ import annotations
@@ -47,28 +46,28 @@ PAGE = np.dtype(
         ("slot", "<u4"),
     ]
 )
-"""A published page, as its entry says: addresses of its bytes, slice table (0: it has none) and generation word in
-this process; segment: which of the table's."""
+"""A published page, from its entry. Its bytes (source), slice table (0: none) and generation word
+are addresses in this process. Its segment is a number in the table of segments."""
 NAMES = np.dtype(
     [("hashes", "<u8"), ("count", "<u8"), ("namespace", "<u4"), ("tokens", "<u4"), ("last", "<u4"), ("pad", "<u4")]
 )
-"""Blocks that are looked for: the address of their hashes, and tokens of each, and of the last one."""
+"""Blocks to find: the address of their hashes, the tokens of each, and of the last one."""
 NOWHERE = (1 << 64) - 1
 PLAIN_BLOCKS = 128
-"""The plain forms look for at most so many; the daemon answers for more in less time."""
+"""The Python loops find at most this many blocks; the daemon is faster for more."""
 _library = find_library()
 
 
 class Pages:
-    """Pages in the order of their blocks. rows: PAGE [n]; table: their segments, which keeps their addresses good."""
+    """Pages in block order. rows: PAGE [n]; table: their segments, which keep the addresses valid."""
 
     def __init__(self, rows: StructArray, table: SegmentTable) -> None:
         self.rows, self.table = rows, table
         self.lengths: list[int] = rows["length"].tolist()
 
     def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
-        """Copies them; which have their sums and are still what they were. is_leased: also where nobody else finds
-        them any more. Raises Stopped."""
+        """Copies the pages; which have the right sums and have not changed. is_leased: also pages
+        that lookups no longer find. Raises Stopped."""
         to, rows = [address_of(target, writable=True) for target in targets], self.rows
         sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
         mask = int(GENERATION) if is_leased else NOWHERE
@@ -81,7 +80,7 @@ class Pages:
 
 
 def get(session: Session, group: Group, out: Any, *, timeout_s: float) -> tuple[GetResult, list[int]] | None:
-    """The whole of a group, copied, and how long its blocks are; None: the daemon is to be asked. Raises Stopped."""
+    """Copies all blocks of a group; returns their lengths too. None: call the daemon. Raises Stopped."""
     if not session.notices.takes_gets:
         return None
     found = find(session, group, timeout_s=timeout_s)
@@ -94,7 +93,7 @@ def served(
     """The second half of `get`: copies what was found, and tells the daemon."""
     try:
         targets = buffers.pieces(out, pages.lengths, writable=True)
-    except InvalidArgument:  # the answer may be shorter, and fit
+    except InvalidArgument:  # the daemon's answer may be shorter, and fit
         return None
     told = group_message(group).SerializeToString()
     if len(told) > TOLD_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
@@ -105,8 +104,7 @@ def served(
 
 
 def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:
-    """Where all of a group's blocks lie near, as the catalogues say, and tokens by tier; None: not all do. Maps
-    segments that are not."""
+    """Near blocks of a group, and tokens by tier; None: some are not near. Maps segments."""
     count, namespace, directory = len(group.hashes), group.namespace, session.directory
     if not _is_plain(group) or directory is None or (_library is None and count > PLAIN_BLOCKS):
         return None
@@ -132,8 +130,7 @@ def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, li
 
 
 def _located(directory: Directory, table: SegmentTable, names: StructArray, count: int) -> tuple[StructArray, int]:
-    """PAGE of the blocks of NAMES [1] up to the first that is not near, and the place of a segment that this one may
-    lie in and that is not mapped, or NOWHERE."""
+    """PAGE of leading near blocks of NAMES [1]; place of an unmapped next segment, or NOWHERE."""
     if _library is None:
         return plain_find(directory, table, names)
     rows, unmapped = np.empty(count, PAGE), ctypes.c_uint64()
@@ -150,7 +147,7 @@ def _located(directory: Directory, table: SegmentTable, names: StructArray, coun
 
 
 def plain_find(directory: Directory, table: SegmentTable, names: StructArray) -> tuple[StructArray, int]:
-    """The plain form of `tierd_find` (tierd/native/plane.cpp)."""
+    """`tierd_find` (tierd/native/plane.cpp) in Python."""
     at, count, namespace, size, last, _ = names[0].item()
     hashes, rows, unmapped = ctypes.string_at(at, count * HASH_BYTES), list[tuple[int, ...]](), NOWHERE
     for i in range(count):
@@ -167,7 +164,7 @@ def plain_find(directory: Directory, table: SegmentTable, names: StructArray) ->
         entry = segment.entry(slot)
         if entry is None or (entry.namespace, entry.tokens, entry.hash) != (namespace, tokens, name):
             break
-        if not 0 < entry.length <= segment.class_bytes:  # its slices fit the table then
+        if not 0 < entry.length <= segment.class_bytes:  # then its slices fit the table
             break
         if segment.generation(slot) != entry.generation:
             break
@@ -176,7 +173,7 @@ def plain_find(directory: Directory, table: SegmentTable, names: StructArray) ->
 
 
 def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[np.bool_]) -> None:
-    """The plain form of `tierd_check` (tierd/native/plane.cpp)."""
+    """`tierd_check` (tierd/native/plane.cpp) in Python."""
     raw, at = sums.tobytes(), 0
     barrier()
     for i, (_, length, layers, generation, table, word, *_) in enumerate(rows.tolist()):
@@ -187,15 +184,15 @@ def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[
 
 
 def _page(segment: Segment, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
-    """PAGE, but for which segment's it is."""
+    """PAGE, without the segment's number."""
     _, data, words, _, tables, class_bytes, _, slice_words = segment.row
     table, word = tables + slot * slice_words * WORD_BYTES, words + slot * WORD_BYTES
     return data + slot * class_bytes, length, layers, generation, table, word
 
 
 def pages_of(session: Session, handles: StructArray) -> Pages | None:
-    """Pages that are held, of HANDLE [n]; None: one is not in host memory that is mapped. Without an entry of its
-    own a page's copy is not good."""
+    """Held pages of HANDLE [n]; None: one is not in mapped host memory. A page without its own
+    entry gets no sums, so its copy is not good."""
     table, rows = session.segments.table(), list[tuple[int, ...]]()
     columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
     for tier, number, slot, generation, length in zip(*columns, strict=True):
@@ -212,7 +209,7 @@ def pages_of(session: Session, handles: StructArray) -> Pages | None:
 
 
 def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
-    """Looks up a group whose blocks all lie near; None: ask the daemon."""
+    """Looks up a group whose blocks are all near; None: call the daemon."""
     found = find(session, group, timeout_s=timeout_s) if session.notices.takes_gets else None
     if found is None:
         return None
@@ -224,12 +221,12 @@ def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
 
 
 def _is_plain(group: Group) -> bool:
-    """Whether it is one that is answered without a call: a prefix, of rank 0 alone."""
+    """Whether it can be served without a call: a prefix, of rank 0 only."""
     return bool(len(group.hashes)) and group.need is Need.PREFIX and tuple(group.ranks) == (0,)
 
 
 def _segment(session: Session, place: int, timeout_s: float) -> Segment | None:
-    """A segment of host memory, mapped now if it was not."""
+    """A segment of host memory, mapped now if needed."""
     where = place >> SEGMENT_BITS, place & (1 << SEGMENT_BITS) - 1
     segment = session.segments.at(where)
     if segment is None:

@@ -1,12 +1,15 @@
-"""Spares: pages that are reserved for the next puts when one is answered, so that a put which follows another soon is one call.
+"""Page grants: pages reserved for the next puts, so that a put soon after another is one call.
 
-    put is answered ──▶ order ──▶ the daemon reserves ──▶ the next puts take pages of its stock, and the last but one of them orders again
+    put is answered ──▶ order ──▶ the daemon reserves ──▶ the next puts take pages of the stock;
+    the last but one of them orders again
 
-Purpose: the time that Reserve takes, for those who put in a row. Non-purpose: what a put is (writing.py), how much the daemon gives ahead (core/requests/puts.py).
-Invariants: the pages are private until a commit names them, so nothing of them can be found; one order at a time, and nobody waits for it but who has no room
-without its pages: a put whose pages are not there yet reserves for itself; no lock is held while anything is sent or read; what nobody took goes back with the first
-call after STALE_S, when its turn among the calls is wanted, and with its link. Who puts what is held already is told so by Reserve and spared
-the copy: one commit that says EXISTS, and nothing is ordered for a while; nor is it where pages went back of which few were taken.
+This saves the time of Reserve. Puts are in writing.py; core/requests/puts.py decides how much the
+daemon grants. Pages are private until a commit names them, so no lookup finds them. There is one
+order at a time. A put whose pages have not arrived reserves for itself; only a call without room
+waits for an order. No lock is held during I/O. Unused pages are released by the first call after
+STALE_S, when their turn among the calls is needed, and with the link. Reserve tells a
+put which blocks exist, which saves their copies. So after a commit that answers EXISTS, nothing is
+ordered for a while. The same holds after a stock of which few pages were used.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from tierd.core.formats.model import PUT_BLOCK, StructArray
 from tierd.errors import TierdError
 
 STALE_S = 1.0
-"""Between two puts that still count as in a row."""
+"""Puts at most this far apart count as consecutive."""
 PUTS_AHEAD = 8
 STOCK_BYTES = 128 << 20
-"""What an order asks for at most: pages for so many puts like the last one, and so many bytes; for one put at least."""
+"""Maximum order: pages for this many puts, or this many bytes, but always for one put."""
 PUTS_WITHOUT = 32
-"""After a refusal, or blocks that existed."""
+"""Puts without an order after a refusal or after blocks that existed."""
 ANSWER_TIMEOUT_S = 5.0
 
 Key = tuple[int, int]
@@ -44,11 +47,11 @@ class Pending(Protocol):
 
     @property
     def is_answered(self) -> bool:
-        """Whether its reply, or the end of its line, is there to be read."""
+        """Whether its reply, or the end of its line, can be read."""
         ...
 
     def comes(self, within_s: float) -> bool:
-        """The same, or it comes to that in so long."""
+        """Waits up to within_s for `is_answered`."""
         ...
 
     def reply(self, *, deadline: float) -> Any:
@@ -56,37 +59,38 @@ class Pending(Protocol):
         ...
 
     def drop(self) -> None:
-        """Gives it up, without waiting: what it gives goes back."""
+        """Gives it up without waiting; the daemon takes back its result."""
         ...
 
 
 Begin = Callable[[str, Any, float], Pending | None]
-"""Sends a call: method, message, seconds that it may take. None: there is no room for it now."""
+"""Sends a call: method, message, timeout in seconds. None: there is no room for it now."""
 LetGo = Callable[[list[int]], None]
-"""Gives reservations back, without waiting."""
+"""Releases reservations without waiting."""
 Pages = tuple[int, StructArray]
 """A reservation and its HANDLE [n]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What puts pages are for: of whom, up to so many blocks, of so many bytes each at most."""
+    """Puts that pages are for: their namespace and rank, maximum blocks, and maximum bytes of each."""
 
     key: Key
     count: int
     length: int
 
     def is_like(self, other: Shape) -> bool:
-        """Whether pages of the one are right for blocks of the other: neither too small nor larger than need be, since a block keeps its page."""
+        """Whether pages for one suit blocks of the other: not too small, and not larger than
+        needed, since a block keeps its page."""
         return self.key == other.key and size_class(self.length) == size_class(other.length)
 
     def fits(self, other: Shape) -> bool:
-        """Whether a put of the other shape finds all that it needs."""
+        """Whether a put of the other shape finds all the pages that it needs."""
         return self.count >= other.count and self.is_like(other)
 
 
 class PageGrants:
-    """Those of one link. Threads may share it."""
+    """The page grants of one link. Threads may share it."""
 
     def __init__(self, begin: Begin, let_go: LetGo) -> None:
         self._begin, self._let_go = begin, let_go
@@ -96,21 +100,22 @@ class PageGrants:
         self._stock: list[Pages] = []
         self._is_ordering, self._is_closed = False, False
         self._pickups = 0
-        """How often all was given back: what is under way then is wanted no more."""
+        """Times that all pages were released; an order begun before that is not wanted any more."""
         self._last: Shape | None = None
         self._last_s, self._used_s = 0.0, 0.0
-        """When the last put came; and when the last one that took pages, or ordered some."""
+        """Times of the last put, and of the last one that took or ordered pages."""
         self._without = self._taken = 0
-        """How many puts are to go without an order; and how many took pages of the stock since it was begun."""
+        """Next puts that do not order; puts that took pages from the current stock."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether pages, or an order, wait in vain."""
+        """Whether pages or an order were unused for longer than STALE_S."""
         is_any = self._order is not None or bool(self._stock)
         return is_any and time.monotonic() - self._used_s > STALE_S
 
     def take(self, group: PutGroup, *, length: int, deadline: float) -> Pages | None:
-        """A reservation of private pages, one at least for each block of the group, of so many bytes at least, and its HANDLE [n]; None: there is none yet."""
+        """A reservation of private pages, one of at least `length` bytes for each block of the
+        group, and its HANDLE [n]. None: there is none yet."""
         self._receive(deadline)
         wanted = Shape(_key(group), len(group.hashes), length)
         with self._turn:
@@ -121,7 +126,8 @@ class PageGrants:
             return self._stock.pop()
 
     def order(self, group: PutGroup, *, length: int, deadline: float) -> None:
-        """Asks for pages like this put's, if one came before it a moment ago and the stock is low: the last is for the put that comes before the answer."""
+        """Orders pages like this put's if another put came just before and the stock is low. The
+        last grant serves a put that comes before the answer."""
         now, this = time.monotonic(), Shape(_key(group), len(group.hashes), length)
         with self._turn:
             last, last_s = self._last, self._last_s
@@ -149,12 +155,12 @@ class PageGrants:
             self._placed((shape, pending) if pending is not None else None, pickups)
 
     def pause(self, deadline: float) -> None:
-        """Nothing is ordered for a while, and what was is given back."""
+        """Releases all pages, and orders none for the next PUTS_WITHOUT puts."""
         self._without = PUTS_WITHOUT
         self.give_back(deadline)
 
     def give_back(self, deadline: float) -> None:
-        """Waits for no answer: an order without one is given up. deadline: of reading one that has begun to come."""
+        """Releases all pages and gives up an unanswered order. deadline: to read a begun answer."""
         self._receive(deadline)
         order, numbers = self._picked_up()
         if order is not None:
@@ -163,7 +169,7 @@ class PageGrants:
             self._let_go(numbers)
 
     def reservations(self, *, deadline: float) -> list[int]:
-        """All that there are, for who wants to give them back and know when that is done; an order is waited for."""
+        """All reservations, for a caller that releases them and waits; it waits for an order, too."""
         self._receive(deadline, is_awaited=True)
         order, numbers = self._picked_up()
         if order is not None:
@@ -171,7 +177,7 @@ class PageGrants:
         return numbers
 
     def close(self) -> None:
-        """The link has ended: nothing is ordered any more, and nobody reads an answer. Its session may last as long as views do, so pages go back."""
+        """The link has ended: orders no more. Releases all pages, since views keep the session."""
         self._is_closed = True
         order, numbers = self._picked_up()
         if order is not None:
@@ -180,7 +186,7 @@ class PageGrants:
             self._let_go(numbers)
 
     def _picked_up(self) -> tuple[tuple[Shape, Pending] | None, list[int]]:
-        """What there is, which is the caller's now."""
+        """Takes the order and the stock; the caller owns them now."""
         with self._turn:
             order, self._order = self._order, None
             self._pickups += 1
@@ -188,7 +194,8 @@ class PageGrants:
         return order, numbers
 
     def _cleared(self, *, is_grown: bool = False) -> list[int]:
-        """The stock, of which there is none any more. Where most of it was ordered for nothing, and not for puts that have grown, nothing is for a while. In the caller's turn."""
+        """Empties the stock. If most of it was not used, and puts have not grown, nothing is
+        ordered for a while. The caller holds the lock."""
         numbers, self._stock = [number for number, _ in self._stock], []
         if len(numbers) > self._taken and not is_grown:
             self._without = PUTS_WITHOUT
@@ -196,7 +203,7 @@ class PageGrants:
         return numbers
 
     def _placed(self, order: tuple[Shape, Pending] | None, pickups: int) -> None:
-        """An order was sent, or could not be. pickups: at its beginning."""
+        """An order was sent, or could not be. pickups: `_pickups` when it began."""
         with self._turn:
             self._is_ordering = False
             is_wanted = pickups == self._pickups
@@ -206,7 +213,8 @@ class PageGrants:
             order[1].drop()
 
     def _receive(self, deadline: float, *, is_awaited: bool = False) -> None:
-        """What was ordered, if it has come, is the stock; what is left of a former one that differs goes back, and so does what nobody wants any more."""
+        """Moves an answered order into the stock. Releases pages of an old stock that differ, and
+        pages that are not wanted any more."""
         with self._turn:
             order = self._order
             if order is None or not (is_awaited or order[1].is_answered):

@@ -1,10 +1,9 @@
-"""Reservation: pages to be written in place, then published, or given back.
+"""Reservation: pages to be written in place, then published or released.
 
-Purpose: writable arrays over reserved pages. Non-purpose: how pages are got or published (asking.py); the two faces
-below differ only in
-who waits. Invariants: only reserved pages are writable; after commit or abort the arrays that were given out are made read-only. That does
-not reach slices and tensors that the caller made from them: those must not be written to any more, since the page may
-be somebody's block.
+asking.py reserves and publishes; the two classes below differ only in who waits. Only reserved
+pages are writable. After commit or abort, the arrays that were handed out become read-only. Slices
+and tensors that the caller made from them do not: do not write to those, since the page may hold
+another client's block.
 """
 
 from __future__ import annotations
@@ -33,33 +32,35 @@ from tierd.core.formats.model import BlockStatus, StructArray
 from tierd.errors import InvalidArgument, StaleHandle, TierdError
 
 COMMIT_TIMEOUT_S = 30.0
-"""Of a commit or an abort that is given no time: a commit hashes and may write to a disk."""
+"""Default timeout of a commit or an abort; a commit hashes and may write to a disk."""
 
 
 class Ends(Protocol):
-    """How reservations end."""
+    """Ends reservations."""
 
     def commit(self, pages: Any, make: Callable[[], Any], deadline: Deadline) -> Committed:
-        """Publishes."""
+        """Publishes the pages."""
         ...
 
     def abort(self, pages: Any, deadline: Deadline) -> None:
-        """Gives back."""
+        """Releases the pages."""
         ...
 
 
 class Addresses(NamedTuple):
-    """Of pages in this process: u64 [n], 0 where none is reserved; good as long as what is kept is."""
+    """Addresses of pages in this process: u64 [n], 0 if not reserved; valid while `kept` is."""
 
     of_blocks: NDArray[np.uint64]
     kept: list[object]
 
 
 class ReservedPages(Bound):
-    """What both faces of a reservation share; false if nothing is reserved, or not any more.
+    """The part that both kinds of reservations share. False if nothing is reserved any more.
 
-    handles: HANDLE [n] and statuses: u2 [n] of BlockStatus (RESERVED, EXISTS, FAILED, NO_ROOM, REJECTED), groups in order. NO_ROOM: others
-    hold it, and nobody knows until when; a call that may be made again after some time raises Overloaded, with its hint.
+    Attributes:
+        handles: HANDLE [n], groups in order.
+        statuses: u2 [n] of BlockStatus: RESERVED, EXISTS, FAILED, NO_ROOM, REJECTED. NO_ROOM: all
+            space is in use. A temporary overload raises Overloaded, with its hint, instead.
     """
 
     def __init__(
@@ -95,30 +96,37 @@ class ReservedPages(Bound):
         return self.hold is not None and not self.hold.is_done
 
     def after(self, *work: Any) -> Self:
-        """Commit and abort wait for this work first, within their time: events or streams of torch or cupy, whose kernels write the pages. Without it they
-        must be done before: a kernel that still writes would write into what was hashed already, or into somebody's next block."""
+        """Makes commit and abort wait, within their timeout, for GPU work that writes the pages.
+
+        Otherwise the work must be done before: a running kernel would write into a page that is
+        published, or that holds another block.
+
+        Args:
+            work: Events or streams of torch or cupy.
+        """
         self._work += work
         return self
 
     def summed(self, sums: NDArray[np.uint64]) -> Self:
-        """The next commit says what was written: the sums of all slices of the blocks that it commits, in their order,
-        xxh3-64, u64 [slices] (copying.py). The daemon reads none of their pages in host memory then."""
+        """Gives the next commit the sums of all slices of its blocks, in order: xxh3-64, u64
+        [slices] (copying.py). The daemon then reads no pages in host memory to sum them."""
         self._sums = sums.astype("<u8", copy=False).tobytes()
         return self
 
     def buffer(self, i: int) -> Bytes:
-        """The page of block i, writable uint8 [length]; on a GPU a DevicePage. Raises InvalidArgument if it is not reserved, StaleHandle, ForkedClient."""
+        """The page of block i: writable uint8 [length], or a DevicePage on a GPU. Raises
+        InvalidArgument if it is not reserved, StaleHandle, ForkedClient."""
         found = self._cut([i])[i] if -len(self) <= i < len(self) else None
         if found is None:
             raise InvalidArgument(f"block {i}: it has no reserved page; look at statuses")
         return found
 
     def buffers(self) -> list[Bytes | None]:
-        """One writable page a block; None where none is reserved. Raises StaleHandle, ForkedClient."""
+        """One writable page for each block; None if not reserved. Raises StaleHandle, ForkedClient."""
         return self._cut(range(len(self)))
 
     def addresses(self) -> Addresses:
-        """Where its pages lie, for who writes now and keeps nothing. Raises StaleHandle, ForkedClient."""
+        """Addresses of its pages, for immediate writes. Raises StaleHandle, ForkedClient."""
         hold = self.held()
         rows = np.flatnonzero(self.handles["status"] == BlockStatus.RESERVED)
         handles, found = self.handles[rows], np.zeros(len(self), np.uint64)
@@ -133,25 +141,25 @@ class ReservedPages(Bound):
         return Addresses(found, kept)
 
     def held(self) -> Hold:
-        """The hold, good to be used. Raises InvalidArgument, StaleHandle, ForkedClient."""
+        """The hold, if it can be used. Raises InvalidArgument, StaleHandle, ForkedClient."""
         if self.hold is None:
             raise InvalidArgument("reservation: nothing was reserved; look at statuses")
         self.hold.check()
         return self.hold
 
     def not_committed(self) -> Committed:
-        """The result of a commit that has failed."""
+        """The result of a failed commit."""
         handles = self.handles[self.statuses == BlockStatus.RESERVED].copy()
         handles["status"] = BlockStatus.FAILED
         return Committed(handles["status"].astype(np.uint16), handles)
 
     def drop(self) -> None:
-        """Ends this handle: the pages go back with the last array over them."""
+        """Ends this handle: the pages are released with the last array over them."""
         if self.hold:
             self.hold.drop()
 
     def seal(self, indices: Sequence[int] | None = None) -> None:
-        """The pages of these blocks (None: of all) are not the caller's to write any more."""
+        """Makes the arrays of these blocks (None: of all) read-only."""
         for i, reference in self._given:
             array = reference()
             if array is not None and (indices is None or i in indices):
@@ -217,7 +225,7 @@ def _seal(page: Any) -> None:
 
 
 class Reservation(ReservedPages):
-    """A reservation of the synchronous client. A context manager: left without commit, it is aborted."""
+    """A reservation of Client. As a context manager, it aborts on exit unless committed."""
 
     def commit(
         self,
@@ -228,15 +236,21 @@ class Reservation(ReservedPages):
         keep_open: bool = False,
         timeout_s: float = COMMIT_TIMEOUT_S,
     ) -> Committed:
-        """Publishes the written pages, all of the call's or none; the arrays must not be used after it.
+        """Publishes the written pages, all of the call's or none. Do not use the arrays afterwards.
 
-        blocks: COMMIT_BLOCK [n], see OpenedNamespace.naming; None: everything as it was named. durable: not before it is on NVMe, synced. lease: pin what was
-        committed. keep_open: blocks not named stay reserved. Raises DeadlineExceeded after timeout_s: the blocks may be published even so.
+        Args:
+            blocks: COMMIT_BLOCK [n], see OpenedNamespace.naming. None: all as named in reserve.
+            durable: Return only when the blocks are on NVMe and synced.
+            lease: Pin the committed blocks.
+            keep_open: Blocks that are not named stay reserved.
+
+        Raises:
+            DeadlineExceeded: timeout_s has passed. The blocks may be published even so.
         """
         return self._commit(blocks, deadline_of(timeout_s), durable=durable, lease=lease, keep_open=keep_open)
 
     def abort(self, *, timeout_s: float = COMMIT_TIMEOUT_S) -> None:
-        """Gives the pages back as if nothing had been."""
+        """Releases the pages without publishing them."""
         self._abort(deadline_of(timeout_s))
 
     def __enter__(self) -> Self:
@@ -251,7 +265,7 @@ class Reservation(ReservedPages):
 
 
 class AsyncReservation(ReservedPages):
-    """A reservation of the asynchronous client. An async context manager: left without commit, it is aborted."""
+    """A reservation of AsyncClient. As an async context manager, it aborts unless committed."""
 
     def __init__(
         self, hold: Hold | None, handles: StructArray, *, ends: Ends, run: Callable[..., Awaitable[Any]]

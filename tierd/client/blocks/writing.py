@@ -1,14 +1,13 @@
 """A put by shared memory: pages, a copy, one commit.
 
-    reserved now, or a spare ──▶ Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ the sums
-    follow ──▶ its answer ──▶ spares for the next
-                             └─▶ summed and copied, where that is soon done ──▶ Commit is sent with the sums ──▶ its
-                             answer ──▶ spares for the next
+    pages reserved now, or granted before
+     ├─▶ large: Commit is sent ──▶ summed and copied, while the daemon prepares it ──▶ sums follow
+     └─▶ small: summed and copied ──▶ Commit is sent with the sums
+    then its answer ──▶ page grants for the next put
 
-Purpose: where the pages of a put come from, and how they are filled. Non-purpose: calls and their errors
-(asking.py), what spares are (page_grants.py), TCP (tcp.py).
-Invariants: a put answers with what the daemon said of each block; one into spare pages that the daemon cannot commit is made once more with pages reserved for it, and
-so is one whose daemon went in the midst of it: the next daemon is asked, or there is none.
+This module finds pages for a put and fills them. Calls and errors are in asking.py, grants in
+page_grants.py, TCP in tcp.py. A put answers with the daemon's status for each block. If the daemon
+cannot commit granted pages, or has gone meanwhile, the put is made once more with its own pages.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ if TYPE_CHECKING:
     from tierd.client.blocks.asking import Asking
 
 EARLY_BYTES = 1 << 20
-"""From so many on a put's commit goes before its copy; a smaller one is copied in less time than it takes the daemon
-to hear of it."""
+"""From this size on, a put sends its commit before its copy; a smaller copy ends sooner."""
 MORE_TRIES = 8
-"""To bring blocks onto NVMe that go from the tiers meanwhile."""
+"""Attempts to bring blocks onto NVMe if tiers evict them meanwhile."""
 POSITION_LIMIT = 1 << 32
-"""Of blocks; with a greater one no message is made."""
+"""Of blocks; no message can hold a greater one."""
 
 
 class Until(enum.Enum):
-    """When a put returns: the daemon is told, clients find the blocks, or the blocks are on NVMe."""
+    """When a put returns: the commit is sent, clients find the blocks, or the blocks are on NVMe."""
 
     TOLD = "told"
     STORED = "stored"
@@ -55,7 +53,7 @@ class Until(enum.Enum):
 
     @classmethod
     def of(cls, *, durable: bool, wait: bool) -> Until:
-        """As the faces put it."""
+        """From the arguments of `put`."""
         return cls.DURABLE if durable else cls.STORED if wait else cls.TOLD
 
 
@@ -70,17 +68,17 @@ class Write:
 
     @property
     def durable(self) -> bool:
-        """Whether onto NVMe."""
+        """Whether the put waits for NVMe."""
         return self.until is Until.DURABLE
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(map(len, self.sources))
 
     @property
     def needs_names(self) -> bool:
-        """Whether a reserve must say what no commit can."""
+        """Whether a reserve must carry fields that a commit cannot."""
         group = self.group
         says_more = group.priority is not None or group.retention_s is not None
         is_odd = len(group.parent) != HASH_BYTES or not 0 <= group.position < POSITION_LIMIT
@@ -107,7 +105,8 @@ def put(verbs: Asking, link: Link, write: Write) -> PutResult:
 
 
 def kept(verbs: Asking, write: Write) -> PutResult:
-    """A put; of a durable one again what is FAILED, while there is time: a block may have gone before it was on NVMe, and its bytes are here."""
+    """A put. A durable put is repeated while blocks are FAILED and time is left: a tier may have
+    evicted them before they were on NVMe."""
     done = verbs.stored(write)
     for _ in range(MORE_TRIES if write.durable else 0):
         if not (done.statuses == BlockStatus.FAILED).any() or left_s(write.deadline) <= 0:
@@ -117,7 +116,7 @@ def kept(verbs: Asking, write: Write) -> PutResult:
 
 
 def _into_reserved(verbs: Asking, write: Write) -> Any:
-    """u2 [n] of BlockStatus. Nobody has seen its handles, so that they have become stale is made good here."""
+    """u2 [n] of BlockStatus. Retries once if the handles, unknown to the caller, become stale."""
     try:
         return _attempt(verbs, write)
     except (StaleHandle, SessionLost):
@@ -133,7 +132,7 @@ def _attempt(verbs: Asking, write: Write) -> Any:
 
 
 def _spare(verbs: Asking, link: Link, page_grants: PageGrants, write: Write) -> ReservedPages | None:
-    """Pages that were reserved for such a put; what nobody writes to goes back with them."""
+    """Granted pages for such a put; pages beyond its blocks are released with the reservation."""
     lengths = [len(source) for source in write.sources]
     taken = page_grants.take(write.group, length=max(lengths), deadline=write.deadline)
     if taken is None:
@@ -144,7 +143,7 @@ def _spare(verbs: Asking, link: Link, page_grants: PageGrants, write: Write) -> 
 
 
 def _into_spare(verbs: Asking, pages: ReservedPages, write: Write) -> Any:
-    """u2 [n] of BlockStatus; None: nothing was stored, for a reason that reserving tells."""
+    """u2 [n] of BlockStatus; None: nothing was stored, for a reason that a reserve reports."""
     try:
         names = _names(write)
         names["length"] = pages.handles["length"]
@@ -160,7 +159,7 @@ def _into_spare(verbs: Asking, pages: ReservedPages, write: Write) -> Any:
 
 
 def _names(write: Write) -> StructArray:
-    """COMMIT_BLOCK [n], whose lengths are to be filled in."""
+    """COMMIT_BLOCK [n]; the caller fills in the lengths."""
     group = write.group
     return group.namespace.naming(
         requests.checked_hashes(group.hashes),
@@ -172,7 +171,7 @@ def _names(write: Write) -> StructArray:
 
 
 def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArray | None) -> Any:
-    """Copies and commits; u2 [n] of BlockStatus, of the pages that there are. names: COMMIT_BLOCK [n]; None: as they were reserved."""
+    """Copies and commits; u2 [n] of BlockStatus of the reserved pages. names: None: as reserved."""
     try:
         copy, request = Copy(pages, write), requests.commit_request(pages.id, names, durable=write.durable)
         if write.until is not Until.TOLD and write.bytes >= EARLY_BYTES:
@@ -189,7 +188,7 @@ def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArr
 
 
 def _is_sent(verbs: Asking, pages: ReservedPages, request: pb.CommitRequest, deadline: float) -> bool:
-    """Sends a commit whose answer nobody waits for; whether it has gone. The pages are the daemon's from then on."""
+    """Sends a commit without waiting for its answer; whether it was sent. The pages are then the daemon's."""
     hold = pages.held()
     pages.seal()
     is_sent = verbs.background_puts.send(hold, request, blocks=_reserved(pages), deadline=deadline)
@@ -199,19 +198,19 @@ def _is_sent(verbs: Asking, pages: ReservedPages, request: pb.CommitRequest, dea
 
 
 def _reserved(pages: ReservedPages) -> int:
-    """How many blocks have a page."""
+    """Number of blocks with a page."""
     return int(np.count_nonzero(pages.statuses == BlockStatus.RESERVED))
 
 
 class Copy:
-    """The copy of one put, beside its commit: the daemon prepares that meanwhile, and ends it when it has the sums."""
+    """The copy of a put, while the daemon prepares its commit; the commit ends with the sums."""
 
     def __init__(self, pages: ReservedPages, write: Write) -> None:
         self._pages, self._write = pages, write
         self._sums: bytes | None = None
 
     def run(self) -> None:
-        """Once, however often it is called."""
+        """Copies once, however often it is called."""
         if self._sums is None:
             sources, targets = self._write.sources, self._pages.addresses()
             layers = self._write.group.namespace.spec.geometry.layers
@@ -224,5 +223,5 @@ class Copy:
         return pb.Written(sums=self._sums).SerializeToString()
 
     def complete(self, request: pb.CommitRequest) -> None:
-        """Makes it a commit of what is written."""
+        """Makes it a commit of pages that are written."""
         request.unwritten, request.sums = False, self._sums or b""

@@ -1,8 +1,7 @@
-"""One call of the daemon: made again where it was refused for want of room. And deadlines.
+"""One call of the daemon, with its deadline and its retries.
 
-Purpose: what every call of a verb passes. Non-purpose: over which link, and what becomes of a lost one (links.py).
-Invariant: a call is made again only
-where the daemon has not begun it, and within its deadline.
+A call refused for lack of room is sent again, but only if the daemon has not begun
+it, and within the deadline. The choice of a link, and lost links, are in links.py.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from tierd.errors import DeadlineExceeded, InvalidArgument, Overloaded, TierdErr
 
 T = TypeVar("T")
 Deadline = float | TierdError
-"""Of a verb: a time.monotonic(), or why there is none: the verb ends with that."""
+"""The deadline of a verb as time.monotonic(), or the error that ends the verb at once."""
 
 LONGEST_S = 86400.0
-"""What a timeout of infinity comes to; no wait of the system takes much more than 24 days."""
+"""Stands for a timeout of infinity; no wait of the system takes much more than 24 days."""
 
 
 def seconds_of(timeout_s: Any) -> float:
-    """A timeout as it is kept to. Raises InvalidArgument."""
+    """A timeout in seconds, at most LONGEST_S. Raises InvalidArgument."""
     try:
         seconds = min(float(timeout_s), LONGEST_S)
     except (TypeError, ValueError, OverflowError):
@@ -45,15 +44,15 @@ def deadline_of(timeout_s: Any) -> Deadline:
 
 
 def due(deadline: Deadline) -> float:
-    """Of a verb that begins. Raises the error that is in its place."""
+    """The deadline as a time. Raises the error that is in its place."""
     if isinstance(deadline, TierdError):
         raise deadline
     return deadline
 
 
 def left_s(deadline: float) -> float:
-    """Until a time.monotonic(); asked before whatever takes time. Raises DeadlineExceeded, and Stopped where nobody
-    waits for the verb any more."""
+    """Seconds until a deadline; called before anything that takes time. Raises DeadlineExceeded,
+    and Stopped if the verb was cancelled."""
     cancellation.check()
     left = deadline - time.monotonic()
     if left <= 0:
@@ -69,8 +68,7 @@ def called(link: Link, method: str, request: Any, deadline: float, *, meanwhile:
 
 
 def insisted(call: Callable[[], T], deadline: float) -> T:
-    """One call; what the daemon refuses for want of room, and has not begun, is called again when it said, a few
-    times."""
+    """Calls; if the daemon refuses for lack of room, calls again after its hint, up to TRIES times."""
     tries = 1
     while True:
         try:

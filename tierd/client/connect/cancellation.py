@@ -1,10 +1,10 @@
-"""Verbs that nobody waits for any more: how a thread that carries one out is told, in the middle of a wait too.
+"""Cancels verbs in their threads, also in the middle of a wait.
 
-    stop.around(verb), in its thread ──▶ a wait ──▶ ended_by(what ends it) ◀── stop.set(), in another
+    stop.around(verb), in its thread ──▶ a wait ──▶ ended_by(end) ◀── stop.set(), in another
 
-Purpose: AsyncClient's verbs run in threads, and its caller may be cancelled. Non-purpose: threads (threads.py), what a verb gives back then (the verbs). Invariants: a verb is told once, by
-`Stopped` where it waits or before it goes on, and what it does about that is not disturbed; where nobody can stop
-it, in every verb of Client, all of this costs one look.
+AsyncClient's verbs run in threads (threads.py), and the task that awaits one may be cancelled. A
+cancelled verb raises `Stopped` once, in a wait or before its next step; its cleanup then runs
+undisturbed. Client's verbs cannot be cancelled; for them each check costs one attribute read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """Nobody waits for this verb any more; not an error, and nothing takes it for one."""
+    """The verb was cancelled. This is not an error, and no handler of errors catches it."""
 
 
 class Stop:
-    """Of one verb. The thread that it runs in and another one share it."""
+    """The cancellation of one verb, shared by the verb's thread and the thread that cancels."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -32,7 +32,7 @@ class Stop:
         self._end: Callable[[], Any] | None = None
 
     def around(self, verb: Callable[[], T]) -> T:
-        """The verb, which can be stopped in this thread."""
+        """Runs the verb in this thread so that it can be cancelled."""
         _mine.stop = self
         try:
             return verb()
@@ -40,7 +40,7 @@ class Stop:
             _mine.stop = None
 
     def set(self) -> None:
-        """Nobody waits for it. What it waits for ends now."""
+        """Cancels the verb and ends its current wait."""
         with self._turn:
             self._is_set.set()
             if self._end is not None:
@@ -48,30 +48,30 @@ class Stop:
 
     @property
     def is_due(self) -> bool:
-        """Whether the verb is to be told."""
+        """Whether the verb was cancelled and has not raised Stopped yet."""
         return self._is_set.is_set() and not self._is_told
 
     def tell(self) -> Stopped:
-        """What the verb is told; from now on it was."""
+        """Makes the error that the verb raises, and notes that it was raised."""
         self._is_told = True
         return Stopped()
 
     def wait(self, seconds: float) -> None:
-        """A pause of the verb."""
+        """Pauses the verb."""
         if self._is_told:
             time.sleep(seconds)
         else:
             self._is_set.wait(seconds)
 
     def begin_wait(self, end: Callable[[], Any]) -> None:
-        """The verb is about to wait for what this ends."""
+        """Notes that the verb is about to wait; `end` ends that wait."""
         with self._turn:
             self._end = end
             if self.is_due:
                 end()
 
     def end_wait(self) -> None:
-        """It waits no more."""
+        """Notes that the wait is over."""
         with self._turn:
             self._end = None
 
@@ -84,19 +84,19 @@ _mine = _Mine()
 
 
 def check() -> None:
-    """Before what takes time. Raises Stopped."""
+    """Called before anything that takes time. Raises Stopped."""
     stop = _mine.stop
     if stop is not None and stop.is_due:
         raise stop.tell()
 
 
 def is_possible() -> bool:
-    """Whether this thread's verb is one that can be stopped."""
+    """Whether this thread's verb can be cancelled."""
     return _mine.stop is not None
 
 
 def pause(seconds: float) -> None:
-    """As time.sleep. Raises Stopped."""
+    """As time.sleep, but raises Stopped."""
     stop = _mine.stop
     if stop is None:
         time.sleep(seconds)
@@ -106,8 +106,8 @@ def pause(seconds: float) -> None:
 
 
 def ended_by(end: Callable[[], Any]) -> AbstractContextManager[None]:
-    """Around a wait: `end` ends it, from another thread, and may be called before it has begun. Whatever error that
-    makes, it raises Stopped."""
+    """Around a wait: a cancellation calls `end` from another thread, perhaps before the wait
+    begins. Any error that results becomes Stopped."""
     stop = _mine.stop
     return _NOTHING if stop is None else _ended_by(stop, end)
 
@@ -127,7 +127,7 @@ def _ended_by(stop: Stop, end: Callable[[], Any]) -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Around what a verb does for others: it is not stopped in the middle, and told afterwards."""
+    """Around work for other verbs: a cancellation takes effect only after it."""
     stop, _mine.stop = _mine.stop, None
     try:
         yield

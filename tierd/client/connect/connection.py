@@ -1,8 +1,8 @@
-"""The connection to a daemon: made on the first call, made again after a restart or a fork, given up quickly where there is none.
+"""The connection to a daemon: made on the first call, and again after a restart or a fork.
 
-Purpose: one usable link at any time, and what becomes of the old ones. Non-purpose: retries (links.py). Invariants:
-a lost link's mappings live as long as views into them and no longer, and its daemon's successor is told when there
-are none, so that it need not keep their pages for the life of this process.
+The connector keeps one usable link and closes old ones. Retries are in links.py. A lost link's
+mappings live as long as views into them. When the last view is gone, the connector tells the
+current daemon, so that it need not keep those pages until this process ends.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tierd.tcp.codecs import open_codec
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
-"""Between attempts to connect, doubling; calls in between fail at once, if the client is asked to give up quickly."""
+"""Pauses between attempts to connect; they double. Calls of a best-effort client fail meanwhile."""
 FORGET_TIMEOUT_S = 1.0
 
 _forgettable: dict[str, deque[int]] = {}
-"""By target: sessions of this process that were cut off and that nothing of it uses any more, for whichever client makes the next call."""
+"""By target: lost and unused sessions of this process. Any client's next call reports them."""
 _closed: dict[str, deque[int]] = {}
-"""By target: sessions of clients that were closed, which a daemon has heard of, unless it was dying: told again with the next connection."""
+"""By target: sessions of closed clients, reported again in case the daemon was dying."""
 
 
 OpenTransport = Callable[..., Transport]
@@ -47,7 +47,10 @@ OpenTransport = Callable[..., Transport]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to connect. name, engine: shown to operators; is_patient: whether every call tries to connect, however lately that failed."""
+    """How to connect. name, engine: shown to operators.
+
+    is_patient: each call tries to connect, even right after a failure.
+    """
 
     name: str = ""
     credential_file: str = ""
@@ -60,10 +63,10 @@ class Connector:
     """The current link of a client. Threads may share it."""
 
     def __init__(self, target: Target, options: Options, open_transport: OpenTransport) -> None:
-        """Raises InvalidArgument and Unsupported for a codec that this process does not know, or lacks."""
+        """Raises InvalidArgument for an unknown codec, Unsupported for one that is not installed."""
         self.target = target
         self.codec = open_codec(target.codec, whose="this process") if isinstance(target, RemoteTarget) else None
-        """By which this client wants chunks to be encoded."""
+        """The codec that this client wants for chunks."""
         self.forgettable = _forgettable.setdefault(str(target), deque())
         self._closed = _closed.setdefault(str(target), deque())
         self._options, self._open_transport = options, open_transport
@@ -78,7 +81,7 @@ class Connector:
         forks.register(self)
 
     def introduce(self, engine: Mapping[str, str]) -> None:
-        """What the next hello says of the engine that is served; a link that has said something else is given up for it."""
+        """Sets the engine named in the next hello. A link that named another one is closed."""
         if engine != self._options.engine:
             with self._turn:
                 self._options = replace(self._options, engine=dict(engine))
@@ -90,7 +93,7 @@ class Connector:
         return self._link
 
     def current(self) -> Link | None:
-        """The link, if it is usable. Raises Unavailable after close, and while a client in a hurry waits before the next try."""
+        """The link if it is usable. Raises Unavailable after close, and for a best-effort client in a pause."""
         link = self._link
         if link is not None and link.is_usable:
             return link
@@ -101,16 +104,13 @@ class Connector:
         return None
 
     def connect(self, *, instead_of: Link | None, timeout_s: float) -> Link:
-        """A new link in place of one that was found unusable; or what another thread has made in its place meanwhile.
-
-        Blocking. Raises what connecting raises.
-        """
+        """Replaces an unusable link, unless another thread has. Blocks. Raises as connecting does."""
         with self._turn:
             link = self.current() if self._link is not instead_of else None
             if link is None:
                 self.lose(self._link)
                 link = self._link = self._try(timeout_s)
-                with contextlib.suppress(IndexError):  # there are no more, or another thread tells them
+                with contextlib.suppress(IndexError):  # the deque is empty, or another thread empties it
                     while True:
                         self.forgettable.append(self._closed.popleft())
         self.forget()
@@ -122,7 +122,7 @@ class Connector:
             link = self._open(min(timeout_s, most_s)) if self._options.is_patient else self._opened(timeout_s, most_s)
         except RetryError as error:
             if self._opening is not None:
-                raise  # it goes on
+                raise  # connecting goes on
             self._last_error = error
             self._next_try = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -131,7 +131,7 @@ class Connector:
         return link
 
     def _opened(self, timeout_s: float, most_s: float) -> Link:
-        """A link, by a thread that may take longer than the call has: a later call takes it then."""
+        """Opens a link in a thread of its own. If this call times out, a later call takes the link."""
         opening = self._opening
         if opening is None:
             opening = self._opening = Future()
@@ -148,28 +148,28 @@ class Connector:
         return link
 
     def lose(self, link: Link | None) -> None:
-        """A link is of no more use. Its mappings stay for views that are alive."""
+        """Closes a link. Its mappings stay for live views."""
         if link is None or link.is_lost:
             return
         link.is_lost = True
         if link.session and link.pins:
-            link.session.unmap()  # the last view says goodbye
+            link.session.unmap()  # the last view ends the session
         elif link.session:
             self._idle(link)
         if link.opened:
             link.opened.close()
 
     def forget(self) -> None:
-        """Tells the daemon which sessions, of its predecessor perhaps, nothing uses any more."""
+        """Tells the daemon which sessions, also of a previous run, this process no longer uses."""
         link = self._link
         while self.forgettable and link is not None and link.session:
             try:
                 session = self.forgettable.popleft()
-            except IndexError:  # another thread tells it
+            except IndexError:  # another thread reports it
                 return
             try:
                 link.session.ask({"op": "forget", "session": session}, timeout_s=FORGET_TIMEOUT_S)
-            except RetryError:  # no answer: told again with a later call, since nobody else could let go of its pages
+            except RetryError:  # no answer: report it with a later call, or the pages stay held
                 self.forgettable.append(session)
                 return
             except TierdError:
@@ -181,10 +181,10 @@ class Connector:
         self.lose(self._link)
 
     def forked(self) -> None:
-        """In a child: the parent's link is none of ours."""
+        """In a child process: abandons the parent's link."""
         forks.abandon(self._link)
         if self._link and self._link.session:
-            # Only this process's copy of the descriptor; the parent's session goes on.
+            # This closes only this process's copy of the descriptor; the parent's session goes on.
             self._link.session.close()
         self._turn = threading.Lock()
         self._link, self._last_error, self._opening = None, None, None
@@ -213,7 +213,7 @@ class Connector:
 
     def _open_remote(self, target: RemoteTarget, credential_file: str, *, timeout_s: float) -> Link:
         credential = read_bearer(credential_file, setting="credential_file") if credential_file else ""
-        # gRPC tells late that nobody listens; a plain connection tells at once.
+        # gRPC reports a missing listener late; a plain connection fails at once.
         try:
             socket.create_connection((target.host, target.port), timeout=max(timeout_s, 0.001)).close()
         except OSError as error:
@@ -226,10 +226,8 @@ class Connector:
         )
 
     def _idle(self, link: Link) -> None:
-        """Nothing of a lost link is used any more. Called by finalisers too: no lock, no waiting.
-
-        A daemon that dies takes a farewell and does nothing about it; so the next one is told in any case.
-        """
+        """The last use of a lost link has ended. Safe in finalisers: no lock, no waiting. The
+        next daemon is told too, because a dying one may ignore the farewell."""
         if link.session and link.pid == os.getpid():
             link.session.leave()
             (self._closed if self._is_closed else self.forgettable).append(link.session.id)

@@ -1,7 +1,8 @@
-"""Credits: how many calls this client may have in progress, and a turn for each.
+"""Credits: the number of calls that this client may have in progress, and a turn for each.
 
-Purpose: keep to what the daemon's hello said, so that nothing has to be refused. Non-purpose: calls (local.py, grpc_calls.py). Invariants: no more turns are out
-than there are credits; those who wait are served in order; a turn that comes too late for its waiter goes to the next.
+The daemon's hello sets the number, so a client that keeps to it is not refused. Calls are in
+local.py and grpc_calls.py. Waiting calls get their turns in order. If a waiting call has timed out,
+its turn goes to the next one.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from tierd.client.connect import cancellation
 from tierd.errors import Overloaded
 
 UNPAID = frozenset({"Release", "Abort"})
-"""Calls that only give back; the daemon refuses none of them."""
+"""Calls that only release something; the daemon refuses none of them."""
 TRIES = 5
-"""Of one call that is refused with a hint."""
+"""Attempts of one call that is refused with a hint."""
 
 
 class Credits:
-    """count: turns at one time; 0: the daemon has named no number, so every call has its turn at once. Threads may share it."""
+    """count: turns at one time; 0: the daemon set no limit, so no call waits. Threads may share it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -33,11 +34,11 @@ class Credits:
         self._waiting: deque[Future[None]] = deque()
         self._turn = threading.Lock()
         self.on_wait: Callable[[float], None] = lambda _deadline: None
-        """Called where a call has to wait for a turn, with its deadline: for who has one that he can do without."""
+        """Called with the deadline when a call must wait for a turn, so that spare turns are given up."""
 
     @contextlib.contextmanager
     def turn(self, method: str, *, timeout_s: float) -> Iterator[float]:
-        """Around a call; the seconds left for it. Raises Overloaded if no turn comes in time."""
+        """Around a call; yields the seconds left for it. Raises Overloaded if no turn comes in time."""
         deadline = time.monotonic() + timeout_s
         waiter = self.ask(method)
         if waiter is not None:
@@ -56,7 +57,7 @@ class Credits:
             self.give(method)
 
     def ask(self, method: str) -> Future[None] | None:
-        """A turn to wait for; None: go."""
+        """A future to wait for; None: the call may go at once."""
         if not self.count or method in UNPAID:
             return None
         with self._turn:
@@ -68,7 +69,7 @@ class Credits:
             return waiter
 
     def give(self, method: str) -> None:
-        """The call has ended: the turn goes to whoever waits first."""
+        """Ends the call's turn; the first waiting call gets it."""
         if not self.count or method in UNPAID:
             return
         while True:
@@ -82,16 +83,16 @@ class Credits:
                 return
 
     def withdraw(self, waiter: Future[None]) -> None:
-        """Nobody waits for it any more; a turn that it was given in this moment goes on."""
+        """The call no longer waits; a turn granted meanwhile goes to the next call."""
         if waiter.cancel():
             with self._turn, contextlib.suppress(ValueError):
                 self._waiting.remove(waiter)
         else:
-            waiter.result()  # it is being given in this moment
+            waiter.result()  # it is being granted at this moment
             self.give("")
 
     def too_late(self, timeout_s: float) -> Overloaded:
-        """What is raised where no turn came in time."""
+        """The error for a call that got no turn in time."""
         return Overloaded(
             f"client: {self.count} calls in progress, its credits with the daemon, and none ended within {timeout_s:.3g} s;"
             " call less at one time, or allow more with timeout_s"
@@ -99,7 +100,7 @@ class Credits:
 
 
 def pause_s(error: Overloaded, *, tries: int, left_s: float) -> float | None:
-    """How long to wait before a refused call is made again, at random so that not all come at once; None: it is not."""
+    """Seconds until a refused call is sent again, at random to spread retries; None: do not."""
     if not error.retry_after_s or tries >= TRIES:
         return None
     pause = error.retry_after_s * random.uniform(1.0, 2.0)

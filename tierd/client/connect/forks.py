@@ -1,8 +1,8 @@
-"""What a fork does to clients: the child starts afresh, and touches nothing of its parent's.
+"""The effect of a fork on clients: the child starts afresh and uses no object of its parent's.
 
-Purpose: a moment without calls for the fork, and word to every client in the child. Non-purpose: connecting. Invariants: gRPC's own
-preparation for a fork only works while no other thread is inside it, so a fork waits for calls in flight, but never for long;
-in the child no object of the parent's gRPC is used, not even to close or to free it.
+A fork waits for calls in flight, because gRPC's own preparation for a fork works only while no
+thread is inside gRPC. It never waits longer than FORK_WAIT_S. Each client is notified in the child.
+The child never uses, closes or frees an object of the parent's gRPC.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FORK_WAIT_S = 1.0
 
 
 class Forkable(Protocol):
-    """Something that must know that it is in a child now."""
+    """An object that must be notified in a forked child."""
 
     def forked(self) -> None:
-        """Called in the child, before anything else runs there."""
+        """Called in the child before any other code runs there."""
 
 
 class Bound:
-    """What is of use in the process that made it alone."""
+    """An object that works only in the process that made it."""
 
     __slots__ = ()
 
@@ -50,14 +50,14 @@ class _Gate:
         self.is_forking = False
 
     def begin(self) -> None:
-        """A call begins; not in the middle of a fork."""
+        """Begins a call; waits while a fork is in progress."""
         with self.changed:
             if self.is_forking:
                 self.changed.wait_for(lambda: not self.is_forking, timeout=FORK_WAIT_S)
             self.calls += 1
 
     def end(self) -> None:
-        """A call has ended."""
+        """Ends a call."""
         with self.changed:
             self.calls -= 1
             if self.is_forking:
@@ -82,12 +82,12 @@ def calling() -> Iterator[None]:
 
 
 def register(forkable: Forkable) -> None:
-    """Word of forks goes to it for as long as it lives."""
+    """Notifies the object of forks for as long as it lives."""
     _forkables.add(forkable)
 
 
 def abandon(thing: object) -> None:
-    """Keeps something for ever, in a child that must not run its destructor."""
+    """Keeps an object for ever, because the child must not run its destructor."""
     _abandoned.append(thing)
 
 

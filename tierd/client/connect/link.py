@@ -1,7 +1,7 @@
-"""A link: one daemon, one session, one process, and the way that calls go over it.
+"""A link: one daemon, one session, one process, and the transport of its calls.
 
-Calls are made by a transport (local.py, grpc_calls.py) that the link opens on first use. Making links and replacing lost
-ones is connection.py's. A link is used only in the process that made it.
+The link opens its transport (local.py, grpc_calls.py) on first use. connection.py makes links and
+replaces lost ones. A link is used only in the process that made it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ from tierd.tcp.codecs import WireCodec
 
 
 class Meanwhile(Protocol):
-    """Work beside a call, which waits for it and for what follows it then."""
+    """Work during a call; the call waits for it and then sends a second message."""
 
     def run(self) -> None:
-        """The request has gone."""
+        """Runs once the request has been sent."""
         ...
 
     def rest(self) -> bytes:
-        """The message that follows the request when the work is done."""
+        """The second message, sent when the work is done."""
         ...
 
     def complete(self, request: Any) -> None:
-        """The work is done before: no message follows the request."""
+        """Completes the request if the work was done before it is sent; no message follows then."""
         ...
 
 
 class Transport(Protocol):
-    """The way to one daemon. All raise TierdErrors."""
+    """The way to one daemon. All methods raise TierdErrors."""
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
-        """One request, one reply. meanwhile: work while it is under way, or before it where that cannot be."""
+        """One request, one reply. meanwhile: work during the call, or before it if that is impossible."""
         ...
 
     def begin(self, method: str, request: Any, timeout_s: float, lines: int) -> Any:
-        """Sends a request whose reply is taken later, over one of so many lines; None where that cannot be now."""
+        """Sends a request whose reply is taken later, over one of at most `lines` lines.
+
+        None: this is impossible now.
+        """
         ...
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> Any:
-        """One request; every reply goes to take."""
+        """One request; `take` gets each reply."""
         ...
 
     def push(self, method: str, requests: Any, *, timeout_s: float) -> Any:
@@ -54,11 +57,11 @@ class Transport(Protocol):
         ...
 
     def stream(self, method: str, request: Any) -> Any:
-        """Replies for as long as they are wanted, until closed."""
+        """Yields replies until closed."""
         ...
 
     def close(self) -> None:
-        """Lets go of the channel."""
+        """Closes the channel."""
         ...
 
 
@@ -79,37 +82,37 @@ class Link:
         self.credits = Credits(session.credits if session else 0)
         self.pid = os.getpid()
         self.opened: Transport | None = None
-        """Its transport, once a call was made."""
+        """The transport, once a call was made."""
         self.page_grants: PageGrants | None = None
-        """Of a transport whose calls can be sent without waiting."""
+        """Only for a transport that can send a call and take its reply later."""
         self.patience_s = math.inf
-        """After so long without an answer the daemon is asked for a sign of life."""
+        """After this long without an answer, the client probes the daemon."""
         self.codec: WireCodec | None = None
-        """By which chunks may be encoded, once the daemon has told that it knows it too."""
+        """The codec for chunks, once the daemon has said that it supports it."""
         self.batch_blocks = 0
-        """How many a call may have, counted over ranks and groups; 0: not told yet, as it is with the first namespace that is opened."""
+        """Maximum blocks of a call, over ranks and groups; 0 until the first namespace is opened."""
         self.share_bytes = 0
-        """What the session may hold in host tiers at once; 0: not told."""
+        """Bytes that the session may hold in host tiers at once; 0: the daemon has not said."""
         self.pins: set[object] = set()
-        """Views into its segments that are alive."""
+        """Live views into its segments."""
         self.is_broken = False
-        """A call failed without a word from the daemon."""
+        """A call failed without an answer from the daemon."""
         self.is_lost = False
-        """Closed by the connector; another link takes its place."""
+        """The connector has closed it; another link takes its place."""
         self.on_idle: Callable[[Link], None] = lambda _link: None
         self._open_transport = open_transport
         self._opening = threading.Lock()
 
     @property
     def is_usable(self) -> bool:
-        """Whether a call may go over it."""
+        """Whether a call may use it."""
         if self.is_broken or self.is_lost or self.pid != os.getpid():
             return False
         return self.session is None or self.session.is_alive
 
     @property
     def transport(self) -> Transport:
-        """Its transport, made on first use and where it is used."""
+        """The transport, made on first use."""
         if self.opened is None:
             with self._opening:
                 self.opened = self.opened or self._open_transport(self)

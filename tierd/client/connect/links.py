@@ -1,8 +1,7 @@
-"""The link that verbs go over: usable, with namespaces open, once more where its daemon has gone.
+"""Runs verbs over a usable link with open namespaces, once more if the daemon has gone.
 
-Purpose: connecting again, opening again, a sign of life of a daemon that was silent. Non-purpose: how a link is made
-(connection.py), what goes over it (asking.py). Invariant: what is done over a
-link is done once more over another at most.
+This covers reconnecting, reopening namespaces, and probing a daemon that was silent. connection.py
+makes links; asking.py has the calls. Work is repeated over at most one other link.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from tierd.errors import DeadlineExceeded, SessionLost, TierdError, Unavailable,
 T = TypeVar("T")
 
 PROBE_PAUSE_S = 1.0
-"""With best_effort: after a call that ended at its deadline the daemon is asked for a sign of life so often."""
+"""With best_effort, after a timeout, the client probes the daemon at this interval."""
 
 
 class Links:
-    """Those of one client, one after another."""
+    """The links of one client, one after another."""
 
     def __init__(self, connector: Connector, *, best_effort: bool) -> None:
         self.connector = connector
@@ -42,8 +41,7 @@ class Links:
         namespaces: Sequence[OpenedNamespace],
         deadline: float,
     ) -> tuple[Link, T]:
-        """Runs work over the current link, where its namespaces are open; once more over a new link if the daemon
-        has gone."""
+        """Runs work over the current link with open namespaces; repeats it if the daemon has gone."""
         is_first = True
         while True:
             link = self.connected(deadline)
@@ -61,16 +59,16 @@ class Links:
             is_first = False
 
     def opened(self, namespaces: Sequence[OpenedNamespace], deadline: float) -> Link:
-        """A usable link, over which they are open."""
+        """A usable link over which the namespaces are open."""
         return self._over(void, namespaces, deadline)[0]
 
     def _named(self, namespace: OpenedNamespace, deadline: float) -> None:
-        """A namespace that can hash. The call that follows opens it again where a new daemon is to know it."""
+        """Makes sure that the namespace can hash. The next call opens it again at a new daemon."""
         if not namespace.is_open or isinstance(self.connector.target, RemoteTarget):
             self.opened([namespace], deadline)
 
     def connected(self, deadline: float) -> Link:
-        """A usable link, best effort or not."""
+        """A usable link, with best effort or without."""
         link = self.connector.current()
         if link is None:
             seen = self.connector.link
@@ -84,7 +82,8 @@ class Links:
         return link
 
     def _probe(self, link: Link) -> None:
-        """A daemon that hangs costs a deadline once, not with every call. Raises DeadlineExceeded while it does."""
+        """Probes the daemon, so that a hanging daemon costs one timeout and not one for each
+        call. Raises DeadlineExceeded while it hangs."""
         now = time.monotonic()
         if now < self._probe_at:
             raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
@@ -94,7 +93,7 @@ class Links:
         except (DeadlineExceeded, Unavailable):
             raise
         except TierdError:
-            pass  # a refusal is a sign of life
+            pass  # an error from the daemon proves that it answers
         self._best_effort.is_silent = False
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> None:
@@ -102,13 +101,13 @@ class Links:
             reply = called(link, "OpenNamespace", requests.open_namespace_request(namespace.spec), deadline)
             replies.take_namespace(namespace, reply, link=link.number)
             link.codec = replies.agreed_codec(self.connector.codec, reply)
-            link.batch_blocks = reply.batch_blocks or 1 << 16  # a daemon from before this does not say
+            link.batch_blocks = reply.batch_blocks or 1 << 16  # older daemons send none
             link.share_bytes = reply.share_bytes
             namespace.owner = self
 
     @property
     def tells_events(self) -> bool:
-        """Whether the daemon tells routers of blocks, and wants to know what engines call them."""
+        """Whether the daemon publishes events and so wants the engine's names of blocks."""
         link = self.connector.link
         return link is not None and link.session is not None and link.session.tells_events
 
@@ -119,16 +118,16 @@ class Links:
             )
 
     def _check_device(self, tier: str, deadline: float) -> None:
-        """Before anything is taken for a process that could not map it. Raises Unsupported."""
+        """Checks the GPU before anything is reserved that this process could not map. Raises Unsupported."""
         if tier.startswith("device"):
             session = self.connected(deadline).session
             if session is not None and session.gpus:
                 session.check_gpus(tier)
 
     def knows(self, namespace: OpenedNamespace, link: Link) -> bool:
-        """Whether its number is one that the link's daemon has given it."""
+        """Whether the namespace's id is from the link's daemon."""
         return namespace.link == link.number and namespace.owner is self
 
 
 def void(*_: object) -> None:
-    """Nothing, of whatever is worked out for it."""
+    """Returns nothing, whatever its arguments."""

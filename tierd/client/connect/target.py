@@ -1,6 +1,6 @@
-"""Where the daemon is: TIERD_TARGET and its defaults.
+"""The address of the daemon: TIERD_TARGET and its defaults.
 
-Purpose: text to a place. Non-purpose: connecting. Invariant: nothing is opened or created here.
+This module parses addresses. It opens and creates nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class RemoteTarget:
-    """A daemon reached over TCP: put and get only, no handles. codec: by which chunks shall travel (tierd/tcp/codecs.py); empty: as they are."""
+    """A daemon reached over TCP: put and get only, no handles.
+
+    codec: for chunks (tierd/tcp/codecs.py); empty: they are not encoded.
+    """
 
     host: str
     port: int
@@ -46,7 +49,7 @@ class RemoteTarget:
 
     @property
     def address(self) -> str:
-        """Where to connect."""
+        """host:port, with IPv6 hosts in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
@@ -57,9 +60,10 @@ Target = LocalTarget | RemoteTarget
 
 
 def resolve_target(text: str | None = None, *, environ: Mapping[str, str] = os.environ) -> Target:
-    """A target as it is written, else TIERD_TARGET, else the directory where a daemon of this user would be.
+    """Parses a target; without one takes TIERD_TARGET, else the default directory.
 
-    Directories contain a slash or are `.` or `..`; everything else is host:port, or host:port?codec=name. Raises InvalidArgument.
+    A directory contains a slash or is `.` or `..`. All else is host:port or host:port?codec=name.
+    Raises InvalidArgument if the text is neither, or the socket's path is too long.
     """
     text = text or environ.get("TIERD_TARGET") or _default(environ)
     if "/" not in text and text not in (".", ".."):
@@ -75,13 +79,13 @@ def resolve_target(text: str | None = None, *, environ: Mapping[str, str] = os.e
 
 
 def _default(environ: Mapping[str, str]) -> str:
-    """The first directory that holds a socket and that no stranger laid: where this user's daemon would be, then the machine's."""
+    """This user's runtime directory, or /run/tierd if only that one holds a trusted socket."""
     own = runtime_dir(environ, uid=os.getuid())
     if environ.get("TIERD_RUNTIME_DIR"):
         return own
-    # A daemon of another user may serve this one too; where this user could not write, it was not looked for.
+    # Another user's daemon may serve this user too, unless TIERD_RUNTIME_DIR names a directory.
     places = (own, "/run/tierd")
-    hidden = [place for place in places if Path(place).is_dir() and not os.access(place, os.X_OK)]  # connecting says so
+    hidden = [place for place in places if Path(place).is_dir() and not os.access(place, os.X_OK)]  # connecting raises
     sockets = {place: Path(place) / SESSION_SOCKET_NAME for place in places if place not in hidden}
     found = {place for place, socket in sockets.items() if socket.exists() and not find_stranger(place)}
     return next((place for place in places if place in hidden or place in found), own)

@@ -1,9 +1,10 @@
 """Threads for the verbs of an AsyncClient.
 
-Purpose: one verb, one thread, from its first step to its last: a hop to it and one back is all that asyncio adds to what Client does. Non-purpose: verbs, how they are stopped (cancellation.py).
-Invariants: no more than THREADS of a client run at one time, the others wait in the order in which they came, each for its own time; a verb that is cancelled has ended before its caller hears of it, or STOP_S later,
-and copies nothing after that; a child of a fork has threads of its own. An interpreter that ends
-waits for verbs that nobody has cancelled, as it does for all threads of a pool; each has its deadline.
+Each verb runs in one thread from start to end, so asyncio adds one hop to it and one back. At most
+THREADS of a client run at one time. Others wait in order of arrival, each for its own timeout. A
+cancelled verb ends before its caller resumes, or within STOP_S; it copies nothing after that. The
+cancellation itself is in cancellation.py. A forked child has threads of its own. At exit the
+interpreter waits for verbs that were not cancelled, as for all pool threads; each has its deadline.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from tierd.errors import DeadlineExceeded
 T = TypeVar("T")
 
 THREADS = 128
-"""More than a daemon gives credits for, as a rule: then it is for these that verbs wait."""
+"""Usually more than the daemon's credits, so verbs wait for credits and not for threads."""
 LEAST_S = 0.1
-"""Within which a verb is begun, however little time it has: how little it says itself."""
+"""Minimum time for a verb to start, even if its timeout is shorter; the verb then reports that."""
 STOP_S = 1.0
-"""How long a verb that is cancelled may take to end: a copy goes on to its end, and a daemon that hangs may be asked for a last answer."""
+"""Time for a cancelled verb to end: its copy goes on, and it may send one last request."""
 
 
 class NotBegun(DeadlineExceeded):
-    """Nothing of the verb was done."""
+    """No step of the verb was done."""
 
 
 class Threads:
-    """Of one client, in whatever loop it is used."""
+    """The threads of one client, in whatever loop it is used."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         forks.register(self)
 
     async def run(self, verb: Callable[[], T], *, timeout_s: float) -> T:
-        """The verb's result. Raises what it raises, and NotBegun where no thread took it within its time."""
+        """The verb's result. Raises what it raises, and NotBegun if no thread took it in time."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tierd-client")
         stop, loop = Stop(), asyncio.get_running_loop()
@@ -52,7 +53,7 @@ class Threads:
             stop.set()
             work.cancel()
             await _ended(result)
-            del work, result  # with what the verb was given: who keeps the error keeps the frames that it came through
+            del work, result  # an error that is kept also keeps its frames, and so what the verb was given
             raise error.with_traceback(None) from None
         finally:
             patience.cancel()
@@ -63,19 +64,19 @@ class Threads:
         return result.result()
 
     def close(self) -> None:
-        """Takes no more; those under way go on."""
+        """Takes no more verbs; running ones go on."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False)
 
     def forked(self) -> None:
-        """In a child: the threads are the parent's."""
+        """In a child process: abandons the parent's threads."""
         forks.abandon(self._pool)
         self._pool = None
 
 
 async def _ended(result: asyncio.Future[T]) -> None:
-    """Until it is, for STOP_S at most, however often that is cancelled too. What it ends with is nobody's to log."""
+    """Waits for the end, at most STOP_S, even if cancelled again. The verb's own error is not logged."""
     result.add_done_callback(lambda done: done.cancelled() or done.exception())
     loop = asyncio.get_running_loop()
     deadline = loop.time() + STOP_S

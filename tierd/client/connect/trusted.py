@@ -1,7 +1,7 @@
-"""Connecting to a daemon's sockets, and to nobody else's: whose they are is known before the first word.
+"""Connects to a daemon's sockets, after checking who owns them.
 
-Purpose: a connected socket, or the reason why not. Non-purpose: what is said over it. Invariant: the directory is one that no stranger laid, or may write to; who listens
-is its owner, root or this user.
+The directory must be one that no other user could create or write to. The listener must run as its
+owner, root or this user. These checks come before the first message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tierd.linux.trust import SHARED, find_stranger, peer_of
 
 
 def connect(connection: socket.socket, path: str) -> None:
-    """Connects to a socket of a daemon's directory. Raises NotPermitted, Unavailable, Overloaded, TimeoutError."""
+    """Connects to a socket of a daemon's directory. Raises NotPermitted, Unavailable, Overloaded,
+    TimeoutError."""
     owner = _checked_owner(os.path.dirname(path))
     try:
         connection.connect(path)
@@ -31,21 +32,21 @@ def connect(connection: socket.socket, path: str) -> None:
         raise Overloaded(f"daemon at {path}: its queue of new connections is full; try again") from error
     _, uid = peer_of(connection)
     if uid not in (0, os.geteuid(), owner):
-        connection.close()  # not even a goodbye
+        connection.close()  # without a farewell
         raise NotPermitted(
             f"daemon at {path}: uid {uid} listens there, and the directory is uid {owner}'s; end that process, or set TIERD_TARGET to the directory of the daemon that is meant"
         )
 
 
 def check(path: str) -> None:
-    """Whether a daemon's other socket is to be trusted too. Raises what `connect` raises."""
+    """Checks that a daemon's other socket can be trusted too. Raises what `connect` raises."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         connect(probe, path)
 
 
 def _checked_owner(directory: str) -> int:
-    """Uid of the owner; -1: there is no directory. Raises NotPermitted."""
+    """Uid of the directory's owner; -1: there is no directory. Raises NotPermitted."""
     remedy = "remove it, or set TIERD_TARGET to a directory of the daemon's that only its user and root can lay"
     if stranger := find_stranger(directory):
         raise NotPermitted(f"daemon at {directory}: {stranger}, lies where anybody can put one; {remedy}")

@@ -1,11 +1,13 @@
-"""Device memory of the daemon's in this process: segments mapped by CUDA's virtual memory management, pages that kernels take.
+"""Maps the daemon's GPU memory into this process with CUDA's virtual memory management.
 
-Purpose: a descriptor of a slab to a page with `__cuda_array_interface__`. Non-purpose: launching anything, the order of the caller's streams (`gpu_work.py`). Invariants:
-a segment is mapped for writing only if this session is its writer, and a write to another is a fault of the kernel that makes it; nothing is unmapped
-while work of this process is on the GPU that may use it, and never by a finaliser, which only notes that it may be; no driver is loaded before a segment is to be mapped; and a kernel that
-hangs costs no call more than its deadline, or COPY_TIMEOUT_S. A call that maps a segment must not be made while this process captures a graph, whose capture it would end.
+A slab's descriptor becomes a page with `__cuda_array_interface__`. The caller launches kernels and
+orders streams (`gpu_work.py`). A segment is mapped for writing only if this session is its writer;
+on another, a write faults in the kernel. A mapping is removed only when no GPU work of this process
+can use it. Finalisers only queue mappings for removal. The driver is loaded when the first segment
+is mapped. A hanging kernel costs a call at most its deadline, or COPY_TIMEOUT_S. Do not map a
+segment while this process captures a CUDA graph: it would end the capture.
 
-`Unsupported` where the extra, the driver or the daemon's GPU is missing: such a process asks for tier="host".
+Without the extra, the driver or the daemon's GPU, calls raise `Unsupported`; use tier="host" then.
 """
 
 from __future__ import annotations
@@ -32,24 +34,25 @@ from tierd.kernels.driver import bindings, call, fault
 
 WHAT = "device tier"
 COPY_TIMEOUT_S = 30.0
-"""For all work before a copy to or from the host."""
+"""Time limit for all work before a copy to or from the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlace:
-    """Which GPU the daemon means. uuid: hexadecimal digits, as every process sees it; ordinal: as the daemon counts, where the driver tells no uuid."""
+    """Names a GPU of the daemon by its uuid, hexadecimal digits that are the same in every process.
+    Without one, by the daemon's number for it, the ordinal."""
 
     uuid: str
     ordinal: int
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> GpuPlace:
-        """As a hello tells it."""
+        """From the fields of a hello."""
         return cls(str(told.get("uuid", "")), int(told.get("ordinal", 0)))
 
 
 class Gpu:
-    """One GPU in this process, by its primary context, which is torch's and cupy's too. id: its number here."""
+    """One GPU in this process, in its primary context, which torch and cupy use too."""
 
     def __init__(self, place: GpuPlace) -> None:
         """Raises Unsupported."""
@@ -59,17 +62,17 @@ class Gpu:
             raise Unsupported(f'{WHAT}: {error}; or use tier="host"') from error
         self.id = self._find(place)
         self._ended: deque[tuple[int, int]] = deque()
-        self._event, self._passed = None, 0  # the event is behind the ends of so many of them
+        self._event, self._passed = None, 0  # the event comes after the ends of this many of them
         self._unmapping = threading.Lock()
         self._context = call(self.cuda.cuDevicePrimaryCtxRetain, self.id, what=WHAT)
 
     def ask(self, name: str, *given: Any) -> Any:
-        """What a function of the driver answers. Raises what `tierd.kernels.driver.fault` makes."""
+        """Calls a function of the driver. Raises what `tierd.kernels.driver.fault` makes."""
         return call(getattr(self.cuda, name), *given, what=WHAT)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Its context is this thread's."""
+        """Makes the GPU's context current in this thread."""
         self.ask("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -77,7 +80,7 @@ class Gpu:
             self.ask("cuCtxPopCurrent")
 
     def map(self, fd: int, length_bytes: int, *, is_writable: bool) -> Memory:
-        """A slab as this process's. Raises TierFailed, Unsupported, Overloaded."""
+        """Maps a slab into this process. Raises TierFailed, Unsupported, Overloaded."""
         cuda = self.cuda
         kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         with self.entered():
@@ -97,18 +100,18 @@ class Gpu:
         return memory
 
     def note_ended(self, address: int, length_bytes: int) -> None:
-        """To be unmapped by whoever comes next. For finalisers."""
+        """Queues a mapping for removal by a later call. Safe in finalisers."""
         self._ended.append((address, length_bytes))
 
     def unmap_ended(self) -> None:
-        """Unmaps what nobody has any more, once all work that this process had on the GPU then has ended; else a later call does. It waits for nothing."""
+        """Removes queued mappings whose GPU work is done; a later call removes others. Never waits."""
         if self._ended:
             with self.entered():
                 self._unmap_ended()
 
     @property
     def granularity(self) -> int:
-        """What lengths of slabs are a multiple of, in bytes."""
+        """Slab lengths are multiples of this many bytes."""
         prop = self.cuda.CUmemAllocationProp()
         prop.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location = self.access(is_writable=False).location
@@ -116,7 +119,7 @@ class Gpu:
         return int(self.ask("cuMemGetAllocationGranularity", prop, least))
 
     def is_past(self, event: Any) -> bool:
-        """Whether all before an event is done. Raises TierFailed if it never will be."""
+        """Whether all work before an event is done. Raises TierFailed if it never will be."""
         with self.entered():
             (result,) = self.cuda.cuEventQuery(event)
         if result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY"):
@@ -124,9 +127,10 @@ class Gpu:
         raise fault(result, f"cuda:{self.id}: work of this process")
 
     def await_stream(self, stream: int) -> None:
-        """Until all that it was given is done. Raises DeadlineExceeded after COPY_TIMEOUT_S; of a GPU that is lost to this process TierFailed."""
+        """Waits until the stream's work is done. Raises DeadlineExceeded after COPY_TIMEOUT_S, and
+        TierFailed if this process has lost the GPU."""
         with self.entered():
-            event = self.ask("cuEventCreate", 2)  # without times
+            event = self.ask("cuEventCreate", 2)  # without timing
             try:
                 self.ask("cuEventRecord", event, stream)
                 for pause_s in pauses([Mark(self, event)], time.monotonic() + COPY_TIMEOUT_S):
@@ -140,7 +144,8 @@ class Gpu:
 
     def _unmap_ended(self) -> None:
         with self._unmapping:
-            # Counted before the event: what ends behind it may have work on the GPU that was launched behind it too.
+            # Counted before the event: mappings that end later may be used by work that was
+            # launched later.
             count = len(self._ended)
             if count and not self._passed:
                 self._event = self._event or self.ask("cuEventCreate", 2)
@@ -157,7 +162,7 @@ class Gpu:
             self._passed = 0
 
     def access(self, *, is_writable: bool) -> Any:
-        """This GPU's rights, as the driver takes them."""
+        """Access rights for this GPU, in the driver's form."""
         access = self.cuda.CUmemAccessDesc()
         access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = self.id
@@ -177,18 +182,18 @@ class Gpu:
 
 
 class Mark:
-    """A place in a stream, as `after` of reservations and leases takes it."""
+    """A place in a stream, for `after` of reservations and leases."""
 
     def __init__(self, gpu: Gpu, event: Any) -> None:
         self._gpu, self._event = gpu, event
 
     def query(self) -> bool:
-        """Whether all before it is done. Raises TierFailed if it never will be."""
+        """Whether all work before it is done. Raises TierFailed if it never will be."""
         return self._gpu.is_past(self._event)
 
 
 class Memory:
-    """A mapped slab; what keeps it alive keeps it mapped."""
+    """A mapped slab. It stays mapped while this object lives."""
 
     __slots__ = ("__weakref__", "address", "gpu", "length_bytes")
 
@@ -199,7 +204,7 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSegment:
-    """One mapped segment. words: the generation word of each page, in host memory as of any segment."""
+    """One mapped segment. words: the generation word of each page, always in host memory."""
 
     id: int
     memory: Memory
@@ -208,20 +213,21 @@ class DeviceSegment:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no page of it is in use now: it may have ended."""
+        """Whether no page of it is in use now; it may have ended."""
         return mapping.is_unused(self.words)
 
     def exposed(self, pin: object, *, writable: bool) -> DevicePage:
-        """All of it, under a pin."""
+        """The whole segment as a page, under a pin."""
         memory = self.memory
         return DevicePage(memory, memory.address, memory.length_bytes, pin=pin, writable=writable and self.is_writable)
 
 
 class DevicePage(Bound):
-    """Bytes on the GPU, uint8 [n], as kernels take them: by `__cuda_array_interface__` (version 3) or by `address`.
+    """Bytes on the GPU, uint8 [n], by `__cuda_array_interface__` (version 3) or `address`.
 
-    It and its slices, and the arrays of cupy made from them, keep the pages pinned. A kernel that was launched keeps nothing: hold the page until its work is done, or name that
-    work to `after` of the lease or the reservation. torch takes no read-only array: give it `unmarked()`.
+    The page, its slices and cupy arrays made from them keep the memory pinned. A launched kernel
+    does not. Hold the page until the kernel is done, or pass its event to `after` of the lease or
+    reservation. Torch accepts no read-only array: give it `unmarked()`.
     """
 
     __slots__ = ("__weakref__", "_pin", "address", "is_writable", "memory", "nbytes")
@@ -251,7 +257,7 @@ class DevicePage(Bound):
 
     @property
     def device(self) -> Gpu:
-        """Where it is; `device.id` is its number in this process."""
+        """The GPU that holds it; `device.id` is its number in this process."""
         return self.memory.gpu
 
     def __len__(self) -> int:
@@ -265,29 +271,31 @@ class DevicePage(Bound):
         return self._part(start, max(0, stop - start), writable=self.is_writable)
 
     def unmarked(self) -> DevicePage:
-        """The same, not marked as read-only even if it is. A kernel that writes to it then loses this process its GPU, and changes nothing."""
+        """The same page, marked as writable. If a kernel writes to a read-only page through it,
+        nothing changes, but this process loses its GPU."""
         return self._part(0, self.nbytes, writable=True)
 
     def seal(self) -> None:
-        """It is not the caller's to write any more; arrays that were made of it do not know that."""
+        """Makes the page read-only for the caller; arrays already made from it do not notice."""
         self.is_writable = False
 
     def copy_to(self, out: Any) -> None:
-        """Copies into host memory (buffer protocol, numpy, CPU tensor) of at least its length, and waits. Raises InvalidArgument, DeadlineExceeded."""
+        """Copies into host memory of at least its length (buffer protocol, numpy, CPU tensor),
+        and waits. Raises InvalidArgument, DeadlineExceeded."""
         target = self._host(out, writable=True)
         self.device.await_stream(0)
         with self.device.entered():
             self.device.ask("cuMemcpyDtoH", target.ctypes.data, self.address, self.nbytes)
 
     def copy_from(self, source: Any) -> None:
-        """Fills it from host memory, and waits. Raises InvalidArgument, DeadlineExceeded."""
+        """Fills the page from host memory, and waits. Raises InvalidArgument, DeadlineExceeded."""
         if not self.is_writable:
             raise InvalidArgument("page: it is read-only; only reserved pages are written, before their commit")
         given = self._host(source, writable=False)
         self.device.await_stream(0)
         with self.device.entered():
             self.device.ask("cuMemcpyHtoD", self.address, given.ctypes.data, self.nbytes)
-        self.device.await_stream(0)  # what was pageable may still be on its way when the copy returns
+        self.device.await_stream(0)  # pageable memory may still be in transfer when the copy returns
 
     def _host(self, buffer: Any, *, writable: bool) -> buffers.Bytes:
         (found,) = buffers.pieces([buffer], [self.nbytes], writable=writable)
@@ -312,19 +320,20 @@ def gpu_at(place: GpuPlace) -> Gpu:
 def map_segment(
     place: GpuPlace, segment: int, *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
 ) -> DeviceSegment:
-    """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors. Raises Unsupported, TierFailed, Overloaded, VersionMismatch."""
+    """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors.
+    Raises Unsupported, TierFailed, Overloaded, VersionMismatch."""
     words = mapping.map_catalogue(segment, catalogue).words
     return DeviceSegment(segment, gpu_at(place).map(*data, is_writable=is_writable), words, is_writable)
 
 
 def unmap_ended() -> None:
-    """Gives back what nobody has any more, on every GPU."""
+    """Removes queued mappings on every GPU."""
     for gpu in list(_gpus.values()):
         gpu.unmap_ended()
 
 
 def _forget() -> None:
-    """In a child nothing of the parent's driver works."""
+    """In a forked child the parent's driver does not work."""
     global _turn  # noqa: PLW0603  # another thread of the parent may have held it
     _gpus.clear()
     _turn = threading.Lock()

@@ -1,7 +1,9 @@
-"""Segments mapped into this process, for exactly as long as an array made from them is alive.
+"""Segments mapped into this process, for as long as an array made from them is alive.
 
-Purpose: a descriptor to an array. Non-purpose: which segment. Invariants: no descriptor is kept; a mapping is read-only unless this
-session is the segment's writer; in a forked child all are, so that views read on and a write ends the child; nothing is unmapped twice. The daemon allocates files before it hands them out, so touching a mapping cannot raise SIGBUS.
+A descriptor becomes an array and is not kept; segments.py chooses segments. A mapping is read-only
+unless this session is the segment's writer. In a forked child all mappings are read-only, so views
+can be read and a write ends the child. Nothing is unmapped twice. The daemon allocates files before
+it sends their descriptors, so access to a mapping cannot raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _writable: dict[int, int] = {}
-"""Address to length of what this process has mapped for writing."""
+"""Address to length of mappings that this process may write to."""
 
 _FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the module mmap has no name for it
@@ -61,15 +63,15 @@ SEGMENT = np.dtype(
         ("slice_words", "<u4"),
     ]
 )
-"""A mapped segment as native code takes it: where it stands in the directory, addresses in this process, sizes."""
+"""A mapped segment for native code: its place in the directory, addresses in this process, sizes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """One mapped segment. data: uint8, read-only unless is_writable; words: the generation word of each page; metas,
-    tables: bytes of META and of the slice table, slice_words long, of each.
+    """One mapped segment. data: uint8, read-only unless is_writable; words: generation words.
 
-    present: offsets of pages that `populate` has been through.
+    metas, tables: META and slice table of each page, as bytes; a table has slice_words. present:
+    offsets of pages that `populate` has handled.
     """
 
     id: int
@@ -85,7 +87,7 @@ class Segment:
 
     @cached_property
     def address(self) -> int:
-        """Where the data begins in this process."""
+        """Address of the data in this process."""
         return int(self.data.ctypes.data)
 
     @cached_property
@@ -94,7 +96,7 @@ class Segment:
 
     @property
     def place(self) -> int:
-        """As the directory has it."""
+        """Its place in the directory."""
         return self.tier << SEGMENT_BITS | self.id
 
     @cached_property
@@ -110,19 +112,18 @@ class Segment:
         return self._numbers[slot]
 
     def entry(self, slot: int) -> Entry | None:
-        """A page's entry, if there is a whole one."""
+        """A page's entry; None if it is not complete."""
         raw = self.metas[slot * META_BYTES : (slot + 1) * META_BYTES].tobytes()
         return read_entry(raw, xxhash.xxh3_64_intdigest) if len(raw) == META_BYTES else None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no page of it is in use now: it may have ended."""
+        """Whether no page of it is in use now; it may have ended."""
         return is_unused(self.words)
 
 
 class SegmentTable:
-    """Segments of host memory that are mapped, in the order of their places. rows: SEGMENT [n], good as long as this
-    is there."""
+    """Mapped segments of host memory, sorted by place. rows: SEGMENT [n], valid while this object lives."""
 
     def __init__(self, segments: Iterable[Segment] = ()) -> None:
         self.segments = sorted(segments, key=lambda segment: segment.place)
@@ -131,15 +132,13 @@ class SegmentTable:
         self._numbers = {segment.place: number for number, segment in enumerate(self.segments)}
 
     def find(self, place: int) -> int | None:
-        """Which of them lies there."""
+        """The number of the segment at this place."""
         return self._numbers.get(place)
 
 
 def still_hold(words: Words, handles: StructArray, *, for_a_lease: bool = False) -> NDArray[np.bool_]:
-    """Which pages of HANDLE [n], of the segment with these words, have the generation of their handle; none where one is beyond the last. bool [n]
-
-    for_a_lease: on them; it reads on in pages that nobody finds any more.
-    """
+    """Which pages of HANDLE [n] still have their handle's generation: bool [n]. None has it if a slot
+    is beyond `words`. For a lease, pages that lookups no longer find count too."""
     try:
         found = words[handles["slot"]]
     except IndexError:
@@ -153,7 +152,7 @@ def is_unused(words: Words) -> bool:
 
 
 class Catalogue(NamedTuple):
-    """A mapped catalogue: what `Segment` has of it."""
+    """A mapped catalogue: the fields that `Segment` takes from it."""
 
     words: Words
     metas: memoryview
@@ -165,8 +164,8 @@ class Catalogue(NamedTuple):
 def map_segment(
     place: tuple[int, int], *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
 ) -> Segment:
-    """Maps a segment. place: its tier and number; data, catalogue: (descriptor, bytes); the caller closes the
-    descriptors. Raises TierFailed, VersionMismatch."""
+    """Maps a segment. place: its tier and number; data, catalogue: (descriptor, bytes); the caller
+    closes the descriptors. Raises TierFailed, VersionMismatch."""
     tier, segment = place
     its = map_catalogue(segment, catalogue)
     if its.class_bytes * len(its.words) > data[1]:
@@ -201,7 +200,7 @@ def catalogue_of(segment: int, table: NDArray[np.uint8]) -> Catalogue:
 
 
 def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
-    """The first length bytes of a file, shared, left out of core dumps. Raises TierFailed."""
+    """Maps the first `length` bytes of a file, shared and excluded from core dumps. Raises TierFailed."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = _libc.mmap(free_boundary(length), length, protection, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
@@ -217,7 +216,8 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
 
 
 def populate(segment: Segment, pages: Sequence[tuple[int, int]]) -> None:
-    """Makes pages (offset, length) present for writing, those side by side in one go; without it each 4 KiB are a fault of their own. Only speed depends on it."""
+    """Makes pages (offset, length) present for writing, adjacent ones together, to save a fault for
+    each 4 KiB. This only affects speed."""
     start = end = 0
     for offset, length in sorted(page for page in pages if page[0] not in segment.present):
         segment.present.add(offset)
@@ -239,10 +239,10 @@ def _unmap(address: int, length: int) -> None:
 
 
 def _take_writing() -> None:
-    """In a child: what the parent writes can be read here, and not written."""
+    """In a child process: makes the parent's writable mappings read-only."""
     for address, length in _writable.items():
         if _libc.mprotect(address, length, mmap.PROT_READ):
-            os.abort()  # better no child than one that writes to its parent's pages
+            os.abort()  # no child is better than one that writes to its parent's pages
     _writable.clear()
 
 

@@ -1,11 +1,12 @@
-"""Holds on the daemon's memory that last exactly as long as something here may touch it.
+"""Holds on the daemon's memory that last as long as this process may touch it.
 
     handle (Lease, Reservation) ──┐
-                                  ├─▶ Hold: the daemon's lease or reservation; let go of when both kinds are gone
+                                  ├─▶ Hold: a lease or reservation; released when both are gone
     arrays ─▶ Exposed ─▶ Pin ─────┘
 
-Purpose: tie the life of a lease to the life of arrays. Non-purpose: what is in them. Invariants: a hold is let go of once, by whichever end
-comes last, from any thread, without waiting and without a lock (finalisers run inside anything); nothing is sent in a forked child.
+A hold ties the life of a lease to the life of arrays. It is released once, by the end that comes
+last. Finalisers may release it from any thread, so this takes no lock and never waits. A forked
+child sends nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Bytes = NDArray[np.uint8]
 
 
 class Pin:
-    """Alive as long as any array of one call is; numpy keeps it through what it exposes."""
+    """Lives as long as any array of one call; numpy keeps it through the exposed object."""
 
     __slots__ = ("__weakref__",)
 
 
 class Exposed:
-    """A mapped segment as numpy takes memory: by interface, from an object that it then keeps alive."""
+    """A mapped segment as numpy takes memory: by interface, from an object that it keeps alive."""
 
     __slots__ = ("__array_interface__", "_owners")
 
@@ -51,7 +52,7 @@ class Exposed:
 
 
 class Hold(Bound):
-    """One lease or one reservation of the daemon's (the other is 0)."""
+    """One lease or one reservation of the daemon; the other number is 0."""
 
     def __init__(self, link: Link, *, lease: int = 0, reservation: int = 0) -> None:
         self.link = link
@@ -67,7 +68,7 @@ class Hold(Bound):
         return bool(self._pins)
 
     def check(self) -> None:
-        """Raises ForkedClient, StaleHandle where its pages may not be touched."""
+        """Raises ForkedClient or StaleHandle if its pages must not be touched."""
         self.check_process()
         if self.is_done or not self._has_handle:
             raise StaleHandle(f"{self}: it has ended; acquire or reserve again")
@@ -85,12 +86,13 @@ class Hold(Bound):
         return f"lease {self.lease}" if self.lease else f"reservation {self.reservation}"
 
     def pin(self) -> Pin:
-        """A new pin. What keeps it alive keeps the hold. Raises StaleHandle."""
+        """Makes a pin; the hold lasts while the pin lives. Raises StaleHandle."""
         pin, key = Pin(), object()
         self._pins.add(key)
         self.link.pins.add(key)
         weakref.finalize(pin, self._unpin, key).atexit = False
-        # Looked at after the pin is there: a link that is lost, or a handle that is dropped, in another thread meanwhile sees the pin, or is seen here.
+        # Checked after the pin exists. If another thread closes the link or drops the handle now,
+        # either it sees the pin, or this code sees its change.
         if self.link.is_lost:
             raise StaleHandle(f"{self}: its client was closed; acquire or reserve again")
         if not self._has_handle:
@@ -98,7 +100,7 @@ class Hold(Bound):
         return pin
 
     def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Any:
-        """A segment's bytes, which hold the pin: uint8 [n], or a DevicePage where they are a GPU's. Raises StaleHandle."""
+        """A segment's bytes, which keep the pin: uint8 [n], or a DevicePage on a GPU. Raises StaleHandle."""
         segment = self.segment(place)
         if segment is None:
             raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; acquire again")
@@ -111,7 +113,7 @@ class Hold(Bound):
         return self.link.session.segments.at(place) if self.link.session else None
 
     def watch(self, handle: object) -> None:
-        """When the handle is collected without having been closed, it counts as dropped."""
+        """Drops the hold if the handle is collected without being closed."""
         weakref.finalize(handle, self.drop).atexit = False
 
     def drop(self) -> None:
@@ -121,7 +123,7 @@ class Hold(Bound):
             self._let_go()
 
     def settle(self) -> None:
-        """The daemon has ended it already."""
+        """Notes that the daemon has ended the hold already."""
         self.is_done = True
 
     def _unpin(self, key: object) -> None:

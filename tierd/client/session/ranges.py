@@ -1,13 +1,17 @@
-"""Pages of a GPU one behind the other at one address, for kernels that know no pages.
+"""Maps GPU pages at adjacent addresses, for kernels that need contiguous memory.
 
-Purpose: `contiguous`. Non-purpose: how bytes lie within a block, which is its namespace's affair: the range is one tensor [blocks, ...] of whatever that is, and has a sequence's tokens
-in a row only where a block has them outermost (one layer, latents of MLA, encoded images). Invariants: nothing is copied; the range is mapped for reading alone, whatever this process
-may do at the pages' own addresses; it keeps them pinned; it is unmapped as a slab is, by a later call, when the GPU's work has ended.
+`contiguous` makes one tensor [blocks, ...]. The layout inside a block belongs to its namespace. So
+a sequence's tokens are contiguous only if the block has them outermost (one layer, latents of MLA,
+encoded images). Nothing is copied. The range is read-only, also if this process may write to the
+pages. It keeps the pages pinned. When the GPU's work is done, a later call unmaps it.
 
-So vAttention keeps a request's keys and values in a row of virtual addresses while their memory comes in pieces (arXiv 2405.04437, ASPLOS 2025, section 5). There a piece is made
-for this; here it is a slab that others have mapped too. The driver maps what one cuMemCreate made, a slab, as a whole and from its beginning: the offset of cuMemMap "currently must be zero" (cuda.h 13.0). So
-pages can follow each other where each fills a slab: a device tier whose `segment` is the bytes of a block, a multiple of the GPU's granularity. That suits large blocks: each slab takes a
-descriptor and a catalogue, and the driver tens of microseconds to be mapped once more, so a range is made once for a sequence and not at each step.
+vAttention makes a request's keys and values virtually contiguous too, while memory comes in pieces
+(arXiv 2405.04437, ASPLOS 2025, section 5). It creates a piece for this purpose; here a piece is a
+slab that other processes map too. The driver maps a slab, made by one cuMemCreate, only as a whole:
+the offset of cuMemMap "currently must be zero" (cuda.h 13.0). So each page must fill a slab. The
+device tier's `segment` must be the bytes of a block, a multiple of the GPU's granularity. This
+suits large blocks: each slab takes a descriptor and a catalogue, and mapping it again takes the
+driver tens of microseconds. So make a range once for a sequence, not at each step.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from tierd.errors import InvalidArgument
 
 
 def contiguous(pages: Sequence[Any]) -> DevicePage:
-    """Pages, as views of a lease on a GPU, in this order as one read-only page. The last one may be shorter than its slab.
+    """Maps pages, views of a lease on a GPU, in this order as one read-only page.
 
-    It holds their pins: a lease is released when the range is gone too. It may wait for the GPU, and must not be made while this process captures a graph.
-    Raises InvalidArgument for pages that cannot follow each other, with the remedy; Overloaded, TierFailed.
+    The last one may be shorter than its slab. The range keeps the pages pinned: the lease is
+    released only when the range is gone too. The call may wait for the GPU. Do not make it while
+    this process captures a CUDA graph. Raises InvalidArgument, with the remedy, for pages that
+    cannot be adjacent; Overloaded, TierFailed.
     """
     gpu = _checked(pages)
     gpu.unmap_ended()
@@ -34,7 +40,7 @@ def contiguous(pages: Sequence[Any]) -> DevicePage:
 
 
 def _checked(pages: Sequence[Any]) -> Gpu:
-    """The GPU that all of them lie on. Raises InvalidArgument."""
+    """The GPU that holds all pages. Raises InvalidArgument."""
     if not len(pages):
         raise InvalidArgument("pages: there are none; give those of a lease")
     for i, page in enumerate(pages):
@@ -55,7 +61,7 @@ def _checked(pages: Sequence[Any]) -> Gpu:
 
 
 def _misfit(page: DevicePage, *, is_tail: bool) -> str:
-    """Why nothing can follow it, or precede it, and what to do. is_tail: all others fit."""
+    """Why no page can follow or precede this one, and the remedy. is_tail: all others fit."""
     granularity = page.device.granularity
     if is_tail:
         remedy = "leave it out, and read it where it is"
@@ -70,7 +76,7 @@ def _misfit(page: DevicePage, *, is_tail: bool) -> str:
 
 
 def _joined(gpu: Gpu, slabs: Sequence[Memory]) -> Memory:
-    """Their memory once more, in a row. Raises Overloaded, TierFailed."""
+    """Maps the slabs again, at adjacent addresses. Raises Overloaded, TierFailed."""
     ask, length = gpu.ask, sum(slab.length_bytes for slab in slabs)
     with gpu.entered(), ExitStack() as failed:
         address = end = int(ask("cuMemAddressReserve", length, 0, 0, 0))

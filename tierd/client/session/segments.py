@@ -1,7 +1,7 @@
-"""Segments of memory that one session has mapped, and into which of them handles point.
+"""The segments that one session has mapped, and the segments that handles point into.
 
-The daemon is asked for a segment elsewhere (session.py), and mapping.py makes arrays of its files. A segment that
-stays mapped for views alone is not here any more. Its memory lives as long as they do.
+session.py requests segments from the daemon; mapping.py makes arrays of their files. A segment that
+only views keep mapped is not listed here. Its memory lives as long as they do.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from tierd.client.session.device import DeviceSegment
 
 SWEEP_SEGMENTS = 32
-"""With more segments mapped than this, those that have become empty are dropped before another is mapped."""
+"""With more mapped segments than this, empty ones are dropped before another is mapped."""
 
 Place = tuple[int, int]
 """Tier and segment."""
 Parts = list[tuple[Place, NDArray[np.intp] | slice]]
-"""Handles by the segments that they point into: each with its rows."""
+"""Handles by segment: each segment with the rows of its handles."""
 
 
 class Segments:
-    """Those that are mapped. on_gpu: tiers of a GPU's memory."""
+    """The mapped segments. on_gpu: numbers of the tiers in GPU memory."""
 
     def __init__(self, on_gpu: Container[int]) -> None:
         self._on_gpu = on_gpu
@@ -42,11 +42,11 @@ class Segments:
         return self._mapped.get(place)
 
     def add(self, place: Place, segment: Segment | DeviceSegment) -> None:
-        """It has been mapped."""
+        """Notes that a segment is mapped."""
         self._mapped[place] = segment
 
     def clear(self) -> None:
-        """Keeps none."""
+        """Forgets all segments."""
         self._mapped.clear()
         self._table = None
 
@@ -61,17 +61,17 @@ class Segments:
         return all(place in self._mapped for place in places)
 
     def table(self) -> SegmentTable:
-        """Those of host memory."""
+        """The mapped segments of host memory."""
         mapped = list(self._mapped.values())
-        known = len(mapped), mapped[-1] if mapped else None  # a new one comes last, and one that goes is missed
+        known = len(mapped), mapped[-1] if mapped else None  # new ones come last; removals change the length
         if self._table is None or self._tabled != known:
             self._table = SegmentTable(segment for segment in mapped if isinstance(segment, Segment))
             self._tabled = known
         return self._table
 
     def sweep(self) -> None:
-        """Drops empty ones: of host memory where many are mapped, of a GPU at once. What has ended there may be memory that
-        nobody else gets while it is mapped here."""
+        """Drops empty segments: in host memory only above SWEEP_SEGMENTS, on a GPU always. A mapped
+        GPU segment that has ended keeps its memory from other users."""
         is_many = len(self._mapped) >= SWEEP_SEGMENTS
         swept = [place for place, segment in self._mapped.items() if is_many or place[0] in self._on_gpu]
         for place in swept:
@@ -85,7 +85,7 @@ def places_of(handles: StructArray) -> set[Place]:
 
 
 def only_place(handles: StructArray) -> Place | None:
-    """The segment of HANDLE [n] where it is one; None: several, or no handles."""
+    """The only segment of HANDLE [n]; None: several segments, or no handles."""
     if not len(handles):
         return None
     tiers, segments = handles["tier"], handles["segment"]
@@ -95,7 +95,7 @@ def only_place(handles: StructArray) -> Place | None:
 
 
 def by_place(handles: StructArray) -> Parts:
-    """HANDLE [n] by the segments that they point into: each with its rows."""
+    """HANDLE [n] by segment: each segment with the rows of its handles."""
     only = only_place(handles)
     if only is not None:
         return [(only, slice(None))]

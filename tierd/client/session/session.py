@@ -1,7 +1,7 @@
 """A session with a local daemon: identity, mapped segments, and holds that end.
 
-Its life is the connection's (session_socket.py). It knows nothing of gRPC, nor of reconnecting (connection.py).
-Descriptors are close-on-exec and closed as soon as they are mapped. A finaliser may call `let_go`.
+A session lives as long as its connection (session_socket.py). Reconnecting is in connection.py;
+this module does not use gRPC. Descriptors are close-on-exec and closed once they are mapped.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class Session(SessionSocket):
-    """A session with a local daemon. Raises what `connect_session` says."""
+    """A session with a local daemon."""
 
     def __init__(
         self, connection: socket.socket, hello: Mapping[str, Any], *, directory: Directory | None = None
     ) -> None:
-        """directory: of its trust domain, where the daemon gives it."""
+        """directory: of its trust domain, if the daemon sends one."""
         super().__init__(connection)
         self.directory = directory
         self.id = int(hello["session"])
@@ -49,7 +49,7 @@ class Session(SessionSocket):
         self.gpus: dict[int, Mapping[str, Any]] = {
             i: tier["gpu"] for i, tier in enumerate(hello.get("tiers", ())) if "gpu" in tier
         }
-        """Which GPU's memory a tier is, by the tier's place, for those that are one's."""
+        """By tier number, for tiers in GPU memory: the fields that describe the GPU."""
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
@@ -58,32 +58,32 @@ class Session(SessionSocket):
         self._requests = itertools.count(1)
 
     def close(self) -> None:
-        """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
+        """Ends the session. The daemon may reuse its pages once this process ends or leaves."""
         super().close()
         self.segments.clear()
 
     def leave(self) -> None:
-        """Closes, and says that this process uses nothing of it any more, if the daemon is there to hear it. For finalisers too."""
+        """Closes and tells a live daemon that this process no longer uses it. Safe in finalisers."""
         super().leave()
         self.segments.clear()
 
     def next_request(self) -> str:
-        """A name for a call, unlike any other of this session."""
+        """A name for a call, unique in this session."""
         return f"{self.id:x}-{next(self._requests)}"
 
     def unmap(self) -> None:
-        """Keeps no segment mapped but for the views that are alive."""
+        """Keeps no segment mapped, except for live views."""
         self.segments.clear()
         if self.gpus:
             _device().unmap_ended()
 
     def map(self, handles: StructArray, *, timeout_s: float) -> None:
-        """Makes sure that the segments of HANDLE [n] are mapped. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
+        """Maps segments of HANDLE [n]. Raises NotFound, TierFailed, SessionLost, DeadlineExceeded."""
         for place in self.segments.unmapped(handles):
             self.mapped(place, timeout_s=timeout_s)
 
     def mapped(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
-        """A segment, mapped now if it was not. Raises as `map`."""
+        """A segment, mapped now if needed. Raises as `map`."""
         with self._turned(timeout_s) as left_s:
             found = self.segments.at(place)
             if found is None:
@@ -93,7 +93,8 @@ class Session(SessionSocket):
             return found
 
     def line(self, *, timeout_s: float) -> socket.socket:
-        """A new line. Raises Overloaded where there are too many, SessionLost, DeadlineExceeded, which costs a call and not the session."""
+        """Opens a new line. Raises Overloaded if there are too many, and SessionLost.
+        DeadlineExceeded ends the call but not the session."""
         with self._turned(timeout_s) as left_s:
             reply, fds = self._exchange(
                 {"op": "line", "mailbox": self.notices.socket is None}, timeout_s=left_s, is_vital=False
@@ -111,19 +112,19 @@ class Session(SessionSocket):
             close_fds(fds)
 
     def check_gpus(self, wanted: str) -> None:
-        """Whether this process can map the device tier that is wanted, or all of them. Raises Unsupported."""
+        """Checks that this process can map the wanted device tiers. Raises Unsupported."""
         for tier, told in self.gpus.items():
             if wanted in ("device", self.tiers[tier]):
                 _device().gpu_at(_device().GpuPlace.of(told))
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
-        """Ends holds, without an answer. For finalisers: what the socket does not take now goes with the next one."""
+        """Ends holds without waiting. Finalisers may call it; unsent messages go with the next one."""
         if leases and not reservations and self.notices.post(leases):
             return
         self.post({"op": "release", "reply": False, "leases": list(leases), "reservations": list(reservations)})
 
     def revoke(self, request: str) -> None:
-        """Takes back what a call gave whose reply is not to be had, or is still to give. Without an answer, like `let_go`."""
+        """Takes back the result of a call whose reply will not be read. It waits for no answer."""
         self.post({"op": "revoke", "request": request})
 
     def release(self, leases: Iterable[int], *, timeout_s: float) -> None:
@@ -159,7 +160,8 @@ class Session(SessionSocket):
 def connect_session(
     target: LocalTarget, *, name: str, engine: Mapping[str, str], credential: str | None, timeout_s: float
 ) -> Session:
-    """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch, DeadlineExceeded, Unsupported."""
+    """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch,
+    DeadlineExceeded, Unsupported."""
     if sys.platform != "linux":
         raise Unsupported(f"tierd: {sys.platform} has no session sockets; give a daemon on Linux as host:port")
     try:
@@ -199,8 +201,8 @@ def connect_session(
 
 
 def _directory(fds: Sequence[int], length: int) -> Directory | None:
-    """Maps the directory that came with the daemon's hello; without one every get asks."""
-    with contextlib.suppress(TierFailed, ValueError):  # no mapping more is to be had
+    """Maps the directory that came with the daemon's hello; without one every get makes a call."""
+    with contextlib.suppress(TierFailed, ValueError):  # the process can make no further mapping
         return (
             Directory(words_of(map_file(fds[0], length, writable=False), count=length // 8)) if fds and length else None
         )
@@ -208,7 +210,7 @@ def _directory(fds: Sequence[int], length: int) -> Directory | None:
 
 
 def _device() -> Any:
-    """The module is loaded by who needs it: it looks for a driver."""
+    """Imports the module only when it is needed, because it looks for a driver."""
     from tierd.client.session import device  # noqa: PLC0415
 
     return device

@@ -1,8 +1,9 @@
-"""The client's end of the session socket: requests and their replies, with descriptors, and words without a reply.
+"""The client's end of the session socket: requests with replies, and one-way messages.
 
-It is one blocking connection. What the requests are (session.py) and reconnecting (connection.py) are not its
-business. Nobody waits beyond its time, not even for its turn. A reply that is late ends the connection, or, if it
-was not vital, is thrown away before the next request. `post` never blocks and takes no lock: finalisers may call it.
+It is one blocking connection; replies may bring descriptors. Requests are in session.py,
+reconnecting in connection.py. No call waits beyond its timeout, not even for its turn. A late reply
+ends the connection, or is discarded before the next request if it was not vital. Finalisers may
+call `post`, because it never blocks and takes no lock.
 """
 
 from __future__ import annotations
@@ -28,26 +29,27 @@ REPLY_MAX_BYTES = 1 << 16
 
 
 class SessionSocket:
-    """One connection. It ends with a word to the daemon, also where it is collected."""
+    """One connection. When it ends or is collected, the daemon gets a farewell."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.patience_s = math.inf
-        """For what a daemon answers at once; then its reply is read, and thrown away, before the next request, and the session goes on."""
+        """Time limit for requests that the daemon answers at once. A reply that comes later is
+        discarded before the next request, and the session goes on."""
         self._connection = connection
-        # A second face of the same socket, whose calls never wait: the first one's wait for its timeout even with MSG_DONTWAIT.
+        # A duplicate whose calls never wait: those of the first one wait even with MSG_DONTWAIT.
         self._glance = connection.dup()
         self._glance.setblocking(False)
         self._sockets = [connection, self._glance]
         self._turn = threading.Lock()
-        self._owed = 0  # replies that nobody waits for
+        self._owed = 0  # replies that no call waits for
         self._unsent: deque[dict[str, Any]] = deque()
-        # Nothing that holds a page outlives the session's last link: what is collected without a word has said goodbye.
+        # No hold outlives the session's last link, so a collected session can send its farewell.
         self._farewell = weakref.finalize(self, _say_goodbye, self._glance, self._sockets, os.getpid())
         self._farewell.atexit = False
 
     @property
     def is_alive(self) -> bool:
-        """Whether the daemon still holds its end open: a look at the socket, a microsecond."""
+        """Whether the daemon still holds its end open. This takes a microsecond."""
         if self._unsent:
             self.flush()
         try:
@@ -58,28 +60,28 @@ class SessionSocket:
             return False
 
     def close(self) -> None:
-        """Ends the session's service; the daemon reuses what it held once this process has gone, or lets go."""
+        """Ends the session. The daemon may reuse its pages once this process ends or leaves."""
         self._farewell.detach()
         _close_all(self._sockets)
 
     def leave(self) -> None:
-        """Closes, and says that this process uses nothing of it any more, if the daemon is there to hear it. For finalisers too."""
+        """Closes and tells a live daemon that this process no longer uses it. Safe in finalisers."""
         self._farewell()
 
     def ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """One request, its reply. Raises what the daemon raised, SessionLost, DeadlineExceeded."""
+        """One request, one reply. Raises what the daemon raised, SessionLost, DeadlineExceeded."""
         with self._turned(timeout_s) as left_s:
             reply, fds = self._exchange(request, timeout_s=left_s)
         close_fds(fds)
         return checked(reply)
 
     def post(self, message: dict[str, Any]) -> None:
-        """Says this, without an answer: what the socket does not take now goes with the next one."""
+        """Sends a message without an answer; if the socket does not take it now, it goes with the next one."""
         self._unsent.append(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket did not take before."""
+        """Sends messages that the socket did not take before."""
         while self._unsent:
             with contextlib.suppress(IndexError):
                 message = self._unsent.popleft()
@@ -93,7 +95,7 @@ class SessionSocket:
 
     @contextlib.contextmanager
     def _turned(self, timeout_s: float) -> Iterator[float]:
-        """One thread at a time; the seconds left. Raises DeadlineExceeded."""
+        """One thread at a time; yields the seconds left. Raises DeadlineExceeded."""
         timeout_s = min(timeout_s, self.patience_s)
         deadline = time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=max(timeout_s, 0.0)):
@@ -108,7 +110,7 @@ class SessionSocket:
     def _exchange(
         self, request: Mapping[str, Any], *, timeout_s: float, is_vital: bool = True
     ) -> tuple[dict[str, Any], list[int]]:
-        """is_vital: whether the session ends where the reply does not come in time."""
+        """is_vital: whether the session ends if the reply is late."""
         deadline = time.monotonic() + timeout_s
         try:
             while self._owed:
@@ -120,7 +122,8 @@ class SessionSocket:
         except TimeoutError as error:
             if is_vital and self.patience_s == math.inf:
                 with contextlib.suppress(OSError):
-                    # Told at once, though a child that is just being forked has a copy: what is told of this session next is told to one that has ended.
+                    # shutdown takes effect even if a child being forked has a copy, so later
+                    # messages for this session find it ended.
                     self._connection.shutdown(socket.SHUT_RDWR)
                 _close_all(self._sockets)
             raise DeadlineExceeded(
@@ -146,7 +149,7 @@ class SessionSocket:
 
 
 def _say_goodbye(glance: socket.socket, sockets: Iterable[socket.socket], pid: int) -> None:
-    """In a child only its own copies are closed: the parent's session goes on."""
+    """In a child process, only its copies are closed: the parent's session goes on."""
     if pid == os.getpid():
         with contextlib.suppress(OSError):
             glance.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
@@ -159,7 +162,7 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """A hello that is answered later opens a session that nobody knows: it is to end, and not with this process."""
+    """Sends a farewell, because a hello that is answered later opens a session without an owner."""
     with contextlib.suppress(OSError):
         connection.settimeout(0)
         connection.send(msgpack.packb({"op": "bye"}), socket.MSG_NOSIGNAL)
@@ -168,7 +171,7 @@ def hang_up(connection: socket.socket) -> None:
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """The next message, and the descriptors that came with it. Raises OSError."""
-    # Not socket.recv_fds, which leaves its flags out before Python 3.13: the descriptors would be inherited over exec.
+    # socket.recv_fds ignores its flags before Python 3.13: exec would inherit the descriptors.
     data, told, _flags, _address = connection.recvmsg(
         REPLY_MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
     )
@@ -182,7 +185,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def checked(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply that is no refusal. Raises what the daemon raised, Unavailable."""
+    """A reply that is not a refusal. Raises what the daemon raised, Unavailable."""
     if not isinstance(reply, dict) or "ok" not in reply:
         raise Unavailable("session socket: the daemon closed it without a word; try again")
     if not reply["ok"]:
@@ -191,7 +194,8 @@ def checked(reply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_came(fds: Sequence[int], count: int, *, what: str) -> None:
-    """Descriptors for which a process has no room are dropped by the kernel, so too few of them say that; too many, that they mean something else."""
+    """Checks the number of descriptors. Raises Overloaded if the kernel dropped some because the
+    process has no room, OperatorError if there are too many."""
     if len(fds) < count:
         raise Overloaded(
             f"session socket: {len(fds)} of {count} descriptors for {what} came in: this process has as many open as it may; close some, or raise its limit (ulimit -n)"

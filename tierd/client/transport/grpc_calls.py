@@ -1,7 +1,8 @@
-"""gRPC for one link: the channel, its options, its errors in our words. The only module that imports grpc; loaded on the first call.
+"""gRPC for one link: the channel, its options, and its errors as TierdErrors.
 
-Purpose: the transport over gRPC. Non-purpose: what is called. Invariants: every call
-has a deadline; every failure leaves as a TierdError; a failure that did not come from the daemon itself marks the link lost.
+This is the only module that imports grpc; the first call that needs it loads it. Every call has a
+deadline. Every failure becomes a TierdError. A failure that the daemon itself did not report marks
+the link as broken.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MESSAGE_MAX_BYTES = 8 << 20
 OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_MAX_BYTES),
     ("grpc.max_send_message_length", MESSAGE_MAX_BYTES),
-    # Channels never share connections: neither with a lost link's, nor across a fork.
+    # Channels share no connections, neither with a lost link's nor across a fork.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
@@ -41,7 +42,7 @@ def _path(method: str) -> str:
 
 
 class SyncTransport:
-    """Calls that wait."""
+    """Calls over gRPC. They block."""
 
     def __init__(self, link: Link, address: str) -> None:
         self.link = link
@@ -49,7 +50,7 @@ class SyncTransport:
             trusted.check(address.removeprefix("unix:"))
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self.stub: Any = cache_pb2_grpc.CacheStub(self._channel)
-        # Chunks come encoded, and are decoded where they arrived.
+        # The codec here encodes and decodes chunks, so gRPC must not.
         self.stub.Put = self._channel.stream_unary(_path("Put"), None, pb.PutReply.FromString)
         self.stub.Get = self._channel.unary_stream(
             _path("Get"), pb.GetRequest.SerializeToString, Codec(pb.GetChunk).decode
@@ -61,15 +62,15 @@ class SyncTransport:
             return self.ask(method, request, timeout_s=left_s)
 
     def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
-        """As `call`, of one that has had its turn."""
+        """As `call`, for a call that already has its turn."""
         with named(self.link, method) as metadata, translated(self.link), forks.calling():
             return self._answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=metadata)
 
     def begin(self, method: str, request: Any, timeout_s: float, lines: int) -> None:
-        """It has no lines."""
+        """None: gRPC has no lines."""
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
-        """One request; every reply goes to take."""
+        """One request; `take` gets each reply."""
         with translated(self.link), forks.calling():
             call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
             with cancellation.ended_by(call.cancel), self._heard(call):
@@ -77,7 +78,7 @@ class SyncTransport:
                     for reply in call:
                         take(reply)
                 finally:
-                    call.cancel()  # where take has raised: the daemon would hold what is left to send
+                    call.cancel()  # take may have raised; the daemon would keep the rest of its replies
 
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""
@@ -85,11 +86,11 @@ class SyncTransport:
             return self._answer(getattr(self.stub, method), requests, timeout_s=timeout_s, metadata=self.link.metadata)
 
     def stream(self, method: str, request: Any) -> Replies:
-        """Replies for as long as they are wanted."""
+        """Yields replies until closed."""
         return Replies(self.link, getattr(self.stub, method)(request, metadata=self.link.metadata))
 
     def close(self) -> None:
-        """Cancels what is in flight."""
+        """Cancels calls in flight."""
         self._channel.close()
 
     def _answer(self, method: Any, request: Any, *, timeout_s: float, metadata: tuple[tuple[str, str], ...]) -> Any:
@@ -104,7 +105,7 @@ class SyncTransport:
 
     @contextlib.contextmanager
     def _heard(self, call: Any) -> Iterator[None]:
-        """Around a call that may take its time, but not of a daemon that is silent: that is DeadlineExceeded."""
+        """Around a slow call: probes the daemon. Raises DeadlineExceeded if it is silent."""
         done, is_silent, patience_s = threading.Event(), threading.Event(), self.link.patience_s
 
         def look() -> None:
@@ -133,7 +134,7 @@ class SyncTransport:
 
 
 class Replies:
-    """An iterator over what a stream brings, for as long as the daemon lives. One thread at a time takes the next; any may close it."""
+    """Iterates over a stream's replies. One thread at a time takes the next; any may close it."""
 
     def __init__(self, link: Link, call: Any) -> None:
         self._link, self._call, self._is_closed = link, call, False
@@ -150,14 +151,14 @@ class Replies:
             raise translate(error, self._link) from None
 
     def close(self) -> None:
-        """Ends it, and who waits for the next."""
+        """Ends the stream, and a thread that waits for its next reply."""
         self._is_closed = True
         self._call.cancel()
 
 
 @contextlib.contextmanager
 def named(link: Link, method: str) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Around a call: its metadata. What a call gave whose reply did not come, however it was given up, is taken back."""
+    """Around a call: yields its metadata. If no reply comes, the daemon takes back the call's result."""
     session = link.session
     if session is None or method not in GIVING:
         yield link.metadata
@@ -172,7 +173,7 @@ def named(link: Link, method: str) -> Iterator[tuple[tuple[str, str], ...]]:
 
 @contextlib.contextmanager
 def translated(link: Link) -> Iterator[None]:
-    """Around a call: grpc's errors leave as ours."""
+    """Around a call: turns grpc's errors into TierdErrors."""
     try:
         yield
     except grpc.RpcError as error:
@@ -186,7 +187,7 @@ def translated(link: Link) -> Iterator[None]:
 
 
 def translate(error: Any, link: Link) -> TierdError:
-    """The error that the daemon raised, or what the transport's failure means."""
+    """The error that the daemon raised, or the meaning of the transport's failure."""
     trailing = {key: str(value) for key, value in error.trailing_metadata() or ()}
     name, status = trailing.get(ERROR_KEY), error.code().name
     if name is None and status in _LOST:

@@ -1,7 +1,9 @@
-"""The transport to a daemon on this machine: calls over lines, and over gRPC what lines do not carry. grpc is loaded when that is first needed.
+"""The transport to a daemon on this machine: calls over lines, and the other calls over gRPC.
 
-Purpose: which way a call goes, and errors in our words. Non-purpose: bytes of a line (local_rpc.py), gRPC (grpc_calls.py). Invariants: every call has a deadline;
-what a call gave whose reply did not come, however it was given up, is taken back; a failure that did not come from the daemon itself marks the link lost, unless the daemon says that only the line is.
+It chooses the way of each call; bytes of a line are in local_rpc.py, gRPC is in grpc_calls.py and
+loaded when first needed. Every call has a deadline. If no reply comes, the daemon takes back the
+call's result. A failure that the daemon itself did not report marks the link as broken, unless the
+daemon says that only the line ended.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ _REPLIES = {
     for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
     if not (method.client_streaming or method.server_streaming)
 }
-"""Of the calls that lines carry."""
+"""Parsers for the calls that lines carry."""
 
 
 LINES_MOST = 1 << 10
-"""The daemon gives fewer."""
+"""More than the daemon's limit."""
 
 
 class Sent:
-    """A call that is under way on a line. name: of what it gives; empty for one that gives nothing to be taken back."""
+    """A call in progress on a line. name: identifies its result; empty if it has none to take back."""
 
     def __init__(self, link: Link, lines: Lines, line: Line, *, method: str, name: str) -> None:
         self._link, self._lines, self._line, self._method, self._name = link, lines, line, method, name
         self._asked_s = time.monotonic()
 
     def reply(self, *, deadline: float, meanwhile: Meanwhile | None = None) -> Any:
-        """The reply. meanwhile: if that fails, the call is given up. Raises TierdErrors."""
+        """The reply. meanwhile: work to run first; if it fails, the call is given up. Raises TierdErrors."""
         try:
             if meanwhile is not None:
                 meanwhile.run()
@@ -68,20 +70,20 @@ class Sent:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the reply, or the end of the line, is there to be read."""
+        """Whether the reply, or the end of the line, can be read."""
         return self._line.is_answered
 
     def comes(self, within_s: float) -> bool:
-        """The same, or it comes to that in so long."""
+        """Waits up to within_s for `is_answered`."""
         return self._line.comes(within_s)
 
     def drop(self) -> None:
-        """Nobody wants the reply."""
+        """Gives the call up; its reply is not wanted."""
         self._lines.drop(self._line)
         self._revoke()
 
     def given_up(self, error: BaseException, deadline: float) -> BaseException:
-        """The call has failed in the middle; what it means."""
+        """Gives up a call that failed midway. Returns the error to raise."""
         self.drop()
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"daemon: no answer to {self._method} in time; allow more, or take it as a miss")
@@ -96,7 +98,7 @@ class Sent:
         return error
 
     def _is_served(self, deadline: float) -> bool:
-        """Whether the daemon still knows the session: asked, because a process that dies closes its sockets one after another."""
+        """Asks whether the daemon knows the session: a dying one closes its sockets one by one."""
         assert self._link.session is not None
         try:
             self._link.session.ask({"op": "ping"}, timeout_s=max(0.0, deadline - time.monotonic()))
@@ -108,7 +110,7 @@ class Sent:
         session = self._link.session
         assert session is not None
         while deadline - time.monotonic() > session.patience_s and not self._line.comes(session.patience_s):
-            session.ask({"op": "ping"}, timeout_s=session.patience_s)  # it may take its time, and not be silent
+            session.ask({"op": "ping"}, timeout_s=session.patience_s)  # a slow daemon is fine, a silent one is not
         return pb.Answer.FromString(self._line.receive(deadline=deadline))
 
     def _revoke(self) -> None:
@@ -117,18 +119,18 @@ class Sent:
 
 
 class Later:
-    """A call that has its turn until its reply is taken."""
+    """A call that keeps its turn until its reply is taken."""
 
     def __init__(self, sent: Sent, link: Link, method: str) -> None:
         self._sent, self._link, self._method = sent, link, method
 
     @property
     def is_answered(self) -> bool:
-        """Whether the reply, or the end of the line, is there to be read."""
+        """Whether the reply, or the end of the line, can be read."""
         return self._sent.is_answered
 
     def comes(self, within_s: float) -> bool:
-        """The same, or it comes to that in so long."""
+        """Waits up to within_s for `is_answered`."""
         return self._sent.comes(within_s)
 
     def reply(self, *, deadline: float) -> Any:
@@ -139,7 +141,7 @@ class Later:
             self._link.credits.give(self._method)
 
     def drop(self) -> None:
-        """Gives the call up: what it gives goes back."""
+        """Gives the call up; the daemon takes back its result."""
         try:
             self._sent.drop()
         finally:
@@ -147,7 +149,7 @@ class Later:
 
 
 class LocalTransport:
-    """Calls that wait."""
+    """Calls to a local daemon. They block."""
 
     def __init__(self, link: Link, address: str) -> None:
         assert link.session is not None, "lines are a session's"
@@ -159,7 +161,7 @@ class LocalTransport:
         link.page_grants, link.credits.on_wait = self._page_grants, self._page_grants.give_back
 
     def call(self, method: str, request: Any, *, timeout_s: float, meanwhile: Meanwhile | None = None) -> Any:
-        """One request, one reply. meanwhile: what to do while the daemon is at it."""
+        """One request, one reply. meanwhile: work to do while the daemon handles the request."""
         with self._link.credits.turn(method, timeout_s=timeout_s) as left_s:
             deadline = time.monotonic() + left_s
             sent = self._send(method, request, deadline=deadline, has_more=meanwhile is not None)
@@ -171,12 +173,12 @@ class LocalTransport:
             return sent.reply(deadline=deadline, meanwhile=meanwhile)
 
     def begin(self, method: str, request: Any, timeout_s: float, lines: int = 2) -> Later | None:
-        """Sends a call whose reply is taken later, over one of so many lines.
+        """Sends a call whose reply is taken later, over one of at most `lines` lines.
 
-        None: there is no turn or no line that rests for it now, or the daemon does not hear.
+        None: there is no turn or no resting line for it now, or the daemon cannot be reached.
         """
         turns = self._link.credits
-        if turns.count == 1:  # it is wanted for the call that comes next
+        if turns.count == 1:  # keep the only turn for the next call
             return None
         waiter = turns.ask(method)
         if waiter is not None:
@@ -193,7 +195,7 @@ class LocalTransport:
         return Later(sent, self._link, method) if sent is not None else None
 
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
-        """One request; every reply goes to take."""
+        """One request; `take` gets each reply."""
         self._rpc.pull(method, request, timeout_s=timeout_s, take=take)
 
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
@@ -201,11 +203,11 @@ class LocalTransport:
         return self._rpc.push(method, requests, timeout_s=timeout_s)
 
     def stream(self, method: str, request: Any) -> Replies:
-        """Replies for as long as they are wanted."""
+        """Yields replies until closed."""
         return self._rpc.stream(method, request)
 
     def close(self) -> None:
-        """Ends what is in flight."""
+        """Ends calls in flight."""
         self._page_grants.close()
         self._lines.close()
         if self._opened is not None:
@@ -223,9 +225,9 @@ class LocalTransport:
     def _send(
         self, method: str, request: Any, *, deadline: float, lines: int = LINES_MOST, has_more: bool = False
     ) -> Sent | None:
-        """The call, under way; None: lines do not carry it, or none is free. has_more: a message follows.
+        """Starts a call; None: lines do not carry it, or none is free. has_more: a message follows.
 
-        lines: a new one may be asked for while there are fewer. Raises TierdErrors.
+        lines: below this number, a new line may be opened. Raises TierdErrors.
         """
         name = self._session.next_request() if method in GIVING else ""
         left_s = max(0.0, deadline - time.monotonic())

@@ -2,9 +2,9 @@
 
     take ──▶ a resting line, or a new one ──▶ message, answer ──▶ the line rests
 
-Purpose: a message to the daemon and its answer, for a tenth of what a call of gRPC costs. Non-purpose: what messages say (local.py). Invariants: a
-call ends by its deadline; a line whose answer did not come, whatever the reason, is closed, since the next answer would be the wrong one, and
-closing it is what tells the daemon; a child of a fork closes its copies.
+A call over a line costs a tenth of a call over gRPC. local.py makes the messages. A call ends by
+its deadline. A line without its answer is closed, because the next answer would belong to the wrong
+call. The daemon sees the close. A forked child closes its copies.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ HEAD = struct.Struct("<I")
 """The length before each message."""
 MESSAGE_MAX_BYTES = 8 << 20
 FIRST_BYTES = 64 << 10
-"""Read at once: as a rule that is the whole answer."""
+"""Bytes of the first read; usually they are the whole answer."""
 
 
 class LineLost(Unavailable):
-    """The line of a call has ended, and the session has not: the same call may be made over another."""
+    """The line of a call has ended but the session has not: retry the call over another line."""
 
 
 class Line:
-    """One line. One thread at a time asks."""
+    """One line. One thread at a time uses it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._rest = b""  # of what came at once, what follows the message that was received
+        self._rest = b""  # bytes read after the end of the received message
         weakref.finalize(self, connection.close).atexit = False
 
     def ask(self, message: bytes, *, deadline: float) -> bytes:
-        """The answer. Raises TimeoutError, EOFError, OSError, OperatorError; after any exception the line is to be dropped."""
+        """Sends and receives. Raises TimeoutError, EOFError, OSError, OperatorError: drop the line."""
         self.send(message, deadline=deadline)
         answer = self.receive(deadline=deadline)
         self.check_over()
         return answer
 
     def send(self, message: bytes, *, deadline: float) -> None:
-        """The first half of `ask`."""
+        """Sends a message: the first half of `ask`."""
         self._wait(deadline)
         self._socket.sendall(HEAD.pack(len(message)) + message, socket.MSG_NOSIGNAL)
 
     @property
     def is_answered(self) -> bool:
-        """Whether there is something to receive, or nothing will ever come."""
+        """Whether an answer, or the end of the line, can be read."""
         return self.comes(0.0)
 
     def comes(self, within_s: float) -> bool:
-        """The same, or it comes to that in so long."""
+        """Waits up to within_s for `is_answered`."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(self._rest or poll.poll(within_s * 1000))
 
     def receive(self, *, deadline: float) -> bytes:
-        """The second half of `ask`: the next message."""
+        """Receives the next message: the second half of `ask`."""
         data, self._rest = self._rest, b""
         while len(data) < HEAD.size:
             data += self._more(FIRST_BYTES, deadline)
@@ -79,17 +79,18 @@ class Line:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def check_over(self) -> None:
-        """Nothing may follow the answer: it would be taken for the next call's. Raises OperatorError."""
+        """Raises OperatorError if bytes follow the answer: the next call would take them for its own."""
         if self._rest:
             raise OperatorError(f"daemon: {len(self._rest)} bytes after its answer; versions differ?")
 
     def close(self) -> None:
-        """Ends the line. Of the thread that has it, and safe to call twice."""
+        """Closes the line, by the thread that uses it. Safe to call twice."""
         self.end()
         self._socket.close()
 
     def end(self) -> None:
-        """Ends the call of another thread, which closes the line then. Its descriptor lives until that: its number may be another's the moment after."""
+        """Ends the call of another thread, which then closes the line. The descriptor stays open
+        until then, because its number could be reused."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -112,7 +113,7 @@ class Line:
 
 
 class Lines:
-    """Those of one session: at most as many at one time as it was told. Threads may share it."""
+    """The lines of one session, at most as many as the daemon allows. Threads may share it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -124,11 +125,11 @@ class Lines:
         forks.register(self)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of lines."""
         return len(self._resting) + len(self._busy)
 
     def take(self, *, timeout_s: float) -> Line | None:
-        """A line to ask on; None: all are in use, or the daemon gives no more. Raises SessionLost, DeadlineExceeded."""
+        """A line; None: all are in use, or no more are allowed. Raises SessionLost, DeadlineExceeded."""
         if line := self.take_resting():
             return line
         with self._turn:
@@ -145,7 +146,7 @@ class Lines:
         return None if self._is_closed else line
 
     def take_resting(self) -> Line | None:
-        """One that is there already."""
+        """A line that is open and free, or None."""
         with self._turn:
             if not self._resting:
                 return None
@@ -154,7 +155,7 @@ class Lines:
             return line
 
     def _opened(self, line: Line | None) -> None:
-        """A line that was asked for is there, or will not be; what comes after the end is closed."""
+        """Registers a requested line, or its failure. A line that arrives after `close` is closed."""
         with self._turn:
             self._opening -= 1
             if line is not None and not self._is_closed:
@@ -164,7 +165,7 @@ class Lines:
             line.close()
 
     def rest(self, line: Line) -> None:
-        """The call has been answered."""
+        """The call has been answered; the line is free."""
         with self._turn:
             self._busy.discard(line)
             if not self._is_closed:
@@ -173,20 +174,20 @@ class Lines:
         line.close()
 
     def drop(self, line: Line) -> None:
-        """The call has not been answered."""
+        """The call has not been answered; the line is closed."""
         line.close()
         with self._turn:
             self._busy.discard(line)
 
     def drop_resting(self) -> None:
-        """What ended one line may have ended these."""
+        """Closes all free lines, since they may have ended with the one that failed."""
         with self._turn:
             resting, self._resting = self._resting, []
         for line in resting:
             line.close()
 
     def close(self) -> None:
-        """Ends all of them, and the calls in progress."""
+        """Ends all lines, and the calls in progress."""
         with self._turn:
             self._is_closed, resting, busy = True, self._resting, list(self._busy)
             self._resting = []
@@ -196,7 +197,7 @@ class Lines:
             line.close()
 
     def forked(self) -> None:
-        """In a child: they are the parent's."""
+        """In a child process: closes the copies of the parent's lines."""
         for line in [*self._resting, *self._busy]:
             line.abandon()
         self._resting, self._busy, self._turn, self._is_closed = [], set(), threading.Lock(), True

@@ -1,7 +1,7 @@
-"""Replies without I/O: from what a daemon answered to values, or to the error that it raised.
+"""Parses replies: from a daemon's messages to values, or to the error that it raised.
 
-The functions are pure, so that both transports share every rule. They read no socket and retry nothing.
-A reply that is not what the proto file promises is an OperatorError here, and never an index error later.
+The functions are pure and shared by both transports. They do no I/O and retry nothing. A reply that
+breaks the proto file's contract is an OperatorError here, and not an index error later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tierd.tcp.codecs import WireCodec
 
 
 def error_of(name: str | None, message: str, *, status: str) -> TierdError:
-    """The error that the daemon raised. name: its class, from the trailing metadata; status: the gRPC status code's name."""
+    """The daemon's error. name: its class, from the metadata; status: the gRPC status's name."""
     kind = getattr(errors, name or "", None)
     if isinstance(kind, type) and issubclass(kind, TierdError):
         return kind(message)
@@ -42,14 +42,12 @@ _BY_STATUS: dict[str, type[TierdError]] = {
     "INVALID_ARGUMENT": errors.InvalidArgument,
     "CANCELLED": errors.Unavailable,
 }
-"""For what did not come from tierd itself: the transport, a proxy."""
+"""For errors that tierd did not raise: the transport, a proxy."""
 
 
 def take_namespace(namespace: OpenedNamespace, reply: pb.OpenNamespaceReply, *, link: int) -> None:
-    """Notes what a daemon answered. Raises StaleHandle if the namespace is in another epoch than when it was first opened.
-
-    A worker that has the old weights must not go on under the new epoch's name, so a moved epoch is never taken silently.
-    """
+    """Stores the reply in the namespace. Raises StaleHandle if its epoch or tenant has changed.
+    A worker with the old weights must not continue under the new epoch's name."""
     if len(reply.digest) != HASH_BYTES or not reply.namespace:
         raise OperatorError(
             f"daemon: namespace {reply.namespace} with a digest of {len(reply.digest)} bytes; versions differ?"
@@ -67,26 +65,26 @@ def take_namespace(namespace: OpenedNamespace, reply: pb.OpenNamespaceReply, *, 
 
 
 def agreed_codec(wanted: WireCodec | None, reply: pb.OpenNamespaceReply) -> WireCodec | None:
-    """What chunks to and from the daemon may be encoded by: the codec that this client wants, where the daemon knows it too."""
+    """The codec for chunks: the one that this client wants, if the daemon supports it too."""
     return wanted if wanted is not None and wanted.name in reply.codecs else None
 
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A group's part of a lease. first: number of the first block given; handles: HANDLE [ranks, count]."""
+    """A group's part of a lease. first: number of the first leased block; handles: HANDLE [ranks, count]."""
 
     first: int
     handles: StructArray
 
     @property
     def count(self) -> int:
-        """Blocks given per rank."""
+        """Leased blocks per rank."""
         return int(self.handles.shape[1])
 
 
 @dataclass(frozen=True)
 class Leased:
-    """What Acquire answered. whole: False if more is held than could be brought near now."""
+    """The reply to Acquire. whole: False if the store holds more than could be brought near now."""
 
     lease: int = 0
     tokens: int = 0
@@ -96,7 +94,7 @@ class Leased:
 
 
 def found(reply: pb.LookupReply, groups: Sequence[Group]) -> Found:
-    """What Lookup answered."""
+    """Parses the reply to Lookup."""
     tiers = []
     for data, group in zip(reply.tier_of, groups, strict=False):
         ranks = max(1, len(group.ranks))
@@ -105,7 +103,7 @@ def found(reply: pb.LookupReply, groups: Sequence[Group]) -> Found:
 
 
 def leased(reply: pb.AcquireReply, groups: Sequence[Group]) -> Leased:
-    """What Acquire answered."""
+    """Parses the reply to Acquire."""
     given = []
     for part, group in zip(reply.groups, groups, strict=False):
         ranks = max(1, len(group.ranks))
@@ -125,8 +123,8 @@ def handles_of(data: bytes, *, count: int | None = None) -> StructArray:
 
 
 def joined(parts: Sequence[StructArray]) -> StructArray:
-    """HANDLE [n] of several groups, in order, the caller's own."""
-    # Joining records takes numpy ten times as long as copying them.
+    """HANDLE [n] of several groups, in order, as a copy."""
+    # numpy takes ten times as long to join records as to copy them.
     return parts[0].copy() if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=HANDLE), *parts])
 
 
@@ -138,7 +136,7 @@ def statuses_of(data: bytes, *, count: int) -> NDArray[np.uint16]:
 
 
 def all_statuses(count: int, status: int) -> NDArray[np.uint16]:
-    """The same status for each of so many blocks."""
+    """The same status for each of `count` blocks."""
     return np.full(count, status, dtype=np.uint16)
 
 
@@ -150,7 +148,7 @@ def events_of(message: pb.Events) -> Iterator[Event]:
 
 
 def valid_blocks(groups: Sequence[LeasedGroup], good: NDArray[np.bool_]) -> int:
-    """How many blocks, from the first on, every rank of a lease's only group has whole. good: per handle, rank-major."""
+    """Leading blocks that every rank of the only group has whole. good: per handle, rank-major."""
     if len(groups) != 1:
         return 0 if not good.all() else max((g.count for g in groups), default=0)
     if every(good):

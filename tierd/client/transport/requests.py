@@ -1,7 +1,7 @@
-"""Requests without I/O: from a call's arguments to its message.
+"""Builds requests: from a call's arguments to its message.
 
-The functions are pure, so that both transports share every rule. They read no reply (replies.py) and send nothing.
-An argument that means nothing is an InvalidArgument here, before anything is sent.
+The functions are pure and shared by both transports. They do no I/O; replies.py parses replies.
+Invalid arguments raise InvalidArgument here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ SESSION_KEY = "tierd-session"
 CREDENTIAL_KEY = "authorization"
 REQUEST_KEY = "tierd-request"
 GIVING = frozenset({"Acquire", "Reserve", "Commit"})
-"""Calls that leave something held, of which a client without their reply would not know."""
+"""Calls that leave something held; without their reply, a client does not know what."""
 ABOUT_BYTES = 2 << 20
-"""Of hashes, and of tokens, that an engine says of one group: with them a message stays below the 8 MiB that gRPC takes."""
+"""Maximum bytes of a group's hashes, and of its tokens, to keep below gRPC's 8 MiB."""
 
 TIER_DIGITS = 5
-"""Of a tier's index: no daemon has so many."""
+"""Maximum digits of a tier's index; no daemon has so many tiers."""
 T = TypeVar("T")
 
 
 def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
-    """Raises InvalidArgument."""
+    """The request that opens a namespace. Raises InvalidArgument."""
     spec.checked()
     shape = spec.geometry
     return pb.OpenNamespaceRequest(
@@ -68,7 +68,7 @@ def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
 def groups_of(
     what: OpenedNamespace | Group | Sequence[Group], hashes: Hashes | None, tokens: int | None
 ) -> list[Group]:
-    """The groups of a call that takes groups, or a namespace and its hashes. Raises InvalidArgument."""
+    """The groups of a call, from groups or from a namespace and its hashes. Raises InvalidArgument."""
     if isinstance(what, OpenedNamespace):
         if hashes is None:
             raise InvalidArgument("hashes: none for the namespace; pass namespace.hash(tokens)")
@@ -89,7 +89,7 @@ def checked_hashes(hashes: Hashes) -> Hashes:
 
 
 def listed(what: Any, kind: type[T]) -> list[T]:
-    """One or several of a kind. Raises InvalidArgument."""
+    """One value or several of a kind, as a list. Raises InvalidArgument."""
     groups = [what] if isinstance(what, kind) else list(what)
     for group in groups:
         if not isinstance(group, kind) or not isinstance(group.namespace, OpenedNamespace):  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def listed(what: Any, kind: type[T]) -> list[T]:
 
 
 def sequence_group(namespace: OpenedNamespace, what: Tokens | Hashes | Group) -> Group:
-    """The group of a get: of tokens (a short last block included), of hashes, or as it is."""
+    """The group of a get: of tokens (with a short last block), of hashes, or the given group."""
     if isinstance(what, Group):
         return what
     if _is_hashes(what):
@@ -112,7 +112,8 @@ def sequence_group(namespace: OpenedNamespace, what: Tokens | Hashes | Group) ->
 
 
 def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *, lengths: Sequence[int]) -> PutGroup:
-    """The group of a put of so many blocks. Tokens may have a short last block or leave it out. Raises InvalidArgument."""
+    """The group of a put, for blocks of these lengths. Tokens may include a short last block or
+    leave it out. Raises InvalidArgument."""
     if isinstance(what, PutGroup):
         return what
     if _is_hashes(what):
@@ -130,7 +131,8 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
 
 
 def _filled(group: PutGroup, lengths: Sequence[int]) -> PutGroup:
-    """The group, of buffers that are so long. Raises InvalidArgument where one is shorter than what its block covers, or longer than a full one."""
+    """Sets the buffers' lengths. Raises InvalidArgument if a buffer is shorter than its block
+    needs, or longer than a full block."""
     wanted, most = put_lengths(group).tolist(), group.namespace.spec.block_bytes
     for i, (length, least) in enumerate(zip(lengths, wanted, strict=False) if lengths != wanted else ()):
         if not least <= length <= most:
@@ -144,7 +146,7 @@ def _is_hashes(what: Tokens | Hashes) -> bool:
 
 
 def wanted_tier(name: str) -> dict[str, Any]:
-    """The fields that say where handles shall point: any tier of a kind (`host`), or one (`device.1`). Raises InvalidArgument."""
+    """Fields for a tier: any tier of a kind (`host`), or one (`device.1`). Raises InvalidArgument."""
     kind, dot, index = str(name).partition(".")
     kinds = {"device": TierKind.DEVICE, "host": TierKind.HOST}
     if kind not in kinds or (dot and not (index.isdecimal() and len(index) <= TIER_DIGITS)):
@@ -180,7 +182,7 @@ def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
 
 
 def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
-    """A group as Reserve and Put carry it. tells: with what the engine says of it, for routers. Raises InvalidArgument."""
+    """A group for Reserve and Put. tells: with the engine's names. Raises InvalidArgument."""
     hashes = checked_hashes(group.hashes)
     blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
     blocks["hash"] = hashes
@@ -202,7 +204,7 @@ def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
 
 
 def _say(message: pb.PutGroup, group: PutGroup) -> None:
-    """Priorities, and for how long. Raises InvalidArgument."""
+    """Adds priorities and retention times. Raises InvalidArgument."""
     if group.priority is None:
         raise InvalidArgument(
             f"retention_s: {group.retention_s!r:.80} of no priority; give the priority that it limits, or neither"
@@ -218,7 +220,7 @@ def _say(message: pb.PutGroup, group: PutGroup) -> None:
 
 
 def _of_each(group: PutGroup, name: str) -> Sequence[float | None]:
-    """The group's value for all blocks, or those for each."""
+    """The group's value for all blocks, or one for each."""
     given = getattr(group, name)
     if not isinstance(given, Sequence | np.ndarray):
         return [given]
@@ -228,7 +230,7 @@ def _of_each(group: PutGroup, name: str) -> Sequence[float | None]:
 
 
 def _tell(message: pb.PutGroup, about: About) -> None:
-    """What is too much for a message is left out: the blocks matter more than what is said of them."""
+    """Adds the engine's names and tokens, except what does not fit: the blocks matter more."""
     hashes, tokens = b"".join(about.hashes), token_array(about.tokens).tobytes()
     if len(hashes) <= ABOUT_BYTES:
         message.engine_hashes, message.engine_per_block = hashes, about.per_block if hashes else 0
@@ -238,7 +240,7 @@ def _tell(message: pb.PutGroup, about: About) -> None:
 
 
 def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tells: bool = False) -> pb.ReserveRequest:
-    """durable: what the commit will ask for; blocks that exist already are made durable now. Raises InvalidArgument."""
+    """durable: existing blocks are made durable now, others by the commit. Raises InvalidArgument."""
     return pb.ReserveRequest(
         groups=[put_group_message(group, tells=tells) for group in groups],
         **wanted_tier(tier),
@@ -249,7 +251,7 @@ def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tel
 def commit_request(
     reservation: int, blocks: StructArray | None, *, durable: bool, lease: bool = False, keep_open: bool = False
 ) -> pb.CommitRequest:
-    """blocks: COMMIT_BLOCK [n]; None: every block as it was named in Reserve. Raises InvalidArgument."""
+    """blocks: COMMIT_BLOCK [n]; None: every block as named in Reserve. Raises InvalidArgument."""
     if blocks is not None and getattr(blocks, "dtype", None) != COMMIT_BLOCK:
         raise InvalidArgument(f"blocks: {type(blocks).__name__} is no array of COMMIT_BLOCK; pass what naming gives")
     return pb.CommitRequest(
@@ -262,7 +264,7 @@ def commit_request(
 
 
 def named_indices(request: pb.CommitRequest) -> list[int] | None:
-    """Which blocks of the reservation a commit names; None: all."""
+    """Indices of the reservation's blocks that a commit names; None: all."""
     if not request.HasField("blocks"):
         return None
     return np.frombuffer(request.blocks.blocks, dtype=COMMIT_BLOCK)["index"].tolist()  # type: ignore[no-any-return]

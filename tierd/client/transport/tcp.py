@@ -1,7 +1,7 @@
-"""Put and get over TCP: chunks with checksums in place of handles, encoded if that is wanted.
+"""Put and get over TCP: chunks with checksums instead of handles, encoded on request.
 
-Both are for clients that share no memory with the daemon. How a chunk lies on the wire is not said here
-(tierd/tcp/chunks.py). A block whose chunks did not all hold is no block.
+This is for clients that share no memory with the daemon. tierd/tcp/chunks.py defines the format of
+a chunk. A block counts only if all its chunks are intact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def put(link: Link, group: PutGroup, sources: Sequence[buffers.Bytes], deadline:
 
 
 def get(link: Link, group: Group, out: Any, deadline: float) -> tuple[GetResult, list[int]]:
-    """Receives the servable prefix, into out or into arrays of its own, and says how long its blocks are. Raises Unsupported for a group that needs anything else."""
+    """Receives the servable prefix, into `out` or new arrays, and the lengths of its blocks. Raises
+    Unsupported if the group needs anything but a prefix."""
     if group.need is not Need.PREFIX:
         raise Unsupported(
             f"get: a group that needs {group.need.name} and no prefix, over TCP, where blocks travel from the first one on; ask for a"
@@ -58,7 +59,7 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> tuple[GetResult,
 
 
 class _Targets:
-    """Where each block's bytes go: new memory, a list of buffers, or one buffer, block behind block."""
+    """Destinations of blocks: new memory, a list of buffers, or one buffer filled in order."""
 
     def __init__(self, out: Any, *, length_max: int) -> None:
         self._out = out if out is None or isinstance(out, list | tuple) else buffers.flat(out, writable=True)
@@ -81,7 +82,7 @@ class _Targets:
 def put_chunks(
     message: pb.PutGroup, pieces: Sequence[NDArray[np.uint8]], *, durable: bool, codec: WireCodec | None = None
 ) -> Iterator[bytes]:
-    """A Put's stream, each message encoded: the group alone, then each block's bytes in order, with checksums."""
+    """A Put's encoded messages: the group, then each block's bytes in order, with checksums."""
     durability = (Durability.DURABLE if durable else Durability.MEMORY).value
     first = pb.PutChunk(group=message, durability=durability, checksum=xxhash.xxh3_64_intdigest(b""))  # type: ignore[arg-type]
     if codec is not None:
@@ -97,10 +98,10 @@ def put_chunks(
 
 
 class Assembly:
-    """Blocks put together from a Get's chunks: every chunk checked, in order, ended by the first fault."""
+    """Assembles blocks from a Get's chunks. It checks every chunk, in order, and stops at the first fault."""
 
     def __init__(self, target: Callable[[int, int], NDArray[np.uint8]], *, codec: WireCodec | None = None) -> None:
-        """target: number of a block and its length to where its bytes go. codec: by which chunks may be encoded."""
+        """target: from a block's number and length to its destination. codec: for encoded chunks."""
         self.whole: list[NDArray[np.uint8]] = []
         self._target, self._codec = target, codec
         self._current: NDArray[np.uint8] | None = None
@@ -108,7 +109,7 @@ class Assembly:
         self._is_broken = False
 
     def take(self, chunk: Chunk[pb.GetChunk]) -> None:
-        """The next chunk. What does not fit or does not hold ends the prefix: never a wrong byte."""
+        """Takes the next chunk. An unfit or corrupt one ends the prefix, so no wrong byte is served."""
         head = chunk.head
         if self._is_broken or not (chunk.data or head.status):
             return
@@ -123,7 +124,7 @@ class Assembly:
             self._current = None
 
     def _plain(self, chunk: Chunk[pb.GetChunk]) -> memoryview | None:
-        """Its bytes as they were before they were encoded; None where that cannot be told, or nobody asked for it."""
+        """The chunk's bytes, decoded. None: they cannot be decoded, or this client wants no codec."""
         if not chunk.head.plain_length:
             return chunk.data
         try:
