@@ -4,8 +4,9 @@
 `current`. It refuses a file of any other version before it changes anything beside it, and keeps
 it. BlockMeta has no file of its own. A new version of META also raises that of the catalogue, the
 journal and the snapshot, so a start can tell by their heads. The version of `namespaces.log` is
-that of the `arena.tbl` beside it. A directory is on no disk: a client that does not read its version asks
-the daemon. A client and a daemon of different protocols or formats do not work together.
+that of the `arena.tbl` beside it. A directory is on no disk: a client that does not read its
+version asks the daemon. A client and a daemon of different protocols or formats do not work
+together.
 """
 
 from __future__ import annotations
