@@ -42,10 +42,8 @@ class Verdict(enum.IntEnum):
 
 
 class Balance(NamedTuple):
-    """State of a wear budget. rate_bytes_per_s: 0.0 if there is no budget.
-
-    level_bytes: may be written at once; durable writes can take it below 0.
-    """
+    """State of a wear budget. rate_bytes_per_s: 0.0 if there is no budget. level_bytes: may be
+    written at once; durable writes can take it below 0."""
 
     rate_bytes_per_s: float = 0.0
     burst_bytes: float = 0.0

@@ -111,8 +111,8 @@ class Core:
     # -- sessions
 
     def open_session(self, session: int, *, domain: int) -> None:
-        """Opens a session; ids (above 0) are never used twice. It shares segments and blocks within
-        `domain` only."""
+        """Opens a session; ids (above 0) are never used twice. domain: it shares blocks only
+        there."""
         if session <= 0 or session in self._sessions.open:
             raise InvalidArgument(
                 f"session {session}: not above 0, or open already; give every session an id of its own"
@@ -169,8 +169,8 @@ class Core:
         return self._gets.settle(lease, now=now)
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
-        """Ends leases of the session. Ignores unknown ones, so releasing twice is no error. May be
-        called before settle."""
+        """Ends leases of the session; ignores unknown or ended ones. May be called before
+        settle."""
         draft, holder = PlanBuilder(now), self._sessions.get(session)
         theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
         self._gets.let_go(holder, theirs, draft)
@@ -190,8 +190,7 @@ class Core:
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
     ) -> Plan:
-        """Plans transfers that bring the servable part near; pins nothing else. shut: as in
-        `acquire`."""
+        """Plans transfers that bring the servable part near; no pins. shut: as in `acquire`."""
         return self._gets.prefetch(session, groups=groups, kind=kind, now=now, shut=shut)
 
     # -- puts
@@ -242,8 +241,7 @@ class Core:
         return none.plan
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
-        """Frees a reservation's pages (busy ones at their finish_commit). Ignores an unknown
-        one."""
+        """Frees a reservation's pages (busy ones at finish_commit). Ignores unknown ones."""
         draft = PlanBuilder(now)
         self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
         return draft.plan()
@@ -251,8 +249,7 @@ class Core:
     # -- in the background
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
-        """Plans transfers to NVMe for those blocks without a page there; waits for transfers in
-        flight."""
+        """Transfers to NVMe for those blocks without a page there; waits for those in flight."""
         draft = PlanBuilder(now)
         self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
@@ -347,8 +344,7 @@ class Core:
         return self._upkeep.unpin_blocks(blocks)
 
     def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
-        """If a tier is out of service, lookups do not find its blocks and it is no target. Frees
-        nothing."""
+        """Out of service: lookups do not find a tier's blocks; it is no target. Frees nothing."""
         self._index.set_serving(tier, serving=serving)
 
     def set_writable(self, tier: int, writable: bool) -> None:  # noqa: FBT001
@@ -362,8 +358,7 @@ class Core:
         self._upkeep.bar(tier, segment)
 
     def set_direct(self, tier: int, stores: frozenset[int]) -> None:
-        """Sets the stores from which the tier is read without host memory between. Planned
-        transfers stay."""
+        """Sets the stores that the tier reads without host memory between; no replanning."""
         self._index.direct[tier] = stores
 
     def is_writable(self, tier: int) -> bool:
@@ -400,8 +395,7 @@ class Core:
         return self._listing.blocks(self._all if of is None else of, tier=tier, namespace=namespace, pinned=pinned)
 
     def column(self, name: str, blocks: Ids) -> NDArray[Any]:
-        """One field of BLOCK_INFO: namespace, position, length, hits or last_used. A tenth of
-        `describe`'s time."""
+        """BLOCK_INFO's namespace, position, length, hits or last_used; ten times as fast."""
         return self._listing.column(name, blocks)
 
     def tier_bits(self, blocks: Ids) -> NDArray[np.uint64]:
@@ -451,7 +445,7 @@ class Core:
         return self._index.tiers[tier].serving
 
     def are_held(self, extents: StructArray) -> Bools:
-        """Which readable pages still hold the blocks of these extents. bool [n]."""
+        """Which pages still hold the blocks of these extents, readable. bool [n]."""
         return self._upkeep.are_held(extents)
 
     def quarantined(self, tier: int) -> StructArray:
@@ -463,8 +457,7 @@ class Core:
         return self._index.admissions[tier].balance(now)
 
     def resume_wear(self, tier: int, *, level_bytes: float, now: float) -> None:
-        """Sets the wear budget of an nvme tier to its level in the previous run. Call before any
-        write."""
+        """Sets an nvme tier's wear budget to its level in the previous run, before any write."""
         self._index.admissions[tier].resume(level_bytes, now)
 
     def stats(self) -> CoreStats:
@@ -472,8 +465,7 @@ class Core:
         return self._listing.stats()
 
     def used_bytes(self) -> int:
-        """Bytes of pages that are not free, of all tiers. Constant time; `tier_stats` scans all
-        segments."""
+        """Bytes of pages that are not free, of all tiers. Constant time, unlike `tier_stats`."""
         return sum(pages_of.used_bytes for pages_of in self._index.tiers)
 
     def page_counts(self, tier: int) -> list[int]:

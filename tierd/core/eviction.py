@@ -50,11 +50,8 @@ class Eviction(Protocol):
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
         """Exactly `count` tracked blocks whose `pinned[id]` is False, coldest first; None if there
-        are fewer.
-
-        It MUST NOT change any later answer. The core forgets the blocks that it evicts. `pinned`
-        covers every tracked id, is only read, and is only valid during the call.
-        """
+        are fewer. It MUST NOT change any later answer. The core forgets the blocks that it evicts.
+        `pinned` covers every tracked id, is only read, and is only valid during the call."""
         ...
 
 

@@ -65,8 +65,7 @@ class Sequence:
 
 
 class InstantDriver:
-    """One session that makes requests. copied_bytes: per tier, bytes written by transfers so
-    far."""
+    """One session that makes requests. copied_bytes: written by transfers so far, per tier."""
 
     def __init__(self, core: Core, *, kind: TierKind = TierKind.HOST, tier_count: int) -> None:
         """Opens the session. kind: of tiers for gets and puts. tier_count: tiers of the core."""
@@ -76,8 +75,8 @@ class InstantDriver:
         core.open_session(_SESSION, domain=1)
 
     def request(self, sequence: Sequence, *, now: float) -> list[int]:
-        """Serves one sequence and stores the missing blocks. Returns, per tier, the tokens of its
-        held prefix."""
+        """Serves one sequence, stores missing blocks. Returns tokens of its held prefix per
+        tier."""
         acquisition = self.core.acquire(_SESSION, groups=[sequence.group()], kind=self._kind, now=now)
         self._run(acquisition.plan, now)
         leases, served = [], 0
@@ -97,8 +96,7 @@ class InstantDriver:
             self._run(plan, now)
 
     def _store(self, sequence: Sequence, *, first: int, now: float) -> int:
-        """Puts the blocks from number `first` on, as far as there is room. Returns their lease; 0:
-        none."""
+        """Puts the blocks from number `first` on, as room allows. Returns their lease; 0: none."""
         if first >= len(sequence.hashes):
             return 0
         query = sequence.put(first)
@@ -120,8 +118,7 @@ class InstantDriver:
         return committed.lease
 
     def _run(self, plan: Plan, now: float) -> None:
-        """Lets every transfer of the plan succeed, in order, and the transfers that follow from
-        it."""
+        """Lets every transfer of the plan, and all that follow from it, succeed in order."""
         while len(plan.transfers):
             self._count(plan.transfers["target"])
             statuses = np.full(len(plan.transfers), BlockStatus.READY, dtype=np.uint16)

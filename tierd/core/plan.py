@@ -65,8 +65,7 @@ class Start:
 class GroupQuery:
     """One attention group of a sequence.
 
-    namespaces: one id per rank requested. hashes: uint8 [blocks, 32], first to last. need_tokens:
-    for Need.LAST_TOKENS.
+    namespaces: one id per rank. hashes: uint8 [blocks, 32]. need_tokens: for Need.LAST_TOKENS.
     tokens: covered by all the blocks; if no multiple of tokens_per_block, the last block is short.
     """
 
@@ -83,10 +82,8 @@ class PutQuery:
     """Consecutive blocks of one rank to write. blocks: PUT_BLOCK [n]; a hash of zeros asks for a
     private page.
 
-    parent: hash of the block before the first (ROOT at the start of a sequence). position: of the
-    first.
-    priorities: uint8 [n], 0 to PRIORITY_LIMIT; None: none given. retention_s: uint32 [n], 0 for
-    good.
+    parent: hash of the block before the first (ROOT at the start). position: of the first.
+    priorities: uint8 [n], 0 to PRIORITY_LIMIT; None: none. retention_s: uint32 [n], 0: for good.
     """
 
     namespace: int
@@ -141,8 +138,7 @@ class Found:
 
     tokens: servable for every group and rank, from any tiers.
     tier_of: per group int8 [ranks, blocks], nearest serving tier that holds the block, -1 for none.
-    tier_tokens: per tier, tokens of the first group's needed blocks (its first rank) that it is
-    nearest for.
+    tier_tokens: per tier, tokens of the first group's needed blocks (first rank) nearest in it.
     """
 
     tokens: int
@@ -183,10 +179,8 @@ class Acquisition:
 @dataclass(frozen=True, slots=True)
 class ServedGroup:
     """The blocks of one group that a lease holds: numbers first to first + count - 1 of the group's
-    hashes.
-
-    extents: EXTENT [ranks, count]. tokens: uint32 [count]. blocks: int64 [ranks, count], ids.
-    """
+    hashes. extents: EXTENT [ranks, count]. tokens: uint32 [count]. blocks: int64 [ranks, count],
+    ids."""
 
     first: int
     count: int
@@ -305,8 +299,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """lease: on all pages taken, 0 if none. pinned, reserved: bool, which of the extents were
-    taken."""
+    """lease: on all pages taken, 0 if none. pinned, reserved: bool, which extents were taken."""
 
     lease: int
     pinned: Bools
@@ -337,10 +330,9 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. used_bytes: in pages that are not free, by class; assigned_bytes: in segments that
-    have a class; evictions: pages freed for room.
+    """One tier. evictions: pages freed for room. declined: writes declined, by Verdict.
 
-    declined: writes to it declined by admission, by the name of the Verdict.
+    used_bytes: in pages that are not free, by class; assigned_bytes: in segments that have a class.
     """
 
     name: str
@@ -389,9 +381,7 @@ class CoreStats:
 @dataclass(frozen=True, slots=True)
 class PagesHeld:
     """Readable pages of a tier in the order of their ids. extents: EXTENT [n]; blocks: int64 [n].
-
-    is_sealed: bool [n], only the daemon can write to the page, so a verification stays valid.
-    """
+    is_sealed: bool [n], only the daemon can write to the page, so a verification stays valid."""
 
     extents: StructArray
     blocks: Ids

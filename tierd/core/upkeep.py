@@ -166,8 +166,7 @@ class Upkeep:
         return held
 
     def condemn(self, extents: StructArray, fault: Fault, draft: PlanBuilder) -> None:
-        """Quarantines unchanged pages, even if no lookup finds them any more: leases on them become
-        invalid."""
+        """Quarantines unchanged pages, findable or not; leases on them become invalid."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
             pages_of = self._index.tiers[tier]

@@ -27,10 +27,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def roomy(dtype: Any, rows: int, *, width: int = 0) -> NDArray[Any]:
-    """Zeros [rows] or [rows, width], whose memory comes 4 KiB at a time.
-
-    numpy asks for huge pages: forty columns would then take 80 MiB for one block.
-    """
+    """Zeros [rows] or [rows, width], whose memory comes 4 KiB at a time. With numpy's huge pages,
+    forty columns would take 80 MiB for one block."""
     column = np.zeros((rows, width) if width else rows, dtype)
     begin = -(-column.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
     whole = (column.ctypes.data + column.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
@@ -74,8 +72,7 @@ def lengthen(column: NDArray[Any], rows: int) -> None:
 
 
 def rows_for(rows: int, wanted: int) -> int:
-    """New length of a column of `rows` that must hold `wanted`: steps of half its length,
-    bounded."""
+    """New length of a column of `rows` that must hold `wanted`: half as long again, bounded."""
     step = min(max(rows // 2, LEAST_STEP_ROWS), MOST_STEP_ROWS)
     return max(rows + step, wanted)
 

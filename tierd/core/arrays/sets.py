@@ -1,7 +1,6 @@
 """Sets of whole numbers in numpy arrays of some hundred elements, the size of one request.
 
-`np.unique` hashes and `np.isin` prepares tables. For a thousand numbers that takes ten times as
-long as sorting.
+`np.unique` hashes, `np.isin` makes tables: ten times slower than sorting a thousand numbers.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ def every(mask: Mask) -> bool:
 
 
 def span(rows: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """A slice for MANY or more consecutive rows, else the rows unchanged.
-
-    numpy reads slices several times as fast, but may return a view.
-    """
+    """A slice for MANY or more consecutive rows, else the rows unchanged. numpy reads slices
+    several times as fast, but may return a view."""
     if len(rows) < MANY or rows[-1] - rows[0] != len(rows) - 1 or not every(rows[1:] - rows[:-1] == 1):
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -88,8 +85,7 @@ def starts(values: Numbers) -> NDArray[np.int64]:
 
 
 def in_order(values: Numbers) -> Numbers:
-    """Each value that is not negative, once, in order of first occurrence. May be the array
-    itself."""
+    """Each value that is not negative, once, by first occurrence. May be the array itself."""
     ascending = distinct(values)
     if len(ascending) == len(values) and (len(values) == 0 or ascending[0] >= 0):
         return values

@@ -1,5 +1,4 @@
-"""Hash table from 64-bit keys to dense ids, in numpy, vectorised over batches, grown in small
-steps.
+"""Hash table from 64-bit keys to dense ids: numpy, vectorised over batches, growing in steps.
 
 Callers compare keys in full; the table compares their upper 33 bits. A bucket is one cache line of
 8 words. A word is those 33 bits above id + 1. It is 0 if its slot was never used; its lower 31 bits
@@ -8,10 +7,9 @@ probing steps 1, 2, 3, ... buckets on and reaches every bucket. A word knows its
 the table, so growth reads no key. The memory of a larger array is touched ahead of need. Later
 changes each move some entries, so no call pays for all; meanwhile both arrays are searched.
 
-- An id is in one of the two arrays, once.
-- Every bucket on the way from its home to its own has no slot that is 0.
-- In a bucket, no slot after a 0 is used.
-- At most 3 in 4 slots of the array that takes inserts are not 0.
+An id is in one of the two arrays, once. No bucket on the way from its home to its own has a slot
+that is 0. In a bucket, no slot after a 0 is used. At most 3 in 4 slots of the array that takes
+inserts are not 0.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class _Search:
     out: Ids
 
     def note(self, rows: Ids, which: Ids, ids: Ids, on: NDArray[np.bool_]) -> None:
-        """Compares the candidates `ids` of `rows[which]` in full. Rows that match stop
-        searching."""
+        """Compares the candidates `ids` of `rows[which]` in full. Matching rows stop searching."""
         hit = self.same(rows.take(which), ids)
         found = which[hit]
         self.out[rows[found]] = ids[hit]
@@ -98,8 +95,7 @@ class _Slots:
             marks, at, step = marks[~won], at[~won], step[~won]
 
     def find(self, keys: Keys, same: Same) -> Ids:
-        """The ids, -1 for absent keys. Usually all are in their home buckets, once: the fast
-        way."""
+        """The ids, -1 for absent keys. Fast if all are in their home buckets, once."""
         tags = keys & _TAG
         at = self.homes(tags)
         there = self._candidates(at, tags)
@@ -174,8 +170,7 @@ class Table:
         self.count = 0
 
     def find(self, keys: Keys, same: Same) -> Ids:
-        """The id with each key for which `same` holds, else -1. Candidates share the upper 33
-        bits."""
+        """The id with each key for which `same` holds, else -1. Candidates share 33 bits."""
         out = self._slots.find(keys, same)
         if self._old is not None:
             self._old.find_more(keys, same, true_rows(out < 0), out)
@@ -235,8 +230,7 @@ class Table:
             self._made += step
 
     def _move(self, count: int | None) -> None:
-        """Moves a step of the old array to the new one, sized by the ids changed; None: all the
-        rest."""
+        """Moves some of the old array to the new one, by the number of ids changed; None: all."""
         if self._old is None:
             return
         words = self._old.words

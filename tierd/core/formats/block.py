@@ -24,8 +24,7 @@ from tierd.errors import InvalidArgument
 
 U4_MAX = (1 << 32) - 1
 TEXT_LIMIT = 4096
-"""Most characters of each text of a namespace, which every store keeps: the length limit of a
-path."""
+"""Most characters of each text of a namespace, which every store keeps; as of a path."""
 CLASS_STEPS = 8
 """Size classes in each doubling: at most 1/8 of a page is unused."""
 
@@ -87,8 +86,7 @@ class NamespaceSpec:
         return texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}
 
     def check_texts(self) -> None:
-        """Checks the lengths of a new spec's texts; stored specs are not checked again. Raises
-        InvalidArgument."""
+        """Checks the lengths of a new spec's texts, not of stored ones. Raises InvalidArgument."""
         for name, text in self._texts().items():
             if len(text) > TEXT_LIMIT:
                 raise InvalidArgument(
@@ -121,8 +119,7 @@ def namespace_digest(spec: NamespaceSpec, *, tenant: str, epoch: int) -> bytes:
 
 
 def bumped(namespace: Namespace, *, namespace_id: int) -> Namespace:
-    """The namespace in its next epoch, under a new id. Blocks stored before cannot be named any
-    more."""
+    """The namespace in its next epoch, under a new id. Older blocks cannot be named any more."""
     epoch = namespace.epoch + 1
     digest = namespace_digest(namespace.spec, tenant=namespace.tenant, epoch=epoch)
     return replace(namespace, id=namespace_id, epoch=epoch, digest=digest)
@@ -142,8 +139,8 @@ def hash_tokens(
     parent: bytes = ROOT,
     with_tail: bool = False,
 ) -> NDArray[np.uint8]:
-    """The chain of block hashes of a sequence: uint8 [blocks, 32]; with_tail: with the short last
-    block."""
+    """The chain of block hashes of a sequence: uint8 [blocks, 32]; with_tail: with a short last
+    one."""
     array = token_array(tokens)
     if len(parent) != HASH_BYTES:
         raise InvalidArgument(f"parent: {len(parent)} bytes instead of {HASH_BYTES}; pass the hash of the block before")
@@ -207,8 +204,7 @@ def block_spans(tokens: int, tokens_per_block: int, *, with_tail: bool = False) 
 
 
 def size_class(length: int) -> int:
-    """The page size for a block of so many bytes: a multiple of 4 KiB, at most 1/8 above the least
-    that fits."""
+    """The page size for a block: a multiple of 4 KiB, at most 1/8 above the least that fits."""
     units = max(1, -(-length // PAGE_ALIGN_BYTES))
     step = 1 << max(0, (units - 1).bit_length() - CLASS_STEPS.bit_length())
     return -(-units // step) * step * PAGE_ALIGN_BYTES

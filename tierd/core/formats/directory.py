@@ -32,8 +32,7 @@ ENTRY_BYTES = 16
 FILLED = 0.75
 """Share of the entries that may be in use before buckets fill up."""
 ROUNDS = 4
-"""Rounds in which the blocks of one call get their entries; blocks without one by then are
-omitted."""
+"""Rounds in which the blocks of one call get entries; blocks without one by then are omitted."""
 MIN_BLOCKS, MAX_BLOCKS = 1 << 10, 1 << 26
 SEGMENT_BITS, SLOT_BITS = 32, 24
 
@@ -49,8 +48,8 @@ def directory_bytes(blocks: int) -> int:
 
 
 def keys_of(namespaces: NDArray[np.uint32] | int, hashes: NDArray[np.uint8]) -> Keys:
-    """Keys of blocks: u64 [n]. namespaces: one each, or one for all; hashes: u8 [n, 32]. No key is
-    0."""
+    """Keys of blocks: u64 [n], never 0. namespaces: one each, or one for all; hashes: u8 [n,
+    32]."""
     first = np.ascontiguousarray(hashes).view("<u8").reshape(-1, 4)[:, 0]
     return np.asarray((first ^ (np.asarray(namespaces, np.uint64) * np.uint64(_MIX))) | np.uint64(1))
 

@@ -3,10 +3,10 @@
 `tierd/tiers/FORMAT.md` describes it. A segment is two files: data (pages of class_bytes, page s at
 s * class_bytes) and catalogue:
 
-|    0                 header, CATALOGUE_HEADER, padded to 4 KiB
-|    4096              generation words, u64[pages], padded to 4 KiB
-|    meta_offset       META[pages], 256 bytes each
-|    slices_offset     slice table, u64[pages][slice_words]
+    0                 header, CATALOGUE_HEADER, padded to 4 KiB
+    4096              generation words, u64[pages], padded to 4 KiB
+    meta_offset       META[pages], 256 bytes each
+    slices_offset     slice table, u64[pages][slice_words]
 
 The generation word of slot s is the aligned little-endian u64 at `generation_offset(s)`. A handle
 is valid while that word equals its generation. The daemon changes the word before the first byte of

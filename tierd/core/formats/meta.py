@@ -98,14 +98,12 @@ def duplicate(meta: StructArray) -> StructArray:
 
 
 def picked(records: StructArray, rows: NDArray[np.int64]) -> StructArray:
-    """Ascending rows of a structured array, each copied in one piece; all rows: the array
-    itself."""
+    """Ascending rows of a structured array, each copied in one piece; if all, the array itself."""
     return records if len(rows) == len(records) else records.take(rows)
 
 
 def joined(parts: Sequence[StructArray]) -> StructArray:
-    """Concatenates structured arrays of one dtype, each record in one piece. One array is not
-    copied."""
+    """Concatenates structured arrays of one dtype, each record in one piece; one is not copied."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(parts[0].dtype)

@@ -63,10 +63,8 @@ class Codes:
 
 
 class PageState(Codes):
-    """free -> reserved -> ready -> free; also reserved -> free.
-
-    A pinned page goes ready -> retiring -> free; a bad one retiring -> quarantined -> free.
-    """
+    """free -> reserved -> ready -> free; also reserved -> free. A pinned page goes ready ->
+    retiring -> free; a bad one retiring -> quarantined -> free."""
 
     FREE = 0
     RESERVED = 1
@@ -175,23 +173,18 @@ LIFELESS = (DAEMON, SEALED, NOBODY)
 class TierSpec:
     """The core's view of one tier.
 
-    capacity_bytes: limit of all segments. segment_bytes: size of each segment; pages never span
-    two.
-    slot_overhead_bytes: bytes before each page that are not the block's (the 4 KiB header of an
-    NVMe slot).
+    capacity_bytes: limit of all segments. segment_bytes: of each segment; pages never span two.
+    slot_overhead_bytes: bytes before each page (the 4 KiB header of an NVMe slot).
     writer_owned: a segment has one writing session at a time (memory that clients map).
-    sealed_puts: clients write only staging pages; the daemon copies blocks to segments that no
-    client may write.
+    sealed_puts: clients write staging pages; blocks are copied to segments that they cannot write.
     headroom_bytes: part of capacity_bytes kept free for requests. The coldest blocks beyond the
     rest are evicted ahead of need.
     high/low_watermark: shares of that rest. Above high, the coldest blocks are written ahead until
     those above low are clean.
     eviction: name of a policy in tierd.policies.eviction.
-    quarantine_share: most of capacity_bytes that bad pages may take; beyond it the oldest are
-    reused.
+    quarantine_share: of capacity_bytes, for bad pages; beyond it the oldest are reused.
     admission: of an nvme tier, name of a policy in tierd.policies.admission.
-    wear_bytes_per_s: average write budget, 0.0 for unlimited; wear_burst_s: unused budget
-    accumulates for this long.
+    wear_bytes_per_s: write budget, 0.0 for unlimited; wear_burst_s: its unused part accumulates.
     """
 
     kind: TierKind
@@ -231,8 +224,7 @@ def kind_of(wanted: Wanted) -> TierKind:
 
 
 UNVERIFIED = 1
-"""Flag of an extent: a client could have changed the page since it was hashed. Verify it before
-other sessions read it."""
+"""Flag of an extent: a client may have changed the page since its hash; verify it for others."""
 
 EXTENT = np.dtype(
     [

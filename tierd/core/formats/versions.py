@@ -18,8 +18,7 @@ from tierd.errors import VersionMismatch
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """oldest to current are read. what: name of the format. remedy: for a file of another
-    version."""
+    """oldest to current are read. what: the format. remedy: for a file of another version."""
 
     what: str
     oldest: int

@@ -1,5 +1,4 @@
-"""Aligned 8-byte words of shared memory: the only communication between processes through a
-mapping.
+"""Aligned 8-byte words of shared memory: all communication of processes through a mapping.
 
 A word is aligned, little-endian, and stored and loaded by one instruction. So a reader sees the old
 or the new value, never a mixture. `barrier()` orders words against other bytes. A process that sees
@@ -32,11 +31,9 @@ def words_of(buffer: memoryview | mmap | NDArray[np.uint8], *, offset: int = 0, 
 
 
 def barrier() -> None:
-    """Orders memory accesses before it against those after it.
-
-    Python has no fence. Releasing a lock (a store-release) and then taking it (a load-acquire) is
-    one on x86-64 and aarch64. There the two do not pass each other.
-    """
+    """Orders memory accesses before it against those after it. Python has no fence. Releasing a
+    lock (a store-release) and then taking it (a load-acquire) is one on x86-64 and aarch64. There
+    the two do not pass each other."""
     with _fence:
         pass
     with _fence:

@@ -13,9 +13,8 @@ so at most as many of them exist as blocks with pages. Lookups miss all blocks o
 `forget`. `unname` takes forgotten blocks out of the table, some at a time. An id lives until its
 last page is gone.
 
-- `family[b]` is the number of ids with parent b.
-- A free id is in no table, has no places and no family.
-- A block in the table is either named or forgotten.
+The number of ids with parent b is `family[b]`. A free id is in no table, has no places and no
+family. A block in the table is either named or forgotten.
 """
 
 from __future__ import annotations
@@ -110,12 +109,10 @@ def names_of(metas: StructArray) -> Names:
 
 
 class Blocks:
-    """See the module. Block ids index the columns, which are lengthened together; index.py adds
-    more."""
+    """See the module. Block ids index the columns, of equal length; index.py adds more."""
 
     def __init__(self, *, seed: int = 0, most: int = 0, unix_s: float = 0.0) -> None:
-        """seed: of the keys; no answer depends on it. most: expected blocks. unix_s: Unix time when
-        `now` is 0."""
+        """seed: of the keys; no answer depends on it. most: expected blocks. unix_s: at `now` 0."""
         self.most, self.unix_s = most, unix_s
         self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
         self._columns = Columns(most)
@@ -214,8 +211,7 @@ class Blocks:
         return ids
 
     def ancestors(self, ids: Ids) -> Ids:
-        """Ancestors of the blocks, nearest first, each once, without the blocks; ABOVE_LIMIT at
-        most."""
+        """Distinct ancestors of the blocks, nearest first, without these; ABOVE_LIMIT at most."""
         parents, seen, out = self.parent[ids], set(ids.tolist()), list[int]()
         parent = self.parent.data  # an element of it costs a third of an array's element
         for start in dict.fromkeys(parents[parents >= 0].tolist()):
@@ -235,8 +231,7 @@ class Blocks:
         return np.asarray(out, np.int64)
 
     def fade(self, ids: Ids) -> None:
-        """Unlinks distinct ids without pages from their parents, and frees ids that no block
-        names."""
+        """Unlinks distinct ids without pages from their parents; frees ids that no block names."""
         parents = self.parent[ids].astype(np.int64)
         self.parent[ids] = -1
         parents = parents[parents >= 0]
@@ -277,8 +272,8 @@ class Blocks:
         self.declined[ids] = 0
 
     def relax(self, namespaces: set[int]) -> Ids:
-        """Chains of these namespaces may lose their heads (windows, states). Returns ids whose
-        `lax` changed."""
+        """Chains of these namespaces (windows, states) may lose their heads. Returns ids
+        changed."""
         new = namespaces - self._lax_namespaces
         if not new:
             return no_ids()
@@ -329,8 +324,7 @@ class Blocks:
         return np.asarray(keys, np.uint64)
 
     def _before(self, prior: Ids, names: Names) -> Ids:
-        """Ids of the named parents. prior: ids to try first; usually the parent is the block
-        before."""
+        """Ids of the named parents. prior: ids to try first, usually the blocks before."""
         is_prior = self._same(names, np.arange(len(prior)), prior) & self.named[prior]
         if every(is_prior):
             return prior

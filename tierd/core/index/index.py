@@ -3,10 +3,9 @@
 It keeps blocks, pages and eviction policies in step; it chooses nothing. Each transition is one
 function:
 
-|    set_aside  free -> reserved            publish  reserved -> ready            vacate   ready ->
-free
-|    discard    reserved -> free            doom     ready (-> retiring) -> free  condemn  ready,
-retiring -> quarantined
+    set_aside  free -> reserved      doom     ready (-> retiring) -> free
+    discard    reserved -> free      vacate   ready -> free
+    publish    reserved -> ready     condemn  ready, retiring -> quarantined
 
 A page is *attached* while its block points to it. A reserved page is attached as the target of a
 transfer, a ready one as a copy to read. A page is *doomed* if it is detached but still pinned: it
@@ -85,8 +84,7 @@ class Index:
     # -- questions
 
     def serving(self, *wanted: Wanted) -> list[int]:
-        """Tiers in service, near to far: those wanted, or all. The caller must not change the
-        list."""
+        """Tiers in service, near to far: those wanted, or all. Read-only for the caller."""
         found = self._in_service.get(wanted)
         if found is None:
             found = self._in_service[wanted] = [
@@ -176,7 +174,7 @@ class Index:
         self.doom(tier, pages, reason, draft)
 
     def condemn(self, tier: int, pages: Ids, fault: Fault, draft: PlanBuilder) -> None:
-        """ready, retiring -> quarantined: pages with wrong bytes. Pinned ones follow at their last
+        """ready, retiring -> quarantined: pages with wrong bytes; pinned ones at their last
         unpin."""
         pages_of = self.tiers[tier]
         pages_of.fault[pages] = fault
@@ -389,8 +387,7 @@ class Index:
         held[blocks] = barred[blocks] = True
 
     def _let(self, tier: int, pages: Ids) -> None:
-        """Distinct pages lost their last pin: attached blocks may be evicted, unless an operator
-        pins them."""
+        """Distinct pages lost their last pin: their blocks may go, unless an operator pins them."""
         blocks = self._attached_to(tier, pages)
         held, barred = self.held[tier], self.barred[tier]
         kept = self.blocks.pinned.take(blocks)

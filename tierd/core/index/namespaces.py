@@ -102,7 +102,7 @@ class NamespaceRegistry:
         return namespace.id not in self._past
 
     def check_bumps(self, ending: Iterable[Namespace]) -> None:
-        """Raises Overloaded if one more epoch of each exceeds the limit of ids, per tenant or in
+        """Raises Overloaded if one more epoch of each exceeds the limit of ids of a tenant or of
         all."""
         more = Counter[str]()
         for namespace in ending:
@@ -140,7 +140,7 @@ class NamespaceRegistry:
         return list(self._records)
 
     def restore(self, records: Iterable[bytes]) -> None:
-        """Takes in namespaces of the previous run; skips known ids. Raises CorruptRecord if two
+        """Takes in namespaces of the previous run, if unknown. Raises CorruptRecord if two
         disagree."""
         for namespace in sorted(map(namespace_from_record, records), key=lambda n: n.id):
             known = self._by_id.get(namespace.id)

@@ -97,8 +97,7 @@ class Pages:
             set[int](),
         )  # no memory for now; those to bar when they are empty
         self.now, self.idle = 0.0, dict[int, float]()
-        """Places of empty segments that wait until needed, in the order in which they emptied:
-        since when."""
+        """Places of empty segments that wait until needed, oldest first: empty since."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -129,8 +128,8 @@ class Pages:
         return sizes
 
     def take(self, key: Key, count: int, generation: int) -> Ids:
-        """free -> reserved: up to `count` free pages of the key's segments. Their generations start
-        at `generation`."""
+        """free -> reserved: up to `count` pages of the key, with generations from `generation`
+        on."""
         taken: list[Ids] = []
         for place in sorted(self._open.get(key, set()) - self.failing):
             if count <= 0:
@@ -274,7 +273,7 @@ class Pages:
         return self.bytes_in[PageState.QUARANTINED]
 
     def usage(self) -> dict[Key, Usage]:
-        """Per key, used bytes and possible ones: its segments and the free places, less the
+        """Per key, used and possible bytes: its segments and the free places, less the
         quarantined."""
         used: dict[Key, int] = {}
         whole: dict[Key, int] = {}
@@ -313,8 +312,7 @@ class Pages:
         return self.assignment(place, replaces=replaces, fresh=fresh)
 
     def adopt_segment(self, given: SegmentAssignment, writer: int) -> bool:
-        """Puts a survived segment at its place. False if it cannot: out of range, taken, or too
-        large."""
+        """Puts a survived segment at its place. False if out of range, taken, or too large."""
         fits = given.class_bytes > 0 and given.pages * given.class_bytes <= self.spec.segment_bytes
         if given.slot not in self.vacant or not fits or not given.pages:
             return False
@@ -380,8 +378,7 @@ class Pages:
                 held[to] = held.get(to, False) or is_writable
 
     def close_empty(self) -> None:
-        """After a restart: vacates segments without a page in use; those of living writers wait as
-        idle."""
+        """After a restart: vacates segments without a page in use; those of living writers wait."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.spare == segment.pages:
                 self.idle[place] = self.now
@@ -418,8 +415,7 @@ class Pages:
         self._reopen(place)
 
     def _withhold_again(self, place: int, found: Found) -> None:
-        """Quarantines the new segment's pages that lie on bad bytes; none if that would exceed the
-        bound."""
+        """Quarantines the new segment's pages on bad bytes; none if that would exceed the bound."""
         segment = self.segments[place]
         assert segment is not None
         size = segment.key.class_bytes

@@ -28,8 +28,7 @@ class PlaceColumns:
         self._table: Ids | None = None
 
     def note(self, place: int, last_writer: int) -> None:
-        """A segment there began, ended or changed its writer. last_writer: last session to write,
-        or DAEMON."""
+        """A segment began, ended or changed its writer. last_writer: last session, or DAEMON."""
         segment, self._table = self._segments[place], None
         writer = segment.key.writer if segment is not None else None
         is_left = writer == DAEMON and last_writer != DAEMON

@@ -14,8 +14,7 @@ from tierd.core.index.blocks import Blocks
 
 
 class Policies(Protocol):
-    """Makes the policies of one core over its blocks. They may read the columns anew in each call,
-    and share common parts."""
+    """Makes the policies of one core. They may read its blocks' columns anew in each call."""
 
     def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
         """The policy of a tier; called near to far."""

@@ -77,8 +77,7 @@ class Priorities(NamedTuple):
 
 
 def said_by(priorities: Bytes, retention_s: Lengths | None, *, time_s: float) -> Priorities:
-    """The priorities of a put at a Unix time. They hold for the time asked, and up to a second
-    more."""
+    """The priorities of a put at a Unix time. They hold up to a second longer than asked."""
     if retention_s is None:
         return Priorities(priorities + np.uint8(1), np.zeros(len(priorities), np.uint32))
     ends = np.minimum(np.ceil(time_s + retention_s.astype(np.float64)), _LAST_S)
@@ -107,8 +106,7 @@ def keep_said(blocks: Blocks, ids: Ids, metas: StructArray, time_s: float) -> No
 
 
 def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
-    """Raises the ancestors of these blocks to their priorities. Returns those changed, nearest
-    first."""
+    """Raises ancestors of these blocks to their priorities; returns the changed, nearest first."""
     said = blocks.priority[ids] > 0
     if not some(said):
         return no_ids()

@@ -51,6 +51,5 @@ class Segment:
 
     @property
     def stays(self) -> bool:
-        """Whether it waits, once empty, until its place is needed: not if a former client may write
-        to it."""
+        """Whether it waits when empty: not if a former client may write to it."""
         return self.is_proven and (self.is_own or self.key.writer not in (DAEMON, NOBODY))

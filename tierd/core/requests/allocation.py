@@ -1,5 +1,4 @@
-"""Allocation: pages for the blocks of a reservation, within the session's share and the tier's
-room.
+"""Allocation: pages for a reservation's blocks, within the session's share and the tier's room.
 
 puts.py decides which blocks need pages, room.py makes room. In a tier with sealed puts a block gets
 two pages. Only the daemon may write the block's own page. The session writes the staging page,

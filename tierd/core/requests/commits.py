@@ -68,10 +68,8 @@ class Commits:
         return Committed(statuses, self._reserved_pages.extents(found), ids, commit.metas, number, draft.plan())
 
     def _publish(self, commit: Commit, where: Where, *, draft: PlanBuilder) -> tuple[Ids, Codes]:
-        """Attaches pages to new names; returns the ids of all names, and READY or EXISTS of each.
-
-        A commit also touches the ancestors, up to ABOVE_LIMIT, as a get of the whole chain would.
-        """
+        """Attaches pages to new names; returns the ids of all names, and READY or EXISTS of each. A
+        commit also touches the ancestors, up to ABOVE_LIMIT, as a get of the whole chain would."""
         metas = commit.metas
         names = self._index.blocks.keyed(names_of(metas))
         known, new = self._index.blocks.find(names), names.firsts()

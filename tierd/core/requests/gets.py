@@ -54,8 +54,7 @@ class Gets:
     def acquire(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
-        """Pins pages, readable or being filled, for the longest prefix that fits. shut: as in
-        `Core.acquire`."""
+        """Pins pages, readable or being filled, for the longest prefix that fits."""
         holder = self._sessions.get(session)
         sight = look(self._index, groups, holder.domain)
         self._relax(groups)

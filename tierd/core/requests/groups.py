@@ -2,9 +2,9 @@
 
 Pure arithmetic over held blocks. A plain model is one group with one rank. A group serves N tokens
 if all ranks hold every block that its need names:
-|    PREFIX       all blocks that cover [0, N)
-|    LAST_TOKENS  all blocks that cover [max(0, N - need_tokens), N)
-|    LAST_STATE   the block that ends at N
+    PREFIX       all blocks that cover [0, N)
+    LAST_TOKENS  all blocks that cover [max(0, N - need_tokens), N)
+    LAST_STATE   the block that ends at N
 The answer is the greatest N that all groups serve. For any need, the N that a group serves form
 closed intervals that end at a block's end. So only the ends of blocks are tried, and 0.
 """
@@ -66,8 +66,7 @@ def block_tokens(group: GroupQuery) -> Ids:
 
 
 def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:
-    """The greatest token count that every group can serve. there: per group, bool [blocks] (all
-    ranks)."""
+    """The greatest token count that every group can serve. there: bool [blocks] per group."""
     if len(groups) == 1 and groups[0].need == Need.PREFIX:
         return _prefix(groups[0], there[0])
     tried = ends(groups[0]) if len(groups) == 1 else distinct(np.concatenate([ends(group) for group in groups]))

@@ -23,14 +23,12 @@ from tierd.core.plan_builder import no_ids
 from tierd.errors import InvalidArgument, NotFound
 
 OPEN, BUSY, GONE = 0, 1, 2
-"""States of a reserved page: the client writes it; a commit of it is in progress; it left the
-reservation."""
+"""States of a reserved page: written by the client; in a commit; no longer in the reservation."""
 
 
 @dataclass(slots=True)
 class Held:
-    """Pages of one group that a lease pins, from its block `first` on: int64 [ranks, count]
-    each."""
+    """Pages of one group that a lease pins, from its block `first` on; int64 [ranks, count]."""
 
     first: int
     tiers: Ids
@@ -99,8 +97,7 @@ class Reservation:
         return true_rows(self.state == state)
 
     def place(self, rows: Ids) -> Ids | slice:
-        """Distinct rows, as a slice if they are all of it and ascend: numpy is three times as
-        fast."""
+        """Distinct rows; if all, and ascending, as a slice: numpy is three times as fast."""
         return slice(None) if len(rows) == len(self.state) and every(rows[1:] > rows[:-1]) else rows
 
     @property
@@ -146,8 +143,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Session:
-    """One session's holdings, per tier. brought: the blocks of its last commit, some maybe
-    evicted."""
+    """One session's holdings, per tier. brought: blocks of its last commit, maybe evicted."""
 
     id: int
     domain: int

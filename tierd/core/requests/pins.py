@@ -1,5 +1,4 @@
-"""Pins of leases: their pages, whether these are valid, and whether the session's share covers
-them.
+"""Pins of leases: their pages, whether these are valid and within the session's share.
 
 gets.py decides how much of a question is served; leases.py counts. A page has a pin for each lease
 that names it.

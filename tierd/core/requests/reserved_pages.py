@@ -67,8 +67,7 @@ class ReservedPages:
             self._sessions.reserve(holder, tier, held.pages_in(tier, rows), step=-1)
 
     def nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
-        """The nearest readable page of each block in service, else its page in the tiers
-        besides."""
+        """Each block's nearest readable page in service, else its page in the tiers besides."""
         serving = self._index.serving()
         tiers = self._index.nearest(ids, [*serving, *(t for t in besides if t not in serving)]).astype(np.int64)
         pages = np.full(len(ids), NO_PAGE, np.int64)

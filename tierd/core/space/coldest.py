@@ -68,8 +68,7 @@ class Coldest:
         return np.concatenate((ready, rest[~among(rest, ready)]))[:count] if len(ready) else rest
 
     def unguarded(self, those: Ids) -> Ids:
-        """Those without a guarded descendant. None, if the guarded have more than MOST_ABOVE
-        ancestors."""
+        """Those without a guarded descendant; none, if the guarded exceed MOST_ABOVE ancestors."""
         above, are_all = self._above_guarded()
         if not are_all:
             return no_ids()
@@ -171,10 +170,7 @@ class Coldest:
 
     def _with_parents(self, tier: int, tips: Ids, count: int, *, all_above: bool) -> Ids:
         """At most `count`: each tip, then its ancestors that wait for no other block and were not
-        used later.
-
-        all_above: then the other ancestors that wait for none, by use.
-        """
+        used later. If all_above, then the other ancestors that wait for none, by use."""
         index, blocks = self._index, self._index.blocks
         parent, used, children = blocks.parent.data, blocks.last_used.data, index.children[tier].data
         held, barred = index.held[tier].data, index.barred[tier].data

@@ -101,11 +101,8 @@ class Planner:
 
     def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder) -> None:
         """Transfers for guarded, readable blocks without a page in the wanted tiers, as many as
-        find room, in order.
-
-        Between device and nvme (or archive), or two devices, data go through a host tier in
-        service. A device that reads a store directly needs none.
-        """
+        find room, in order. Between device and nvme (or archive), or two devices, data go through a
+        host tier in service. A device that reads a store directly needs none."""
         targets = self.index.writable(wanted)
         if not targets or len(blocks) == 0:
             return
@@ -206,8 +203,7 @@ class Planner:
         return direct
 
     def _stage(self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, draft: PlanBuilder) -> Where:
-        """The sources after staged blocks were sent to host tiers; none for those without room
-        there."""
+        """The sources after staged blocks were sent to host tiers; none for those without room."""
         hosts = self.index.serving(TierKind.HOST)
         coming = self.attached(blocks, hosts)
         rest = staged & (coming.pages < 0)

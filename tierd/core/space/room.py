@@ -73,11 +73,9 @@ class Room:
         return np.concatenate(got) if len(got) > 1 else got[0]
 
     def drop(self, tier: int, blocks: Ids, draft: PlanBuilder) -> None:
-        """Frees the blocks' pages: DEMOTED if a farther tier holds them, else EVICTED.
-
-        Copies in farther tiers are touched. So a chain that is dropped in pieces keeps one order
-        there, and loses its tail first.
-        """
+        """Frees the blocks' pages: DEMOTED if a farther tier holds them, else EVICTED. Copies in
+        farther tiers are touched. So a chain that is dropped in pieces keeps one order there, and
+        loses its tail first."""
         kept = self._say_farewell(tier, blocks, draft)
         for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
             if len(those):
@@ -101,8 +99,7 @@ class Room:
         return True
 
     def _give_up(self, tier: int, key: Key, count: int, draft: PlanBuilder) -> bool:
-        """Drops up to `count` cold blocks of the key, or empties segments. False: no block may be
-        evicted."""
+        """Drops up to `count` cold blocks of the key, or empties segments. False: none may go."""
         pages_of = self._index.tiers[tier]
         victims = self.coldest.find(tier, count, to_drop=True)
         if len(victims) == 0:
@@ -142,8 +139,7 @@ class Room:
         )
 
     def _say_farewell(self, tier: int, blocks: Ids, draft: PlanBuilder) -> Bools:
-        """Before blocks are dropped: notifies other tiers. Returns which a farther tier can
-        read."""
+        """Notifies other tiers before a drop. Returns which blocks a farther tier can read."""
         index = self._index
         # Until their next use, blocks that stay nearer are not written here again. Otherwise two
         # full tiers would exchange the same blocks for ever.
