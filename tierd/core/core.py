@@ -111,8 +111,7 @@ class Core:
     # -- sessions
 
     def open_session(self, session: int, *, domain: int) -> None:
-        """Opens a session; ids (above 0) are never used twice. domain: it shares blocks only
-        there."""
+        """Opens a session; ids (above 0) are used once. It shares blocks within its domain."""
         if session <= 0 or session in self._sessions.open:
             raise InvalidArgument(
                 f"session {session}: not above 0, or open already; give every session an id of its own"
@@ -169,8 +168,7 @@ class Core:
         return self._gets.settle(lease, now=now)
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
-        """Ends leases of the session; ignores unknown or ended ones. May be called before
-        settle."""
+        """Ends leases of the session; ignores unknown ones. May be called before settle."""
         draft, holder = PlanBuilder(now), self._sessions.get(session)
         theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
         self._gets.let_go(holder, theirs, draft)
@@ -182,9 +180,8 @@ class Core:
         return sum(limit for tier, limit in zip(tiers, self._sessions.limits, strict=True) if tier.spec.kind == kind)
 
     def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
-        """Adds attention mass, measured by kernels, to the blocks of a lease's group: float32
-        [ranks * blocks], rank-major. Policies count a use. Raises NotFound,
-        InvalidArgument."""
+        """Adds attention mass of kernels to the blocks of a lease's group: float32 [ranks *
+        blocks], rank-major. Policies count a use. Raises NotFound, InvalidArgument."""
         self._attention.report(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
@@ -305,8 +302,8 @@ class Core:
         self._index.blocks.expect(blocks)
 
     def begin_loading(self, tier: int) -> None:
-        """More blocks of the tier will be adopted beside requests. Until `close_empty` it gives up
-        no segment."""
+        """More blocks of the tier will be adopted while requests run. Until `close_empty` it gives
+        up no segment."""
         self._upkeep.begin_loading(tier)
 
     def close_empty(self, tier: int) -> None:

@@ -1,9 +1,9 @@
 """Identity and geometry of a block: its namespace, its hash in a chain, its size, its slices.
 
 Shared by daemon and SDK. A block is named by (namespace, block hash). The hash covers every token
-before the block's end: a prefix of equal hashes is a prefix of equal tokens. The namespace's digest
-or its rank cover everything that changes the bytes of KV. A namespace has one id per rank, `id +
-rank`; the digest, and so the hashes, are the same for all ranks.
+before the block's end: a prefix of equal hashes is a prefix of equal tokens. Everything that
+changes the bytes of KV is in the namespace's digest or its rank. A namespace has one id per rank,
+`id + rank`; the digest, and so the hashes, are the same for all ranks.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def hash_tokens(
     parent: bytes = ROOT,
     with_tail: bool = False,
 ) -> NDArray[np.uint8]:
-    """The chain of block hashes of a sequence: uint8 [blocks, 32]; with_tail: with a short last
-    one."""
+    """The chain of block hashes of a sequence: uint8 [blocks, 32]. with_tail: a short last block
+    too."""
     array = token_array(tokens)
     if len(parent) != HASH_BYTES:
         raise InvalidArgument(f"parent: {len(parent)} bytes instead of {HASH_BYTES}; pass the hash of the block before")

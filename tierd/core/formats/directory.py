@@ -48,7 +48,7 @@ def directory_bytes(blocks: int) -> int:
 
 
 def keys_of(namespaces: NDArray[np.uint32] | int, hashes: NDArray[np.uint8]) -> Keys:
-    """Keys of blocks: u64 [n], never 0. namespaces: one each, or one for all; hashes: u8 [n,
+    """Keys of blocks: u64 [n], never 0. namespaces: each one's, or one for all; hashes: u8 [n,
     32]."""
     first = np.ascontiguousarray(hashes).view("<u8").reshape(-1, 4)[:, 0]
     return np.asarray((first ^ (np.asarray(namespaces, np.uint64) * np.uint64(_MIX))) | np.uint64(1))

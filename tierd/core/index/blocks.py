@@ -272,8 +272,7 @@ class Blocks:
         self.declined[ids] = 0
 
     def relax(self, namespaces: set[int]) -> Ids:
-        """Chains of these namespaces (windows, states) may lose their heads. Returns ids
-        changed."""
+        """Chains of these namespaces (windows, states) may lose heads. Returns ids changed."""
         new = namespaces - self._lax_namespaces
         if not new:
             return no_ids()

@@ -174,8 +174,7 @@ class Index:
         self.doom(tier, pages, reason, draft)
 
     def condemn(self, tier: int, pages: Ids, fault: Fault, draft: PlanBuilder) -> None:
-        """ready, retiring -> quarantined: pages with wrong bytes; pinned ones at their last
-        unpin."""
+        """ready, retiring -> quarantined: pages with wrong bytes; pinned ones at last unpin."""
         pages_of = self.tiers[tier]
         pages_of.fault[pages] = fault
         is_attached = pages_of.doom[pages] == 0

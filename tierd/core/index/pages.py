@@ -1,21 +1,18 @@
 """The pages of one tier: segments, size classes, page ids, free pages.
 
 A tier is cut into places of segment_bytes. A place in use holds a segment of one key, (domain,
-class_bytes, writer), and a run of page ids. An empty segment is vacated at once, or waits until its
-place is needed (`reclaim`). It waits if its writer lives and a block was in it: the writer has it
-mapped. So do segments that the daemon began for loading or for sealed puts, which readers have
-mapped.
+class_bytes, writer), and a run of page ids. An empty segment is vacated at once. Some wait until
+their place is needed (`reclaim`), because they are mapped. Their writer lives and a block was in
+them, or the daemon began them for loading or sealed puts. A tier that is loading gives up no
+segment. Any other segment in use has a page that is not FREE.
 
-A bad page is quarantined instead of freed. It keeps its place, holds nothing and is not allocated
-until the quarantine's bound frees it. If its segment holds nothing else and the place is needed,
-the place is reused. Then the next segment's pages on the same bytes begin quarantined, unless it
-gets another file. Quarantines do not outlive a restart.
+A bad page is quarantined instead of freed: it holds nothing and is not allocated until the
+quarantine's bound frees it. If its segment holds nothing else, the place can be reused. Unless the
+next segment gets another file, its pages on the same bytes begin quarantined. Quarantines do not
+outlive a restart, and take at most `quarantine_bytes`.
 
-A page is free exactly when its state is FREE. A segment in use has a page that is not free, except
-those named above, and those of a tier that is loading. Quarantined pages take at most
-`quarantine_bytes`. Page ids of one run are consecutive. Generations and segment ids only rise; at
-the end of their range nothing more is given. The lowest place, then the lowest slot is given,
-whatever the order of frees.
+Page ids of one run are consecutive. Generations and segment ids only rise, up to a limit. The
+lowest place, then slot is given, whatever the order of frees.
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ _NAMES = PageState.names()
 
 
 class Pages:
-    """One tier's pages. Page ids index the columns. Other parts of the core read and write all but
-    `state`. is_loading: more blocks follow, so it gives up no segment."""
+    """One tier's pages, by id; only this module writes `state`. is_loading: blocks still follow."""
 
     def __init__(self, spec: TierSpec, position: int) -> None:
         if not 0 < spec.segment_bytes <= spec.capacity_bytes:
@@ -128,8 +124,7 @@ class Pages:
         return sizes
 
     def take(self, key: Key, count: int, generation: int) -> Ids:
-        """free -> reserved: up to `count` pages of the key, with generations from `generation`
-        on."""
+        """free -> reserved: up to `count` pages of the key; generations from `generation` on."""
         taken: list[Ids] = []
         for place in sorted(self._open.get(key, set()) - self.failing):
             if count <= 0:
@@ -186,8 +181,7 @@ class Pages:
             self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
     def reclaim(self, *, idle_s: float) -> bool:
-        """Vacates a place: a segment idle for that long, or one that holds only quarantined pages,
-        at most half of it. False: there is none."""
+        """Vacates a segment idle for idle_s, or empty but for bad pages (half at most), if any."""
         if self.idle and next(iter(self.idle.values())) <= self.now - idle_s:
             self._vacate(next(iter(self.idle)))
             return True
@@ -213,8 +207,7 @@ class Pages:
         return 2 * int(self._bad[place]) > segment.pages
 
     def is_sealed(self, pages: Ids) -> NDArray[np.bool_]:
-        """Which pages lie in segments that no client could ever write to, or whose one writer's
-        process ended in this run."""
+        """Which pages no client could ever write to, or whose one writer's process has ended."""
         return self._by_place.sealed[self.place[pages]]
 
     def move(self, pages: Ids, old: int, new: int) -> None:
@@ -273,8 +266,7 @@ class Pages:
         return self.bytes_in[PageState.QUARANTINED]
 
     def usage(self) -> dict[Key, Usage]:
-        """Per key, used and possible bytes: its segments and the free places, less the
-        quarantined."""
+        """Per key, used and possible bytes: its segments, and free places; not quarantined ones."""
         used: dict[Key, int] = {}
         whole: dict[Key, int] = {}
         counts = zip(self.segments, self._retiring.tolist(), self._bad.tolist(), strict=True)
@@ -350,8 +342,8 @@ class Pages:
         return slice(segment.first, segment.first + segment.pages)
 
     def note_attached(self, session: int, segment: int) -> None:
-        """The session has the descriptor of a segment, in use or the last of its place; writable if
-        it is the writer."""
+        """The session has a segment's descriptor (writable if its writer), the last of its
+        place."""
         if segment in self.last_id:
             held = self.holders.setdefault(segment, {})
             place = self.last_id.index(segment)
@@ -360,8 +352,8 @@ class Pages:
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int, *, to: int = DAEMON) -> None:
-        """A session's process is gone: its segments become the daemon's, and its descriptors are
-        closed. If `to` is another session of the same process and domain, it takes over both."""
+        """A session's process ended: its segments become the daemon's; its descriptors are closed.
+        If `to` is another session of the same process and domain, it takes over both."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.key.writer == session:
                 self._close(place)

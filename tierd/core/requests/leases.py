@@ -38,8 +38,7 @@ class Held:
 
 @dataclass(slots=True)
 class Lease:
-    """queries: the groups requested; none for the lease of a commit. tokens: servable from the
-    pins.
+    """queries: the groups requested; none for a commit's lease. tokens: servable from the pins.
 
     settled: all pinned pages are readable. held: replaced with `hold`, never changed.
     """

@@ -4,9 +4,9 @@ Blocks wanted in a kind of tier become transfers with a page at both ends. A fin
 its page ready, or frees it. Policies learn of a block when its transfer is decided, never when it
 ends, so the order of ends changes no later decision.
 
-A transfer's life: `bring` pins source and target and attaches the target -> `finish` publishes or
-dooms the target; the source stays.
-If a page was condemned or forgotten meanwhile, its state shows it.
+A transfer's life: `bring` pins source and target and attaches the target; `finish` publishes or
+dooms the target, and the source stays. If a page was condemned or forgotten meanwhile, its state
+shows it.
 """
 
 from __future__ import annotations

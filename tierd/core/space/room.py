@@ -89,7 +89,7 @@ class Room:
         return np.ones(len(places), bool) if every(right) else right[np.searchsorted(used, places)]
 
     def _begin(self, tier: int, key: Key, draft: PlanBuilder, *, idle_s: float) -> bool:
-        """Begins a segment at a vacant place, or at one idle for so long or mostly quarantined.
+        """Begins a segment at a vacant place, at one idle for so long, or empty but for bad pages.
         False: there is none."""
         pages_of = self._index.tiers[tier]
         if not ((pages_of.vacant or pages_of.reclaim(idle_s=idle_s)) and self._has_ids(tier, key)):
