@@ -123,7 +123,7 @@ class Upkeep:
         return Restored(lease, kept[: len(pinned)], kept[len(pinned) :])
 
     def begin_loading(self, tier: int) -> None:
-        """More of its blocks follow beside requests."""
+        """More of its blocks follow while requests run."""
         self._index.tiers[tier].is_loading = True
 
     def bar(self, tier: int, segment: int | None) -> None:
