@@ -1,7 +1,7 @@
-"""Every invariant of the core, asserted.
+"""Every invariant of the core, asserted. Slow.
 
-Purpose: `Core.check`: what tests run after each step, and `tierctl fsck --online` on request. Non-purpose: speed, repair. Everything that the other
-parts keep incrementally is counted here again, from what it is derived from.
+Tests run `Core.check` after each step; `tierctl fsck --online` runs it on request. The other parts
+keep counts incrementally; the audit counts them again from their sources.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierd.core.requests.leases import BUSY, GONE, OPEN, Sessions
 
 
 class Audit:
-    """See the module. Each method asserts; the message names what is broken."""
+    """See the module. Each method asserts; the message names the broken invariant."""
 
     def __init__(self, index: Index, sessions: Sessions, flights: Flights) -> None:
         self._index, self._sessions, self._flights = index, sessions, flights
@@ -35,7 +35,7 @@ class Audit:
             step()
 
     def steps(self) -> Iterator[Callable[[], None]]:
-        """The checks, each of which holds by itself at any moment between two calls of the core."""
+        """The checks. Each holds by itself at any moment between two calls of the core."""
         yield self._check_table
         yield self._check_families
         for tier in self._index.tiers:
@@ -122,7 +122,8 @@ class Audit:
             assert segment.pages * segment.key.class_bytes <= tier.spec.segment_bytes, "a segment is over-full"
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans)), "page ids of two segments overlap"
-        # A page that is quarantined has no handles, and one that was from a segment's beginning never had a generation.
+        # A quarantined page has no handles. If quarantined from a segment's beginning, it never had
+        # a generation.
         used = tier.generation[: tier.top][~np.isin(tier.state[: tier.top], (PageState.FREE, PageState.QUARANTINED))]
         assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
         assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"

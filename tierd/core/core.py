@@ -1,12 +1,15 @@
 """Core: every decision of the cache, as one pure object.
 
-Purpose: the one face of the core. It decides which blocks are held where, for whom, and what must move; a decision comes back as a `Plan`. Non-purpose:
-bytes, sockets, files, asyncio, the clock. Each method is one atomic step: it returns with every invariant true (see `check`).
-Times `now` are float seconds, monotonic, given by the caller. Blocks are dense int64 ids; pages are dense ids per tier; "tier" is
-a position in the tier list, near to far. The same calls give the same answers.
+It decides which pages hold which blocks, which sessions pin them, and which are copied or evicted.
+Each decision is returned as a `Plan`. It touches no bytes, sockets, files, asyncio or clock. Each
+method is one atomic step and returns with every invariant true (see `check`).
 
-Errors: InvalidArgument for impossible values, NotFound for an unknown session, lease, reservation or transfer. A miss, no room and a shorter
-prefix are answers.
+Times `now` are float seconds, monotonic, given by the caller. Blocks are dense int64 ids; pages are
+dense ids per tier. "tier" is a position in the tier list, near to far. The same calls give the same
+answers.
+
+Errors: InvalidArgument for impossible values, NotFound for an unknown session, lease, reservation
+or transfer. A miss, no room and a shorter prefix are answers.
 """
 
 from __future__ import annotations
@@ -74,10 +77,10 @@ from tierd.errors import InvalidArgument
 
 
 class Core:
-    """The books of one daemon. See the module's docstring for times and ids."""
+    """The state of one daemon. See the module for times and ids."""
 
     piece_blocks = 1 << 12
-    """Ids that who goes through all of them looks at in one step; a simulation, which has few, takes fewer."""
+    """Block ids per piece of `pieces`. A simulation, which has few, takes fewer."""
 
     def __init__(
         self,
@@ -87,9 +90,10 @@ class Core:
         session_share: float = 0.5,
         start: Start = Start(),  # noqa: B008  # frozen
     ) -> None:
-        """tiers: near to far, at most 64. session_share: of a tier's capacity, the most that one session may pin and reserve.
+        """tiers: near to far, at most 64. start: where numbers begin.
 
-        start: where numbers begin. Raises ConfigError, InvalidArgument.
+        session_share: the share of a tier's capacity that one session may pin and reserve at most.
+        Raises ConfigError, InvalidArgument.
         """
         self._index = Index(tiers, policies=policies, start=start)
         self._sessions = Sessions(self._index.tiers, share=session_share, first_id=start.id)
@@ -107,7 +111,7 @@ class Core:
     # -- sessions
 
     def open_session(self, session: int, *, domain: int) -> None:
-        """A session begins; ids (above 0) are never used twice. domain: what it may share segments and blocks with."""
+        """Opens a session; ids (above 0) are used once. It shares blocks within its domain."""
         if session <= 0 or session in self._sessions.open:
             raise InvalidArgument(
                 f"session {session}: not above 0, or open already; give every session an id of its own"
@@ -115,106 +119,113 @@ class Core:
         self._sessions.begin(session, domain)
 
     def end_session(self, session: int, now: float, *, into: int = DAEMON) -> Plan:
-        """Its process is gone: leases and reservations end, its segments become the daemon's. Pages in a commit under way stay until finish_commit. Idempotent.
+        """Ends a session whose process is gone: its leases and reservations end. Idempotent.
 
-        into: the process lives, and this session of it stands for what the two have mapped. Raises NotFound, InvalidArgument about it.
+        The daemon takes over its segments. Pages in a commit keep their state until finish_commit.
+        into: the process lives, and this session of it takes over mappings and segments. Raises
+        NotFound, InvalidArgument about it.
         """
         draft = PlanBuilder(now)
         self._upkeep.end_session(session, into, draft)
         return draft.plan()
 
     def note_attached(self, session: int, *, tier: int, segment: int) -> None:
-        """The session was handed the segment's descriptor (writable if it is the segment's writer)."""
+        """The session got the segment's descriptor (writable if it is the segment's writer)."""
         self._upkeep.note_attached(session, tier, segment)
 
     def restore(self, session: int, *, pinned: StructArray, reserved: StructArray, now: float) -> Restored:
-        """After adopt: what an open session held under a former daemon. pinned, reserved: EXTENT (tier, segment, slot, generation are read).
-
-        Pages that are not as described are left out (Restored says which were taken).
-        """
+        """After adopt: restores pages that an open session held under the previous daemon. pinned,
+        reserved: EXTENT (tier, segment, slot, generation are read). Pages that differ are left out;
+        Restored says which were taken."""
         return self._upkeep.restore(self._sessions.get(session), pinned=pinned, reserved=reserved)
 
     # -- gets
 
     def lookup(self, groups: Sequence[GroupQuery], now: float) -> Found:
-        """How much could be served, and from where. Changes nothing."""
+        """How many tokens could be served, and from which tiers. Changes nothing."""
         return self._gets.lookup(groups)
 
     def acquire(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
     ) -> Acquisition:
-        """Pins the longest prefix that can be brought now into tiers of `kind`, or into that tier, and plans the transfers. shut: tiers that nothing is brought from."""
+        """Pins the longest prefix that tiers of `kind` (or that tier) can get, and plans its
+        transfers. shut: tiers that are not read from."""
         return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
     def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
-        """A session has copied blocks that it was given before, without a lease: policies hear of it. What of them can be served now; nothing is pinned or planned."""
+        """A session copied known blocks without a lease: policies count the use. Returns the
+        servable part; pins and plans nothing."""
         return self._gets.used(session, groups=groups, kind=kind, now=now)
 
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers = NO_TIERS) -> Acquisition:
-        """What an acquisition of a moment ago comes to now that its lease is released; its question was asked, and its blocks were used, once."""
+        """Repeats an acquisition whose lease was just released. Policies do not count it twice."""
         return self._gets.acquire_again(session, question, now=now, shut=shut)
 
     def settle(self, lease: int, *, now: float) -> Served:
-        """After the acquisition's transfers and waits finished: what is servable in fact; everything else is unpinned. Transfers still in flight count as failed.
-
-        Called again it answers the same, less what was condemned since.
-        """
+        """Call after the acquisition's transfers and waits finished. Returns the servable part and
+        unpins the rest. Transfers still in flight count as failed. A second call answers the same,
+        less condemned pages."""
         return self._gets.settle(lease, now=now)
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
-        """Ends leases of the session; unknown ones are ignored (releasing twice is no fault). May be called before settle."""
+        """Ends leases of the session; ignores unknown ones. May be called before settle."""
         draft, holder = PlanBuilder(now), self._sessions.get(session)
         theirs = [holder.leases[number] for number in dict.fromkeys(leases) if number in holder.leases]
         self._gets.let_go(holder, theirs, draft)
         return draft.plan()
 
     def share_bytes(self, kind: TierKind) -> int:
-        """What a session may hold in the tiers of a kind at once, pinned and reserved."""
+        """Most bytes that a session may pin and reserve in the tiers of a kind."""
         tiers = self._index.tiers
         return sum(limit for tier, limit in zip(tiers, self._sessions.limits, strict=True) if tier.spec.kind == kind)
 
     def report_attention(self, session: int, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
-        """Adds attention mass, as kernels measured it, to the blocks of a lease's group: float32 [ranks * blocks], rank-major.
-
-        Kept per block for policies that want it, which hear of it as a touch. Raises NotFound, InvalidArgument.
-        """
+        """Adds attention mass of kernels to the blocks of a lease's group: float32 [ranks *
+        blocks], rank-major. Policies count a use. Raises NotFound, InvalidArgument."""
         self._attention.report(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
     ) -> Plan:
-        """Transfers that bring the servable part near; pins nothing beyond them. shut: as in `acquire`."""
+        """Plans transfers that bring the servable part near; no pins. shut: as in `acquire`."""
         return self._gets.prefetch(session, groups=groups, kind=kind, now=now, shut=shut)
 
     # -- puts
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
-        """Sets pages aside for the session to write."""
+        """Reserves pages for the session to write."""
         return self._puts.reserve(session, groups=groups, kind=kind, now=now)
 
     def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
-        """Private pages for so many puts that may come, each like the group; for fewer, or none, where all such pages would be more than a small part of the tiers."""
+        """Reserves private pages for up to so many expected puts like the group. Fewer or none, if
+        all such pages would exceed a small part of the tiers."""
         return self._puts.reserve_ahead(session, group=group, puts=puts, kind=kind, now=now)
 
     def begin_commit(self, session: int, *, reservation: int, blocks: StructArray | None, now: float) -> Committing:
-        """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None: every reserved block as it was named in reserve (private pages must be named).
+        """Marks pages busy for hashing. blocks: COMMIT_BLOCK [n], or None for every reserved block
+        under its name in reserve. Private pages must be named.
 
-        NotFound: no such reservation of this session. InvalidArgument: an index twice, out of range or busy; longer than reserved; unnamed.
+        NotFound: no such reservation of this session. InvalidArgument: an index twice, out of range
+        or busy; longer than reserved; unnamed.
         """
         return self._puts.begin_commit(session, reservation=reservation, blocks=blocks)
 
     def finish_commit(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
     ) -> Committed:
-        """Publishes: atomic over the blocks; if any is not ok, none is, and all are FAILED (their pages stay in the reservation if keep_open).
+        """Publishes all blocks of a commit, or none: if any is not ok, all are FAILED. With
+        keep_open their pages then stay in the reservation.
 
-        digests: uint8 [n, 16]. A block that is held already is EXISTS: the own page is freed, the answer is the existing page. Without keep_open every other
-        page of the reservation is freed too, unless a commit of it is under way. If the session has ended, blocks are published but no lease is made.
+        digests: uint8 [n, 16]. If a block is held already, its status is EXISTS: its new page is
+        freed, and the answer is the existing page. Without keep_open the reservation's other pages
+        are freed too, unless a commit of them is in progress. If the session has ended, blocks are
+        published without a lease.
         """
         return self._commits.finish(committing, digests=digests, ok=ok, lease=lease, keep_open=keep_open, now=now)
 
     def withdraw_commit(self, committing: Committing, *, now: float) -> Plan:
-        """As if it had not begun: who has it may write to its pages still, so they stay his; of a reservation that has ended meanwhile they are free."""
+        """Undoes begin_commit. The pages stay the session's, since it may still write to them; if
+        the reservation has ended, they are freed."""
         count = len(committing.indices)
         none = self.finish_commit(
             committing,
@@ -227,7 +238,7 @@ class Core:
         return none.plan
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
-        """Frees a reservation's pages (busy ones at their finish_commit). Unknown: nothing happens."""
+        """Frees a reservation's pages (busy ones at finish_commit). Ignores unknown ones."""
         draft = PlanBuilder(now)
         self._puts.abort(self._sessions.get(session), reservation, reason=Reason.ABORTED, draft=draft)
         return draft.plan()
@@ -235,36 +246,40 @@ class Core:
     # -- in the background
 
     def persist(self, blocks: Ids, *, now: float) -> Plan:
-        """Transfers to NVMe for those of the blocks without a page there; waits for those already on their way."""
+        """Transfers to NVMe for those blocks without a page there; waits for those in flight."""
         draft = PlanBuilder(now)
         self._planner.persist(self._upkeep.live(blocks), draft=draft)
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
-        """What wants to be written now: at most `limit` of the coldest blocks of tiers above their high watermark, and 256 MiB of pages. Empty when content."""
+        """Plans background writes: at most `limit` of the coldest blocks of tiers above their high
+        watermark, and 256 MiB of pages. Empty if there is nothing to write."""
         draft = PlanBuilder(now)
         self._demotion.run(limit, draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
-        """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or CORRUPT (condemns the source page too)."""
+        """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or
+        CORRUPT. CORRUPT condemns the source page too."""
         draft = PlanBuilder(now)
         self._planner.finish(transfers, statuses, draft=draft)
         return draft.plan()
 
     def verified(self, extents: StructArray) -> None:
-        """The pages' bytes were checked and are as committed: clears UNVERIFIED where the generation still holds."""
+        """The pages' bytes match their digests: clears UNVERIFIED if the generation still holds."""
         self._upkeep.verified(extents)
 
     def condemn(self, extents: StructArray, *, now: float, fault: Fault = Fault.READ) -> Plan:
-        """The pages' bytes are wrong: never found again, in the plan's `freed` and quarantined as soon as nobody pins them."""
+        """Condemns pages with wrong bytes: no lookup finds them again. Once unpinned, they are in
+        the plan's `freed` and quarantined."""
         draft = PlanBuilder(now)
         self._upkeep.condemn(extents, fault, draft)
         return draft.plan()
 
     def lose(self, extents: StructArray, *, now: float) -> Plan:
-        """What was written to these pages is gone, though nothing is wrong with them: EXTENT (tier, segment, slot, generation are read). Never found again, free as soon as
-        nobody pins them; a transfer that is under way to one brings nothing. Pages that are not as described are left out."""
+        """Drops sound pages whose contents were lost. extents: EXTENT (tier, segment, slot,
+        generation are read). No lookup finds them again; they are freed once unpinned. A transfer
+        in flight to one publishes nothing. Pages that differ are left out."""
         draft = PlanBuilder(now)
         self._upkeep.lose(extents, draft)
         return draft.plan()
@@ -274,105 +289,114 @@ class Core:
     def adopt(
         self, tier: int, *, segments: Sequence[SegmentAssignment], extents: StructArray, metas: StructArray, now: float
     ) -> Bools:
-        """Takes in what survived on a tier. extents: EXTENT [n] (page is ignored), metas: META [n]; order is from cold to hot. bool [n]: which were taken.
+        """Takes in the blocks that survived on a tier. extents: EXTENT [n] (page is ignored);
+        metas: META [n], from cold to hot. Returns bool [n]: which were taken.
 
-        Call with the nearest tier's first or last, as you like; a block on several tiers is one block. Refused: a place outside the segments, twice the same
-        place or block, a digest that contradicts another tier's.
+        The order of tiers does not matter; a block on several tiers is one block. Refused: a page
+        outside the segments, a page or block given twice, a digest that contradicts another tier's.
         """
         return self._upkeep.adopt(tier, segments=segments, extents=extents, metas=metas, now=now)
 
     def expect(self, blocks: int) -> None:
-        """So many are going to be adopted: what grows with them grows once."""
+        """Makes room at once for so many blocks to adopt."""
         self._index.blocks.expect(blocks)
 
     def begin_loading(self, tier: int) -> None:
-        """More blocks of the tier are going to be adopted beside the work: until `close_empty` it gives up no segment, whatever leaves it meanwhile."""
+        """More blocks of the tier will be adopted while requests run. Until `close_empty` it gives
+        up no segment."""
         self._upkeep.begin_loading(tier)
 
     def close_empty(self, tier: int) -> None:
-        """After every adopt and restore of a tier, once: its segments without any page in use go to the pool. Not earlier: what a session held may be all that a segment has."""
+        """Call once, after every adopt and restore of a tier: vacates segments without a page in
+        use. Earlier, a segment could hold nothing but pages that a session held."""
         self._upkeep.close_empty(tier)
 
     def forget_namespaces(self, ids: Sequence[int], *, now: float) -> Forgotten:
-        """Nothing in them is found, written on or brought anywhere again; commits under way into them are FAILED. Their pages stay until `free_forgotten`, or until somebody needs them."""
+        """Ends namespaces: their blocks always miss, and commits into them are FAILED. Pages stay
+        until `free_forgotten`, or until room is needed."""
         draft = PlanBuilder(now)
         blocks = self._upkeep.forget_namespaces(set(ids), draft)
         return Forgotten(blocks, draft.plan())
 
     def free_forgotten(self, blocks: Ids, *, namespaces: Sequence[int], now: float) -> Plan:
-        """Frees the pages of those of the ids that were forgotten with these namespaces; pinned ones when they are released. blocks: distinct, of `pieces`."""
+        """Frees pages of those of the blocks that were forgotten with these namespaces; pinned ones
+        when released. blocks: distinct, of `pieces`."""
         draft = PlanBuilder(now)
         self._upkeep.free_forgotten(blocks, namespaces, draft)
         return draft.plan()
 
     def evict(self, blocks: Ids, *, tier: int | None, now: float) -> Plan:
-        """Frees pages of the blocks in a tier, or in all; pinned ones stay."""
+        """Frees the blocks' pages in a tier, or in all; pinned ones stay."""
         draft = PlanBuilder(now)
         self._upkeep.evict(blocks, tier, draft)
         return draft.plan()
 
     def pin_blocks(self, blocks: Ids) -> int:
-        """Operators' pin: never evicted, demoted or dropped for room until unpin_blocks. How many are pinned that were not."""
+        """Operators' pin: the block is never evicted, demoted or dropped until unpin_blocks.
+        Returns how many are newly pinned."""
         return self._upkeep.pin_blocks(blocks)
 
     def unpin_blocks(self, blocks: Ids) -> int:
-        """How many were pinned."""
+        """Returns how many were pinned."""
         return self._upkeep.unpin_blocks(blocks)
 
     def set_serving(self, tier: int, serving: bool) -> None:  # noqa: FBT001
-        """Out of service: a tier's blocks are not found and it is no target; nothing of it is freed."""
+        """Out of service: lookups do not find a tier's blocks; it is no target. Frees nothing."""
         self._index.set_serving(tier, serving=serving)
 
     def set_writable(self, tier: int, writable: bool) -> None:  # noqa: FBT001
-        """Not writable: its blocks are served, and it is no target; what would be demoted to it is evicted."""
+        """If a tier is not writable, its blocks are served but it is no target. Blocks that would
+        be demoted to it are evicted."""
         self._index.tiers[tier].writable = writable
 
     def bar(self, tier: int, segment: int | None) -> None:
-        """A segment that began got no memory: it gives no page, and no place begins that never had any; None: there is memory again."""
+        """A new segment got no memory: it gives no page, and no place begins that never had memory.
+        None: memory is available again."""
         self._upkeep.bar(tier, segment)
 
     def set_direct(self, tier: int, stores: frozenset[int]) -> None:
-        """From which stores blocks come into the tier without a stay in host memory, from now on; what is planned stays so."""
+        """Sets the stores that the tier reads without host memory between; no replanning."""
         self._index.direct[tier] = stores
 
     def is_writable(self, tier: int) -> bool:
         """Whether the tier is in service and takes new blocks."""
         return tier in self._index.writable()
 
-    # -- what is held
+    # -- queries
 
     def find_block(self, namespace: int, block_hash: bytes) -> int | None:
-        """The block's id; None for one that can be read nowhere."""
+        """The block's id; None if no tier can read it."""
         found = int(self.find_blocks(namespace, np.frombuffer(block_hash, np.uint8).reshape(1, HASH_BYTES))[0])
         return found if found >= 0 else None
 
     def find_blocks(self, namespace: int | Ids, hashes: Bytes) -> Ids:
-        """Ids of the blocks with these hashes, uint8 [n, 32]; -1 for one that can be read nowhere. namespace: of all, or of each."""
+        """Ids of the blocks with these hashes, uint8 [n, 32]; -1 if no tier can read one.
+        namespace: of all, or of each."""
         ids = self._index.blocks.find(Names(np.full(len(hashes), namespace, np.uint32), words(hashes)))
         return np.where(self._index.nearest(ids, range(len(self._index.tiers))) >= 0, ids, -1)
 
     def pieces(self) -> Iterator[Ids]:
-        """Every id that a block can have now, ascending, `piece_blocks` at a time: for who lets other calls come between two of them. A block keeps its id while it
-        has a page; then another one may get it."""
+        """Every id in use, ascending, `piece_blocks` at a time; other calls may come between two
+        pieces. A block keeps its id while it has a page; then another block may get it."""
         top = self._index.blocks.top
         return (np.arange(at, min(at + self.piece_blocks, top)) for at in range(0, top, self.piece_blocks))
 
     def find_by_prefix(self, prefix: str, *, of: Ids | None = None) -> Ids:
-        """Ids of blocks whose hash begins with the hexadecimal digits; of some, or of all."""
+        """Ids of blocks whose hash begins with the hexadecimal digits. of: these ids, or all."""
         return self._listing.with_prefix(prefix, self._all if of is None else of)
 
     def blocks(
         self, *, tier: int | None = None, namespace: int | None = None, pinned: bool = False, of: Ids | None = None
     ) -> Ids:
-        """Ids of blocks that match; of some, in their order, or of all, ascending."""
+        """Ids of blocks that match. of: these ids, in their order, or all, ascending."""
         return self._listing.blocks(self._all if of is None else of, tier=tier, namespace=namespace, pinned=pinned)
 
     def column(self, name: str, blocks: Ids) -> NDArray[Any]:
-        """Of BLOCK_INFO one of namespace, position, length, hits and last_used, in a tenth of the time."""
+        """BLOCK_INFO's namespace, position, length, hits or last_used; ten times as fast."""
         return self._listing.column(name, blocks)
 
     def tier_bits(self, blocks: Ids) -> NDArray[np.uint64]:
-        """Of BLOCK_INFO the tiers, uint64 [n]."""
+        """The field `tiers` of BLOCK_INFO, uint64 [n]."""
         return self._listing.tier_bits(blocks)
 
     def describe(self, blocks: Ids) -> StructArray:
@@ -384,23 +408,23 @@ class Core:
         return self._listing.pages(block)
 
     def children(self, block: int) -> Ids:
-        """Blocks that follow it."""
+        """Blocks whose parent it is."""
         return self._listing.children(block)
 
     def extents(self, blocks: Ids, *, tier: int) -> StructArray:
-        """EXTENT [n] of the blocks' pages in a tier; page -1 where there is none."""
+        """EXTENT [n] of the blocks' pages in a tier; page -1 for none."""
         return self._index.tiers[tier].extents(self._index.readable(tier, blocks))
 
     def unix_s(self, now: float) -> float:
-        """Unix time by which what is said of blocks runs out."""
+        """Unix time at `now`; retentions end by it."""
         return self._index.blocks.unix_s + now
 
     def metas(self, blocks: Ids) -> StructArray:
-        """META [n]: everything but place, generation, store and checksum, which are a page's."""
+        """META [n] without the fields of a page: place, generation, store and checksum."""
         return self._index.blocks.metas(blocks)
 
     def names(self, blocks: Ids) -> StructArray:
-        """Of META [n] only what names the blocks, namespace and hash, in a fifth of the time."""
+        """NAME [n]: only namespace and hash, in a fifth of the time of `metas`."""
         return self._index.blocks.names(blocks)
 
     def segments(self, tier: int) -> list[SegmentAssignment]:
@@ -409,7 +433,8 @@ class Core:
         return [pages_of.assignment(place) for place, used in enumerate(pages_of.segments) if used is not None]
 
     def pages_held(self, tier: int, *, after: int, limit_bytes: int) -> PagesHeld:
-        """The next readable pages of a tier whose ids are above `after`: as many as limit_bytes hold, at least one if there is one."""
+        """The next readable pages of a tier whose ids are above `after`: as many as limit_bytes
+        hold, at least one if there is one."""
         return self._listing.pages_held(tier, after=after, limit_bytes=limit_bytes)
 
     def is_serving(self, tier: int) -> bool:
@@ -417,7 +442,7 @@ class Core:
         return self._index.tiers[tier].serving
 
     def are_held(self, extents: StructArray) -> Bools:
-        """Which of the pages still hold the blocks that they held, readable. bool [n]."""
+        """Which pages still hold the blocks of these extents, readable. bool [n]."""
         return self._upkeep.are_held(extents)
 
     def quarantined(self, tier: int) -> StructArray:
@@ -425,11 +450,11 @@ class Core:
         return self._listing.quarantined(tier)
 
     def wear_balance(self, tier: int, now: float) -> Balance:
-        """How the wear budget of an nvme tier stands."""
+        """State of an nvme tier's wear budget."""
         return self._index.admissions[tier].balance(now)
 
     def resume_wear(self, tier: int, *, level_bytes: float, now: float) -> None:
-        """Before anything is written: the budget of an nvme tier stood so in a former life."""
+        """Sets an nvme tier's wear budget to its level in the previous run, before any write."""
         self._index.admissions[tier].resume(level_bytes, now)
 
     def stats(self) -> CoreStats:
@@ -437,11 +462,11 @@ class Core:
         return self._listing.stats()
 
     def used_bytes(self) -> int:
-        """Bytes of pages that are not free, of all tiers; at once, where `tier_stats` goes through all segments."""
+        """Bytes of pages that are not free, of all tiers. Constant time, unlike `tier_stats`."""
         return sum(pages_of.used_bytes for pages_of in self._index.tiers)
 
     def page_counts(self, tier: int) -> list[int]:
-        """How many pages are in each PageState; at once."""
+        """How many pages are in each PageState. Constant time."""
         return list(self._index.tiers[tier].counts)
 
     def tier_stats(self) -> list[TierStats]:
@@ -453,11 +478,11 @@ class Core:
         return self._listing.sessions()
 
     def check(self) -> None:
-        """Asserts every invariant; AssertionError names the first that is broken. Slow: for tests."""
+        """Asserts every invariant; AssertionError names the first broken one. Slow: for tests."""
         Audit(self._index, self._sessions, self._planner.flights).check()
 
     def audit(self) -> Iterator[Callable[[], None]]:
-        """What `check` does, in steps between which other calls may come."""
+        """The steps of `check`; other calls may come between two."""
         return Audit(self._index, self._sessions, self._planner.flights).steps()
 
     @property

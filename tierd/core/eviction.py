@@ -1,9 +1,9 @@
-"""What the core asks of an eviction policy; the policies themselves are in `tierd.policies.eviction`.
+"""The contract of an eviction policy; the policies are in `tierd.policies.eviction`.
 
-Purpose: the contract, in MUST words. Non-purpose: an algorithm, and what a tier is made of. The core holds one policy object
-per tier and is its only caller. Block ids are dense, so a policy keeps its state in columns indexed by id and grows
-them when it meets a greater id. Every array of ids is int64, without repetition, and ordered from cold to hot: what comes later in
-it counts as used later, even at the same `now`. (The core hands a request's blocks over last to first, so prefixes lose tails first.)
+The core holds one policy per tier and is its only caller. Block ids are dense, so a policy keeps
+its state in columns indexed by id. It lengthens them at a greater id. Every array of ids is int64,
+without repetition, from cold to hot. A later id counts as used later, even at the same `now`. The
+core passes a request's blocks last to first, so prefixes lose tails first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ Mask = NDArray[np.bool_]
 
 
 class Eviction(Protocol):
-    """Who leaves a tier first.
+    """Decides which blocks a tier evicts first.
 
-    - A block is tracked from `track` to `forget`. The core never tracks a tracked block, and never touches or forgets another.
-    - Equal calls MUST give equal answers: no clock, no randomness but a seed that was given at construction.
+    - A block is tracked from `track` to `forget`. The core never tracks a tracked block, and never
+      touches or forgets an untracked one.
+    - Equal calls MUST give equal answers: no clock, no randomness but a seed given at construction.
     - `now` never runs backwards; float seconds from any origin.
-    - An id that was forgotten may be given to another block later: `forget` MUST leave nothing that speaks about the old one.
+    - A forgotten id may be given to another block later: `forget` MUST erase all state of the old
+      one.
     """
 
     def __len__(self) -> int:
@@ -35,7 +37,7 @@ class Eviction(Protocol):
         ...
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come into the tier; that counts as a use."""
+        """The blocks were stored in the tier; that counts as a use."""
         ...
 
     def touch(self, blocks: Ids, now: float) -> None:
@@ -43,38 +45,40 @@ class Eviction(Protocol):
         ...
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left the tier, or are on their way out."""
+        """The blocks are removed from the tier, or about to be."""
         ...
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """Exactly `count` tracked blocks whose `pinned[id]` is False, coldest first; None if there are not so many.
-
-        A question: it MUST change nothing that a later answer depends on, whatever it answers; the core forgets those that it
-        takes. `pinned` covers every tracked id, is only read, and is only valid during the call.
-        """
+        """Exactly `count` tracked blocks whose `pinned[id]` is False, coldest first; None if there
+        are fewer. It MUST NOT change any later answer. The core forgets the blocks that it evicts.
+        `pinned` covers every tracked id, is only read, and is only valid during the call."""
         ...
 
 
 @runtime_checkable
 class Heeding(Protocol):
-    """An Eviction that goes by what puts say of blocks (`tierd.core.index.priorities`), and so hears of more than uses."""
+    """An Eviction that uses the priorities of puts (`tierd.core.index.priorities`)."""
 
     def said(self, blocks: Ids, now: float) -> None:
-        """Something else is said of these tracked blocks; that counts as a use."""
+        """These tracked blocks got another priority; that counts as a use."""
         ...
 
     def pass_time(self, now: float) -> None:
-        """It is so late; what was said of blocks may have run out. Victims may be asked for next."""
+        """Sets the time: priorities may have run out. The core may ask for victims next."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request for a sequence's blocks, those that are held nowhere too.
+    """A request for a sequence's blocks, including those that are not held.
 
-    keys: uint64 [n], the names of the first group's blocks (first rank) as `Blocks.key` has them, first to last. ids: per group, int64 [ranks, blocks],
-    -1 for one that nothing is known of. tokens_per_block: per group. tokens: that all of them cover. Of the blocks of `keys`: evenly spread numbers that no seed
-    changes, uint64 [n], and the kind of the nearest tier that each can be read from, -1 for none.
+    keys: uint64 [n], table keys (`Blocks.key`) of the first group's blocks (first rank), first to
+    last.
+    ids: per group, int64 [ranks, blocks], -1 if unknown.
+    tokens_per_block: per group.
+    tokens: covered by all the blocks.
+    spread: uint64 [n], evenly spread numbers of the blocks of `keys`, independent of the seed.
+    nearest: of those blocks, the kind of the nearest tier that can read each, -1 for none.
     """
 
     keys: NDArray[np.uint64]
@@ -86,16 +90,17 @@ class Asked:
 
 
 class Listener(Protocol):
-    """Learns from whole requests and puts every block into a group (`Blocks.group`), for those policies that go by it. Equal calls, equal groups."""
+    """Learns from whole requests and puts every block into a group (`Blocks.group`), for policies
+    that use groups. Equal calls give equal groups."""
 
     def asked(self, request: Asked, now: float) -> None:
-        """A request has come; its blocks are touched after this."""
+        """A request arrived; its blocks are touched after this call."""
         ...
 
     def stored(self, blocks: Ids, now: float) -> None:
-        """New names have come, their parents linked; policies hear of them after this."""
+        """New blocks were stored and linked to their parents; policies see them after this call."""
         ...
 
     def kept(self, blocks: Ids) -> None:
-        """A store that wears has these blocks from now on, or has them no longer, as `Blocks.kept` says."""
+        """A store that wears got these blocks or dropped them, as `Blocks.kept` says."""
         ...

@@ -1,10 +1,9 @@
-"""InstantDriver: drives Core through whole requests as the daemon's conductor does, with transfers that succeed at once.
+"""InstantDriver: runs whole requests on a Core; all transfers succeed at once.
 
-Purpose: the engine of the simulator, and the reference which a daemon replaying the same trace in lockstep must equal, ratio for ratio.
-Non-purpose: time, bytes, failures. Invariants: between two requests nothing is leased, reserved or in flight, and no tier wants to
-demote; so what a request finds depends on the requests before it and on nothing else.
-
-One request is what an engine does with one sequence: acquire what is held, compute and put the rest, release all. All of it happens at one `now`.
+The simulator runs on it. A daemon that replays the same trace in lockstep must have the same hit
+ratios. One request is an engine's work on one sequence: acquire held blocks, put the rest, release
+all, at one `now`. Between two requests nothing is leased, reserved or in flight, and no tier wants
+to demote. So the hits of a request depend on the requests before it and on nothing else.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ _SESSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """What one request asks for: a plain model of one group and one rank.
+    """The sequence of one request: a plain model of one group and one rank.
 
-    hashes: uint8 [blocks, 32], the last block short if tokens is no multiple of tokens_per_block. block_bytes: length of a full block;
-    a short one's is in proportion to its tokens.
+    hashes: uint8 [blocks, 32]; the last block is short if tokens is no multiple of
+    tokens_per_block.
+    block_bytes: length of a full block; a short one is in proportion to its tokens.
     """
 
     namespace: int
@@ -65,17 +65,18 @@ class Sequence:
 
 
 class InstantDriver:
-    """One session that makes requests. copied_bytes: per tier, what transfers have written into it so far."""
+    """One session that makes requests. copied_bytes: written by transfers so far, per tier."""
 
     def __init__(self, core: Core, *, kind: TierKind = TierKind.HOST, tier_count: int) -> None:
-        """Opens the session. kind: where blocks are wanted and put. tier_count: tiers of the core."""
+        """Opens the session. kind: of tiers for gets and puts. tier_count: tiers of the core."""
         self.core = core
         self.copied_bytes = [0] * tier_count
         self._kind = kind
         core.open_session(_SESSION, domain=1)
 
     def request(self, sequence: Sequence, *, now: float) -> list[int]:
-        """Serves one sequence and stores what was missing. Per tier: tokens of its held prefix that were found there."""
+        """Serves one sequence, stores missing blocks. Returns tokens of its held prefix per
+        tier."""
         acquisition = self.core.acquire(_SESSION, groups=[sequence.group()], kind=self._kind, now=now)
         self._run(acquisition.plan, now)
         leases, served = [], 0
@@ -90,12 +91,12 @@ class InstantDriver:
         return acquisition.tier_tokens
 
     def background(self, now: float) -> None:
-        """Demotes until every tier is content."""
+        """Demotes until no tier wants to."""
         while not (plan := self.core.demote(now)).is_empty:
             self._run(plan, now)
 
     def _store(self, sequence: Sequence, *, first: int, now: float) -> int:
-        """Puts the blocks from number `first` on, as far as there is room. The lease on them; 0: none."""
+        """Puts the blocks from number `first` on, as room allows. Returns their lease; 0: none."""
         if first >= len(sequence.hashes):
             return 0
         query = sequence.put(first)
@@ -117,7 +118,7 @@ class InstantDriver:
         return committed.lease
 
     def _run(self, plan: Plan, now: float) -> None:
-        """Lets every transfer of the plan succeed, in order, and those that they bring about."""
+        """Lets every transfer of the plan, and all that follow from it, succeed in order."""
         while len(plan.transfers):
             self._count(plan.transfers["target"])
             statuses = np.full(len(plan.transfers), BlockStatus.READY, dtype=np.uint16)

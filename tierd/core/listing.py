@@ -1,7 +1,6 @@
-"""What the core holds, for people and for the parts outside that must know: listings and counts.
+"""Listings and counts for operators and other parts; they change nothing.
 
-Purpose: answers as arrays and values. Non-purpose: changing anything. What looks at all blocks takes time in proportion to them, so each such question can be asked of some
-of the ids.
+A scan of all blocks takes time in proportion; so each can be limited to some ids.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tierd.core.requests.leases import Session, Sessions
 from tierd.errors import InvalidArgument
 
 LOOK_PAGES = 4096
-"""So many pages are looked at in one step for the next that are held."""
+"""Pages searched in one step for the next held ones."""
 
 
 class Listing:
@@ -88,7 +87,7 @@ class Listing:
         return out
 
     def column(self, name: str, ids: Ids) -> NDArray[Any]:
-        """One of BLOCK_INFO's fields that are columns under the same name."""
+        """A field of BLOCK_INFO that is a column under the same name."""
         column: NDArray[Any] = getattr(self._index.blocks, name)[ids]
         return column
 

@@ -1,7 +1,7 @@
-"""The core's questions and answers as values: what was asked, what was decided, what must now happen outside.
+"""Questions to the core, and its answers, as values.
 
-Purpose: the types that cross the face of `Core`, and nothing that decides. Invariants: every array is one that the caller may keep
-(never a view of the core's columns); arrays over blocks have the order of the question.
+No decisions. The caller may keep every array (never a view of the core's columns). Arrays over
+blocks have the order of the question.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ TransferIds = NDArray[np.uint64]
 
 
 ID_LIMIT = 1 << 63
-"""No lease, reservation or commit begins its numbers above it: as many are left before they leave 8 bytes, more than any daemon can give."""
+"""The first lease, reservation or commit number is at most this. So more numbers are left below 8
+bytes than any daemon can give."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the numbers of a core begin.
+    """The first numbers of a core.
 
-    generation, segment: above every number that a surviving tier has used. id: of leases and reservations; far from those of former daemons,
-    so that a release that comes late frees nothing of somebody else. seed: of the table of names; a secret one, so that no client can
-    make up names that slow it down. No answer depends on it. unix_s: Unix time when `now` is 0, by which what is said of blocks runs out.
+    generation, segment: above every number that a surviving tier has used.
+    id: of leases and reservations; far from those of previous runs, so that a late release frees
+    nothing of another session.
+    seed: of the table of names, secret, so that no client can make up names that slow it down. No
+    answer depends on it.
+    unix_s: Unix time when `now` is 0; retentions end by it.
     """
 
     generation: int = 1
@@ -61,8 +65,8 @@ class Start:
 class GroupQuery:
     """One attention group of a sequence.
 
-    namespaces: one id per rank asked for. hashes: uint8 [blocks, 32], first to last. tokens: covered by all the blocks; if no multiple
-    of tokens_per_block, the last block is short. need_tokens: for Need.LAST_TOKENS.
+    namespaces: one id per rank. hashes: uint8 [blocks, 32]. need_tokens: for Need.LAST_TOKENS.
+    tokens: covered by all the blocks; if no multiple of tokens_per_block, the last block is short.
     """
 
     namespaces: tuple[int, ...]
@@ -75,10 +79,11 @@ class GroupQuery:
 
 @dataclass(frozen=True, slots=True)
 class PutQuery:
-    """Consecutive blocks of one rank to be written. blocks: PUT_BLOCK [n]; a hash of zeros asks for a private page.
+    """Consecutive blocks of one rank to write. blocks: PUT_BLOCK [n]; a hash of zeros asks for a
+    private page.
 
-    parent: hash of the block before the first (ROOT at the start of a sequence). position: number of the first block.
-    priorities: uint8 [n], 0 to PRIORITY_LIMIT; None: nothing is said. retention_s: uint32 [n], for how long from now on, 0 for good.
+    parent: hash of the block before the first (ROOT at the start). position: of the first.
+    priorities: uint8 [n], 0 to PRIORITY_LIMIT; None: none. retention_s: uint32 [n], 0: for good.
     """
 
     namespace: int
@@ -89,7 +94,7 @@ class PutQuery:
     retention_s: Lengths | None = None
 
 
-# -- what must now happen outside
+# -- actions for the caller
 
 NONE_FREED, NO_EXTENTS, NO_TRANSFERS = np.zeros(0, FREED), np.zeros(0, EXTENT), np.zeros(0, TRANSFER)
 NO_WAITS: TransferIds = np.zeros(0, np.uint64)
@@ -97,14 +102,16 @@ NO_WAITS: TransferIds = np.zeros(0, np.uint64)
 
 @dataclass(slots=True)
 class Plan:
-    """What must now happen outside, decided together. Apply in this order: retired, freed, segments, reserved; then run the transfers.
+    """Actions for the caller, decided together. Apply in this order: retired, freed, segments,
+    reserved; then run the transfers.
 
-    retired: EXTENT, pages whose contents nobody may be served any more but who has a lease on them; they become free with the last one.
+    retired: EXTENT, pages that only sessions with a lease may read; their last release frees them.
     freed: FREED, pages that have become free; their contents must not be served any more.
-    segments: lives that begin. reserved: EXTENT, pages newly set aside, with their new generations (stamp them before anything is written).
-    transfers: TRANSFER in the order in which they should start; one with `after` waits for that transfer to succeed (and has
-    FAILED with it). Each must come back through `Core.finish`.
-    waits: uint64 ids of transfers of earlier plans that the asker depends on.
+    segments: segments that begin.
+    reserved: EXTENT, newly reserved pages with their new generations (stamp them before any write).
+    transfers: TRANSFER in starting order. One with `after` waits for that transfer to succeed, and
+    fails with it. Each must come back through `Core.finish`.
+    waits: uint64 ids of transfers of earlier plans that the caller depends on.
     A page may be in freed (old generation) and in reserved (new one) of the same plan.
     """
 
@@ -127,10 +134,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a lookup found.
+    """The answer of a lookup.
 
-    tokens: at which every group and rank can be served, from whichever tiers. tier_of: per group int8 [ranks, blocks], position of the nearest
-    serving tier that holds the block, -1 for none. tier_tokens: per tier, tokens of the first group's needed blocks (its first rank) that it is nearest for.
+    tokens: servable for every group and rank, from any tiers.
+    tier_of: per group int8 [ranks, blocks], nearest serving tier that holds the block, -1 for none.
+    tier_tokens: per tier, tokens of the first group's needed blocks (first rank) nearest in it.
     """
 
     tokens: int
@@ -140,7 +148,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was acquired, and the blocks that count as used by it."""
+    """An acquisition's query, and the blocks whose use it counted."""
 
     groups: tuple[GroupQuery, ...] = ()
     kind: Wanted = TierKind.HOST
@@ -149,11 +157,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Acquisition:
-    """A lease in the making. Run the plan's transfers, await its waits, then `settle` (also with nothing to run).
+    """A lease in the making. Run the plan's transfers, await its waits, then `settle` (even if
+    there is nothing to run).
 
-    lease: 0 if nothing can be served (the plan is then empty, or only what was planned on the way). tokens: servable if every transfer succeeds.
-    tier_tokens: as in Found, where the blocks were. whole: False if more is held than could be brought near now. shut: blocks of it lie in
-    tiers that were not to be read from. question: to be asked again, where that may come to more. served: what `settle` would say, where there is nothing to wait for.
+    lease: 0 if nothing can be served; the plan is then empty, or has transfers planned on the way.
+    tokens: servable if every transfer succeeds. tier_tokens: as in Found. question: for a repeat.
+    whole: False if more is held than could be brought near now. shut: shut tiers hold blocks of it.
+    served: the answer of `settle`, if there is nothing to wait for.
     """
 
     lease: int
@@ -168,10 +178,9 @@ class Acquisition:
 
 @dataclass(frozen=True, slots=True)
 class ServedGroup:
-    """The blocks of one group that a lease holds: numbers first to first + count - 1 of the group's hashes.
-
-    extents: EXTENT [ranks, count]. tokens: uint32 [count]. blocks: int64 [ranks, count], ids.
-    """
+    """The blocks of one group that a lease holds: numbers first to first + count - 1 of the group's
+    hashes. extents: EXTENT [ranks, count]. tokens: uint32 [count]. blocks: int64 [ranks, count],
+    ids."""
 
     first: int
     count: int
@@ -182,7 +191,7 @@ class ServedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a lease holds in the end. tokens == 0: nothing; the lease is gone and needs no release."""
+    """A settled lease. tokens == 0: it holds nothing, has ended and needs no release."""
 
     tokens: int
     groups: list[ServedGroup]
@@ -190,7 +199,7 @@ class Served:
 
     @property
     def extents(self) -> StructArray:
-        """EXTENT [n], all of the lease's, one group after another."""
+        """EXTENT [n] of all blocks of the lease, one group after another."""
         parts = [group.extents.reshape(-1) for group in self.groups]
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_EXTENTS
 
@@ -203,10 +212,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """reservation: 0 if no page was set aside. statuses: per query uint16 [n] BlockStatus: RESERVED, EXISTS or NO_ROOM.
+    """reservation: 0 if no page was reserved. statuses: per query uint16 [n] BlockStatus: RESERVED,
+    EXISTS or NO_ROOM.
 
-    extents: per query EXTENT [n]: the page to write; of a block that EXISTS its nearest page; zeros with page -1 for NO_ROOM. Blocks are counted over
-    all queries in order for COMMIT_BLOCK.index.
+    extents: per query EXTENT [n]: the page to write; for EXISTS the block's nearest page; for
+    NO_ROOM zeros with page -1. COMMIT_BLOCK.index counts blocks over all queries in order.
     """
 
     reservation: int
@@ -215,7 +225,7 @@ class Reserved:
     plan: Plan
 
     def without_pages(self) -> Reserved:
-        """What is answered where the pages were not to be had after all: NO_ROOM."""
+        """The answer if the pages got no memory: NO_ROOM."""
         for extents, statuses in zip(self.extents, self.statuses, strict=True):
             given = statuses == BlockStatus.RESERVED
             extents[given], statuses[given] = np.zeros(1, EXTENT), BlockStatus.NO_ROOM
@@ -224,7 +234,7 @@ class Reserved:
 
     @property
     def rows(self) -> Ids:
-        """Which blocks, over all queries, have pages that are the caller's to write."""
+        """Indices, over all queries, of blocks whose pages the caller writes."""
         return true_rows(np.concatenate(self.statuses) == BlockStatus.RESERVED)
 
     @property
@@ -239,7 +249,8 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class ReservedAhead:
-    """Pages for puts that may come. reservations: their numbers, one for each put that there are pages for; extents: EXTENT [reservations, blocks]."""
+    """Pages for expected puts. reservations: one number per put with pages; extents: EXTENT
+    [reservations, blocks]."""
 
     reservations: list[int]
     extents: StructArray
@@ -248,12 +259,15 @@ class ReservedAhead:
 
 @dataclass(frozen=True, slots=True)
 class Committing:
-    """Pages between begin_commit and finish_commit: written by the client, being hashed outside.
+    """Pages between begin_commit and finish_commit: written by the client, hashed by the caller.
 
-    They stay reserved whatever happens to the session, until finish_commit. extents: EXTENT [n], length = committed length. metas: META [n] with what
-    the core knows (names, lengths, place, generation); the caller fills in epoch, time_ms, codec and slices before finish_commit, which keeps
-    them. lengths: uint32 [n]. indices: uint32 [n], places in the reservation. staging: EXTENT [n], the page that the client wrote where that is not the block's
-    own, to be copied into it before it is hashed; page -1 where it is.
+    They stay reserved until finish_commit, even if the session ends. extents: EXTENT [n], length =
+    committed length.
+    metas: META [n] with names, lengths, place, generation. The caller fills in epoch, time_ms,
+    codec and slices, which finish_commit stores. lengths: uint32 [n]. indices: uint32 [n], places
+    in the reservation.
+    staging: EXTENT [n], the page that the client wrote, to be copied into the block's page before
+    hashing. Page -1 if the client wrote the block's own page.
     """
 
     id: int
@@ -268,10 +282,11 @@ class Committing:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """statuses: uint16 [n] READY, EXISTS or FAILED. extents: EXTENT [n] of the block's page (page -1 where FAILED). blocks: int64 [n], -1 where FAILED.
+    """statuses: uint16 [n] READY, EXISTS or FAILED. extents: EXTENT [n] of the block's page,
+    blocks: int64 [n]; page and block are -1 for FAILED.
 
-    metas: META [n], what was committed; the ids may stand for other blocks by the time that somebody asks. lease: 0
-    unless asked for and something is held.
+    metas: META [n] as committed; the ids may mean other blocks later. lease: 0 unless requested and
+    a block is held.
     """
 
     statuses: Codes
@@ -284,7 +299,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """lease: on all that was taken, 0 if nothing was. pinned, reserved: bool, which of the extents were."""
+    """lease: on all pages taken, 0 if none. pinned, reserved: bool, which extents were taken."""
 
     lease: int
     pinned: Bools
@@ -296,7 +311,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """blocks: how many had pages, and cannot be found any more. plan: what was on its way ends."""
+    """blocks: how many had pages; they now miss. plan: ends transfers in flight."""
 
     blocks: int
     plan: Plan
@@ -304,7 +319,7 @@ class Forgotten:
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """One kind of segment in a tier. Bytes are of a page, slot overhead included."""
+    """One class of segments in a tier. Bytes are of a page, slot overhead included."""
 
     domain: int
     class_bytes: int
@@ -315,9 +330,9 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. used_bytes: in pages that are not free, by class; assigned_bytes: in segments that have a class; evictions: pages freed for room.
+    """One tier. evictions: pages freed for room. declined: writes declined, by Verdict.
 
-    declined: how often a block was not worth a write to it, by the name of the Verdict.
+    used_bytes: in pages that are not free, by class; assigned_bytes: in segments that have a class.
     """
 
     name: str
@@ -341,7 +356,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class SessionStats:
-    """One session. pinned_bytes and reserved_bytes: per tier, what counts against its share."""
+    """One session. pinned_bytes and reserved_bytes: per tier, counted against its share."""
 
     session: int
     domain: int
@@ -366,9 +381,7 @@ class CoreStats:
 @dataclass(frozen=True, slots=True)
 class PagesHeld:
     """Readable pages of a tier in the order of their ids. extents: EXTENT [n]; blocks: int64 [n].
-
-    is_sealed: bool [n], nobody but the daemon can write to the page any more, so what is verified now stays so.
-    """
+    is_sealed: bool [n], only the daemon can write to the page, so a verification stays valid."""
 
     extents: StructArray
     blocks: Ids
@@ -381,7 +394,7 @@ class PagesHeld:
 
 
 QUARANTINED = np.dtype([("extent", EXTENT), ("fault", "<u2"), ("since", "<f8")])
-"""A page that is withheld: where, why (Fault), and the `now` since when."""
+"""A quarantined page: its extent, Fault, and the `now` when it was found."""
 
 BLOCK_INFO = np.dtype(
     [
@@ -392,13 +405,13 @@ BLOCK_INFO = np.dtype(
         ("domain", "<u4"),
         ("position", "<u4"),
         ("tokens", "<u4"),
-        ("length", "<u4"),  # stored bytes
-        ("pins", "<u4"),  # over all tiers, transfers included
+        ("length", "<u4"),  # Stored bytes.
+        ("pins", "<u4"),  # Over all tiers, transfers included.
         ("hits", "<u4"),
-        ("last_used", "<f8"),  # the `now` of the last use
-        ("attention", "<f4"),  # mass that workers reported
-        ("declined", "<u2"),  # Verdict of the store that it would have been written to, since its last use; 0: none
-        ("priority", "u1"),  # that a put said, + 1; 0: none was said
+        ("last_used", "<f8"),  # The `now` of the last use.
+        ("attention", "<f4"),  # Mass that workers reported.
+        ("declined", "<u2"),  # Verdict of its admission since the last use; 0: none.
+        ("priority", "u1"),  # Priority of a put, + 1; 0: none given.
         ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never
         ("tiers", "<u8"),  # bit t: tier t holds it
     ]

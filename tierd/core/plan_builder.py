@@ -1,7 +1,7 @@
 """A plan while it is being made.
 
-Purpose: collects what one step of the core decides, in order. Non-purpose: deciding. A page that was set aside and taken back within
-the step leaves no trace: nobody outside has seen it.
+It collects the decisions of one step of the core, in order. If a step reserves a page and frees it
+again, the plan omits it: no other part has seen it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids,
 
 
 class PlanBuilder:
-    """Arrays of a plan, part by part. now: the time of the step."""
+    """Collects the arrays of a plan. now: the time of the step."""
 
     def __init__(self, now: float) -> None:
         self.now = now
@@ -27,7 +27,7 @@ class PlanBuilder:
         self._segments: list[SegmentAssignment] = []
 
     def retire(self, extents: StructArray) -> None:
-        """EXTENT of pages that nobody finds any more, and that something pins."""
+        """EXTENT of pinned pages that lookups no longer find."""
         self._retired.append(extents)
 
     def free(self, records: StructArray) -> None:
@@ -35,15 +35,15 @@ class PlanBuilder:
         self._freed.append(records)
 
     def reserve(self, extents: StructArray) -> None:
-        """EXTENT of pages set aside."""
+        """EXTENT of reserved pages."""
         self._reserved.append(extents)
 
     def begin(self, assignment: SegmentAssignment) -> None:
-        """A segment begins a life."""
+        """A segment begins."""
         self._segments.append(assignment)
 
     def transfer(self, records: StructArray) -> None:
-        """TRANSFER records, after those that they follow."""
+        """TRANSFER records, after those that they depend on."""
         self._transfers.append(records)
 
     def wait(self, ids: TransferIds) -> None:
@@ -51,10 +51,10 @@ class PlanBuilder:
         self._waits.append(ids)
 
     def plan(self) -> Plan:
-        """What was collected."""
+        """The collected plan."""
         reserved = joined(self._reserved) if self._reserved else NO_EXTENTS
         freed = joined(self._freed) if self._freed else NONE_FREED
-        if len(reserved) and len(freed):  # what was both, nobody ever saw
+        if len(reserved) and len(freed):  # pages in both were never seen outside
             old, new = freed["extent"]["generation"], reserved["generation"]
             if old.max() >= new.min():
                 reserved, freed = reserved[~among(new, old)], freed[~among(old, new)]

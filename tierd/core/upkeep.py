@@ -1,7 +1,8 @@
-"""Upkeep: what happens to the books outside gets and puts.
+"""Upkeep: changes of state outside gets and puts.
 
-Purpose: ends of sessions, start after a restart, verification's verdicts, epochs, operators' wishes. Non-purpose: choosing victims
-(room.py). Common rule: pages that somebody pins are never freed; they are detached, so that nobody finds them, and freed with their last pin.
+Ends of sessions, the start after a restart, results of verification, epochs, operators' commands.
+Pinned pages are never freed: they are detached, so that no lookup finds them, and their last unpin
+frees them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Upkeep:
     # -- sessions
 
     def end_session(self, session: int, into: int, draft: PlanBuilder) -> None:
-        """Lets go of everything that the session held; its segments become the daemon's, or those of the session `into`."""
+        """Releases everything that the session held. Its segments become the daemon's, or those of
+        the session `into`."""
         holder = self._sessions.open.get(session)
         if holder is None:
             return
@@ -104,10 +106,9 @@ class Upkeep:
         return good
 
     def restore(self, holder: Session, *, pinned: StructArray, reserved: StructArray) -> Restored:
-        """Pins and reservations of a former daemon's session, whatever its share is now: its process touches them already.
-
-        A page that holds no block (it was being written, its epoch was bumped, its entry is torn) is kept from everybody until nobody has it.
-        """
+        """Pins and reservations of a session of the previous run, whatever its share is now: its
+        process uses them already. A page without a block (being written, epoch bumped, entry torn)
+        is withheld until all holders release it."""
         held = np.concatenate((pinned, reserved))
         self._keep_blank(held)
         where, kept = self._find(held, PageState.RETIRING)
@@ -122,7 +123,7 @@ class Upkeep:
         return Restored(lease, kept[: len(pinned)], kept[len(pinned) :])
 
     def begin_loading(self, tier: int) -> None:
-        """More of its blocks come beside the work."""
+        """More of its blocks follow while requests run."""
         self._index.tiers[tier].is_loading = True
 
     def bar(self, tier: int, segment: int | None) -> None:
@@ -139,14 +140,15 @@ class Upkeep:
             pages.vacate_idle(place)
 
     def close_empty(self, tier: int) -> None:
-        """Sends segments in which nothing was found and nobody holds anything to the pool."""
+        """Vacates segments without blocks and holders."""
         self._index.tiers[tier].is_loading = False
         self._index.tiers[tier].close_empty()
 
     # -- verdicts
 
     def verified(self, extents: StructArray) -> None:
-        """Clears UNVERIFIED of pages that are still those; never in a segment of NOBODY, to which somebody unknown may write at any time."""
+        """Clears UNVERIFIED of unchanged pages; never in a segment of NOBODY, which an unknown
+        process may write at any time."""
         for rows in runs(extents["tier"]):
             pages_of = self._index.tiers[int(extents["tier"][rows[0]])]
             pages = _still(pages_of.generation, extents[rows])
@@ -154,7 +156,7 @@ class Upkeep:
             pages_of.flags[pages] &= np.uint8(~UNVERIFIED & 0xFF)
 
     def are_held(self, extents: StructArray) -> Bools:
-        """Which pages are still those, readable and not doomed."""
+        """Which pages are unchanged, readable and not doomed."""
         held = np.zeros(len(extents), bool)
         for rows in runs(extents["tier"]):
             pages_of = self._index.tiers[int(extents["tier"][rows[0]])]
@@ -164,7 +166,7 @@ class Upkeep:
         return held
 
     def condemn(self, extents: StructArray, fault: Fault, draft: PlanBuilder) -> None:
-        """Quarantines pages that are still those, also where nobody finds them any more: a lease that pins one loses it."""
+        """Quarantines unchanged pages, findable or not; leases on them become invalid."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
             pages_of = self._index.tiers[tier]
@@ -175,7 +177,7 @@ class Upkeep:
                 self._index.condemn(tier, pages, fault, draft)
 
     def lose(self, extents: StructArray, draft: PlanBuilder) -> None:
-        """Detaches pages that are still those, ready or being filled."""
+        """Detaches unchanged pages, ready or being filled."""
         for rows in runs(extents["tier"]):
             tier = int(extents["tier"][rows[0]])
             pages_of, found = self._index.tiers[tier], extents[rows]
@@ -188,14 +190,15 @@ class Upkeep:
     # -- operators
 
     def live(self, blocks: Ids) -> Ids:
-        """Those of the ids that are blocks which can be found and have a readable page, each once."""
+        """Those of the ids that are findable blocks with a readable page, each once."""
         blocks = in_order(np.asarray(blocks, np.int64))
         blocks = blocks[blocks < self._index.blocks.top]
         blocks = blocks[self._index.blocks.named[blocks]]
         return blocks[self._index.nearest(blocks, range(len(self._index.tiers))) >= 0]
 
     def forget_namespaces(self, namespaces: set[int], draft: PlanBuilder) -> int:
-        """Their blocks are never found again, and what is on its way is nobody's; how many had pages, which they keep until `free_forgotten`."""
+        """Their blocks miss from now on, and transfers to them end unpublished. Returns how many
+        had pages, which they keep until `free_forgotten`."""
         blocks = self._index.blocks
         self._puts.dead |= namespaces
         count = blocks.forget(np.asarray(list(namespaces), np.int64))
@@ -208,7 +211,7 @@ class Upkeep:
         return count
 
     def free_forgotten(self, blocks: Ids, namespaces: Sequence[int], draft: PlanBuilder) -> None:
-        """Those of the ids that were forgotten with these namespaces lose their pages."""
+        """Frees the pages of those of the ids that were forgotten with these namespaces."""
         those = blocks[self._index.blocks.forgotten[blocks]]
         those = those[among(self._index.blocks.namespace[those], namespaces)]
         self._index.blocks.unname(those)
@@ -216,7 +219,7 @@ class Upkeep:
             self._doom_all(tier, those, Reason.EPOCH_BUMPED, draft)
 
     def evict(self, blocks: Ids, tier: int | None, draft: PlanBuilder) -> None:
-        """Frees pages that nothing holds."""
+        """Frees pages that are not pinned."""
         blocks = self.live(blocks)
         for position in range(len(self._index.tiers)) if tier is None else [tier]:
             pages = self._index.readable(position, blocks)
@@ -227,17 +230,18 @@ class Upkeep:
                 self._index.vacate(position, pages, Reason.ADMIN, draft)
 
     def pin_blocks(self, blocks: Ids) -> int:
-        """How many are pinned that were not."""
+        """Returns how many are newly pinned."""
         return self._set_pinned(blocks, pinned=True)
 
     def unpin_blocks(self, blocks: Ids) -> int:
-        """How many were pinned."""
+        """Returns how many were pinned."""
         return self._set_pinned(blocks, pinned=False)
 
     # -- inside
 
     def _add(self, metas: StructArray, known: Ids, names: Names, now: float) -> Ids:
-        """Of what two tiers say of a block, what is more holds. known: the blocks that there are of these names, else -1."""
+        """Adds blocks; of two tiers' priorities for one, the greater holds. known: ids of these
+        names, else -1."""
         blocks = self._index.blocks
         if some(blocks.priority[known[known >= 0]]):
             metas = metas.copy()
@@ -260,7 +264,8 @@ class Upkeep:
     def _is_sound(
         self, tier: int, extents: StructArray, metas: StructArray, pages: Ids, names: Names
     ) -> tuple[Bools, Ids]:
-        """Which survivors can be taken: a free page of a known segment, once; a new name here; nothing that contradicts. And the ids of their names, -1: none."""
+        """Which survivors can be taken: a free page of a known segment, once; a new name here; no
+        contradiction. Also the ids of their names, -1: none."""
         pages_of, blocks = self._index.tiers[tier], self._index.blocks
         good = pages >= 0
         good[good] = pages_of.state[pages[good]] == PageState.FREE
@@ -278,7 +283,8 @@ class Upkeep:
         return np.asarray(good, bool), ids
 
     def _find(self, extents: StructArray, state: int) -> tuple[Where, Bools]:
-        """Pages by place; and which are in this state (a used one: with this generation; a free one: not twice)."""
+        """Pages by place, and which have this state. A used one must have this generation, a free
+        one must be unique."""
         pages = np.full(len(extents), -1, np.int64)
         good = np.zeros(len(extents), bool)
         for rows in runs(extents["tier"]):
@@ -297,7 +303,8 @@ class Upkeep:
         return Where(extents["tier"].astype(np.int64), pages), good
 
     def _keep_blank(self, extents: StructArray) -> None:
-        """Those of the pages that are free are doomed, as if a block in them had gone: whoever pins one has it, the last one frees it."""
+        """Dooms those pages that are free, as if a block had been there: holders pin them, the last
+        unpin frees them."""
         where, free = self._find(extents, PageState.FREE)
         for tier, page, generation in zip(*where.at(free), extents["generation"][free].tolist(), strict=True):
             pages_of, pages = self._index.tiers[tier], np.asarray([page], np.int64)
@@ -312,7 +319,7 @@ class Upkeep:
 
 
 def _firsts(pages: Ids, good: Bools) -> Bools:
-    """Which of the good rows hold a page for the first time."""
+    """Which good rows are the first with their page."""
     if every(pages[1:] > pages[:-1]):
         return good
     out = np.zeros(len(pages), bool)
@@ -322,7 +329,7 @@ def _firsts(pages: Ids, good: Bools) -> Bools:
 
 
 def _still(generation: Ids, extents: StructArray) -> Ids:
-    """Pages that have the extents' generations still."""
+    """Pages that still have the extents' generations."""
     pages = extents["page"]
     pages, wanted = pages[(pages >= 0) & (pages < len(generation))], extents["generation"]
     wanted = wanted[(extents["page"] >= 0) & (extents["page"] < len(generation))]

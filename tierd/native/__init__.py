@@ -1,8 +1,7 @@
-"""The data plane's loops in C++ (`plane.cpp`), where a compiler made them when tierd was installed.
+"""The data plane's loops in C++ (`plane.cpp`), if a compiler built them when tierd was installed.
 
-Purpose: `find_library`. Non-purpose: compiling (tools/native.py), the plain forms with the same results
-(client/blocks/copying.py). Invariant: a library of another source than the one beside it is
-not used.
+tools/native.py compiles them. Plain forms with the same results are in client/blocks/copying.py and
+one_sided_get.py. A library of another source than the one beside it is not used.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ LIBRARY = Path(__file__).with_name("plane.so")
 
 
 def source_id(source: Path = SOURCE) -> str:
-    """Names the source that a library was made of."""
+    """Names the source of a library."""
     return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
 
 
 def find_library() -> ctypes.CDLL | None:
-    """The library; None: there is none for this source and this machine."""
+    """The library; None if there is none for this source and this machine."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.tierd_source.restype = ctypes.c_char_p

@@ -1,11 +1,12 @@
-// The data plane's loops: blocks found in a directory and copied, each summed by XXH3-64 in the pass that copies it.
+// The data plane's loops. They find blocks in a directory and copy them; one pass copies a block
+// and sums it by XXH3-64.
 //
-// The plain forms, with the same results, are `tierd/client/data/copying.py` and `tierd/client/data/one_sided_get.py`; tests hold
-// one to the other. XXH3 is Yann Collet's, written here from its description
-// (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): a stripe is 64 bytes, a block of it 16 stripes. What is summed
-// is what is stored: each byte is read once, but for the last 64 of a slice.
-// No address is computed from what a directory or a catalogue says before that is held against the bounds of the
-// mapping.
+// The plain forms, with the same results, are `tierd/client/blocks/copying.py` and
+// `one_sided_get.py`; tests compare the two. XXH3 is Yann Collet's, written here from its
+// description (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): a stripe is 64 bytes, a block of
+// it 16 stripes. The stored bytes are the summed ones: each byte is read once, except the last 64
+// of a slice. An address is computed from a directory or a catalogue only after a check against the
+// mapping's bounds.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -112,7 +113,7 @@ void gather(uint64_t* sums, const uint8_t* stripe, size_t secret) {
   }
 }
 
-// Whole chunks from source on, into target where there is one.
+// Sums whole chunks from source on, and copies them to target unless it is null.
 using Chunks = void (*)(uint64_t* sums, const uint8_t* source, uint8_t* target, size_t chunks);
 
 void plain_chunks(uint64_t* sums, const uint8_t* source, uint8_t* target, size_t chunks) {
@@ -177,7 +178,7 @@ Chunks chunks_for(const uint8_t*, size_t) { return plain_chunks; }
 void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
 
-// One slice: its sum; its bytes are at target then, if that is not null.
+// The sum of one slice. Copies its bytes to target unless that is null.
 uint64_t sum_slice(const uint8_t* source, uint8_t* target, size_t length) {
   uint8_t tail[kChunkBytes + kStripeBytes];
   const size_t chunks = length > 240 ? (length - 1) / kChunkBytes : 0, done = chunks * kChunkBytes, left = length - done;
@@ -222,7 +223,7 @@ uint64_t word_at(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_A
 
 uint64_t key_of(uint64_t namespace_id, const uint8_t* hash) { return (read<uint64_t>(hash) ^ namespace_id * 0x9E3779B97F4A7C15) | 1; }
 
-// The entry of a key in the bucket that a spread gives; null: it has none there.
+// The entry of a key in the bucket that a spread gives; null if it has none there.
 const uint64_t* entry_of(const uint64_t* directory, uint64_t buckets, uint64_t key, uint64_t spread) {
   const uint64_t* bucket = directory + 2 * kSlots * ((key * spread >> 32) & (buckets - 1));
   for (size_t i = 0; i < kSlots; i++) {
@@ -236,7 +237,7 @@ const uint64_t* entry_of(const uint64_t* directory, uint64_t buckets, uint64_t k
   return first != nullptr ? first : entry_of(directory, buckets, key, 0xD6E8FEB86659FD93);
 }
 
-// Which of the segments, which ascend, lies at a place; their number: none.
+// The index of the segment at a place; count if there is none. The segments ascend.
 uint64_t segment_at(const TierdSegment* segments, uint64_t count, uint64_t place) {
   uint64_t first = 0, end = count;
   while (first < end) {
@@ -249,7 +250,7 @@ uint64_t segment_at(const TierdSegment* segments, uint64_t count, uint64_t place
 
 }  // namespace
 
-// BLOCK of tierd/client/data/copying.py.
+// BLOCK of tierd/client/blocks/copying.py.
 struct TierdBlock {
   const uint8_t* source;
   uint8_t* target;  // null: it is summed alone
@@ -257,8 +258,8 @@ struct TierdBlock {
   uint64_t layers;
 };
 
-// Sums blocks into sums, slice after slice, and copies them; how many are done. Before each block *is_over is looked
-// at: not 0, and no further block is touched.
+// Copies blocks and writes their slices' sums to sums; returns how many are done. If *is_over is
+// not 0 before a block, it and later ones are not touched.
 TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, uint64_t* sums, const volatile int32_t* is_over) {
   uint64_t done = 0;
   for (; done < count && !*is_over; done++) {
@@ -275,7 +276,7 @@ TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, 
   return done;
 }
 
-// PAGE of tierd/client/data/one_sided_get.py: a published page, as its entry says.
+// PAGE of tierd/client/blocks/one_sided_get.py: a published page, as its entry says.
 struct TierdPage {
   const uint8_t* source;
   uint64_t length;
@@ -295,9 +296,9 @@ struct TierdNames {
   uint32_t last_tokens;  // of the last one
 };
 
-// Finds blocks in a directory of so many buckets, and their pages; how many, up to the first that is not near.
-// *unmapped is the place of a segment that the next one may lie in and that is not
-// among these, else all bits.
+// Finds blocks in a directory of so many buckets, and their pages; returns how many are near before
+// the first that is not. *unmapped: the place of an unknown segment that may hold the next block,
+// else all bits.
 TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const TierdSegment* segments, uint64_t segment_count, const TierdNames* names, TierdPage* pages, uint64_t* unmapped) {
   *unmapped = ~uint64_t{0};
   for (uint64_t i = 0; i < names->count; i++) {
@@ -325,8 +326,8 @@ TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const
   return names->count;
 }
 
-// Whether pages that were summed have the sums of their tables, and still are what they were: 1 or 0 for each. mask:
-// what of their words counts.
+// Whether each page's sums match its table and its generation is unchanged: 1 or 0. mask: the bits
+// of its word that count.
 TIERD_API uint64_t tierd_check(const TierdPage* pages, uint64_t count, const uint64_t* sums, uint64_t mask, uint8_t* good) {
   uint64_t all = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -341,5 +342,5 @@ TIERD_API uint64_t tierd_check(const TierdPage* pages, uint64_t count, const uin
   return all;
 }
 
-// Which source this was made of.
+// The id of the source of this library.
 TIERD_API const char* tierd_source() { return TIERD_SOURCE; }

@@ -1,6 +1,6 @@
 """Policies of simulated tiers, by the names that people write.
 
-Purpose: `lru`, `default`, `clairvoyant`, `host:lru+nvme:lfu` as one name for each tier. Non-purpose: the policies. Invariant: a name that is
+`lru`, `default`, `clairvoyant`, `host:lru+nvme:lfu` become one name for each tier. Every name
 accepted here can be made.
 """
 
@@ -15,7 +15,7 @@ from tierd.policies.eviction import EVICTION
 from tierd.simulator.rivals import RIVALS
 
 DEFAULT = "default"
-"""What the daemon would run by its settings."""
+"""The policy of the daemon's settings."""
 CLAIRVOYANT = "clairvoyant"
 """Knows the future; only in a simulation."""
 KINDS = {"device": TierKind.DEVICE, "host": TierKind.HOST, "nvme": TierKind.NVME}
@@ -23,14 +23,15 @@ KINDS = {"device": TierKind.DEVICE, "host": TierKind.HOST, "nvme": TierKind.NVME
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which policy each tier has. text: as it was written; everywhere: for all that by_kind does not name."""
+    """The policy of each tier. text: as written; everywhere: for tiers that by_kind does not
+    name."""
 
     text: str
     everywhere: str = DEFAULT
     by_kind: Mapping[TierKind, str] = field(default_factory=dict)
 
     def applied(self, specs: Iterable[TierSpec]) -> tuple[TierSpec, ...]:
-        """The tiers with these policies; `default` leaves what their settings say."""
+        """The tiers with these policies; `default` keeps that of their settings."""
         return tuple(self._applied(spec) for spec in specs)
 
     def _applied(self, spec: TierSpec) -> TierSpec:

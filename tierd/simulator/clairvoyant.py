@@ -1,11 +1,12 @@
-"""Clairvoyant: the policy that knows when each block is used next.
+"""Clairvoyant: the policy that knows when each block is used next, a bound for all others.
 
-Purpose: the bound that no policy passes. Non-purpose: a daemon's policy; it needs the trace's future. L. A. Belady, "A study of replacement
-algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966: what is used farthest in the future leaves first. In one tier that is
-exact for chained blocks too, because blocks have one size and a parent is never needed later than its child: then what is held is always
-a set of whole prefixes, and a hit of Belady's is a hit of a prefix. It is exact only if a block that is worth less than all that is held is not
-taken in at all, so the driver here leaves the end of a request away (which is worth least).
-In several tiers each tier is ordered by the next use, which is good, and no proven bound.
+It needs the trace's future, so no daemon offers it. L. A. Belady, "A study of replacement
+algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966: evict the block whose
+next use is farthest. In one tier that is exact for chained blocks too: blocks have one size, and a
+parent is never needed later than its child. So the tier always holds whole prefixes, and each of
+Belady's hits is a hit of a prefix. It is exact only if a block worth less than all held ones is not
+stored. So the driver here omits the end of a request, which is worth least. In several tiers each
+tier is ordered by the next use, which is good, but no proven bound.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from tierd.policies.admission.gate import Gate, Worth
 from tierd.simulator.sequences import Numbers, Trace, numbers_of
 
 NEVER = 1 << 40
-"""A request that does not come."""
+"""Number of a request that never comes."""
 DEPTH_BITS = 20
-"""Of two blocks with one next use the deeper leaves first; blocks beyond this depth count as equally deep."""
+"""Of two blocks with one next use the deeper goes first; deeper than this counts as equal."""
 
 
 def next_uses(trace: Trace) -> NDArray[np.int64]:
-    """For each block access the number of the next request that has the block, or NEVER. int64 [accesses]."""
+    """For each block access, the next request that has the block, or NEVER. int64 [accesses]."""
     requests = np.repeat(np.arange(len(trace)), np.diff(trace.starts))
     order = np.lexsort((requests, trace.blocks))
     again = trace.blocks[order][1:] == trace.blocks[order][:-1]
@@ -40,7 +41,7 @@ def next_uses(trace: Trace) -> NDArray[np.int64]:
 
 
 class Foresight:
-    """When each block of a trace is used next, as seen from the request that is being served."""
+    """The next use of each block of a trace, seen from the current request."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -49,23 +50,23 @@ class Foresight:
         self._depth = np.zeros(trace.distinct, np.int64)
 
     def see(self, request: int) -> None:
-        """The request is served now."""
+        """Advances to this request."""
         numbers = self._trace.of(request)
         start = int(self._trace.starts[request])
         self._now[numbers] = self._uses[start : start + len(numbers)]
         self._depth[numbers] = np.minimum(np.arange(len(numbers)), (1 << DEPTH_BITS) - 1)
 
     def next_use(self, numbers: Numbers) -> NDArray[np.int64]:
-        """Of blocks by number: the next request that has them, or NEVER."""
+        """The next request that has each block, or NEVER. numbers: of blocks."""
         return self._now[numbers]
 
     def coldness(self, numbers: Numbers) -> NDArray[np.int64]:
-        """Of blocks by number: what has more of it leaves first."""
+        """Blocks with a greater value are evicted first. numbers: of blocks."""
         return (self._now[numbers] << DEPTH_BITS) + self._depth[numbers]
 
 
 class Clairvoyant:
-    """An eviction policy over what a Foresight sees. The order of calls and `now` are not looked at."""
+    """An eviction policy by a Foresight. It ignores `now` and the order of calls."""
 
     def __init__(self, blocks: Blocks, sight: Foresight) -> None:
         self._blocks, self._sight = blocks, sight
@@ -78,7 +79,7 @@ class Clairvoyant:
         return self._count
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come."""
+        """The blocks were stored."""
         if len(blocks) == 0:
             return
         self._lengthen(int(blocks.max()) + 1)
@@ -87,16 +88,16 @@ class Clairvoyant:
         self._count += len(blocks)
 
     def touch(self, blocks: Ids, now: float) -> None:
-        """What was used says nothing here."""
+        """Past uses do not matter here."""
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were removed."""
         self._here[blocks] = False
         self._count -= len(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` that are used farthest in the future and not pinned, the farthest first, or None."""
-        rows = min(len(pinned), len(self._here))  # nothing is tracked beyond either
+        """The `count` unpinned blocks with the farthest next use, farthest first, or None."""
+        rows = min(len(pinned), len(self._here))  # no block is tracked beyond either
         free = np.flatnonzero(self._here[:rows] & ~pinned[:rows])
         if len(free) < count:
             return None
@@ -118,23 +119,25 @@ class Clairvoyant:
 
 
 class UsedAgain(Gate):
-    """The admission that knows the future: what is used again is written, the soonest first, as far as the wear budget reaches."""
+    """The admission that knows the future: writes blocks that are used again, soonest first, within
+    the wear budget."""
 
     def __init__(self, spec: TierSpec, blocks: Blocks, sight: Foresight) -> None:
         super().__init__(spec, blocks)
         self._names, self._sight = blocks, sight
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """More for what is used sooner, 0 for what never is."""
+        """Greater for an earlier next use, 0 for none."""
         uses = self._sight.next_use(numbers_of(self._names.hash[blocks]))
         return np.where(uses < NEVER, 1.0 / (1.0 + uses), 0.0)
 
 
 class ForesightDriver(InstantDriver):
-    """Puts of a request only what is used again and sooner than what would leave for it."""
+    """Puts only blocks of a request whose next use is sooner than that of the blocks evicted for
+    them."""
 
     def __init__(self, core: Core, *, kind: TierKind, tiers: list[Clairvoyant], pages: int) -> None:
-        """tiers: the policies of the core's tiers. pages: full blocks that they hold in all."""
+        """tiers: the policies of the core's tiers. pages: full blocks that all hold."""
         super().__init__(core, kind=kind, tier_count=len(tiers))
         self._tiers, self._pages = tiers, pages
         self.sight = tiers[0]._sight
@@ -147,7 +150,7 @@ class ForesightDriver(InstantDriver):
         )
 
     def _worth(self, missing: Numbers) -> int:
-        """How many of the missing blocks, from the first on, are among the best that can be held."""
+        """How many of the missing blocks, from the first on, are among the best that fit."""
         uses = self.sight.next_use(missing)
         held = np.unique(np.concatenate([tier.held() for tier in self._tiers]))
         room = max(0, self._pages - len(held))

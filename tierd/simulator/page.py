@@ -1,7 +1,7 @@
-"""Curves as one page of HTML that needs nothing else.
+"""Curves as one page of HTML, interactive and self-contained; plot.py makes pictures.
 
-Purpose: a page to look around in: values under the pointer, curves that come and go, all rows. Non-purpose: a picture (plot.py). Invariants: the
-page loads nothing; what stands in it was put there as data, so that no name of a trace or a policy can become part of its program.
+It shows values under the pointer, curves to toggle, and all rows. The page loads nothing.
+Everything from a trace is embedded as data, so that no name can become part of its program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tierd.simulator.rows import Panel, Row
 
 PLACE = "/*rows*/null"
-"""In page.html: where the data goes."""
+"""Place of the data in page.html."""
 
 
 def page_of(panels: Sequence[Panel], rows: Sequence[Row]) -> str:

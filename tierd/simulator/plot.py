@@ -1,7 +1,6 @@
-"""Curves as a picture file, by matplotlib.
+"""Curves as a picture file, PNG or SVG, by matplotlib; page.py makes pages.
 
-Purpose: PNG and SVG for papers and issues. Non-purpose: a page to look around in (page.py). Invariant: matplotlib is imported only when a picture is
-made; it is no requirement of tierd.
+matplotlib is no requirement of tierd: it is imported only when a picture is made.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tierd.simulator.rows import Curve, Panel
 from tierd.units import format_bytes
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6bd0", "#8c564b")
-"""Told apart by colour-blind people too, for the most part (M. Okabe and K. Ito); beyond them lines are dashed."""
+"""Mostly distinct for colour-blind people too (M. Okabe and K. Ito); further lines are dashed."""
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 BOUND = "#888888"
 COLUMNS = 2
@@ -25,7 +24,8 @@ PANEL_INCHES = (5.6, 4.0)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """Writes the curves as a picture; the ending says which kind. Raises Unsupported without matplotlib, OSError."""
+    """Writes a picture; the ending gives its format. Raises Unsupported without matplotlib,
+    OSError."""
     columns = min(COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     policies = list(dict.fromkeys(curve.policy for panel in panels for curve in panel.curves))
@@ -47,7 +47,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
 
 def require_matplotlib() -> Any:
-    """Its class of figures. Raises Unsupported without it."""
+    """matplotlib's class of figures. Raises Unsupported without it."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
@@ -93,7 +93,7 @@ def _style(curve: Curve, policies: Sequence[str]) -> dict[str, Any]:
 
 
 def _apart(xs: Sequence[float]) -> list[float]:
-    """Those of the sorted sizes whose labels do not run into one another."""
+    """Those of the sorted sizes whose labels do not overlap."""
     span = math.log(xs[-1] / xs[0]) or 1.0
     kept: list[float] = []
     for x in xs:

@@ -1,7 +1,8 @@
-"""What runs came to, as rows of plain values and as curves over a tier's size.
+"""Results of runs, as rows of plain values and as curves over a tier's size.
 
-Purpose: the one form that tables, JSON, plots and pages are made from. Non-purpose: how they look. Invariants: hits are shares of the prompt tokens of the
-trace, and those of the tiers add up to prefix_token_hit; the points of a curve differ in the size of one tier alone, the smallest first.
+Tables, JSON, plots and pages are made from them. Hits are shares of the prompt tokens of the trace;
+those of the tiers add up to prefix_token_hit. The points of a curve differ only in the size of one
+tier, the smallest first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """One run in a curve. x: the size of the tier that varies, bytes or a share of the distinct blocks; text: as it was written."""
+    """One run in a curve. x: the varying size, in bytes or as a share; text: as written."""
 
     x: float
     text: str
@@ -36,13 +37,14 @@ class Curve(NamedTuple):
 
     @property
     def is_bound(self) -> bool:
-        """Whether it knows the future."""
+        """Whether its policy knows the future."""
         return CLAIRVOYANT in self.policy
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves that belong together. trace: its name; axis: what varies; beside: the sizes that do not, as text; in_bytes: what x is."""
+    """Curves of one diagram. trace: its name; axis: the variable; beside: the fixed sizes, as text;
+    in_bytes: the unit of x."""
 
     trace: str
     axis: str
@@ -52,12 +54,12 @@ class Panel:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the clairvoyant is a proven bound here: in one tier of so many blocks."""
+        """Whether the clairvoyant is a proven bound here: in one tier sized in blocks."""
         return not self.in_bytes and not self.beside
 
 
 def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
-    """What a run came to. Writes count in footprints: the bytes of all distinct blocks."""
+    """The result of a run. Writes count in footprints: the bytes of all distinct blocks."""
     kinds = [spec.kind for spec in run.tiers.specs]
     tokens = {kind: sum(t for k, t in zip(kinds, outcome.tier_tokens, strict=True) if k is kind) for kind in KINDS}
     written = sum(size for kind, size in zip(kinds, outcome.copied_bytes, strict=True) if kind is TierKind.NVME)
@@ -75,7 +77,7 @@ def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
 
 
 def panels_of(runs: Sequence[Run], rows: Sequence[Row]) -> list[Panel]:
-    """The rows as curves, in the order in which they came."""
+    """The rows as curves, in their order."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     axes = [_axis(run, runs) for run in runs]
     for i, (run, axis) in enumerate(zip(runs, axes, strict=True)):
@@ -90,13 +92,13 @@ def short_name(trace: str) -> str:
 
 
 def _asked_writes(run: Run) -> Row:
-    """What was asked for besides tiers and policies."""
+    """Options other than tiers and policies."""
     admission, budget = run.writes.admission, run.writes.budget
     return ({"admission": admission} if admission else {}) | ({"wear_budget": budget.text} if budget else {})
 
 
 def _axis(run: Run, runs: Sequence[Run]) -> TierKind:
-    """The kind of tier, of those that the run has, that comes in most sizes; the farthest of several."""
+    """The run's kind of tier with the most sizes in these runs; the farthest of several."""
     texts = {kind: {r.tiers.texts.get(kind) for r in runs if r.trace == run.trace} for kind in run.tiers.amounts}
     return max(run.tiers.amounts, key=lambda kind: (len(texts[kind]), kind))
 

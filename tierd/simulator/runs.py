@@ -1,8 +1,8 @@
-"""Runs: traces through cores, one after another or in processes of their own.
+"""Runs: traces through cores, one after another or in parallel processes.
 
-Purpose: what a policy makes of a trace in tiers of some sizes. Non-purpose: showing it. The core, the policies and the driver are the daemon's
-own. Invariants: a run depends on its trace, its tiers and its policies alone, so any number of processes give the same rows; a run that
-was begun ends when the one who asked for it is gone or asks no more.
+The core, the policies and the driver are the daemon's own. A run depends only on its trace, tiers
+and policies, so any number of processes gives the same rows. A run ends early if its parent process
+dies or stops asking.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tierd.simulator.sizes import Tiers
 from tierd.simulator.wear import Writes
 
 REFRESH_S = 0.1
-"""How often it is looked how far the processes are."""
+"""Interval at which the progress of processes is read."""
 
 Counted = Callable[[int], bool]
-"""Told after each request how many are done; False: go no further."""
+"""Called after each request with the number done; False stops the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,15 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What tells it from other runs in tiers of these sizes."""
+        """Its name among runs in tiers of the same sizes."""
         asked = (self.choice.text, self.writes.admission, self.writes.budget.text if self.writes.budget else None)
         return ", ".join(filter(None, asked))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to. tier_tokens: prompt tokens found in each tier; copied_bytes: written into each by transfers; both near to far."""
+    """The result of a run. tier_tokens: prompt tokens found in each tier; copied_bytes: written
+    into each by transfers; both near to far."""
 
     tier_tokens: tuple[int, ...]
     copied_bytes: tuple[int, ...]
@@ -67,7 +68,7 @@ class Outcome:
 
 
 class _Knowing(NamedPolicies):
-    """The daemon's policies, their rivals, and those that know the future. knowing: gets each of the last."""
+    """The daemon's policies, their rivals, and those that know the future (added to knowing)."""
 
     def __init__(self, sight: Foresight | None, knowing: list[Clairvoyant]) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class Simulation:
 
 
 def simulate(trace: Trace, run: Run, *, counted: Counted = lambda _: True) -> Outcome:
-    """Serves the whole trace, or as much as `counted` lets it."""
+    """Serves the trace, until `counted` returns False."""
     begun, simulation = time.perf_counter(), Simulation(trace, run)
     for request in range(len(trace)):
         simulation.serve(request)
@@ -136,10 +137,8 @@ def simulate(trace: Trace, run: Run, *, counted: Counted = lambda _: True) -> Ou
 def simulate_all(
     traces: Sequence[Trace], runs: Sequence[Run], *, jobs: int, show: Callable[[int], None] = lambda _: None
 ) -> list[Outcome]:
-    """The outcomes of all runs, in their order. jobs: processes; with one, all happens in this. show: told how many requests are done in all.
-
-    Raises TierFailed if a process dies.
-    """
+    """The outcomes of all runs, in their order. jobs: processes; 1 runs all in this one. show:
+    called with the number of requests done in all. Raises TierFailed if a process dies."""
     if min(jobs, len(runs)) > 1:
         return _in_processes(traces, runs, jobs=min(jobs, len(runs)), show=show)
     outcomes: list[Outcome] = []
@@ -160,7 +159,7 @@ def simulate_all(
 
 @dataclass(slots=True)
 class _Worker:
-    """What a process was given: the traces, how far each run is, and whether it is to go on."""
+    """State of a process: the traces, the progress of each run, and whether to go on."""
 
     traces: Sequence[Trace]
     done: Any
@@ -171,8 +170,8 @@ _worker: list[_Worker] = []
 
 
 def _begin(traces: Sequence[Trace], done: Any, go_on: Any) -> None:
-    """A process begins: it ends with the one that began it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its parent's to answer
+    """Starts a process that ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _worker[:] = [_Worker(traces, done, go_on)]
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -213,7 +212,7 @@ def _in_processes(
 
 
 def _waits(futures: Sequence[Future[Outcome]]) -> Iterator[None]:
-    """Some time passes, until all have ended or one has failed."""
+    """Yields after each pause, until all have ended or one has failed."""
     left = set(futures)
     while left:
         ended, left = wait(left, timeout=REFRESH_S, return_when=FIRST_COMPLETED)

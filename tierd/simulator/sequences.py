@@ -1,8 +1,7 @@
-"""Traces as arrays, and their requests as the core is asked.
+"""Traces as arrays, and their requests in the core's form.
 
-Purpose: everything that all runs over one trace share, made once. Non-purpose: reading files (tierd.cli.trace), time that passes. Invariants: a block
-has one number, 0 and up in the order of first appearance, and one hash, from which the number can be read back; nothing changes
-after it was made, so that runs share it.
+Runs over one trace share these arrays, which never change. tierd.cli.trace reads files. A block has
+one number, 0 and up in the order of first appearance, and one hash, which contains the number.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from tierd.core.instant_driver import Sequence
 from tierd.core.plan import PutQuery
 
 Numbers = NDArray[np.int64]
-"""Of blocks in a trace."""
+"""Numbers of blocks in a trace."""
 
 Column = NDArray[np.int64]
 
 TOKENS_PER_BLOCK = 512
-"""Of a trace whose lines do not say."""
+"""Tokens of a full block, if the trace does not give them."""
 BLOCK_BYTES = 64 << 10
-"""Of a full block of which nobody says how large it is."""
+"""Bytes of a full block, if neither the trace nor the user gives them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How large blocks are. block_bytes: of a full one; None: as its trace says, else BLOCK_BYTES. whole: a short one takes as much."""
+    """Sizes of blocks. block_bytes: of a full one; None: the trace's, else BLOCK_BYTES. whole: a
+    short one takes as much."""
 
     block_bytes: int | None = None
     whole: bool = False
@@ -40,10 +40,9 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. time_ms: arrival, from the start of the trace. blocks: ids, first to last; the last may be short.
+    """One request. time_ms: since the start of the trace. blocks: ids; the last may be short.
 
-    block_tokens: of a full block; block_bytes: its size where it was recorded, 0: not known.
-    namespace: a number, in recordings of several.
+    block_tokens: of a full block. block_bytes: as recorded, 0: unknown. namespace: as recorded.
     """
 
     time_ms: int
@@ -56,9 +55,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of n requests. blocks int64: the number of each block access, request after request; starts int64 [n + 1]: where each begins.
+    """A trace of n requests. blocks int64: the number of each block access, request after request.
 
-    name: as its user calls it. times_s float64 [n]. int64 [n]: tokens; of a full block its tokens and bytes, 0: not known; namespaces.
+    starts int64 [n + 1]: where each request begins. name: as its user calls it.
+    times_s float64 [n]. int64 [n]: tokens; full_tokens, full_bytes (0: unknown); namespaces.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Trace:
 
     @cached_property
     def distinct(self) -> int:
-        """How many blocks there are."""
+        """The number of distinct blocks."""
         return int(self.blocks.max(initial=-1)) + 1
 
     @cached_property
@@ -91,7 +91,8 @@ class Trace:
 
     @cached_property
     def hashes(self) -> NDArray[np.uint8]:
-        """By number: uint8 [distinct, 32]. Words as evenly spread as a hash's, as sketches want them (splitmix64), and the number + 1 last."""
+        """By number: uint8 [distinct, 32]. Three words spread as evenly as a hash's, as sketches
+        need (splitmix64), then the number + 1."""
         words = np.zeros((self.distinct, 4), "<u8")
         words[:, 3] = np.arange(1, self.distinct + 1)
         for word in range(3):
@@ -106,7 +107,7 @@ class Trace:
         return self.blocks[self.starts[request] : self.starts[request + 1]]
 
     def distinct_bytes(self, measure: Measure) -> int:
-        """What all blocks take, once each."""
+        """Bytes of all blocks, once each."""
         if measure.whole:
             return self.distinct * (measure.block_bytes or BLOCK_BYTES)
         counts = np.diff(self.starts)
@@ -117,7 +118,7 @@ class Trace:
         return int(np.maximum(1, size[first] * covered[first] // full[first]).sum())
 
     def sequence(self, request: int, measure: Measure) -> Sequence:
-        """A request as the driver takes it."""
+        """A request in the driver's form."""
         make = WholeBlocks if measure.whole else Sequence
         return make(
             int(self.namespaces[request]) + 1,
@@ -133,7 +134,7 @@ class Trace:
 
 
 class WholeBlocks(Sequence):
-    """A sequence whose last block takes as many bytes as the others, however short it is."""
+    """A sequence whose last block takes as many bytes as the others, even if it is short."""
 
     def put(self, first: int) -> PutQuery:
         """The blocks from number `first` on, to be written."""
@@ -143,7 +144,7 @@ class WholeBlocks(Sequence):
 
 
 def numbers_of(hashes: NDArray[Any]) -> Numbers:
-    """The numbers of blocks by their hashes, uint64 [n, 4], as the core keeps them."""
+    """The numbers of blocks by their hashes, uint64 [n, 4] of the core."""
     return hashes[:, 3].astype(np.int64) - 1
 
 

@@ -1,12 +1,12 @@
-"""Sizes of simulated tiers, as people write them, and the tiers that they mean.
+"""Sizes of simulated tiers as people write them (`64GiB`, `5%`, `817blocks`), and their tiers.
 
-Purpose: `64GiB`, `5%` and `817blocks` as what the core is told of tiers. Non-purpose: what is simulated. Two rules:
-- Bytes mean a tier just as a daemon of that capacity makes it: segments, size classes for short blocks, slot headers, a session's share. So a
-  replay in lockstep against that daemon finds the same.
-- Blocks, and per cent of the distinct blocks, rounded down, mean that exactly so many blocks are held between requests, a short one counted like a full
-  one. The request in progress has headroom of its own, and one session may hold all. Published figures mean that.
+- Bytes give a tier as a daemon of that capacity makes it: segments, size classes for short blocks,
+  slot headers, a session's share. A replay in lockstep against that daemon has the same hits.
+- Blocks, or per cent of the distinct blocks rounded down, hold exactly so many blocks between
+  requests; a short one counts as full. The current request has extra headroom, and one session may
+  hold all. Published figures mean that.
 
-Invariant: the tiers of one run are all of one rule, because a block has one length in all of them.
+The tiers of one run all follow one rule, because a block has one length in all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierd.simulator.sequences import Measure
 from tierd.units import format_bytes, parse_bytes
 
 KINDS = (TierKind.DEVICE, TierKind.HOST, TierKind.NVME)
-"""Near to far: the kinds of tiers that can be simulated."""
+"""Kinds of tiers that can be simulated, near to far."""
 TABLES: Mapping[TierKind, type[DeviceConfig | HostConfig | NvmeConfig]] = {
     TierKind.DEVICE: DeviceConfig,
     TierKind.HOST: HostConfig,
@@ -38,7 +38,8 @@ _COUNTED = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%|blocks?)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a tier is. text: as it was written. One of the three is set: bytes, blocks, or a share of the distinct blocks."""
+    """The size of a tier. text: as written. One of the three is set: bytes, blocks, or a share of
+    the distinct blocks."""
 
     text: str
     bytes: int | None = None
@@ -46,7 +47,7 @@ class Size:
     share: Fraction | None = None
 
     def count(self, distinct: int) -> int:
-        """The blocks that it holds, of a trace with so many; not for bytes."""
+        """Blocks that it holds, for a trace with so many distinct ones; not for sizes in bytes."""
         return self.blocks if self.blocks is not None else math.floor((self.share or 0) * distinct)
 
 
@@ -56,10 +57,8 @@ Sizes = Mapping[TierKind, Size]
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """What a run's core is made of. specs: near to far, each with the policy of its settings. texts: their sizes as they were written.
-
-    amounts: the same as numbers, bytes or a share of the distinct blocks.
-    """
+    """Tiers of a run. specs: near to far, with policies from the settings. texts: sizes as written;
+    amounts: as numbers, bytes or a share of the distinct blocks."""
 
     specs: tuple[TierSpec, ...]
     texts: Mapping[TierKind, str]
@@ -97,7 +96,8 @@ def _bytes_of(text: str) -> int:
 
 
 def tiers_of(sizes: Sizes, *, distinct: int, longest: int, block_bytes: int | None, config: Config) -> Tiers:
-    """The tiers that the sizes mean; none given: the config's own. config: of the daemon that is simulated, as it is written. Raises InvalidArgument, ConfigError."""
+    """The tiers of these sizes; without sizes, the config's own. config: of the simulated daemon,
+    as written. Raises InvalidArgument, ConfigError."""
     if not sizes:
         return _as_configured(config, Measure(block_bytes))
     check_kinds(sizes)
@@ -108,7 +108,7 @@ def tiers_of(sizes: Sizes, *, distinct: int, longest: int, block_bytes: int | No
 
 
 def check_kinds(sizes: Sizes) -> None:
-    """Raises InvalidArgument for tiers that no daemon has, or that do not go together."""
+    """Raises InvalidArgument for combinations of tiers that no daemon has."""
     if TierKind.HOST not in sizes and (TierKind.NVME in sizes or TierKind.DEVICE not in sizes):
         raise InvalidArgument("simulate: an nvme tier needs a host tier to read into; add --host SIZE")
     in_bytes = {size.bytes is not None for size in sizes.values()}
@@ -118,7 +118,7 @@ def check_kinds(sizes: Sizes) -> None:
 
 
 def _as_configured(config: Config, measure: Measure, texts: Mapping[TierKind, str] | None = None) -> Tiers:
-    """Tiers as that daemon makes them."""
+    """Tiers as the daemon of this config makes them."""
     resolved = resolve(config)
     specs = tuple(spec for spec, _ in specs_of(resolved))
     if texts is None:
@@ -128,7 +128,7 @@ def _as_configured(config: Config, measure: Measure, texts: Mapping[TierKind, st
 
 
 def _resized(config: Config, sizes: Sizes) -> Config:
-    """The config with one tier of each kind, otherwise as its first table says."""
+    """The config with one tier of each kind, otherwise as in its first table."""
     changed: dict[str, Any] = {kind.name.lower(): _tables(config, kind, sizes.get(kind)) for kind in KINDS}
     return dataclasses.replace(config, **changed)
 
@@ -147,7 +147,8 @@ def _first_table(config: Config, kind: TierKind) -> DeviceConfig | HostConfig | 
 
 
 def _counted(sizes: Sizes, distinct: int, longest: int, config: Config) -> Tiers:
-    """Tiers that hold so many blocks of one page each between requests: one segment, which nobody owns, so that no page is ever of a wrong kind."""
+    """Tiers that hold so many blocks of one page each between requests. One segment without a
+    writer: every page fits every block."""
     specs = []
     for kind in (kind for kind in KINDS if kind in sizes):
         table, pages = _first_table(config, kind), sizes[kind].count(distinct)

@@ -1,7 +1,7 @@
-"""What is written to simulated stores: the admission policy and the wear budget, as people write them.
+"""Writes to simulated stores: `--admission` and `--wear-budget` as parts of a tier's spec.
 
-Purpose: `--admission` and `--wear-budget` as parts of a tier's spec. Non-purpose: the policies (tierd.policies.admission). A budget in footprints is a
-share of what all distinct blocks of the trace take, to be written over the trace's own span of time.
+A budget in footprints is a share of the bytes of all distinct blocks. It is to be written over the
+trace's own span of time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _FOOTPRINTS = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*footprints?\s*")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be written to a store. text: as it was written. One of the two is set."""
+    """The write budget of a store. text: as written. One of the two is set."""
 
     text: str
     bytes_per_day: int | None = None
     footprints: Fraction | None = None
 
     def rate(self, trace: Trace, measure: Measure) -> float:
-        """Bytes per second of the trace's time. Raises InvalidArgument for bytes where blocks have none."""
+        """Bytes per second of trace time. Raises InvalidArgument for bytes if sizes are in
+        blocks."""
         if self.footprints is not None:
             span_s = float(trace.times_s[-1] - trace.times_s[0]) if len(trace) else 0.0
             return float(self.footprints) * trace.distinct_bytes(measure) / max(span_s, 1.0)
@@ -45,13 +46,14 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """How stores are written to; None: as the settings say."""
+    """Write options of stores; None: from the settings."""
 
     admission: str | None = None
     budget: Budget | None = None
 
     def applied(self, specs: Iterable[TierSpec], trace: Trace, measure: Measure) -> tuple[TierSpec, ...]:
-        """The tiers with these; a clairvoyant store takes what is used again, unless an admission is named."""
+        """The tiers with these options; a clairvoyant store writes reused blocks, unless an
+        admission is named."""
         return tuple(self._applied(s, trace, measure) if s.kind is TierKind.NVME else s for s in specs)
 
     def _applied(self, spec: TierSpec, trace: Trace, measure: Measure) -> TierSpec:

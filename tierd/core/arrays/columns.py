@@ -1,9 +1,9 @@
-"""Columns that grow in small steps.
+"""Numpy columns that grow in small steps.
 
-Purpose: how a numpy column gets its room. Non-purpose: what is in it. Where it is known how many rows there may be, `roomy` makes them all at once:
-memory takes none before it is written to. A column beyond that is lengthened in place: nothing is copied, but the kernel may have to move the mapping,
-page by page, which for forty columns of ten million rows takes tens of milliseconds. Invariant: nobody keeps a view of a column across a call that may
-lengthen it.
+If the number of rows is known, `roomy` makes them all at once: rows take no memory before they are
+written. A longer column grows in place. Nothing is copied, but the kernel may move the mapping page
+by page. For forty columns of ten million rows that takes tens of milliseconds. No caller keeps a
+view of a column across a call that may lengthen it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierd.core.arrays.sets import every, true_rows
 LEAST_STEP_ROWS = 256
 MOST_STEP_ROWS = 1 << 14
 MOST_ROWS = 1 << 24
-"""Columns have room for so many at once where there may be as many rows."""
+"""At most so many rows are made at once."""
 _MADV_NOHUGEPAGE = 15
 _PAGE_BYTES = 4096
 _libc = ctypes.CDLL(None)
@@ -27,7 +27,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def roomy(dtype: Any, rows: int, *, width: int = 0) -> NDArray[Any]:
-    """Zeros [rows] or [rows, width], whose memory comes 4 KiB at a time: numpy asks for huge pages, and forty columns would take 80 MiB for one block."""
+    """Zeros [rows] or [rows, width], whose memory comes 4 KiB at a time. With numpy's huge pages,
+    forty columns would take 80 MiB for one block."""
     column = np.zeros((rows, width) if width else rows, dtype)
     begin = -(-column.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
     whole = (column.ctypes.data + column.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
@@ -37,23 +38,23 @@ def roomy(dtype: Any, rows: int, *, width: int = 0) -> NDArray[Any]:
 
 
 class Columns:
-    """Columns of one table. rows: how many of them hold what new ones do; an array may be longer already."""
+    """Columns of one table. rows: how many of them are initialised; an array may be longer."""
 
     def __init__(self, most: int = 0) -> None:
-        """most: rows that there may be, as far as is known."""
+        """most: expected number of rows."""
         self.rows = 0
         self._most = min(most, MOST_ROWS)
         self._all: list[tuple[NDArray[Any], int]] = []
 
     def column(self, dtype: Any, *, width: int = 0, fill: int = 0) -> NDArray[Any]:
-        """A new one; new rows hold `fill`."""
+        """A new column. New rows hold `fill`."""
         array = roomy(dtype, self._most, width=width)
         self._all.append((array, fill))
         self._prepare(array, fill, 0)
         return array
 
     def lengthen(self, rows: int) -> None:
-        """Gives every column so many rows."""
+        """Lengthens every column to so many rows."""
         first, self.rows = self.rows, rows
         for array, fill in self._all:
             self._prepare(array, fill, first)
@@ -66,12 +67,12 @@ class Columns:
 
 
 def lengthen(column: NDArray[Any], rows: int) -> None:
-    """Gives the column so many rows; new ones hold zeros."""
+    """Lengthens the column to so many rows; new ones hold zeros."""
     column.resize((rows, *column.shape[1:]), refcheck=False)
 
 
 def rows_for(rows: int, wanted: int) -> int:
-    """How long a column of `rows` should become to hold `wanted`: in steps of half its length, within bounds."""
+    """New length of a column of `rows` that must hold `wanted`: half as long again, bounded."""
     step = min(max(rows // 2, LEAST_STEP_ROWS), MOST_STEP_ROWS)
     return max(rows + step, wanted)
 

@@ -1,7 +1,6 @@
-"""Numbers for 64-bit keys, in the order in which they come: 0, 1, 2, ...
+"""Numbers for 64-bit keys, in order of arrival: 0, 1, 2, ...
 
-Purpose: a row for each key, and columns beside it. Non-purpose: what a key stands for.
-Invariant: a key keeps its number; none is removed.
+Each key gets a row, with columns beside it. A key keeps its number; none is removed.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from tierd.core.arrays.table import Ids, Keys, Table
 
 
 class KeyNumbers:
-    """See the module. keys: uint64 [rows], by number. columns: others may be added; new rows hold 0."""
+    """See the module. keys: uint64 [rows], by number. Columns may be added; new rows hold 0."""
 
     def __init__(self, limit: int) -> None:
-        """limit: keys that there may be; memory comes as it is written to."""
+        """limit: most keys; memory is taken only as it is written to."""
         self.columns = Columns(limit)
         self.keys: Keys = self.columns.column(np.uint64)
         self.count = 0

@@ -1,7 +1,6 @@
-"""Sets of whole numbers in numpy arrays of some hundred, as requests bring them.
+"""Sets of whole numbers in numpy arrays of some hundred elements, the size of one request.
 
-Purpose: few steps for such sizes. Non-purpose: anything else. `np.unique` hashes and `np.isin` prepares tables, which takes ten times as long as
-sorting a thousand numbers.
+`np.unique` hashes, `np.isin` makes tables: ten times slower than sorting a thousand numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from numpy.typing import NDArray
 Numbers = NDArray[Any]
 Mask = NDArray[np.bool_] | np.bool_
 MANY = 1024
-"""From so many on `span` looks."""
+"""The least number of rows that `span` examines."""
 FEW = 4
-"""Up to so many are compared one after another."""
+"""At most so many are compared one after another."""
 
 
 def true_rows(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Where a mask [n] is true: `np.flatnonzero` less the five calls in between."""
+    """Indices at which a mask [n] is true: `np.flatnonzero` without its five inner calls."""
     return mask.nonzero()[0]
 
 
@@ -36,14 +35,15 @@ def every(mask: Mask) -> bool:
 
 
 def span(rows: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """Many rows that follow each other as a slice, which numpy goes through several times as fast; others as they are. What is read by it may be a view."""
+    """A slice for MANY or more consecutive rows, else the rows unchanged. numpy reads slices
+    several times as fast, but may return a view."""
     if len(rows) < MANY or rows[-1] - rows[0] != len(rows) - 1 or not every(rows[1:] - rows[:-1] == 1):
         return rows
     return slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 def distinct(values: Numbers) -> Numbers:
-    """Each once, ascending. It may be the array itself."""
+    """Each value once, ascending. It may be the array itself."""
     if len(values) < 2 or every(values[1:] > values[:-1]):
         return values
     values = np.sort(values)
@@ -51,12 +51,12 @@ def distinct(values: Numbers) -> Numbers:
 
 
 def firsts(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each where it comes first."""
+    """Each value once, in order of first occurrence."""
     return np.fromiter(dict.fromkeys(values.tolist()), np.int64)
 
 
 def tally(values: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
-    """Each once, ascending, and how often it is there."""
+    """Each value once, ascending, and how often it occurs."""
     if len(values) < 2 or every(values[1:] > values[:-1]):
         return values, np.ones(len(values), np.int64)
     values = np.sort(values)
@@ -68,7 +68,7 @@ def tally(values: Numbers) -> tuple[Numbers, NDArray[np.int64]]:
 
 
 def kinds(values: Numbers) -> list[int]:
-    """Each once, ascending, where there are hardly any that differ: tiers, say."""
+    """Each value once, ascending; for arrays with few different values, such as tiers."""
     if len(values) == 0:
         return []
     if every(values == values[0]):
@@ -77,7 +77,7 @@ def kinds(values: Numbers) -> list[int]:
 
 
 def starts(values: Numbers) -> NDArray[np.int64]:
-    """Where in sorted values each new one begins."""
+    """Index in sorted values of the first of each run of equal ones."""
     first = np.empty(len(values), bool)
     first[:1] = True
     np.not_equal(values[1:], values[:-1], out=first[1:])
@@ -85,7 +85,7 @@ def starts(values: Numbers) -> NDArray[np.int64]:
 
 
 def in_order(values: Numbers) -> Numbers:
-    """Each that is not negative once, in the order of the first places. It may be the array itself."""
+    """Each value that is not negative, once, by first occurrence. May be the array itself."""
     ascending = distinct(values)
     if len(ascending) == len(values) and (len(values) == 0 or ascending[0] >= 0):
         return values

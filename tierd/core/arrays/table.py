@@ -1,13 +1,15 @@
-"""Hash table from 64-bit keys to dense ids, in numpy, vectorised over batches, grown in small steps.
+"""Hash table from 64-bit keys to dense ids: numpy, vectorised over batches, growing in steps.
 
-Purpose: where is the id with this key. Non-purpose: what makes two keys the same thing; the caller compares in full. Slots come in buckets of one cache
-line: 8 words, each the upper 33 bits of a key above id + 1. A word is 0 where nothing ever was, its lower 31 bits are 0 where something was
-removed. The uppermost bits of a key name its home bucket; what finds that full steps 1, 2, 3, ... buckets on, which meets every one. A word knows its
-home in any size of the table, so growth looks at no key. A larger array's memory is touched ahead of need and filled later, some with each change, so
-no call pays for the whole; meanwhile both are searched.
+Callers compare keys in full; the table compares their upper 33 bits. A bucket is one cache line of
+8 words. A word is those 33 bits above id + 1. It is 0 if its slot was never used; its lower 31 bits
+are 0 if the id was removed. The uppermost bits of a key name its home bucket. If that is full,
+probing steps 1, 2, 3, ... buckets on and reaches every bucket. A word knows its home in any size of
+the table, so growth reads no key. The memory of a larger array is touched ahead of need. Later
+changes each move some entries, so no call pays for all; meanwhile both arrays are searched.
 
-Invariants: an id is in one of the two arrays, once; every bucket on the way from its home to its own has no slot that is 0, and in a bucket no slot
-after a 0 is another; at most 3 in 4 slots of the array that takes inserts are not 0.
+An id is in one of the two arrays, once. No bucket on the way from its home to its own has a slot
+that is 0. In a bucket, no slot after a 0 is used. At most 3 in 4 slots of the array that takes
+inserts are not 0.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tierd.core.arrays.sets import every, some, true_rows
 Ids = NDArray[np.int64]
 Keys = NDArray[np.uint64]
 Same = Callable[[Ids, Ids], NDArray[np.bool_]]
-"""(rows of the question, candidate ids) -> whether they are the same in full."""
+"""(rows of the question, candidate ids) -> whether they are equal in full."""
 
 WIDTH_BITS = 3
 WIDTH = 1 << WIDTH_BITS
@@ -32,11 +34,14 @@ LEAST_SLOTS = 1024
 FULL = 3 / 4
 """The share of slots in use at which a larger array takes over."""
 AHEAD = 5 / 8
-"""The share at which that array begins to be made."""
+"""The share at which the larger array's memory begins to be touched."""
 STEP_AT_LEAST = 2048
 MOVED_PER_CHANGE = 8
 MADE_PER_CHANGE = 24
-"""Slots moved with each id that comes or goes, and touched with each that comes: 1 / FULL / FULL and 2 / (FULL - AHEAD) = 16 would just do."""
+"""Slots moved per id inserted or removed; slots touched per id inserted.
+
+The least that suffices: 1 / FULL / FULL, and 2 / (FULL - AHEAD) = 16.
+"""
 _ID_BITS = np.uint64(31)
 _ID = np.uint64((1 << 31) - 1)
 _TAG = ~_ID
@@ -45,14 +50,14 @@ _REMOVED = np.uint64(1 << 63)
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """A question: tags and out (the ids found, -1 yet) of all its rows."""
+    """A question: tags and out (ids found, else -1) of all its rows."""
 
     tags: Keys
     same: Same
     out: Ids
 
     def note(self, rows: Ids, which: Ids, ids: Ids, on: NDArray[np.bool_]) -> None:
-        """Of the rows looked at, `which` have these candidates. Those that are the same in full are found, and look no further."""
+        """Compares the candidates `ids` of `rows[which]` in full. Matching rows stop searching."""
         hit = self.same(rows.take(which), ids)
         found = which[hit]
         self.out[rows[found]] = ids[hit]
@@ -73,7 +78,7 @@ class _Slots:
         return (keys >> self.shift).astype(np.int64)
 
     def put(self, marks: Keys) -> None:
-        """Places distinct absent words. Two that meet at one slot: one stays, the other looks again."""
+        """Inserts distinct absent words. If two meet at one slot, the loser tries again."""
         flat, at = self.words.reshape(-1), self.homes(marks)
         step = np.zeros(len(marks), np.int64)
         while True:
@@ -90,14 +95,14 @@ class _Slots:
             marks, at, step = marks[~won], at[~won], step[~won]
 
     def find(self, keys: Keys, same: Same) -> Ids:
-        """The ids, -1 for what is not here. As a rule all are in their home buckets, and none twice: that takes the fewest steps."""
+        """The ids, -1 for absent keys. Fast if all are in their home buckets, once."""
         tags = keys & _TAG
         at = self.homes(tags)
         there = self._candidates(at, tags)
         flat = there.ravel()
         likely = true_rows(flat < _ID)
         ids, which = flat.take(likely).astype(np.int64), likely >> WIDTH_BITS
-        if len(which) == len(keys) and every(same(which, ids)):  # no row twice: each is another name
+        if len(which) == len(keys) and every(same(which, ids)):  # no row twice: each row has one candidate
             return ids
         search = _Search(tags, same, np.full(len(keys), -1, dtype=np.int64))
         on = there[:, -1] + np.uint64(1) != tags
@@ -108,12 +113,12 @@ class _Slots:
         return search.out
 
     def find_more(self, keys: Keys, same: Same, rows: Ids, out: Ids) -> None:
-        """Writes the ids of these rows, if they are here."""
+        """Writes the ids of these rows to `out`, if they are in this array."""
         tags = keys & _TAG
         self._walk(_Search(tags, same, out), rows, self.homes(tags.take(rows)), step=0)
 
     def _walk(self, search: _Search, rows: Ids, at: Ids, *, step: int) -> None:
-        """From bucket to bucket, for those rows whose buckets so far were full; step: how many they were."""
+        """Searches bucket after bucket. step: how many full buckets the rows have passed."""
         tags = search.tags.take(rows)
         while len(rows):
             step += 1
@@ -129,14 +134,14 @@ class _Slots:
             at = (at[on] + step) & self.mask
 
     def _candidates(self, at: Ids, tags: Keys) -> Keys:
-        """The words of these buckets: what has the tag is its id now, all else is greater."""
+        """The words of these buckets: a word with the tag becomes its id, any other is greater."""
         there: Keys = self.words.take(at, axis=0)
         there ^= tags[:, None]
         there -= np.uint64(1)
         return there
 
     def remove(self, marks: Keys) -> NDArray[np.bool_]:
-        """Which of the words were here; they are no more."""
+        """Removes the words. Returns which of them were present."""
         found = np.zeros(len(marks), dtype=bool)
         rows, at, step = np.arange(len(marks)), self.homes(marks), 0
         while len(rows):
@@ -165,7 +170,7 @@ class Table:
         self.count = 0
 
     def find(self, keys: Keys, same: Same) -> Ids:
-        """The id with each key for which `same` holds, else -1. Candidates have the upper 33 bits of the key."""
+        """The id with each key for which `same` holds, else -1. Candidates share 33 bits."""
         out = self._slots.find(keys, same)
         if self._old is not None:
             self._old.find_more(keys, same, true_rows(out < 0), out)
@@ -181,7 +186,7 @@ class Table:
         self._move(len(ids))
 
     def expect(self, count: int) -> None:
-        """So many more will come at once, while nobody waits: the array for them all is made now."""
+        """Makes the array for so many more ids now, at startup."""
         slots = 1 << int((self.count + count) / AHEAD).bit_length()
         if slots > self._slots.words.size:
             self._move(None)
@@ -206,14 +211,14 @@ class Table:
         return np.sort(marks[marks > 0] - 1)
 
     def _make_room(self, count: int) -> None:
-        """Before so many are added: touches some of the next array, or lets it take over."""
+        """Before so many are added: touches some of the next array, or switches to it."""
         used, size = self._slots.used + count, self._slots.words.size
         if used <= AHEAD * size:
             return
         wanted = max(LEAST_SLOTS, 2 * (self.count + count))
         if self._next is None or 2 * self._next.size < 3 * (
             self.count + count
-        ):  # it was made for fewer than have come since
+        ):  # it was made for fewer ids than have been added since
             self._next, self._made = _words_for(1 << (wanted - 1).bit_length()), 0
         if used > FULL * size:
             self._move(None)
@@ -225,7 +230,7 @@ class Table:
             self._made += step
 
     def _move(self, count: int | None) -> None:
-        """Moves some of the old array to the new one, as is due when so many ids come or go; None: all that is left."""
+        """Moves some of the old array to the new one, by the number of ids changed; None: all."""
         if self._old is None:
             return
         words = self._old.words
@@ -240,7 +245,7 @@ class Table:
 
 
 def _marks(ids: Ids, keys: Keys) -> Keys:
-    """The words that say so."""
+    """The words of these ids and keys."""
     return (keys & _TAG) | (ids + 1).astype(np.uint64)
 
 

@@ -1,10 +1,9 @@
-"""What a block is: its namespace, its hash in a chain, its size, its slices.
+"""Identity and geometry of a block: its namespace, its hash in a chain, its size, its slices.
 
-Purpose: the identity and the geometry of content, shared by daemon and SDK. Non-purpose: where a block lies.
-Invariants: a block is named by (namespace, block hash); the hash covers every token before its end, so a prefix of equal
-hashes is a prefix of equal tokens; nothing that changes the bytes of KV is outside the namespace's digest or its rank.
-
-A namespace has one id per rank, `id + rank`; the digest, and so the hashes, are the same for all ranks.
+Shared by daemon and SDK. A block is named by (namespace, block hash). The hash covers every token
+before the block's end: a prefix of equal hashes is a prefix of equal tokens. Everything that
+changes the bytes of KV is in the namespace's digest or its rank. A namespace has one id per rank,
+`id + rank`; the digest, and so the hashes, are the same for all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tierd.errors import InvalidArgument
 
 U4_MAX = (1 << 32) - 1
 TEXT_LIMIT = 4096
-"""Characters of each text of a namespace: every store keeps it; as long as a path may be."""
+"""Most characters of each text of a namespace, which every store keeps; as of a path."""
 CLASS_STEPS = 8
 """Size classes in each doubling: at most 1/8 of a page is unused."""
 
@@ -34,8 +33,9 @@ CLASS_STEPS = 8
 class KVGeometry:
     """The shape behind a block's bytes, for codecs and kernels; zeros mean opaque.
 
-    Bytes of a block of t tokens are layer-major: per layer K then V, each of t * kv_heads * head_dim elements of dtype,
-    in the order that layout names ("NHD": token, head, channel; "HND": head, token, channel).
+    Bytes of a block of t tokens are layer-major, per layer K then V. Each of the two has t *
+    kv_heads * head_dim elements of dtype. `layout` names their order ("NHD": token, head, channel;
+    "HND": head, token, channel).
     """
 
     layers: int = 0
@@ -47,10 +47,11 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
-    """Everything that decides whether two blocks of equal tokens hold equal KV, but tenant and epoch, which the daemon adds.
+    """Everything that decides whether two blocks of equal tokens hold equal KV. The daemon adds
+    tenant and epoch.
 
-    block_bytes: length of a full block of one rank. group: attention group of a hybrid model. salt: separates what
-    else equal requests must not share.
+    block_bytes: length of a full block of one rank. group: attention group of a hybrid model.
+    salt: separates requests that are equal otherwise and must not share.
     """
 
     model: str
@@ -85,7 +86,7 @@ class NamespaceSpec:
         return texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}
 
     def check_texts(self) -> None:
-        """Of a spec that is new here; what was kept before is not measured again. Raises InvalidArgument for a text that is too long."""
+        """Checks the lengths of a new spec's texts, not of stored ones. Raises InvalidArgument."""
         for name, text in self._texts().items():
             if len(text) > TEXT_LIMIT:
                 raise InvalidArgument(
@@ -95,7 +96,8 @@ class NamespaceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A registered namespace. id is that of rank 0; ranks follow it. digest (32 bytes) starts every chain of hashes."""
+    """A registered namespace. id: of rank 0; ranks follow it. digest: 32 bytes, the start of every
+    chain of hashes."""
 
     id: int
     tenant: str
@@ -117,7 +119,7 @@ def namespace_digest(spec: NamespaceSpec, *, tenant: str, epoch: int) -> bytes:
 
 
 def bumped(namespace: Namespace, *, namespace_id: int) -> Namespace:
-    """The namespace in its next epoch, under a new id: nothing stored before can be named any more."""
+    """The namespace in its next epoch, under a new id. Older blocks cannot be named any more."""
     epoch = namespace.epoch + 1
     digest = namespace_digest(namespace.spec, tenant=namespace.tenant, epoch=epoch)
     return replace(namespace, id=namespace_id, epoch=epoch, digest=digest)
@@ -137,7 +139,8 @@ def hash_tokens(
     parent: bytes = ROOT,
     with_tail: bool = False,
 ) -> NDArray[np.uint8]:
-    """The chain of block hashes of a sequence: uint8 [blocks, 32]; the short last block only if asked for."""
+    """The chain of block hashes of a sequence: uint8 [blocks, 32]. with_tail: a short last block
+    too."""
     array = token_array(tokens)
     if len(parent) != HASH_BYTES:
         raise InvalidArgument(f"parent: {len(parent)} bytes instead of {HASH_BYTES}; pass the hash of the block before")
@@ -149,7 +152,8 @@ def hash_tokens(
 
 
 def token_array(tokens: Any) -> NDArray[np.uint32]:
-    """Tokens as they are hashed, u4 [n]. Raises InvalidArgument for what is no sequence of whole numbers from 0 to 2^32 - 1."""
+    """Tokens as u4 [n], ready to hash. Raises InvalidArgument unless they are one sequence of whole
+    numbers from 0 to 2^32 - 1."""
     try:
         array = np.asarray(tokens)
     except (TypeError, ValueError, OverflowError) as error:
@@ -164,7 +168,7 @@ def token_array(tokens: Any) -> NDArray[np.uint32]:
 
 
 def whole(thing: str, value: Any, most: int, *, least: int = 0, remedy: str = "give one") -> int:
-    """The value as an int. Raises InvalidArgument for what is no whole number within the bounds."""
+    """The value as an int. Raises InvalidArgument unless it is a whole number within the bounds."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -175,7 +179,7 @@ def whole(thing: str, value: Any, most: int, *, least: int = 0, remedy: str = "g
 
 
 def text(thing: str, value: Any) -> str:
-    """The value, which is text. Raises InvalidArgument."""
+    """The value, if it is text. Raises InvalidArgument."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{thing}: {value!r:.80} is no text; pass a str")
     return value
@@ -200,7 +204,7 @@ def block_spans(tokens: int, tokens_per_block: int, *, with_tail: bool = False) 
 
 
 def size_class(length: int) -> int:
-    """The page size for a block of so many bytes: a multiple of 4 KiB, at most 1/8 above what 4 KiB pages would take."""
+    """The page size for a block: a multiple of 4 KiB, at most 1/8 above the least that fits."""
     units = max(1, -(-length // PAGE_ALIGN_BYTES))
     step = 1 << max(0, (units - 1).bit_length() - CLASS_STEPS.bit_length())
     return -(-units // step) * step * PAGE_ALIGN_BYTES
@@ -213,7 +217,8 @@ def slice_lengths(length: int, layers: int) -> list[int]:
 
 
 class Cut(NamedTuple):
-    """How a block is cut into slices: `layers` times `pieces` of `piece` bytes each, but for the last one of each layer, which has `last`."""
+    """Division of a block into slices. Each of `layers` layers has `pieces` slices of `piece`
+    bytes; its last one has `last`."""
 
     piece: int
     pieces: int
@@ -224,9 +229,10 @@ class Cut(NamedTuple):
 def slice_cut(length: int, layers: int) -> Cut:
     """Each slice is a layer of the block, or an even piece of one of at most 256 KiB.
 
-    A block counts as one layer if it has none (opaque), if its length is no multiple of them, or if they are so thin or so many
-    that their slices would not fit the slice table of the block's page (`tierd.core.formats.layout.slice_words`). Only blocks above
-    120 MiB have longer slices.
+    A block counts as one layer in three cases. It has none (opaque); its length is no multiple of
+    them; or their slices would not fit the page's slice table. Layers that are too thin or too many
+    do not fit (`tierd.core.formats.layout.slice_words`). Only blocks above 120 MiB have longer
+    slices.
     """
     if length <= 0:
         return Cut(0, 1, 0, 0)

@@ -1,18 +1,15 @@
-"""The directory of a trust domain: where its blocks lie near, by name, for clients that ask nobody.
+"""The directory of a trust domain: near blocks by name, for clients that do not call the daemon.
 
-A head, a byte for each namespace, and a table in shared memory: buckets of SLOTS entries {key u64,
-place u64}, little-endian, two buckets a key. A key is a mixture of a block's hash and its
-namespace; a place is {tier u8, segment u32, slot u24}. The daemon writes, clients map it read-only.
+Shared memory: a head, a byte for each namespace, and a table of buckets of SLOTS entries {key u64,
+place u64}, little-endian. The daemon writes it; clients map it read-only. A key mixes a block's
+hash and its namespace, and has two buckets. A place is {tier u8, segment u32, slot u24}.
 
-Purpose: layout, one writer, any number of readers. Non-purpose: what is true: an entry is a hint, which may be
-missing, old or half written; the catalogue of the
-segment decides. A namespace's byte is no hint: readers ask the daemon unless it says that the epoch
-runs. Invariants: no access leaves the table, whatever stands in it; a full bucket costs an entry
-and
-nothing else; an insert and a look
-cost two buckets. Reads of another's memory that verify themselves are Pilaf's and FaRM's (Mitchell et al., USENIX
-ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4); the
-less full of two buckets is Azar et al., "Balanced Allocations", SIAM J. Comput. 29(1), 1999.
+An entry is a hint: it may be missing, old or half written. The segment's catalogue decides. A
+namespace's byte is no hint: unless it says that the epoch runs, readers ask the daemon. No access
+leaves the table, whatever it holds. A full bucket costs an entry and nothing else. An insert and a
+lookup read two buckets. Self-verifying reads of remote memory: Pilaf and FaRM (Mitchell et al.,
+USENIX ATC 2013, section 3; Dragojevic et al., NSDI 2014, section 4). The less full of two buckets:
+Azar et al., "Balanced Allocations", SIAM J. Comput. 29(1), 1999.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from tierd.core.formats.words import Words
 MAGIC = b"TIERDDIR"
 HEAD = np.dtype([("magic", "S8"), ("version", "<u4"), ("reserved", "u1", (52,))])
 NAMESPACES = 1 << 16
-"""Ids that have a byte. Who has a greater one asks."""
+"""Ids that have a byte. Clients ask the daemon about greater ids."""
 TABLE_OFFSET = HEAD.itemsize + NAMESPACES
 SLOTS = 4
 ENTRY_BYTES = 16
 FILLED = 0.75
-"""Share of the entries that may be in use before buckets begin to be full."""
+"""Share of the entries that may be in use before buckets fill up."""
 ROUNDS = 4
-"""In which the blocks of one call find their entries: what has none by then is left out."""
+"""Rounds in which the blocks of one call get entries; blocks without one by then are omitted."""
 MIN_BLOCKS, MAX_BLOCKS = 1 << 10, 1 << 26
 SEGMENT_BITS, SLOT_BITS = 32, 24
 
@@ -45,14 +42,14 @@ _HALF, _WORD = np.uint64(32), (1 << 64) - 1
 
 
 def directory_bytes(blocks: int) -> int:
-    """Length of a directory for so many blocks: a power of two of buckets behind what does not
-    grow."""
+    """Length of a directory for so many blocks: a fixed part, and a power of two of buckets."""
     entries = max(MIN_BLOCKS, min(blocks, MAX_BLOCKS)) / FILLED
     return TABLE_OFFSET + (1 << (int(entries) // SLOTS).bit_length()) * SLOTS * ENTRY_BYTES
 
 
 def keys_of(namespaces: NDArray[np.uint32] | int, hashes: NDArray[np.uint8]) -> Keys:
-    """Keys of blocks: u64 [n]. namespaces: of each, or of all; hashes: u8 [n, 32]. No key is 0."""
+    """Keys of blocks: u64 [n], never 0. namespaces: each one's, or one for all; hashes: u8 [n,
+    32]."""
     first = np.ascontiguousarray(hashes).view("<u8").reshape(-1, 4)[:, 0]
     return np.asarray((first ^ (np.asarray(namespaces, np.uint64) * np.uint64(_MIX))) | np.uint64(1))
 
@@ -64,9 +61,8 @@ def places_of(tiers: NDArray[np.uint16], segments: NDArray[np.uint32], slots: ND
 
 
 class Directory:
-    """One over words of memory: of a length that `directory_bytes` gives, or shorter, then only a
-    power of two of buckets of it counts. Raises ValueError: it is too short, or of a version that
-    this tierd does not read."""
+    """A directory over words of memory; only a power of two of buckets is used. Raises ValueError
+    if it is too short, or of a version that this tierd does not read."""
 
     def __init__(self, words: Words) -> None:
         rest = words[TABLE_OFFSET // 8 :]
@@ -87,23 +83,23 @@ class Directory:
 
     @classmethod
     def new(cls, words: Words) -> Directory:
-        """An empty one, in memory of zeros. Of the writer alone."""
+        """An empty one, in memory of zeros. For the writer only."""
         head = words.view(np.uint8)[: HEAD.itemsize].view(HEAD)
         head["magic"], head["version"] = MAGIC, DIRECTORY.current
         return cls(words)
 
     def runs(self, namespace: int) -> bool:
-        """Whether a read of a namespace that begins now needs no call: its epoch has not ended."""
+        """Whether a get of a namespace needs no call to the daemon: its epoch runs."""
         return namespace < NAMESPACES and bool(self._runs[namespace])
 
     def note_runs(self, ids: range, *, runs: bool) -> None:
-        """Says so of namespaces, or that their epoch has ended. Of the writer alone."""
+        """Writes whether the namespaces' epoch runs. For the writer only."""
         its = self._runs[ids.start : ids.stop]
         its[:] = bytes([runs]) * len(its)
 
     def place(self, namespace: int, name: bytes) -> tuple[int, int] | None:
-        """Where a block of this hash may lie: its segment, with its tier above SEGMENT_BITS, and its slot; None: it
-        has no entry. tierd/native does the same."""
+        """Place of a block of this hash: segment with its tier above SEGMENT_BITS, and slot; None
+        if it has no entry. A hint. tierd/native does the same."""
         key = (int.from_bytes(name[:8], "little") ^ (namespace * _MIX & _WORD)) | 1
         for spread in _SPREAD:
             at = ((key * spread & _WORD) >> 32 & (self.buckets - 1)) * 2 * SLOTS
@@ -114,8 +110,8 @@ class Directory:
         return None
 
     def add(self, keys: Keys, places: Keys) -> None:
-        """Enters blocks: over an older entry of theirs, or in the emptier bucket, or, where both are full, in place
-        of others in turns. Of the writer alone."""
+        """Enters blocks. Each overwrites its old entry, or takes the emptier bucket, or replaces
+        others in turn if both are full. For the writer only."""
         for _ in range(ROUNDS):
             entry = self._entry(keys)
             self._keys[entry] = 0
@@ -124,10 +120,10 @@ class Directory:
             lost = self._keys[entry] != keys
             if not lost.any():
                 break
-            keys, places = keys[lost], places[lost]  # two of a round met
+            keys, places = keys[lost], places[lost]  # two of a round collided
 
     def _entry(self, keys: Keys) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Where each goes: buckets and slots."""
+        """The entry for each key: buckets and slots."""
         both = self._buckets(keys)
         held = self._keys[both]
         free = held == 0
@@ -138,8 +134,8 @@ class Directory:
         return both[np.arange(len(keys)), at // SLOTS], at % SLOTS
 
     def remove(self, keys: Keys, places: Keys) -> None:
-        """Forgets blocks that lie at these places no more; an entry that says another place stays. Of the writer
-        alone."""
+        """Removes blocks that these places no longer hold; keeps entries with another place. For
+        the writer only."""
         both = self._buckets(keys)
         is_its = (self._keys[both] == keys[:, None, None]) & (self._places[both] == places[:, None, None])
         rows, bucket, at = np.nonzero(is_its)

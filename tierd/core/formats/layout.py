@@ -1,19 +1,18 @@
-"""The byte layout of a mapped segment's catalogue, shared by the daemon that writes it and the clients that read it.
+"""The byte layout of a mapped segment's catalogue, which the daemon writes and clients read.
 
-Purpose: constants and offsets. Non-purpose: files, mappings, checksums (`tierd.tiers.arena.catalogue`); access to words
-(`tierd.core.formats.words`). `tierd/tiers/FORMAT.md` is the description.
-
-A segment is two files: data (pages of class_bytes, page s at s * class_bytes) and catalogue:
+`tierd/tiers/FORMAT.md` describes it. A segment is two files: data (pages of class_bytes, page s at
+s * class_bytes) and catalogue:
 
     0                 header, CATALOGUE_HEADER, padded to 4 KiB
     4096              generation words, u64[pages], padded to 4 KiB
     meta_offset       META[pages], 256 bytes each
     slices_offset     slice table, u64[pages][slice_words]
 
-What a client needs: the generation word of slot s is the aligned little-endian u64 at `generation_offset(s)`. A handle is
-good while that word equals its generation. The daemon changes the word before the first byte of the page's reuse, so a
-client copies first, then calls `tierd.core.formats.words.barrier()`, then reads the word: another value means a miss. 0 is no
-generation: the page is free. With RETIRED beside the generation nobody finds the page any more; who has a lease on it reads on.
+The generation word of slot s is the aligned little-endian u64 at `generation_offset(s)`. A handle
+is valid while that word equals its generation. The daemon changes the word before the first byte of
+the page's reuse. So a client copies first, then calls `tierd.core.formats.words.barrier()`, then
+reads the word. Another value means a miss. 0 is no generation: the page is free. RETIRED beside the
+generation: no lookup finds the page any more, but sessions with a lease may read it.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ WORD_BYTES = 8
 NO_GENERATION = 0
 """Value of a free page's generation word."""
 RETIRED = np.uint64(1 << 63)
-"""Set in the generation word of a page that holds no block any more, and that leases still pin."""
+"""Set in the generation word of a page that holds no findable block but is pinned by leases."""
 GENERATION = ~RETIRED
-"""What is the generation in a generation word."""
+"""Mask of the generation in a generation word."""
 
 SLICE_WORDS_MAX = 480
-"""Entries of the longest slice table: what fits behind META in a 4 KiB slot header."""
+"""Most entries of a slice table: those that fit behind META in a 4 KiB slot header."""
 
 CATALOGUE_HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("version", "<u4"),
-        ("tier", "<u4"),  # position in the tier list of the daemon that wrote it
-        ("store", "u1", (16,)),  # id of the arena
+        ("tier", "<u4"),  # Position in the tier list of the daemon that wrote it.
+        ("store", "u1", (16,)),  # Id of the arena.
         ("segment", "<u4"),
-        ("place", "<u4"),  # number of the segment's place in the tier
+        ("place", "<u4"),  # Number of the segment's place in the tier.
         ("domain", "<u4"),
         ("pages", "<u4"),
         ("class_bytes", "<u8"),
-        ("segment_bytes", "<u8"),  # length of the data file
-        ("writer", "<u8"),  # session that alone may write when the life began; 0: the daemon
+        ("segment_bytes", "<u8"),  # Length of the data file.
+        ("writer", "<u8"),  # Session that alone may write when the segment began; 0: the daemon.
         ("slice_words", "<u4"),
         ("reserved", "u1", (44,)),
-        ("checksum", "<u8"),  # xxh3-64 over the 120 bytes before it
+        ("checksum", "<u8"),  # xxh3-64 over the 120 bytes before it.
     ]
 )
 """Head of a catalogue: 128 bytes; zeros follow up to HEADER_BYTES."""
@@ -62,12 +61,12 @@ assert CATALOGUE_HEADER.itemsize == 128
 
 
 def slice_words(class_bytes: int) -> int:
-    """Entries that the slice table has for each page of this class."""
+    """Slice table entries for each page of this class."""
     return min(max(class_bytes // PAGE_ALIGN_BYTES, 1), SLICE_WORDS_MAX)
 
 
 def generation_offset(slot: int) -> int:
-    """Where in the catalogue the generation word of a page lies, bytes."""
+    """Byte offset of a page's generation word in the catalogue."""
     return HEADER_BYTES + slot * WORD_BYTES
 
 

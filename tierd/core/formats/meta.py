@@ -1,9 +1,9 @@
-"""BlockMeta: the one record that describes a stored block, wherever it is stored.
+"""BlockMeta: the one record that describes a stored block.
 
-Used in the host catalogue, the header of an NVMe slot and the journal; `FORMAT.md` beside this file is its description.
-A record is 256 bytes, little-endian, and ends with a checksum over all bytes before it, so that a torn record is
-recognised. The slice table (xxh3-64 per slice, little-endian) is stored beside the record; `digest` is the
-xxh3-128 over that table. The core does no hashing of its own: `seal` and `unsealed` take the checksum function.
+The host catalogue, the header of an NVMe slot and the journal hold it; `core/FORMAT.md` describes
+it. A record is 256 bytes, little-endian. A checksum over all bytes before it detects torn records.
+The slice table (xxh3-64 per slice, little-endian) lies beside the record; `digest` is the xxh3-128
+over it. The core does no hashing of its own: callers pass the checksum function.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ META = np.dtype(
     [
         ("magic", "<u4"),
         ("version", "<u2"),
-        ("codec", "<u2"),  # 0: identity
+        ("codec", "<u2"),  # 0: identity.
         ("hash", "u1", (HASH_BYTES,)),
         ("parent", "u1", (HASH_BYTES,)),
         ("namespace", "<u4"),
         ("domain", "<u4"),
-        ("position", "<u4"),  # number of the block in its sequence
+        ("position", "<u4"),  # Number of the block in its sequence.
         ("tokens", "<u4"),
-        ("logical_length", "<u4"),  # bytes before encoding
-        ("stored_length", "<u4"),  # bytes as stored
+        ("logical_length", "<u4"),  # Bytes before encoding.
+        ("stored_length", "<u4"),  # Bytes as stored.
         ("codec_version", "<u2"),
-        ("slices", "<u2"),  # entries of the slice table
+        ("slices", "<u2"),  # Entries of the slice table.
         ("epoch", "<u4"),
-        ("generation", "<u8"),  # of the page that holds it
-        ("time_ms", "<u8"),  # of the commit, Unix time
-        ("digest", "u1", (16,)),  # xxh3-128 over the slice table
-        ("store", "u1", (16,)),  # id of the arena or store: misdirected records are foreign
-        ("offset", "<u8"),  # of the page in its segment: misplaced records are foreign
+        ("generation", "<u8"),  # Of the page that holds it.
+        ("time_ms", "<u8"),  # Of the commit, Unix time.
+        ("digest", "u1", (16,)),  # xxh3-128 over the slice table.
+        ("store", "u1", (16,)),  # Id of the arena or store: detects foreign records.
+        ("offset", "<u8"),  # Of the page in its segment: detects misplaced records.
         ("segment", "<u4"),
-        ("encryption", "<u4"),  # reserved, zero
-        ("key_id", "<u8"),  # reserved, zero
-        ("nonce", "u1", (12,)),  # reserved, zero
-        ("tag", "u1", (16,)),  # reserved, zero
-        ("layers", "<u4"),  # that slices follow; 0: opaque
-        ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never
-        ("priority", "u1"),  # that a put said, + 1; 0: none was said
+        ("encryption", "<u4"),  # Reserved, zero.
+        ("key_id", "<u8"),  # Reserved, zero.
+        ("nonce", "u1", (12,)),  # Reserved, zero.
+        ("tag", "u1", (16,)),  # Reserved, zero.
+        ("layers", "<u4"),  # That slices follow; 0: opaque.
+        ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never.
+        ("priority", "u1"),  # That a put gave, + 1; 0: none given.
         ("reserved", "u1", (35,)),
-        ("checksum", "<u8"),  # xxh3-64 over all bytes before it
+        ("checksum", "<u8"),  # xxh3-64 over all bytes before it.
     ]
 )
 assert META.itemsize == META_BYTES
@@ -76,8 +76,8 @@ class Entry(NamedTuple):
 
 
 def read_entry(raw: bytes, checksum: Checksum) -> Entry | None:
-    """One record of META_BYTES; None where it is none: blank, half written, damaged or of a version that this code
-    does not read."""
+    """Parses META_BYTES; None if they are blank, half written, damaged or of a version that this
+    code does not read."""
     entry = Entry._make(_ENTRY.unpack(raw))
     if entry.magic != META_MAGIC or not versions.META.oldest <= entry.version <= versions.META.current:
         return None
@@ -93,17 +93,17 @@ def new_meta(count: int) -> StructArray:
 
 
 def duplicate(meta: StructArray) -> StructArray:
-    """A copy in one piece; numpy's own goes field by field, which takes nine times as long."""
+    """A copy in one piece; numpy copies field by field, which takes nine times as long."""
     return np.ascontiguousarray(meta).view(np.uint8).copy().view(META)
 
 
 def picked(records: StructArray, rows: NDArray[np.int64]) -> StructArray:
-    """Those rows of a structured array, which ascend; the array itself if they are all. Each record is copied in one piece, too."""
+    """Ascending rows of a structured array, each copied in one piece; if all, the array itself."""
     return records if len(rows) == len(records) else records.take(rows)
 
 
 def joined(parts: Sequence[StructArray]) -> StructArray:
-    """Structured arrays of one dtype one after another, each record in one piece too. It may be the one itself."""
+    """Concatenates structured arrays of one dtype, each record in one piece; one is not copied."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]).view(parts[0].dtype)
@@ -115,14 +115,14 @@ def put_at(meta: StructArray, rows: Sequence[int] | NDArray[np.int64], records: 
 
 
 def seal(meta: StructArray, checksum: Checksum) -> StructArray:
-    """A copy whose checksums hold, ready to be stored."""
+    """A copy with valid checksums, ready to be stored."""
     sealed = duplicate(meta)
     sealed["checksum"] = sums_of(sealed, checksum)
     return sealed
 
 
 def intact(meta: StructArray, checksum: Checksum) -> NDArray[np.bool_]:
-    """Which records have their magic, a version that this code reads, and a checksum that holds."""
+    """Which records have their magic, a version that this code reads, and a valid checksum."""
     good = is_meta(meta)
     some = np.ascontiguousarray(meta[good])
     good[good] = sums_of(some, checksum) == some["checksum"]

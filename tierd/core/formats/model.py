@@ -1,8 +1,7 @@
-"""The values that cross the seams of tierd: kinds, states, and the dtypes of the arrays that core, mover, tiers and the
-wire exchange.
+"""Values that cross parts of tierd: kinds, states, and the dtypes of exchanged arrays.
 
-Purpose: one definition of each. Non-purpose: behaviour. Everything here is pure. All dtypes are little-endian and packed
-without implicit padding, so an array's bytes are the same in memory, on the wire and on disk.
+Each has one definition, here. Everything here is pure. All dtypes are little-endian and packed
+without implicit padding. So an array's bytes are the same in memory, on the wire and on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ HASH_BYTES = 32
 """Length of a block hash (SHA-256), bytes."""
 
 PAGE_ALIGN_BYTES = 4096
-"""Extents begin and end on this boundary, as O_DIRECT and mmap want it."""
+"""Extents begin and end on this boundary, as O_DIRECT and mmap need."""
 
 SLICE_MAX_BYTES = 256 * 1024
 """Upper bound of a slice, the unit of verification."""
@@ -35,11 +34,12 @@ StructArray = NDArray[Any]
 
 
 PRIORITY_LIMIT = 100
-"""Of a block, the greatest that a put can say; 0 leaves first."""
+"""The greatest priority of a block that a put can give; 0 is evicted first."""
 PRIORITY_DEFAULT = 35
-"""Where nothing was said, or what was said has run out; as TensorRT-LLM's KvCacheRetentionConfig has it, so that its values mean the same here."""
+"""Priority if none was given, or if it has run out. As in TensorRT-LLM's KvCacheRetentionConfig, so
+values mean the same here."""
 RETENTION_LIMIT_S = 10 * 366 * 86400
-"""The longest that a put can say; for good is said by not limiting it."""
+"""The longest retention that a put can give; without a limit it never ends."""
 
 
 class TierKind(enum.IntEnum):
@@ -52,7 +52,8 @@ class TierKind(enum.IntEnum):
 
 
 class Codes:
-    """Numbers with names that stand in arrays: plain ones, since numpy compares an array with a member of an enumeration five times as slowly."""
+    """Numbers with names that arrays hold. Not enumerations: numpy compares an array with their
+    members five times as slowly."""
 
     @classmethod
     @functools.cache
@@ -62,41 +63,42 @@ class Codes:
 
 
 class PageState(Codes):
-    """free -> reserved -> ready -> free; also reserved -> free, ready -> retiring -> free while something pins it, and retiring -> quarantined -> free."""
+    """free -> reserved -> ready -> free; also reserved -> free. A pinned page goes ready ->
+    retiring -> free; a bad one retiring -> quarantined -> free."""
 
     FREE = 0
     RESERVED = 1
     READY = 2
     RETIRING = 3
     QUARANTINED = 4
-    """Found bad, so it is not handed out; holds no block."""
+    """Found bad: holds no block and is not allocated."""
 
 
 class Fault(enum.IntEnum):
-    """What was found wrong with a page; the names are shown to people."""
+    """Faults of a page; people see the names."""
 
     NONE = 0
     READ = 1
-    """A read or a copy that somebody waited for did not give the block's bytes."""
+    """A read or a copy for a request did not give the block's bytes."""
     DIGEST = 2
-    """Scrub: the bytes are not those of the block's digest."""
+    """Scrub: the bytes do not match the block's digest."""
     HEADER = 3
     """Scrub: the slot's header is not the block's."""
     IO = 4
-    """Scrub: the medium does not give the bytes."""
+    """Scrub: the medium does not return the bytes."""
 
 
 class BlockStatus(Codes):
-    """What became of one block of a batch. Results, not errors."""
+    """Result for one block of a batch; not an error."""
 
     MISS = 0
-    """Held nowhere, or not usable without a block before it that is held nowhere."""
+    """No tier holds it, or none holds a block before it that it needs."""
     READY = 1
-    """Held; the handle beside it is good."""
+    """Held; its handle is valid."""
     RESERVED = 2
-    """A page is set aside for the caller to write."""
+    """A page is reserved for the caller to write."""
     EXISTS = 3
-    """Held already; nothing to write."""
+    """Held already; the caller writes nothing."""
     NO_ROOM = 4
     """The tier, or the session's share of it, has no page to give now."""
     REJECTED = 5
@@ -106,9 +108,9 @@ class BlockStatus(Codes):
     FAILED = 7
     """A transfer failed; treated as a miss."""
     CORRUPT = 8
-    """The bytes were not what was committed; quarantined, treated as a miss."""
+    """The bytes were not those committed: quarantined, treated as a miss."""
     PENDING = 9
-    """On its way to the tier that was asked for."""
+    """In flight to the requested tier."""
 
 
 class Need(enum.IntEnum):
@@ -140,7 +142,7 @@ class Reason(enum.IntEnum):
     DEMOTION = 3
     DURABLE = 4
     EVICTED = 5
-    """Chosen by the eviction policy, no copy left below by this step."""
+    """Chosen by the eviction policy; no farther tier holds the block."""
     DEMOTED = 6
     """Chosen by the eviction policy; a farther tier holds the block."""
     ABORTED = 7
@@ -152,32 +154,37 @@ class Reason(enum.IntEnum):
     EPOCH_BUMPED = 12
     ADMIN = 13
     SEALED = 14
-    """A staging page, of which the block that was written there has been copied."""
+    """A staging page whose block has been copied."""
 
 
 DAEMON = 0
 """Writer of the segments that only the daemon writes, now."""
 NOBODY = 2**64 - 1
-"""Writer of a segment that was found at start without word of who holds its pages: read and verified at every hit, never written again, dropped whole."""
+"""Writer of a segment found at start without record of its holders. Verified at every hit, never
+written again, dropped whole."""
 SEALED = NOBODY - 1
-"""Writer of the segments in which blocks of a tier with sealed puts lie: the daemon alone, and no client ever could write to their files."""
+"""Writer of the segments that hold blocks of a tier with sealed puts: the daemon alone. No client
+could ever write to their files."""
 LIFELESS = (DAEMON, SEALED, NOBODY)
 """Writers that are no session."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What the core knows of one tier.
+    """The core's view of one tier.
 
-    capacity_bytes: what segments may take in all. segment_bytes: size of each segment; pages never span two.
-    slot_overhead_bytes: bytes before each page that are not the block's (the 4 KiB header of an NVMe slot).
-    writer_owned: a segment has one writing session at a time (memory that clients map). sealed_puts: only for staging; blocks are copied to where no client may write.
-    headroom_bytes: of capacity_bytes, what is kept free for requests in progress: the coldest beyond the rest leave ahead of need.
-    high/low_watermark: shares of that rest; in use above high, the coldest are written ahead until those above low are clean.
+    capacity_bytes: limit of all segments. segment_bytes: of each segment; pages never span two.
+    slot_overhead_bytes: bytes before each page (the 4 KiB header of an NVMe slot).
+    writer_owned: a segment has one writing session at a time (memory that clients map).
+    sealed_puts: clients write staging pages; blocks are copied to segments that they cannot write.
+    headroom_bytes: part of capacity_bytes kept free for requests. The coldest blocks beyond the
+    rest are evicted ahead of need.
+    high/low_watermark: shares of that rest. Above high, the coldest blocks are written ahead until
+    those above low are clean.
     eviction: name of a policy in tierd.policies.eviction.
-    quarantine_share: of capacity_bytes, the most that pages found bad may take; beyond it the oldest are given out again.
-    admission: of an nvme tier, name of a policy in tierd.policies.admission. wear_bytes_per_s: what may be written to it on the average, 0.0 for
-    as much as there is; wear_burst_s: for so long what was not written is saved.
+    quarantine_share: of capacity_bytes, for bad pages; beyond it the oldest are reused.
+    admission: of an nvme tier, name of a policy in tierd.policies.admission.
+    wear_bytes_per_s: write budget, 0.0 for unlimited; wear_burst_s: its unused part accumulates.
     """
 
     kind: TierKind
@@ -198,7 +205,7 @@ class TierSpec:
 
     @property
     def own_writer(self) -> int:
-        """Of the segments in which the daemon itself writes."""
+        """Writer of the segments in which the daemon itself writes."""
         return SEALED if self.sealed_puts else DAEMON
 
     @property
@@ -208,51 +215,52 @@ class TierSpec:
 
 
 Wanted = TierKind | TierSpec
-"""Where blocks shall be: in any tier of a kind, or in one tier."""
+"""The requested tiers: any tier of a kind, or one tier."""
 
 
 def kind_of(wanted: Wanted) -> TierKind:
-    """The kind of tier that is wanted."""
+    """The kind of the requested tier."""
     return wanted.kind if isinstance(wanted, TierSpec) else wanted
 
 
 UNVERIFIED = 1
-"""Flag of an extent: a client could have changed the page since it was hashed; verify before others see it."""
+"""Flag of an extent: a client may have changed the page since its hash; verify it for others."""
 
 EXTENT = np.dtype(
     [
-        ("flags", "<u2"),  # UNVERIFIED or 0
-        ("tier", "<u2"),  # position in the daemon's tier list
-        ("segment", "<u4"),  # id of the segment; never used twice by one instance
-        ("slot", "<u4"),  # number of the page within its segment
-        ("length", "<u4"),  # stored bytes of the block (at most the segment's class)
-        ("offset", "<u8"),  # bytes from the start of the segment
-        ("generation", "<u8"),  # of the page; never used twice by one instance
-        ("page", "<i8"),  # the core's dense id of the page in its tier
+        ("flags", "<u2"),  # UNVERIFIED or 0.
+        ("tier", "<u2"),  # Position in the daemon's tier list.
+        ("segment", "<u4"),  # Id of the segment; never used twice by one instance.
+        ("slot", "<u4"),  # Number of the page within its segment.
+        ("length", "<u4"),  # Stored bytes of the block (at most the segment's class).
+        ("offset", "<u8"),  # Bytes from the start of the segment.
+        ("generation", "<u8"),  # Of the page; never used twice by one instance.
+        ("page", "<i8"),  # The core's dense id of the page in its tier.
     ]
 )
-"""Where one block lies in one tier: 40 bytes, which a HANDLE has in the same places, but for the first two and the last eight."""
+"""A block's page in one tier: 40 bytes. A HANDLE has the same fields but the first two and the last
+eight bytes."""
 
 HANDLE = np.dtype(
     [
-        ("status", "<u2"),  # BlockStatus
+        ("status", "<u2"),  # BlockStatus.
         ("tier", "<u2"),
         ("segment", "<u4"),
         ("slot", "<u4"),
         ("length", "<u4"),
         ("offset", "<u8"),
         ("generation", "<u8"),
-        ("tokens", "<u4"),  # tokens that the block covers
-        ("epoch", "<u4"),  # of the block's namespace
+        ("tokens", "<u4"),  # Tokens that the block covers.
+        ("epoch", "<u4"),  # Of the block's namespace.
     ]
 )
-"""What a client gets for one block: 40 bytes."""
+"""A client's handle of one block: 40 bytes."""
 
 PUT_BLOCK = np.dtype(
     [
-        ("hash", "u1", (HASH_BYTES,)),  # all zero in Reserve: a private page, named at Commit
+        ("hash", "u1", (HASH_BYTES,)),  # All zero in Reserve: a private page, named at Commit.
         ("tokens", "<u4"),
-        ("length", "<u4"),  # bytes
+        ("length", "<u4"),  # Bytes.
     ]
 )
 """One block of a Reserve: 40 bytes."""
@@ -261,10 +269,10 @@ COMMIT_BLOCK = np.dtype(
     [
         ("hash", "u1", (HASH_BYTES,)),
         ("parent", "u1", (HASH_BYTES,)),
-        ("index", "<u4"),  # which block of the reservation
-        ("position", "<u4"),  # number of the block in its sequence
+        ("index", "<u4"),  # Which block of the reservation.
+        ("position", "<u4"),  # Number of the block in its sequence.
         ("tokens", "<u4"),
-        ("length", "<u4"),  # bytes; at most what was reserved
+        ("length", "<u4"),  # Bytes; at most what was reserved.
     ]
 )
 """One block of a Commit that names blocks: 80 bytes."""
@@ -272,11 +280,11 @@ COMMIT_BLOCK = np.dtype(
 TRANSFER = np.dtype(
     [
         ("id", "<u8"),
-        ("after", "<u8"),  # transfer that fills the source page first; 0: none
+        ("after", "<u8"),  # Transfer that fills the source page first; 0: none.
         ("block", "<i8"),
         ("source", EXTENT),
         ("target", EXTENT),
-        ("reason", "<u2"),  # Reason
+        ("reason", "<u2"),  # Reason.
     ]
 )
 """One copy, source page to target page."""
@@ -285,8 +293,8 @@ FREED = np.dtype(
     [
         ("extent", EXTENT),
         ("namespace", "<u4"),
-        ("reason", "<u2"),  # Reason
-        ("was_ready", "?"),  # a committed block lay there, so tiers and watchers must hear of it
+        ("reason", "<u2"),  # Reason.
+        ("was_ready", "?"),  # A committed block lay there, so tiers and watchers are notified.
         ("hash", "u1", (HASH_BYTES,)),
     ]
 )
@@ -295,11 +303,12 @@ FREED = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class SegmentAssignment:
-    """A segment begins a life: its id, the domain and writer that it belongs to, the class of its pages.
+    """A segment begins: its id, the domain and writer that it belongs to, the class of its pages.
 
-    slot is the place in the tier (0 to capacity_bytes // segment_bytes - 1); replaces is the id that lived there before
-    (None: none yet). With fresh, the old file must not be reused because somebody who may not see or write the
-    new life still maps it: unlink it and make another.
+    slot: its place in the tier (0 to capacity_bytes // segment_bytes - 1).
+    replaces: the id of the previous segment there (None: none yet).
+    fresh: unlink the old file and make another. A process that may not see or write the new segment
+    still maps the old one.
     """
 
     tier: int

@@ -1,11 +1,12 @@
-"""Which versions of each format this tierd reads and writes: the one place that says so.
+"""The versions of each format that this tierd reads and writes.
 
-Purpose: `Versions`, one value per format. Non-purpose: the formats themselves (`core/FORMAT.md`, `tiers/FORMAT*.md`). Invariants: version N reads
-N-1; what is written carries `current`; a file of any other version is refused before anything beside it is changed, and kept. BlockMeta
-has no file of its own: who raises META raises the catalogue, the journal and the snapshot with it, so that a start can tell by their heads.
-`namespaces.log` goes by the version of the `arena.tbl` beside it.
-A directory is on no disk: a client that does not read its version asks the daemon. A client and a
-daemon of different protocols or formats do not work together.
+`core/FORMAT.md` and `tiers/FORMAT*.md` describe the formats. Version N reads N-1; tierd writes
+`current`. It refuses a file of any other version before it changes anything beside it, and keeps
+it. BlockMeta has no file of its own. A new version of META also raises that of the catalogue, the
+journal and the snapshot, so a start can tell by their heads. The version of `namespaces.log` is
+that of the `arena.tbl` beside it. A directory is on no disk: a client that does not read its
+version asks the daemon. A client and a daemon of different protocols or formats do not work
+together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tierd.errors import VersionMismatch
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """oldest to current are read. what: the format, for people; remedy: what else to do about a file of another version."""
+    """oldest to current are read. what: the format. remedy: for a file of another version."""
 
     what: str
     oldest: int
@@ -50,7 +51,7 @@ SNAPSHOT = Versions("snapshot", 1, 1)
 DIRECTORY = Versions("directory", 1, 1)
 
 PROTO_VERSION = 2
-"""Of what a local client and its daemon say to each other: the session socket, lines, the mailbox.
-A hello with another is refused."""
+"""Version of the session socket, local RPC and notices between a local client and its daemon. A
+hello with another is refused."""
 FORMAT_VERSION = CATALOGUE.current
-"""Of the segments that a local client maps; a hello with another is refused too."""
+"""Version of the segments that a local client maps; a hello with another is refused too."""

@@ -1,9 +1,8 @@
-"""Aligned 8-byte words of shared memory: the only way in which processes speak to each other through a mapping.
+"""Aligned 8-byte words of shared memory: all communication of processes through a mapping.
 
-Purpose: an array of words over a buffer, and the barrier that orders them against other bytes. Non-purpose: what the words
-mean. Invariants: a word is aligned, little-endian, and stored and loaded by one instruction, so a reader sees the old
-or the new value, never a mixture; what was stored before `barrier()` is seen by whoever sees what was stored after it, and
-loads on its two sides do not change places.
+A word is aligned, little-endian, and stored and loaded by one instruction. So a reader sees the old
+or the new value, never a mixture. `barrier()` orders words against other bytes. A process that sees
+a store after the barrier sees all stores before it. Loads on its two sides do not change places.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tierd.core.formats.layout import WORD_BYTES
 _fence = threading.Lock()
 
 Words = NDArray[np.uint64]
-"""Words over a buffer. Plain indexing loads and stores whole words, alone or many at once."""
+"""Words over a buffer. Plain indexing loads and stores whole words, one or many at once."""
 
 
 def words_of(buffer: memoryview | mmap | NDArray[np.uint8], *, offset: int = 0, count: int) -> Words:
@@ -32,11 +31,9 @@ def words_of(buffer: memoryview | mmap | NDArray[np.uint8], *, offset: int = 0, 
 
 
 def barrier() -> None:
-    """Order memory accesses before it against those after it.
-
-    Python has no fence; releasing a lock (a store-release) followed by taking it (a load-acquire) is one on x86-64 and on
-    aarch64, where the two do not pass each other.
-    """
+    """Orders memory accesses before it against those after it. Python has no fence. Releasing a
+    lock (a store-release) and then taking it (a load-acquire) is one on x86-64 and aarch64. There
+    the two do not pass each other."""
     with _fence:
         pass
     with _fence:

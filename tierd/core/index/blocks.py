@@ -1,16 +1,20 @@
-"""Blocks: what is known by which name, as columns over dense ids.
+"""Known blocks by name, as columns over dense ids.
 
-Purpose: name -> id, and what a block is (size, chain, digest, use). Non-purpose: where it lies (index.py). Names are found through the table by
-a key of 8 bytes and compared in full. The key is a multilinear hash with secret factors, whose upper half is strongly universal (Lemire and Kaser,
-"Strongly universal string hashing is fast", 2014), so that names which a client made up meet in it no more often than others.
+Names map to ids and the facts of a block (size, chain, digest, use); index.py maps ids to pages.
+The table finds a name by a key of 8 bytes and compares it in full. The key is a multilinear hash
+with secret factors; its upper half is strongly universal (Lemire and Kaser, "Strongly universal
+string hashing is fast", 2014). So names that a client made up collide no more often than others.
 
-Life of an id: `add` (named, no page yet) -> pages come and go (index.py counts them in `places`) -> `fade` when the last is gone. A block
-without a page is known as long as others name it as their parent (`family`), whether it ever had one or not: so a parent's name is kept once, by
-the parent, and a chain mends when the block is written. It has no parent itself, so there are at most as many of those as blocks with pages. `forget`
-makes all blocks of some namespaces unfindable for good, at once, and `unname` takes those that are forgotten out of the table, some at a time; an id lives
-until its last page is gone.
+Life of an id: `add` (named, no page yet) -> pages come and go (index.py counts them in `places`) ->
+`fade` when the last is gone.
+A block without a page stays known while other blocks name it as their parent (`family`). So a
+parent's name is kept once, and a chain mends when the block is written. Such a block has no parent,
+so at most as many of them exist as blocks with pages. Lookups miss all blocks of a namespace after
+`forget`. `unname` takes forgotten blocks out of the table, some at a time. An id lives until its
+last page is gone.
 
-Invariants: `family[b]` is the number of ids with parent b; a free id is in no table, has no places and no family; what is named or forgotten, never both, is in the table.
+The number of ids with parent b is `family[b]`. A free id is in no table, has no places and no
+family. A block in the table is either named or forgotten.
 """
 
 from __future__ import annotations
@@ -34,16 +38,17 @@ Words = NDArray[np.uint64]
 """Hashes as uint64 [n, 4]."""
 
 ID_LIMIT = (1 << 31) - 1
-"""Of blocks: ids lie in int32 columns, whose rows would take more memory than there is long before."""
+"""Limit of block ids, which int32 columns hold; their rows would exhaust memory long before."""
 ABOVE_LIMIT = 1 << 12
-"""Blocks above those of a call that it reaches. What is farther up no tier gives up before what is below it, however cold it looks (coldest.py)."""
+"""Most ancestors that a call follows. No tier gives up a block farther up before its descendants,
+however cold it is (coldest.py)."""
 STRIDE = 1 << 16
-"""Rows of a few columns that the processor's caches hold."""
+"""Rows of a few columns that fit the processor's caches."""
 NAME = np.dtype([("namespace", "<u4"), ("hash", "u1", (HASH_BYTES,))])
-"""What META says of a block's name."""
+"""The fields of META that name a block."""
 _WORD = np.dtype("<u8")
 _FOUR_TRUE = np.frombuffer(bytes([1] * 4), np.uint32)[0]
-"""What four comparisons look like, seen as one word."""
+"""Four true comparisons, seen as one word."""
 _META_COLUMNS = {
     "namespace": "namespace",
     "domain": "domain",
@@ -68,7 +73,8 @@ def words(raw: Bytes) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names of n blocks: namespace uint32 [n], hash uint64 [n, 4]. keys: of the table, uint64 [n], where they are known (`Blocks.keyed`)."""
+    """Names of n blocks: namespace uint32 [n], hash uint64 [n, 4]. keys: table keys, uint64 [n], if
+    already computed (`Blocks.keyed`)."""
 
     namespace: Column
     hash: Words
@@ -79,13 +85,11 @@ class Names:
         return Names(self.namespace[rows], self.hash[rows], None if self.keys is None else self.keys[rows])
 
     def firsts(self) -> NDArray[np.bool_]:
-        """Which names stand in no earlier row."""
+        """Which names occur in no earlier row."""
         out = np.ones(len(self.hash), bool)
         keys = self.hash[:, 0]
         ascending = np.sort(keys)
-        if every(
-            ascending[1:] != ascending[:-1]
-        ):  # as a rule, and to sort is much less work than to say in which order
+        if every(ascending[1:] != ascending[:-1]):  # the usual case; sorting costs much less than argsort
             return out
         order = keys.argsort()
         ascending = keys[order]
@@ -105,15 +109,16 @@ def names_of(metas: StructArray) -> Names:
 
 
 class Blocks:
-    """See the module. Columns are indexed by block id; `columns` are lengthened together (index.py adds its own)."""
+    """See the module. Block ids index the columns, of equal length; index.py adds more."""
 
     def __init__(self, *, seed: int = 0, most: int = 0, unix_s: float = 0.0) -> None:
-        """seed: of the keys; no answer depends on it. most: blocks that there is room for. unix_s: Unix time when `now` is 0."""
+        """seed: of the keys; no answer depends on it. most: expected blocks. unix_s: at `now` 0."""
         self.most, self.unix_s = most, unix_s
         self._factors = np.random.SeedSequence(seed).generate_state(2 * HASH_BYTES // 8 + 1, np.uint64)
         self._columns = Columns(most)
         self.column = self._columns.column
-        # Hashes, which every lookup reads at random, come in huge pages: that costs a lookup less than half.
+        # Hashes, which lookups read at random, are in huge pages: lookups take less than half the
+        # time.
         self.hash: Column = np.zeros((min(most, MOST_ROWS), 4), np.uint64)
         self.digest: Column = self.column(np.uint64, width=2)
         self.time_ms: Column = self.column(np.uint64)
@@ -139,7 +144,7 @@ class Blocks:
         self.until_s: Column = self.column(np.uint32)
         self.kept: Column = self.column(np.bool_)
         self.durable: Column = self.column(np.bool_)
-        self._free: Column = np.zeros(0, np.int32)  # beside the columns: as long as there ever were free ids
+        self._free: Column = np.zeros(0, np.int32)  # not in the columns: as long as the most free ids so far
         self._free_count = 0
         self._rows = 0
         self._lax_namespaces: set[int] = set()
@@ -148,12 +153,12 @@ class Blocks:
 
     @property
     def top(self) -> int:
-        """No id in use is as great."""
+        """Above every id in use."""
         return self._rows
 
     @property
     def count(self) -> int:
-        """Blocks that have a page and can be found."""
+        """Named blocks that have a page."""
         return int(np.count_nonzero(self.named[: self._rows] & (self.places[: self._rows] > 0)))
 
     def find(self, names: Names) -> Ids:
@@ -162,12 +167,13 @@ class Blocks:
         return np.where(self.named.take(ids), ids, -1) if self.forgotten_count else ids
 
     def expect(self, count: int) -> None:
-        """So many more are going to be added, at a start."""
+        """Prepares the table for so many more blocks, at a start."""
         self.table.expect(count)
 
     def add(self, metas: StructArray, now: float, *, known: Ids | None = None, names: Names | None = None) -> Ids:
-        """Ids for distinct names: META [n]. Every column is written but parent (`link`), also of ids that had the name before; these keep an
-        operator's pin, which is of the name. known: these ids, -1 for a name that none had, and names: those of the metas, where that has been looked up."""
+        """Ids for distinct names: META [n]. Writes every column but parent (`link`), also of ids
+        that had the name before. Those keep an operator's pin. known: the ids of names already
+        looked up, -1 for new ones; names: those of the metas."""
         names = names or names_of(metas)
         ids = self.find(names) if known is None else known.copy()
         new = true_rows(ids < 0)
@@ -182,7 +188,8 @@ class Blocks:
         return ids
 
     def link(self, ids: Ids, parents: Bytes, now: float) -> Ids:
-        """Gives distinct blocks that have no parent the ones named, uint8 [n, 32] (zeros: none), known or not. Returns those that now have one."""
+        """Links distinct blocks without a parent to the parents named, uint8 [n, 32] (zeros: none),
+        known or not. Returns those linked."""
         hashes = words(parents)
         rows = true_rows((self.parent[ids] < 0) & (np.bitwise_or.reduce(hashes, axis=1) > 0))
         if not len(rows):
@@ -204,9 +211,9 @@ class Blocks:
         return ids
 
     def ancestors(self, ids: Ids) -> Ids:
-        """The blocks before these, nearest first, each once and none of these; ABOVE_LIMIT at most."""
+        """Distinct ancestors of the blocks, nearest first, without these; ABOVE_LIMIT at most."""
         parents, seen, out = self.parent[ids], set(ids.tolist()), list[int]()
-        parent = self.parent.data  # an element of it costs a third of one of the array
+        parent = self.parent.data  # an element of it costs a third of an array's element
         for start in dict.fromkeys(parents[parents >= 0].tolist()):
             above = start
             while above >= 0 and above not in seen and len(out) < ABOVE_LIMIT:
@@ -216,7 +223,7 @@ class Blocks:
         return np.asarray(out, np.int64)
 
     def upwards(self, start: int, limit: int) -> Ids:
-        """The block (-1: none) and those before it, nearest first, at most so many."""
+        """The block (-1: none) and its ancestors, nearest first, at most `limit`."""
         parent, out = self.parent.data, list[int]()
         while start >= 0 and len(out) < limit:
             out.append(start)
@@ -224,7 +231,7 @@ class Blocks:
         return np.asarray(out, np.int64)
 
     def fade(self, ids: Ids) -> None:
-        """Distinct ids that have lost their last page: parents are let go, and what nobody names any more is free."""
+        """Unlinks distinct ids without pages from their parents; frees ids that no block names."""
         parents = self.parent[ids].astype(np.int64)
         self.parent[ids] = -1
         parents = parents[parents >= 0]
@@ -233,13 +240,16 @@ class Blocks:
         self._erase(idle[(self.places[idle] == 0) & (self.family[idle] == 0)])
 
     def forget(self, namespaces: Ids) -> int:
-        """Nothing of these namespaces is found again, nor added; how many blocks with pages that were. `unname` them when there is time for it."""
+        """Lookups miss these namespaces from now on. Returns how many blocks with pages were named.
+        Their `unname` follows later."""
         is_theirs = np.zeros(int(namespaces.max(initial=0)) + 2, bool)
         is_theirs[namespaces] = True
         count = 0
         for at in range(0, self._rows, STRIDE):
             rows = slice(at, min(at + STRIDE, self._rows))
-            those = self.named[rows] & is_theirs.take(self.namespace[rows], mode="clip")  # the last is nobody's
+            those = self.named[rows] & is_theirs.take(
+                self.namespace[rows], mode="clip"
+            )  # the last entry stands for all greater ids
             if some(those):
                 self.named[rows] ^= those
                 self.forgotten[rows] |= those
@@ -248,7 +258,7 @@ class Blocks:
         return count
 
     def unname(self, ids: Ids) -> None:
-        """Distinct ids, named or forgotten, are never found again, and no longer in the table."""
+        """Takes distinct ids, named or forgotten, out of the table."""
         self.table.remove(ids, self.keys(ids))
         self.named[ids] = False
         if self.forgotten_count:
@@ -262,7 +272,7 @@ class Blocks:
         self.declined[ids] = 0
 
     def relax(self, namespaces: set[int]) -> Ids:
-        """Chains of these namespaces need not keep their heads (windows, states). Ids whose column changed."""
+        """Chains of these namespaces (windows, states) may lose heads. Returns ids changed."""
         new = namespaces - self._lax_namespaces
         if not new:
             return no_ids()
@@ -279,7 +289,7 @@ class Blocks:
         return true_rows(~free)
 
     def metas(self, ids: Ids) -> StructArray:
-        """META [n] of what belongs to a block, not to a page."""
+        """META [n] with a block's fields, without a page's."""
         out = new_meta(len(ids))
         for field, column in _META_COLUMNS.items():
             out[field] = getattr(self, column)[ids]
@@ -301,7 +311,7 @@ class Blocks:
         return self.keys_of(Names(self.namespace[ids], self.hash.take(ids, axis=0)))
 
     def keyed(self, names: Names) -> Names:
-        """The same with their keys, for who needs them more than once."""
+        """The same names with their keys, for callers that need keys more than once."""
         return Names(names.namespace, names.hash, self.keys_of(names))
 
     def keys_of(self, names: Names) -> Column:
@@ -313,7 +323,7 @@ class Blocks:
         return np.asarray(keys, np.uint64)
 
     def _before(self, prior: Ids, names: Names) -> Ids:
-        """The ids with the names of some blocks' parents. prior: where to look first, since as a rule each is the block before it."""
+        """Ids of the named parents. prior: ids to try first, usually the blocks before."""
         is_prior = self._same(names, np.arange(len(prior)), prior) & self.named[prior]
         if every(is_prior):
             return prior
@@ -368,7 +378,7 @@ class Blocks:
 
 
 def _raw(values: Words) -> Bytes:
-    # The width is said, since of no rows numpy cannot infer it.
+    # The width is explicit: numpy cannot infer it from no rows.
     return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.shape[1] * values.itemsize)
 
 

@@ -1,8 +1,7 @@
-"""Transfers in flight.
+"""Transfers in flight, by id.
 
-Purpose: what a transfer's id stands for until it ends. Non-purpose: why it was made, what its end means (planner.py). Who
-fills a page can be asked, so that a second request finds the flight. Invariant: both pages of a flight are
-pinned by it.
+The planner makes and ends them. A second request for a page finds the transfer that fills it. Each
+transfer pins both of its pages.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Flights:
         return np.asarray([self._filler.get((tier, page), 0) for page in pages.tolist()], np.uint64)
 
     def sources(self, tier: int, reason: Reason) -> Ids:
-        """Source pages in the tier of what flies for this reason."""
+        """Source pages in the tier of transfers made for this reason."""
         rows = self._rows[list(self._row_of.values())]
         pages: Ids = rows["source_page"][(rows["source_tier"] == tier) & (rows["reason"] == reason)]
         return pages

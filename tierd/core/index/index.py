@@ -1,17 +1,21 @@
-"""The index: which block lies in which page of which tier, and every arrow between page states.
+"""The index: each block's page in each tier, and every transition between page states.
 
-Purpose: keeps blocks, pages and eviction policies in step. Non-purpose: choosing. An arrow is one function:
+It keeps blocks, pages and eviction policies in step; it chooses nothing. Each transition is one
+function:
 
-    set_aside  free -> reserved            publish  reserved -> ready            vacate   ready -> free
-    discard    reserved -> free            doom     ready (-> retiring) -> free  condemn  ready, retiring -> quarantined
+    set_aside  free -> reserved      doom     ready (-> retiring) -> free
+    discard    reserved -> free      vacate   ready -> free
+    publish    reserved -> ready     condemn  ready, retiring -> quarantined
 
-A page is *attached* while its block points to it: a reserved one as the target of a transfer, a ready one as a copy to read.
-A page is *doomed* when it is detached but something still pins it: it is retiring, nobody finds it again, and it is freed with its last
-pin. A block is *tracked* by a tier's policy while it has an attached page there.
+A page is *attached* while its block points to it. A reserved page is attached as the target of a
+transfer, a ready one as a copy to read. A page is *doomed* if it is detached but still pinned: it
+is retiring, no lookup finds it, and its last unpin frees it. A policy *tracks* a block while the
+block has an attached page in its tier.
 
-Invariants: a block has at most one attached page per tier; a pinned page is never freed; `held[t][b]` is False exactly for what tier t may
-give up now (tracked, no pin, no operator's pin), `barred` also covers blocks whose children are tracked there; `going[t]` and
-`tips[t]` count what is False in them; `children[t][b]` counts tracked children.
+A block has at most one attached page per tier. A pinned page is never freed. In tier t,
+`held[t][b]` is False exactly for blocks that may be evicted now: tracked, not pinned, no operator's
+pin. Also True in `barred` are blocks whose children are tracked there. The False entries of the two
+are counted by `going[t]` and `tips[t]`, tracked children by `children[t][b]`.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class Index:
     # -- questions
 
     def serving(self, *wanted: Wanted) -> list[int]:
-        """Tiers in service, near to far; of what is wanted, or all. Not to be changed."""
+        """Tiers in service, near to far: those wanted, or all. Read-only for the caller."""
         found = self._in_service.get(wanted)
         if found is None:
             found = self._in_service[wanted] = [
@@ -105,7 +109,7 @@ class Index:
         return [t for t in self.serving(*wanted) if self.tiers[t].writable]
 
     def attached(self, tier: int, blocks: Ids) -> Ids:
-        """The block's page in any state, else -1; -1 for block -1."""
+        """The block's page in any state, else -1."""
         pages: Ids = self.page[tier].take(blocks).astype(np.int64)
         if some(unknown := blocks < 0):
             pages[unknown] = NO_PAGE
@@ -123,34 +127,34 @@ class Index:
         return np.asarray((pages >= 0) & (blocks >= 0) & (state.take(pages) >= PageState.READY), bool)
 
     def nearest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
-        """Of these tiers, the first in which each block can be read; -1 for none."""
+        """The first of these tiers that can read each block; -1 for none."""
         out = np.full(len(blocks), -1, np.int8)
         for tier in reversed(tiers):
             out[self.is_readable(tier, blocks)] = tier
         return out
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
-        """Which blocks can be found and read in a farther kind of tier."""
+        """Which named blocks a farther kind of tier can read."""
         farther = self.farther(tier)
         if not farther:
             return np.zeros(len(blocks), bool)
         return np.asarray((self.nearest(blocks, farther) >= 0) & self.blocks.named[blocks], bool)
 
     def targets(self, blocks: Ids, tiers: Sequence[int]) -> Ids:
-        """In which of the tiers a page for each block is made: striped by the first 8 bytes of the hash."""
+        """The tier for a new page of each block: striped by the first 8 bytes of the hash."""
         stripe = (self.blocks.hash[blocks, 0] % np.uint64(len(tiers))).astype(np.int64)
         chosen: Ids = np.asarray(tiers, np.int64)[stripe]
         return chosen
 
-    # -- arrows
+    # -- transitions
 
     @property
     def generations_left(self) -> int:
-        """How many pages can still be given, ever."""
+        """How many pages can still get a generation."""
         return max(0, GENERATION_LIMIT - self.generation)
 
     def set_aside(self, tier: int, key: Key, count: int) -> Ids:
-        """free -> reserved: up to `count` pages of segments that are in use. count: not above generations_left."""
+        """free -> reserved: up to `count` pages of segments in use; at most generations_left."""
         pages = self.tiers[tier].take(key, count, self.generation)
         self.generation += len(pages)
         return pages
@@ -170,7 +174,7 @@ class Index:
         self.doom(tier, pages, reason, draft)
 
     def condemn(self, tier: int, pages: Ids, fault: Fault, draft: PlanBuilder) -> None:
-        """ready, retiring -> quarantined: pages with wrong bytes; with their last pin, like what is doomed, or is doomed already."""
+        """ready, retiring -> quarantined: pages with wrong bytes; pinned ones at last unpin."""
         pages_of = self.tiers[tier]
         pages_of.fault[pages] = fault
         is_attached = pages_of.doom[pages] == 0
@@ -180,7 +184,7 @@ class Index:
     # -- attach, doom, pin
 
     def attach(self, tier: int, pages: Ids, blocks: Ids, now: float) -> None:
-        """Reserved pages get their blocks, which are tracked from now on, in this order (cold to hot)."""
+        """Attaches reserved pages to blocks and tracks these, in this order (cold to hot)."""
         pages_of, table = self.tiers[tier], self.page[tier]
         at = span(blocks)
         assert every(table[at] == NO_PAGE), "a block has one page per tier"
@@ -192,7 +196,7 @@ class Index:
         self._enter(tier, blocks, now)
 
     def doom(self, tier: int, pages: Ids, reason: Reason, draft: PlanBuilder) -> None:
-        """Attached pages are detached, whatever their state; freed at once, or with their last pin."""
+        """Detaches attached pages in any state; frees them now, or at their last unpin."""
         pages_of = self.tiers[tier]
         self._detach(tier, pages)
         pages_of.doom[pages] = int(reason)
@@ -206,7 +210,7 @@ class Index:
         self._sweep(tier, pages, draft)
 
     def pin(self, tier: int, pages: Ids) -> None:
-        """One pin more on each; pages may repeat."""
+        """Adds a pin to each; pages may repeat."""
         each, pins = distinct(pages), self.tiers[tier].pins
         before = pins.take(each)
         if len(each) == len(pages):
@@ -216,14 +220,14 @@ class Index:
         self._hold(tier, self._attached_to(tier, each[before == 0]))
 
     def pin_attached(self, tier: int, pages: Ids, blocks: Ids) -> None:
-        """`pin` for distinct pages, which these blocks have."""
+        """As `pin`, for distinct pages attached to these blocks."""
         pins = self.tiers[tier].pins
         before = pins.take(pages)
         pins[pages] = before + np.uint32(1)
         self._hold(tier, blocks[before == 0] if some(before) else blocks)
 
     def unpin(self, tier: int, pages: Ids, draft: PlanBuilder) -> None:
-        """One pin less on each; pages may repeat. Doomed ones without pins are freed."""
+        """Takes a pin off each; pages may repeat. Frees doomed pages without pins."""
         pages_of = self.tiers[tier]
         (each, counts), pins = tally(pages), pages_of.pins
         before = pins.take(each)
@@ -246,19 +250,19 @@ class Index:
                 self._count_children(tier, linked[tracked], 1)
 
     def touch(self, tier: int, blocks: Ids, now: float) -> None:
-        """The blocks were used in this tier; those that it does not track are passed over."""
+        """Counts a use of the blocks in this tier; ignores blocks that it does not track."""
         tracked = self._tracked(tier, blocks)
         self.policies[tier].touch(blocks if every(tracked) else blocks[tracked], now)
 
     def use(self, blocks: Ids, now: float) -> None:
-        """The blocks were put again, last of the sequence first: a use wherever they lie, but no hit."""
+        """Counts a repeated put, last block first: a use in every tier, but no hit."""
         self.blocks.last_used[blocks] = now
         for tier in self.serving():
             self.touch(tier, blocks, now)
         self.note_use(blocks, now)
 
     def note_use(self, blocks: Ids, now: float) -> None:
-        """The blocks were used, or have come, wherever they lie: stores that wear hear of it. Last of the sequence first."""
+        """Tells the admissions of all stores of a use or a new block, last block first."""
         for admission in self.admissions.values():
             admission.touch(blocks, now)
 
@@ -268,7 +272,7 @@ class Index:
             self.admissions[tier].wrote(int(self.blocks.length[blocks].sum(dtype=np.int64)), now)
 
     def admitted(self, tier: int, blocks: Ids, now: float) -> Bools:
-        """Which of the blocks deserve a write to the tier; the others are remembered as declined until they are used again."""
+        """Which blocks deserve a write to the tier. Others stay declined until their next use."""
         if tier not in self.admissions:
             return np.ones(len(blocks), bool)
         verdicts = self.admissions[tier].admit(blocks, self.blocks.length[blocks].astype(np.int64), now)
@@ -277,32 +281,33 @@ class Index:
         return np.asarray(verdicts == Verdict.WRITE, bool)
 
     def say(self, blocks: Ids, said: Priorities, now: float) -> None:
-        """A put says so of blocks, which may repeat, last of the sequence first; it holds where nothing greater was said."""
+        """Gives blocks the priorities of a put; they may repeat, last of the sequence first. A
+        greater one stays."""
         self.say_before(raise_said(self.blocks, blocks, said, self.blocks.unix_s + now), now)
 
     def say_before(self, blocks: Ids, now: float) -> None:
-        """What is said of these blocks is new: it is said of those before them too, and policies that go by it hear of all."""
+        """Raises the ancestors of blocks with a new priority, and tells policies that use it."""
         lifted = raise_before(self.blocks, blocks, self.blocks.unix_s + now)
         for tier, policy in self._heeding if len(blocks) else ():
             for those in (blocks, lifted):
                 policy.said(those[self._tracked(tier, those)], now)
 
     def pass_time(self, now: float) -> None:
-        """Before room is made."""
+        """Sets the time. Called before room is made."""
         for _, policy in self._heeding:
             policy.pass_time(now)
         for pages in self.tiers:
             pages.now = now
 
     def weigh(self, blocks: Ids) -> None:
-        """Blocks whose operator's pin or laxness changed."""
+        """Updates blocks whose operator's pin or laxness changed."""
         for tier in range(len(self.tiers)):
             self._weigh(tier, blocks)
 
     # -- inside
 
     def _detach(self, tier: int, pages: Ids) -> Ids:
-        """Attached pages hold their blocks no longer; the blocks."""
+        """Detaches attached pages from their blocks; returns the blocks."""
         blocks = self.tiers[tier].block[pages].astype(np.int64)
         self._leave(tier, blocks)
         self.page[tier][blocks] = NO_PAGE
@@ -314,7 +319,7 @@ class Index:
         return np.asarray(self.page[tier].take(blocks) >= 0, bool)
 
     def _note_kept(self, tier: int, blocks: Ids) -> None:
-        """After blocks have come to a store that wears, or left it: whether one has them."""
+        """After attaching or detaching in a store that wears: updates `Blocks.kept`."""
         if tier not in self.admissions or len(blocks) == 0:
             return
         at = span(blocks)
@@ -368,20 +373,20 @@ class Index:
         self._bar(tier, blocks)
 
     def _attached_to(self, tier: int, pages: Ids) -> Ids:
-        """The blocks that have these pages."""
+        """The blocks attached to these pages."""
         blocks: Ids = self.tiers[tier].block.take(pages)
         attached = (blocks >= 0) & (self.page[tier].take(blocks) == pages)
         return blocks if every(attached) else blocks[attached]
 
     def _hold(self, tier: int, blocks: Ids) -> None:
-        """The pages of these blocks have got their first pin: they may not go."""
+        """The pages of these blocks got their first pin: bars them from eviction."""
         held, barred = self.held[tier], self.barred[tier]
         self.going[tier] -= len(blocks) - int(np.count_nonzero(held.take(blocks)))
         self.tips[tier] -= len(blocks) - int(np.count_nonzero(barred.take(blocks)))
         held[blocks] = barred[blocks] = True
 
     def _let(self, tier: int, pages: Ids) -> None:
-        """Distinct pages have lost their last pin: what is attached to them may go, unless an operator pins it."""
+        """Distinct pages lost their last pin: their blocks may go, unless an operator pins them."""
         blocks = self._attached_to(tier, pages)
         held, barred = self.held[tier], self.barred[tier]
         kept = self.blocks.pinned.take(blocks)
@@ -391,7 +396,7 @@ class Index:
         held[blocks], barred[blocks] = kept, lead
 
     def _sweep(self, tier: int, pages: Ids, draft: PlanBuilder) -> None:
-        """Frees those doomed pages that nothing pins."""
+        """Frees those doomed pages that have no pins."""
         pages = pages[self.tiers[tier].pins[pages] == 0]
         if len(pages):
             self._free(tier, pages, self.tiers[tier].doom[pages], draft)

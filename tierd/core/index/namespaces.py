@@ -1,8 +1,8 @@
-"""Which namespaces and trust domains exist, by id and by content.
+"""Namespaces and trust domains, by id and by content.
 
-Purpose: turn (tenant, spec) into stable ids, and bump epochs. Non-purpose: storing the records; `records` and `restore` are
-plain bytes for whoever keeps them. Invariants: an id is given once and never changes its meaning; of the epochs of one
-(tenant, spec) only the last is current.
+The registry turns (tenant, spec) into stable ids and bumps epochs. It stores nothing: `records` and
+`restore` are plain bytes. An id is given once and keeps its meaning. Of the epochs of one (tenant,
+spec) only the last is current.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class NamespaceRegistry:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Namespace] = {}  # every rank's id -> its namespace
-        self._records: list[bytes] = []  # all are asked for at each new one, and take long to write
+        self._records: list[bytes] = []  # every open of a new one returns all, and JSON takes long
         self._current: dict[tuple[str, NamespaceSpec], Namespace] = {}
-        self._past: set[int] = set()  # of those whose epoch has ended: a spec takes long to hash, and every call asks
+        self._past: set[int] = set()  # ids of ended epochs: hashing a spec takes long, and every call needs this
         self._domains: dict[str, int] = {}
         self._of_tenant: Counter[str] = Counter()  # ids
         self._next_id = 1
@@ -43,7 +43,7 @@ class NamespaceRegistry:
         return self._domains.setdefault(tenant, max(self._domains.values(), default=0) + 1)
 
     def keep_domain(self, tenant: str, domain: int) -> None:
-        """What a former daemon called the tenant's domain, before anybody asks anew."""
+        """Restores a tenant's domain from the previous run, before any new one is made."""
         self._domains.setdefault(tenant, domain)
 
     def open(self, spec: NamespaceSpec, *, tenant: str) -> tuple[Namespace, bool]:
@@ -72,7 +72,8 @@ class NamespaceRegistry:
         return namespace
 
     def named(self, namespace_id: int, digest: bytes) -> Namespace:
-        """The namespace with this id of rank 0 and this digest, for who may have the id from another registry: digests are the same in all. Raises SessionLost."""
+        """The namespace with this rank-0 id and digest. The id may come from another registry;
+        digests are equal in all. Raises SessionLost."""
         namespace = self._by_id.get(namespace_id)
         if namespace is None or namespace.id != namespace_id or namespace.digest != digest:
             raise SessionLost(f"namespace {namespace_id}: means another one here, or none; open it with OpenNamespace")
@@ -101,7 +102,7 @@ class NamespaceRegistry:
         return namespace.id not in self._past
 
     def check_bumps(self, ending: Iterable[Namespace]) -> None:
-        """Raises Overloaded where one more epoch of each would be too many ids, of a tenant or in
+        """Raises Overloaded if one more epoch of each exceeds the limit of ids of a tenant or of
         all."""
         more = Counter[str]()
         for namespace in ending:
@@ -115,7 +116,7 @@ class NamespaceRegistry:
             raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist already; purge the instance or reuse one")
 
     def bump(self, namespace: Namespace) -> Namespace:
-        """Begins the next epoch and gives it."""
+        """Begins the next epoch and returns it."""
         self._check_tenant(namespace.tenant, namespace.spec.rank_count)
         following = bumped(namespace, namespace_id=self._next_id)
         self._add(following)
@@ -135,11 +136,12 @@ class NamespaceRegistry:
         return [n for n in self._current.values() if model is None or n.spec.model == model]
 
     def records(self) -> list[bytes]:
-        """One self-contained JSON record per namespace, in the order in which they came."""
+        """One self-contained JSON record per namespace, in order of creation."""
         return list(self._records)
 
     def restore(self, records: Iterable[bytes]) -> None:
-        """Takes up namespaces of an earlier life; known ids are skipped. Raises CorruptRecord where two disagree."""
+        """Takes in namespaces of the previous run, if unknown. Raises CorruptRecord if two
+        disagree."""
         for namespace in sorted(map(namespace_from_record, records), key=lambda n: n.id):
             known = self._by_id.get(namespace.id)
             if known is None:
@@ -173,7 +175,7 @@ def namespace_record(namespace: Namespace) -> bytes:
     return json.dumps(given, sort_keys=True, separators=(",", ":")).encode()
 
 
-@lru_cache(maxsize=1024)  # every tier and the state directory tell the same
+@lru_cache(maxsize=1024)  # every tier and the state directory hold the same records
 def namespace_from_record(record: bytes) -> Namespace:
     """The inverse of namespace_record. Raises CorruptRecord."""
     try:
@@ -191,7 +193,7 @@ def namespace_from_record(record: bytes) -> Namespace:
 
 
 def _check_types(namespace: Namespace) -> None:
-    """JSON knows other types, and other numbers, than a namespace has. Raises ValueError, InvalidArgument."""
+    """Checks types and bounds, which JSON does not have. Raises ValueError, InvalidArgument."""
     for part in (namespace, namespace.spec.checked(), namespace.spec.geometry):
         for field in fields(part):
             value = getattr(part, field.name)

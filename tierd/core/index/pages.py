@@ -1,17 +1,18 @@
-"""The pages of one tier: segments, size classes, page ids, which pages are free.
+"""The pages of one tier: segments, size classes, page ids, free pages.
 
-Purpose: give out and take back pages, and the segments behind them. Non-purpose: what lies in a page; who may have it. A tier is cut into places of segment_bytes. A place
-in use holds a segment of one key: (domain, class_bytes, writer), and a run of page ids. An empty segment goes back to the common pool: at once, or, where its writer lives
-and a block was in it, as soon as somebody needs its place (`reclaim`); until then the writer has memory that it has mapped already. So do those that the daemon has begun to
-load into, or for sealed puts, which readers have mapped.
+A tier is cut into places of segment_bytes. A place in use holds a segment of one key, (domain,
+class_bytes, writer), and a run of page ids. An empty segment is vacated at once. Some wait until
+their place is needed (`reclaim`), because they are mapped. Their writer lives and a block was in
+them, or the daemon began them for loading or sealed puts. A tier that is loading gives up no
+segment. Any other segment in use has a page that is not FREE.
 
-A page found bad is quarantined instead of freed: it keeps its place, holds nothing and is not given out until the quarantine's bound sends it back. Where its segment holds
-nothing else and the place is wanted, the pages of the next life that lie on the same bytes are quarantined from its beginning, unless that life gets another file. The books
-of it are kept here; none outlives a restart.
+A bad page is quarantined instead of freed: it holds nothing and is not allocated until the
+quarantine's bound frees it. If its segment holds nothing else, the place can be reused. Unless the
+next segment gets another file, its pages on the same bytes begin quarantined. Quarantines do not
+outlive a restart, and take at most `quarantine_bytes`.
 
-Invariants: a page is free exactly when its state is FREE; a segment in use has at least one page that is not free, but those of a living writer, sealed ones, the daemon's
-own, and those of a tier that is loading; quarantined pages take at most `quarantine_bytes`; page ids of one run are consecutive; generations and segment ids only rise, and
-at the end of their range nothing more is given. Which page is given does not depend on the order in which others came back: the lowest place, then the lowest slot.
+Page ids of one run are consecutive. Generations and segment ids only rise, up to a limit. The
+lowest place, then slot is given, whatever the order of frees.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from tierd.errors import ConfigError
 
 Column = NDArray[Any]
 GENERATION_LIMIT = (1 << 62) - (1 << 32)
-"""No page is given with a generation as great: tiers' marks run ahead of what is used, and must fit their words too."""
+"""Generations stay below it: tiers' marks run ahead of it and must fit their words too."""
 SEGMENT_LIMIT = (1 << 31) - (1 << 20)
-"""No segment begins with an id as great, for the same reason."""
+"""Segment ids stay below it, for the same reason."""
 NEAR_PAGES = 256
-"""A segment's next free pages are looked for among so many at first: as a rule they lie in a row."""
+"""Pages of a segment that are searched first for free ones, which are usually in a row."""
 PAGE_LIMIT = (1 << 31) - 1
-"""Page ids of one tier: they lie in int32 columns."""
+"""Most page ids of one tier: int32 columns hold them."""
 _NAMES = PageState.names()
 
 
 class Pages:
-    """One tier's pages. Columns are indexed by page id; the core's other parts read and write all but `state`. is_loading: more of its blocks come, so no segment is given up."""
+    """One tier's pages, by id; only this module writes `state`. is_loading: blocks still follow."""
 
     def __init__(self, spec: TierSpec, position: int) -> None:
         if not 0 < spec.segment_bytes <= spec.capacity_bytes:
@@ -77,7 +78,7 @@ class Pages:
         self.counts = [0] * len(PageState.names())
         self.bytes_in = [0] * len(PageState.names())
         self.quarantine: dict[int, Found] = {}
-        self._spots: dict[int, list[Found]] = {}  # of places whose next life begins with them
+        self._spots: dict[int, list[Found]] = {}  # by place: bad bytes of its next segment
         self.quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
@@ -90,9 +91,9 @@ class Pages:
         self.barred, self.failing = (
             set[int](),
             set[int](),
-        )  # no memory for now; those that will be barred when they are empty
+        )  # no memory for now; those to bar when they are empty
         self.now, self.idle = 0.0, dict[int, float]()
-        """Places of empty segments that wait until somebody needs them, in the order in which they emptied: since when."""
+        """Places of empty segments that wait until needed, oldest first: empty since."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
@@ -102,19 +103,19 @@ class Pages:
 
     @property
     def top(self) -> int:
-        """No page id is as great."""
+        """Above every page id."""
         return self._columns.rows
 
     # -- pages
 
     def class_of(self, lengths: Column) -> Ids:
-        """Bytes of the page that a block of each length takes, slot overhead included."""
+        """Page bytes of a block of each length, slot overhead included."""
         values = kinds(lengths)
         sizes = np.asarray([size_class(value) + self.spec.slot_overhead_bytes for value in values], np.int64)
         return sizes.repeat(len(lengths)) if len(sizes) == 1 else sizes[np.searchsorted(values, lengths)]
 
     def put_bytes(self, lengths: Column) -> Ids:
-        """Bytes of what a block of each length takes while it is put: its page, and where puts are sealed another one."""
+        """Bytes that a put of each length takes: its page, and with sealed puts a staging page."""
         return self.class_of(lengths) << int(self.spec.sealed_puts)
 
     def class_bytes(self, pages: Ids) -> Ids:
@@ -123,7 +124,7 @@ class Pages:
         return sizes
 
     def take(self, key: Key, count: int, generation: int) -> Ids:
-        """free -> reserved: up to `count` free pages of the key's segments, with generations from `generation` on."""
+        """free -> reserved: up to `count` pages of the key; generations from `generation` on."""
         taken: list[Ids] = []
         for place in sorted(self._open.get(key, set()) - self.failing):
             if count <= 0:
@@ -136,7 +137,7 @@ class Pages:
         return pages
 
     def take_exactly(self, page: int, generation: int) -> None:
-        """free -> reserved: this page, with this generation (what a client holds over a restart, what was adopted)."""
+        """free -> reserved: this page with this generation, held by a client over a restart."""
         self._claim(int(self.place[page]), np.asarray([page], np.int64))
         self.generation[page] = generation
 
@@ -149,7 +150,7 @@ class Pages:
         self.move(pages, PageState.FREE, PageState.RESERVED)
 
     def give_back(self, pages: Ids) -> None:
-        """Any state but free -> free; segments that are empty now go to the pool."""
+        """Any state but free -> free; vacates segments that are empty now."""
         if len(pages) == 0:
             return
         states = self.state[pages]
@@ -168,7 +169,7 @@ class Pages:
             self._returned(place, low, end - begin)
 
     def withhold(self, pages: Ids, now: float) -> None:
-        """retiring -> quarantined; those that have been there longest come back where that is more than the bound."""
+        """retiring -> quarantined; above the bound, frees the pages quarantined longest."""
         starts = self.extents(pages)["offset"].astype(np.int64)
         for page, start, end in zip(
             pages.tolist(), starts.tolist(), (starts + self.class_bytes(pages)).tolist(), strict=True
@@ -180,7 +181,7 @@ class Pages:
             self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
     def reclaim(self, *, idle_s: float) -> bool:
-        """Vacates the place of a segment that has been idle for so long, or of one that holds nothing but quarantined pages, if they are no more than half of it. False: there is none."""
+        """Vacates a segment idle for idle_s, or empty but for bad pages (half at most), if any."""
         if self.idle and next(iter(self.idle.values())) <= self.now - idle_s:
             self._vacate(next(iter(self.idle)))
             return True
@@ -206,11 +207,11 @@ class Pages:
         return 2 * int(self._bad[place]) > segment.pages
 
     def is_sealed(self, pages: Ids) -> NDArray[np.bool_]:
-        """Which pages lie in segments that no client ever could write to, or whose one writer's process has ended in this life of the daemon."""
+        """Which pages no client could ever write to, or whose one writer's process has ended."""
         return self._by_place.sealed[self.place[pages]]
 
     def move(self, pages: Ids, old: int, new: int) -> None:
-        """The books of a change of state; the arrows themselves are in index.py."""
+        """Counts a change of state; index.py has the transitions."""
         if len(pages) == 0:
             return
         at = span(pages)
@@ -228,7 +229,7 @@ class Pages:
                 np.add.at(self._retiring if state == PageState.RETIRING else self._bad, self.place[pages], step)
 
     def extents(self, pages: Ids, out: StructArray | None = None) -> StructArray:
-        """EXTENT of each page; all zero with page -1 where a page is negative. out: zeros to write to."""
+        """EXTENT of each page; for negative pages all zero, with page -1. out: zeros to fill."""
         out = np.zeros(len(pages), EXTENT) if out is None else out
         out["tier"] = self.position
         is_there = pages >= 0
@@ -244,7 +245,7 @@ class Pages:
         return out
 
     def find(self, extents: StructArray) -> Ids:
-        """Page ids by (segment, slot); -1 where no such segment is in use or the slot is beyond it."""
+        """Page ids by (segment, slot); -1 if no such segment is in use or the slot is beyond it."""
         return self._by_place.find(extents)
 
     # -- segments
@@ -256,16 +257,16 @@ class Pages:
 
     @property
     def staying_bytes(self) -> int:
-        """Bytes of pages that hold something and are not on their way out."""
+        """Bytes of pages in use that are not being freed."""
         return self.bytes_in[PageState.RESERVED] + self.bytes_in[PageState.READY]
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes of pages that are withheld."""
+        """Bytes of quarantined pages."""
         return self.bytes_in[PageState.QUARANTINED]
 
     def usage(self) -> dict[Key, Usage]:
-        """Per key, how much it uses of what it could: its segments and the places that anybody can have, less what is quarantined."""
+        """Per key, used and possible bytes: its segments, and free places; not quarantined ones."""
         used: dict[Key, int] = {}
         whole: dict[Key, int] = {}
         counts = zip(self.segments, self._retiring.tolist(), self._bad.tolist(), strict=True)
@@ -279,12 +280,12 @@ class Pages:
         return {key: Usage(used[key], whole[key] + free[key]) for key in used}
 
     def has_ids(self, class_bytes: int) -> bool:
-        """Whether a segment of the class could have page ids: those of an ended one, or new ones."""
+        """Whether a segment of the class can get page ids: those of an ended one, or new ones."""
         count = self.spec.segment_bytes // class_bytes
         return bool(self._runs.get(count)) or self.top + count <= PAGE_LIMIT
 
     def begin(self, key: Key, segment: int, domains: dict[int, int]) -> SegmentAssignment:
-        """A vacant place (there must be one) begins a life. domains: of every live session."""
+        """Begins a segment at a vacant place (one must exist). domains: of every live session."""
         place = min(self.vacant)
         replaces = self.last_id[place]
         held = self.holders.pop(replaces, {}) if replaces is not None else {}
@@ -303,7 +304,7 @@ class Pages:
         return self.assignment(place, replaces=replaces, fresh=fresh)
 
     def adopt_segment(self, given: SegmentAssignment, writer: int) -> bool:
-        """A segment that survived takes its place again. False if it cannot: out of range, taken, or too large."""
+        """Puts a survived segment at its place. False if out of range, taken, or too large."""
         fits = given.class_bytes > 0 and given.pages * given.class_bytes <= self.spec.segment_bytes
         if given.slot not in self.vacant or not fits or not given.pages:
             return False
@@ -331,7 +332,7 @@ class Pages:
         return set(self._open.get(key, ()))
 
     def is_nobodys(self, pages: Ids) -> Bools:
-        """Which pages lie in segments that nobody may write: who else holds pages there is not known."""
+        """Which pages lie in segments of NOBODY: their other holders are unknown."""
         return self._by_place.nobodys[self.place[pages]]
 
     def pages_of(self, place: int) -> slice:
@@ -341,7 +342,8 @@ class Pages:
         return slice(segment.first, segment.first + segment.pages)
 
     def note_attached(self, session: int, segment: int) -> None:
-        """The session has the descriptor of a segment, in use or the last of its place; writable if it is its writer."""
+        """The session has a segment's descriptor (writable if its writer), the last of its
+        place."""
         if segment in self.last_id:
             held = self.holders.setdefault(segment, {})
             place = self.last_id.index(segment)
@@ -350,8 +352,8 @@ class Pages:
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int, *, to: int = DAEMON) -> None:
-        """A session's process is gone: its segments become the daemon's, or those of `to`, another session of the same process and domain, and it holds no
-        descriptor any more."""
+        """A session's process ended: its segments become the daemon's; its descriptors are closed.
+        If `to` is another session of the same process and domain, it takes over both."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.key.writer == session:
                 self._close(place)
@@ -368,7 +370,7 @@ class Pages:
                 held[to] = held.get(to, False) or is_writable
 
     def close_empty(self) -> None:
-        """Sends segments without any page in use to the pool, those of living writers when it is wanted (after a restart; otherwise that happens as they empty)."""
+        """After a restart: vacates segments without a page in use; those of living writers wait."""
         for place, segment in enumerate(self.segments):
             if segment is not None and segment.spare == segment.pages:
                 self.idle[place] = self.now
@@ -405,7 +407,7 @@ class Pages:
         self._reopen(place)
 
     def _withhold_again(self, place: int, found: Found) -> None:
-        """The pages of a life that begins which lie on bytes that were found bad; none where that would be above the bound."""
+        """Quarantines the new segment's pages on bad bytes; none if that would exceed the bound."""
         segment = self.segments[place]
         assert segment is not None
         size = segment.key.class_bytes
@@ -462,7 +464,7 @@ class Pages:
             self._vacate(place)
 
     def prove(self, pages: Ids) -> None:
-        """A block was written to them."""
+        """Blocks were written to these pages."""
         for place in kinds(self.place[pages]):
             segment = self.segments[place]
             assert segment is not None

@@ -1,6 +1,7 @@
-"""What is asked about the places of a tier at every small step, ready as columns: there may be 20,000, and to go through them takes milliseconds.
+"""Facts about a tier's places as columns, for questions asked at every small step.
 
-Purpose: who may write to a place, and where a segment lies. Non-purpose: keeping segments (pages.py), which tells of each that begins, ends or changes hands.
+A tier may have 20,000 places; a scan of them takes milliseconds. The columns say which clients may
+write to a place, and which segment it has. They are kept by pages.py.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from tierd.core.plan import Bools, Ids
 
 
 class PlaceColumns:
-    """sealed, nobodys: bool by place, and False at -1, the place of pages that have none."""
+    """sealed, nobodys: bool by place, and False at -1, the place of pages without one."""
 
     def __init__(self, segments: Sequence[Segment | None]) -> None:
-        """segments: by place, which the caller changes."""
+        """segments: by place; the caller changes it."""
         self._segments = segments
         self.sealed: Bools = np.zeros(len(segments) + 1, np.bool_)
-        """No client can write there: none ever could, or the one that could has gone in this life of the daemon."""
+        """No client can write there: none ever could, or its writer's process ended in this run."""
         self.nobodys: Bools = np.zeros(len(segments) + 1, np.bool_)
-        """Who else holds pages there is not known."""
+        """Other holders of its pages are unknown."""
         self._table: Ids | None = None
 
     def note(self, place: int, last_writer: int) -> None:
-        """A segment has begun or ended there, or has another writer. last_writer: the session that wrote there last, or DAEMON."""
+        """A segment began, ended or changed its writer. last_writer: last session, or DAEMON."""
         segment, self._table = self._segments[place], None
         writer = segment.key.writer if segment is not None else None
         is_left = writer == DAEMON and last_writer != DAEMON
         self.sealed[place], self.nobodys[place] = writer == SEALED or is_left, writer == NOBODY
 
     def find(self, extents: StructArray) -> Ids:
-        """Page ids by (segment, slot); -1 where no such segment is in use or the slot is beyond it."""
+        """Page ids by (segment, slot); -1 if no such segment is in use or the slot is beyond it."""
         if self._table is None:
             used = sorted((s.id, s.first, s.pages) for s in self._segments if s is not None)
             self._table = np.asarray([*used, (1 << 32, -1, 0)], np.int64).T

@@ -1,6 +1,6 @@
-"""Where a core gets its policies from.
+"""Makes the policies of a core: the one seam for exchangeable parts.
 
-Purpose: one seam for all that can be exchanged. Non-purpose: the policies' own contracts (eviction.py, admission.py), and names (`tierd.policies.named`).
+Contracts are in eviction.py and admission.py, names in `tierd.policies.named`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tierd.core.index.blocks import Blocks
 
 
 class Policies(Protocol):
-    """Makes the policies of one core, all over its blocks, whose columns they may read anew in each call; what they share is made once."""
+    """Makes the policies of one core. They may read its blocks' columns anew in each call."""
 
     def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
-        """Of a tier; called near to far."""
+        """The policy of a tier; called near to far."""
         ...
 
     def admission(self, spec: TierSpec, blocks: Blocks) -> Admission:
-        """Of an nvme tier; called near to far, after `eviction`."""
+        """The policy of an nvme tier; called near to far, after `eviction`."""
         ...
 
     def listener(self, blocks: Blocks) -> Listener | None:
-        """What hears of requests before policies do, if any of them goes by that; called once, last."""
+        """Learns of requests before the policies, if any uses it; called once, last."""
         ...

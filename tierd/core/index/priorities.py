@@ -1,11 +1,13 @@
-"""What puts say of blocks: a priority, and until when it holds.
+"""Priorities that puts give to blocks, and their ends.
 
-Purpose: these words as arrays, and which of two holds. Non-purpose: who leaves first (`tierd.policies.eviction.priority`). A word is a code, uint8: the priority + 1, or 0
-where nothing was said; and an end, uint32: Unix time in whole seconds, 0 for never. Where nothing was said, or what was said has run out, the word is PRIORITY_DEFAULT for good.
-Of two words the one of the greater priority holds, of equal ones the one that ends later: what one client wants kept no other can give up.
+A priority is a code, uint8 (priority + 1, or 0 if none was given), and an end, uint32: Unix time in
+whole seconds, 0 for never. Without a code, or after its end, PRIORITY_DEFAULT holds for good. Of
+two, the greater holds; of equal ones, the one that ends later. So no client can lower a priority
+that another gave.
 
-What is said of a block is said of ABOVE_LIMIT before it too, without which it cannot be used, unless its chain need not keep its head. Those farther up
-stay for as long as those do (coldest.py).
+A block's priority also raises up to ABOVE_LIMIT of its ancestors, which it needs, unless its chain
+may lose its head. Ancestors farther up stay as long as those do (coldest.py). The policy is
+`tierd.policies.eviction.priority`.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ _LAST_S = (1 << 32) - 1
 _RANK_BITS = 32
 _LONGEST_S = RETENTION_LIMIT_S + 1
 _NOTHING = PRIORITY_DEFAULT << _RANK_BITS | _LAST_S
-"""Rank of a word that was not said, or has run out."""
+"""Rank of a priority that was not given, or has run out."""
 FIRST_LOOK = 16
-"""Blocks whose words are looked at together at first, going up a chain; then four times as many each time."""
+"""Ancestors whose priorities are read together at first; then four times as many each time."""
 
 Ranks = NDArray[np.int64]
-"""Of two words the one with the greater rank holds: the priority, then the end."""
+"""The greater rank of two holds: the priority, then the end."""
 
 
 class Priorities(NamedTuple):
-    """A word for each of n blocks: codes uint8 [n], ends uint32 [n]."""
+    """A priority for each of n blocks: codes uint8 [n], ends uint32 [n]."""
 
     codes: Bytes
     until_s: Lengths
 
     @classmethod
     def nothing(cls, count: int) -> Priorities:
-        """Of so many blocks."""
+        """None given, for so many blocks."""
         return cls(np.zeros(count, np.uint8), np.zeros(count, np.uint32))
 
     @classmethod
@@ -51,7 +53,7 @@ class Priorities(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: Blocks, ids: Ids) -> Priorities:
-        """By now."""
+        """The current ones of these blocks."""
         return cls(blocks.priority[ids], blocks.until_s[ids])
 
     def at(self, rows: Ids | slice) -> Priorities:
@@ -59,7 +61,8 @@ class Priorities(NamedTuple):
         return Priorities(self.codes[rows], self.until_s[rows])
 
     def hold(self, time_s: float) -> Bools:
-        """Which were said, and have not run out at a Unix time. No end is later than any put can say, unless the clock was set back: such words have run out."""
+        """Which were given and have not run out at a Unix time. Ends beyond the longest retention,
+        after a clock was set back, count as run out."""
         is_left = (self.until_s > time_s) & (self.until_s <= time_s + _LONGEST_S)
         return np.asarray((self.codes > 0) & ((self.until_s == 0) | is_left), bool)
 
@@ -74,7 +77,7 @@ class Priorities(NamedTuple):
 
 
 def said_by(priorities: Bytes, retention_s: Lengths | None, *, time_s: float) -> Priorities:
-    """The words of a put at a Unix time. They hold for no less than what is asked, and up to a second more."""
+    """The priorities of a put at a Unix time. They hold up to a second longer than asked."""
     if retention_s is None:
         return Priorities(priorities + np.uint8(1), np.zeros(len(priorities), np.uint32))
     ends = np.minimum(np.ceil(time_s + retention_s.astype(np.float64)), _LAST_S)
@@ -82,18 +85,18 @@ def said_by(priorities: Bytes, retention_s: Lengths | None, *, time_s: float) ->
 
 
 def raise_said(blocks: Blocks, ids: Ids, said: Priorities, time_s: float) -> Ids:
-    """Writes the words that were said and of which the rank is greater than that of the block's; ids may repeat. The blocks that have another
-    word now, in their order."""
+    """Writes given priorities of greater rank than the block's; ids may repeat. Returns the blocks
+    changed, in their order."""
     ranks = said.ranks(time_s)
     rows = np.flatnonzero((ranks > Priorities.of_blocks(blocks, ids).ranks(time_s)) & (said.codes > 0))
-    rows = rows[np.argsort(ranks[rows], kind="stable")]  # of a block that comes twice the last written stays
+    rows = rows[np.argsort(ranks[rows], kind="stable")]  # if a block occurs twice, the greater is written last
     blocks.priority[ids[rows]], blocks.until_s[ids[rows]] = said.codes[rows], said.until_s[rows]
     return in_order(ids[np.sort(rows)])
 
 
 def keep_said(blocks: Blocks, ids: Ids, metas: StructArray, time_s: float) -> None:
-    """Before META [n] are added: what was said of names that are known (not -1) and have pages, or have not and what was said is above the default,
-    stays in their place where it is more."""
+    """Before META [n] are added: keeps a known name's (not -1) priority if it is not less. If the
+    block has no page, it must also be above the default."""
     rows = np.flatnonzero(ids >= 0)
     known, wanted = ids[rows], Priorities.of_metas(metas[rows]).ranks(time_s)
     ranks = Priorities.of_blocks(blocks, known).ranks(time_s)
@@ -103,7 +106,7 @@ def keep_said(blocks: Blocks, ids: Ids, metas: StructArray, time_s: float) -> No
 
 
 def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
-    """Says of the blocks before these what is said of them, where that is more. Those that have another word now, nearest first."""
+    """Raises ancestors of these blocks to their priorities; returns the changed, nearest first."""
     said = blocks.priority[ids] > 0
     if not some(said):
         return no_ids()
@@ -112,15 +115,16 @@ def raise_before(blocks: Blocks, ids: Ids, time_s: float) -> Ids:
     ranks = Priorities.of_blocks(blocks, ids).ranks(time_s)
     less = ranks > Priorities.of_blocks(blocks, blocks.parent[ids].astype(np.int64)).ranks(time_s)
     lifted, left = [no_ids()], ABOVE_LIMIT
-    # The greatest first: so every block is written once, however many follow it.
+    # The greatest first: every block is written once, whatever the number of descendants.
     for row in np.flatnonzero(less)[np.argsort(-ranks[less], kind="stable")].tolist():
         lifted += _raise_above(blocks, int(ids[row]), int(ranks[row]), time_s, most=left)
         left = ABOVE_LIMIT - sum(map(len, lifted))
-    return in_order(np.concatenate(lifted))  # clients may say that blocks follow one another in a circle
+    return in_order(np.concatenate(lifted))  # clients may declare parents in a circle
 
 
 def _raise_above(blocks: Blocks, start: int, rank: int, time_s: float, *, most: int) -> list[Ids]:
-    """Gives the word of a block to those before it, as far as theirs are less, and to so many at most. These, nearest first."""
+    """Raises ancestors of a block to its rank while theirs are less, at most `most`. Returns them,
+    nearest first."""
     above, limit, out = int(blocks.parent[start]), FIRST_LOOK, list[Ids]()
     while above >= 0 and most > 0 and _rank(blocks, above, time_s) < rank:
         part = blocks.upwards(above, min(limit, most))

@@ -1,7 +1,4 @@
-"""Segments of a tier, as values: what their pages have in common, how full they are, what was found bad in them.
-
-Purpose: names for the books in pages.py. Non-purpose: keeping them.
-"""
+"""Segments of a tier as values, kept by pages.py."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from tierd.core.formats.model import DAEMON, NOBODY
 
 
 class Key(NamedTuple):
-    """What the pages of one segment have in common. class_bytes includes the slot overhead."""
+    """The common properties of a segment's pages. class_bytes includes the slot overhead."""
 
     domain: int
     class_bytes: int
@@ -20,14 +17,14 @@ class Key(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Bytes in pages that are not free and not retiring, of so many that could be."""
+    """Bytes in pages that are not free and not retiring, and the most that could be."""
 
     used_bytes: int
     whole_bytes: int
 
 
 class Found(NamedTuple):
-    """Why a page is quarantined (Fault), since when, and which bytes of its place it is about."""
+    """Fault of a quarantined page, since when, and the bytes of its place."""
 
     fault: int
     since: float
@@ -37,8 +34,11 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """A life of a place. first: its first page id. spare: pages that are free. low: no slot below it is free. is_proven: a block was in it,
-    so its memory can be had. is_own: the daemon began it, in this life, for what it loads itself."""
+    """A segment at a place. low: no slot below it is free.
+
+    first: its first page id. spare: free pages. is_proven: it held a block, so its memory exists.
+    is_own: the daemon began it, in this run, to load blocks.
+    """
 
     id: int
     key: Key
@@ -51,5 +51,5 @@ class Segment:
 
     @property
     def stays(self) -> bool:
-        """Whether it waits, once it is empty, until its place is wanted: not where a client of the past may write to it."""
+        """Whether it waits when empty: not if a former client may write to it."""
         return self.is_proven and (self.is_own or self.key.writer not in (DAEMON, NOBODY))

@@ -1,7 +1,8 @@
-"""Files of places, who could ever map them, and whose bytes are in them.
+"""Files of places: which sessions could ever map them, and which domains' bytes they hold.
 
-Purpose: whether a place's file may serve its next life, though processes may still map it that nobody knows of: a fork outlives its parent with what that had
-mapped; and though nobody ever mapped it, what the daemon itself had written to it for one domain is in it still. Non-purpose: the processes that are known (pages.py).
+The question is whether a place's file may serve its next segment. Unknown processes may still map
+it: a fork outlives its parent and keeps its mappings. The file also keeps bytes that the daemon
+wrote for one domain, even if no client mapped it. pages.py tracks the known processes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from tierd.core.index.segment import Key
 
 
 class Files:
-    """Of one tier, by place. is_strict: its writers are not to be trusted, so none gets a file that another one could write to, or cut short."""
+    """Files of one tier, by place. is_strict: clients are untrusted, so none gets a file that
+    another could write to or truncate."""
 
     def __init__(self, places: int, *, is_strict: bool) -> None:
         self._is_strict = is_strict
@@ -18,21 +20,22 @@ class Files:
         self._writers: list[set[int]] = [set() for _ in range(places)]
 
     def begin(self, place: int, domain: int) -> None:
-        """Blocks of the domain will lie in it, and what they leave behind."""
+        """Blocks of the domain will lie in it; their bytes remain."""
         self._domains[place].add(domain)
 
     def note(self, place: int, domain: int, *, writer: int | None) -> None:
-        """A client of the domain maps it; writer: it can write to it."""
+        """A client of the domain maps it; writer: the session, if it can write to it."""
         self._domains[place].add(domain)
         if writer is not None:
             self.note_writer(place, writer)
 
     def note_writer(self, place: int, writer: int) -> None:
-        """It can write to it, or could."""
+        """The session can write to it, or could."""
         self._writers[place].add(writer)
 
     def is_fit(self, place: int, key: Key) -> bool:
-        """Whether nobody maps it who may not see the key's segment, or must not write to it, and nothing of another domain was in it."""
+        """Whether no process maps it that may not see the key's segment or write to it, and it
+        holds no bytes of another domain."""
         strangers = self._writers[place] - {key.writer} if self._is_strict else ()
         return not strangers and not self._domains[place] - {key.domain}
 

@@ -1,8 +1,8 @@
-"""Allocation: pages for the blocks of a reservation, in which tier, and as far as the session's share and room go.
+"""Allocation: pages for a reservation's blocks, within the session's share and the tier's room.
 
-Which blocks need pages is decided before (puts.py), and room.py makes room. In a tier with sealed puts a block gets
-two pages. The daemon alone may write the one that it will lie in. The session writes the staging page, which is free
-again when the block is published or given up.
+puts.py decides which blocks need pages, room.py makes room. In a tier with sealed puts a block gets
+two pages. Only the daemon may write the block's own page. The session writes the staging page,
+which is freed when the block is published or given up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Allocation:
     def give(
         self, wish: Reservation, *, statuses: Codes, counts: Sequence[int], kind: Wanted, draft: PlanBuilder
     ) -> None:
-        """Pages for what still has NO_ROOM, first of each query first; after the first that gets none, its query gets no more. counts: of blocks in each query."""
+        """Gives pages to rows with NO_ROOM, in order. After the first row without one, its query
+        gets no more. counts: blocks in each query."""
         serving, holder = self._index.writable(kind), self._sessions.get(wish.session)
         if not serving:
             return
@@ -74,10 +75,13 @@ class Allocation:
         while count and len(at):
             given = self._set_aside_two(wish, at[:count], key, draft)
             at = at[given:]
-            count = count if given == count else count // 2  # fewer staging pages may leave a segment for the others
+            count = (
+                count if given == count else count // 2
+            )  # fewer staging pages may leave a segment free for the blocks' own pages
 
     def _set_aside_two(self, wish: Reservation, at: Ids, key: Key, draft: PlanBuilder) -> int:
-        """A staging page and its own for each row, as far as there is room; how many. Staging first, so that empty segments of the session are not given up for the others."""
+        """Gives each row a staging page and its own, as far as there is room; returns how many.
+        Staging first, so that empty segments of the session are not used for the others."""
         tier = int(wish.tiers[at[0]])
         staging = self._reserved(tier, key, wish.lengths[at], draft)
         wish.staging[at[: len(staging)]] = staging
@@ -88,7 +92,7 @@ class Allocation:
         return len(pages)
 
     def _reserved(self, tier: int, key: Key, lengths: Lengths, draft: PlanBuilder) -> Ids:
-        """Pages of the key for blocks of such lengths, from the first one on, as far as there is room."""
+        """Pages of the key for blocks of these lengths, in order, as far as there is room."""
         pages = self._planner.room.reserve(tier, key, len(lengths), draft=draft)
         self._index.tiers[tier].length[pages] = lengths[: len(pages)]
         draft.reserve(self._index.tiers[tier].extents(pages))
@@ -105,7 +109,7 @@ def _after_first(wrong: Bools, query: Ids) -> Bools:
 
 
 def _striped(wish: Reservation, serving: Sequence[int]) -> Ids:
-    """The tier for each row: by the first 8 bytes of the hash, private pages in turns."""
+    """The tier for each row: by the first 8 bytes of the hash, private pages in turn."""
     if len(serving) == 1:
         return np.full(len(wish.hash), serving[0], np.int64)
     stripe = np.where(wish.hash.any(axis=1), words(wish.hash)[:, 0], wish.positions.astype(np.uint64))

@@ -1,6 +1,6 @@
-"""Attention: mass that kernels measured, kept per block for policies that want it.
+"""Attention mass that kernels measured, kept per block for policies that use it.
 
-What it is worth is the policies' business. What is kept of a block has a limit, so that sums stay finite.
+The mass of a block is bounded, so that sums stay finite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tierd.core.requests.leases import Session
 from tierd.errors import InvalidArgument, NotFound
 
 MOST_MASS = 1e30
-"""Attention that is kept of a block, at most: policies add and average it as float32."""
+"""Most attention kept of a block: policies add and average it as float32."""
 
 
 class Attention:
@@ -24,7 +24,7 @@ class Attention:
         self._index = index
 
     def report(self, holder: Session, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
-        """As the core's."""
+        """See `Core.report_attention`."""
         found = holder.leases.get(lease)
         if found is None:
             raise NotFound(f"lease {lease}: not held by session {holder.id}; report before releasing it")

@@ -1,7 +1,8 @@
-"""Commits: from written pages to blocks that everybody finds.
+"""Commits: from written pages to findable blocks.
 
-Purpose: the end of a commit that `Puts.begin_commit` began. Non-purpose: reserving (puts.py), hashing, which happens in between. Invariants: the blocks of one commit become
-findable together or not at all; of several reservations of one name the first commit wins; a busy page is freed here only.
+They end what `Puts.begin_commit` began; hashing happens in between. The blocks of one commit become
+findable together or not at all. Of several reservations of one name the first commit wins. Only a
+commit's end frees a busy page.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tierd.errors import InvalidArgument, NotFound
 
 
 class Commits:
-    """See the module. dead: namespaces that were forgotten."""
+    """See the module. dead: namespaces whose epoch has ended."""
 
     def __init__(
         self, index: Index, sessions: Sessions, gets: Gets, reserved_pages: ReservedPages, *, dead: set[int]
@@ -41,7 +42,7 @@ class Commits:
     def finish(
         self, committing: Committing, *, digests: Bytes, ok: Bools, lease: bool, keep_open: bool, now: float
     ) -> Committed:
-        """Publishes all, or none."""
+        """Publishes all blocks, or none."""
         commit = self._sessions.commits.get(committing.id)
         if commit is None:
             raise NotFound(f"commit {committing.id}: not under way; begin_commit gives one that is")
@@ -67,10 +68,8 @@ class Commits:
         return Committed(statuses, self._reserved_pages.extents(found), ids, commit.metas, number, draft.plan())
 
     def _publish(self, commit: Commit, where: Where, *, draft: PlanBuilder) -> tuple[Ids, Codes]:
-        """New names get their pages; the ids of all names, and READY or EXISTS of each.
-
-        A commit uses the blocks before it too, as far as ABOVE_LIMIT: they are touched after it, as a get of the whole chain would touch them.
-        """
+        """Attaches pages to new names; returns the ids of all names, and READY or EXISTS of each. A
+        commit also touches the ancestors, up to ABOVE_LIMIT, as a get of the whole chain would."""
         metas = commit.metas
         names = self._index.blocks.keyed(names_of(metas))
         known, new = self._index.blocks.find(names), names.firsts()
@@ -104,17 +103,18 @@ class Commits:
         statuses = np.full(len(new), BlockStatus.READY, np.uint16)
         if some(is_known) and len(held := firsts(known[is_known & ~new][::-1])):
             self._index.use(held, draft.now)
-        if len(again := true_rows(~new)):  # names that came twice, of which what made way may have had another id
+        if len(again := true_rows(~new)):  # names that came twice; a doomed block's may have had another id
             statuses[again] = BlockStatus.EXISTS
             known[again] = self._index.blocks.find(names.at(again))
         return known, statuses
 
     def _is_dead(self, commit: Commit) -> bool:
-        """Whether a namespace of it was forgotten meanwhile."""
+        """Whether the epoch of one of its namespaces has ended meanwhile."""
         return bool(self._dead and self._dead & set(commit.reservation.namespaces[commit.rows].tolist()))
 
     def _make_way(self, ids: Ids, where: Where, digests: Bytes, draft: PlanBuilder) -> None:
-        """Pages of those blocks that nobody can read now (tier out of service, transfer under way) go if they are in the way or differ."""
+        """Dooms unreadable pages of those blocks (tier out of service, transfer in flight) that
+        differ or are in the same tier."""
         same = (self._index.blocks.digest[ids] == words(digests)).all(axis=1)
         for tier in range(len(self._index.tiers)):
             pages = self._index.attached(tier, ids)
@@ -123,7 +123,7 @@ class Commits:
                 self._index.doom(tier, pages, Reason.DUPLICATE, draft)
 
     def _close(self, commit: Commit, *, failed: bool, keep_open: bool, draft: PlanBuilder) -> None:
-        """What of the reservation is not published stays open, or is freed."""
+        """Keeps the rest of the reservation open, or frees it."""
         held = commit.reservation
         held.closing |= not keep_open
         is_over = every(held.state == GONE)
@@ -141,12 +141,12 @@ class Commits:
             holder.reservations.pop(held.id, None)
 
     def _lease(self, held: Reservation, where: Where, ids: Ids, now: float) -> int:
-        """A lease on what was committed, if its session lives and all of it can be held and mapped."""
+        """A lease on the committed blocks, if its session lives and can hold and map them all."""
         holder = self._sessions.open.get(held.session)
         if holder is None or (where.pages < 0).any():
             return 0
         tiers = kinds(where.tiers)
         if not all(self._index.tiers[tier].spec.writer_owned for tier in tiers):
-            return 0  # a block existed on a store alone, which nobody can map
+            return 0  # a block existed only on a store, which clients cannot map
         kind = self._index.tiers[int(where.tiers[0])].spec.kind
         return self._gets.hold(holder, kind=kind, where=where, blocks=ids)

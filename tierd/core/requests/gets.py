@@ -1,11 +1,12 @@
 """Gets: lookup, acquire, settle, release, prefetch.
 
-Purpose: from a question about groups to pins on readable pages of one kind of tier, in two steps with transfers between them. Non-purpose: what
-lies where (lookup.py), the pins of a lease (pins.py), how a transfer or room is made (planner.py, room.py).
+They pin readable pages of one kind of tier, in two steps with transfers between. Blocks are found
+by lookup.py, pins kept by pins.py, transfers and room made by planner.py and room.py.
 
-acquire: take the greatest token count N that is held anywhere; secure what N needs (a pin within the session's share, a page
-near or a flight to one); where that fails, those blocks count as not there, and N is taken again. settle does the same without
-flights: what can be read near now. So one failed block shortens the answer and loses nothing else.
+acquire takes the greatest token count N that is held anywhere. It secures the blocks that N needs:
+a pin within the session's share, and a page near or a transfer to one. Blocks that fail count as
+missing, and N is taken again. settle does the same without transfers, with pages that can be read
+near now. So a failed block shortens the answer and loses nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Gets:
         self._pins = Pins(planner, sessions)
 
     def lookup(self, groups: Sequence[GroupQuery]) -> Found:
-        """How much could be served, and from where."""
+        """How many tokens could be served, and from which tiers."""
         sight = look(self._index, groups, None)
         tokens = longest(groups, sight.there())
         return Found(tokens, sight.tier, sight.tier_tokens(tokens))
@@ -53,7 +54,7 @@ class Gets:
     def acquire(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
     ) -> Acquisition:
-        """Pins on pages, readable or being filled, for the longest prefix that fits. shut: tiers that nothing is brought from."""
+        """Pins pages, readable or being filled, for the longest prefix that fits."""
         holder = self._sessions.get(session)
         sight = look(self._index, groups, holder.domain)
         self._relax(groups)
@@ -62,7 +63,7 @@ class Gets:
         return near or self._acquire(session, sight, Question(tuple(groups), kind), PlanBuilder(now), shut)
 
     def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
-        """Policies hear of a get of pages near that its client has made by itself, as of any other; what of it can be served now."""
+        """Counts a get that a client made without a call; returns the servable part."""
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
         tokens = longest(groups, sight.there())
@@ -71,7 +72,7 @@ class Gets:
         return Found(tokens, sight.tier, sight.tier_tokens(tokens))
 
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
-        """As `acquire`, of a question that was told of already."""
+        """As `acquire`, for a question whose use was counted."""
         sight = look(self._index, question.groups, self._sessions.get(session).domain)
         sight.used = question.used
         return self._acquire(session, sight, question, PlanBuilder(now), shut)
@@ -92,7 +93,7 @@ class Gets:
         return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
 
     def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
-        """Transfers for the servable part; nothing is held. shut: as in `acquire`."""
+        """Transfers for the servable part; pins nothing. shut: as in `acquire`."""
         draft = PlanBuilder(now)
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
@@ -100,7 +101,7 @@ class Gets:
         return draft.plan()
 
     def settle(self, lease_id: int, *, now: float) -> Served:
-        """Moves the lease's pins to what can be read now."""
+        """Moves the lease's pins to pages that can be read now."""
         lease = self._sessions.leases.get(lease_id)
         if lease is None:
             return Served(0, [], Plan())
@@ -119,13 +120,14 @@ class Gets:
         return Served(lease.tokens, groups, draft.plan())
 
     def let_go(self, holder: Session, leases: Sequence[Lease], draft: PlanBuilder) -> None:
-        """These leases of a session end: several cost hardly more than one."""
+        """Ends leases of a session; several cost hardly more than one."""
         self._pins.unpin(leases, holder, draft)
         for lease in leases:
             del holder.leases[lease.id], self._sessions.leases[lease.id]
 
     def hold(self, holder: Session, *, kind: Wanted, where: Where, blocks: Ids, within_share: bool = True) -> int:
-        """A lease on readable pages (of a commit, or from before a restart). 0 if that is beyond the session's share and must not be."""
+        """A lease on readable pages (of a commit, or from before a restart). 0 if it exceeds the
+        session's share, unless within_share is False."""
         for tier in kinds(where.tiers) if within_share else ():
             if not self._sessions.room_for_pins(holder, tier, where.pages[where.tiers == tier]).all():
                 return 0
@@ -134,11 +136,11 @@ class Gets:
         self._pins.pin(lease, holder)
         return lease.id
 
-    # -- inside: what is near
+    # -- inside: near pages
 
     def _acquire_near(self, sight: Sight, *, holder: Session, kind: Wanted, now: float) -> Acquisition | None:
-        """What `_acquire` and `settle` come to if the answer is a stretch of one tier, all of which can be read there
-        and fits. None, and nothing has changed, if it is not. Without this way views take 1.12 to 1.15 of the time
+        """The answer of `_acquire` and `settle` if one tier can read all blocks and they fit. Else
+        None, and nothing has changed. Without this fast path views take 1.12 to 1.15 of the time,
         and 1.13 to 1.19 of the daemon's processor (in turns; 256 blocks, and one)."""
         group, wanted = sight.groups[0], self._index.serving(kind)
         if len(sight.groups) > 1 or len(sight.ids[0]) > 1 or len(wanted) != 1:
@@ -175,7 +177,8 @@ class Gets:
             self._index.weigh(self._index.blocks.relax(lax))
 
     def _tell(self, sight: Sight, now: float) -> None:
-        """The listener hears of the question before policies hear of its blocks, which are used from now on, wherever they lie."""
+        """Tells the listener of the question, before policies see its blocks. These count as used
+        in any tier."""
         if self._index.listener is None:
             return
         for ids in sight.ids:
@@ -192,7 +195,8 @@ class Gets:
     def _secure(
         self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: PlanBuilder, shut: Tiers
     ) -> tuple[int, int]:
-        """The greatest token count that is held anywhere, and that of which all is near, flights for what is not begun. holder None: nobody's share, for prefetching."""
+        """The greatest token count held anywhere, and the greatest that is near or in transfer;
+        plans those transfers. holder None: a prefetch, without a share."""
         failed, brought, most = no_ids(), no_ids(), 0
         for _ in range(ATTEMPTS):
             tokens = longest(sight.groups, sight.there(failed))
@@ -214,7 +218,8 @@ class Gets:
         return most, 0
 
     def _apart(self, blocks: Ids, near: Where, *, kind: Wanted, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
-        """Blocks that may not come (no such tier in service, from a shut one, beyond the share), and those that have no page near."""
+        """Blocks that cannot come near, and blocks without a page there. The former have no tier in
+        service, lie in a shut one, or exceed the share."""
         serving = self._index.serving(kind)
         if not serving:
             return blocks, no_ids()
@@ -224,23 +229,25 @@ class Gets:
         return blocks[over], blocks[away]
 
     def _bring(self, blocks: Ids, away: Ids, *, kind: Wanted, reason: Reason, draft: PlanBuilder) -> Ids:
-        """Flights for those away, while all the blocks are guarded. Which found no room."""
+        """Transfers for the blocks away, while all are guarded. Returns those without room."""
         guarded = self._planner.guard(blocks)
         self._planner.bring(away, kind, reason=reason, draft=draft)
         self._planner.unguard(guarded, draft)
         return away[self._planner.attached(away, self._index.serving(kind)).pages < 0]
 
     def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
-        """Policies of all tiers hear of it, last block first, so that a chain is in one order everywhere; an arrival was tracked just now."""
+        """Counts a use in policies of all tiers, last block first, so that all have a chain in one
+        order. Blocks just brought are tracked already."""
         serving = self._index.serving(kind)
         stayed = blocks[~among(blocks, brought)] if len(brought) else blocks
-        self._index.blocks.touch(blocks, now)  # first, so that policies can tell uses by requests from other touches
+        self._index.blocks.touch(blocks, now)  # first, so that policies can tell requests from other touches
         for tier in self._index.serving():
             self._index.touch(tier, (stayed if tier in serving else blocks)[::-1], now)
         self._index.note_use(blocks[::-1], now)
 
     def _shorten(self, lease: Lease, holder: Session, draft: PlanBuilder) -> None:
-        """The lease's pins move to the longest part of it that can be read near now, within the share: not to more, though somebody may have put that meanwhile."""
+        """Moves the lease's pins to its longest part that can be read near now, within the share.
+        It gets no more, even if blocks were put meanwhile."""
         sight, near = look(self._index, lease.queries, holder.domain), self._index.serving(lease.kind)
         for query, ids in zip(lease.queries, sight.ids, strict=True):
             ids[self._index.nearest(ids.ravel(), near).reshape(ids.shape) < 0] = -1
@@ -260,5 +267,5 @@ class Gets:
 
 
 def _without(blocks: Ids, others: Sequence[Ids]) -> Ids:
-    """Those that are not among the others, in their order."""
+    """The blocks without the others, in order."""
     return blocks[~among(blocks, np.concatenate(others))] if others else blocks

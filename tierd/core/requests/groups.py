@@ -1,13 +1,12 @@
 """How many tokens of a sequence can be served, over groups and ranks.
 
-Purpose: pure arithmetic over "which blocks are there". Non-purpose: where they are. A plain model is one group with one rank.
-
-A group serves N tokens if every block that its need names is there for every rank:
+Pure arithmetic over held blocks. A plain model is one group with one rank. A group serves N tokens
+if all ranks hold every block that its need names:
     PREFIX       all blocks that cover [0, N)
     LAST_TOKENS  all blocks that cover [max(0, N - need_tokens), N)
     LAST_STATE   the block that ends at N
-and the answer is the greatest N that all groups serve. Whatever the needs, the N that a group serves form closed intervals which end where a
-block ends, so the answer is 0 or the end of some group's block: only those are tried.
+The answer is the greatest N that all groups serve. For any need, the N that a group serves form
+closed intervals that end at a block's end. So only the ends of blocks are tried, and 0.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Span(NamedTuple):
 
 
 def check_groups(groups: Sequence[GroupQuery]) -> None:
-    """Raises InvalidArgument for a question that cannot be meant."""
+    """Raises InvalidArgument for an impossible question."""
     if not groups:
         raise InvalidArgument("groups: none; ask for at least one")
     for number, group in enumerate(groups):
@@ -54,7 +53,7 @@ def check_groups(groups: Sequence[GroupQuery]) -> None:
 
 
 def ends(group: GroupQuery) -> Ids:
-    """Where each block ends, in tokens: int64 [blocks]."""
+    """The end of each block, in tokens: int64 [blocks]."""
     stops = np.arange(1, len(group.hashes) + 1, dtype=np.int64) * group.tokens_per_block
     return np.minimum(stops, group.tokens)
 
@@ -67,7 +66,7 @@ def block_tokens(group: GroupQuery) -> Ids:
 
 
 def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:
-    """The greatest token count that every group can serve. there: per group, bool [blocks] (all ranks)."""
+    """The greatest token count that every group can serve. there: bool [blocks] per group."""
     if len(groups) == 1 and groups[0].need == Need.PREFIX:
         return _prefix(groups[0], there[0])
     tried = ends(groups[0]) if len(groups) == 1 else distinct(np.concatenate([ends(group) for group in groups]))
@@ -77,7 +76,7 @@ def longest(groups: Sequence[GroupQuery], there: Sequence[Bools]) -> int:
 
 
 def needed(group: GroupQuery, tokens: int) -> Span:
-    """The blocks that serving so many tokens takes."""
+    """The blocks needed to serve so many tokens."""
     if group.need == Need.PREFIX:
         return Span(0, -(-tokens // group.tokens_per_block))
     first, last = _bounds(group, np.asarray([tokens]))

@@ -1,11 +1,9 @@
-"""Who holds what: sessions, their leases (pins for reading) and reservations (pages for writing), and their shares.
+"""Sessions, their leases (pins for reading) and reservations (pages for writing), and their shares.
 
-Purpose: the books of holding. Non-purpose: pages and blocks themselves. A session lives until its process is gone. What it holds
-in a tier, pinned and reserved together, stays within a share of the tier's bytes; a page that several of its leases pin
-counts once.
-
-Invariants: every lease and reservation belongs to an open session; `pinned[t]` counts, per page of tier t, the session's leases that
-pin it; the bytes beside it are the sum over its keys.
+A session lives until its process is gone. Its pinned and reserved pages in a tier stay within a
+share of the tier's bytes. A page that several of its leases pin counts once. Every lease and
+reservation belongs to an open session. `pinned[t]` counts, per page of tier t, the session's leases
+that pin it. The bytes beside it are the sum over its keys.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from tierd.core.plan_builder import no_ids
 from tierd.errors import InvalidArgument, NotFound
 
 OPEN, BUSY, GONE = 0, 1, 2
-"""A reserved page: the client writes it; a commit of it is under way; it is no longer of the reservation."""
+"""States of a reserved page: written by the client; in a commit; no longer in the reservation."""
 
 
 @dataclass(slots=True)
 class Held:
-    """Pages of one group that a lease pins, from its block `first` on: tiers, pages, blocks, all int64 [ranks, count]."""
+    """Pages of one group that a lease pins, from its block `first` on; int64 [ranks, count]."""
 
     first: int
     tiers: Ids
@@ -40,9 +38,9 @@ class Held:
 
 @dataclass(slots=True)
 class Lease:
-    """queries: what was asked for; none for the lease of a commit. tokens: what the pins serve. settled: they are on readable pages.
+    """queries: the groups requested; none for a commit's lease. tokens: servable from the pins.
 
-    held: replaced with `hold`, never changed.
+    settled: all pinned pages are readable. held: replaced with `hold`, never changed.
     """
 
     id: int
@@ -55,7 +53,7 @@ class Lease:
     _pages: dict[int, Ids] = field(default_factory=dict)
 
     def hold(self, held: list[Held], tokens: int) -> None:
-        """It is on other pages from now on."""
+        """Moves the lease to other pages."""
         self.held, self.tokens, self._pages = held, tokens, {}
 
     def pages_in(self, tier: int) -> Ids:
@@ -68,12 +66,12 @@ class Lease:
 
 @dataclass(slots=True)
 class Reservation:
-    """Pages being written, by index over the whole reservation; a page is -1 where none was given.
+    """Pages being written, by index over the whole reservation; a page is -1 if none was given.
 
-    staging: of a tier with sealed puts, where the session writes what comes to lie in `pages`; else -1.
-    hash, parent: uint8 [n, 32]; zeros where private. positions, tokens, lengths: uint32 [n]. said: of each. state: OPEN, BUSY or GONE. closing:
-    it was aborted, or its session ended; busy pages go on to their finish_commit. ahead_bytes: of pages for a put
-    that may come, until it has.
+    positions, tokens, lengths: uint32 [n]. hash, parent: uint8 [n, 32]; zeros if private.
+    staging: with sealed puts, the page that the session writes instead of `pages`; else -1.
+    state: OPEN, BUSY or GONE. ahead_bytes: of pages for a put that may come.
+    closing: aborted, or its session ended; busy pages stay until finish_commit.
     """
 
     id: int
@@ -98,7 +96,7 @@ class Reservation:
         return true_rows(self.state == state)
 
     def place(self, rows: Ids) -> Ids | slice:
-        """Where distinct rows are: one stretch, which numpy reads and writes in a third of the time, if they are all of it and ascend."""
+        """Distinct rows; if all, and ascending, as a slice: numpy is three times as fast."""
         return slice(None) if len(rows) == len(self.state) and every(rows[1:] > rows[:-1]) else rows
 
     @property
@@ -107,13 +105,13 @@ class Reservation:
         return np.where(self.staging >= 0, self.staging, self.pages)
 
     def pages_in(self, tier: int, rows: Ids) -> Ids:
-        """What those rows have in a tier, staging pages too."""
+        """Pages of those rows in a tier, staging pages too."""
         rows = rows[self.tiers[rows] == tier]
         staging = self.staging[rows]
         return np.concatenate((self.pages[rows], staging[staging >= 0]))
 
     def part(self, rows: slice) -> Reservation:
-        """Those rows of one that is not kept, as a reservation of their own."""
+        """Those rows of an unregistered reservation, as a reservation of their own."""
         return Reservation(
             id=0,
             session=self.session,
@@ -134,7 +132,7 @@ class Reservation:
 
 @dataclass(slots=True)
 class Commit:
-    """A commit under way: rows of its reservation, and the names that it gives (META)."""
+    """A commit in progress: rows of its reservation, and their names (META)."""
 
     id: int
     reservation: Reservation
@@ -144,7 +142,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Session:
-    """One session's holdings, per tier. brought: the blocks of its last commit, which may have left since."""
+    """One session's holdings, per tier. brought: blocks of its last commit, maybe evicted."""
 
     id: int
     domain: int
@@ -157,7 +155,8 @@ class Session:
 
 
 class Sessions:
-    """See the module. `domains` is every open session's domain, by id; others may read it. ahead_bytes: of pages that all have for puts that may come."""
+    """See the module. domains: by open session; others may read it. ahead_bytes: of all pages for
+    puts that may come."""
 
     def __init__(self, tiers: Sequence[Pages], *, share: float, first_id: int = 1) -> None:
         if not 0 < first_id <= ID_LIMIT:
@@ -190,19 +189,20 @@ class Sessions:
         return found
 
     def reservation(self, session: int, number: int) -> Reservation:
-        """One that a session has. Raises NotFound."""
+        """A reservation of the session. Raises NotFound."""
         held = self.get(session).reservations.get(number)
         if held is None:
             raise NotFound(f"reservation {number}: session {session} has none; reserve again")
         return held
 
     def end(self, session: int) -> Session | None:
-        """Closes the books of a session; what it held is for the caller to let go."""
+        """Closes a session; the caller releases its holdings."""
         self.domains.pop(session, None)
         return self.open.pop(session, None)
 
     def room_for_pins(self, session: Session, tier: int, pages: Ids) -> Bools:
-        """Which of the pages, in order, the session may pin in the tier; pages that it pins already take nothing."""
+        """Which of the pages, in order, the session may pin in the tier; pages that it has pinned
+        cost nothing."""
         mine = session.pinned[tier]
         _, where = np.unique(pages, return_index=True)
         cost = np.zeros(len(pages), np.int64)
@@ -212,15 +212,15 @@ class Sessions:
         return self.room_for_bytes(session, tier, cost)
 
     def room_for_bytes(self, session: Session, tier: int, cost: Ids) -> Bools:
-        """Up to which of the costs, in order, the session stays within its share."""
+        """Which of the costs, added in order, the session's share covers."""
         return np.asarray(np.cumsum(cost) <= self.room_bytes(session, tier), bool)
 
     def room_bytes(self, session: Session, tier: int) -> int:
-        """What it may still pin and reserve in the tier."""
+        """Bytes that it may still pin and reserve in the tier."""
         return self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
 
     def set_ahead(self, held: Reservation, count: int) -> None:
-        """So many bytes of it are for a put that may come."""
+        """Sets its bytes that are for a put that may come."""
         self.ahead_bytes += count - held.ahead_bytes
         held.ahead_bytes = count
 
@@ -230,13 +230,13 @@ class Sessions:
         before = len(mine)
         mine.update(keys)
         if len(mine) == before:
-            return  # as of a sequence that is held already
+            return  # usual for a sequence that is held already
         if len(mine) - before < len(keys):
             pages = np.asarray([page for page, count in Counter(keys).items() if mine[page] == count], np.int64)
         session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(pages).sum())
 
     def unpin(self, session: Session, tier: int, pages: Ids) -> None:
-        """Counts them off; call before the pages are freed. Pages may repeat."""
+        """Subtracts pins; call before the pages are freed. Pages may repeat."""
         mine, (pages, counts) = session.pinned[tier], tally(pages)
         keys, off = pages.tolist(), counts.tolist()
         had = list(map(mine.pop, keys))
@@ -247,5 +247,5 @@ class Sessions:
         session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(pages).sum())
 
     def reserve(self, session: Session, tier: int, pages: Ids, *, step: int) -> None:
-        """Counts reserved pages: step 1 on, -1 off (before they are freed)."""
+        """Counts reserved pages: step 1 adds, -1 subtracts (before they are freed)."""
         session.reserved_bytes[tier] += step * int(self._tiers[tier].class_bytes(pages).sum())

@@ -1,6 +1,6 @@
-"""Lookup: which blocks of a question can be read, and in which tier each lies nearest.
+"""Lookup: which blocks of a question can be read, and the nearest tier of each.
 
-It changes nothing and pins nothing (gets.py, pins.py). Blocks of another domain than the asker's are not there for it.
+It changes and pins nothing (gets.py, pins.py). Blocks of another domain than the caller's miss.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from tierd.core.space.planner import Where
 
 @dataclass(slots=True)
 class Sight:
-    """A question with what is known of its blocks, in so many tiers. keys, ids, tier: uint64, int64 and int8 [ranks, n]
-    per group; -1 where nothing can be read. used: blocks that count as used by it already. near: pages of those that
-    were wanted last, where nothing has changed since."""
+    """A question and its blocks. tiers: their number. used: blocks whose use it counted.
+
+    keys, ids, tier: uint64, int64 and int8 [ranks, n] per group; -1 if no tier can read it.
+    near: pages of the blocks wanted last, if nothing has changed since.
+    """
 
     groups: Sequence[GroupQuery]
     tiers: int
@@ -34,7 +36,7 @@ class Sight:
     near: Where | None = None
 
     def there(self, but: Ids | None = None) -> list[Bools]:
-        """Per group, which blocks can be read for every rank; not those in `but`."""
+        """Per group, which blocks every rank can read; not those in `but`."""
         out = []
         for ids in self.ids:
             have = ids >= 0
@@ -48,7 +50,7 @@ class Sight:
         return [needed(group, tokens) for group in self.groups]
 
     def wanted(self, tokens: int) -> Ids:
-        """Their distinct ids, those that end earlier in the sequence first."""
+        """Ids of their needed blocks, distinct, by their end in the sequence."""
         spans = self.spans(tokens)
         if len(self.ids) == 1 and len(self.ids[0]) == 1:
             return in_order(self.ids[0][0, slice(*spans[0])])
@@ -71,7 +73,7 @@ class Sight:
 
 
 def look(index: Index, groups: Sequence[GroupQuery], domain: int | None) -> Sight:
-    """Finds every block. domain: the asker's; blocks of another are not there for it."""
+    """Finds every block. domain: the caller's; blocks of another miss."""
     check_groups(groups)
     serving = index.serving()
     sight = Sight(groups, len(index.tiers), [], [], [])

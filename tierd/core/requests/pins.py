@@ -1,7 +1,7 @@
-"""Pins of leases: on which pages a lease is, whether they are good, and whether its session's share has room for them.
+"""Pins of leases: their pages, whether these are valid and within the session's share.
 
-How much of a question is served is decided elsewhere (gets.py); the books of sessions are in leases.py. A page is
-pinned as often as leases name it.
+gets.py decides how much of a question is served; leases.py counts. A page has a pin for each lease
+that names it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pins:
         self._planner, self._index, self._sessions = planner, planner.index, sessions
 
     def over_share(self, blocks: Ids, near: Where, serving: list[int], holder: Session | None) -> Bools:
-        """Which blocks, in order, would take the holder beyond its share of the tiers."""
+        """Which blocks, in order, would exceed the holder's share of the tiers."""
         over = np.zeros(len(blocks), bool)
         if holder is None or len(blocks) == 0:
             return over
@@ -39,7 +39,9 @@ class Pins:
         for tier in kinds(tiers):
             rows = true_rows(tiers == tier)
             pages_of, mine = self._index.tiers[tier], holder.pinned[tier]
-            cost = pages_of.class_bytes(near.pages[rows])  # more than the block takes, if it came shorter than reserved
+            cost = pages_of.class_bytes(
+                near.pages[rows]
+            )  # more than the block takes, if it was shortened at its commit
             if not every(is_near):
                 away = true_rows(~is_near[rows])
                 cost[away] = pages_of.class_of(self._index.blocks.length[blocks[rows[away]]])
@@ -51,11 +53,11 @@ class Pins:
         return over
 
     def fits(self, pages: Ids, holder: Session, tier: int) -> bool:
-        """Whether the holder may pin these pages even if it pins none of them yet."""
+        """Whether the holder may pin these pages even if it has pinned none of them."""
         return int(self._index.tiers[tier].class_bytes(pages).sum()) <= self._sessions.room_bytes(holder, tier)
 
     def held(self, sight: Sight, tokens: int, kind: Wanted) -> list[Held]:
-        """The pages near of what serving so many tokens takes."""
+        """The near pages needed to serve so many tokens."""
         serving, out = self._index.serving(kind), []
         for ids, (first, stop) in zip(sight.ids, sight.spans(tokens), strict=True):
             blocks = ids[:, first:stop]
@@ -66,7 +68,7 @@ class Pins:
         return out
 
     def pin(self, lease: Lease, holder: Session) -> None:
-        """The lease begins, or is on other pages now."""
+        """Pins the pages of a lease that begins or has moved."""
         holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
         for tier in range(len(self._index.tiers)):
             pages = lease.pages_in(tier)
@@ -75,7 +77,7 @@ class Pins:
                 self._sessions.pin(holder, tier, pages)
 
     def unpin(self, leases: Sequence[Lease], holder: Session, draft: PlanBuilder) -> None:
-        """They pin nothing more: several cost hardly more than one."""
+        """Unpins the leases' pages; several leases cost hardly more than one."""
         for tier in range(len(self._index.tiers)):
             parts = [lease.pages_in(tier) for lease in leases]
             pages = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else no_ids()
@@ -84,7 +86,8 @@ class Pins:
                 self._index.unpin(tier, pages, draft)
 
     def is_good(self, lease: Lease) -> bool:
-        """Whether its pages can be handed out. Once settled, only wrong bytes take anything away: a lease outlives its epoch."""
+        """Whether its pages can be handed out. After settle only wrong bytes make them invalid: a
+        lease outlives its epoch."""
         for tier, pages_of in enumerate(self._index.tiers):
             pages = lease.pages_in(tier)
             if len(pages) == 0:
@@ -96,7 +99,7 @@ class Pins:
         return True
 
     def served(self, group: GroupQuery, held: Held) -> ServedGroup:
-        """Where the blocks lie that it holds of a group."""
+        """The blocks of a group that it holds, with their extents."""
         shape, tiers = held.pages.shape, kinds(held.tiers.ravel())
         if len(tiers) == 1:
             extents = self._index.tiers[tiers[0]].extents(held.pages.ravel()).reshape(shape)

@@ -1,6 +1,6 @@
-"""What a put asks for, before it has pages.
+"""A put's blocks, before they have pages.
 
-Purpose: checked queries as one reservation that has no pages yet. Non-purpose: pages, and what is held already (puts.py).
+Queries are checked and become one reservation without pages; puts.py finds held blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def wish_of(groups: Sequence[PutQuery], *, session: int, domain: int, time_s: fl
 
 
 def wish_ahead(group: PutQuery, *, puts: int, session: int, domain: int, time_s: float) -> Reservation:
-    """As of so many times the same query, which names no block."""
+    """As `wish_of` for so many equal queries, which name no block."""
     _check_put(0, group)
     count = len(group.blocks)
     wish = _blank(puts * count, session=session, domain=domain)

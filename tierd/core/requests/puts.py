@@ -1,10 +1,9 @@
 """Puts: reserve, begin_commit, abort.
 
-Purpose: from named blocks to pages that one session may write, and the beginning of their commit. Non-purpose: which
-pages (allocation.py); hashing, and copying from staging pages, which happen outside after begin_commit; the commit's
-end (commits.py).
-
-Invariants: nothing of a reservation can be found before its commit; a busy page is freed by the end of its commit only.
+A session gets pages that it may write for named blocks, and begins their commit. allocation.py
+chooses pages; commits.py ends commits. Hashing, and copying from staging pages, happen outside
+between. Before its commit no block of a reservation can be found. Only the end of its commit frees
+a busy page.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from tierd.core.space.planner import Planner, Where
 from tierd.errors import InvalidArgument
 
 AHEAD_SHARE = 8
-"""One part in so many of a kind of tier is at most reserved for puts that may come."""
+"""At most one part in so many of a kind of tier is reserved for puts that may come."""
 
 
 class Puts:
-    """See the module. dead: namespaces that were forgotten."""
+    """See the module. dead: namespaces whose epoch has ended."""
 
     def __init__(self, planner: Planner, sessions: Sessions, reserved_pages: ReservedPages) -> None:
         self._planner, self._index, self._sessions, self._reserved_pages = (
@@ -48,7 +47,7 @@ class Puts:
     # -- reserve
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:
-        """Pages for what is not held yet."""
+        """Pages for blocks that are not held yet."""
         holder, draft = self._sessions.get(session), PlanBuilder(now)
         wish = wish_of(groups, session=session, domain=holder.domain, time_s=self._index.blocks.unix_s + now)
         statuses = np.full(len(wish.lengths), BlockStatus.NO_ROOM, np.uint16)
@@ -59,7 +58,7 @@ class Puts:
         exists = where.pages >= 0
         statuses[exists] = BlockStatus.EXISTS
         self._reserved_pages.say(np.where(exists, ids, -1), wish.said, now)
-        if some(exists):  # a put of what is held is a use of it
+        if some(exists):  # a put of a held block is a use of it
             self._index.use(firsts(ids[exists][::-1]), now)
         counts = [len(group.blocks) for group in groups]
         guarded = self._planner.guard(in_order(np.concatenate((ids, self._parents(groups)))))
@@ -76,9 +75,11 @@ class Puts:
         return Reserved(number, [statuses[span] for span in spans], [extents[span] for span in spans], draft.plan())
 
     def reserve_ahead(self, session: int, *, group: PutQuery, puts: int, kind: Wanted, now: float) -> ReservedAhead:
-        """A reservation of private pages for each of some puts that may come, as many as there is room for and all such pages stay a small part of the tiers.
+        """Reserves private pages for each of some puts that may come, as many as there is room for.
+        All such pages stay a small part of the tiers.
 
-        What the session brought last leaves for none of them: nobody had the time to ask for it, and the next put is likely to continue it.
+        Blocks of the session's last commit are not evicted for them: no client had time to get
+        them, and the next put probably continues them.
         """
         holder, draft, numbers, count = self._sessions.get(session), PlanBuilder(now), list[int](), len(group.blocks)
         if np.count_nonzero(group.blocks["hash"]):
@@ -98,7 +99,7 @@ class Puts:
         extents = self._extents(Where(wish.tiers, wish.written)).reshape(puts, count)
         whole = np.asarray(given.reshape(puts, count).all(axis=1), bool)
         extents = extents if every(whole) else extents[whole]
-        is_sure = len(self._index.writable(kind)) == 1  # in which tier they lie
+        is_sure = len(self._index.writable(kind)) == 1  # whether their tier is known
         put_bytes = [each] * puts if is_sure else self._put_bytes(wish).reshape(puts, count).sum(axis=1).tolist()
         for rows, is_whole, its_bytes in zip(_spans([count] * puts), whole.tolist(), put_bytes, strict=True):
             part = wish.part(rows)
@@ -111,18 +112,18 @@ class Puts:
         return ReservedAhead(numbers, extents, draft.plan())
 
     def _known(self, wish: Reservation) -> Ids:
-        """The blocks that it names; -1: not known, or private."""
+        """The ids of the named blocks; -1: unknown, or private."""
         if not np.count_nonzero(wish.hash):
             return np.full(len(wish.hash), -1, np.int64)
         return self._index.blocks.find(Names(wish.namespaces, words(wish.hash)))
 
     def _page_bytes(self, lengths: Lengths, kind: Wanted) -> int:
-        """Of the pages that blocks of such lengths take while they are put, at most: in one tier or another of those where they may lie."""
+        """Most bytes that puts of these lengths take, in any tier that may get them."""
         serving = self._index.writable(kind)
         return max((int(self._index.tiers[tier].put_bytes(lengths).sum(dtype=np.int64)) for tier in serving), default=0)
 
     def _put_bytes(self, wish: Reservation) -> Ids:
-        """Of all pages that were set aside for each of its blocks, in whichever tiers; 0 for one that has none."""
+        """Bytes of all pages reserved for each of its blocks; 0 for none."""
         out = np.zeros(len(wish.lengths), np.int64)
         for tier in kinds(wish.tiers[wish.tiers >= 0]):
             rows = true_rows(wish.tiers == tier)
@@ -183,7 +184,7 @@ class Puts:
     # -- ends
 
     def abort(self, holder: Session, reservation: int, *, reason: Reason, draft: PlanBuilder) -> None:
-        """The reservation ends; busy pages go on to their finish_commit."""
+        """Ends the reservation; busy pages stay until their finish_commit."""
         held = holder.reservations.pop(reservation, None)
         if held is not None:
             self._sessions.set_ahead(held, 0)
@@ -201,7 +202,7 @@ class Puts:
 
 
 def _spans(lengths: Sequence[int]) -> list[slice]:
-    """Stretches of so many rows, one after another."""
+    """Consecutive slices of these lengths."""
     stops = list(accumulate(lengths))
     return [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
 
@@ -219,7 +220,7 @@ def _metas(held: Reservation, at: Ids | slice, extents: StructArray) -> StructAr
 
 
 def _named_rows(held: Reservation, blocks: StructArray) -> Ids:
-    """The rows that COMMIT_BLOCK records speak of."""
+    """The rows that COMMIT_BLOCK records name."""
     if blocks.dtype != COMMIT_BLOCK:
         raise InvalidArgument(f"commit: dtype {blocks.dtype}; give COMMIT_BLOCK")
     rows = blocks["index"].astype(np.int64)

@@ -1,7 +1,7 @@
-"""Pages that were set aside for a session: where they are, and how they come back.
+"""Pages reserved for a session: where they are, and how they are freed.
 
-Purpose: what puts and commits ask alike. Non-purpose: giving pages (allocation.py), publishing them (commits.py). Invariant: what comes back is off the books of its
-session before it is freed.
+Puts and commits share these functions. Pages are subtracted from their session's share before they
+are freed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReservedPages:
         self._index, self._sessions = index, sessions
 
     def say(self, ids: Ids, said: Priorities, now: float) -> None:
-        """What a put says of blocks that are held already (-1: are not), its first block first."""
+        """Gives held blocks (-1: not held) the priorities of a put, its first block first."""
         rows = true_rows((said.codes > 0) & (ids >= 0))[::-1]
         if len(rows):
             self._index.say(ids[rows], said.at(rows), now)
@@ -46,7 +46,8 @@ class ReservedPages:
         held.pages[at] = NO_PAGE
 
     def unstage(self, held: Reservation, rows: Ids, reason: Reason, draft: PlanBuilder) -> None:
-        """reserved -> free for the staging pages of rows. SEALED: what was written to them is published, so their memory can be had, and stays the writer's."""
+        """reserved -> free for the staging pages of rows. SEALED: their contents are published, so
+        their memory exists and stays the writer's."""
         at = rows[held.staging[rows] >= 0]
         if not len(at):
             return
@@ -66,7 +67,7 @@ class ReservedPages:
             self._sessions.reserve(holder, tier, held.pages_in(tier, rows), step=-1)
 
     def nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
-        """The nearest readable page of each block in any tier in service; of what is in none, its page in the tiers besides."""
+        """Each block's nearest readable page in service, else its page in the tiers besides."""
         serving = self._index.serving()
         tiers = self._index.nearest(ids, [*serving, *(t for t in besides if t not in serving)]).astype(np.int64)
         pages = np.full(len(ids), NO_PAGE, np.int64)
@@ -75,7 +76,7 @@ class ReservedPages:
         return Where(tiers, pages)
 
     def extents(self, where: Where) -> StructArray:
-        """EXTENT of each; page -1 where there is none."""
+        """EXTENT of each; page -1 for none."""
         tiers = kinds(where.tiers[where.pages >= 0])
         if len(tiers) == 1:
             return self._index.tiers[tiers[0]].extents(where.pages)

@@ -1,17 +1,17 @@
-"""Coldest: which blocks of a tier may leave now, coldest first, children before their parents.
+"""Coldest: which blocks of a tier may be evicted now, coldest first, children before their parents.
 
-Purpose: `Coldest.find`. Non-purpose: what is done with them (room.py, demotion.py). A policy knows no chains. So `find` asks it
-1. for the coldest of all, and for four times as many while too few of them may leave, up to MOST_REACH. Those whose
-   children are among them leave, each after its children;
-2. if that gives too few (a pinned tail holds its whole chain back), for the coldest *tips*: blocks that nothing in the tier hangs on. A tip
-   leaves together with the blocks above it that were not used after it.
+A policy knows no chains. So `find` asks it
+1. for the coldest of all, and for four times as many while too few of them may go, up to
+   MOST_REACH. Those whose children are among them are taken, each after its children;
+2. if that gives too few (a pinned tail holds its whole chain back), for the coldest *tips*: blocks
+   without children in the tier. With a tip go its ancestors that were not used after it.
 
-If every block that may leave waits for a pinned one, `find` breaks a chain. It never breaks the chain that a put is
-adding to: that put finds no room.
+If all blocks wait for pinned ones, `find` breaks a chain. It never breaks one that a put is adding
+to: that put finds no room.
 
-One search looks at as many blocks as it finds, and MOST_REACH more; to break a chain it looks at MOST_ABOVE. In step 2
-the policy passes over blocks that wait for a pinned one, a few nanoseconds each. `find` gives `count` blocks if so many
-may leave, however long their chains are.
+One search reads as many blocks as it returns, and MOST_REACH more; to break a chain it reads
+MOST_ABOVE. In step 2 the policy passes over blocks that wait for a pinned one, a few nanoseconds
+each. The length of chains does not matter: `count` blocks are found if so many may go.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tierd.core.plan import Ids
 from tierd.core.plan_builder import no_ids
 
 MOST_REACH = 4096
-"""How many of the coldest are looked at for blocks that may leave, before the tips are."""
+"""Coldest blocks that are searched for evictable ones, before the tips are."""
 MOST_ABOVE = 1 << 16
-"""How far chains are gone up to see whom they belong to: that takes some 10 ms."""
+"""Most ancestors that are followed to find a put's chain: that takes some 10 ms."""
 TIP_SHARE = 8
 """One block in so many is asked for as a tip at first: most chains are longer."""
 
@@ -44,14 +44,15 @@ class Coldest:
         self._preceding: tuple[set[int], bool] | None = None
 
     def guard(self, blocks: Ids) -> None:
-        """Room is made for a put or a get that adds to these blocks, until `guard` is called with none."""
+        """Protects the blocks that a put or a get adds to, until the next call."""
         self._guarded, self._preceding = blocks, None
 
     def find(self, tier: int, count: int, *, to_drop: bool = False) -> Ids:
-        """`count` blocks that may leave now, or all that may, in the order in which they should.
+        """`count` blocks that may be evicted now, or all that may, in order.
 
-        If every block that is not pinned has a pinned one below it, they are the coldest of those. to_drop: then heads
-        that a farther tier has, if any; else blocks that no guarded one follows.
+        If all blocks that are not pinned have pinned ones below them, returns the coldest of those.
+        to_drop: then heads that a farther tier has, if any; else blocks without a guarded
+        descendant.
         """
         index = self._index
         count = min(count, index.going[tier])
@@ -67,23 +68,22 @@ class Coldest:
         return np.concatenate((ready, rest[~among(rest, ready)]))[:count] if len(ready) else rest
 
     def unguarded(self, those: Ids) -> Ids:
-        """Those that no guarded block follows. None of them, if more than MOST_ABOVE blocks precede the guarded."""
+        """Those without a guarded descendant; none, if the guarded exceed MOST_ABOVE ancestors."""
         above, are_all = self._above_guarded()
         if not are_all:
             return no_ids()
         return those[~among(those, np.fromiter(above, np.int64))] if above else those
 
     def are_needed(self, tier: int, those: Ids) -> bool:
-        """Whether a guarded block follows one of them that no farther tier has.
-
-        It sees the MOST_ABOVE nearest of the blocks that guarded ones follow.
-        """
+        """Whether one of them that no farther tier has is an ancestor of a guarded block. Only the
+        MOST_ABOVE nearest ancestors of guarded blocks count."""
         above, _ = self._above_guarded()
         needed = [block for block in those.tolist() if block in above]
         return bool(needed) and not every(self._index.is_farther(tier, np.asarray(needed, np.int64)))
 
     def tails_first(self, tier: int, victims: Ids) -> Ids:
-        """Those victims that have no tracked child but victims that may go themselves: as they come, but each after its children, and then at once."""
+        """Those victims whose tracked children are all victims that qualify too: in their order,
+        but each right after its children."""
         blocks = self._index.blocks
         children = self._index.children[tier][victims]
         strict = (children > 0) & ~blocks.lax[victims]
@@ -91,14 +91,16 @@ class Coldest:
             return victims
         parents = blocks.parent[victims]
         if not strict[0] and every(((parents[:-1] == victims[1:]) & (children[1:] == 1)) | ~strict[1:]):
-            return victims  # each comes right after its only child, as a policy that goes by uses has them
+            return victims  # each follows its only child at once, the usual order of a policy by use
         order, rows = np.argsort(victims), np.arange(len(victims))
         at = order[np.minimum(np.searchsorted(victims, parents, sorter=order), len(victims) - 1)]
         kin = victims[at] == parents
         waits = np.append(strict & (np.bincount(at[kin], minlength=len(victims)) != children), True)
         above = np.append(np.where(kin & strict[at], at, len(victims)), len(victims))
         leap = above
-        while not waits[above[waits]].all():  # who waits keeps all above it waiting: 1 step up, then 2, 4, 8, ...
+        while not waits[
+            above[waits]
+        ].all():  # a block that waits keeps its ancestors waiting: 1 step up, then 2, 4, 8, ...
             waits[leap[waits]] = True
             leap = leap[leap]
         if (above[:-1] < rows).any():
@@ -108,10 +110,8 @@ class Coldest:
     # -- inside
 
     def _above_guarded(self) -> tuple[set[int], bool]:
-        """The guarded blocks and those that precede them, at most MOST_ABOVE, and whether these are all.
-
-        It goes up the chains once for each `guard`.
-        """
+        """The guarded blocks and their ancestors, at most MOST_ABOVE, and whether these are all.
+        Computed once for each `guard`."""
         if self._preceding is None:
             parent, above, left = self._index.blocks.parent.data, set[int](), MOST_ABOVE
             for guarded in self._guarded.tolist():
@@ -128,7 +128,7 @@ class Coldest:
         return found
 
     def _asked(self, tier: int, count: int) -> Iterator[int]:
-        """How many to ask for: `count`, then more, since some wait for children worth more than they."""
+        """Counts to ask for: `count`, then more, since some blocks wait for children worth more."""
         most = min(max(count, MOST_REACH), self._index.going[tier])
         while 0 < count < most:
             yield count
@@ -136,7 +136,7 @@ class Coldest:
         yield min(count, most)
 
     def _from_tips(self, tier: int, count: int) -> Ids:
-        """`count` blocks of which none waits for a pinned one, or all of those; coldest tips first."""
+        """`count` blocks that wait for no pinned one, or all of those; coldest tips first."""
         index, found = self._index, no_ids()
         for asked in (max(1, count // TIP_SHARE), count):
             tips = index.policies[tier].victims(min(asked, index.tips[tier]), index.barred[tier])
@@ -148,7 +148,7 @@ class Coldest:
         return found
 
     def _breaking_least(self, tier: int, coldest: Ids) -> Ids:
-        """Of blocks that all wait for pinned ones, those to drop; see `find`."""
+        """The blocks to drop, if all wait for pinned ones; see `find`."""
         if len(kept := self._kept_farther(tier, coldest)):
             return kept
         others = self.unguarded(coldest)
@@ -157,7 +157,7 @@ class Coldest:
         return others
 
     def _kept_farther(self, tier: int, those: Ids) -> Ids:
-        """Which of them a farther tier has, heads first, since a block goes after all above it: no drop makes a tip."""
+        """Those that a farther tier has, each after all its ancestors: no drop makes a tip."""
         index, blocks = self._index, self._index.blocks
         kept = those[index.is_farther(tier, those)]
         kept = kept[np.argsort(blocks.position[kept], kind="stable")]
@@ -169,7 +169,8 @@ class Coldest:
         return np.fromiter(out, np.int64)
 
     def _with_parents(self, tier: int, tips: Ids, count: int, *, all_above: bool) -> Ids:
-        """At most `count`: each tip, then the blocks above it that wait for no other block and were not used after it. all_above: then the others that wait for none, by use."""
+        """At most `count`: each tip, then its ancestors that wait for no other block and were not
+        used later. If all_above, then the other ancestors that wait for none, by use."""
         index, blocks = self._index, self._index.blocks
         parent, used, children = blocks.parent.data, blocks.last_used.data, index.children[tier].data
         held, barred = index.held[tier].data, index.barred[tier].data
@@ -199,7 +200,8 @@ class Coldest:
 
 
 def _turns(above: Ids) -> Ids:
-    """Of rows of a forest, the greatest number among a row and all below it. above: the row of each one's parent, or the number of rows; that one has none."""
+    """Of each row of a forest and its descendants, the greatest number. above: rows of the parents.
+    A row without a parent has the number of rows."""
     turns, leap = np.append(np.arange(len(above) - 1), -1), above
     for _ in range(len(above).bit_length()):
         np.maximum.at(turns, leap, turns.copy())

@@ -1,19 +1,20 @@
-"""Demotion: the coldest blocks of a tier are written to the next one before anybody asks for their pages.
+"""Demotion: the coldest blocks of a tier are written to the next one before their pages are needed.
 
-Purpose: whoever needs room in a tier finds, coldest first, blocks that a farther tier holds too, and so loses nothing by dropping them. Non-purpose:
-room in the moment of need (room.py). What was written stays where it is, clean, until its page is wanted; so running ahead costs no hits, a
-block asked for again was never away, and the farthest tier drops nothing before it must.
+So a request for room finds, coldest first, blocks that a farther tier holds too, and loses nothing
+by dropping them. A written block stays, clean, until its page is needed. Writing ahead thus costs
+no hits, and the farthest tier drops nothing before it must. Room at the moment of need is room.py.
 
 A tier has two measures, each with a high and a low mark:
-- as a whole: pages in use against its capacity;
-- per key (domain, class, writer), because a clean page helps nobody whose key is another: pages in use against what the key could use, which is its
-  segments and the vacant places.
-What is in use above the low mark is to be clean, coldest first, unless the store's admission declines it. Writing begins when something above the high mark is not, and goes on to the low one.
-Of each measure the MOST_REACH coldest are looked at; of what a larger tier has beyond them, as a whole, `unsaved.py` tells.
-A full far tier drops its coldest; what no far tier could hold is left to room.py.
+- the whole tier: pages in use against its capacity;
+- per key (domain, class, writer): pages in use against those possible, in its segments and the
+  vacant places. A clean page serves its own key only.
+Blocks above the low mark shall be clean, coldest first, unless the store's admission declines them.
+Writing begins when one above the high mark is not, and ends at the low mark. Of each measure the
+MOST_REACH coldest are searched; unsaved.py finds those beyond them in a larger tier. A full far
+tier drops its coldest. Blocks that no far tier could hold stay until room.py drops them.
 
-A tier with headroom is cleared too: what is coldest leaves, until the headroom is free for the next request. So what a request brought may
-be the first to leave, if it is worth less than what was there, and has displaced nothing.
+A tier with headroom also drops its coldest until the headroom is free for the next request. So a
+request's own blocks may go first, if they are worth less than the older ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tierd.core.space.unsaved import Unsaved
 WHOLE = Key(-1, -1, -1)
 """The measure of a tier as a whole."""
 PLAN_BYTES = 256 << 20
-"""Of pages in one plan: a disk writes them in tens of milliseconds, of which it has nothing to do for some while the next one is made."""
+"""Pages in one plan: a disk writes them in tens of milliseconds, and idles briefly before the next
+plan."""
 
 
 class Excess(NamedTuple):
@@ -48,20 +50,20 @@ class Excess(NamedTuple):
 
 @dataclass(slots=True)
 class Allowance:
-    """What a plan may still send, in blocks and in the bytes of their pages; one block whatever its size."""
+    """Blocks and page bytes that a plan may still send; always one block, of any size."""
 
     blocks: int
     bytes: int
     is_fresh: bool = True
 
     def of(self, sizes: Ids) -> int:
-        """How many of these, in order, it lets go."""
+        """How many of these, in order, it allows."""
         sizes = sizes[: self.blocks]
         fit = int(np.searchsorted(np.cumsum(sizes), self.bytes, side="right"))
         return max(fit, min(1, len(sizes))) if self.is_fresh else fit
 
     def take(self, sizes: Ids) -> None:
-        """These were sent."""
+        """Subtracts blocks that were sent."""
         self.blocks -= len(sizes)
         self.bytes -= int(sizes.sum())
         self.is_fresh &= len(sizes) == 0
@@ -76,7 +78,7 @@ class Demotion:
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: PlanBuilder) -> None:
-        """At most `limit` transfers and PLAN_BYTES over all tiers, near to far."""
+        """Plans at most `limit` transfers and PLAN_BYTES over all tiers, near to far."""
         self._index.pass_time(draft.now)
         allowance = Allowance(limit, PLAN_BYTES)
         for tier in self._index.serving():
@@ -85,7 +87,8 @@ class Demotion:
             self._clear(tier, draft)
 
     def _clear(self, tier: int, draft: PlanBuilder) -> None:
-        """Drops what is coldest and takes of the headroom; not what is still to be written, nor, while it is, others in its place."""
+        """Drops the coldest blocks that fill the headroom. Blocks still to be written stay, and no
+        others go in their place."""
         pages_of = self._index.tiers[tier]
         over = pages_of.staying_bytes - self._rest_bytes(tier)
         if not pages_of.spec.headroom_bytes or over <= 0 or self._going(tier)[WHOLE]:
@@ -97,7 +100,7 @@ class Demotion:
         self._room.drop(tier, self._room.coldest.tails_first(tier, victims[safe]), draft)
 
     def _drain(self, tier: int, allowance: Allowance, draft: PlanBuilder) -> None:
-        """Sends as many victims that deserve a write as are allowed, past those that do not."""
+        """Sends victims that deserve a write, as many as are allowed; skips the others."""
         at, victims = 0, self._victims(tier)
         sizes = self._sizes(tier, victims)
         while count := allowance.of(sizes[at:]):
@@ -106,7 +109,7 @@ class Demotion:
             at += count
 
     def _worthy(self, tier: int, victims: Ids, now: float) -> Ids:
-        """Those that the tier which they would go to is worn with."""
+        """Those that the admission of their target tier lets through."""
         to = self._next_tiers(tier, victims)
         worthy = np.ones(len(victims), bool)
         for rows in runs(to):
@@ -115,7 +118,8 @@ class Demotion:
         return victims[worthy]
 
     def _victims(self, tier: int) -> Ids:
-        """The coldest blocks that should be clean by now and are not; not those that were declined since their last use."""
+        """The coldest blocks that should be clean by now and are not, without those declined since
+        their last use."""
         excess = self._excess(tier)
         if not excess:
             return no_ids()
@@ -129,7 +133,8 @@ class Demotion:
         return victims[wanted] if wanted.any() else self._unsaved.coldest(tier, self._rest_bytes(tier))
 
     def _is_due(self, tier: int, key: Key, over: Excess, *, sizes: Ids, dirty: Bools) -> Bools:
-        """Of a measure's coldest, those to be written: all the dirty ones above the low mark, if one is above the high mark or writing has begun."""
+        """Of a measure's coldest, those to write: all dirty ones above the low mark, if one is
+        above the high mark or writing has begun."""
         before = np.cumsum(sizes) - sizes
         due: Bools = dirty & (before < over.low)
         draining = self._draining[tier]
@@ -140,7 +145,8 @@ class Demotion:
         return due if key in draining else np.zeros(len(due), bool)
 
     def _excess(self, tier: int) -> dict[Key, Excess]:
-        """The measures that have bytes above the low mark, and are above the high mark or being drained. What is on its way is as good as clean."""
+        """Measures above the low mark that are above the high mark or being drained. Blocks in
+        flight count as clean."""
         pages_of, draining = self._index.tiers[tier], self._draining[tier]
         spec, measures = pages_of.spec, pages_of.usage()
         measures[WHOLE] = Usage(pages_of.staying_bytes, self._rest_bytes(tier))
@@ -156,7 +162,7 @@ class Demotion:
         return out
 
     def _going(self, tier: int) -> dict[Key, int]:
-        """Bytes that are being written to a farther tier, by measure."""
+        """Bytes being written to a farther tier, by measure."""
         pages_of = self._index.tiers[tier]
         pages = self._planner.flights.sources(tier, Reason.DEMOTION)
         out = {WHOLE: int(pages_of.class_bytes(pages).sum())}
@@ -166,18 +172,19 @@ class Demotion:
         return out
 
     def _reach(self, tier: int, excess: dict[Key, Excess]) -> int:
-        """How many of the coldest are looked at: enough for the whole; those of a single key may lie anywhere."""
+        """How many of the coldest to search: enough for the whole tier; those of a single key may
+        be anywhere."""
         if excess.keys() != {WHOLE}:
             return MOST_REACH
         return self._count(tier, excess[WHOLE].low)
 
     def _count(self, tier: int, size_bytes: float) -> int:
-        """How many blocks of the tier may lie in so many bytes, at most MOST_REACH."""
+        """Most blocks of the tier that so many bytes hold, at most MOST_REACH."""
         least = min(self._index.tiers[tier].usage(), default=WHOLE, key=lambda key: key.class_bytes).class_bytes
         return min(MOST_REACH, int(size_bytes // max(least, 1)) + 1)
 
     def _rest_bytes(self, tier: int) -> int:
-        """What may be in use between requests."""
+        """Most bytes in use between requests."""
         pages_of = self._index.tiers[tier]
         return pages_of.spec.capacity_bytes - pages_of.spec.headroom_bytes - pages_of.quarantined_bytes
 
@@ -186,7 +193,7 @@ class Demotion:
         return self._index.tiers[tier].class_bytes(self._index.attached(tier, blocks))
 
     def _send(self, tier: int, victims: Ids, draft: PlanBuilder) -> Ids:
-        """Writes them to the next tier, as far as one has room. Which."""
+        """Writes blocks to the next tier, as far as it has room; returns those sent."""
         sent, to = [no_ids()], self._next_tiers(tier, victims)
         for rows in runs(to):
             if to[rows[0]] >= 0:
@@ -201,7 +208,8 @@ class Demotion:
         return np.asarray(self._next_tiers(tier, blocks) >= 0, bool)
 
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
-        """Where each block would be demoted to: a tier of the next farther kind that takes new blocks; -1 where none can hold it."""
+        """The demotion target of each block: a tier of the next farther kind that takes new blocks;
+        -1 if none can hold it."""
         farther = [t for t in self._index.farther(tier) if self._index.tiers[t].writable]
         if not farther:
             return np.full(len(blocks), -1, np.int64)

@@ -1,11 +1,12 @@
-"""Transfers: bringing blocks near, writing them far, and what their ends mean.
+"""Transfers: bringing blocks near, writing them far, and ending them.
 
-Purpose: a wish (these blocks in that kind of tier) becomes flights with a page on both sides; a finished flight becomes a page that is
-ready, or none. Non-purpose: which wishes there are (gets.py, puts.py, core.py). Policies hear of a block when its transfer is decided, never
-when it ends, so the order of ends changes no later decision.
+Blocks wanted in a kind of tier become transfers with a page at both ends. A finished transfer makes
+its page ready, or frees it. Policies learn of a block when its transfer is decided, never when it
+ends, so the order of ends changes no later decision.
 
-A transfer's life: `bring` pins source and target and attaches the target -> `finish`: the target is published, or doomed; the source stays. What
-happened to either page meanwhile (condemned, forgotten) shows in its state.
+A transfer's life: `bring` pins source and target and attaches the target; `finish` publishes or
+dooms the target, and the source stays. If a page was condemned or forgotten meanwhile, its state
+shows it.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class Where(NamedTuple):
 
 
 class Planner:
-    """See the module. Blocks given to one call are distinct, first of the sequence first."""
+    """See the module. Blocks of one call are distinct, first of the sequence first."""
 
     def __init__(self, index: Index, room: Room) -> None:
         self.index, self.room, self.flights = index, room, Flights()
 
-    # -- where blocks are
+    # -- pages of blocks
 
     def attached(self, blocks: Ids, tiers: Sequence[int]) -> Where:
-        """The first of the tiers in which each block has a page, filled or being filled."""
+        """The first of the tiers that has a page of each block, filled or being filled."""
         if len(tiers) == 1:
             pages = self.index.attached(tiers[0], blocks)
             return Where(np.where(pages >= 0, tiers[0], -1), pages)
@@ -68,7 +69,7 @@ class Planner:
         return where
 
     def sources(self, blocks: Ids, wanted: Wanted) -> Where:
-        """The readable page that is nearest to what is wanted."""
+        """The readable page nearest to the wanted tier."""
         kind = kind_of(wanted)
         tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
         found = self.index.nearest(blocks, tiers).astype(np.int64)
@@ -79,7 +80,7 @@ class Planner:
         return where
 
     def guard(self, blocks: Ids) -> list[tuple[int, Ids]]:
-        """Pins every page of the blocks while room is made for others; undone by `unguard`."""
+        """Pins every page of the blocks while room is made for others, until `unguard`."""
         guarded = list[tuple[int, Ids]]()
         self.room.coldest.guard(blocks)
         for tier in range(len(self.index.tiers)):
@@ -96,14 +97,12 @@ class Planner:
         for tier, pages in guarded:
             self.index.unpin(tier, pages, draft)
 
-    # -- wishes
+    # -- transfers
 
     def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder) -> None:
-        """Transfers for guarded, readable blocks that have no page where they are wanted: as many as find room, in order.
-
-        Where device and nvme (or archive) meet, or two devices, the way leads over a host tier, if one is in service; not where a device is read into from
-        a store directly.
-        """
+        """Transfers for guarded, readable blocks without a page in the wanted tiers, as many as
+        find room, in order. Between device and nvme (or archive), or two devices, data go through a
+        host tier in service. A device that reads a store directly needs none."""
         targets = self.index.writable(wanted)
         if not targets or len(blocks) == 0:
             return
@@ -118,7 +117,7 @@ class Planner:
                 self.send(blocks[rows], where.at(rows), target=target, reason=reason, draft=draft)
 
     def send(self, blocks: Ids, where: Where, *, target: int, reason: Reason, draft: PlanBuilder) -> Bools:
-        """Transfers from these pages to one tier; which blocks found room."""
+        """Transfers from these pages to one tier; returns which blocks found room."""
         pages = self._pages_for(blocks, target, draft)
         sent = pages >= 0
         blocks, where, pages = blocks[sent], where.at(sent), pages[sent]
@@ -139,7 +138,8 @@ class Planner:
         return sent
 
     def persist(self, blocks: Ids, *, draft: PlanBuilder) -> None:
-        """Transfers to nvme for blocks without a page where it takes new ones; waits for those under way. For a store that has them already it is a use."""
+        """Transfers to nvme for blocks without a page in a writable store; waits for those in
+        flight. A use for stores that have them."""
         stores = self.index.writable(TierKind.NVME)
         there = self.attached(blocks, stores)
         self.index.blocks.durable[blocks] = True
@@ -152,7 +152,7 @@ class Planner:
         self.unguard(guarded, draft)
 
     def wait_for(self, where: Where, draft: PlanBuilder) -> None:
-        """The plan waits for the flights that fill these pages."""
+        """The plan waits for the transfers that fill these pages."""
         if len(self.flights) == 0:
             return
         for tier in kinds(where.tiers[where.tiers >= 0]):
@@ -189,21 +189,21 @@ class Planner:
     # -- inside
 
     def _is_staged(self, where: Where, kind: TierKind) -> Bools:
-        """Which sources lie on the other side of the host tiers than the kind, or in another device."""
+        """Which sources are beyond the host tiers from the kind, or in another device."""
         kinds = np.asarray([t.spec.kind for t in self.index.tiers] + [kind])[where.tiers]
         beyond = (kinds != TierKind.HOST) if kind < TierKind.HOST else (kinds < TierKind.HOST)
         over = kind != TierKind.HOST and bool(self.index.serving(TierKind.HOST))
         return np.asarray(beyond & over & (where.tiers >= 0), bool)
 
     def _is_direct(self, where: Where, to: Ids) -> Bools:
-        """Which sources the tiers that they go to are read into from directly."""
+        """Which sources their target tiers read directly."""
         direct = np.zeros(len(to), bool)
         for tier in kinds(to) if any(self.index.direct) else ():
             direct |= (to == tier) & among(where.tiers, sorted(self.index.direct[tier]))
         return direct
 
     def _stage(self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, draft: PlanBuilder) -> Where:
-        """The sources after staged blocks were sent to host tiers; none for those that found no room there."""
+        """The sources after staged blocks were sent to host tiers; none for those without room."""
         hosts = self.index.serving(TierKind.HOST)
         coming = self.attached(blocks, hosts)
         rest = staged & (coming.pages < 0)
@@ -212,7 +212,7 @@ class Planner:
         return Where(np.where(staged, coming.tiers, where.tiers), np.where(staged, coming.pages, where.pages))
 
     def _pages_for(self, blocks: Ids, target: int, draft: PlanBuilder) -> Ids:
-        """Reserved pages for blocks in a tier that the daemon writes; -1 where there is no room."""
+        """Reserved pages for blocks in a tier that the daemon writes; -1 without room."""
         pages_of = self.index.tiers[target]
         lengths = self.index.blocks.length[blocks]
         classes, domains = pages_of.class_of(lengths), self.index.blocks.domain[blocks]

@@ -1,19 +1,22 @@
-"""Room: pages for those who ask, from what is free, from the common pool, or from what is coldest.
+"""Room: pages for requests, from free pages, vacant places, or evicted blocks. In this order:
 
-Purpose: which page is given, and what leaves for it. Non-purpose: what the page is for. In this order:
 1. a free page of a segment of the right key (domain, class, writer);
-2. a vacant place begins a life as such a segment, or one whose segment is empty; with sealed puts only if it has been for STAY_S;
+2. a vacant place, or that of an empty segment, gets such a segment; with sealed puts, an empty
+   segment must be idle for STAY_S;
 3. if the coldest block has the right key, it is dropped, and those after it that have the key too;
-4. if not, segments of other keys are emptied of which half or more is colder than whatever has the right key;
+4. if not, segments of other keys are emptied if at least half is colder than any block of the right
+   key;
 5. else blocks of the right key are dropped that are among the coldest, as many as fill one segment;
-6. else the segment that holds most of the coldest is emptied. One in which something is held is passed over;
-7. with sealed puts a segment that is empty only since then begins a new life: so a session that puts in a row finds the
-   segment that it wrote to before, and the daemon makes no new file for what it seals.
-So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion ran ahead.
+6. else the segment that holds most of the coldest is emptied. A segment with a held page is
+   skipped;
+7. with sealed puts, a segment idle for less than STAY_S is replaced too. So a session that puts in
+   a row gets its previous segment, and the daemon makes no new file for the sealed blocks.
 
-What is coldest is for `coldest.py` to say: children before their parents. Only when everything that may go, or is of any use, is held back by children that
-may not (pinned tails), the coldest goes all the same, but not for what is added to that very chain. Emptying a segment can break a chain too, never that one; the rest
-serves again once the missing block is written again.
+So classes, domains and writers trade memory under pressure. Dropping writes nothing: demotion wrote
+ahead. The order is coldest.py's: children before their parents. If the children of all useful
+blocks may not go (pinned tails), the coldest blocks are dropped all the same. The chain that a put
+adds to is never broken. Emptying a segment can also break another chain; its rest hits again once
+the missing block is written again.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ from tierd.core.plan_builder import PlanBuilder, no_ids
 from tierd.core.space.coldest import MOST_REACH, Coldest
 
 STAY_S = 1.0
-"""As long as two puts count as in a row."""
+"""Longest time between two puts in a row."""
 FAR_REACH = 1 << 15
-"""How many of the coldest are looked at before there is no room: that takes some 10 ms."""
+"""Most of the coldest that are searched before there is no room: that takes some 10 ms."""
 MANY_PAGES = 1 << 20
-"""In a larger tier `_give_up` looks no farther than the MOST_REACH coldest blocks."""
+"""In a larger tier `_give_up` searches only the MOST_REACH coldest blocks."""
 
 
 class Room:
@@ -50,7 +53,7 @@ class Room:
         self.next_segment = first_segment
 
     def reserve(self, tier: int, key: Key, count: int, *, draft: PlanBuilder) -> Ids:
-        """Up to `count` pages of the key, reserved."""
+        """Reserves up to `count` pages of the key."""
         self._index.pass_time(draft.now)
         pages_of = self._index.tiers[tier]
         if not (pages_of.serving and pages_of.writable) or key.class_bytes > pages_of.spec.segment_bytes:
@@ -70,11 +73,9 @@ class Room:
         return np.concatenate(got) if len(got) > 1 else got[0]
 
     def drop(self, tier: int, blocks: Ids, draft: PlanBuilder) -> None:
-        """Frees the blocks' pages: DEMOTED where a farther tier holds them, else EVICTED.
-
-        What stays farther is touched there, as what is written there is tracked: so a chain that leaves piece by piece, one way or the
-        other, is in one order there, and loses its tail first.
-        """
+        """Frees the blocks' pages: DEMOTED if a farther tier holds them, else EVICTED. Copies in
+        farther tiers are touched. So a chain that is dropped in pieces keeps one order there, and
+        loses its tail first."""
         kept = self._say_farewell(tier, blocks, draft)
         for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
             if len(those):
@@ -88,7 +89,8 @@ class Room:
         return np.ones(len(places), bool) if every(right) else right[np.searchsorted(used, places)]
 
     def _begin(self, tier: int, key: Key, draft: PlanBuilder, *, idle_s: float) -> bool:
-        """A vacant place begins a life, or one that has been empty for so long, or holds little but what is quarantined. False: there is none."""
+        """Begins a segment at a vacant place, at one idle for so long, or empty but for bad pages.
+        False: there is none."""
         pages_of = self._index.tiers[tier]
         if not ((pages_of.vacant or pages_of.reclaim(idle_s=idle_s)) and self._has_ids(tier, key)):
             return False
@@ -97,7 +99,7 @@ class Room:
         return True
 
     def _give_up(self, tier: int, key: Key, count: int, draft: PlanBuilder) -> bool:
-        """Drops up to `count` cold blocks of the key, or empties segments. False: nothing may leave."""
+        """Drops up to `count` cold blocks of the key, or empties segments. False: none may go."""
         pages_of = self._index.tiers[tier]
         victims = self.coldest.find(tier, count, to_drop=True)
         if len(victims) == 0:
@@ -120,8 +122,9 @@ class Room:
             reach = FAR_REACH
 
     def _may_find(self, tier: int, key: Key) -> bool:
-        """Whether it is worth while to look at more than the coldest: something in the key's segments may go, or all of another segment. Not in a tier of many pages,
-        all of which it would look at."""
+        """Whether a search beyond the coldest is worth it: some block of the key may be evicted,
+        or all of another segment. Not in a tier of many pages, since the search would read them
+        all."""
         pages_of, held = self._index.tiers[tier], self._index.held[tier]
         if pages_of.top > MANY_PAGES:
             return False
@@ -136,9 +139,10 @@ class Room:
         )
 
     def _say_farewell(self, tier: int, blocks: Ids, draft: PlanBuilder) -> Bools:
-        """Before blocks are dropped: other tiers hear of it. Which can be read farther away."""
+        """Notifies other tiers before a drop. Returns which blocks a farther tier can read."""
         index = self._index
-        # What stays nearer is not written here again before a use: two full tiers would hand each other the same blocks for ever.
+        # Until their next use, blocks that stay nearer are not written here again. Otherwise two
+        # full tiers would exchange the same blocks for ever.
         nearer = [t for t in index.serving() if index.tiers[t].spec.kind < index.tiers[tier].spec.kind]
         if nearer:
             index.blocks.declined[blocks[index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
@@ -150,7 +154,8 @@ class Room:
         return kept
 
     def _empty_colder(self, tier: int, victims: Ids, key: Key, count: int, draft: PlanBuilder) -> bool:
-        """Empties segments of other keys of which half or more is colder than whatever the key has, as many as `count` pages take. False: there is none."""
+        """Empties segments of other keys of which half or more is colder than any block of the key.
+        As many as `count` pages take. False: there is none."""
         if len(victims) == 0 or not self._has_ids(tier, key):
             return False
         right = self.is_right(tier, victims, key)
@@ -166,7 +171,7 @@ class Room:
         return wanted < emptied
 
     def _drop_right(self, tier: int, victims: Ids, key: Key, count: int, draft: PlanBuilder) -> bool:
-        """Drops up to `count` of the victims that lie in segments of the key. False: none does."""
+        """Drops up to `count` of the victims that are in segments of the key. False: none is."""
         mine = victims[self.is_right(tier, victims, key)]
         if len(mine):
             mine = self.coldest.tails_first(tier, mine)[:count]
@@ -174,10 +179,8 @@ class Room:
         return len(mine) > 0
 
     def _break_chain(self, tier: int, key: Key, count: int, draft: PlanBuilder) -> bool:
-        """Drops blocks whose children may not leave, because no block that may leave is of use for the key.
-
-        False: these are of no use either, or a put adds to them.
-        """
+        """Drops blocks whose children may not be evicted, if no other block is of use for the key.
+        False: these are of no use either, or a put adds to them."""
         victims = self._index.policies[tier].victims(self._index.going[tier], self._index.held[tier])
         assert victims is not None, "the policy lost count of what it tracks"
         victims = self.coldest.unguarded(victims)
@@ -187,7 +190,8 @@ class Room:
         return len(mine) > 0 or self._empty_coldest(tier, victims, key, draft)
 
     def _empty_coldest(self, tier: int, victims: Ids, key: Key, draft: PlanBuilder) -> bool:
-        """Empties the segment of another key that holds most of the victims. False: something is held in each, or there are no ids for a new one."""
+        """Empties the segment of another key that holds most of the victims. False: each holds a
+        held page, or there are no ids for a new one."""
         if not self._has_ids(tier, key):
             return False
         places = self._places(tier, victims)
@@ -204,11 +208,8 @@ class Room:
         return np.asarray(self._index.tiers[tier].place[self._index.attached(tier, victims)], np.int64)
 
     def _empty(self, tier: int, place: int, draft: PlanBuilder) -> bool:
-        """Drops all blocks of a segment.
-
-        False, and nothing changed: the segment holds a pinned block, a put or a get adds to one of its blocks, or
-        most of its pages are quarantined.
-        """
+        """Drops all blocks of a segment. False, and nothing changed, if it holds a pinned block or
+        a put or a get adds to one of its blocks. Also if most of its pages are quarantined."""
         pages_of = self._index.tiers[tier]
         span = pages_of.pages_of(place)
         used = true_rows(~among(pages_of.state[span], (PageState.FREE, PageState.QUARANTINED))) + span.start

@@ -1,9 +1,10 @@
-"""What no farther tier holds of a tier that has more blocks than demotion looks at each time.
+"""Unsaved blocks of a tier, held by no farther one, if it has more blocks than demotion searches.
 
-Purpose: the coldest of it, where there is more than the watermarks allow. Non-purpose: whether it deserves a write, and where to (demotion.py). How much there is
-of it is estimated from pages that are spread over the tier. A search for the coldest passes over what is saved, 10 ms for a tier of a million blocks and 80 for one of eight; so
-one serves many plans, a LOOKS-th of the tier, and the next is made when that is written, or so many blocks have come, or left the farther tiers, that the high
-mark may have been passed.
+If more is unsaved than the watermarks allow, it gives the coldest; demotion.py decides on their
+writes. A sample of pages spread over the tier gives the estimate. A search for the coldest skips
+saved blocks: 10 ms for a tier of a million blocks and 80 for one of eight. So one search serves
+many plans, 1/LOOKS of the tier. The next search comes when those are written, or when enough blocks
+have come, or left the farther tiers, to pass the high mark.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from tierd.core.plan_builder import no_ids
 from tierd.core.space.coldest import MOST_REACH
 
 SAMPLE = 4096
-"""Pages looked at to say what share of a tier is unsaved: to two hundredths."""
+"""Pages sampled to estimate the unsaved share of a tier, to two hundredths."""
 LOOKS = 64
-"""Searches in which all of a tier would be found."""
+"""Searches that would find all of a tier."""
 
 
 class Unsaved:
@@ -32,12 +33,13 @@ class Unsaved:
         self._index, self._has_place = index, has_place
         self._found = [no_ids() for _ in index.tiers]  # coldest first
         self._is_draining = [False for _ in index.tiers]
-        self._look_at = [0 for _ in index.tiers]  # once so many blocks are new here, or gone farther away
+        self._look_at = [0 for _ in index.tiers]  # search again once so many blocks are new here, or gone farther away
         self._seen: list[list[int]] = [[] for _ in index.tiers]  # farther tiers that were in service then
         self._looks = 0
 
     def is_dirty(self, tier: int, at: Ids | slice) -> Bools:
-        """Which blocks no farther tier holds, or is getting, or has declined since their last use; not what is forgotten, since nobody misses it."""
+        """Which blocks no farther tier holds, gets, or has declined since their last use. Without
+        forgotten ones, which no lookup finds."""
         index, farther = self._index, self._index.farther(tier)
         dirty = index.blocks.named[at].copy()
         for other in farther:
@@ -48,12 +50,13 @@ class Unsaved:
         return np.asarray(dirty, bool)
 
     def coldest(self, tier: int, rest_bytes: int) -> Ids:
-        """Up to MOST_REACH blocks to be written, if more is unsaved than the high mark of these bytes allows, or was and still is more than the low one does."""
+        """Up to MOST_REACH blocks to write, if more of these bytes is unsaved than the high mark
+        allows. Once it has begun, down to the low mark."""
         index, farther = self._index, self._index.farther(tier)
-        # A budget of wear that is asked for all at once declines most of it until the next use.
+        # Asked for many blocks at once, a wear budget declines most until their next use.
         if index.going[tier] <= MOST_REACH or any(index.tiers[t].spec.wear_bytes_per_s for t in farther):
             return no_ids()
-        # What a store holds that has gone out of service is unsaved now; what one has brought back is no more.
+        # Blocks of a store now out of service are unsaved; those of one back in service are saved.
         if farther != self._seen[tier]:
             self._seen[tier], self._found[tier], self._look_at[tier] = farther, no_ids(), 0
         found = self._next(tier)
@@ -63,7 +66,7 @@ class Unsaved:
         return found
 
     def _next(self, tier: int) -> Ids:
-        """Of what was found, the first that are still to be written; what comes before them is dropped."""
+        """The first found blocks that are still to be written; drops those before them."""
         index, found = self._index, self._found[tier]
         first = no_ids()
         while len(found) and not len(first):
@@ -92,7 +95,7 @@ class Unsaved:
         return self._index.came[tier] + left
 
     def _estimate(self, tier: int) -> tuple[float, float]:
-        """Bytes that are unsaved, and of a page on the average."""
+        """Unsaved bytes, and the mean bytes of a page."""
         index, pages_of = self._index, self._index.tiers[tier]
         step = max(1, pages_of.top // SAMPLE)
         self._looks += 1
@@ -107,7 +110,8 @@ class Unsaved:
         return float(share * pages_of.staying_bytes), float(sizes.mean())
 
     def _search(self, tier: int, over_bytes: float, *, count: int) -> Ids:
-        """The coldest that are unsaved, may leave and have a place to go: about `count` of them, and no more than lie in so many bytes, or one."""
+        """The coldest unsaved blocks that may be evicted and have a target: about `count`, at most
+        so many bytes, at least one block."""
         index = self._index
         every_id = slice(0, index.blocks.top)
         passed = index.held[tier][every_id] | ~self.is_dirty(tier, every_id)

@@ -1,6 +1,7 @@
-"""Classic eviction policies that no daemon offers: the simulator runs them beside those of `tierd.policies.eviction`.
+"""Classic eviction policies that no daemon offers, for the simulator.
 
-A new one is a file here, a line in RIVALS, and passes `tests/contract/test_eviction.py`, which runs over the dict.
+A new one is a file here and a line in RIVALS. It must pass `tests/contract/test_eviction.py`, which
+runs over the dict.
 """
 
 from __future__ import annotations

@@ -1,18 +1,23 @@
-"""GDSF: blocks that were used often and cost much to compute again stay; every eviction makes what stays worth less beside what comes.
+"""GDSF: keeps blocks that are used often and cost much to compute. Evictions age the rest.
 
-L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HP Laboratories HPL-98-69 (R.1), 1998, with all sizes equal:
+L. Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy",
+HP Laboratories HPL-98-69 (R.1), 1998, with all sizes equal:
 
     on a use of f:    Fr(f) := Fr(f) + 1;  Pr(f) := Clock + Fr(f) * Cost(f)
-    to make room:     the file with the least Pr leaves, and Clock := its Pr
+    to make room:     the file with the least Pr is evicted, and Clock := its Pr
 
-Cost of a block: the tokens that must be computed to have it again, from the first of its sequence to its last.
+Cost of a block: the tokens to compute to have it again, from the first of its sequence to its last.
 
-Kept as CAMP keeps it (S. Ghandeharizadeh, S. Irani, J. Lam, J. Yap, "CAMP: A Cost Adaptive Multi-Queue Eviction Policy for Key-Value Stores",
-Middleware 2014, section 2): Fr * Cost is rounded to few levels, each of which has a queue, in which Pr rises from the oldest to the newest,
-because Clock never falls. So only the oldest of some queues are compared.
+Implemented as CAMP (S. Ghandeharizadeh, S. Irani, J. Lam, J. Yap, "CAMP: A Cost Adaptive
+Multi-Queue Eviction Policy for Key-Value Stores", Middleware 2014, section 2). Fr * Cost is rounded
+to few levels, one queue each. In a queue Pr rises from the oldest to the newest, because Clock
+never falls. So only the oldest of some queues are compared.
 
-Differences. (1) The rounding. (2) `victims` is a question, so Clock moves when the core forgets blocks, and no further than the least Pr that is
-tracked. (3) Leaves first: a block's worth is at least that of what follows it, and no use makes its Pr less. Ties: the least recently used first.
+Differences:
+- The rounding. `victims` changes nothing. So Clock moves when the core forgets blocks, at most to
+  the least tracked Pr.
+- A block's worth is at least that of its descendants, and no use lowers its Pr. Ties: the least
+  recently used goes first.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from tierd.simulator.rivals.rounding import ROUNDED, level
 
 
 class Gdsf:
-    """Greedy-dual with frequency and cost. `now` is not looked at: age is counted in evictions."""
+    """Greedy-dual with frequency and cost. Ignores `now`: evictions measure age."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: for costs, chains and uses."""
@@ -46,7 +51,7 @@ class Gdsf:
         return len(self._queues)
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come; the first use of each."""
+        """The blocks were stored; the first use of each."""
         size = int(blocks.max(initial=-1)) + 1
         self._frequency, self._priority = grown(self._frequency, size), grown(self._priority, size)
         self._frequency[blocks], self._priority[blocks] = 1, 0.0
@@ -56,13 +61,13 @@ class Gdsf:
         self._put(blocks, worth)
 
     def touch(self, blocks: Ids, now: float) -> None:
-        """The blocks were used, or precede some that came."""
+        """The blocks were used, or precede stored ones."""
         self._frequency[blocks] += self._uses.of(blocks)
         worth = np.maximum(self._worth(blocks), self._lift.of(blocks))
         self._put(blocks, along(worth, blocks, self._blocks))
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left; the rest are worth less beside what comes."""
+        """The blocks were removed; the clock advances."""
         if not len(blocks):
             return
         last = float(self._priority[blocks].max())
@@ -71,7 +76,7 @@ class Gdsf:
         self._clock = max(self._clock, min(last, least))
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` of least Pr that are not pinned, or None."""
+        """The `count` unpinned blocks of least Pr, or None."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _worth(self, blocks: Ids) -> Levels:
@@ -82,7 +87,7 @@ class Gdsf:
         return level(np.maximum(1, self._frequency[blocks] * cost))
 
     def _put(self, blocks: Ids, worth: Levels) -> None:
-        """Files what is worth no less than it was before."""
+        """Files blocks whose worth did not fall."""
         priority = self._clock + ROUNDED[worth]
         up = priority >= self._priority[blocks]
         blocks, worth = blocks[up], worth[up]
@@ -91,11 +96,12 @@ class Gdsf:
             self._queues.put(blocks[worth == queue], queue)
 
     def _first(self, queue: int) -> Ids:
-        """The oldest piece of a queue that is not empty."""
+        """The oldest non-empty piece of a queue."""
         return next(piece for piece in self._queues.walk(queue) if len(piece))
 
     def _order(self) -> Iterator[Ids]:
-        """All queues merged by Pr and use: what is not beyond the last that is known of any queue is in its final place."""
+        """All queues merged by Pr and use. Blocks up to the least of the queues' last known ones
+        are final."""
         walks = {queue: self._queues.walk(queue) for queue in self._queues.sizes}
         known: dict[int, Ids] = {}
         while walks:
@@ -107,7 +113,7 @@ class Gdsf:
                 yield self._taken(known)
 
     def _taken(self, known: dict[int, Ids]) -> Ids:
-        """Takes from the oldest of each queue those up to the first of their lasts, in order."""
+        """Takes from each queue the blocks up to the first of their lasts, in order."""
         limit = min((self._priority[blocks[-1]], self._queues.stamps[blocks[-1]]) for blocks in known.values())
         taken = []
         for queue, blocks in known.items():

@@ -1,16 +1,20 @@
-"""Hyperbolic caching: the block that was used least often for the time that it has been here leaves first.
+"""Hyperbolic caching: evicts the block with the fewest uses for its time in the cache.
 
-A. Blankstein, S. Sen, M. Freedman, "Hyperbolic Caching: Flexible Caching for Web Applications", USENIX ATC 2017, section 3.1:
+A. Blankstein, S. Sen, M. Freedman, "Hyperbolic Caching: Flexible Caching for Web Applications",
+USENIX ATC 2017, section 3.1:
 
     priority of i:    p_i = n_i / t_i     (n_i uses since i came, in the time t_i since then)
-    to make room:     of 64 sampled blocks the one of least priority leaves
+    to make room:     of 64 sampled blocks the one of least priority is evicted
 
-Here nothing is sampled: blocks that came at about the same time and were used about as often are on one level, whose priority changes as a whole. A level is made
-up of the rounded n and of the epoch in which the blocks came, and an epoch is 1/32 of c arrivals; so there are some hundred levels to compare.
+Here levels replace the sample. A level has the blocks of one rounded n and one epoch of arrival,
+and its priority changes as a whole. An epoch is 1/32 of c arrivals, so some hundred levels are
+compared.
 
-Differences. (1) The rounding, instead of the sample. (2) c is the most blocks that were ever tracked. (3) Leaves first: a block is on the level of what
-follows it in a request, if that has the greater priority then, and no use takes it to a lower one; as time passes levels change places, and the core keeps what blocks
-hang on. (4) `victims` knows no time: it is that of the last call.
+Differences:
+- The rounding, instead of the sample. c is the most blocks tracked so far.
+- A block is on the level of its follower in a request if that has the greater priority then; no use
+  lowers it. Levels change places with time; the core keeps blocks that others need.
+- `victims` has no time: that of the last call holds.
 """
 
 from __future__ import annotations
@@ -28,9 +32,9 @@ from tierd.policies.eviction.queues import Queues, first_free
 from tierd.simulator.rivals.rounding import ROUNDED, level
 
 EPOCHS = 32
-"""In which as many blocks come as are tracked at most."""
+"""Epochs in which as many blocks come as are tracked at most."""
 EPOCHS_KNOWN = 1 << 16
-"""A block that has seen more of them counts as one that came with those that have its epoch's number now."""
+"""A block that has seen more epochs counts as one of the epoch that has its number now."""
 _LEAST_AGE_S = 1e-9
 
 
@@ -54,7 +58,7 @@ class Hyperbolic:
         return len(self._queues)
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come; the first use of each."""
+        """The blocks were stored; the first use of each."""
         size = int(blocks.max(initial=-1)) + 1
         self._now, self._most = now, max(self._most, len(self) + len(blocks))
         self._count, self._epoch = grown(self._count, size), grown(self._epoch, size)
@@ -65,7 +69,7 @@ class Hyperbolic:
         self._queues.put(blocks, self._first_level())
 
     def touch(self, blocks: Ids, now: float) -> None:
-        """The blocks were used, or precede some that came."""
+        """The blocks were used, or precede stored ones."""
         self._now = now
         self._count[blocks] += self._uses.of(blocks)
         own = level(self._count[blocks]).astype(np.int64) * EPOCHS_KNOWN + self._epoch[blocks]
@@ -76,11 +80,11 @@ class Hyperbolic:
             self._queues.put(blocks[moved & (levels == number)], number)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were removed."""
         self._queues.remove(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` of least priority that are not pinned, or None."""
+        """The `count` unpinned blocks of least priority, or None."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _order(self) -> Iterator[Ids]:
@@ -89,7 +93,7 @@ class Hyperbolic:
             yield from self._queues.walk(number)
 
     def _lifted(self, levels: Ids, blocks: Ids) -> Ids:
-        """For each block the level of most priority, of its own ones (the rows) and of those that follow it."""
+        """For each block the level of most priority: its own (the rows) or its followers'."""
         known, which = np.unique(levels, return_inverse=True)
         order = np.argsort(self._priorities(known), kind="stable")
         ranks = np.empty(len(known), dtype=np.int64)
@@ -105,11 +109,11 @@ class Hyperbolic:
         return priorities
 
     def _first_level(self) -> int:
-        """Of a block that comes now."""
+        """The level of a new block."""
         return EPOCHS_KNOWN + self._newest
 
     def _arrive(self, count: int) -> None:
-        """An epoch ends when its share of blocks has come."""
+        """Counts new blocks; an epoch ends with its share of them."""
         self._arrivals += count
         if not len(self) or self._arrivals > self._most // EPOCHS:
             self._newest = (self._newest + 1) % EPOCHS_KNOWN

@@ -1,7 +1,8 @@
-"""Rounding of worths, so that a few queues serve all of them.
+"""Rounding of worths, so that a few queues hold all of them.
 
-Purpose: numbers from 1 on to three significant bits (S. Ghandeharizadeh, S. Irani, J. Lam, J. Yap, "CAMP: A Cost Adaptive Multi-Queue Eviction Policy
-for Key-Value Stores", Middleware 2014, section 2.2). Non-purpose: what a worth is. Invariant: `ROUNDED[level(x)]` is at most x and above 4/5 of it.
+Numbers from 1 on are rounded to three significant bits (S. Ghandeharizadeh, S. Irani, J. Lam, J.
+Yap, "CAMP: A Cost Adaptive Multi-Queue Eviction Policy for Key-Value Stores", Middleware 2014,
+section 2.2). The value of `ROUNDED[level(x)]` is at most x and above 4/5 of it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 _STEPS = 4
-"""In each doubling."""
+"""Steps of each doubling."""
 _LEVELS = np.arange(256)
 ROUNDED = 2.0 ** ((_LEVELS - 1) // _STEPS) * (1 + (_LEVELS - 1) % _STEPS / _STEPS)
-"""By level, from 1 on."""
+"""Value by level, from 1 on."""
 
 
 def level(values: NDArray[Any]) -> NDArray[np.uint8]:

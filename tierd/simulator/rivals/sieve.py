@@ -1,16 +1,20 @@
-"""SIEVE: one queue, a bit for what was used, and a hand that goes from the oldest to the newest and leaves what it spares where it is.
+"""SIEVE: one queue, a bit for used blocks, and a hand that spares them in place.
 
-Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction Algorithm for Web Caches",
-NSDI 2024, algorithm 1:
+Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is Simpler than LRU: an Efficient
+Turn-Key Eviction Algorithm for Web Caches", NSDI 2024, algorithm 1:
 
-    on a use of x:    visited := 1; if it is not here: to the front, with visited 0
-    to make room:     while the block at the hand is visited: visited := 0, the hand goes one further towards the front (from there to the back)
-                      the block at the hand leaves, the hand goes one further
+    on a use of x:    visited := 1;  if x is absent: to the front, with visited 0
+    to make room:     while the block at the hand is visited:  visited := 0,  the hand moves one on
+                      towards the front (from there to the back)
+                      the block at the hand is evicted,  the hand moves one on
 
-Here the queue is two: what the hand has passed in this round, and what lies ahead of it; a round ends when nothing lies ahead.
+Here the queue is two: blocks that the hand passed in this round, and those ahead of it. A round
+ends when none are ahead.
 
-Differences. (1) `victims` is a question, so the hand moves when the core forgets those that it came to. (2) What may not leave (it is pinned, or has children) is
-passed. (3) A block goes to the front when its chain has grown, so that tails leave before what precedes them.
+Differences:
+- `victims` changes nothing. So the hand moves when the core forgets the blocks that it reached.
+- Blocks that may not be evicted (pinned, or with children) are passed.
+- A block goes to the front when its chain has grown, so that tails are evicted first.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ AHEAD, PASSED = 0, 1
 
 
 class Sieve:
-    """SIEVE. `now` is not looked at."""
+    """SIEVE. Ignores `now`."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: for chains and uses."""
@@ -43,7 +47,7 @@ class Sieve:
         return len(self._queues)
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come."""
+        """The blocks were stored."""
         self._visited = grown(self._visited, int(blocks.max(initial=-1)) + 1)
         self._visited[blocks] = False
         self._put(blocks, AHEAD)
@@ -51,7 +55,7 @@ class Sieve:
         self._uses.begin(blocks)
 
     def touch(self, blocks: Ids, now: float) -> None:
-        """The blocks were used, or precede some that came."""
+        """The blocks were used, or precede stored ones."""
         used, grew = self._uses.of(blocks), self._growth.of(blocks) > 0
         self._count(blocks, -1)
         self._visited[blocks[used]] = True
@@ -60,7 +64,7 @@ class Sieve:
         self._put(blocks[grew], AHEAD)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left; the hand comes to where they were."""
+        """The blocks were removed; the hand moves to them."""
         rest = blocks
         while len(rest):
             if not self._unvisited[AHEAD]:
@@ -74,10 +78,10 @@ class Sieve:
             rest = rest[~now]
         self._take(rest)
         if not self._queues.size(AHEAD):
-            self._begin_round()  # now: what comes next is at the front, where the hand has been
+            self._begin_round()  # now: new blocks go to the front, which the hand has passed
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` that the hand would come to next, or None."""
+        """The `count` that the hand reaches next, or None."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _order(self) -> Iterator[Ids]:
@@ -88,7 +92,7 @@ class Sieve:
                         yield blocks[self._visited[blocks] == visited]
 
     def _begin_round(self) -> None:
-        """The hand goes to the front, and on from the back."""
+        """Moves the hand to the front, and on from the back."""
         ahead = np.concatenate([np.zeros(0, dtype=np.int64), *self._queues.walk(AHEAD)])
         self._pass(ahead)
         whole = np.concatenate([np.zeros(0, dtype=np.int64), *self._queues.walk(PASSED)])
@@ -109,7 +113,7 @@ class Sieve:
         self._queues.remove(blocks)
 
     def _count(self, blocks: Ids, step: int) -> None:
-        """Adds to `_unvisited`, or takes away."""
+        """Adds to `_unvisited`, or subtracts."""
         unvisited = self._queues.queue[blocks[~self._visited[blocks]]]
         for queue in (AHEAD, PASSED):
             self._unvisited[queue] += step * int(np.count_nonzero(unvisited == queue))

@@ -1,16 +1,22 @@
-"""W-TinyLFU: a small LRU window for what is new; to pass from it into the main cache a block must have been seen more often than the one it replaces.
+"""W-TinyLFU: an LRU window, and a main cache for blocks seen more often than their victims.
 
-G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 13(4), 2017, section 4 (W-TinyLFU), with the sizes of
-section 4.1: a window of 1 % of c blocks, and a main cache that is a segmented LRU with 80 % protected:
+G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS
+13(4), 2017, section 4 (W-TinyLFU). Sizes are those of section 4.1: a window of 1 % of c blocks, and
+a main cache that is a segmented LRU with 80 % protected:
 
-    on a use of x:    counted in the sketch; in the window: to its front; in probation: to the front of the protected, whose last ones go to the front
-                      of probation; in the protected: to its front; if it is not here: to the front of the window
-    to make room:     the last of the window is the candidate, the last of probation the victim: if the candidate was seen more often it takes
-                      the victim's place at the front of probation, and the victim leaves; else the candidate leaves
+    on a use of x:    counted in the sketch.   in the window, or absent: to the front of the window.
+                      in probation: to the front of protected,  its last to the front of probation.
+                      in the protected: to its front
+    to make room:     the last of the window is the candidate,  the last of probation the victim.
+                      if the candidate was seen more often:  it takes the victim's place at the
+                      front of probation,  the victim is evicted;   else the candidate is evicted
 
-Differences. (1) `victims` is a question, so a candidate that won is placed when the core forgets its victim. Candidates wait at the front of a list of
-their own, since several blocks come at once. (2) c is the most blocks that were ever tracked; while it grows, candidates pass unasked. (3) A touch that is
-no use by a request is not counted and changes no segment. (4) The sketch stands for the ghosts: names of blocks that left are in it.
+Differences:
+- `victims` changes nothing. So a candidate that won is placed when the core forgets its victim.
+  Several blocks come at once, so candidates wait at the front of a list of their own.
+- c is the most blocks tracked so far; while it grows, candidates pass without a contest.
+- A touch that is no use by a request is not counted and changes no segment.
+- The sketch replaces the ghosts: it has the names of evicted blocks.
 """
 
 from __future__ import annotations
@@ -29,18 +35,19 @@ from tierd.policies.eviction.sketch import Sketch
 WINDOW, CANDIDATES, PROBATION, PROTECTED = range(4)
 WINDOW_SHARE = 0.01
 PROTECTED_SHARE = 0.8
-"""Of the main cache."""
+"""Share of the main cache."""
 
 
 class Contest(NamedTuple):
-    """losers, in the order in which they leave; winners: the candidates that take the places of those of them that were victims, -1 beside the others."""
+    """losers: in order of eviction. winners: the candidates that take their places; -1 beside a
+    loser that was no victim."""
 
     losers: Ids
     winners: Ids
 
 
 class WTinyLfu:
-    """W-TinyLFU. `now` is not looked at."""
+    """W-TinyLFU. Ignores `now`."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: for names and uses."""
@@ -53,7 +60,7 @@ class WTinyLfu:
         return len(self._queues)
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come, into the window; the last of it become candidates."""
+        """The blocks were stored in the window; its last ones become candidates."""
         unasked = max(0, len(self) + len(blocks) - self._most)
         self._most += unasked
         self._sketch.widen(self._most)
@@ -64,7 +71,7 @@ class WTinyLfu:
         self._shift(CANDIDATES, PROBATION, unasked)
 
     def touch(self, blocks: Ids, now: float) -> None:
-        """The blocks were used, or precede some that came."""
+        """The blocks were used, or precede stored ones."""
         used, queues = self._uses.of(blocks), self._queues.queue[blocks]
         self._sketch.add(self._blocks.keys(blocks[used]))
         for queue, stay in ((CANDIDATES, ~used), (PROBATION, ~used), (PROTECTED, True)):
@@ -76,7 +83,7 @@ class WTinyLfu:
         self._shift(PROTECTED, PROBATION, self._queues.size(PROTECTED) - int(above))
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left; candidates that beat them take their places."""
+        """The blocks were removed; candidates that beat them take their places."""
         placed = []
         for contest in self._contests():
             left = np.isin(contest.losers, blocks)
@@ -88,7 +95,7 @@ class WTinyLfu:
             self._queues.put(winners[self._queues.stamps[winners] > 0], PROBATION)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` that lose next, or None."""
+        """The next `count` losers, or None."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _order(self) -> Iterator[Ids]:
@@ -102,7 +109,7 @@ class WTinyLfu:
         yield from self._queues.walk(WINDOW)
 
     def _contests(self) -> Iterator[Contest]:
-        """Every candidate, oldest first, against the oldest of probation that was not beaten yet."""
+        """Each candidate, oldest first, against the oldest unbeaten block of probation."""
         supply, rest = self._queues.walk(PROBATION), np.zeros(0, dtype=np.int64)
         for candidates in self._queues.walk(CANDIDATES):
             while len(rest) < len(candidates) and (more := next(supply, None)) is not None:
@@ -113,7 +120,7 @@ class WTinyLfu:
             yield Contest(losers, np.where(won, candidates, -1))
 
     def _won(self, candidates: Ids, victims: Ids) -> Mask:
-        """Which candidates beat the first of the victims that no earlier one has beaten."""
+        """Which candidates beat the first victim that no earlier one has beaten."""
         won = np.zeros(len(candidates), dtype=np.bool_)
         seen = self._sketch.counts(self._blocks.keys(victims[: len(candidates)]))
         counts = self._sketch.counts(self._blocks.keys(candidates))
@@ -134,6 +141,6 @@ class WTinyLfu:
         self._shift(WINDOW, CANDIDATES, self._queues.size(WINDOW) - self._window())
 
     def _shift(self, queue: int, to: int, count: int) -> None:
-        """The oldest of one queue become the newest of another."""
+        """Moves the oldest of one queue to the front of another."""
         for blocks in list(part(self._queues.walk(queue), 0, count)) if count > 0 else ():
             self._queues.put(blocks, to)
