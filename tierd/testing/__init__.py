@@ -1,4 +1,5 @@
-"""For tests, the project's and its users': a real daemon in a directory of its own, and blocks whose bytes follow from their hash."""
+"""For tests of the project and of its users: a real daemon in its own directory, and blocks with
+checkable bytes."""
 
 from tierd.testing.content import chain, content_of, is_content
 from tierd.testing.daemon import SMALL, Daemon
