@@ -34,8 +34,7 @@ RETRY_S = (0.05, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of transfers. batch_blocks: in one batch. queue_time_s, queue_blocks: of one stored
-    tier's queue."""
+    """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue."""
 
     batch_blocks: int
     queue_time_s: float = 2.0
@@ -55,8 +54,8 @@ class Reading:
 
 @dataclass(slots=True)
 class Queue:
-    """Reads of one tier. since: when a read ended last, or the first began. busy_s, done_bytes: the
-    pace, as a decaying sum."""
+    """Reads of one tier. since: last end, or first start. busy_s, done_bytes: the pace, a decaying
+    sum."""
 
     blocks: int = 0
     bytes: int = 0

@@ -1,5 +1,4 @@
-"""Work that no call waits for: demotion between watermarks, and the periodic sync of demoted
-blocks.
+"""Work that no call waits for: demotion between watermarks, and the periodic sync.
 
 It frees room before it is needed, and frees the pages of ended epochs. Only one demotion step runs
 at a time, so one plan bounds its queue. Under a replay clock nothing runs except in `quiesce` and
@@ -29,8 +28,7 @@ GATHER_S = 0.002
 """Delay from the first allocation to the check of the watermarks. One check serves all calls of
 that time, and no call waits for it. A put that finds no room earlier evicts clean blocks."""
 LET_GO_S = 0.05
-"""Delay of the check after a release. Every get ends with one, and it rarely makes demotion
-necessary."""
+"""Delay of the check after a release. Every get ends with one, which rarely requires demotion."""
 PAUSE_S = 1.0
 """Pause after an unexpected error."""
 
@@ -82,8 +80,7 @@ class Background:
         return self._flights.made - made
 
     async def end_epochs(self, namespaces: Sequence[int], keep: Callable[[], Awaitable[None]]) -> None:
-        """Frees the forgotten pages of these namespaces, once `keep` has recorded that their epochs
-        ended.
+        """Frees these namespaces' forgotten pages, once `keep` has recorded their epochs' end.
 
         If pages were freed earlier, the next daemon could serve some of the old blocks. Continues
         if the caller is cancelled. Raises what `keep` raises."""
@@ -131,8 +128,7 @@ class Background:
             await asyncio.sleep(0)
 
     async def _step(self, *, timeout_s: float) -> bool:
-        """Runs one demotion plan to its end. False if there was nothing to do or every transfer
-        failed."""
+        """Runs one demotion plan. False if there was nothing to do or every transfer failed."""
         plan = self._core.demote(self._clock.now())
         if plan.is_empty:
             return False

@@ -1,7 +1,6 @@
 """A circuit breaker: decides when a failing stored tier leaves service, and when it returns.
 
-`Breaker` is a small state machine; `watch` examines tiers and informs the core. It is pure: times
-are arguments, in seconds.
+`Breaker` is a pure state machine: times are arguments, in seconds. `watch` examines the tiers.
 
     closed --(errors, a failed file, a hanging call)--> open --(pause over, command)--> probing
     probing --(success)--> closed    probing --(failure)--> open, the pause doubled up to its bound
@@ -61,8 +60,7 @@ class Breaker:
         self._since = 0.0  # when the state began
 
     def look(self, health: Health, now: float, *, corrupt: int = 0) -> bool:
-        """Takes in the tier's health and its total of corrupt blocks so far. True if the state
-        changed."""
+        """Takes in the tier's health and its count of corrupt blocks. True if the state changed."""
         before = (self.state, self.reads)
         total = health.read_errors + health.write_errors + corrupt
         self._faults.extend([now] * min(total - self._counted, self._tolerance.faults))

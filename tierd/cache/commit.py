@@ -1,5 +1,4 @@
-"""Commits in the core and in catalogues: checksums of written pages, catalogue entries of new
-blocks.
+"""Commits in the core and in catalogues: sums of written pages, entries of new blocks.
 
 This is the part of a commit that touches tiers. `puts.py` has its order and its lease; `sealing.py`
 copies into sealed pages. Every commit ends in the core, so no page stays busy. The daemon writes
@@ -60,8 +59,8 @@ class Publication:
         self._sealing = Sealing(parts.mover)
 
     async def written(self, committing: Committing, query: CommitQuery) -> list[SliceTable] | None:
-        """Waits until the pages are written. Returns the client's sums by block, or None if the
-        daemon must compute them.
+        """Waits for the writes. Returns the client's sums by block; None: the daemon must compute
+        them.
 
         Raises InvalidArgument for sums that do not fit the blocks. If this raises, the commit is
         withdrawn.
@@ -84,8 +83,7 @@ class Publication:
         return all(is_mapped(self._parts.tiers[tier]) for tier in kinds(committing.extents["tier"]))
 
     async def sum(self, committing: Committing, slices: list[SliceTable] | None) -> list[SliceTable] | None:
-        """Fills in the missing metas. Returns the blocks' slice tables, or None if their bytes
-        cannot be read."""
+        """Fills in the metas. Returns the slice tables, or None if bytes cannot be read."""
         metas = committing.metas
         if slices is not None:
             metas["digest"] = table_digests(raw_tables(slices))

@@ -3,8 +3,7 @@
 
 Each domain that has a session gets one directory, updated when blocks are published and freed. The
 client reads it in tierd/client/blocks/one_sided_get.py. A directory names blocks of its own domain
-only. A block is entered after its catalogue has it. Namespaces of ended epochs cannot be read, even
-while their pages remain.
+only. A block is entered after its catalogue has it. Namespaces of ended epochs cannot be read.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Directories:
         return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
 
     def begin(self, namespace: Namespace, *, domain: int) -> None:
-        """Allows gets without a call for this namespace. Called when a session of the domain opens
-        it."""
+        """Allows gets without a call, after a session of the domain opened the namespace."""
         if domain in self._written:
             self._written[domain].note_runs(namespace.ids, runs=True)
 
@@ -69,8 +67,7 @@ class Directories:
             directory.note_runs(namespace.ids, runs=False)
 
     def add(self, extents: StructArray, metas: StructArray) -> None:
-        """Enters published blocks at once: EXTENT [n], META [n]. So a client finds its put once it
-        is answered."""
+        """Enters published blocks, EXTENT [n], META [n], before the put is answered."""
         if self._written:
             self._enter()
             self._tell(Directory.add, extents, metas["namespace"], metas["hash"])

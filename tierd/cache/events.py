@@ -2,8 +2,8 @@
 
 A watcher sees each stored and removed block in order, or a LOST event if some were dropped. The log
 keeps the last `limit` events, with LOG_BYTES of hashes at most. No batch exceeds a message's limit.
-Sequence numbers rise by one. A sequence number of an earlier daemon counts as a gap. The daemon
-never waits for a watcher.
+Sequence numbers rise by one. One of an earlier daemon counts as a gap. The daemon never waits for a
+watcher.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The result is a verdict (Fault) for each page of a batch, in any tier. `scrub.py` decides which
 pages and when, and acts on verdicts. The examiner takes or pins no page. It reads stored pages into
-its own memory, one batch at a time. The verdict on a page freed meanwhile means nothing; the page's
-generation shows that.
+its own memory, one batch at a time. If a page is freed meanwhile, its generation shows that the
+verdict is void.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Carries plans out: applies them to the tiers, runs the transfers, reports each result to the
-core.
+"""Carries plans out: applies them to the tiers, runs transfers, reports results to the core.
 
 Every plan goes through here, in the order of the core's decisions. The core decides; the mover
 copies. `start` has no await, so tiers see plans in the order in which the core made them. Each
@@ -67,8 +66,7 @@ class Flights:
         """Finished transfers that did not succeed."""
 
     def start(self, plan: Plan, *, session: int = 0) -> None:
-        """Applies a plan to the tiers and starts its transfers. session: that asked for them; 0:
-        none."""
+        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none."""
         if plan.is_empty:
             return
         for tier in self._tiers:
@@ -115,8 +113,7 @@ class Flights:
         return True
 
     def condemn(self, pages: StructArray, fault: Fault) -> None:
-        """Quarantines bad or unreadable pages, EXTENT [n]. They become misses, and are counted and
-        logged."""
+        """Quarantines bad pages, EXTENT [n]. They become misses, and are counted and logged."""
         for position in np.unique(pages["tier"]).tolist():
             bad = pages[pages["tier"] == position]
             name, first = self._tiers[position].spec.name, bad[0]
@@ -199,8 +196,7 @@ class Flights:
 
     @staticmethod
     async def _sources_ready(batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> StructArray:
-        """Waits for the tasks that fill the batch's source pages. True per transfer whose source is
-        good."""
+        """Waits until the batch's source pages are filled. True per transfer with a good source."""
         ready = np.ones(len(batch), dtype=np.bool_)
         for i, first in enumerate(batch["after"].tolist()):
             if first in before:

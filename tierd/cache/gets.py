@@ -33,8 +33,7 @@ class Gets(Sessions):
     """The verbs of gets."""
 
     def lookup(self, session: int, groups: Sequence[GroupQuery]) -> Found:
-        """How much could be served, and from which tiers. May begin to prefetch blocks in lower
-        tiers."""
+        """How much could be served, and from which tiers. May start a prefetch from lower tiers."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         self.metrics.lookups.inc()
@@ -52,8 +51,7 @@ class Gets(Sessions):
         timeout_s: float,
         doubted: Generations | None = None,
     ) -> Lease:
-        """A lease on the longest prefix that can be served in the wanted kind of tier within the
-        timeout.
+        """A lease on the longest prefix servable in the wanted kind of tier within the timeout.
 
         doubted: set if the client verifies its copies; the generations of pages that it found bad.
         Raises Overloaded if nothing can be served and a queue is full.

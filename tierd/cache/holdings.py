@@ -21,7 +21,7 @@ from tierd.tiers.arena.holds import FormerHolder, Holder, HoldKind, HoldTable, R
 HOLDS_LIMIT = 16_384
 """Limit of leases and reservations of one session at a time."""
 HELD_PAGES_LIMIT = 1 << 22
-"""Limit of their pages, counted once per holder. A page takes some 100 bytes of the daemon's
+"""Limit of their pages, counted for each of them. A page takes some 100 bytes of the daemon's
 memory. 512 leases of 131,072 tokens have as many."""
 STEP_PAGES = 1 << 16
 """Pages returned per step when a session ends: about 5 ms."""
@@ -71,8 +71,7 @@ class Holdings:
         return self._pages[session] > beyond
 
     def keep(self, former: FormerHolder, *, leased: Bools, reserved: Bools) -> None:
-        """Erases all rows of an earlier daemon's session but these. Those are erased when the
-        session ends."""
+        """Erases all rows of an earlier daemon's session but these, which stay until its end."""
         self._table.erase(former.leased_rows[~leased])
         self._table.erase(former.reserved_rows[~reserved])
 

@@ -115,8 +115,7 @@ class Operator:
         return counts
 
     async def find(self, prefix: str) -> int:
-        """The one block whose hash has this prefix, at the end of this call. Raises NotFound,
-        InvalidArgument."""
+        """The one block with this hash prefix when the call ends. Raises NotFound, InvalidArgument."""
         ids = await self._by_prefix(prefix)
         if not len(ids):
             raise NotFound(f"block {prefix}: no tier holds a block of that hash; list them with `tierctl blocks`")

@@ -45,16 +45,14 @@ class Persistence:
         self._stored = [t for t in parts.tiers if is_stored(t) and t.spec.kind is TierKind.NVME]
 
     async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:
-        """Makes a commit's blocks, META [n], durable. Blocks that could not be are FAILED in
-        `statuses`."""
+        """Makes a commit's blocks, META [n], durable. Others are FAILED in `statuses`."""
         held = committed.statuses != BlockStatus.FAILED
         failed = ~await self.persist(committed.blocks[held], metas[held], timeout_s=timeout_s)
         committed.statuses[np.flatnonzero(held)[failed]] = BlockStatus.FAILED
         self._say(failed)
 
     async def keep_existing(self, reserved: Reserved, groups: Sequence[PutQuery], *, timeout_s: float) -> None:
-        """Makes existing blocks of a reserve durable, since they get no commit. Others are FAILED
-        in `statuses`."""
+        """Makes a reserve's existing blocks durable: they get no commit. Others become FAILED."""
         for group, statuses in zip(groups, reserved.statuses, strict=True):
             rows = np.flatnonzero(statuses == BlockStatus.EXISTS)
             ids = self._core.find_blocks(group.namespace, group.blocks["hash"][rows])
@@ -70,8 +68,7 @@ class Persistence:
             log.warning("blocks not made durable", count=int(failed.sum()), gone=gone, writable_stores=writable)
 
     async def persist(self, blocks: Ids, metas: StructArray | None = None, *, timeout_s: float) -> Bools:
-        """Brings blocks onto NVMe, and syncs data and journal. Returns a bool per block: durable or
-        not.
+        """Brings blocks onto NVMe, and syncs data and journal. True per durable block.
 
         metas: NAME or META [n] of the wanted blocks; None: the ids' present ones. During an await,
         an id may pass to another block.

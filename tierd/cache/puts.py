@@ -87,7 +87,7 @@ class Puts(Sessions):
 
     async def reserve_ahead(self, session: int, group: PutQuery, *, puts: int, kind: Wanted) -> ReservedAhead:
         """Private pages for up to `puts` later puts. Raises Unsupported in a replay, and as
-        `reserve` does."""
+        `reserve`."""
         if self.clock.is_replay:
             raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
         self._check_puts(session, [group])
@@ -189,8 +189,7 @@ class Puts(Sessions):
         return committed
 
     async def _without_bad(self, committed: Committed, session: int) -> Committed:
-        """Verifies existing blocks of a commit's lease, as for any hit. Without a lease if some are
-        bad."""
+        """Verifies existing blocks of a commit's lease, as for any hit. No lease if some are bad."""
         exist = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
         found = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
         bad = committed.extents[exist] if found is None else found

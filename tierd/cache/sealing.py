@@ -4,8 +4,7 @@
 
 It computes a commit's sums, of staged pages and of pages written in place. The core assigns pages;
 mover.py sums pages in place. Only the copy is hashed, so later writes to a staging page change
-nothing else. Nothing is copied before its commit. Both pages stay busy while a thread uses them,
-even if their session ends.
+nothing else. Nothing is copied before its commit. Both pages stay busy while a thread uses them.
 """
 
 from __future__ import annotations

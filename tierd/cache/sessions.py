@@ -41,8 +41,7 @@ from tierd.tiers.tier import is_mapped
 
 
 class Sessions:
-    """The sessions of one daemon. Every method runs on its event loop. A session is a number; the
-    server knows its client."""
+    """The sessions of one daemon, as numbers. Every method runs on its event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -58,8 +57,7 @@ class Sessions:
         self._verification = Verification(parts)
         self._given_back = 0
         self.hear: Callable[[int | None], None] = lambda _session: None
-        """Processes pending releases and other notices of clients. Releases arrive on other ways
-        than calls."""
+        """Processes pending releases and other notices of clients, which arrive beside calls."""
         self.is_draining = False
 
     # -- sessions
@@ -83,8 +81,7 @@ class Sessions:
         self._holdings.keep(former, leased=taken.pinned, reserved=taken.reserved)
 
     def stop_session(self, session: int) -> None:
-        """Its socket is closed, so it is not served any more. Its holdings stay until its process
-        is gone."""
+        """Its socket is closed, so it is not served. Its holdings stay until its process is gone."""
         self._tenants.pop(session, None)
         self.events.ring()  # wakes its watchers, so that they end
 
@@ -136,8 +133,8 @@ class Sessions:
         return namespace
 
     def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:
-        """The namespace, if the session may use it now. Raises NotPermitted, StaleHandle, and as
-        the registry."""
+        """The namespace, if the session may use it. Raises NotPermitted, StaleHandle, as the
+        registry."""
         namespace = self.registry.named(namespace_id, digest) if digest else self.registry.get(namespace_id)
         if namespace.tenant != self.tenant_of(session):
             raise NotPermitted(f"namespace {namespace_id}: belongs to another tenant; open your own with OpenNamespace")
@@ -146,8 +143,7 @@ class Sessions:
         return namespace
 
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
-        """The last check before the core, which knows no tenants. Raises NotFound, NotPermitted,
-        StaleHandle."""
+        """Checks tenants, which the core does not know. Raises NotFound, NotPermitted, StaleHandle."""
         for namespace in {n for group in groups for n in group.namespaces}:
             self.namespace_for(session, namespace)
 
@@ -163,8 +159,7 @@ class Sessions:
         self._holdings.add(who, kind, pages, at=at)
 
     def release(self, session: int, leases: Sequence[int]) -> None:
-        """Unpins. Unknown leases are ignored, so a release can be repeated, and may come from an
-        ended session."""
+        """Unpins. Ignores unknown leases: a release may be repeated, or come from an ended session."""
         failpoint("cache.release.before_unpin")
         self._given_back += len(leases)
         with contextlib.suppress(NotFound):

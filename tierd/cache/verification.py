@@ -38,8 +38,7 @@ class Verification:
     async def find_bad(
         self, extents: StructArray, blocks: Ids, *, doubted: Generations | None = None
     ) -> StructArray | None:
-        """The lease's extents with wrong bytes; the others are marked verified. None if a device
-        cannot be read now.
+        """The lease's extents with wrong bytes; others are marked verified. None if a device fails.
 
         doubted: verify only pages of these generations, since the client verifies its copies. None:
         verify the pages that the setting selects. If a device fails, its blocks stay but are not

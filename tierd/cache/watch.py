@@ -1,5 +1,4 @@
-"""Watches stored and device tiers: takes failing tiers out of service, and probes whether they work
-again.
+"""Watches stored and device tiers: takes failing ones out of service, and probes them.
 
 `Watch` reads the tiers' health, lets a breaker (`breaker.py`) judge, and tells the core. It also
 keeps which stores a device reads directly. Each tier has one probe at a time, so a hanging disk

@@ -106,7 +106,7 @@ class Listeners:
                 "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
                 "lines": LINES,
-                "one_sided": not daemon.cache.clock.is_replay,  # clients may get without calls, and report it by notices
+                "one_sided": not daemon.cache.clock.is_replay,  # gets without calls, reported by notices
                 "events": daemon.config.events.enabled,
             },
         )

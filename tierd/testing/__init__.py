@@ -1,5 +1,4 @@
-"""For tests of the project and of its users: a real daemon in its own directory, and blocks with
-checkable bytes."""
+"""For the project's and its users' tests: a real daemon, and blocks with checkable bytes."""
 
 from tierd.testing.content import chain, content_of, is_content
 from tierd.testing.daemon import SMALL, Daemon

@@ -1,8 +1,7 @@
-"""Blocks whose bytes are a function of their hash, so any wrong byte is found without a stored
-copy.
+"""Blocks whose bytes follow from their hash, so any wrong byte is found without a copy.
 
-Content is a Philox stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
-keyed by the first 16 bytes of the hash. 4 KiB of it make a row. Each further row is the first one
+Content is a Philox stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+Its key is the first 16 bytes of the hash. 4 KiB of it make a row. Each further row is the first one
 xor a word of its own, which is quicker than the stream. Every byte is compared. A piece of another
 block, or of another place in this one, differs.
 """
@@ -39,7 +38,6 @@ def is_content(view: NDArray[np.uint8] | memoryview, block_hash: bytes | NDArray
 
 
 def chain(seed: int, count: int) -> NDArray[np.uint8]:
-    """Hashes of an invented sequence: uint8 [count, 32]. Sequences of different seeds share no
-    hash."""
+    """Hashes of an invented sequence: uint8 [count, 32]. Different seeds share no hash."""
     hashes = b"".join(hashlib.sha256(f"{seed}/{i}".encode()).digest() for i in range(count))
     return np.frombuffer(hashes, dtype=np.uint8).reshape(count, HASH_BYTES)

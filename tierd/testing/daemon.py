@@ -28,7 +28,7 @@ from tierd.testing.faults import Faults
 
 READY_TIMEOUT_S = 60.0
 STALLED = "event loop not turning"
-"""The daemon's log message for it."""
+"""The daemon's log message for a stalled event loop."""
 STOP_TIMEOUT_S = 30.0
 
 SMALL = """\
@@ -152,8 +152,7 @@ class Daemon:
         self._process.wait(STOP_TIMEOUT_S)
 
     def await_end(self, *, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Waits for the daemon's end. Returns the exit status, negative for a signal. Raises
-        TimeoutExpired."""
+        """Waits for the end. Returns the exit status, negative for a signal. Raises TimeoutExpired."""
         assert self._process is not None
         return self._process.wait(timeout_s)
 
@@ -213,8 +212,7 @@ class Daemon:
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
     def _with_arena(self, config: str) -> str:
-        """Gives each memory tier without an arena_dir one in this daemon's own directory, so all is
-        removed."""
+        """Gives each memory tier without an arena_dir one that this daemon removes."""
         for table in ("[[host]]", "[[device]]"):
             first, *rest = config.split(table)
             parts = (

@@ -32,8 +32,8 @@ RETRY_AFTER_S = 0.05
 PATIENCE = 8
 """Refusals tolerated at a time, as a multiple of a session's credits."""
 FORGIVEN_PER_S = 1
-"""Refusals forgotten per second, as a multiple of the credits. Clients that follow the hints are
-never cut off, since those grow faster."""
+"""Refusals forgotten per second, as a multiple of the credits. Retry hints grow faster, so clients
+that follow them are never cut off."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""One line: a stream socket of messages in turns, each after its length (u4, little endian).
+"""One line: a stream socket of messages in turns, each after its length (4 bytes, little-endian).
 
 It turns bytes into messages and back on the event loop; calls.py interprets them. A message is read
 only up to MESSAGE_MAX_BYTES, and within its reader's patience. While a client sends ahead, its

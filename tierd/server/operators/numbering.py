@@ -26,8 +26,7 @@ HALVES = HASH_BYTES // 4
 
 
 class Numbers:
-    """The numbered blocks. Of each, also the lookups without an acquire since, and the time of the
-    last one."""
+    """The numbered blocks, with their lookups without an acquire since, and the last one's time."""
 
     def __init__(self, *, limit: int) -> None:
         """limit: blocks that can have a number."""

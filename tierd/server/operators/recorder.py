@@ -54,8 +54,8 @@ class Recorder:
             self._recording.note(self._cache.clock.now(), groups[0], is_lookup=is_lookup)
 
     async def start(self, request: pb.RecordStartRequest) -> pb.RecordReply:
-        """Starts a recording. Raises InvalidArgument, Overloaded if one is running, TierFailed if
-        no file can be made."""
+        """Starts a recording. Raises InvalidArgument, Overloaded if one runs, TierFailed without a
+        file."""
         bounds = bounds_of(request)
         async with self._turn:
             if self._recording is not None and not self._recording.reason:
@@ -68,8 +68,7 @@ class Recorder:
         return self.status()
 
     async def stop(self) -> pb.RecordReply:
-        """Ends the recording, after the calls noted so far are written. Raises NotFound if none is
-        running."""
+        """Ends the recording; calls noted so far are written. Raises NotFound if none is running."""
         async with self._turn:
             if self._recording is None or self._recording.reason:
                 ended = (

@@ -148,8 +148,7 @@ class Recording:
         self._stop.set()
 
     def join(self, *, timeout_s: float) -> None:
-        """Waits after `stop`, until the thread has ended or the time is over (a hanging disk).
-        Blocking."""
+        """After `stop`: waits for the thread, or until the time is over (a hanging disk). Blocking."""
         self._thread.join(timeout_s)
 
     # -- in the thread

@@ -51,8 +51,7 @@ class Count:
 
 
 class Life(NamedTuple):
-    """days: expected remaining life of a drive, None if unknown. basis: the source, or why it is
-    unknown."""
+    """days: expected remaining life of a drive, None if unknown. basis: its source, or the reason."""
 
     days: float | None
     basis: str
@@ -60,8 +59,7 @@ class Life(NamedTuple):
 
 @dataclass(slots=True)
 class _Store:
-    """One store. seen_bytes: this run's bytes already counted. samples: (wall seconds, bytes of
-    this run)."""
+    """One store. seen_bytes: counted in this run. samples: (wall seconds, bytes of this run)."""
 
     tier: NvmeStore
     table: NvmeConfig

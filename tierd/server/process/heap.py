@@ -2,8 +2,8 @@
 
 Put and Get use buffers of one MiB, which live for less than a millisecond. If they went back to the
 kernel, it would clear and fault in each page again. That takes as long as copying the bytes. Large
-tables still go back whole. The daemon keeps at most KEPT_BYTES in each of ARENAS. Without glibc
-nothing changes.
+tables go back whole. The daemon keeps at most KEPT_BYTES in each of ARENAS. Without glibc nothing
+changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
 
 def keep_freed() -> bool:
-    """Sets this for the process. True on success. Call it before threads begin, since each takes an
-    arena."""
+    """Sets this for the process. True on success. Call it early, since each thread takes an arena."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -2,8 +2,7 @@
 
 A call may be answered just when it is cancelled or times out. Its client then never learns the
 number of the lease or reservation, which would stay until its process ends. So the client names the
-call (`tierd-request`) over the session socket, and the daemon takes its grants back, present or
-future.
+call (`tierd-request`) over the session socket, and the daemon takes its grants back.
 
 The order of the call's end and the revocation does not matter. The number of remembered calls is
 bounded for each session, so no session displaces another's. Nothing is remembered of a stopped
@@ -58,8 +57,7 @@ class Grants:
         return reply
 
     def revoke(self, session: int, request: str) -> None:
-        """Takes back what a call gave or will give. Its client does not have the reply and will not
-        read it."""
+        """Takes back what a call gave or will give. Its client will not read the reply."""
         calls = self._given.get(session)
         given = calls.pop(request, None) if calls else None
         if given is None:

@@ -1,5 +1,4 @@
-"""Counts clients' one-sided gets and lookups, one report at a time, between the daemon's other
-work.
+"""Counts clients' one-sided gets and lookups, one report at a time between other work.
 
     notices ──▶ add ──▶ waiting, equal ones merged ──▶ hear, each in its own step of the loop
 

@@ -1,5 +1,4 @@
-"""Identifies clients: by the kernel's data of their process, and by a credential if uids do not
-suffice.
+"""Identifies clients by the kernel's data of their process, or by a credential.
 
 One function maps peer and credential to an identity, for every kind of connection. A request never
 names its tenant. A credential names a tenant and never makes an operator. A wrong credential is
@@ -28,8 +27,7 @@ _LINE = re.compile(r"(?P<tenant>\S+)\s+(?P<credential>\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process as the kernel describes it. start_time: clock ticks since boot, from
-    /proc/<pid>/stat."""
+    """A process as the kernel knows it. start_time: clock ticks since boot (/proc/<pid>/stat)."""
 
     pid: int
     uid: int

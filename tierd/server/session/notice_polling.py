@@ -1,5 +1,4 @@
-"""Decides when notices are read: releases and hit reports of clients, over sockets that wake no
-process.
+"""Decides when notices (releases and hit reports, which wake no process) are read.
 
     call answered ──▶ client copies, sends a notice ──▶ read at the next answer or the next look
 
@@ -31,8 +30,7 @@ class NoticePolling:
         self._timer: asyncio.TimerHandle | None = None
 
     def answered(self, session: int) -> None:
-        """Reads the session's notices after one of its calls was answered, and polls it for a
-        while."""
+        """Reads the session's notices after an answered call, and polls it for a while."""
         self._read(session)
         loop = asyncio.get_running_loop()
         self._answered[session] = loop.time()

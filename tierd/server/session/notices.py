@@ -1,8 +1,8 @@
 """The daemon's end of a session's notices: releases and hit reports that wake no process.
 
-A message is u8 lease numbers, little-endian, of leases that end. Or it is a Group that the client
-got or looked up without a call, after a 0 or 2^64 - 1. notice_polling.py decides when it is read. A
-client that sends while it is read delays no other.
+A message has the numbers of leases that end, 8 bytes each, little-endian. Or it is a Group that the
+client got or looked up without a call, after a 0 or 2^64 - 1. The module notice_polling.py decides
+when it is read. A client that sends while it is read delays no other.
 """
 
 from __future__ import annotations

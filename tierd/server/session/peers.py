@@ -25,7 +25,7 @@ _ENDED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)
 
 
 def peer_of(connection: socket.socket) -> tuple[Peer, int]:
-    """The process that connected, and its pidfd, which the caller closes. Raises NotPermitted,
+    """The connected process, and its pidfd for the caller to close. Raises NotPermitted,
     Unsupported."""
     pid, uid = trust.peer_of(connection)
     if pid <= 0:

@@ -4,11 +4,11 @@ One msgpack map a message; one request, one reply. A `release` may ask for none;
 get none.
 
     hello  {op, proto, format, sdk, name, credential, engine}
-           -> {ok, session, token, daemon, instance, tiers, ...}; the rest: `greeting` of listeners.py
+           -> {ok, session, token, daemon, instance, tiers, ...}: `greeting` of listeners.py
     map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes}
            and two descriptors: data (a file, or a GPU's slab if hello's tier has gpu), catalogue
     line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls (calls.py)
-           with mailbox: and another one, SEQPACKET, for notices (notices.py), if the client has none
+           with mailbox: another one, SEQPACKET, for notices (notices.py), if the client has none
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
     forget {op, session} -> {ok}: this process uses nothing of that stopped or restored session
     revoke {op, request}, no reply: take back what the call with this `tierd-request` gives

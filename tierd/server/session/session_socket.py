@@ -1,8 +1,7 @@
 """The session socket: a listener beside gRPC for identity and descriptors, which gRPC cannot carry.
 
 AF_UNIX, SOCK_SEQPACKET. It has its own accept loop, because asyncio's servers refuse SEQPACKET. It
-also shows a client's end. session_connection.py handles connections. Connections without a hello
-have a limit.
+also shows a client's end. The number of connections without a hello has a limit.
 """
 
 from __future__ import annotations

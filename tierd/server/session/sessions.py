@@ -5,14 +5,13 @@
       └─its process uses nothing more──▶ left ──process gone──▶ ended
     restored (of an earlier daemon) ──process gone, or it uses nothing more──▶ ended
 
-`on_stop` and `on_end` are called exactly once for each session, in this order; a restored one only
-ends. `on_leave` is called at most once between them. `on_end` waits for the process, never for a
-time: a living process may still access its memory.
+The table calls `on_stop` and `on_end` exactly once for each session, in this order; a restored one
+only ends. It calls `on_leave` at most once between them. The call of `on_end` waits for the
+process, never for a time: a living process may still access its memory.
 
 A session that has left holds nothing. Its mappings are remembered until its process has gone. They
 count for the first session that left, of the same process and domain, so a process may open and
-close a million. All runs on one event loop. The socket is in session_socket.py and
-session_connection.py.
+close a million. All runs on one event loop.
 """
 
 from __future__ import annotations
@@ -195,8 +194,7 @@ class Sessions:
         return True
 
     def stop(self, session: Session) -> None:
-        """Refuses its token, since its socket is closed. Its holdings stay until its process has
-        gone."""
+        """Refuses its token: its socket is closed. Its holdings stay until its process has gone."""
         if session.state is SessionState.OPEN:
             session.state = SessionState.STOPPED
             self._call(self._calls.on_stop, session)
@@ -222,8 +220,7 @@ class Sessions:
             connection.read_mailbox()
 
     def leave(self, session: Session) -> None:
-        """Releases all holdings, since its process uses nothing of the session. Its connection is
-        closed."""
+        """Releases all holdings and closes the connection, since its process uses neither."""
         del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
         self._connections.pop(session.id).close()
@@ -307,7 +304,7 @@ class Sessions:
         asyncio.get_running_loop().add_reader(session.pidfd, self._end, session)
 
     def _end(self, session: Session) -> None:
-        """Removes a session from the tables. Every end comes here."""
+        """Ends a session: its process has gone, or does not use a restored one."""
         del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
         os.close(session.pidfd)
