@@ -1,1 +1,3 @@
-"""The conductor: the only place that knows core, policies and mover. `cache.py` has the engines' verbs, `operator.py` the operators'."""
+"""The conductor: the only code that knows core, policies and mover.
+
+`cache.py` has the engines' verbs, `operator.py` the operators'."""

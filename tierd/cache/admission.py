@@ -1,14 +1,16 @@
-"""Which tiers are too busy to be read from now, by how long a read would have to wait.
+"""Decides which tiers are too busy to read from now, by how long a read would wait.
 
-A wait that ends at a caller's deadline helps nobody: the disk works for answers that nobody takes. So a call is told at once what can be
-had without the disk, and when to come again, as soon as what is queued would take longer than `queue_time_s`, or half of what
-the caller allows.
+A read that ends after its caller's deadline wastes the disk. So a call gets at once what memory
+holds, and a time to retry. This happens when the queue would take longer than `queue_time_s`, or
+than half of the caller's timeout.
 
-The wait is what is under way divided by the pace at which reads have ended lately while there was work; and no less than the time since the
-last one ended, so that a disk that hangs is shut too, and opens again with the first read that ends.
+The wait is the bytes under way divided by the recent pace of reads, which counts only busy time. It
+is at least the time since the last read ended. So a tier whose disk hangs is shut, and opens again
+when a read ends.
 
-Purpose: bound the queue of every stored tier, in time and in number. Non-purpose: the order of reads (mover), which blocks (core). Invariants: a tier
-with nothing under way is open; no session fills more than half of a queue, prefetches no more than half.
+This module bounds the queue of each stored tier, in time and in blocks. The mover orders reads; the
+core chooses blocks. A tier with nothing under way is open. One session fills at most half of a
+queue, and so do prefetches.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from tierd.core.formats.model import Reason, StructArray
 from tierd.errors import Overloaded
 
 FIRST_PACE_BYTES_PER_S = 1e9
-"""Assumed before anything was read."""
+"""Assumed before the first read."""
 MEMORY = 0.9
-"""What an earlier read weighs against a later one."""
+"""The weight of earlier reads against the latest one."""
 SHARE = 0.5
-"""Of a queue, for one session, and for prefetches."""
+"""Share of a queue that one session may fill, and that prefetches may fill."""
 RETRY_S = (0.05, 2.0)
-"""The shortest hint and the longest."""
+"""The shortest and the longest retry hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of transfers. batch_blocks: in one batch; queue_time_s, queue_blocks: of what waits for one stored tier."""
+    """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue."""
 
     batch_blocks: int
     queue_time_s: float = 2.0
@@ -41,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One batch under way. session 0: nobody's."""
+    """One batch under way. session 0: no session asked for it."""
 
     tier: int
     blocks: int
@@ -52,7 +54,8 @@ class Reading:
 
 @dataclass(slots=True)
 class Queue:
-    """Reads of one tier. since: when one ended last, or the first began; busy_s, done_bytes: the pace, as a fading sum."""
+    """Reads of one tier. since: last end, or first start. busy_s, done_bytes: the pace, a decaying
+    sum."""
 
     blocks: int = 0
     bytes: int = 0
@@ -63,7 +66,7 @@ class Queue:
     of_session: Counter[int] = field(default_factory=Counter)  # bytes
 
     def seconds(self, size: int) -> float:
-        """How long so many bytes take, at the pace of late."""
+        """Time to read `size` bytes at the recent pace."""
         return size * self.busy_s / self.done_bytes
 
     def wait_s(self, now: float, *, is_demand: bool) -> float:
@@ -74,7 +77,7 @@ class Queue:
 
 
 class Admission:
-    """The queues of the stored tiers. tiers: their positions; now: seconds that never go back."""
+    """The queues of the stored tiers. tiers: their positions. now: monotonic time in seconds."""
 
     def __init__(self, tiers: Collection[int], *, now: Callable[[], float], limits: Limits) -> None:
         self._queues = {tier: Queue() for tier in tiers}
@@ -84,7 +87,7 @@ class Admission:
         self._under_way: dict[int, Reading] = {}  # by the id of a batch's first transfer
 
     def begin(self, batch: StructArray, *, session: int) -> None:
-        """A batch of TRANSFER records of one link sets off."""
+        """Counts a batch of TRANSFER records of one link that begins."""
         queue = self._queues.get(int(batch["source"]["tier"][0]))
         if queue is None:
             return
@@ -100,7 +103,7 @@ class Admission:
         queue.of_session[session] += size
 
     def end(self, batch: StructArray) -> None:
-        """It has ended, however it did."""
+        """Counts a batch that ended, whether it succeeded or failed."""
         reading = self._under_way.pop(int(batch["id"][0]), None)
         if reading is None:
             return
@@ -116,7 +119,7 @@ class Admission:
             del queue.of_session[reading.session]
 
     def shut(self, session: int, *, timeout_s: float, is_demand: bool = True) -> frozenset[int]:
-        """Tiers that a call of this session had better not wait for. timeout_s: how long it would."""
+        """The tiers that this session's call should not wait for. timeout_s: the call's timeout."""
         if not self._under_way:
             return frozenset()
         return frozenset(
@@ -126,7 +129,7 @@ class Admission:
         )
 
     def refusal(self, tiers: Collection[int]) -> Overloaded:
-        """Why a call gets nothing that lies in tiers which are shut, and when there may be room."""
+        """The error for a call whose blocks all lie in shut tiers, with a time to retry."""
         now = self._now()
         wait_s = max((self._queues[tier].wait_s(now, is_demand=True) for tier in tiers), default=0.0)
         least, most = RETRY_S
@@ -137,7 +140,7 @@ class Admission:
         )
 
     def queued(self) -> int:
-        """Blocks on their way from stored tiers."""
+        """Number of blocks being read from stored tiers."""
         return sum(queue.blocks for queue in self._queues.values())
 
     def _is_full(self, queue: Queue, session: int, *, timeout_s: float, is_demand: bool) -> bool:

@@ -1,7 +1,8 @@
-"""Work that no call waits for: demotion between watermarks, and the periodic sync of what was demoted.
+"""Work that no call waits for: demotion between watermarks, and the periodic sync.
 
-Purpose: keep room free ahead of need, and free what ended epochs have left. Invariants: one demotion step at a time, so its queue is bounded by one plan; under a replay clock
-nothing happens but in `quiesce` and while an operator's call waits, so that a trace gives the same result every time.
+It frees room before it is needed, and frees the pages of ended epochs. Only one demotion step runs
+at a time, so one plan bounds its queue. Under a replay clock nothing runs except in `quiesce` and
+while an operator's call waits. So a trace gives the same result every time.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from tierd.tiers.tier import is_stored
 log = structlog.get_logger(__name__)
 
 STEP_TIMEOUT_S = 600.0
-"""After which a demotion step is no longer waited for; its transfers stay under way."""
+"""Wait for a demotion step at most. Its transfers then stay under way."""
 GATHER_S = 0.002
-"""Between the first word of pages that were taken and a look at the watermarks: one look serves all calls of that time, and none waits for it. A put that
-finds no room before drops what is clean, as ever."""
+"""Delay from the first allocation to the check of the watermarks. One check serves all calls of
+that time, and no call waits for it. A put that finds no room earlier evicts clean blocks."""
 LET_GO_S = 0.05
-"""As long after pages were let go of: nothing is taken by that, and little is ever due because of it, while every get ends so."""
+"""Delay of the check after a release. Every get ends with one, which rarely requires demotion."""
 PAUSE_S = 1.0
-"""After a fault that nobody foresaw."""
+"""Pause after an unexpected error."""
 
 
 class Background:
-    """Runs while the daemon serves; `wake` tells it that pages were taken."""
+    """Runs while the daemon serves. `wake` reports that pages were allocated."""
 
     def __init__(self, parts: Parts, flights: Flights) -> None:
         self._core, self._tiers, self._clock = parts.core, parts.tiers, parts.clock
@@ -45,28 +46,29 @@ class Background:
         self._ends: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begins demotion (not under a replay clock) and the periodic sync."""
+        """Starts demotion (not under a replay clock) and the periodic sync."""
         self._tasks.append(asyncio.create_task(self._sync_for_ever()))
         if not self._clock.is_replay:
             self._tasks.append(asyncio.create_task(self._demote_for_ever()))
-            self._wake.set()  # what was found again may be above a watermark already
+            self._wake.set()  # recovered blocks may exceed a watermark already
 
     def wake(self) -> None:
-        """Pages were taken: perhaps a watermark was crossed."""
+        """Reports that pages were allocated: a watermark may have been crossed."""
         self._wake.set()
 
     def note_release(self) -> None:
-        """Pages were let go of: what waited for that may go on, in a while."""
+        """Reports a release. Demotion is checked after `LET_GO_S`."""
         if self._later is None:
             self._later = asyncio.get_running_loop().call_later(LET_GO_S, self.wake)
 
     def note(self, plan: Plan) -> None:
-        """What was decided for somebody; pages may have been taken."""
+        """Reports a call's plan, which may have allocated pages."""
         if not plan.is_empty:
             self.wake()
 
     async def quiesce(self, *, timeout_s: float) -> int:
-        """Demotes until nothing wants to move and nothing flies; gives the transfers made. Raises DeadlineExceeded."""
+        """Demotes until no block has to move and no transfer is under way. Returns the number of
+        transfers. Raises DeadlineExceeded."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         made, goes_on = self._flights.made, True
         while goes_on:
@@ -78,15 +80,18 @@ class Background:
         return self._flights.made - made
 
     async def end_epochs(self, namespaces: Sequence[int], keep: Callable[[], Awaitable[None]]) -> None:
-        """Frees what the core has forgotten of these namespaces, once `keep` has told the next life that they ended: one that began before would find some of it. Raises what that
-        raises. It goes on when the caller has gone."""
+        """Frees these namespaces' forgotten pages, once `keep` has recorded their epochs' end.
+
+        If pages were freed earlier, the next daemon could serve some of the old blocks. Continues
+        if the caller is cancelled. Raises what `keep` raises."""
         end = asyncio.create_task(self._end_epochs(namespaces, keep))
         self._ends.add(end)
         end.add_done_callback(self._ends.discard)
         await asyncio.shield(end)
 
     async def stop(self) -> None:
-        """Ends both loops, and what else goes on; transfers under way are the flights' to wait for. What ended epochs have left the next life does not take up."""
+        """Stops both loops and the work of `end_epochs`. `Flights` waits for transfers under way.
+        The next daemon does not load blocks of ended epochs."""
         if self._later is not None:
             self._later.cancel()
         tasks = [*self._tasks, *self._ends]
@@ -98,10 +103,10 @@ class Background:
         self._tasks.clear()
 
     async def sync(self) -> None:
-        """Makes what was written to every stored tier durable; one that is out of service is passed over."""
+        """Syncs every stored tier, except tiers that are out of service."""
         for tier in self._tiers:
             if is_stored(tier) and not self._core.is_writable(tier.position):
-                continue  # said when it failed
+                continue  # logged when it failed
             try:
                 await tier.sync()
             except TierFailed as error:
@@ -110,7 +115,7 @@ class Background:
     async def _end_epochs(self, namespaces: Sequence[int], keep: Callable[[], Awaitable[None]]) -> None:
         try:
             await keep()
-        except Exception:  # in this life they have ended all the same
+        except Exception:  # in this daemon the epochs have ended all the same
             log.exception("an ended epoch cannot be told to the next life", namespaces=list(namespaces)[:8])
             await self._free_forgotten(namespaces)
             raise
@@ -123,7 +128,7 @@ class Background:
             await asyncio.sleep(0)
 
     async def _step(self, *, timeout_s: float) -> bool:
-        """One demotion plan to its end; False if there was nothing to do, or nothing of it succeeded (a tier that fails)."""
+        """Runs one demotion plan. False if there was nothing to do or every transfer failed."""
         plan = self._core.demote(self._clock.now())
         if plan.is_empty:
             return False
@@ -131,7 +136,7 @@ class Background:
         failed = self._flights.failed
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=timeout_s)
-        await asyncio.sleep(0)  # a plan that only frees has nothing to wait for; calls must get their turn
+        await asyncio.sleep(0)  # a plan that only frees waits for nothing, so let calls run
         return len(plan.freed) > 0 or self._flights.failed - failed < len(plan.transfers) + len(plan.waits)
 
     async def _demote_for_ever(self) -> None:
@@ -140,12 +145,12 @@ class Background:
             await asyncio.sleep(GATHER_S)
             self._wake.clear()
             if self._later is not None:
-                self._later.cancel()  # this look is for those too
+                self._later.cancel()  # this check covers released pages too
                 self._later = None
             try:
                 while await self._step(timeout_s=STEP_TIMEOUT_S):
                     pass
-            except Exception:  # told, and tried again: else a tier would silently stay full
+            except Exception:  # log and retry, or a tier would silently stay full
                 log.exception("demotion failed")
                 await asyncio.sleep(PAUSE_S)
                 self._wake.set()

@@ -1,12 +1,12 @@
-"""When a stored tier that keeps failing is taken out of service, and when it comes back.
+"""A circuit breaker: decides when a failing stored tier leaves service, and when it returns.
 
-Purpose: `Breaker`, a small state machine. Non-purpose: looking at tiers and telling the core (`watch`). Pure: times are given, in seconds.
+`Breaker` is a pure state machine: times are arguments, in seconds. `watch` examines the tiers.
 
-    closed --(errors within the window, a file that failed, a call that hangs)--> open --(pause over, or by command)--> probing
-    probing --(it works)--> closed        probing --(it does not)--> open, the pause doubled up to its bound
+    closed --(errors, a failed file, a hanging call)--> open --(pause over, command)--> probing
+    probing --(success)--> closed    probing --(failure)--> open, the pause doubled up to its bound
 
-Invariants: out of service for reads implies out of service for writes; whatever happens, an open breaker is probed no later than after the
-longest pause; errors from before it closed are forgotten then.
+A tier out of service for reads is out of service for writes too. An open breaker is probed after
+the longest pause at the latest. When it closes, it forgets earlier errors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from tierd.tiers.tier import Health
 
 CALM_PAUSES = 10
-"""After so many of the longest pauses in service the next pause is the shortest again."""
+"""After this many of the longest pauses in service, the next pause is the shortest again."""
 
 
 class State(enum.Enum):
-    """Of a breaker."""
+    """State of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -31,7 +31,10 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """faults: so many within window_s open it, 0: they never do. hang_s: a call longer under way hangs. pause_s: the first, pause_limit_s: the longest."""
+    """When a breaker opens, and for how long.
+
+    faults: this many errors within window_s open it; 0 disables this. hang_s: a call under way for
+    longer hangs. pause_s: the first pause. pause_limit_s: the longest."""
 
     faults: int = 8
     window_s: float = 600.0
@@ -41,7 +44,8 @@ class Tolerance:
 
 
 class Breaker:
-    """Of one tier. reads, writes: whether it is in service for them. reason: why it is not, empty if it is."""
+    """The breaker of one tier. reads, writes: whether the tier is in service for them. reason: why
+    it is not, else empty."""
 
     def __init__(self, tolerance: Tolerance) -> None:
         self.state = State.CLOSED
@@ -56,7 +60,7 @@ class Breaker:
         self._since = 0.0  # when the state began
 
     def look(self, health: Health, now: float, *, corrupt: int = 0) -> bool:
-        """Takes in how the tier fares, and how many corrupt blocks it has given so far; whether anything changed."""
+        """Takes in the tier's health and its count of corrupt blocks. True if the state changed."""
         before = (self.state, self.reads)
         total = health.read_errors + health.write_errors + corrupt
         self._faults.extend([now] * min(total - self._counted, self._tolerance.faults))
@@ -73,16 +77,16 @@ class Breaker:
         return self.state is State.OPEN and now >= self._since + self._pause_s
 
     def resume(self) -> None:
-        """By command: probe at once."""
+        """Probes at once, by command."""
         if self.state is State.OPEN:
             self._since = -self._pause_s
 
     def probing(self) -> None:
-        """A probe begins; it ends with `probed`."""
+        """A probe begins. It ends with `probed`."""
         self.state = State.PROBING
 
     def probed(self, fault: str, now: float) -> None:
-        """fault: what the probe met; empty: it works again."""
+        """Ends a probe. fault: the error that it met; empty if the tier works again."""
         if fault:
             self.state, self.reason, self._since = State.OPEN, fault, now
             self._pause_s = min(2 * self._pause_s, self._tolerance.pause_limit_s)
@@ -113,6 +117,6 @@ class Breaker:
         return "" if self._can_read(health) else f"{health.unread} reads in a row failed; check the disk"
 
     def _can_read(self, health: Health) -> bool:
-        """False while reads hang, or once none has succeeded for as long as the limit says."""
+        """False while reads hang, or after as many failed reads in a row as the tolerance allows."""
         is_lost = bool(self._tolerance.faults) and health.unread >= self._tolerance.faults
         return not is_lost and health.read_age_s <= self._tolerance.hang_s

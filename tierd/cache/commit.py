@@ -1,8 +1,8 @@
-"""Commits in the core and in catalogues: sums of what was written, entries of what is new.
+"""Commits in the core and in catalogues: sums of written pages, entries of new blocks.
 
-Purpose: the part of a commit that touches tiers. Non-purpose: its order, its lease (cache.py), copies into sealed
-pages (sealing.py). Invariants: every commit ends in the core, so that no page stays busy; the daemon writes entries in
-the step in which the core publishes.
+This is the part of a commit that touches tiers. `puts.py` has its order and its lease; `sealing.py`
+copies into sealed pages. Every commit ends in the core, so no page stays busy. The daemon writes
+catalogue entries in the step in which the core publishes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from tierd.tiers.tier import SliceTable, is_mapped, is_shared
 log = structlog.get_logger(__name__)
 
 Sums = Callable[[], Awaitable[bytes]]
-"""Waits until a commit's pages are written, and gives what `CommitQuery.sums` is."""
+"""Waits until a commit's pages are written. Returns the bytes of `CommitQuery.sums`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitQuery:
-    """What is to be committed. blocks: COMMIT_BLOCK [n], or None for all as they were named in Reserve. lease: whether to pin it. keep_open: other blocks of the reservation
-    stay reserved. sums: its writer's slice tables, u64 after u64 in the order of the blocks; empty: the daemon makes
-    them. written: its pages are still to be written, and
-    their sums come then."""
+    """One Commit call.
+
+    blocks: COMMIT_BLOCK [n], or None for all blocks named in Reserve. lease: whether to pin them.
+    keep_open: the reservation's other blocks stay reserved.
+    sums: the client's slice tables, u64 values in the order of the blocks. If empty, the daemon
+    computes them.
+    written: set if pages are still being written; it returns their sums."""
 
     reservation: int
     blocks: StructArray | None = None
@@ -49,16 +52,18 @@ class CommitQuery:
 
 
 class Publication:
-    """See the module."""
+    """The steps of a commit that touch tiers."""
 
     def __init__(self, parts: Parts, flights: Flights) -> None:
         self._parts, self._flights = parts, flights
         self._sealing = Sealing(parts.mover)
 
     async def written(self, committing: Committing, query: CommitQuery) -> list[SliceTable] | None:
-        """Waits until the pages are written; the writer's sums by block, or None if the daemon has to make them.
+        """Waits for the writes. Returns the client's sums by block; None: the daemon must compute
+        them.
 
-        Raises InvalidArgument for sums that are not the blocks'. If this raises, the commit is withdrawn.
+        Raises InvalidArgument for sums that do not fit the blocks. If this raises, the commit is
+        withdrawn.
         """
         metas, registry = committing.metas, self._parts.registry
         try:
@@ -72,21 +77,21 @@ class Publication:
             raise
 
     def _is_summed(self, committing: Committing) -> bool:
-        """Whether its writer's sums count: of pages of memory that he wrote himself."""
+        """Whether the client's sums count: only for mapped pages that the client wrote itself."""
         if some(committing.staging["page"] >= 0):
             return False
         return all(is_mapped(self._parts.tiers[tier]) for tier in kinds(committing.extents["tier"]))
 
     async def sum(self, committing: Committing, slices: list[SliceTable] | None) -> list[SliceTable] | None:
-        """Fills in what metas lack; the blocks' slice tables, or None if their bytes cannot be had."""
+        """Fills in the metas. Returns the slice tables, or None if bytes cannot be read."""
         metas = committing.metas
         if slices is not None:
             metas["digest"] = table_digests(raw_tables(slices))
         else:
             try:
                 made = await self._sealing.sum(committing)
-            except Exception as error:  # whatever it is, the pages must not stay busy
-                is_news = not isinstance(error, TierFailed)  # a GPU's process has ended
+            except Exception as error:  # after any error, the pages must not stay busy
+                is_news = not isinstance(error, TierFailed)  # TierFailed is expected: a GPU's process has ended
                 log.exception("commit failed", reservation=committing.reservation, reason=str(error), exc_info=is_news)
                 return None
             metas["digest"], slices = made.digests, made.slices
@@ -94,7 +99,7 @@ class Publication:
         return slices
 
     def publish(self, committing: Committing, query: CommitQuery, slices: Sequence[SliceTable] | None) -> Committed:
-        """Ends the commit in the core; `enter` follows before anything else runs."""
+        """Ends the commit in the core. `enter` must follow before anything else runs."""
         return self._parts.core.finish_commit(
             committing,
             digests=committing.metas["digest"],
@@ -105,8 +110,8 @@ class Publication:
         )
 
     def enter(self, committed: Committed, slices: Sequence[SliceTable]) -> None:
-        """Writes catalogue entries of the new blocks. Pages without an entry cannot be verified: if this raises, they
-        are quarantined."""
+        """Writes catalogue entries of the new blocks. A page without an entry cannot be verified.
+        So if this raises, the pages are quarantined."""
         new = true_rows(committed.statuses == BlockStatus.READY)
         extents, metas, tiers = committed.extents, committed.metas, committed.extents["tier"][new]
         try:
@@ -120,7 +125,7 @@ class Publication:
         self._announce(committed)
 
     def _announce(self, committed: Committed) -> None:
-        """Tells watchers and metrics of what is new."""
+        """Reports new blocks to watchers and metrics."""
         new = true_rows(committed.statuses == BlockStatus.READY)
         tiers, reasons = committed.extents["tier"][new], np.full(len(new), Reason.NONE, dtype=np.uint16)
         for position in kinds(tiers):
@@ -130,7 +135,7 @@ class Publication:
 
 
 def _tables(raw: bytes, metas: StructArray) -> list[SliceTable]:
-    """A writer's sums, by block. metas: META [n] with their layers. Raises InvalidArgument."""
+    """A client's sums, by block. metas: META [n] with their layers. Raises InvalidArgument."""
     cuts = map(slice_cut, metas["stored_length"].tolist(), metas["layers"].tolist())
     counts = [cut.pieces * cut.layers for cut in cuts]
     if len(raw) != WORD_BYTES * sum(counts):

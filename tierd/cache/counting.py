@@ -1,4 +1,4 @@
-"""What gets and puts add to the counters: hits by the tier that held them, misses by their reason, what became of blocks."""
+"""Counters of gets and puts: hits by tier, misses by reason, block statuses of Reserve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierd.tiers.tier import Tier
 def count_served(
     metrics: Metrics, tiers: Sequence[Tier], *, groups: Sequence[GroupQuery], got: Acquisition, served: Served
 ) -> None:
-    """Hits by the tier that held them; what was asked for beyond is missed, each token for one reason."""
+    """Counts hits by tier. Each requested token beyond the hits is a miss with one reason."""
     metrics.lookups.inc()
     if served.tokens:
         for tier, tokens in zip(tiers, got.tier_tokens, strict=True):
@@ -30,7 +30,7 @@ def count_served(
 
 
 def count_used(metrics: Metrics, tiers: Sequence[Tier], found: Found, *, times: int) -> None:
-    """Hits of gets that a client has made by itself, of the same."""
+    """Counts one-sided gets: the same hits, `times` times."""
     metrics.lookups.inc(times)
     metrics.gets_one_sided.inc(times)
     for tier, tokens in zip(tiers, found.tier_tokens, strict=True):
@@ -39,6 +39,6 @@ def count_used(metrics: Metrics, tiers: Sequence[Tier], found: Found, *, times: 
 
 
 def count_reserved(metrics: Metrics, reserved: Reserved) -> None:
-    """What became of the blocks of a Reserve."""
+    """Counts the blocks of a Reserve by their status."""
     for code, count in Counter(np.concatenate(reserved.statuses).tolist()).items():
         metrics.reserve.labels(status=BlockStatus.names()[code]).inc(count)

@@ -1,10 +1,9 @@
-"""The directories of trust domains: what lies in memory that clients map, by name, for those who ask nobody
+"""The directories of trust domains: blocks in mapped memory by name, for gets without a call
 (`tierd.core.formats.directory`).
 
-Purpose: one for each domain that has a session, told of what is published and of what leaves. Non-purpose: who reads
-them (tierd/client/blocks/one_sided_get.py). Invariants: a directory names blocks of
-its own domain alone; a block is entered after its catalogue has it; of a namespace whose epoch has
-ended it lets nobody read, though pages of it are there.
+Each domain that has a session gets one directory, updated when blocks are published and freed. The
+client reads it in tierd/client/blocks/one_sided_get.py. A directory names blocks of its own domain
+only. A block is entered after its catalogue has it. Namespaces of ended epochs cannot be read.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from tierd.core.formats.words import words_of
 from tierd.tiers.tier import Descriptor, Tier, is_mapped
 
 BLOCK_BYTES = 64 << 10
-"""So large are a domain's blocks at least, as its directory counts; of smaller ones it has a part."""
+"""Assumed block size when the directory is sized. Smaller blocks may not all fit."""
 _FUTURE_WRITE = 0x10
-"""F_SEAL_FUTURE_WRITE of Linux 5.1, which the module fcntl has no name for: nobody but who maps it for writing
-already can."""
+"""F_SEAL_FUTURE_WRITE of Linux 5.1, missing in the module fcntl. It allows no new writable
+mappings. Existing ones stay writable."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 class Directories:
-    """domains_of: namespace ids to their domains."""
+    """Holds the directory of each domain. domains_of: maps namespace ids to their domains."""
 
     def __init__(self, tiers: Sequence[Tier], *, domains_of: Callable[[StructArray], StructArray]) -> None:
         self._domains_of = domains_of
@@ -43,7 +42,7 @@ class Directories:
         self._told: list[Any] = []
 
     def give(self, domain: int) -> Descriptor:
-        """A new descriptor of a domain's directory, for reading alone. Raises OSError."""
+        """A new read-only descriptor of a domain's directory. Raises OSError."""
         if domain not in self._files:
             file = os.memfd_create("tierd-directory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
@@ -58,30 +57,28 @@ class Directories:
         return Descriptor(os.open(f"/proc/self/fd/{self._files[domain]}", os.O_RDONLY | os.O_CLOEXEC), self._bytes)
 
     def begin(self, namespace: Namespace, *, domain: int) -> None:
-        """A session of the domain has opened it: what is near of it is read without a call from now
-        on."""
+        """Allows gets without a call, after a session of the domain opened the namespace."""
         if domain in self._written:
             self._written[domain].note_runs(namespace.ids, runs=True)
 
     def end(self, namespace: Namespace) -> None:
-        """Its epoch ends now: no read that begins after this goes without a call."""
+        """Ends the namespace's epoch: later gets need a call."""
         for directory in self._written.values():
             directory.note_runs(namespace.ids, runs=False)
 
     def add(self, extents: StructArray, metas: StructArray) -> None:
-        """Enters blocks that are published: EXTENT [n], META [n]. Whoever puts a block finds it, once he is
-        answered."""
+        """Enters published blocks, EXTENT [n], META [n], before the put is answered."""
         if self._written:
             self._enter()
             self._tell(Directory.add, extents, metas["namespace"], metas["hash"])
 
     def add_soon(self, extents: StructArray, metas: StructArray) -> None:
-        """The same, in the loop's next turn: of blocks whose client has them already."""
+        """Enters blocks in the loop's next turn, if their client has them already."""
         if self._written:
             self._later(Directory.add, extents, metas["namespace"], metas["hash"])
 
     def remove(self, freed: StructArray) -> None:
-        """FREED [n]: pages that hold nothing any more."""
+        """Removes freed pages, FREED [n], in the loop's next turn."""
         if self._written and some(freed["was_ready"]):
             gone = freed[freed["was_ready"]]
             self._later(Directory.remove, gone["extent"], gone["namespace"], gone["hash"])
@@ -97,7 +94,7 @@ class Directories:
             self._tell(*each)
 
     def close(self) -> None:
-        """All of them; who maps one keeps it."""
+        """Closes all directories. Existing mappings stay valid."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()

@@ -1,8 +1,9 @@
-"""What happened to blocks, as a bounded log that watchers follow.
+"""Block events, as a bounded log that watchers follow.
 
-Purpose: a watcher sees every stored and removed block in order, or is told that some were dropped. Non-purpose: keeping history;
-the log holds the last `limit` events, LOG_BYTES of hashes at most. Invariants: no batch is larger than a message may be; sequence numbers rise by one; one of another life of the daemon is told as a gap; the daemon
-never waits for a watcher.
+A watcher sees each stored and removed block in order, or a LOST event if some were dropped. The log
+keeps the last `limit` events, with LOG_BYTES of hashes at most. No batch exceeds a message's limit.
+Sequence numbers rise by one. One of an earlier daemon counts as a gap. The daemon never waits for a
+watcher.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 LOG_BYTES = 32 << 20
-"""Hashes in the log."""
+"""Limit of hash bytes in the log."""
 EVENT_BYTES = 1 << 20
-"""Hashes in one event; what concerns more blocks is told in several."""
+"""Limit of hash bytes in one event. More blocks make several events."""
 BATCH_EVENTS = 256
 BATCH_BYTES = 2 << 20
-"""What a watcher is given at once; the last event of a batch may go beyond."""
+"""Limit of hash bytes in one batch. Its last event may go beyond."""
 
 
 class EventKind(enum.IntEnum):
@@ -34,7 +35,7 @@ class EventKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """hashes: 32 bytes per block of one namespace id, one tier."""
+    """hashes: 32 bytes per block, all of one namespace id and one tier."""
 
     sequence: int
     kind: EventKind
@@ -45,10 +46,10 @@ class Event:
 
 
 class EventLog:
-    """The last events, and a bell for those who wait for the next."""
+    """The last events, and a bell that wakes watchers."""
 
     def __init__(self, *, limit: int, first: int = 1) -> None:
-        """first: sequence number of the first event, far from those of former daemons."""
+        """first: sequence number of the first event, far from those of earlier daemons."""
         self._events: deque[Event] = deque()
         self._limit = limit
         self._bytes = 0
@@ -62,12 +63,12 @@ class EventLog:
         return self._last
 
     def close(self) -> None:
-        """Lets every watcher finish once it has what there is: nothing follows."""
+        """Lets every watcher finish after the events that the log has now."""
         self._is_closed = True
         self._bell.set()
 
     def add(self, kind: EventKind, *, tier: int, namespace: int, hashes: bytes, reason: str) -> None:
-        """Appends an event, or several where there are many hashes, and wakes the watchers."""
+        """Appends an event, or several if there are many hashes, and wakes the watchers."""
         for start in range(0, max(len(hashes), 1), EVENT_BYTES):
             part = hashes[start : start + EVENT_BYTES]
             self._last += 1
@@ -78,7 +79,7 @@ class EventLog:
         self.ring()
 
     def ring(self) -> None:
-        """Wakes the watchers: there is something new, or somebody's session has ended."""
+        """Wakes the watchers: there is a new event, or a session has ended."""
         self._bell.set()
         self._bell = asyncio.Event()
 
@@ -89,9 +90,10 @@ class EventLog:
         sees: Callable[[int], bool] | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> AsyncGenerator[list[Event], None]:
-        """Batches of events after a sequence number (0: from now on), until `close`.
+        """Yields batches of events after a sequence number (0: from now on), until `close`.
 
-        sees: whether the watcher may hear of a namespace id; None: of all. check: raises where the watcher is to hear of nothing more. A gap shows as one LOST event.
+        sees: whether the watcher may see a namespace id; None: it sees all. check: raises when the
+        watcher must stop. A gap is one LOST event.
         """
         if after > self._last:
             yield [Event(self._last, EventKind.LOST, 0, 0, b"", "the watcher followed another daemon")]

@@ -1,8 +1,9 @@
-"""Examining pages: whether what lies there is what was committed, as the next reader would find out.
+"""Examines pages: whether they hold the committed bytes, as the next reader would find out.
 
-Purpose: a verdict (Fault) for each page of a batch, in any tier. Non-purpose: which pages and when (scrub.py), what a verdict leads to.
-Invariants: no page of a tier is taken or pinned: what is read from a store goes into memory of this object's own, one batch at a time; pages that
-are given up meanwhile get a verdict that means nothing, which their generation tells.
+The result is a verdict (Fault) for each page of a batch, in any tier. `scrub.py` decides which
+pages and when, and acts on verdicts. The examiner takes or pins no page. It reads stored pages into
+its own memory, one batch at a time. If a page is freed meanwhile, its generation shows that the
+verdict is void.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tierd.errors import TierFailed
 from tierd.tiers.tier import StoredTier, is_shared, is_stored
 
 Faults = NDArray[np.uint8]
-"""Fault per page; IO: it could not be read."""
+"""Fault per page. IO: the page could not be read."""
 
 
 class Examiner:
@@ -32,7 +33,7 @@ class Examiner:
         self._scratch = memoryview(b"")
 
     async def examine(self, position: int, held: PagesHeld) -> Faults:
-        """A verdict per page, which must be those of this very moment. uint8 [n]."""
+        """A verdict per page, uint8 [n]. held: the pages as they are at the time of the call."""
         tier, metas = self._tiers[position], self._core.metas(held.blocks)
         metas["layers"] = self._layers_of(metas["namespace"])
         try:
@@ -59,7 +60,8 @@ class Examiner:
         return faults
 
     def _cut(self, lengths: Sequence[int]) -> Iterator[memoryview]:
-        """Aligned memory for each block, side by side; grown to the largest batch, which is one segment's page at most."""
+        """Aligned memory for each block, side by side. It grows to the largest batch: one segment's
+        page at most."""
         sizes = [-(-length // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES for length in lengths]
         if sum(sizes) > len(self._scratch):
             self._scratch = memoryview(mmap.mmap(-1, sum(sizes)))

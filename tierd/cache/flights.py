@@ -1,8 +1,8 @@
-"""Carries plans out: tells the tiers, flies the transfers, tells the core how each ended.
+"""Carries plans out: applies them to the tiers, runs transfers, reports results to the core.
 
-Purpose: one place through which every plan goes, in the order of the core's decisions. Non-purpose: deciding, copying. Invariants:
-`start` has no await, so tiers hear of plans in the order in which the core made them; every transfer of a plan is finished
-exactly once; many may wait for one flight.
+Every plan goes through here, in the order of the core's decisions. The core decides; the mover
+copies. `start` has no await, so tiers see plans in the order in which the core made them. Each
+transfer of a plan is finished exactly once. Many calls may wait for one transfer.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from tierd.tiers.tier import is_stored
 log = structlog.get_logger(__name__)
 
 BATCH_BYTES = 32 << 20
-"""A batch of large blocks has fewer, so that what is urgent does not wait for long behind it."""
+"""Limit of bytes in a batch. Batches of large blocks have fewer, so that urgent ones wait less."""
 
 Outcome = dict[int, int]
 """Transfer id to BlockStatus."""
 
 
 class Flights:
-    """The transfers under way. directories: hear of what leaves."""
+    """The transfers under way. directories: they are updated when blocks are freed."""
 
     def __init__(self, parts: Parts, directories: Directories) -> None:
         self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
         self._clock, self._events, self._metrics = parts.clock, parts.events, parts.metrics
         self._layers_of, self._directories = parts.registry.layers_of, directories
         self._batch_blocks = parts.limits.batch_blocks
-        # A replay gives the same answers every time, however long the disk takes.
+        # Without admission in a replay, results do not depend on the disk's speed.
         stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
         self.admission = Admission(stored, now=_loop_time, limits=parts.limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
-        """Blocks that were not what was committed, by the tier that gave them."""
+        """Corrupt blocks so far, by the tier that held them."""
         self.stir: Callable[[], None] = lambda: None
-        """Called when there are more of them."""
+        """Called when `corrupt` grows."""
         self.lost: Counter[int] = Counter()
-        """Blocks that stores have lost with a sync that failed, by tier."""
+        """Blocks that stores lost with a failed sync, by tier."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when there may be more to write: a store has lost blocks, or is back in service."""
+        """Called when there may be more to write: a store lost blocks, or is back in service."""
         self.barred = 0
-        """Segments that got no memory so far, since there was none."""
+        """Segments for which no memory was available so far."""
         self.made = 0
         """Transfers finished since the start."""
         self.failed = 0
-        """Those of them that did not succeed."""
+        """Finished transfers that did not succeed."""
 
     def start(self, plan: Plan, *, session: int = 0) -> None:
-        """Applies a plan to the tiers and sets its transfers off. session: who has asked for them; 0: nobody."""
+        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none."""
         if plan.is_empty:
             return
         for tier in self._tiers:
@@ -82,11 +82,11 @@ class Flights:
             self.admission.begin(batch, session=session)
             task = asyncio.create_task(self._fly(batch, before))
             self._flying.update((int(i), task) for i in batch["id"])
-        # Only now that all of the plan fly, and before any of them runs.
+        # Set after all of the plan's tasks exist, and before any of them runs.
         before.update((i, self._flying[i]) for i in plan.transfers["after"].tolist() if i in self._flying)
 
     async def landed(self, plan: Plan, *, timeout_s: float) -> bool:
-        """Waits for a plan's transfers and those that it shares; False if time ran out (they go on)."""
+        """Waits for a plan's transfers and those it shares. False on timeout; the transfers go on."""
         ids = [*plan.transfers["id"].tolist(), *plan.waits.tolist()]
         tasks = {self._flying[i] for i in ids if i in self._flying}
         if not tasks:
@@ -97,13 +97,13 @@ class Flights:
     async def prepared(self, segments: Iterable[int]) -> None:
         """Waits until the segments can be written. Raises TierFailed."""
         tasks = [task for segment in segments if (task := self._preparing.get(segment))]
-        if tasks:  # not by gather: who is cut off in the moment of a failure would leave it to nobody
+        if tasks:  # not gather: a call cancelled just when a task fails would leave the error unread
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
 
     async def idle(self, *, timeout_s: float) -> bool:
-        """Waits until nothing flies; False if time ran out."""
+        """Waits until no transfer is under way. False on timeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._flying:
             left = deadline - asyncio.get_running_loop().time()
@@ -113,7 +113,7 @@ class Flights:
         return True
 
     def condemn(self, pages: StructArray, fault: Fault) -> None:
-        """EXTENT [n] whose bytes are wrong, or cannot be had: misses from now on, quarantined, counted and told."""
+        """Quarantines bad pages, EXTENT [n]. They become misses, and are counted and logged."""
         for position in np.unique(pages["tier"]).tolist():
             bad = pages[pages["tier"] == position]
             name, first = self._tiers[position].spec.name, bad[0]
@@ -124,7 +124,7 @@ class Flights:
         self.start(self._core.condemn(pages, now=self._clock.now(), fault=fault))
 
     def note_lost(self) -> None:
-        """Tells the core what stores have lost: it is no copy any more."""
+        """Reports lost copies of stores to the core."""
         for tier in self._tiers:
             if is_stored(tier) and len(lost := tier.take_lost()):
                 self.lost[tier.position] += len(lost)
@@ -145,7 +145,7 @@ class Flights:
         task.add_done_callback(lambda done: self._prepared_one(segment, done))
 
     def _prepared_one(self, segment: SegmentAssignment, task: asyncio.Task[None]) -> None:
-        # A failed one stays for as long as the segment does, so that whoever is still to wait for it hears of the failure.
+        # A failed task stays as long as its segment, so that later waiters get its error.
         error = None if task.cancelled() else task.exception()
         if error is not None:
             name = self._tiers[segment.tier].spec.name
@@ -157,7 +157,8 @@ class Flights:
             del self._preparing[segment.segment]
 
     def _batches(self, transfers: StructArray) -> Iterator[StructArray]:
-        # Those that wait for another flight fly apart: they must not hold up what could go at once. So do those into memory that is still to be made.
+        # Transfers that wait for another transfer, or for a segment's memory, get batches of their
+        # own. Otherwise they would delay the others.
         links = link_of(transfers) << 1 | (transfers["after"] > 0)
         unready = [self._unready(*where) for where in transfers["target"][["tier", "segment"]].tolist()]
         alike: dict[tuple[int, int], list[int]] = {}
@@ -170,11 +171,11 @@ class Flights:
                 yield transfers[rows[i : i + step]]
 
     def _unready(self, tier: int, segment: int) -> int:
-        """The segment, if its memory is still to be made; else 0."""
+        """The segment if its memory is still being prepared, else 0."""
         return segment if segment in self._preparing and not is_stored(self._tiers[tier]) else 0
 
     async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
-        """before: the flights that fill this plan's sources."""
+        """Runs one batch. before: the tasks that fill this plan's source pages."""
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
         begun = asyncio.get_running_loop().time()
         try:
@@ -195,7 +196,7 @@ class Flights:
 
     @staticmethod
     async def _sources_ready(batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> StructArray:
-        """Which of the batch have bytes to copy, once the flights that fill their source pages are over."""
+        """Waits until the batch's source pages are filled. True per transfer with a good source."""
         ready = np.ones(len(batch), dtype=np.bool_)
         for i, first in enumerate(batch["after"].tolist()):
             if first in before:
@@ -237,7 +238,7 @@ class Flights:
                 log.warning("transfers failed", link=link, outcome=outcome, count=int(count), error=error)
 
     def _take_error(self, batch: StructArray) -> str:
-        """Why transfers of a batch failed, as tier or system said it last."""
+        """The latest error text of the mover or of the batch's stores."""
         told, self._mover.last_error = self._mover.last_error, ""
         tiers = [self._tiers[batch[end]["tier"][0]] for end in ("source", "target")]
         return told or next((error for tier in tiers if is_stored(tier) and (error := tier.health().last_error)), "")
@@ -254,7 +255,8 @@ class Flights:
             self._events.add(EventKind.REMOVED, tier=tier, namespace=namespace, hashes=hashes, reason=name)
 
     def _held(self, landed: StructArray) -> StructArray:
-        """Those transfers whose targets hold their blocks: an epoch may have ended, or a tier been lost, while they flew."""
+        """The transfers whose targets still hold their blocks. An epoch may have ended, or a tier
+        been lost, meanwhile."""
         held = np.zeros(len(landed), dtype=np.bool_)
         for tier in kinds(landed["target"]["tier"]):
             rows = true_rows(landed["target"]["tier"] == tier)
@@ -267,7 +269,7 @@ class Flights:
             self.announce(self._core.names(landed["block"]), landed["target"]["tier"], landed["reason"])
 
     def announce(self, names: StructArray, tiers: StructArray, reasons: StructArray) -> None:
-        """Tells watchers of blocks that are now held in tiers. names: NAME or META [n]."""
+        """Reports blocks that tiers now hold to watchers. names: NAME or META [n]."""
         for rows in runs(tiers, names["namespace"], reasons):
             first = rows[0]
             self._events.add(

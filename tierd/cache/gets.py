@@ -1,8 +1,8 @@
-"""Gets: lookup, acquire, prefetch, and uses that clients tell of.
+"""Gets: lookup, acquire, prefetch, and reports of one-sided gets.
 
-Purpose: each verb asks the core, starts its plan, waits for the transfers, and settles what can be served.
-Non-purpose: bookkeeping (core/requests/gets.py), bytes (mover.py, tiers). Invariant: if a verb is interrupted, its lease is
-given back.
+Each verb asks the core, starts its plan, waits for the transfers, and settles what can be served.
+Bookkeeping is in core/requests/gets.py; mover.py and tiers handle the bytes. If a verb is
+interrupted, its lease is released.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tierd.tiers.arena.holds import HoldKind
 
 
 class Gets(Sessions):
-    """See the module."""
+    """The verbs of gets."""
 
     def lookup(self, session: int, groups: Sequence[GroupQuery]) -> Found:
-        """How much could be served, and from where; what lies far begins to come near."""
+        """How much could be served, and from which tiers. May start a prefetch from lower tiers."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         self.metrics.lookups.inc()
@@ -51,10 +51,10 @@ class Gets(Sessions):
         timeout_s: float,
         doubted: Generations | None = None,
     ) -> Lease:
-        """A lease on the longest prefix that can be served in the wanted kind of tier within the time. Raises
-        Overloaded for none, and a full queue.
+        """A lease on the longest prefix servable in the wanted kind of tier within the timeout.
 
-        doubted: the client sums what it copies; generations of pages that it has found bad.
+        doubted: set if the client verifies its copies; the generations of pages that it found bad.
+        Raises Overloaded if nothing can be served and a queue is full.
         """
         self._check_groups(session, groups)
         now = asyncio.get_running_loop().time
@@ -62,15 +62,15 @@ class Gets(Sessions):
         ask = partial(self.core.acquire, session, groups=groups, kind=kind)
         got, served = await self._bring(session, groups, ask, timeout_s=timeout_s, doubted=doubted)
         if served.tokens < got.tokens and now() < deadline:
-            # A page went bad on the way, or the way itself did: there may be a good one farther off, or another way.
+            # A page or a path failed. Another tier or another path may have a good copy.
             self.health.note_ways()
             self.release(session, [got.lease])
             self.background.note(got.plan)
             second = partial(self.core.acquire_again, session, got.question)
             again, served = await self._bring(session, groups, second, timeout_s=deadline - now(), doubted=doubted)
             got = replace(again, tokens=max(again.tokens, got.tokens))
-        asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # when the answer is on its way
-        if doubted is not None and len(served.blocks):  # so the directory lacked something of it
+        asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # after the answer is sent
+        if doubted is not None and len(served.blocks):  # then the directory lacked some of it
             self.directories.add_soon(served.extents, self.core.metas(served.blocks))
         if not got.lease:
             return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
@@ -88,7 +88,8 @@ class Gets(Sessions):
         timeout_s: float,
         doubted: Generations | None = None,
     ) -> tuple[Acquisition, Served]:
-        """A lease, and what of it can be served once its transfers have landed or the time is over. Raises Overloaded. ask: the core's verb."""
+        """A lease, and the part of it that can be served after its transfers or at the timeout.
+        Raises Overloaded. ask: the core's verb."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         shut = self.flights.admission.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
@@ -115,7 +116,8 @@ class Gets(Sessions):
         return got, served
 
     async def _settle(self, got: Acquisition, doubted: Generations | None) -> Served:
-        """Settles a lease, verifying pages that a client could have changed; each round drops at least one bad page. Nothing, if that cannot be done now."""
+        """Settles a lease and verifies pages that a client could have changed. Each round drops at
+        least one bad page. Returns NOTHING if verification is impossible now."""
         first = got.served
         while True:
             served, first = first or self.core.settle(got.lease, now=self.clock.now()), None
@@ -128,13 +130,13 @@ class Gets(Sessions):
             self.flights.condemn(bad, Fault.READ)
 
     def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
-        """What nobody waits for after a get."""
+        """Counts a get after its answer."""
         count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
-        """A session has made a get or a lookup by itself, so often a moment ago (tierd/client/blocks/one_sided_get.py). Raises
-        what they raise."""
+        """Counts gets or lookups that a client made without calls
+        (tierd/client/blocks/one_sided_get.py). Raises the same errors as a get or lookup."""
         self._check_groups(session, groups)
         if is_lookup:
             self.metrics.lookups.inc(times)
@@ -143,7 +145,7 @@ class Gets(Sessions):
         count_used(self.metrics, self.tiers, found, times=times)
 
     def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
-        """Begins to bring blocks near; gives how many are on their way because of this."""
+        """Begins to bring blocks near. Returns how many transfers this started."""
         self._check_groups(session, groups)
         if self.is_draining:
             return 0

@@ -1,7 +1,8 @@
-"""Which rows of the session table speak of which lease or reservation.
+"""Maps leases and reservations to their rows in the session table.
 
-Purpose: what a client holds is recorded before it learns of it, and forgotten after the core has taken it back. Non-purpose: the table
-itself (tiers/arena/holds.py), what may be held (core). Invariant: whatever is here, its session's process could still be touching.
+A row is written before the client learns of its handle, and erased after the core has taken it
+back. The table itself is in tiers/arena/holds.py; the core decides what may be held. The session's
+process may still access every page recorded here.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from tierd.errors import Overloaded
 from tierd.tiers.arena.holds import FormerHolder, Holder, HoldKind, HoldTable, Rows
 
 HOLDS_LIMIT = 16_384
-"""Leases and reservations of one session at one time."""
+"""Limit of leases and reservations of one session at a time."""
 HELD_PAGES_LIMIT = 1 << 22
-"""Of their pages, as often as they name them: some 100 bytes of the daemon's memory each. 512 leases of 131,072 tokens have as many."""
+"""Limit of their pages, counted for each of them. A page takes some 100 bytes of the daemon's
+memory. 512 leases of 131,072 tokens have as many."""
 STEP_PAGES = 1 << 16
-"""Of pages that a session which ends gives back in one step: some 5 ms."""
+"""Pages returned per step when a session ends: about 5 ms."""
 Key = tuple[int, HoldKind, int]
 """Session, kind, number of the lease or reservation."""
 
@@ -33,15 +35,15 @@ class Holdings:
     def __init__(self, table: HoldTable) -> None:
         self._table = table
         self._rows: dict[Key, tuple[Ids, Rows]] = {}  # positions in the lease or reservation, and their rows
-        self._held: Counter[int] = Counter()  # of them, by session
-        self._pages: Counter[int] = Counter()  # in them, by session
+        self._held: Counter[int] = Counter()  # leases and reservations by session
+        self._pages: Counter[int] = Counter()  # their pages by session
 
     def begin(self, holder: Holder) -> None:
-        """A process that is about to hold something. Raises Overloaded, InvalidArgument."""
+        """Records a process before it holds anything. Raises Overloaded, InvalidArgument."""
         self._table.add_holder(holder)
 
     def end(self, session: int) -> None:
-        """The session's process is gone."""
+        """Forgets a session whose process is gone."""
         self._table.drop_holder(session)
         self._rows = {key: rows for key, rows in self._rows.items() if key[0] != session}
         del self._held[session], self._pages[session]
@@ -54,7 +56,8 @@ class Holdings:
         *,
         beyond: int = 0,
     ) -> bool:
-        """If the session holds more than `beyond` pages, leases and reservations of STEP_PAGES end. Whether it still does: then the rest is for the next step."""
+        """If the session holds more than `beyond` pages, ends leases and reservations of
+        STEP_PAGES. True if it still holds more; the caller then runs another step."""
         keys, pages = list[Key](), 0
         for key, (at, _) in self._rows.items() if self._pages[session] > beyond else ():
             if key[0] == session and pages < STEP_PAGES:
@@ -68,18 +71,19 @@ class Holdings:
         return self._pages[session] > beyond
 
     def keep(self, former: FormerHolder, *, leased: Bools, reserved: Bools) -> None:
-        """Of a former daemon's session only these rows stand for something; they go with the session."""
+        """Erases all rows of an earlier daemon's session but these, which stay until its end."""
         self._table.erase(former.leased_rows[~leased])
         self._table.erase(former.reserved_rows[~reserved])
 
     def is_full(self, session: int, *, more: int = 1, pages: int = 0) -> bool:
-        """Whether so many more, of so many pages, are too much for it. A single one never is, whatever its pages: others must not keep a long prompt from being served at all."""
+        """Whether so many more, with so many pages, exceed the session's limits. The first one
+        always fits, whatever its pages. So a long prompt can always be served."""
         held = self._held[session]
         return held + more > HOLDS_LIMIT or (held > 0 and self._pages[session] + pages > HELD_PAGES_LIMIT)
 
     def add(self, session: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
-        """Records EXTENT [n] of leases or reservations, by number, before handles leave: all or none. at: their positions, where not 0 to n - 1. Raises TierFailed,
-        Overloaded."""
+        """Records EXTENT [n] by lease or reservation before handles are sent: all or none. at:
+        their positions, if not 0 to n - 1. Raises TierFailed, Overloaded."""
         count = sum(map(len, pages.values()))
         if self.is_full(session, more=len(pages), pages=count):
             raise Overloaded(
@@ -94,7 +98,7 @@ class Holdings:
         self._pages[session] += count
 
     def drop(self, key: Key, *, only: Ids | None = None) -> None:
-        """Forgets all of it, or these positions. What is not there is no fault."""
+        """Forgets all of it, or these positions. A missing key is no error."""
         where, rows = self._rows.pop(key, (None, None))
         if where is None or rows is None:
             return
@@ -107,7 +111,7 @@ class Holdings:
             self._rows[key] = (where[~gone], rows[~gone])
 
     def drop_leases(self, session: int, leases: Sequence[int]) -> None:
-        """Forgets these whole. What is not there is no fault."""
+        """Forgets these leases. A missing one is no error."""
         found = [self._rows.pop((session, HoldKind.LEASE, lease), None) for lease in dict.fromkeys(leases)]
         rows = [each[1] for each in found if each is not None]
         if rows:

@@ -1,7 +1,4 @@
-"""Answers of acquire.
-
-Purpose: values between the conductor and the server. Non-purpose: how they come about (cache.py).
-"""
+"""The answer of acquire: a value between the conductor and the server."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ NOTHING = Served(0, [], Plan())
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What acquire answers. whole: False if more is held than is served now. tier_tokens: where it was found."""
+    """A lease. whole: False if more is held than is served now. tier_tokens: tokens found, by tier."""
 
     lease: int
     served: Served

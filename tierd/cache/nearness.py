@@ -1,6 +1,6 @@
-"""Whether what a lookup found is near already.
+"""Whether all blocks of a lookup are near already. This spares a second search of each block.
 
-Purpose: to spare a second look for every block where nothing could come nearer. Non-purpose: bringing anything (core). Invariant: when in doubt, it is not near.
+When in doubt, the answer is False.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tierd.tiers.tier import Tier
 
 
 def is_near(tiers: Sequence[Tier], groups: Sequence[GroupQuery], found: Found) -> bool:
-    """Whether all that was found lies in host memory, so that a prefetch to there changes nothing; only of prefixes, since other needs are noted by it."""
+    """Whether all found blocks lie in host memory, so that a prefetch there changes nothing. False
+    for needs other than PREFIX, since a prefetch records those."""
     if any(group.need is not Need.PREFIX for group in groups):
         return False
     far = [tier.position for tier in tiers if tier.spec.kind is not TierKind.HOST]

@@ -1,10 +1,11 @@
-"""What operators do to a cache: find blocks by their names, evict, pin, flush, bump an epoch, drain.
+"""The operators' verbs on a cache: find blocks by name, evict, pin, flush, bump an epoch, drain.
 
-Purpose: the verbs behind the Admin service. Non-purpose: messages. A hash is given as hexadecimal digits, as people copy them from a
-listing; a prefix is enough where it is unambiguous.
+They serve the Admin service, which handles the messages. A hash is given in hexadecimal digits, as
+copied from a listing. An unambiguous prefix suffices.
 
-Invariant: what goes through all blocks does so some at a time, and other calls have their turn in between: of millions the loop would stand still for
-seconds. So what such a verb says of all of them was true of each in its moment; and an id that was found before an await may be another block's after it.
+Verbs over all blocks work in pieces, and other calls run in between. Otherwise millions of blocks
+would stop the loop for seconds. So their result was true of each block at a different moment. After
+an await, an id may stand for another block.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from tierd.failpoint import failpoint
 
 FLUSH_BATCH_BLOCKS = 256
 FLUSHED_AT_ONCE = 2
-"""Parts of a flush: while one syncs, the next one writes."""
+"""Parts of a flush at a time: while one syncs, the next one writes."""
 POLL_S = 0.02
 SORT_COLUMNS = {"recent": "last_used", "hits": "hits", "position": "position", "bytes": "length"}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFilter:
-    """Which blocks a listing wants. sort: a key of SORT_COLUMNS, - before it reverses; empty fields do not restrict."""
+    """Selects blocks for a listing. Empty fields do not restrict. sort: a key of SORT_COLUMNS; a
+    leading - reverses."""
 
     tier: str = ""
     namespace: int | None = None
@@ -46,7 +48,7 @@ class BlockFilter:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Of a listing: BLOCK_INFO [n], and how many match in all."""
+    """Part of a listing: BLOCK_INFO [n], and how many blocks match in all."""
 
     rows: StructArray
     total: int
@@ -54,7 +56,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """blocks and bytes that left; pinned: blocks that stayed because somebody holds them."""
+    """blocks, bytes: evicted. pinned: blocks that stayed because a lease or an operator holds them."""
 
     blocks: int
     bytes: int
@@ -63,7 +65,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """blocks and bytes that are on NVMe now and were not before; left: blocks that no store could be made sure to hold, in the time there was."""
+    """blocks, bytes: newly on NVMe. left: blocks that no store confirmed in time."""
 
     blocks: int
     bytes: int
@@ -87,7 +89,8 @@ class Operator:
         return names.index(name)
 
     async def blocks(self, wanted: BlockFilter, *, offset: int, limit: int) -> Page:
-        """What matches, sorted: from one row on, so many. A block that has gone meanwhile is counted and not shown. Raises NotFound, InvalidArgument."""
+        """Matching blocks, sorted: `limit` rows from `offset` on. Raises NotFound, InvalidArgument.
+        A block freed meanwhile is counted but not shown."""
         key = wanted.sort.removeprefix("-") or "recent"
         if key not in SORT_COLUMNS:
             raise InvalidArgument(f"sort: {key!r} is unknown; use one of {', '.join(SORT_COLUMNS)}, with - to reverse")
@@ -99,7 +102,7 @@ class Operator:
             keys.append(self._core.column(SORT_COLUMNS[key], found[-1]))
             await asyncio.sleep(0)
         descending = (key != "position" and not wanted.sort.startswith("-")) or wanted.sort == "-position"
-        # In a thread: ten million take a second, in which numpy leaves the interpreter to others.
+        # In a thread: sorting ten million takes a second, and numpy releases the interpreter lock.
         ids = await asyncio.to_thread(_sorted, found, keys, descending=descending)
         return Page(self._core.describe(matches(ids[offset : offset + limit])), len(ids))
 
@@ -112,7 +115,7 @@ class Operator:
         return counts
 
     async def find(self, prefix: str) -> int:
-        """The one block whose hash begins so, at the end of this call. Raises NotFound, InvalidArgument."""
+        """The one block with this hash prefix when the call ends. Raises NotFound, InvalidArgument."""
         ids = await self._by_prefix(prefix)
         if not len(ids):
             raise NotFound(f"block {prefix}: no tier holds a block of that hash; list them with `tierctl blocks`")
@@ -121,9 +124,12 @@ class Operator:
         return int(ids[0])
 
     async def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
-        """Drops blocks from a tier or from all; with no prefixes, every block that is there when this begins, and perhaps some that come meanwhile. What is dropped stays so
-        where the call is cut short. Raises NotFound, InvalidArgument, Unavailable while such a tier is loading."""
-        self._cache.hear(None)  # what was given back is nobody's any more
+        """Evicts blocks from a tier or from all. Without prefixes, evicts all blocks, perhaps also
+        some that arrive meanwhile.
+
+        Evictions made before a cancellation stand. Raises NotFound, InvalidArgument, Unavailable
+        while such a tier is loading."""
+        self._cache.hear(None)  # process pending releases first
         position = self.tier_position(tier)
         self._check_whole(position)
         if prefixes:
@@ -144,7 +150,7 @@ class Operator:
         return self._core.unpin_blocks(await self._named(prefixes))
 
     async def flush(self, *, timeout_s: float) -> Flushed:
-        """Brings everything onto NVMe, synced. Raises InvalidArgument without an NVMe tier."""
+        """Writes all blocks to NVMe and syncs. Raises InvalidArgument without an NVMe tier."""
         if not any(t.spec.kind is TierKind.NVME for t in self._cache.tiers):
             raise InvalidArgument("flush: this daemon has no nvme tier to write to; configure one")
         loop = asyncio.get_running_loop()
@@ -167,9 +173,10 @@ class Operator:
             async with asyncio.TaskGroup() as group:
                 for _ in range(FLUSHED_AT_ONCE):
                     group.create_task(keep_parts())
-        except ExceptionGroup as errors:  # who asked hears of the fault as of any other
+        except ExceptionGroup as errors:  # the caller gets the error itself, as from any other verb
             raise errors.exceptions[0] from errors
-        # What demotion has written before. Which of it a sync that fails meanwhile has lost nobody asks: then nothing there is sure.
+        # Blocks that demotion wrote before. If a store loses blocks meanwhile, none of its blocks
+        # count.
         synced = await self._cache.persistence.sync(timeout_s=deadline - loop.time(), losses=losses)
         unsynced = sum(count for tiers, count in written_before.items() if not tiers & synced)
         return Flushed(blocks, size, len(ids) - blocks + unsynced)
@@ -177,9 +184,12 @@ class Operator:
     async def bump_epoch(
         self, *, model: str, namespace_id: int, keep: Callable[..., Awaitable[None]]
     ) -> tuple[list[Namespace], int]:
-        """Begins a new epoch of one namespace or of all of a model; the new ones, and how many blocks became unreachable: all at once, before anything is awaited.
+        """Begins a new epoch of one namespace or of all of a model. Returns the new ones and the
+        number of blocks dropped.
 
-        keep: makes the new namespaces known to the next life; only then are pages freed, some at a time, also if the caller goes meanwhile. Raises NotFound, Overloaded, and what keep raises.
+        All old blocks become unreachable at once, before the first await. keep: records the new
+        namespaces for the next daemon. Pages are freed after that, in pieces, even if the caller is
+        cancelled. Raises NotFound, Overloaded, and what keep raises.
         """
         registry = self._cache.registry
         old = [registry.get(namespace_id)] if namespace_id else registry.current(model=model)
@@ -205,16 +215,18 @@ class Operator:
         return fresh, forgotten.blocks
 
     async def drain(self, *, timeout_s: float) -> int:
-        """Refuses new sessions and reservations and waits for leases to end; how many are left at the deadline."""
+        """Refuses new sessions and reservations, and waits for leases to end. Returns how many are
+        left at the deadline."""
         self._cache.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (left := self._core.stats().leases) and loop.time() < deadline:  # noqa: ASYNC110  # the end of leases rings no bell
+        while (left := self._core.stats().leases) and loop.time() < deadline:  # noqa: ASYNC110  # has no event
             await asyncio.sleep(POLL_S)
         return left
 
     def _check_whole(self, position: int | None) -> None:
-        """Blocks that are not in the books yet would come back after they were said to be gone. Raises Unavailable."""
+        """Raises Unavailable while a store is loading: its blocks would return after their eviction
+        was confirmed."""
         health = self._cache.health
         for withheld in health.withheld():
             if position in (None, withheld):
@@ -224,7 +236,7 @@ class Operator:
                 )
 
     async def _unwritten(self) -> tuple[Ids, Counter[int]]:
-        """Blocks that no store holds; and how many of the others lie in the same tiers, by the bits of these."""
+        """Blocks that no store holds. Also the number of the other blocks by their tier bits."""
         unwritten, written = [np.zeros(0, np.int64)], Counter[int]()
         for ids in self._core.pieces():
             blocks = self._core.blocks(of=ids)
@@ -242,7 +254,7 @@ class Operator:
         return Evicted(int((~kept).sum()), int(lengths[~kept].sum()), int(kept.sum()))
 
     def _filter(self, wanted: BlockFilter) -> Callable[[Ids], Ids]:
-        """Those of some ids that match, in their order. Raises NotFound, InvalidArgument."""
+        """A filter of ids that keeps their order. Raises NotFound, InvalidArgument."""
         tier, digits = self.tier_position(wanted.tier), _digits(wanted.hash_prefix) if wanted.hash_prefix else ""
 
         def matches(ids: Ids) -> Ids:
@@ -252,7 +264,8 @@ class Operator:
         return matches
 
     async def _named(self, prefixes: Sequence[str]) -> Ids:
-        """The blocks of these prefixes, but for those that have gone while others were looked for. Raises NotFound, InvalidArgument."""
+        """The blocks of these prefixes, without those freed during the search. Raises NotFound,
+        InvalidArgument."""
         ids, names = np.zeros(len(prefixes), np.int64), list[StructArray]()
         for row, prefix in enumerate(prefixes):
             ids[row] = await self.find(prefix)
@@ -261,7 +274,7 @@ class Operator:
 
     async def _by_prefix(self, prefix: str) -> Ids:
         digits = _digits(prefix)
-        if len(digits) == 2 * HASH_BYTES:  # its namespace is all that is not known
+        if len(digits) == 2 * HASH_BYTES:  # only its namespace is unknown
             await asyncio.sleep(0)
             namespaces = np.array([i for namespace in self._cache.registry.current() for i in namespace.ids], np.int64)
             name = np.frombuffer(bytes.fromhex(digits), np.uint8)

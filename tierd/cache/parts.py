@@ -1,7 +1,4 @@
-"""What a conductor is put together from.
-
-Purpose: one value that construction fills (server/assembly.py) and cache.py takes apart.
-"""
+"""The parts of a conductor. server/assembly.py fills this value."""
 
 from __future__ import annotations
 
@@ -21,7 +18,8 @@ from tierd.tiers.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the lifecycle built, for the conductor. verify: "first_hit", "sampled" or "always". seed: of what is sampled; None: by chance."""
+    """The parts of a conductor. verify: "first_hit", "sampled" or "always". seed: of the sampling;
+    None: random."""
 
     core: Core
     tiers: Sequence[Tier]

@@ -1,9 +1,9 @@
-"""Bringing blocks onto NVMe for those who were promised that they are there.
+"""Brings blocks onto NVMe for durable commits, durable reserves of existing blocks, and flush.
 
-Purpose: what "durable" means, for commits, for reserves of blocks that exist already, and for flush. Non-purpose: demotion
-(background.py). Invariant: a block counts as durable only after data and journal were synced in this very call, with its page on the
-store before the sync began, and held there still after it: a sync that fails for another may lose it. A page of a former life counts only once
-it was read: its slot may have been written over before the removal of its block was durable.
+A block counts as durable only if this call synced data and journal, and its page was on the store
+before the sync. The store must still hold the page after the sync, since a failed sync for another
+call may lose it. A page of an earlier run counts only after it was read. Its slot may have been
+overwritten before the removal of its block was durable. Demotion is in background.py.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from tierd.tiers.tier import Tier, is_stored
 log = structlog.get_logger(__name__)
 
 CONFIRM_BLOCKS = 64
-"""Read at one time, of what a former life left."""
+"""Pages of an earlier run that are read at a time."""
 
 
 class Persistence:
-    """See the module. examiner: its own, since it reads one batch at a time. loaded: set but while the blocks of a store are on their way into the books."""
+    """The steps of durable calls.
+
+    examiner: this object's own, since it reads one batch at a time.
+    loaded: cleared while a store's blocks are being loaded.
+    """
 
     def __init__(self, parts: Parts, flights: Flights) -> None:
         self.loaded = asyncio.Event()
@@ -41,32 +45,33 @@ class Persistence:
         self._stored = [t for t in parts.tiers if is_stored(t) and t.spec.kind is TierKind.NVME]
 
     async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:
-        """Makes a commit's blocks, META [n], durable; those that could not be are FAILED in `statuses`."""
+        """Makes a commit's blocks, META [n], durable. Others are FAILED in `statuses`."""
         held = committed.statuses != BlockStatus.FAILED
         failed = ~await self.persist(committed.blocks[held], metas[held], timeout_s=timeout_s)
         committed.statuses[np.flatnonzero(held)[failed]] = BlockStatus.FAILED
         self._say(failed)
 
     async def keep_existing(self, reserved: Reserved, groups: Sequence[PutQuery], *, timeout_s: float) -> None:
-        """Makes those blocks of a reserve durable that exist already and so get no commit; else they are FAILED in `statuses`."""
+        """Makes a reserve's existing blocks durable: they get no commit. Others become FAILED."""
         for group, statuses in zip(groups, reserved.statuses, strict=True):
             rows = np.flatnonzero(statuses == BlockStatus.EXISTS)
             ids = self._core.find_blocks(group.namespace, group.blocks["hash"][rows])
-            durable = ids >= 0  # else it has gone since the core said that it exists
+            durable = ids >= 0  # a missing one was freed since the core found it
             durable[durable] = await self.persist(ids[durable], timeout_s=timeout_s)
             statuses[rows[~durable]] = BlockStatus.FAILED
             self._say(~durable, gone=int((ids < 0).sum()))
 
     def _say(self, failed: Bools, *, gone: int = 0) -> None:
-        """Of blocks that a caller wanted durable; gone: how many were no longer held when that was to be made so."""
+        """Logs blocks that could not be made durable. gone: those that were freed before."""
         if failed.any():
             writable = [tier.spec.name for tier in self._stored if self._core.is_writable(tier.position)]
             log.warning("blocks not made durable", count=int(failed.sum()), gone=gone, writable_stores=writable)
 
     async def persist(self, blocks: Ids, metas: StructArray | None = None, *, timeout_s: float) -> Bools:
-        """Brings blocks onto NVMe, data and journal synced; bool per block whether it is there.
+        """Brings blocks onto NVMe, and syncs data and journal. True per durable block.
 
-        metas: NAME or META [n] of what is meant, None for what the ids stand for now: an id whose block goes during an await gets another one.
+        metas: NAME or META [n] of the wanted blocks; None: the ids' present ones. During an await,
+        an id may pass to another block.
         """
         durable = np.zeros(len(blocks), dtype=np.bool_)
         if not len(blocks):
@@ -82,7 +87,7 @@ class Persistence:
         self._flights.start(plan)
         await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
         is_same = _same(self._core.names(blocks), metas)
-        # Of this moment: a page that a block gets while a sync is under way is not in it.
+        # Taken now: a page that a block gets while a sync runs is not part of it.
         written = [(tier, self._core.extents(blocks, tier=tier.position)) for tier in self._stored]
         for tier, pages in written:
             here = is_same & (pages["page"] >= 0) & ~_unread(pages)
@@ -91,19 +96,20 @@ class Persistence:
         return durable
 
     def losses(self) -> list[int]:
-        """How many blocks each store has lost so far, as the books know."""
+        """Blocks that each store has lost so far, as counted by `Flights`."""
         return [self._flights.lost[tier.position] for tier in self._stored]
 
     async def sync(self, *, timeout_s: float, losses: Sequence[int]) -> int:
-        """Makes durable what lies on the stores by now, as far as they and the time allow; the bits of the tiers where that went well, and where nothing was lost since
-        `losses` said this."""
+        """Syncs the stores, as far as they and the timeout allow. Returns the bits of the tiers
+        whose sync succeeded and which lost nothing since `losses` was taken."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         went_well = await asyncio.gather(*(self._sync(tier, deadline) for tier in self._stored))
         is_kept = [went and now == then for went, now, then in zip(went_well, self.losses(), losses, strict=True)]
         return sum(1 << tier.position for tier, is_whole in zip(self._stored, is_kept, strict=True) if is_whole)
 
     async def _confirm(self, blocks: Ids, deadline: float) -> None:
-        """Reads what a former life left of these blocks; what is not theirs any more is no copy. What time does not suffice for stays unread."""
+        """Reads the pages of these blocks that an earlier run left, and evicts wrong ones. Pages
+        not read by the deadline stay unread."""
         for tier in self._stored:
             pages = self._core.extents(blocks, tier=tier.position)
             unread = np.flatnonzero(_unread(pages))
@@ -113,7 +119,7 @@ class Persistence:
                     await asyncio.wait([work], timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
     async def _examine(self, tier: int, blocks: Ids) -> None:
-        """A read that hangs keeps its turn, and the memory that it reads into, until it comes back."""
+        """Examines unread pages. A hanging read keeps the lock and its memory until it returns."""
         async with self._examining:
             pages = self._core.extents(blocks, tier=tier)
             rows = np.flatnonzero(_unread(pages))
@@ -132,7 +138,7 @@ class Persistence:
         try:
             failpoint("cache.persist.before_sync")
             sync = asyncio.ensure_future(tier.sync())
-            sync.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waited may be gone by then
+            sync.add_done_callback(lambda done: done.cancelled() or done.exception())  # the waiter may be gone by then
             await asyncio.wait_for(asyncio.shield(sync), max(0.0, deadline - asyncio.get_running_loop().time()))
         except (TierFailed, TimeoutError):
             return False
@@ -140,7 +146,7 @@ class Persistence:
 
 
 def _unread(pages: StructArray) -> Bools:
-    """Which of a store's pages were found again and not read since."""
+    """Which of a store's pages were recovered and not read since."""
     return np.asarray((pages["page"] >= 0) & ((pages["flags"] & UNVERIFIED) != 0))
 
 

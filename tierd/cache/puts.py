@@ -1,8 +1,9 @@
 """Puts: reserve and commit.
 
-Purpose: each verb asks the core and starts its plan; a commit waits for the writer's sums, or has them made.
-Non-purpose: bookkeeping (core/requests/puts.py, core/requests/commits.py), sums and catalogues (commit.py). Invariants: if a verb is
-interrupted, its reservation is given back; a block enters the core and the catalogue in one step without an await.
+Each verb asks the core and starts its plan. A commit waits for the client's sums, or has them
+computed. Bookkeeping is in core/requests/puts.py and core/requests/commits.py, sums and catalogues
+in commit.py. If a verb is interrupted, its reservation is released. A block enters the core and the
+catalogue in one step without an await.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from tierd.tiers.arena.holds import HoldKind
 from tierd.tiers.tier import SliceTable
 
 ANSWER_SHARE = 0.8
-"""Of a call's time, what may be spent before its answer: so that a slow disk costs a smaller answer, and not the call."""
+"""Share of a call's time for making blocks durable. So a slow disk fails blocks, not the call."""
 
 
 class Puts(Sessions):
-    """See the module."""
+    """The verbs of puts."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -65,8 +66,9 @@ class Puts(Sessions):
     ) -> Reserved:
         """Pages for the session to write. Raises Unavailable while draining, TierFailed.
 
-        durability: what the commit will ask for. Blocks that exist have no commit to come: they are made durable here, within timeout_s; those that cannot be are FAILED."""
-        for _ in range(2):  # again where there was no memory for a segment: with those that there are
+        durability: as in the later commit. Existing blocks get no commit, so they are made durable
+        here within timeout_s. Those that cannot be are FAILED."""
+        for _ in range(2):  # if a segment got no memory, retry with the segments that exist
             self._check_puts(session, groups)
             barred = self.flights.barred
             reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
@@ -84,8 +86,8 @@ class Puts(Sessions):
         return reserved
 
     async def reserve_ahead(self, session: int, group: PutQuery, *, puts: int, kind: Wanted) -> ReservedAhead:
-        """Private pages for so many puts that may come, or for fewer. Raises Unsupported in a replay, as `reserve`
-        else."""
+        """Private pages for up to `puts` later puts. Raises Unsupported in a replay, and as
+        `reserve`."""
         if self.clock.is_replay:
             raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
         self._check_puts(session, [group])
@@ -94,8 +96,9 @@ class Puts(Sessions):
             return reserved
 
     def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
-        """The last look before the core reserves. Raises NotFound, NotPermitted, StaleHandle, Unavailable while draining."""
-        self.hear(session)  # first: what is heard there may be the session's end
+        """The last check before the core reserves. Raises NotFound, NotPermitted, StaleHandle,
+        Unavailable while draining."""
+        self.hear(session)  # first, since it may report the session's end
         for group in groups:
             self.namespace_for(session, group.namespace)
         if self.is_draining:
@@ -105,10 +108,11 @@ class Puts(Sessions):
     async def _given(
         self, session: int, plan: Plan, pages: Mapping[int, StructArray], *, at: Ids | None = None
     ) -> AsyncIterator[None]:
-        """Around what else a Reserve waits for before its handles leave; given back if that fails. pages: EXTENT [n] by reservation. Raises TierFailed."""
+        """Surrounds other waits of a Reserve before its handles are sent. If they fail, releases
+        its pages. pages: EXTENT [n] by reservation. Raises TierFailed."""
         self.flights.start(plan)
         try:
-            # Every segment, not only those that begin here: another call may have begun one a moment ago.
+            # All segments, since another call may have begun one a moment ago.
             await self.flights.prepared(kinds(plan.reserved["segment"]))
             yield
             if pages:
@@ -121,8 +125,8 @@ class Puts(Sessions):
         self.background.wake()
 
     async def commit(self, session: int, query: CommitQuery, *, deadline: float) -> Committed:
-        """Publishes what was written, all of the call's blocks or none. deadline: of the loop's time; what a store
-        may take of it counts from when all is written."""
+        """Publishes all of the call's blocks or none. deadline: in the loop's time. The time that a
+        store may use counts from the end of the writes."""
         self.tenant_of(session)
         now = asyncio.get_running_loop().time
         committing = self.core.begin_commit(
@@ -142,8 +146,8 @@ class Puts(Sessions):
         return committed
 
     async def _uncut(self, finish: Coroutine[Any, Any, Committed], session: int) -> Committed:
-        """The end of a commit that waits for something: it goes on when its caller has gone, since its pages are
-        marked busy until it has ended."""
+        """Finishes a commit that has to wait. Continues if its caller is cancelled, since its pages
+        are busy until it ends."""
         work = asyncio.ensure_future(finish)
         self._commits.add(work)
         work.add_done_callback(self._commits.discard)
@@ -154,14 +158,14 @@ class Puts(Sessions):
             raise
 
     async def commits_ended(self) -> None:
-        """Waits until nothing is hashed any more: pages, catalogues and session table must outlast every commit."""
+        """Waits for all commits. Pages, catalogues and session table must outlast them."""
         if self._commits:
             await asyncio.wait(self._commits)
 
     async def _finish_commit(
         self, committing: Committing, query: CommitQuery, sums: list[SliceTable] | None
     ) -> Committed:
-        """From sums to publication, and to what the session holds of it."""
+        """Computes sums, publishes, and records the session's lease."""
         failpoint("cache.commit.before_hash")
         slices = await self._publication.sum(committing, sums)
         failpoint("cache.commit.before_publish")
@@ -185,8 +189,7 @@ class Puts(Sessions):
         return committed
 
     async def _without_bad(self, committed: Committed, session: int) -> Committed:
-        """A commit's lease is a hit where a block existed: pages of other writers are verified like those of any
-        other. With bad ones there is no lease."""
+        """Verifies existing blocks of a commit's lease, as for any hit. No lease if some are bad."""
         exist = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
         found = await self._verification.find_bad(committed.extents[exist], committed.blocks[exist])
         bad = committed.extents[exist] if found is None else found
@@ -198,6 +201,6 @@ class Puts(Sessions):
         return without(committed, bad)
 
     def _disown(self, session: int, work: asyncio.Future[Committed]) -> None:
-        """A commit whose caller has gone: its blocks stay, its lease does not."""
+        """Releases the lease of a commit whose caller has gone. Its blocks stay."""
         if not work.cancelled() and work.exception() is None and work.result().lease:
             self.release(session, [work.result().lease])

@@ -1,12 +1,13 @@
-"""Scrub: every block in every tier is verified within a period, whether anybody asks for it or not.
+"""Scrub: verifies every block in every tier within a period.
 
-Purpose: passes over all tiers, in the background at a bounded rate or now because an operator asked. Non-purpose: how a page is verified
-(examine.py), what a condemned page becomes (the core). Invariants: a pass meets every page that is held from its beginning to its end; a page
-found bad is a miss from that step on; nothing is evicted, pinned or put off for a scrub, and a batch is the last in its queue; under a replay clock nothing
-runs by itself. Where a pass is, is kept in memory alone: a restart begins anew.
+Passes over all tiers run in the background at a bounded rate, or at once by an operator's command.
+A pass covers every page held from its beginning to its end. A bad page is a miss at once. A scrub
+never evicts, pins or delays anything, and its batches are last in their queues. Under a replay
+clock nothing runs by itself. A restart begins a new pass.
 
-Bad means that the bytes are not the block's. What a medium does not give at all is tried again at the end of the tier's walk and then condemned too, but
-not where more than UNREAD_LIMIT pages are like that, or the tier is out of service: then it is the medium that is in trouble, not its blocks.
+A page is bad if its bytes are not the block's. An unreadable page is retried at the end of the
+tier's pass, then condemned too. It is not condemned if more than UNREAD_LIMIT pages are unreadable,
+or the tier is out of service: then the medium is at fault. Pages are examined in examine.py.
 """
 
 from __future__ import annotations
@@ -28,37 +29,40 @@ from tierd.errors import Overloaded, Unavailable
 log = structlog.get_logger(__name__)
 
 BATCH_BYTES = 1 << 20
-"""Read and verified in one go; a block that is larger goes alone."""
+"""Read and verified at a time. A larger block goes alone."""
 MARGIN = 0.8
-"""Of the period, in which a pass is to be through."""
+"""Share of the period in which a pass should finish."""
 LONGEST_PAUSE_S = 60.0
-"""After which the rate is looked at anew: there may be more to verify by then."""
+"""After this pause the rate is computed again: there may be more to verify."""
 STOP_TIMEOUT_S = 1.0
-"""For a batch on a disk that hangs."""
+"""Wait for a batch on a hanging disk."""
 UNREAD_LIMIT = 8
 
 
 class Pacer:
-    """Bytes over time: never ahead of the rate, nothing saved up. Pure; times are seconds of any clock. longest_s: of a pause."""
+    """Paces bytes over time: never above the rate, no unused budget saved. Pure; times are seconds
+    of any clock. longest_s: limit of a pause."""
 
     def __init__(self, now: float, *, debt_bytes: int = BATCH_BYTES, longest_s: float = LONGEST_PAUSE_S) -> None:
         self._credit, self._at, self._longest_s = -float(debt_bytes), now, longest_s
 
     def pause_s(self, rate: float, now: float) -> float:
-        """How long to wait before the next batch, at most longest_s; 0: now. rate: bytes per second; 0: nothing is to be done."""
+        """How long to wait before the next batch, at most longest_s; 0: now. rate: bytes per
+        second; 0: nothing to do."""
         self._credit, self._at = min(0.0, self._credit + rate * (now - self._at)), now
-        if self._credit > -1:  # no byte is owed; what is less would be a pause that no clock can tell
+        if self._credit > -1:  # no byte is owed; a fraction of one gives a pause too short for any clock
             return 0.0
         return min(self._longest_s, -self._credit / rate) if rate else self._longest_s
 
     def pay(self, size_bytes: int) -> None:
-        """So much was read."""
+        """Records bytes that were read."""
         self._credit -= size_bytes
 
 
 @dataclass
 class TierPass:
-    """What a pass has found in one tier so far. tier: its position. bad: condemned; unread: left alone, for want of an answer."""
+    """A pass's results in one tier so far. tier: its position. bad: condemned pages. unread:
+    unreadable pages, not condemned."""
 
     tier: int
     pages: int = 0
@@ -68,7 +72,8 @@ class TierPass:
 
 
 class Pass:
-    """One way through some tiers, page by page in the order of their ids. begun, finished (0 while it goes on): the loop's time."""
+    """One pass over some tiers, page by page in the order of ids. begun, finished (0 while it
+    runs): in the loop's time."""
 
     def __init__(self, cache: Cache, tiers: Sequence[int]) -> None:
         self.tiers = [TierPass(tier) for tier in tiers]
@@ -77,7 +82,7 @@ class Pass:
         self._examiner = Examiner(cache.parts)
 
     async def steps(self) -> AsyncGenerator[int]:
-        """Verifies batch after batch; the bytes of each."""
+        """Verifies one batch after another. Yields the bytes of each."""
         for done in self.tiers:
             async with contextlib.aclosing(self._walk(done)) as batches:
                 async for size in batches:
@@ -101,7 +106,7 @@ class Pass:
         return self._cache.tiers[done.tier].spec
 
     def _judge(self, done: TierPass, held: PagesHeld, faults: Faults) -> list[PagesHeld]:
-        """Acts on verdicts that mean something still; the pages that could not be read, one by one."""
+        """Acts on verdicts of pages still held. Returns the unreadable pages, one by one."""
         is_held = self._core.are_held(held.extents)
         for fault in (Fault.DIGEST, Fault.HEADER):
             self._condemn(done, held.extents[is_held & (faults == fault)], fault)
@@ -111,7 +116,8 @@ class Pass:
         return [held.at(row) for row in np.flatnonzero(is_held & (faults == Fault.IO)).tolist()]
 
     async def _look_again(self, done: TierPass, unread: Sequence[PagesHeld]) -> None:
-        """A few pages that cannot be read are bad; many are a medium in trouble, and left alone."""
+        """Reads unreadable pages again. A few are condemned; if there are many, the medium is at
+        fault and they stay."""
         if len(unread) > UNREAD_LIMIT or len(unread) == done.pages or not self._core.is_writable(done.tier):
             done.unread = len(unread)
             self._count(done, "unread", len(unread))
@@ -137,36 +143,38 @@ class Pass:
 
 
 class Scrub:
-    """One per daemon. period_s: 0 for none in the background. bandwidth: bytes per second, of the background."""
+    """One per daemon. period_s: 0 disables the background. bandwidth: limit of the background, in
+    bytes per second."""
 
     def __init__(self, cache: Cache, *, period_s: float, bandwidth: int) -> None:
         self._cache, self._core = cache, cache.core
         self.period_s, self.bandwidth = period_s, bandwidth
         self._longest_s = min(LONGEST_PAUSE_S, period_s * (1 - MARGIN))
         self.current: Pass | None = None
-        """The background's."""
+        """The pass in the background."""
         self.last: Pass | None = None
-        """The last one that went through every tier."""
+        """The last pass that covered every tier."""
         self._task: asyncio.Task[None] | None = None
         self._is_asked = self._is_ended = self._has_told = False
 
     def start(self) -> None:
-        """Begins the background's passes, unless there are none to be or time is a trace's."""
+        """Starts the background, unless period_s is 0 or the clock is a replay clock."""
         if self.period_s and not self._cache.clock.is_replay:
             self._task = asyncio.create_task(self._run_for_ever())
 
     async def stop(self) -> None:
-        """Ends every pass, in the background and asked for; a batch on a disk that hangs is left behind."""
+        """Ends every pass. A batch on a hanging disk is abandoned."""
         self._is_ended = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
 
     async def ask(self, tiers: Sequence[int], *, bandwidth: int) -> AsyncGenerator[Pass]:
-        """A pass now, told at its beginning, after each batch and at its end; given up with the iterator.
+        """Runs a pass now. Yields it at its beginning, after each batch and at its end. Closing the
+        iterator cancels it.
 
-        bandwidth: bytes per second; 0: as fast as it goes, but resting for as long as it works. Raises Overloaded while another one runs, Unavailable
-        when the daemon ends.
+        bandwidth: bytes per second; 0: no limit, but it rests as long as it works. Raises
+        Overloaded while another one runs, Unavailable when the daemon ends.
         """
         if self._is_asked:
             raise Overloaded("scrub: a pass that was asked for runs already; wait for its end, or watch the counters")
@@ -200,7 +208,7 @@ class Scrub:
             try:
                 await self._pace(pacer)
                 await self._run_once(pacer)
-            except Exception:  # told, and tried again: else rot would go unseen
+            except Exception:  # log and retry, or rot would go unseen
                 log.exception("scrub failed")
                 await asyncio.sleep(self._longest_s)
 
@@ -212,13 +220,13 @@ class Scrub:
                 await self._pace(pacer)
         self._finish(passed)
         if not any(tier.pages for tier in passed.tiers):
-            await asyncio.sleep(self._longest_s)  # what is held is reserved, or on a tier that is lost
+            await asyncio.sleep(self._longest_s)  # all pages are reserved, or on a failed tier
 
     async def _pace(self, pacer: Pacer) -> None:
         await _sleep_until(lambda: pacer.pause_s(self._rate(), _now()))
 
     def _rate(self) -> float:
-        """What the period asks for, given what is held now, within the bandwidth."""
+        """The rate that the period requires for the bytes held now, within the bandwidth."""
         held = self._core.used_bytes()
         wanted = held / (self.period_s * MARGIN)
         if wanted > self.bandwidth and not self._has_told:
@@ -240,8 +248,8 @@ class Scrub:
 
 
 async def _sleep_until(pause_s: Callable[[], float]) -> None:
-    """Until there is nothing to pause for; what that is may change meanwhile."""
-    while pause := pause_s():  # noqa: ASYNC110  # time is what is waited for
+    """Sleeps until the pause is 0. The pause is computed again each time."""
+    while pause := pause_s():  # noqa: ASYNC110  # waits for time
         await asyncio.sleep(pause)
 
 

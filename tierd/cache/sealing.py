@@ -1,11 +1,10 @@
-"""Sealed puts: what a writer wrote to staging pages is copied to where he cannot write, and the copies are hashed.
+"""Sealed puts: copies staging pages to pages that the client cannot write, and hashes the copies.
 
-    staging page, the writer's ──▶ copied in a thread ──▶ the block's page, the daemon's ──▶ hashed ──▶ published
+    the client's staging page ──▶ copied in a thread ──▶ the daemon's page ──▶ hashed ──▶ published
 
-Purpose: sums of a commit, whether its pages are written in place or staged. Non-purpose: which page is for what
-(core), sums of pages in place (mover.py). Invariants: what
-is hashed is the copy, never the staging page, so that a writer who goes on writing changes nothing but his own page; nothing is copied before its commit, and both pages are
-busy for as long as a thread has them, whatever becomes of their session.
+It computes a commit's sums, of staged pages and of pages written in place. The core assigns pages;
+mover.py sums pages in place. Only the copy is hashed, so later writes to a staging page change
+nothing else. Nothing is copied before its commit. Both pages stay busy while a thread uses them.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from tierd.mover import Hashed, Mover
 
 
 class Sealing:
-    """See the module."""
+    """Computes the sums of commits."""
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
 
     async def sum(self, committing: Committing) -> Hashed:
-        """Sums and digests of a commit's pages, whose metas have their layers; those that are staged are copied first. Raises what hashing raises."""
+        """Sums and digests of a commit's pages, whose metas have their layers. Staged pages are
+        copied first. Raises what hashing raises."""
         staged = np.asarray(committing.staging["page"] >= 0)
         if not staged.any():
             return await self._mover.hash_pages(committing.extents, committing.metas)
@@ -37,7 +37,7 @@ class Sealing:
 
 
 def _merged(first: Bools, those: Hashed, others: Hashed) -> Hashed:
-    """In the order of the commit: of the first rows those, of the rest the others."""
+    """Merges in the order of the commit: rows of `first` from those, the rest from others."""
     turn = [iter(others.slices), iter(those.slices)]
     digests = np.empty((len(first), 16), np.uint8)
     digests[first], digests[~first] = those.digests, others.digests

@@ -1,8 +1,8 @@
-"""Sessions of the cache: who may call, and what each holds.
+"""Sessions of the cache: who may call, and what each session holds.
 
-Purpose: tenants, namespaces, leases and reservations of sessions, in the core and in the session table. Non-purpose:
-gets (gets.py), puts (puts.py), connections (server/session/sessions.py). Invariant: the session table says which session has a
-page before the session learns of it.
+It keeps tenants, namespaces, leases and reservations of sessions, in the core and in the session
+table. The table names a page's session before the session learns of the page. Gets are in gets.py,
+puts in puts.py, connections in server/session/sessions.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tierd.tiers.tier import is_mapped
 
 
 class Sessions:
-    """Those of one daemon; every method runs on its event loop. A session is a number; the server knows its client."""
+    """The sessions of one daemon, as numbers. Every method runs on its event loop."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -57,8 +57,7 @@ class Sessions:
         self._verification = Verification(parts)
         self._given_back = 0
         self.hear: Callable[[int | None], None] = lambda _session: None
-        """Reads what clients have given back already, and what else one of them has said: releases come other ways
-        than the calls that count on them."""
+        """Processes pending releases and other notices of clients, which arrive beside calls."""
         self.is_draining = False
 
     # -- sessions
@@ -66,10 +65,8 @@ class Sessions:
     def open_session(
         self, session: int, *, tenant: str, holder: Holder | None = None, is_operator: bool = False
     ) -> None:
-        """A client has come in; holder: its process, None for a session of the daemon's own.
-
-        Raises Unavailable while draining, but for operators, who want to see how it goes.
-        """
+        """Opens a client's session. holder: its process; None for a session of the daemon's own.
+        Raises Unavailable while draining, except for operators, who watch the drain."""
         if self.is_draining and not is_operator:
             raise Unavailable("daemon: draining, no new sessions; connect to another one or try again later")
         if holder is not None:
@@ -78,18 +75,19 @@ class Sessions:
         self.core.open_session(session, domain=self.registry.domain_of(tenant))
 
     def restore_session(self, former: FormerHolder) -> None:
-        """A session of a former daemon whose process still lives: its pages stay its own until the process is gone."""
+        """Restores a session of an earlier daemon. Its pages stay its own while its process lives."""
         session, now = former.holder.session, self.clock.now()
         taken = self.core.restore(session, pinned=former.leased, reserved=former.reserved, now=now)
         self._holdings.keep(former, leased=taken.pinned, reserved=taken.reserved)
 
     def stop_session(self, session: int) -> None:
-        """Its socket is closed: nothing more is served to it. What it holds stays until its process is gone."""
+        """Its socket is closed, so it is not served. Its holdings stay until its process is gone."""
         self._tenants.pop(session, None)
-        self.events.ring()  # its watchers hear that it has ended
+        self.events.ring()  # wakes its watchers, so that they end
 
     def leave_session(self, session: int) -> None:
-        """Its process lives and uses nothing of it any more: what it held comes back. What it has mapped stays noted until `end_session`."""
+        """Releases what it held. Its process lives but uses none of it. Its mappings stay recorded
+        until `end_session`."""
         self.stop_session(session)
         if self._holdings.return_some(session, self.release, self.abort):
             asyncio.get_running_loop().call_soon(self.leave_session, session)
@@ -97,9 +95,11 @@ class Sessions:
             self._holdings.end(session)
 
     def end_session(self, session: int, *, into: int = 0) -> None:
-        """Its process is gone: everything that it held comes back, in steps if that is much. Safe to call twice.
+        """Releases everything that it held, in steps if that is much, since its process is gone.
+        Safe to call twice.
 
-        into: the process lives and has left both; this other session of it stands for what the two have mapped.
+        into: set if the process lives and has left both sessions. This other session takes over the
+        record of what the two have mapped.
         """
         self.stop_session(session)
         if self._holdings.return_some(session, self.release, self.abort, beyond=STEP_PAGES):
@@ -133,7 +133,8 @@ class Sessions:
         return namespace
 
     def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:
-        """The namespace, if the session may use it now. Raises NotPermitted, StaleHandle, and as the registry."""
+        """The namespace, if the session may use it. Raises NotPermitted, StaleHandle, as the
+        registry."""
         namespace = self.registry.named(namespace_id, digest) if digest else self.registry.get(namespace_id)
         if namespace.tenant != self.tenant_of(session):
             raise NotPermitted(f"namespace {namespace_id}: belongs to another tenant; open your own with OpenNamespace")
@@ -142,23 +143,23 @@ class Sessions:
         return namespace
 
     def _check_groups(self, session: int, groups: Sequence[GroupQuery]) -> None:
-        """The last look before the core, which knows no tenants. Raises NotFound, NotPermitted, StaleHandle."""
+        """Checks tenants, which the core does not know. Raises NotFound, NotPermitted, StaleHandle."""
         for namespace in {n for group in groups for n in group.namespaces}:
             self.namespace_for(session, namespace)
 
-    # -- what they hold
+    # -- holdings
 
     def _hold(self, who: int, kind: HoldKind, pages: Mapping[int, StructArray], *, at: Ids | None = None) -> None:
-        """Writes into the holds file which session has these pages, before the client learns of them. Raises SessionLost, TierFailed."""
+        """Records a session's pages in the session table before the client learns of them. Raises
+        SessionLost, TierFailed, Overloaded."""
         if self._holdings.is_full(who, more=len(pages), pages=sum(map(len, pages.values()))):
-            self.hear(who)  # of what it has given back already; its end may be heard there
+            self.hear(who)  # process its pending releases first; its end may be among the notices
         if who not in self._tenants:
             raise SessionLost(f"session {who}: it ended during the call; open a session again")
         self._holdings.add(who, kind, pages, at=at)
 
     def release(self, session: int, leases: Sequence[int]) -> None:
-        """Unpins; unknown leases are ignored, so that a release can be repeated, and may come from a session that has
-        ended."""
+        """Unpins. Ignores unknown leases: a release may be repeated, or come from an ended session."""
         failpoint("cache.release.before_unpin")
         self._given_back += len(leases)
         with contextlib.suppress(NotFound):
@@ -167,22 +168,23 @@ class Sessions:
         self.background.note_release()
 
     def _hears_of_room(self, session: int) -> bool:
-        """Whether clients had given leases back that nobody had read of."""
+        """Whether clients had releases pending that were not processed yet."""
         before = self._given_back
         self.hear(session)
         return self._given_back > before
 
     def abort(self, session: int, reservation: int) -> None:
-        """Frees a reservation's pages as if nothing had been; an unknown one is ignored."""
-        with contextlib.suppress(NotFound):  # the session has ended, and everything of it
+        """Frees a reservation's pages unused. An unknown reservation is ignored."""
+        with contextlib.suppress(NotFound):  # the session has ended, and its reservations with it
             self.flights.start(self.core.abort(session, reservation=reservation, now=self.clock.now()))
         self._holdings.drop((session, HoldKind.RESERVATION, reservation))
         self.background.wake()
 
     def page(self, session: int, kind: HoldKind, number: int, extent: np.void) -> memoryview:
-        """The bytes of a page of a lease or a reservation, writable. Good until the next await. Raises StaleHandle.
+        """The bytes of a page of a lease or a reservation, writable until the next await. Raises
+        StaleHandle.
 
-        For streams, which outlast what they were given: an abort, or the end of the session's process, frees pages under them.
+        For streams: an abort, or the end of the session's process, may free their pages meanwhile.
         """
         if (session, kind, number) not in self._holdings:
             raise StaleHandle(f"{kind.name.lower()} {number}: it has ended during the call; begin again")

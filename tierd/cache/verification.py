@@ -1,8 +1,8 @@
-"""Whether the pages that somebody is about to see still hold what was committed.
+"""Verifies pages of a hit: whether they still hold the committed bytes.
 
-Purpose: which pages of a hit are looked at, by the setting host.verify, and which of those are bad. Non-purpose: what becomes of bad ones
-(cache.py), the background check of everything (scrub.py). Invariant: a page is marked verified only if all of its bytes were hashed by this
-call, after the hit began.
+The setting host.verify selects the pages; this module finds the bad ones, and cache.py handles
+them. A page is marked verified only if this call hashed all of its bytes after the hit began. The
+background check is in scrub.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = structlog.get_logger(__name__)
 Generations = NDArray[np.uint64]
 
 SAMPLED_SHARE = 1 / 256
-"""Of hits that are verified again under verify = "sampled"."""
+"""Share of hits that are verified again under verify = "sampled"."""
 
 
 class Verification:
-    """See the module."""
+    """Finds bad pages of hits."""
 
     def __init__(self, parts: Parts) -> None:
         self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
@@ -38,11 +38,11 @@ class Verification:
     async def find_bad(
         self, extents: StructArray, blocks: Ids, *, doubted: Generations | None = None
     ) -> StructArray | None:
-        """Those of a lease's extents whose bytes are not their blocks'; the others are marked verified. doubted:
-        only pages of these generations are looked at, since the client looks
-        at all; None: those that the setting names.
+        """The lease's extents with wrong bytes; others are marked verified. None if a device fails.
 
-        None where a device cannot be asked now: it is the device that is in trouble, so its blocks stay, and nobody is served them.
+        doubted: verify only pages of these generations, since the client verifies its copies. None:
+        verify the pages that the setting selects. If a device fails, its blocks stay but are not
+        served.
         """
         suspect = self._suspect(extents) if doubted is None else np.isin(extents["generation"], doubted)
         if not suspect.any():
@@ -54,7 +54,7 @@ class Verification:
             metas["layers"] = self._layers_of(metas["namespace"])
             pages = extents[rows]
             if not is_shared(self._tiers[position]):
-                continue  # where a committed block existed on a store alone: verified whenever it is read
+                continue  # an existing block on a store alone is verified at every read
             try:
                 good = await self._mover.check(pages, metas)
             except TierFailed as error:
@@ -74,8 +74,8 @@ class Verification:
 
 
 def without(committed: Committed, bad: StructArray) -> Committed:
-    """A commit whose lease has ended because blocks that existed had these bad pages: they are FAILED, not to be had
-    until somebody puts them again."""
+    """A commit without its lease, because existing blocks had these bad pages. Those blocks are
+    FAILED until put again."""
     is_lost = (committed.statuses == BlockStatus.EXISTS) & np.isin(committed.extents["generation"], bad["generation"])
     committed.statuses[is_lost], committed.blocks[is_lost] = BlockStatus.FAILED, -1
     committed.extents[is_lost] = 0

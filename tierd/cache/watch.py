@@ -1,8 +1,10 @@
-"""Looks after the stored and the device tiers: takes those that keep failing out of service, and tries whether they work again.
+"""Watches stored and device tiers: takes failing ones out of service, and probes them.
 
-Purpose: `Watch`, which asks tiers how they fare, lets a breaker judge, and tells the core; also which stores a device reads from directly now. Non-purpose: the judgement (`breaker`).
-Invariants: one probe at a time for each tier, so that a disk that hangs costs one thread; before a probe mends a store the core knows what that has lost; people hear of each change once; while a call is under way, or
-a tier out of service, there is a look every LOOK_S, and while nothing happens there is none. Under a replay clock it looks too, since a disk may fail then as well.
+`Watch` reads the tiers' health, lets a breaker (`breaker.py`) judge, and tells the core. It also
+keeps which stores a device reads directly. Each tier has one probe at a time, so a hanging disk
+blocks one thread. The core learns of a store's losses before a probe repairs the store. Each change
+is logged once. While a call is under way or a tier is out of service, it looks every LOOK_S;
+otherwise it waits for an event. It also runs under a replay clock, since a disk may fail then too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tierd.tiers.tier import Health, Tier, WatchedTier, is_device, is_watched
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
-"""Between two looks at the tiers: adds to the time for which it serves although it hangs."""
+"""Time between two looks. It adds to the time for which a hanging tier still serves."""
 
 Readings = list[tuple[Health, int]]
 
@@ -42,44 +44,44 @@ class Watch:
             tier.heed(self._stirred.set)
 
     def tolerate(self, tolerances: Mapping[int, Tolerance]) -> None:
-        """How much each watched tier may fail, by position; before `start`."""
+        """Sets the tolerances of watched tiers by position. Call it before `start`."""
         self.breakers.update((at, Breaker(tolerances[at])) for at in self._watched if at in tolerances)
 
     def withhold(self, position: int, why: Callable[[], str]) -> None:
-        """The tier is out of service whatever its breaker says. why: asked when people want to know."""
+        """Takes a tier out of service, whatever its breaker says. why: called for the reason."""
         self._withheld[position] = why
         self._set(position)
 
     def admit(self, position: int) -> None:
-        """It is withheld no more."""
+        """Ends `withhold`."""
         del self._withheld[position]
         self._set(position)
 
     def withheld(self) -> list[int]:
-        """The tiers that are."""
+        """The withheld tiers."""
         return list(self._withheld)
 
     def trouble(self, position: int) -> str:
-        """Why the tier is out of service, for reads or for writes; empty if it is not."""
+        """Why the tier is out of service, for reads or for writes. Empty if it is not."""
         why = self._withheld.get(position)
         return why() if why else self.breakers[position].reason
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts watching."""
         self._task = asyncio.create_task(self._look_for_ever())
 
     async def stop(self) -> None:
-        """Ends; a probe that hangs is left to itself."""
+        """Stops watching. A hanging probe is abandoned."""
         tasks = [task for task in (self._task, *self._probes.values()) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def look(self) -> None:
-        """At every watched tier, now."""
+        """Looks at every watched tier now."""
         now = asyncio.get_running_loop().time()
         self.note_ways()
-        self._flights.note_lost()  # before a probe puts a new file in the place of one that had it
+        self._flights.note_lost()  # before a probe replaces the file that lost them
         for position, tier in self._watched.items():
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
@@ -89,12 +91,14 @@ class Watch:
                 self._probes[position] = asyncio.create_task(self._probe(tier))
 
     def note_ways(self) -> None:
-        """Plans go by the ways from stores to devices that there are now, not by those of the last look."""
+        """Tells the core the present direct paths from stores to devices, not those of the last
+        look."""
         for tier in self._watched.values():
             self._set_direct(tier)
 
     async def resume(self, position: int | None, *, timeout_s: float) -> str:
-        """By command: probes a tier that is out of service at once; what keeps it so, empty if it is back. Raises InvalidArgument."""
+        """Probes a tier that is out of service, by command. Returns the trouble that remains, empty
+        if none. Raises InvalidArgument."""
         if position not in self.breakers:
             raise InvalidArgument(
                 "resume: only a tier that stores (such as nvme.0) or a GPU's goes out of service; name one"
@@ -114,7 +118,7 @@ class Watch:
                 await self._stirred.wait()
 
     def _looked(self) -> Readings | None:
-        """How the tiers fared just before this look at them; None: it failed."""
+        """The tiers' readings just before this look. None: the look failed."""
         try:
             before = self._readings()
             self.look()
@@ -124,7 +128,8 @@ class Watch:
         return before
 
     def _is_calm(self, before: Readings | None) -> bool:
-        """Whether nothing can change before something stirs: every tier is in service and as it was before the last look, and nothing is under way."""
+        """Whether nothing can change before an event: all tiers are in service and unchanged, and
+        no call is under way."""
         if before is None:
             return False
         readings = self._readings()
@@ -132,7 +137,7 @@ class Watch:
         return is_well and readings == before and not any(health.calls for health, _ in readings)
 
     def _readings(self) -> Readings:
-        """How each watched tier fares, and how many corrupt blocks it has given."""
+        """Health and corrupt blocks of each watched tier."""
         return [(tier.health(), self._flights.corrupt[position]) for position, tier in self._watched.items()]
 
     async def _probe(self, tier: WatchedTier) -> None:
@@ -144,26 +149,26 @@ class Watch:
         except Exception as error:
             log.exception("probe failed", tier=tier.spec.name)
             fault = f"{tier.spec.name}: the probe failed ({error!r}); see the log"
-        self._flights.note_lost()  # what could not be brought into a new file
+        self._flights.note_lost()  # losses that could not be copied into a new file
         breaker = self.breakers[tier.position]
         breaker.probed(fault, asyncio.get_running_loop().time())
         if breaker.state is State.CLOSED:
             self._tell(tier)
 
     def _tell(self, tier: WatchedTier) -> None:
-        """The core, the mover, and people."""
+        """Tells the core and the mover, and logs the change."""
         breaker = self.breakers[tier.position]
         self._set(tier.position)
         if breaker.writes:
             log.info("tier back in service", tier=tier.spec.name, place=tier.place)
-            self._flights.wake()  # it takes what could not be written meanwhile
+            self._flights.wake()  # it can take blocks that were not written meanwhile
         else:
             what = "writes" if breaker.reads else "reads and writes"
             log.error("tier out of service", tier=tier.spec.name, what=what, reason=breaker.reason)
             self._metrics.tier_outages.labels(tier=tier.spec.name).inc()
 
     def _set(self, position: int) -> None:
-        """The core and the mover."""
+        """Tells the core and the mover."""
         breaker, may = self.breakers[position], position not in self._withheld
         self._set_direct(self._watched[position])
         self._core.set_serving(position, breaker.reads and may)

@@ -1,1 +1,1 @@
-"""The daemon's outside: the session socket, gRPC, and the life of the process."""
+"""The daemon's outer parts: the session socket, gRPC, and the life of the process."""

@@ -1,8 +1,9 @@
-"""What tiers found at start gets into the books.
+"""Loads the blocks that tiers found at start into the core.
 
-Purpose: `Adoption`, some blocks at a time: of what is in memory before the daemon serves, of the rest beside its work. Non-purpose: reading what is stored (tiers), what the books make of it (core). Invariants: segments keep
-their blocks, blocks their order, which says what leaves first; only blocks of current namespaces get in; of two contents of one name the newer stays, and a store
-keeps no older one, which a later start would find first.
+Blocks in memory are loaded before the daemon serves, blocks of stores beside its work, in pieces.
+Segments keep their blocks, and blocks their order, which gives the order of eviction. Only blocks
+of current namespaces are loaded. Of two contents of one name the newer stays. A store drops the
+older, which a later start would find first. Tiers read stored blocks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from tierd.tiers.tier import Recovered
 log = structlog.get_logger(__name__)
 
 ADOPTED_BLOCKS = 1 << 13
-"""Taken into the books at once: their META are 2 MiB."""
+"""Blocks loaded at a time: their META are 2 MiB."""
 PAGES = 1 << 17
-"""Of segments that are taken into the books at once: a millisecond's work."""
+"""Pages of segments loaded at a time: a millisecond's work."""
 
 
 class Adoption:
-    """Of one tier, a piece at a time. position: the tier's."""
+    """Loads the blocks of one tier in pieces. position: the tier's."""
 
     def __init__(self, core: Core, position: int, found: Recovered, *, registry: NamespaceRegistry) -> None:
         self.position = position
@@ -38,11 +39,12 @@ class Adoption:
         self._older = [found.extents[:0]]
 
     def progress(self) -> str:
-        """For people."""
+        """Text for operators."""
         return f"loading, {100 * self._seen // max(1, self._expected)} %"
 
     def begin(self, *, now: float) -> None:
-        """What is in memory; of a tier with blocks that are still to be read nothing yet, which takes a tenth of a second for the segments of ten million."""
+        """Loads blocks in memory. For a tier whose blocks must still be read, only announces them.
+        The segments of ten million blocks take a tenth of a second."""
         self._core.expect(self._expected)
         if self._found.more_at_most:
             assert not len(self._found.metas), "a tier has its blocks in memory, or to be read"
@@ -52,9 +54,11 @@ class Adoption:
             self._take(segments, extents, metas, now)
 
     async def finish(self, now: Callable[[], float]) -> StructArray:
-        """The segments, then the blocks that are still to be read, each piece while the one before is taken in; between two of them the loop turns.
+        """Loads the segments, then the blocks still to be read. Each piece is read while the
+        previous one is loaded.
 
-        EXTENT [n] of those that are older than what the books have of their names. Raises TierFailed.
+        The loop runs between two pieces. Returns EXTENT [n] of blocks older than the core's blocks
+        of the same names. Raises TierFailed.
         """
         for segments in _by_pages(self._found.segments):
             self._take(segments, self._found.extents[:0], self._found.metas[:0], now())
@@ -67,7 +71,7 @@ class Adoption:
                 self._take([], *piece(), now())
                 await asyncio.sleep(0)
         finally:
-            await asyncio.wait([reading])  # nothing of it may go on when the tier is closed
+            await asyncio.wait([reading])  # the read must end before the tier is closed
         if self._seen > self._taken:
             log.info("blocks not taken in", tier=self.position, found=self._seen, known=self._known, taken=self._taken)
         return np.concatenate(self._older)
@@ -91,23 +95,21 @@ def _of(namespaces: list[int], extents: StructArray, metas: StructArray) -> tupl
 
 
 def _by_pages(segments: list[SegmentAssignment]) -> Iterator[list[SegmentAssignment]]:
-    """The segments, in pieces of about PAGES; one at least."""
+    """The segments in pieces of about PAGES, each of at least one segment."""
     step = max(1, PAGES // max((segment.pages for segment in segments), default=1))
     for begun in range(0, len(segments), step):
         yield segments[begun : begun + step]
 
 
 def _is_older(core: Core, meta: np.void) -> bool:
-    """Whether the books have a newer page of the name. Generations count through all tiers."""
+    """Whether the core has a newer page of the name. Generations count through all tiers."""
     block = core.find_block(int(meta["namespace"]), meta["hash"].tobytes())
     return block is not None and bool((core.pages(block)["extent"]["generation"] > meta["generation"]).any())
 
 
 def pieces_of(found: Recovered) -> Iterator[tuple[list[SegmentAssignment], StructArray, StructArray]]:
-    """What is in memory: all segments first, then extents and metas of some blocks at a time, in the order in which they stand.
-
-    The books take a piece in while it is in the processor's caches, and need memory for one beside what they keep.
-    """
+    """Blocks in memory: all segments first, then extents and metas in pieces, in their order. A
+    piece fits the processor's caches, and only one piece needs memory beside the core's."""
     segments = found.segments
     for begun in range(0, max(1, len(found.metas)), ADOPTED_BLOCKS):
         rows = slice(begun, begun + ADOPTED_BLOCKS)

@@ -1,7 +1,8 @@
-"""The daemon's parts, built from its configuration in the order in which they need each other, and closed in the reverse.
+"""Builds the daemon's parts from its configuration in dependency order, and closes them in reverse.
 
-Purpose: construction. Non-purpose: sockets (listeners.py), the order of a life (lifecycle.py). Invariants: what survived in memory
-is in the core's books before the conductor exists, what survived on a store before that store is in service; a block whose namespace nobody knows is not taken in.
+Blocks that survived in memory are in the core before the conductor exists. A store enters service
+after its surviving blocks are loaded. Blocks of unknown namespaces are not loaded. Sockets are in
+listeners.py, the daemon's states in lifecycle.py.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ TierTable = DeviceConfig | HostConfig | NvmeConfig
 log = structlog.get_logger(__name__)
 
 SILENCE_S = 5.0
-"""How often it is said what is still being opened."""
+"""Interval of the log lines that name a slow opening."""
 
 GPU_TOLERANCE = Tolerance(faults=0, pause_s=0.1, pause_limit_s=30.0)
-"""A GPU process that died is started again after a pause, which doubles as long as it keeps dying. Wrong bytes are their writer's fault, not the GPU's."""
+"""A dead GPU process is restarted after a pause, which doubles while it keeps dying. Wrong bytes
+are their writer's fault, so they do not count."""
 
 _T = TypeVar("_T")
 
@@ -84,20 +86,21 @@ class Assembly:
     named: set[int] = dataclasses.field(default_factory=set)
     policies: NamedPolicies = dataclasses.field(default_factory=NamedPolicies)
     adoptions: list[Adoption] = dataclasses.field(default_factory=list)
-    """Of tiers with blocks that are not in the books yet."""
+    """Of tiers whose blocks are not loaded yet."""
     scrub: Scrub = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """The scrub goes over the cache that was built."""
+        """Creates the scrub of the cache."""
         wanted = self.config.scrub
         self.scrub = Scrub(self.cache, period_s=wanted.period, bandwidth=wanted.bandwidth)
 
     def release_at_end(self) -> None:
-        """The arena is to be freed when the daemon ends."""
+        """Frees the arena when the daemon ends."""
         self.release = True
 
     async def load(self) -> None:
-        """Takes the blocks of stores into the books, beside the daemon's work; a store is in service when all of its are. Raises TierFailed."""
+        """Loads the blocks of stores beside the daemon's work. A store then enters service. Raises
+        TierFailed."""
         try:
             for adoption in self.adoptions:
                 tier, older = self.tiers[adoption.position], await adoption.finish(self.cache.clock.now)
@@ -106,22 +109,24 @@ class Assembly:
                 tier.apply(Plan(freed=freed))
                 self.cache.core.close_empty(tier.position)
                 self.cache.health.admit(tier.position)
-            self.cache.background.wake()  # what was found in memory may be above a watermark
+            self.cache.background.wake()  # blocks recovered in memory may exceed a watermark
         finally:
             self.adoptions = []
-            self.cache.persistence.loaded.set()  # who waits for what will not come must not wait longer
+            self.cache.persistence.loaded.set()  # also after a failure, or waiters would wait in vain
 
     async def keep_namespaces(self, *namespaces: Namespace) -> None:
-        """Makes namespaces known to the next life, before anybody may use them: who opens one that is new to somebody else waits too."""
+        """Records namespaces for the next daemon before any client may use them. Concurrent calls
+        wait for each other."""
         await self.naming.acquire()
-        # Not to be cut short with the call: its thread writes on, and of two that write one file neither would have it whole.
+        # Shielded from the call's cancellation: its thread writes on, and a second writer would
+        # corrupt the file.
         work = asyncio.ensure_future(self._keep(namespaces))
         work.add_done_callback(lambda _: self.naming.release())
         await asyncio.shield(work)
 
     async def _keep(self, namespaces: tuple[Namespace, ...]) -> None:
         new = [namespace for namespace in namespaces if namespace.id not in self.named]
-        if new:  # one file for all: an epoch of a model may end in thousands of namespaces
+        if new:  # one file for all: a model's bump may end thousands of namespaces
             await asyncio.to_thread(self.keeper.keep_namespaces, self.cache.registry.records())
         for namespace in new:
             for tier in self.tiers:
@@ -131,9 +136,11 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a daemon is put together over: its tiers and what each found, the session table and what it says, the clock.
+    """A daemon's opened parts: tiers and what each found, the session table and its sessions, the
+    clock.
 
-    draw: so many random bits; a simulation's come from its seed. learner: of a former life's reuse; a recorded trace is always met with the one that ships.
+    draw: returns that many random bits; a simulation's come from its seed.
+    learner: what an earlier daemon learned of reuse; a recorded trace always gets the shipped one.
     """
 
     tiers: list[Tier]
@@ -147,7 +154,8 @@ class Opened:
 
 @contextlib.asynccontextmanager
 async def assemble(config: Config) -> AsyncIterator[Assembly]:
-    """Builds everything but the sockets; closes it at the end. Raises what Instance and the tiers' `open` raise."""
+    """Builds everything except the sockets, and closes it at the end. Raises what Instance and the
+    tiers' `open` raise."""
     started = time.monotonic()
     instance = Instance(config.server.state_dir)
     async with contextlib.AsyncExitStack() as stack:
@@ -155,12 +163,12 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         daemon: Assembly | None = None
         tiers = build_tiers(config, instance=instance.id)
         clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
-        learning = asyncio.create_task(_learner(clock, Path(config.server.state_dir)))  # beside the tiers' files
+        learning = asyncio.create_task(_learner(clock, Path(config.server.state_dir)))  # beside the tiers
         await _patiently(asyncio.to_thread(check_versions, *map(_directory, tiers)), "the versions of what is stored")
         recovered: list[Recovered] = []
         for tier in tiers:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))
-            # The flag is read when the daemon ends; a start that fails keeps everything.
+            # The flag is read when the daemon ends. A failed start keeps everything.
             stack.push_async_exit(partial(_close, tier, lambda: daemon))
         await _find_direct(tiers)
         holds, former = open_holds(tiers, recovered)
@@ -172,17 +180,17 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         stack.callback(daemon.cache.parts.mover.close)
         stack.callback(daemon.cache.directories.close)
         stack.push_async_callback(daemon.cache.commits_ended)
-        stack.push_async_callback(daemon.naming.acquire)  # namespaces are being written no more
+        stack.push_async_callback(daemon.naming.acquire)  # waits until no namespace is being written
         yield daemon
 
 
 async def _learner(clock: Clock, state_dir: Path) -> Learner | None:
-    """What a former life learnt of reuse; on a replay clock nothing."""
+    """The reuse that an earlier daemon learned. None on a replay clock."""
     return None if clock.is_replay else await asyncio.to_thread(read_learner, state_dir)
 
 
 async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:
-    """What the opening gives. A disk that hangs is waited for, but not in silence."""
+    """Awaits the opening, and logs while it hangs."""
     begun, task = time.monotonic(), asyncio.ensure_future(opening)
     while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
         log.warning("still opening", what=what, seconds=round(time.monotonic() - begun))
@@ -190,14 +198,14 @@ async def _patiently(opening: Coroutine[Any, Any, _T], what: str) -> _T:
 
 
 async def _find_direct(tiers: Sequence[Tier]) -> None:
-    """Which devices read from which stores past host memory."""
+    """Finds the stores that each device can read without host memory."""
     stores = [tier for tier in tiers if is_stored(tier)]
     for tier in filter(is_device, tiers):
         await _patiently(tier.find_direct(stores), f"direct ways from stores to {tier.spec.name}")
 
 
 def _directory(tier: Tier) -> Path:
-    """Where the files lie whose heads name a version. Raises ConfigError."""
+    """The directory of a tier's files with versions. Raises ConfigError."""
     if isinstance(tier, Arena | CudaTier):
         return tier.choose().tables
     check_way(Path(tier.place))
@@ -205,7 +213,7 @@ def _directory(tier: Tier) -> Path:
 
 
 async def _close(tier: Tier, of: Callable[[], Assembly | None], error: object, *_: object) -> None:
-    """of: its daemon, None if the start has failed before there was one."""
+    """Closes a tier. of: returns its daemon, None if the start failed before there was one."""
     daemon = of()
     if isinstance(tier, Arena | NvmeStore):
         tier.has_failed = error is not None and (daemon is None or daemon.state in ("starting", "loading"))
@@ -214,7 +222,7 @@ async def _close(tier: Tier, of: Callable[[], Assembly | None], error: object, *
 
 
 def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assembly:
-    """The books and the conductor over what was opened."""
+    """Builds the core and the conductor over the opened parts."""
     tiers, recovered, clock = opened.tiers, opened.recovered, opened.clock
     registry = NamespaceRegistry()
     instance.restore_namespaces(registry)
@@ -234,7 +242,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         ),
     )
     for session in (f.holder for f in opened.former):
-        # Before their segments come back: a process that lives can still write to its own, so the daemon must not.
+        # Before their segments are restored: living processes can still write to theirs, so the
+        # daemon must not.
         registry.keep_domain(session.tenant, session.domain)
         core.open_session(session.session, domain=session.domain)
     failpoint("assembly.before_adoption")
@@ -264,7 +273,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             seed=opened.draw(64),
         )
     )
-    for each in opened.former:  # all, before any of them ends: a segment may hold nothing but what they do
+    for each in opened.former:  # all, before any of them ends: a segment may hold only their pages
         cache.restore_session(each)
     stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
     cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
@@ -284,7 +293,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
 
 
 def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:
-    """Takes up what a tier knows of namespaces; a record that cannot be read is dropped, with the blocks that need it, and said."""
+    """Restores the namespaces that a tier knows. An unreadable record is dropped with its blocks,
+    and logged."""
     for record in records:
         try:
             namespace_from_record(record)
@@ -305,13 +315,15 @@ def _tolerance(table: NvmeConfig) -> Tolerance:
 
 
 def build_tiers(config: Config, *, instance: str) -> list[Tier]:
-    """The tiers, near to far: devices, hosts, stores. Raises ConfigError for an unknown eviction policy."""
+    """The tiers in order: devices, hosts, stores. Raises ConfigError for an unknown eviction
+    policy."""
     base = _arena_base(config)
     return list(_build(specs_of(config), instance=instance, base=base, deadline_s=config.server.shutdown_deadline))
 
 
 def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
-    """What the core knows of each configured tier, near to far, beside its table. Raises ConfigError for an unknown eviction policy."""
+    """The spec of each configured tier, with its table, in the same order. Raises ConfigError for
+    an unknown eviction policy."""
     kinds: tuple[tuple[TierKind, Sequence[TierTable]], ...] = (
         (TierKind.DEVICE, config.device),
         (TierKind.HOST, config.host),
@@ -325,7 +337,7 @@ def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
 
 
 def _arena_base(config: Config) -> str:
-    """Device tiers without a directory of their own lie beside the first host tier."""
+    """The first host tier's directory, used by device tiers that have none."""
     return next((str(Path(host.arena_dir)) for host in config.host if host.arena_dir), "")
 
 
@@ -347,7 +359,7 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
 
 
 def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
-    """What the core knows of a configured tier."""
+    """The spec of a configured tier."""
     if table.eviction not in EVICTION:
         raise ConfigError(
             f"{kind.name.lower()}[{index}].eviction: {table.eviction!r} is unknown; use one of {', '.join(sorted(EVICTION))}"
@@ -370,7 +382,7 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
 
 
 def _worn(table: TierTable) -> dict[str, Any]:
-    """What the core knows of a store's admission and wear budget."""
+    """The spec's fields for a store's admission and wear budget."""
     if not isinstance(table, NvmeConfig):
         return {}
     rate = table.daily_write_bytes / 86400

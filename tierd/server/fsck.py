@@ -1,7 +1,8 @@
-"""Checking everything that a daemon keeps, while none runs: the instance, its arenas, its stores, by the daemon's own configuration.
+"""Checks all of a stopped daemon's files: the instance, its arenas, its stores, by the daemon's
+configuration.
 
-Purpose: `check`: find the parts, take their locks, check one after another. Non-purpose: what lies in each (tiers/fsck_*.py), showing it. Invariants:
-the locks of all parts are held before anything is read; nothing is written.
+`check` finds the parts, takes the locks of all parts before it reads anything, and checks one part
+after another. It writes nothing. The checks themselves are in tiers/fsck_*.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ INSTANCE = "instance"
 
 
 def check(config: Config) -> Iterator[list[Part]]:
-    """Checks all parts, in order; the parts begun so far, after each step. Raises AlreadyOwned, OSError."""
+    """Checks all parts in order. Yields the parts begun so far, after each step. Raises
+    AlreadyOwned, OSError."""
     state = Path(config.server.state_dir)
     parts: list[Part] = []
     with contextlib.ExitStack() as locks:
@@ -68,7 +70,7 @@ def _parts(config: Config, state: Path) -> Iterator[tuple[Part, Iterator[None]]]
 
 
 def _mapped(config: Config) -> Iterator[TierSpec]:
-    # Of a GPU's memory nothing is left by now.
+    # A GPU's memory does not outlast the daemon.
     devices = ((index, table) for index, table in enumerate(config.device) if table.kind == "cpu")
     yield from (spec_of(TierKind.DEVICE, index, table) for index, table in devices)
     yield from (spec_of(TierKind.HOST, index, table) for index, table in enumerate(config.host))
@@ -88,7 +90,7 @@ def _check_memory(spec: TierSpec, data: Path, tables: Path, part: Part) -> Itera
 
 
 def _check_instance(state: Path, part: Part) -> Iterator[None]:
-    """The namespaces, line by line as the daemon takes them up."""
+    """Checks the namespaces line by line, as the daemon restores them."""
     path = state / "namespaces.jsonl"
     registry = NamespaceRegistry()
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):

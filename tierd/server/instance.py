@@ -1,7 +1,7 @@
-"""Who this daemon is: its state directory, its lock, its id, and the namespaces that it knows.
+"""The daemon's identity: its state directory, its lock, its id, and its namespaces.
 
-Purpose: the small files that outlive a restart. Non-purpose: blocks. Invariants: the lock is taken before anything is read and held for
-life; the namespaces file is replaced whole, synced, before a new namespace may be used.
+These small files outlive a restart. The lock is taken before anything is read, and held until the
+end. The namespaces file is replaced whole and synced before a new namespace may be used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Instance:
         self.id = self._read_id()
 
     def restore_namespaces(self, registry: NamespaceRegistry) -> None:
-        """Takes up what the file knows; a damaged line is dropped, said, and kept aside with the file."""
+        """Restores the file's namespaces. A damaged line is dropped and logged, and the file is
+        copied."""
         path = self.directory / "namespaces.jsonl"
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
             try:
@@ -44,18 +45,18 @@ class Instance:
                 log.warning("namespace dropped", file=str(path), line=number, error=str(error))
 
     def keep_namespaces(self, records: list[bytes]) -> None:
-        """Replaces the file, durably. Blocking. Raises TierFailed."""
+        """Replaces the file durably. Blocking. Raises TierFailed."""
         path = self.directory / "namespaces.jsonl"
         try:
             failpoint("instance.namespaces.before_replace")
-            replace_file(path, [b"".join(sealed(record) + b"\n" for record in records)])  # one write, not one a name
+            replace_file(path, [b"".join(sealed(record) + b"\n" for record in records)])  # one write, not one per name
         except OSError as error:
             raise TierFailed(
                 f"{path}: cannot be written ({error}); make room in server.state_dir, or mend it"
             ) from error
 
     def close(self) -> None:
-        """Lets go of the lock."""
+        """Releases the lock."""
         self._lock.release()
 
     def _read_id(self) -> str:
@@ -66,12 +67,13 @@ class Instance:
 
 
 def sealed(record: bytes) -> bytes:
-    """A namespace's JSON record with a checksum (xxh3-64) as its last field: its digest does not cover ids and domains."""
+    """A namespace's JSON record with a checksum (xxh3-64) as its last field. The record's digest
+    does not cover ids and domains."""
     return record.removesuffix(b"}") + _SEAL % record_checksum(record)
 
 
 def unsealed(line: bytes) -> bytes:
-    """The record of a line; one without a checksum, from before there were any, is taken as it is. Raises CorruptRecord."""
+    """The record of a line. Older lines without a checksum are accepted. Raises CorruptRecord."""
     record, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
     if _SEAL_FIELD not in line:
         return line

@@ -1,7 +1,8 @@
 """Builds the daemon's parts from its configuration, runs them, and ends them in order.
 
-Purpose: the one place that sees every part. Invariants: the instance's lock is taken before anything is read and held for life; nothing
-of a tier is served before what survived on it is in the books; the end is: refuse new, finish or cancel, settle leases, flush, close.
+Only this module sees every part. The instance's lock is taken before anything is read, and held
+until the end. A tier's blocks are served only after the core has them. The order at the end: refuse
+new calls, finish or cancel, settle leases, flush, close.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ log = structlog.get_logger(__name__)
 KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
 KEPT_S = 1.0
-"""For what was written and what was learnt to be kept; beside the deadline, since it comes after everything that may use that up."""
+"""Time to save write counts and learned reuse. It follows the deadline, since earlier steps may use
+that up."""
 EVENTS_END_S = 1.0
-"""For the last KV events to leave."""
+"""Time for the last KV events to be sent."""
 SLACK_S = 5.0
-"""Beyond twice the shutdown deadline: for calls and transfers, and for the tiers to close."""
+"""Beyond twice the shutdown deadline: time for calls and transfers, and for the tiers to close."""
 
 
 def check_platform() -> None:
-    """Raises Unsupported where the daemon cannot keep its promises."""
+    """Raises Unsupported if the daemon cannot run correctly on this platform."""
     release = platform.release()
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") or numbers < KERNEL_LEAST:
@@ -58,13 +60,15 @@ def check_platform() -> None:
 
 
 def allow_descriptors() -> None:
-    """As many as the system lets this process have: a shell's usual 1,024 are fewer than the connections that gRPC may have."""
+    """Raises the limit of descriptors to the maximum. A shell's usual 1,024 are fewer than the
+    connections that gRPC may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def serve(config: Config, *, release: bool = False) -> int:
-    """Runs a daemon until SIGTERM or SIGINT; the exit status. release: free the arena at the end.
+    """Runs a daemon until SIGTERM or SIGINT. Returns the exit status. release: free the arena at
+    the end.
 
     Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed before it serves.
     """
@@ -73,11 +77,12 @@ async def serve(config: Config, *, release: bool = False) -> int:
     heap.keep_freed()
     allow_descriptors()
     log.info("event loop", goes_first=thread_priority.go_first())
-    # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
+    # Otherwise a process of the same user could open our descriptors through /proc, and write
+    # read-only files.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()
     _heed_signals(stop, begun)
-    faulthandler.enable()  # a file that is cut short under its mapping ends the process: not without a word
+    faulthandler.enable()  # a file truncated under its mapping ends the process; this logs it
     with fault_socket():
         await _run(config, stop, begun, release=release)
     return 0
@@ -115,7 +120,8 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
 
 
 async def _load(daemon: Assembly, stop: asyncio.Event) -> bool:
-    """Until everything that survived is in the books; what is in memory is served meanwhile. False: it was stopped before. Raises TierFailed."""
+    """Loads all surviving blocks; blocks in memory are served meanwhile. False if stopped before.
+    Raises TierFailed."""
     if daemon.adoptions:
         daemon.state = "loading"
         log.info("serving from memory", loading=[daemon.tiers[a.position].spec.name for a in daemon.adoptions])
@@ -132,7 +138,8 @@ async def _load(daemon: Assembly, stop: asyncio.Event) -> bool:
 
 
 def _heed_signals(stop: asyncio.Event, begun: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set stop. Until it has begun there is nothing to settle: the process ends at once, however long the start takes."""
+    """SIGTERM and SIGINT set stop. Before `begun` there is nothing to settle, so they end the
+    process at once."""
 
     def heed() -> None:
         if not begun.is_set():
@@ -144,13 +151,13 @@ def _heed_signals(stop: asyncio.Event, begun: asyncio.Event) -> None:
 
 
 async def _settle(daemon: Assembly, listeners: Listeners) -> None:
-    """From "refuse new" to "nothing moves any more", within the shutdown deadline."""
+    """Refuses new calls and ends all work, within the shutdown deadline."""
     deadline = time.monotonic() + daemon.config.server.shutdown_deadline
     daemon.state, daemon.cache.is_draining = "draining", True
     log.info("stopping", leases=daemon.cache.core.stats().leases, transfers=daemon.cache.flights.count)
     listeners.refuse_new()
     daemon.cache.hear(None)
-    daemon.cache.events.close()  # watchers would keep their calls open until the deadline
+    daemon.cache.events.close()  # otherwise watchers would keep their calls open until the deadline
     await _in_time(daemon.scrub.stop(), deadline)
     await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
     await _in_time(daemon.cache.health.stop(), deadline)
@@ -162,13 +169,14 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
 
 
 async def _in_time(end: Coroutine[Any, Any, None], deadline: float) -> None:
-    """Waits for an end that a disk which hangs could keep from coming; the rest of it goes on."""
+    """Waits until the deadline for a step that a hanging disk could delay. The step goes on."""
     await asyncio.wait([asyncio.ensure_future(end)], timeout=max(0.0, deadline - time.monotonic()))
 
 
 @contextlib.asynccontextmanager
 async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
-    """Tells the supervisor from the event loop that the event loop turns, and has it watched from a thread."""
+    """Reports from the event loop to the supervisor that the loop runs. A thread watches the loop
+    too."""
     server = daemon.config.server
     interval_s = systemd.watchdog_interval_s()
 
@@ -187,7 +195,7 @@ async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
 
 
 def _say_what_was_chosen(daemon: Assembly) -> None:
-    """One line per tier and per thing that the machine lacks."""
+    """Logs one line per tier and per missing feature of the machine."""
     for tier in daemon.tiers:
         log.info("tier", name=tier.spec.name, capacity_bytes=tier.spec.capacity_bytes, place=tier.place, mode=tier.mode)
         for notice in tier.notices:

@@ -1,8 +1,8 @@
-"""Everything that listens: the session socket, gRPC, /metrics; and what ties them to the conductor.
+"""All listeners: the session socket, gRPC, /metrics; and their links to the conductor.
 
-Purpose: sockets open in the end of the start and close in the beginning of the end. Invariants: a session is in the core and in the holds file
-before its client has a token; a descriptor is given only within the trust domain, writable only to the segment's writer, and the
-core knows of it first.
+Sockets open at the end of the start, and close at the beginning of the end. A session is in the
+core and in the session table before its client has a token. A descriptor is given only within the
+trust domain. It is writable only for the segment's writer, and the core knows of it first.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from tierd.tiers.tier import Tier, is_device, is_shared
 log = structlog.get_logger(__name__)
 
 REMOTE_SESSION = 1
-"""The daemon's own session, for clients that come over TCP."""
+"""The daemon's own session, for clients that connect over TCP."""
 REMOTE_TENANT = "remote"
 
 
 class Listeners:
-    """The daemon's sockets. Use as an async context manager, then `open`."""
+    """The daemon's sockets. Use it as an async context manager, then `open`."""
 
     def __init__(self, daemon: Assembly) -> None:
         self._daemon = daemon
@@ -106,7 +106,7 @@ class Listeners:
                 "tiers": [_described(tier) for tier in daemon.tiers],
                 "credits": self._credits.share,
                 "lines": LINES,
-                "one_sided": not daemon.cache.clock.is_replay,  # gets of what is near may be made without a call, and told of by the mailbox
+                "one_sided": not daemon.cache.clock.is_replay,  # gets without calls, reported by notices
                 "events": daemon.config.events.enabled,
             },
         )
@@ -123,7 +123,7 @@ class Listeners:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hear(None)  # else the session table would tell the next life of leases given back
+        self._hear(None)  # or the session table would show released leases to the next daemon
         self._notice_polling.close()
         self._socket.close()
         if self._unauthenticated:
@@ -137,7 +137,7 @@ class Listeners:
             (self.directory / places.SOCKET_NAME).unlink()
 
     async def open(self) -> None:
-        """Binds everything and begins to serve. Raises ConfigError."""
+        """Binds all sockets and starts serving. Raises ConfigError."""
         make_runtime_directory(self.directory)
         server = self._daemon.config.server
         self._socket.open()
@@ -153,21 +153,21 @@ class Listeners:
             self.learned.start()
 
     def note_names(self, note: Callable[[Names], None]) -> None:
-        """From now on what clients call their blocks goes there."""
+        """Passes the clients' names of blocks to `note` from now on."""
         self._service.note_names = note
 
     def refuse_new(self) -> None:
-        """No new sessions; health checks are told."""
+        """Refuses new sessions, and reports that to health checks."""
         self._socket.refuse_new()
         self._rpc.health.tell(serving=False)
 
     async def finish_calls(self, *, timeout_s: float) -> None:
-        """Lets calls in progress finish, of which the recording is told; whatever is left then is cancelled."""
+        """Waits for calls in progress, ends the recording, and cancels the remaining calls."""
         await asyncio.gather(self._lines.finish(timeout_s=timeout_s), self._rpc.stop(grace_s=timeout_s))
         await self._recorder.close(timeout_s=timeout_s)
 
     def rows(self) -> list[SessionRow]:
-        """Every session, for people."""
+        """Every session, for operators."""
         return [
             SessionRow(
                 id=s.id,
@@ -214,7 +214,7 @@ class Listeners:
         return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=daemon.config.server)
 
     def _open_remote(self) -> str:
-        """The session behind TCP, and the credential that its callers must bring."""
+        """Opens the session for TCP. Returns the credential that its callers need."""
         path = self._daemon.config.server.tcp_credential_file
         credential = read_bearer(path, setting="server.tcp_credential_file")
         if len(credential) < 16:
@@ -274,7 +274,8 @@ class Listeners:
         return self._daemon.cache.directories.give(domain)
 
     def _watch_former(self) -> None:
-        """Sessions of a former daemon: their pages stay theirs while their processes live."""
+        """Restores sessions of an earlier daemon. Their pages stay theirs while their processes
+        live."""
         for former in self._daemon.former:
             holder = former.holder
             peer = Peer(pid=holder.pid, uid=holder.uid, start_time=holder.start_time)
@@ -303,16 +304,17 @@ class Listeners:
 
 
 def _described(tier: Tier) -> dict[str, Any]:
-    """What a hello says of a tier. gpu: by which a client finds the GPU whose memory it is, if it is one's."""
+    """A tier's entry in the greeting. gpu: identifies the GPU, if it is one's memory."""
     told = {"name": tier.spec.name, "kind": int(tier.spec.kind)}
     return told | {"gpu": {"ordinal": tier.ordinal, "uuid": tier.uuid}} if is_device(tier) else told
 
 
 def make_runtime_directory(path: Path) -> None:
-    """The sockets' directory, made 0750 if missing: members of the daemon's group may connect. Raises ConfigError."""
+    """Makes the sockets' directory with mode 0750 if it is missing. Members of the daemon's group
+    may connect. Raises ConfigError."""
     check_way(path)
     path.mkdir(mode=0o750, parents=True, exist_ok=True)
-    check_way(path)  # somebody may have been quicker
+    check_way(path)  # another process may have made it meanwhile
     found = path.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(

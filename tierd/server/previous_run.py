@@ -1,8 +1,9 @@
-"""What is known of the sessions of a former daemon, and what becomes of memory of which nothing is known.
+"""Restores sessions of the previous run, and protects memory without a known holder.
 
-Purpose: `open_holds`. Non-purpose: the table itself (tiers/arena/holds.py), the life of sessions (sessions.py). Invariants: before the core adopts
-a segment, either the session table tells who holds pages of it, or NOBODY may write it; the table is the one that spoke for all mapped
-tiers in the last life. Rows find their pages by segment, whose ids are never used twice, because tiers may have changed places.
+Before the core adopts a segment, either the session table names the holders of its pages, or NOBODY
+may write it. The table is the one that covered all mapped tiers in the previous run. Rows name
+segments, whose ids are never reused, because tiers may have changed places. The table is in
+tiers/arena/holds.py, the life of sessions in sessions.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ TABLE_NAME = "sessions.tbl"
 
 
 def open_holds(tiers: Sequence[Tier], recovered: Sequence[Recovered]) -> tuple[HoldTable, list[FormerHolder]]:
-    """The session table, beside the catalogues of a mapped tier, and whom it names. Raises VersionMismatch, TierFailed."""
+    """The session table, beside the catalogues of a mapped tier, and the sessions in it. Raises
+    VersionMismatch, TierFailed."""
     arenas = {i: tier for i, tier in enumerate(tiers) if isinstance(tier, Arena)}
 
     def distrust(fault: str) -> None:
@@ -43,12 +45,12 @@ def open_holds(tiers: Sequence[Tier], recovered: Sequence[Recovered]) -> tuple[H
 
 
 def _tiers_of(recovered: Sequence[Recovered]) -> dict[int, int]:
-    """Segment to the tier that it is in now."""
+    """Segment to its present tier."""
     return {given.segment: given.tier for found in recovered for given in found.segments}
 
 
 def _placed(former: FormerHolder, tiers: dict[int, int]) -> FormerHolder:
-    """Its pages where they are now."""
+    """The holder with the present places of its pages."""
     return replace(former, leased=_moved(former.leased, tiers), reserved=_moved(former.reserved, tiers))
 
 

@@ -1,4 +1,4 @@
-"""For tests, the project's and its users': a real daemon in a directory of its own, and blocks whose bytes follow from their hash."""
+"""For the project's and its users' tests: a real daemon, and blocks with checkable bytes."""
 
 from tierd.testing.content import chain, content_of, is_content
 from tierd.testing.daemon import SMALL, Daemon

@@ -1,8 +1,9 @@
-"""Blocks whose bytes are a function of their hash, so that any wrong byte shows without a stored copy.
+"""Blocks whose bytes follow from their hash, so any wrong byte is found without a copy.
 
-Content is a Philox stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) keyed by the first 16 bytes of the hash: 4 KiB of
-it make a row, and each further row is the first one combined (xor) with a word of its own, which is quicker than the stream. Every byte is compared, and a
-piece of another block, or of another place in this one, shows.
+Content is a Philox stream (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+Its key is the first 16 bytes of the hash. 4 KiB of it make a row. Each further row is the first one
+xor a word of its own, which is quicker than the stream. Every byte is compared. A piece of another
+block, or of another place in this one, differs.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ def content_of(block_hash: bytes | NDArray[np.uint8], length: int) -> NDArray[np
     words = stream.random_raw(min(count, ROW_WORDS)).astype("<u8", copy=False)
     if count > ROW_WORDS:
         changes = stream.random_raw(-(-count // ROW_WORDS))
-        changes[0] = 0  # so that a short block is the beginning of a long one
+        changes[0] = 0  # so a short block is the beginning of a long one
         words = np.bitwise_xor.outer(changes, words).reshape(-1)
     return words.view(np.uint8)[:length]
 
 
 def is_content(view: NDArray[np.uint8] | memoryview, block_hash: bytes | NDArray[np.uint8]) -> bool:
-    """Whether every byte is what `content_of` gives."""
+    """Whether every byte is as `content_of` gives it."""
     found = np.frombuffer(view, dtype=np.uint8)
     return bool(np.array_equal(found, content_of(block_hash, len(found))))
 
 
 def chain(seed: int, count: int) -> NDArray[np.uint8]:
-    """Hashes of a made-up sequence: uint8 [count, 32]; equal seeds share nothing with others."""
+    """Hashes of an invented sequence: uint8 [count, 32]. Different seeds share no hash."""
     hashes = b"".join(hashlib.sha256(f"{seed}/{i}".encode()).digest() for i in range(count))
     return np.frombuffer(hashes, dtype=np.uint8).reshape(count, HASH_BYTES)

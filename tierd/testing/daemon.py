@@ -1,8 +1,8 @@
-"""A real `tierd serve` in a process of its own, for tests and for the demo.
+"""A real `tierd serve` in its own process, for tests and for the demo.
 
-Purpose: start it, know when it serves, kill it, start it again on the same directories. Non-purpose: faking any part of it.
-Invariants: readiness is what the daemon says over the supervisor's socket, not a guess; only the process that was started here is
-ever signalled; nothing outlives the context manager, the arena included.
+It starts the daemon, waits until it serves, kills it, and restarts it on the same directories.
+Nothing is faked. Readiness comes from the daemon over the supervisor's socket. Only the process
+started here gets signals. The context manager leaves no files or processes, the arena included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierd.testing.faults import Faults
 
 READY_TIMEOUT_S = 60.0
 STALLED = "event loop not turning"
-"""What the daemon's log says then."""
+"""The daemon's log message for a stalled event loop."""
 STOP_TIMEOUT_S = 30.0
 
 SMALL = """\
@@ -43,15 +43,15 @@ segment = "2 MiB"
 capacity = "64 MiB"
 segment = "4 MiB"
 """
-"""A configuration that starts in no time."""
+"""A configuration that starts quickly."""
 
 
 class Process(Protocol):
-    """What a Daemon needs of subprocess.Popen."""
+    """The part of subprocess.Popen that a Daemon uses."""
 
     @property
     def pid(self) -> int:
-        """Its own until it has been waited for."""
+        """The process id, valid until `wait` returns."""
         ...
 
     def poll(self) -> int | None:
@@ -59,23 +59,25 @@ class Process(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, negative for a signal. Raises TimeoutExpired."""
+        """Waits for its exit status, negative for a signal. Raises TimeoutExpired."""
         ...
 
     def send_signal(self, sig: int) -> None:
-        """Nothing if it has been waited for."""
+        """Sends a signal. Does nothing after `wait`."""
         ...
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         ...
 
 
 class Daemon:
-    """`with Daemon() as daemon: Client(daemon.target)`. A daemon whose event loop stood still fails the test, unless at a fault point.
+    """`with Daemon() as daemon: Client(daemon.target)`. A stalled event loop fails the test, unless
+    a fault point stalled it.
 
-    config: TOML; "{root}" in it becomes the daemon's directory. root: where runtime, state and arena go (None: a temporary
-    directory, removed in the end). env: added to the environment. faults: it serves a socket on which its fault points can be armed.
+    config: TOML; "{root}" in it becomes the daemon's directory. root: the directory of runtime and
+    state; None: a temporary one, removed at the end. env: added to the environment. faults: serve a
+    socket that arms fault points.
     """
 
     def __init__(
@@ -101,39 +103,37 @@ class Daemon:
 
     @property
     def target(self) -> str:
-        """What a client connects to."""
+        """The target for clients."""
         return str(self.root / "run")
 
     @property
     def pid(self) -> int:
-        """Of the running daemon."""
+        """The process id of the running daemon."""
         assert self._process is not None, "the daemon was not started"
         return self._process.pid
 
     @property
     def arena(self) -> Path:
-        """Directory below which its memory lies."""
+        """The directory of its memory."""
         return self._arena
 
     @property
     def log(self) -> str:
-        """What the daemon has written so far, over all its lives."""
+        """The daemon's log over all its runs."""
         path = self.root / "tierd.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def faults(self) -> Faults:
-        """A connection to the fault points of the running daemon; it was made with `faults=True`."""
+        """A connection to the fault points of the running daemon. Needs `faults=True`."""
         return Faults(self._env["TIERD_FAILPOINT_SOCKET"])
 
     def configure(self, config: str) -> None:
-        """For the next life."""
+        """Sets the configuration of the next start."""
         self._config = config
 
     def start(self, *, wait: bool = True, failpoints: str = "") -> Daemon:
-        """Starts a life and waits until it serves. failpoints: armed from the first line on, as TIERD_FAILPOINTS.
-
-        Raises Unavailable with the log if it ends or takes too long.
-        """
+        """Starts the daemon and waits until it serves. Raises Unavailable with the log if it ends
+        or takes too long. failpoints: armed from the start, as TIERD_FAILPOINTS."""
         (self.root / "tierd.toml").write_text(self._with_arena(self._config).replace("{root}", str(self.root)))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open(self.root / "tierd.log", "ab") as log:
             address = f"\0tierd-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -146,13 +146,13 @@ class Daemon:
         return self
 
     def kill(self) -> None:
-        """SIGKILL, and gone."""
+        """Sends SIGKILL and waits for the end."""
         assert self._process is not None
         self._process.kill()
         self._process.wait(STOP_TIMEOUT_S)
 
     def await_end(self, *, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Waits until it has ended, whatever ends it; the exit status, negative for a signal. Raises TimeoutExpired."""
+        """Waits for the end. Returns the exit status, negative for a signal. Raises TimeoutExpired."""
         assert self._process is not None
         return self._process.wait(timeout_s)
 
@@ -162,22 +162,22 @@ class Daemon:
         return self._process is None or self._process.poll() is not None
 
     def terminate(self) -> None:
-        """SIGTERM, not waited for."""
+        """Sends SIGTERM without waiting."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> int:
-        """SIGTERM; gives the exit status."""
+        """Sends SIGTERM. Returns the exit status."""
         self.terminate()
         return self.await_end()
 
     def wait(self) -> int:
-        """Waits for a daemon that ends by itself; gives the exit status."""
+        """Waits for a daemon that ends by itself. Returns the exit status."""
         assert self._process is not None
         return self._process.wait(STOP_TIMEOUT_S)
 
     def restart(self) -> Daemon:
-        """Kills it and starts it again."""
+        """Kills the daemon and starts it again."""
         self.kill()
         return self.start()
 
@@ -186,7 +186,7 @@ class Daemon:
             if self._process is None or self._process.poll() is not None:
                 self.start()
         except BaseException:
-            self.__exit__(None, None, None)  # a daemon that was too slow to be ready is running still
+            self.__exit__(None, None, None)  # a daemon that was not ready in time still runs
             raise
         return self
 
@@ -207,12 +207,12 @@ class Daemon:
             raise AssertionError(f"the daemon's {STALLED}:\n{told[told.index(STALLED) - 200 :][:8000]}")
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
-        """`tierd` with these arguments, its output to the descriptor."""
+        """Runs `tierd` with these arguments, its output to the descriptor."""
         command = [sys.executable, "-m", "tierd.cli.daemon", *arguments]
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
     def _with_arena(self, config: str) -> str:
-        """Gives each tier of memory without an arena_dir one below this daemon's own, so that nothing is left behind."""
+        """Gives each memory tier without an arena_dir one that this daemon removes."""
         for table in ("[[host]]", "[[device]]"):
             first, *rest = config.split(table)
             parts = (

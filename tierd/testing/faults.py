@@ -1,6 +1,6 @@
-"""Faults for a running daemon: arms its fault points over the socket that `Daemon(faults=True)` lets it serve.
+"""Arms fault points of a running daemon over the socket of `Daemon(faults=True)`.
 
-Purpose: what `tierd.failpoint` offers, from another process. Invariant: every wait has a deadline.
+It offers `tierd.failpoint` to another process. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ REPLY_BYTES = 1 << 16
 
 
 class Faults:
-    """A connection to a daemon's fault socket; it ends with the daemon's life. Use as a context manager, or `close`."""
+    """A connection to a daemon's fault socket. It ends with the daemon. Use it as a context
+    manager, or call `close`."""
 
     def __init__(self, path: str, *, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
@@ -30,15 +31,16 @@ class Faults:
         self.close()
 
     def close(self) -> None:
-        """Lets go; what is armed stays."""
+        """Closes the connection. Armed faults stay."""
         self._socket.close()
 
     def arm(self, point: str, fault: str) -> None:
-        """Sets a fault, written as `tierd.failpoint` says: kill, error:EIO@3, delay:0.5x1, count. Raises InvalidArgument."""
+        """Arms a fault, written as in `tierd.failpoint`: kill, error:EIO@3, delay:0.5x1, count.
+        Raises InvalidArgument."""
         self._ask(f"arm {point} {fault}")
 
     def disarm(self, point: str = "") -> None:
-        """Takes one fault away, or all."""
+        """Disarms one fault, or all."""
         self._ask(f"disarm {point}")
 
     def hits(self) -> dict[str, int]:
@@ -46,15 +48,18 @@ class Faults:
         return dict(self._ask("hits"))
 
     def await_hits(self, point: str, count: int = 1) -> bool:
-        """Waits until the armed point was passed so often; False if time ran out. A daemon killed by it raises ConnectionError."""
+        """Waits until the armed point was passed `count` times. False on timeout. Raises
+        ConnectionError if it kills the daemon."""
         return bool(self._ask(f"await {point} {count} {self._timeout_s * 0.8:g}"))
 
     def allocated_bytes(self) -> int:
-        """What the daemon has from malloc, garbage collected; of Python's own objects only if it runs under PYTHONMALLOC=malloc."""
+        """Bytes in use from malloc, after a collection. Includes Python's own objects only under
+        PYTHONMALLOC=malloc."""
         return int(self._ask("memory"))
 
     def threads(self) -> list[str]:
-        """Names of the daemon's threads that Python knows: a pool's end in a number, and come as they are needed."""
+        """Names of the daemon's threads that Python knows. Threads of a pool start when needed, and
+        their names end in a number."""
         return list(self._ask("threads"))
 
     def _ask(self, request: str) -> Any:

@@ -1,6 +1,6 @@
-"""The Admin service: what operators ask, from messages to the operator's verbs and back.
+"""The Admin service: translates messages to the operator's verbs and back.
 
-Purpose: nothing but that; `guard` has already refused everybody who is not an operator.
+`guard` has already refused callers who are not operators.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tierd.tiers.tier import Tier
 LIST_LIMIT = 10_000
 """Blocks in one answer."""
 DEADLINE_S = 60.0
-"""For verbs that wait, where the request names none."""
+"""Default for verbs that wait, if the request has no deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """What the server knows of a session."""
+    """A session as the server knows it."""
 
     id: int
     pid: int
@@ -55,7 +55,8 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the lifecycle tells: who the daemon is, its state and sessions, and how to store a namespace or release the arena."""
+    """The lifecycle's part: the daemon's identity, state and sessions, and how to store a namespace
+    or release the arena."""
 
     version: str
     instance: str
@@ -226,7 +227,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     def _said(self, row: StructArray) -> tuple[int, float]:
-        """The block's priority, and for how long it still holds, 0 for good."""
+        """The block's priority, and its remaining time; 0 if it has no limit."""
         left_s = float(row["until_s"]) - self._cache.core.unix_s(self._cache.clock.now())
         if not row["priority"] or (row["until_s"] and not 0 < left_s <= RETENTION_LIMIT_S + 1):
             return PRIORITY_DEFAULT, 0.0
@@ -245,7 +246,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     def _bytes_moved(self) -> dict[str, tuple[int, int]]:
-        """Tier name to bytes read from it and written to it by transfers."""
+        """Tier name to bytes that transfers read from it and wrote to it."""
         moved: dict[str, tuple[int, int]] = {}
         for name, count in self._cache.metrics.counters().items():
             if name.startswith("tierd_bytes_total{"):
@@ -258,8 +259,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def _timeout_s(wanted: float) -> float:
-    """The request's own deadline, else the verb's, within the call's. Raises InvalidArgument."""
-    if not wanted >= 0:  # not a number, too: the event loop's timers cannot be ordered with one
+    """The request's deadline, else the default, within the call's. Raises InvalidArgument."""
+    if not wanted >= 0:  # also refuses NaN, which the event loop's timers cannot order
         raise InvalidArgument(f"deadline_s: {wanted} is no time; send a number of seconds from 0 on")
     return min(wanted or DEADLINE_S, CALLER.get().left_s * 0.95)
 

@@ -1,7 +1,7 @@
-"""How an error ends a call of gRPC: by its name, with a status, or not at all where the client has gone.
+"""Ends a gRPC call with an error's name and status, or without them if the client has gone.
 
-Which errors there are is said by tierd/errors.py, and lines tell theirs themselves (calls.py). A long text never
-costs an error its name. No traceback is logged for a call that was over.
+tierd/errors.py lists the errors; calls.py sends them for local calls. A long text never costs an
+error its name. Calls that were over log no traceback.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import grpc
 from tierd.errors import ERROR_KEY, GRPC_STATUS, RETRY_KEY, DeadlineExceeded, Overloaded, TierdError
 
 DETAILS_LIMIT_CHARS = 500
-"""Of an error's text, which may quote what the client sent: a longer one would not fit gRPC's metadata, and the error would lose its name."""
+"""Limit of an error's text, which may quote the client. A longer one would not fit gRPC's metadata,
+and the name would be lost."""
 OVER = ('Failed "execute_batch"', "CALL_ERROR_ALREADY_FINISHED", "CALL_ERROR_TOO_MANY_OPERATIONS")
-"""What grpc.aio's error says when the call was over before what was sent for it, or what was sent before is still under way, to a client that does not
-read; its other errors say that it was used wrongly."""
+"""Texts of grpc.aio's error when the call was over, or a client does not read and an earlier
+message is still under way. Its other errors report wrong use."""
 
 
 def said_of(error: TierdError | TimeoutError) -> TierdError:
-    """The error that a client is told."""
+    """The error that a client gets."""
     if isinstance(error, TierdError):
         return error
     return DeadlineExceeded("call: its deadline passed; allow more time, or take it as a miss")
@@ -43,9 +44,10 @@ async def abort(context: Any, raised: TierdError | TimeoutError) -> None:
 
 @contextlib.contextmanager
 def unless_over() -> Iterator[None]:
-    """What is sent to a client that has gone is lost, and the call ends as cancelled: gRPC's own timer may end it at the same moment as the daemon.
+    """Turns a failed send to a client that has gone into CancelledError.
 
-    grpc.aio would log a traceback: it hears of the end of a call only after what is sent for it has failed. Raises CancelledError.
+    The timer of gRPC may end the call at the same moment as the daemon. The library learns of a
+    call's end only after a send failed, and would log a traceback.
     """
     try:
         yield

@@ -1,7 +1,6 @@
-"""The caller of a call, as handlers find it.
+"""The caller of a call, as handlers see it. No handler runs without one.
 
-It says who calls and by when, and how to read on. Who may call is decided elsewhere (guard.py).
-No handler runs without one.
+It says who calls, by when, and how to read on. guard.py decides who may call.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a call. session: the core's id; deadline: in the loop's time; rest: waits for the message that
-    follows the call's, if one does."""
+    """The caller of a call. session: the core's id. deadline: in the loop's time. rest: waits for
+    the message after the call's, if one follows."""
 
     session: int
     tenant: str
@@ -31,4 +30,4 @@ class Caller:
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller")
-"""The caller of the handler that runs."""
+"""The caller of the running handler."""

@@ -1,12 +1,12 @@
-"""Who may have how many calls in progress, and what happens to a client that takes more.
+"""Limits the calls in progress, and acts on clients that exceed their credits.
 
     within its credits ──▶ served
-    beyond them        ──▶ Overloaded, with the time after which to come again; each time a little longer
+    beyond them        ──▶ Overloaded, with a time to retry, which grows each time
     far beyond, for long ▶ cut off: its session ends
 
-Purpose: a place for a call, or the reason why not. Non-purpose: identity, deadlines (guard.py), the queues of disks (cache/admission.py).
-Invariants: no session has more than its credits, all together no more than the queue; quick calls find a place while slow ones fill
-theirs; what gives something back is never refused.
+No session exceeds its credits, and all together do not exceed the queue. Slow calls cannot take the
+places of quick ones. Calls that free something are never refused. guard.py checks identity and
+deadlines, cache/admission.py the queues of disks.
 """
 
 from __future__ import annotations
@@ -20,44 +20,46 @@ from tierd.errors import Overloaded
 ENDLESS = {"/tierd.v1.Cache/Watch", "/tierd.v1.Admin/Scrub"}
 """Streams that live as long as their reader."""
 ENDLESS_LIMIT = 8
-"""Of them, for one session."""
+"""Limit of endless streams for one session."""
 FREEING = {"/tierd.v1.Cache/Release", "/tierd.v1.Cache/Abort"}
-"""They make room, at once; to refuse them would keep the room taken."""
+"""Calls that free room at once. Refusing them would keep the room taken."""
 SLOW = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Reserve", "Commit", "Put", "Get")}
-"""They may wait: for a disk, for a thread, for a client that sends or reads slowly."""
+"""Calls that may wait for a disk, a thread, or a slow client."""
 ADMIN = "/tierd.v1.Admin/"
-"""Operators come in when the queue is full, and just then."""
+"""Operators are served even if the queue is full."""
 RETRY_AFTER_S = 0.05
-"""The shortest hint: a call takes less than that."""
+"""The shortest retry hint. A call takes less time."""
 PATIENCE = 8
-"""Refusals, as a multiple of a session's credits, that are borne at one time."""
+"""Refusals tolerated at a time, as a multiple of a session's credits."""
 FORGIVEN_PER_S = 1
-"""Of these, as a multiple of the credits, forgotten in a second. The hints grow faster: who heeds them is not cut off."""
+"""Refusals forgotten per second, as a multiple of the credits. Retry hints grow faster, so clients
+that follow them are never cut off."""
 
 
 @dataclass(slots=True)
 class Excess:
-    """Refusals of a session that are not forgotten yet, and the time of the last one."""
+    """A session's refusals that are not forgotten yet, and the time of the last one."""
 
     level: float = 0.0
     at: float = 0.0
 
 
 class Place:
-    """A call's place, until it is left; at the latest when nobody knows of the call any more, as of one that was cancelled on its way in."""
+    """A call's place. It is freed when the object is collected at the latest, as for a call
+    cancelled early."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         self._give_back = give_back
         self.is_taken = True
 
     def leave(self) -> None:
-        """Gives the place back. Safe to call twice."""
+        """Frees the place. Safe to call twice."""
         if self.is_taken:
             self.is_taken = False
             self._give_back()
 
     def __enter__(self) -> None:
-        """The call is handled now."""
+        """Handling begins."""
 
     def __exit__(self, *_: object) -> None:
         self.leave()
@@ -67,7 +69,7 @@ class Place:
 
 
 class Credits:
-    """Calls in progress. now: seconds that never go back; cut_off(session, why): ends a session."""
+    """Calls in progress. now: monotonic time in seconds. cut_off(session, why): ends a session."""
 
     def __init__(
         self,
@@ -90,11 +92,12 @@ class Credits:
 
     @property
     def running(self) -> int:
-        """Calls in progress that have an end."""
+        """Calls in progress, without endless ones."""
         return self._running.total()
 
     def place(self, method: str, session: int, *, is_shared: bool = False) -> Place:
-        """Takes a place among the calls in progress. is_shared: a session that stands for many clients. Raises Overloaded."""
+        """Takes a place for a call. is_shared: a session that stands for many clients. Raises
+        Overloaded."""
         if method in FREEING:
             return Place(lambda: None)
         self._check(method, session, is_shared=is_shared)
@@ -110,7 +113,7 @@ class Credits:
             del calls[session]
 
     def forget(self, session: int) -> None:
-        """The session has ended."""
+        """Forgets a session that has ended."""
         self._excess.pop(session, None)
 
     def _calls(self, method: str) -> Counter[int]:
@@ -134,7 +137,8 @@ class Credits:
             raise Overloaded(why, retry_after_s=RETRY_AFTER_S)
 
     def _refusal(self, session: int, why: str, *, is_shared: bool) -> Overloaded:
-        """Of a session that takes more than its own; the last one ends it, but for one of many clients, which cannot end."""
+        """Refuses a call beyond a session's credits, and cuts the session off after too many. A
+        shared session is never cut off."""
         if is_shared:
             return Overloaded(why, retry_after_s=RETRY_AFTER_S)
         excess, now = self._excess.setdefault(session, Excess(at=self._now())), self._now()

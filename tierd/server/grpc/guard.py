@@ -1,7 +1,9 @@
-"""What every call passes before its handler: who calls, how long it may take, whether there is room.
+"""The checks before every handler: identity, deadline, room.
 
-Purpose: one interceptor for the Cache and Admin services. Invariants: no handler runs without a caller; every call but a Watch has a
-deadline; no session can take all the room (credits.py); every exception leaves as a named gRPC status (call_errors.py), and an unforeseen one is logged with the request's id.
+One interceptor serves the Cache and Admin services. No handler runs without a caller. Every call
+except Watch and Scrub has a deadline. No session can take all the room (credits.py). Every
+exception becomes a named gRPC status (call_errors.py). An unexpected one is logged with the
+request's id.
 """
 
 from __future__ import annotations
@@ -30,15 +32,16 @@ from tierd.server.grpc.credits import ENDLESS, Credits, Place
 log = structlog.get_logger(__name__)
 
 LONGEST_S = 3600.0
-"""For a call, whatever its client asks for."""
+"""Limit of a call's time, even if its client asks for more."""
 LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
-"""What a session of its own is needed for: the daemon's session for TCP never ends, and what is held in it would never come back."""
+"""Verbs that need a session of the client's own. The daemon's session for TCP never ends, so it
+would never release what they hold."""
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 
 @dataclass
 class Arrival:
-    """A call that has come in, with its place or the reason why it has none."""
+    """A call that arrived, with its place or the reason for its refusal."""
 
     method: str
     metadata: dict[str, str]
@@ -46,7 +49,7 @@ class Arrival:
     refusal: TierdError | None = None
 
     def taken(self) -> Place:
-        """The place, to be held while the call is handled. Raises its refusal."""
+        """The place, held while the call is handled. Raises its refusal."""
         if self.refusal is not None:
             raise self.refusal
         assert self.place is not None
@@ -55,7 +58,7 @@ class Arrival:
 
 @dataclass
 class Outcome:
-    """How a call ended: ok, or the name of the error."""
+    """How a call ended: ok, or the error's name."""
 
     name: str = "ok"
 
@@ -64,14 +67,14 @@ Parse = Callable[[Any], Any]
 """Bytes to a message. Raises DecodeError."""
 
 Inner = Callable[[Any, Any], Awaitable[Any]]
-"""What is done of a call under the guard: its stream and context, to the reply."""
+"""The work of a call under the guard: stream and context to the reply."""
 
 Authenticate = Callable[[str], tuple[int, str, bool]]
 """Token to (session, tenant, is_admin). Raises SessionLost."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """The interceptor. remote: tenant of a bearer credential, to its session; None where TCP is off."""
+    """The interceptor. remote: session and tenant of the bearer credential; None if TCP is off."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._credential = credential
         self._remote = remote
         self.admit_peer: Callable[[str], None] = lambda _: None
-        """Hears from where calls with the credential of TCP come. Raises Overloaded."""
+        """Called with the peer of each call that has the TCP credential. Raises Overloaded."""
         self._counted: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     @property
@@ -107,8 +110,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             return handler
         arrival = self._arrived(details)
         parse = handler.request_deserializer
-        # Each as if its request were a stream: so the guard reads the message, in its time, and that of a refused call nobody. And the bytes are
-        # parsed in here: grpc itself would answer a malformed message with UNKNOWN and a traceback.
+        # Every request is taken as a stream, so the guard reads the message within its time, and
+        # none for a refused call. The guard also parses: gRPC would answer a malformed message with
+        # UNKNOWN and a traceback.
         if arrival.refusal is not None:
             make, call = grpc.stream_unary_rpc_method_handler, self._unary(_nothing, arrival)
         elif handler.response_streaming:
@@ -121,7 +125,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return make(call, None, handler.response_serializer)
 
     def _arrived(self, details: Any) -> Arrival:
-        """A place for the call, before its message is read: what waits in the daemon counts, not only what runs."""
+        """Takes a place before the message is read. So waiting calls count, not only running ones."""
         metadata = {k: v for k, v in details.invocation_metadata or () if isinstance(v, str)}
         try:
             session = self._identify(metadata)[0]
@@ -148,7 +152,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return call
 
     def _stream(self, inner: Callable[..., AsyncGenerator[Any, None]], parse: Parse, arrival: Arrival) -> Any:
-        # Written rather than yielded: so a cancelled call ends here, in its own task, and not when a generator is collected.
+        # Writes instead of yielding. So a cancelled call ends in its own task, not when a generator
+        # is collected.
         async def call(_raw: Any, context: Any) -> None:
             async with self._guarded(arrival, context) as caller, asyncio.timeout_at(caller.deadline):
                 message = await received(parse, context, within_s=self.call_timeout_s)
@@ -160,17 +165,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return call
 
     def deadline(self, timeout_s: float) -> float:
-        """Of a call that has so long, in the loop's time; 0: as long as the daemon gives."""
+        """The deadline of a call with this timeout, in the loop's time. 0: the daemon's default."""
         return asyncio.get_running_loop().time() + min(timeout_s or self.call_timeout_s, LONGEST_S)
 
     def place(self, method: str, session: int) -> Place:
-        """For a call on a line. Raises Overloaded."""
+        """Takes a place for a local call. Raises Overloaded."""
         return self._credits.place(method, session)
 
     def count(self, method: str, outcome: str, *, seconds: float) -> None:
-        """A call has ended."""
+        """Counts a call that has ended."""
         found = self._counted.get((method, outcome))
-        if found is None:  # looked up once: labels are words, and few
+        if found is None:  # cached: the labels take few values
             calls = self._metrics.calls.labels(method=method, outcome=outcome)
             found = self._counted[method, outcome] = calls, self._metrics.call_seconds.labels(method=method)
         found[0].inc()
@@ -221,7 +226,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         return Caller(session, tenant, is_admin, request, self._deadline(method, context))
 
     def _deadline(self, method: str, context: Any) -> float:
-        """In the loop's time: the client's own, an hour at most, or the daemon's."""
+        """The deadline in the loop's time: the client's own, at most an hour, or the daemon's
+        default."""
         if method in ENDLESS:
             return math.inf
         left = context.time_remaining()
@@ -252,7 +258,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
 
 
 async def _nothing(_message: Any, _context: Any) -> None:
-    """The handler of a call that is refused: never reached."""
+    """The handler of a refused call, which is never reached."""
 
 
 def parsed(parse: Parse, raw: bytes) -> Any:
@@ -269,7 +275,7 @@ async def received(parse: Parse, context: Any, *, within_s: float) -> Any:
     """The one message of a call. Raises InvalidArgument, TimeoutError."""
     async with asyncio.timeout(within_s):
         raw = await context.read()
-    if not isinstance(raw, bytes):  # the end of what it sends
+    if not isinstance(raw, bytes):  # the client's stream ended
         raise InvalidArgument("call: it ended without its message; use the stubs")
     return parsed(parse, raw)
 

@@ -1,7 +1,7 @@
-"""Messages to values and back: every check that needs only the message and its namespaces.
+"""Messages to values and back, with every check that needs only the message and its namespaces.
 
-Purpose: a malformed message becomes InvalidArgument here, with thing, fault, value, limit and remedy; past this module everything is
-well-formed. Non-purpose: who may do what (guard, cache). Pure functions.
+A malformed message becomes InvalidArgument here, with thing, fault, value, limit and remedy. Later
+code sees only well-formed values. guard and cache check permissions. Pure functions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tierd.core.plan import Bytes, Committed, GroupQuery, Lengths, PutQuery, Ser
 from tierd.errors import InvalidArgument
 
 NamespaceOf = Callable[[int, bytes], Namespace]
-"""Gives the namespace of rank 0 with this id, if the caller may use it, and if it is the one with this digest, where there is one."""
+"""The namespace of rank 0 with this id, if the caller may use it and the digest, if given, is its
+own."""
 
 _NEEDS = frozenset(map(int, Need))
 GROUP_LIMIT = 64
@@ -57,14 +58,14 @@ def spec_of(message: pb.OpenNamespaceRequest) -> NamespaceSpec:
 
 
 def tier_kind(value: int) -> TierKind:
-    """A kind that handles can point into."""
+    """A kind of tier that handles can point into."""
     if value not in (TierKind.DEVICE, TierKind.HOST):
         raise InvalidArgument(f"tier: kind {value} cannot be mapped by a client; ask for DEVICE (0) or HOST (1)")
     return TierKind(value)
 
 
 def durability(value: int) -> Durability:
-    """What a put asks for."""
+    """The durability of a put."""
     try:
         return Durability(value)
     except ValueError:
@@ -103,7 +104,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         tokens_per_block=size,
         tokens=tokens,
         need=Need(group.need),
-        need_tokens=min(group.need_tokens, tokens),  # more than all is all, and fits the core's columns
+        need_tokens=min(group.need_tokens, tokens),  # all tokens at most, to fit the core's columns
     )
 
 
@@ -151,7 +152,7 @@ def _priorities(group: pb.PutGroup, count: int) -> Bytes | None:
 
 
 def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Lengths | None:
-    """A value for each of so many blocks, uint32 [n]; None where none was sent."""
+    """A value for each of `count` blocks, uint32 [n]. None if none was sent."""
     if not values:
         return None
     if len(values) not in (1, count):
@@ -162,7 +163,7 @@ def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Len
 
 
 def commit_query(message: pb.CommitRequest, *, batch_limit: int, written: Sums | None) -> CommitQuery:
-    """Parses a Commit. written: waits until all is written; None: no message can follow that says so."""
+    """Parses a Commit. written: waits until all is written; None: no such message can follow."""
     if message.unwritten and written is None:
         raise InvalidArgument(
             "commit.unwritten: no message follows this call; send it over a line with more, or when all is written"
@@ -179,7 +180,7 @@ def commit_query(message: pb.CommitRequest, *, batch_limit: int, written: Sums |
 
 
 def commit_blocks(message: pb.CommitRequest, *, batch_limit: int) -> StructArray | None:
-    """COMMIT_BLOCK [n], or None for everything as it was named in Reserve."""
+    """COMMIT_BLOCK [n], or None for all blocks as named in Reserve."""
     if not message.HasField("blocks"):
         return None
     blocks = _records(message.blocks.blocks, COMMIT_BLOCK, "blocks")
@@ -206,10 +207,10 @@ def hashes_of(data: bytes, thing: str) -> Bytes:
 
 
 def handles(extents: StructArray, *, status: int | StructArray, tokens: StructArray, epoch: int) -> StructArray:
-    """HANDLE, in the shape of extents; statuses and tokens broadcast over it."""
+    """HANDLE, in the shape of extents. Statuses and tokens broadcast over it."""
     out = np.frombuffer(bytearray(extents.tobytes()), HANDLE).reshape(
         extents.shape
-    )  # they differ in what follows alone
+    )  # HANDLE begins with the fields of EXTENT
     out["status"], out["tokens"], out["epoch"] = status, tokens, epoch
     return out
 

@@ -1,7 +1,8 @@
-"""What anybody may call, without a session or a credential: health checks and reflection.
+"""Public services, without session or credential: health checks and reflection.
 
-Purpose: both, within bounds that the guard has for callers whom it knows. Invariants: a message that does not come in time is not waited for; a
-call counts until its reply has left, and is refused where too many of one server do; health watches end when the daemon does, and no reader keeps another, or the daemon, waiting.
+The guard does not bound these, so this module does. A late message times out. A call counts until
+its reply is sent, and is refused if too many of one server are in progress. Health watches end with
+the daemon. No reader can block another one or the daemon.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tierd.server.grpc.credits import RETRY_AFTER_S
 from tierd.server.grpc.guard import Parse, parsed, received
 
 SILENCE_S = 5.0
-"""For a message to come."""
+"""Wait for a message."""
 CALLS = 64
-"""In progress in one server, of each method."""
+"""Calls in progress in one server, of each method."""
 WATCHES = 16
-"""The same, of health watches, which have no end."""
+"""The same for health watches, which have no end."""
 Status = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
-    """Health checks. services: whose there are beside the daemon as a whole, ""."""
+    """Health checks. services: the known ones besides "", the whole daemon."""
 
     def __init__(self, services: tuple[str, ...]) -> None:
         self._services = {"", *services}
@@ -37,19 +38,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
         self._changed = asyncio.Event()
 
     def tell(self, *, serving: bool) -> None:
-        """What is answered from now on; who watches is told, and if it is serving no more the watch ends."""
+        """Sets the status and wakes the watches. They end when it is not serving."""
         self._status = Status.SERVING if serving else Status.NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802  # gRPC's name
-        """The status now."""
+        """The present status."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return Status(status=self._status)
 
     async def Watch(self, request: Any, _context: Any) -> AsyncIterator[Any]:  # noqa: N802  # gRPC's name
-        """The status now, and whenever it has changed since what was read last."""
+        """The present status, then each change since the last read."""
         is_known, last = request.service in self._services, None
         while last != Status.NOT_SERVING:
             changed, now = self._changed, self._status
@@ -61,23 +62,23 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
 
 
 class Unnamed:
-    """A gRPC server as the generated code of a service sees it: what it adds is served to anybody, within bounds."""
+    """A gRPC server for the generated code. It serves added services to any caller, within bounds."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
         self._open = Counter[str]()
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Nothing: they come with the registered ones, which are the same."""
+        """Does nothing: the registered handlers are the same."""
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Any]) -> None:
-        """All of a service's methods, by name."""
+        """Adds all of a service's methods, by name."""
         bounded = {method: self._bounded(method, handler) for method, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, bounded),))
         self._server.add_registered_method_handlers(name, bounded)
 
     def _bounded(self, method: str, handler: Any) -> Any:
-        """As if its request were a stream, and so its reply: neither is waited for outside of this."""
+        """Wraps a handler as stream to stream, so that all waits for request and reply happen here."""
         replies, parse = _replies(handler), handler.request_deserializer
         most = WATCHES if method == "Watch" else CALLS
 
@@ -93,7 +94,7 @@ class Unnamed:
         return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
 
     def _enter(self, method: str, most: int) -> None:
-        """Counts the call until its task ends, which waits for the reply to leave. Raises Overloaded."""
+        """Counts the call until its task ends, after the reply was sent. Raises Overloaded."""
         if self._open[method] >= most:
             raise Overloaded(f"{method}: {most} in progress; try again later", retry_after_s=RETRY_AFTER_S)
         task = asyncio.current_task()
@@ -103,7 +104,7 @@ class Unnamed:
 
 
 def _replies(handler: Any) -> Callable[[Parse, Any], AsyncIterator[Any]]:
-    """A handler's replies, of whatever kind it is."""
+    """A handler's replies, for each kind of handler."""
 
     async def one(parse: Parse, context: Any) -> AsyncIterator[Any]:
         yield await handler.unary_unary(await received(parse, context, within_s=SILENCE_S), context)

@@ -1,8 +1,7 @@
-"""The gRPC servers: the unix socket, and TCP on loopback where it is configured.
+"""The gRPC servers: the unix socket, and TCP on loopback if configured.
 
-Purpose: build, bind, refuse, finish. Non-purpose: what a call does. Invariants: sockets are made 0660 and only under the instance's
-lock, so a stale one may be removed; TCP is bound only with a credential; messages are bounded, since block bytes never ride in them but
-in chunks.
+Sockets are made 0660 and only under the instance's lock, so a stale one may be removed. TCP needs a
+credential. Messages are bounded, since block bytes only travel in chunks.
 """
 
 from __future__ import annotations
@@ -37,29 +36,31 @@ OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 5000),
 )
 GRPC_LOG = "grpc._cython.cygrpc"
-"""Where grpc.aio writes what a handler has raised, and that the reply of a unary call could not be sent: it sends that outside the guard."""
+"""The logger of grpc.aio for errors of handlers, and for unary replies that it could not send
+outside the guard."""
 STREAMS_FACTOR = 4
-"""Calls that one connection may have in the server, as a multiple of a session's credits: so that the credits are what refuses, and no
-connection can leave more than this unread."""
+"""Calls of one connection in the server, as a multiple of a session's credits. The credits refuse
+first, and a connection can leave no more replies unread."""
 CONNECTIONS_FACTOR = 4
 """Connections, as a multiple of the sessions that may be open."""
 BACKLOG = 16
-"""Calls in each server, as a multiple of the queue: so that the guard is what answers."""
+"""Calls in each server, as a multiple of the queue. So the guard answers, not gRPC."""
 SPARE = 1024
-"""Calls in each server beside those: endless ones, refused ones, replies that nobody has read. And connections to TCP, which unauthenticated.py keeps from being taken."""
+"""Further calls in each server: endless or refused ones, unread replies. Also further TCP
+connections, which unauthenticated.py keeps free."""
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of grpc's own is worth one of ours: not where the reply of a call met the end of that call, which its client has given up, nor
-    where a header, of whoever it is, is no text."""
+    """Whether to log a line of grpc's. Not if the client gave up before the reply, nor if a header
+    is not text."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, UnicodeDecodeError):  # a header that somebody sent
+    if isinstance(error, UnicodeDecodeError):  # a client's header
         return False
     return not (isinstance(error, grpc.aio.InternalError) and any(said in str(error) for said in OVER))
 
 
 class Rpc:
-    """Two gRPC servers over the same services: what takes all the room of the one leaves the other's."""
+    """Two gRPC servers over the same services. Exhausting one leaves room in the other."""
 
     def __init__(self, cache: CacheService, admin: AdminService, *, guard: Guard, limits: ServerConfig) -> None:
         logging.getLogger(GRPC_LOG).addFilter(is_news)
@@ -100,7 +101,7 @@ class Rpc:
         return newcomers
 
     async def start(self) -> None:
-        """Begins to serve."""
+        """Starts serving."""
         for server in self._servers:
             await server.start()
         self.health.tell(serving=True)
@@ -110,7 +111,7 @@ class Rpc:
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     def _bind(self, address: str, *, spare: int) -> int:
-        """spare: connections beside those that are meant."""
+        """spare: connections beyond the expected ones."""
         try:
             return int(self._build(spare=spare).add_insecure_port(address))
         except RuntimeError as error:

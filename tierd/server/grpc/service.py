@@ -1,7 +1,7 @@
-"""The Cache service: a message in, a verb of the conductor, a message out.
+"""The Cache service: translates messages to the conductor's verbs and back.
 
-Purpose: nothing but that; checks of messages are in messages.py, of callers in guard.py, byte streams in streams.py. Each handler
-is a few lines, so that the protocol can be read off them.
+Messages are checked in messages.py, callers in guard.py; byte streams are in streams.py. Handlers
+have a few lines, so they show the protocol.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierd.tcp.codecs import WIRE_CODECS
 from tierd.tiers.tier import is_device
 
 KeepNamespaces = Callable[[Namespace], Awaitable[None]]
-"""Stores the record of a namespace, if that is still to do, before anybody may use it."""
+"""Stores the record of a namespace, unless stored already, before any client may use it."""
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
@@ -43,20 +43,19 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache = cache
         self._keep_namespaces = keep_namespaces
         self._batch_limit = batch_limit
-        self._known: dict[tuple[int, int], Wanted] = {}  # what calls asked for; tiers come and go with the daemon alone
+        self._known: dict[tuple[int, int], Wanted] = {}  # cache of `_find_wanted`, since tiers never change
         self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         self.recent_namespaces = RecentNamespaces()
-        """Serves a stream of calls; set before the first one."""
         self.note_asked: Callable[..., None] | None = None
-        """Where traffic is recorded: the groups of a call, and whether it only looks."""
+        """Set if traffic is recorded: gets a call's groups, and whether it is a lookup."""
         self.note_names: Callable[[Names], None] | None = None
-        """Where routers are told of blocks: what clients call them."""
+        """Set if routers get events: gets the clients' names of blocks."""
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
         session = CALLER.get().session
         namespace = self._cache.open_namespace(session, messages.spec_of(request))
         await self._keep_namespaces(namespace)
-        # Raises SessionLost: of a session that has stopped meanwhile nothing is remembered.
+        # Raises SessionLost: a session that stopped meanwhile must not be remembered.
         self._cache.tenant_of(session)
         self.recent_namespaces.note(session, namespace.id)
         return pb.OpenNamespaceReply(
@@ -78,7 +77,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         caller, groups = CALLER.get(), self._asked(request.groups)
-        # Time is left for the answer, so that a slow disk costs a smaller hit and not the call.
+        # Time is left for the answer, so a slow disk shortens the hit and does not fail the call.
         timeout_s = caller.left_s * ANSWER_SHARE
         kind = self._wanted(request.tier, request.nth)
         epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
@@ -119,7 +118,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return self.grants.give((caller.session, caller.request), reply, reservations=numbers)
 
     async def _reserve_ahead(self, request: pb.ReserveRequest) -> pb.ReserveReply:
-        """For puts that may come: of one group, repeated."""
+        """Reserves for later puts: one group, repeated."""
         caller, groups = CALLER.get(), self._put_queries(request.groups)
         if len(groups) != 1:
             raise InvalidArgument(f"groups: {len(groups)} of puts that may come; give one")
@@ -183,7 +182,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             )
 
     def note_told(self, session: int, told: bytes, *, times: int) -> None:
-        """A session has made a get or a lookup by itself, so often: a message of its mailbox. Raises TierdErrors."""
+        """Counts gets or lookups that a session made without calls, from a message of its notices.
+        Raises TierdErrors."""
         is_lookup, group = told.startswith(LOOKED_UP), parsed(pb.Group.FromString, told[len(USED) :])
         mine = partial(self._cache.namespace_for, session)
         if len(group.ranks) > 1 or group.need != pb.NEED_PREFIX:
@@ -195,7 +195,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._cache.note_used(session, found, times=times, is_lookup=is_lookup)
 
     def _asked(self, groups: Any, *, is_lookup: bool = False) -> list[GroupQuery]:
-        """As _queries; what is recorded is the question, whatever the answer."""
+        """As _queries, and records the query, whatever the answer."""
         found = self._queries(groups)
         if self.note_asked:
             self.note_asked(found, is_lookup=is_lookup)
@@ -222,7 +222,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return found
 
     def _find_wanted(self, value: int, nth: int) -> Wanted:
-        """Pages on one GPU are of no use on another, so of several one is to be named."""
+        """Requires a name if there are several GPUs, since pages on one are useless to another."""
         kind = messages.tier_kind(value)
         mine = [tier for tier in self._cache.tiers if tier.spec.kind is kind]
         if not mine:
@@ -236,7 +236,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
 
 def _written(rest: Callable[[], Awaitable[bytes]] | None) -> Sums | None:
-    """Waits for the message that all of a commit is written, and gives its sums; None where none can follow."""
+    """Waits for the message that the commit is written, and returns its sums. None if no message
+    can follow."""
 
     async def sums() -> bytes:
         assert rest is not None

@@ -1,8 +1,9 @@
 """Put and Get as chunk streams, for clients that share no memory with the daemon.
 
-Purpose: the daemon stands in for the client: it reserves, writes, commits, or acquires, reads, releases. Invariants: every chunk's
-checksum is verified on receipt and made on sending; a stream that breaks off leaves nothing behind; blocks whose bytes did not all
-arrive are not committed; chunks are encoded and decoded in threads, and never in a page.
+The daemon acts for the client: it reserves, writes and commits, or acquires, reads and releases.
+Every chunk's checksum is verified on receipt and computed on sending. A broken stream holds
+nothing. Blocks with missing bytes are not committed. Threads encode and decode chunks, never in a
+page.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ PutChunk = Chunk[pb.PutChunk]
 
 
 class Recoded:
-    """A gRPC server as the generated code of a service sees it: what it adds gets Put and Get by codecs of their own in place of protobuf's."""
+    """A gRPC server for the generated code. It replaces protobuf's codecs of Put and Get by its
+    own."""
 
     def __init__(self, server: Any, service: Any) -> None:
         self._server, self._service = server, service
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Nothing: they come with the registered ones, which are the same."""
+        """Does nothing: the registered handlers are the same."""
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Any]) -> None:
-        """All of a service's methods, by name."""
+        """Adds all of a service's methods, by name."""
         put = grpc.stream_unary_rpc_method_handler(self._service.Put, PUT.decode, pb.PutReply.SerializeToString)
         # Chunks of a Get come encoded, by the step that reads the page.
         get = grpc.unary_stream_rpc_method_handler(self._service.Get, pb.GetRequest.FromString, bytes)
@@ -55,7 +57,7 @@ class Recoded:
 
 
 async def first_chunk(chunks: AsyncIterator[PutChunk]) -> PutChunk:
-    """The chunk that says what is put. Raises InvalidArgument for an empty stream."""
+    """The chunk that names the group. Raises InvalidArgument for an empty stream."""
     async for chunk in chunks:
         if not chunk.head.HasField("group"):
             raise InvalidArgument("put: the first chunk names no group; send it with the group and the durability")
@@ -66,7 +68,7 @@ async def first_chunk(chunks: AsyncIterator[PutChunk]) -> PutChunk:
 async def put(
     cache: Cache, caller: Caller, group: PutQuery, *, first: PutChunk, chunks: AsyncIterator[PutChunk]
 ) -> Codes:
-    """Takes a group's blocks in; BlockStatus u2[n]."""
+    """Puts a group's blocks. Returns BlockStatus u2[n]."""
     if len(group.blocks) and not group.blocks["hash"].any(axis=1).all():
         raise InvalidArgument("put: a block without a hash; name every block of a stream")
     durability, wire_codec = (
@@ -90,7 +92,7 @@ async def put(
 
 
 async def _plain(chunk: PutChunk, codec: WireCodec) -> PutChunk:
-    """The chunk as it was before it was encoded. Raises CorruptRecord."""
+    """The chunk before its encoding. Raises CorruptRecord."""
     length = chunk.head.plain_length
     if not length:
         return chunk
@@ -98,7 +100,7 @@ async def _plain(chunk: PutChunk, codec: WireCodec) -> PutChunk:
 
 
 class Incoming:
-    """The blocks of one Put while their bytes come in. arrived: bytes of each that are there, int64 [n]."""
+    """The blocks of one Put while their bytes arrive. arrived: bytes received of each, int64 [n]."""
 
     def __init__(self, cache: Cache, session: int, group: PutQuery, reserved: Reserved) -> None:
         self.group = group
@@ -109,7 +111,8 @@ class Incoming:
         self._cache, self._session = cache, session
 
     def take(self, chunk: PutChunk) -> None:
-        """The next chunk, in order and with its checksum. Raises InvalidArgument, CorruptRecord, StaleHandle."""
+        """Takes the next chunk, in order and with its checksum. Raises InvalidArgument,
+        CorruptRecord, StaleHandle."""
         head, data = chunk.head, chunk.data
         i, end = head.index, head.offset + len(data)
         self._check(head, end)
@@ -119,7 +122,7 @@ class Incoming:
             )
         self.arrived[i] = end
         if self.statuses[i] == BlockStatus.RESERVED and data:
-            # Looked up for every chunk: the reservation may have ended meanwhile, and its page be somebody else's.
+            # Looked up for every chunk: the reservation may have ended, and its page be reused.
             extent, held = self._extents[i], HoldKind.RESERVATION
             page = self._cache.page(self._session, held, self.reservation, extent)
             tier = self._cache.tiers[int(extent["tier"])]
@@ -165,7 +168,8 @@ def _named(group: PutQuery, which: StructArray) -> StructArray:
 
 
 async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int, codec: str = "") -> AsyncIterator[bytes]:
-    """Sends the servable blocks from number `first` on, as GetChunk; the first chunk says how many tokens can be served. codec: the wire codec's name."""
+    """Sends the servable blocks from number `first` on, as GetChunk. The first chunk has the number
+    of servable tokens. codec: the wire codec's name."""
     wire_codec = open_codec(codec, whose="the daemon")
     if len(group.namespaces) != 1:
         raise InvalidArgument(f"get: {len(group.namespaces)} ranks; ask for one rank a call")
@@ -175,19 +179,19 @@ async def get(cache: Cache, caller: Caller, group: GroupQuery, *, first: int, co
         for served in lease.served.groups:
             for i, extent in enumerate(served.extents[0], start=served.first):
                 for offset in range(0, int(extent["length"]) if i >= first else 0, CHUNK_BYTES):
-                    # Looked up for every chunk: the lease may have ended meanwhile, and its page be another block's.
+                    # Looked up for every chunk: the lease may have ended, and its page be reused.
                     page = cache.page(caller.session, HoldKind.LEASE, lease.lease, extent)
                     head, end = _head(i, offset, length=int(extent["length"]))
                     if wire_codec is None:
                         yield _message(head, page[offset:end])
-                    else:  # of a copy: once the loop goes on the page may be another block's
+                    else:  # copy first: during the await, the page may be reused
                         yield await asyncio.to_thread(_message, head, bytes(page[offset:end]), codec=wire_codec)
     finally:
         cache.release(caller.session, [lease.lease])
 
 
 def _head(index: int, offset: int, *, length: int) -> tuple[pb.GetChunk, int]:
-    """The chunk without its bytes, and where they end."""
+    """The chunk without its bytes, and their end."""
     head = pb.GetChunk(index=index, offset=offset, length=length, status=BlockStatus.READY)
     return head, min(length, offset + CHUNK_BYTES)
 

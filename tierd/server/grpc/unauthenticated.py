@@ -1,7 +1,8 @@
-"""TCP connections over which nobody has brought the credential yet: they end after seconds, and count apart.
+"""Ends TCP connections that bring no credential within seconds, and counts them apart.
 
-Purpose: what gRPC does not do: its own bound of connections counts all, and lets whoever is silent keep his. Non-purpose: calls (guard.py). Invariants: a connection with a call
-that brought the credential is never ended here; of the others at most NEWCOMERS outlive a look, and none of them NEWCOMER_S for long.
+gRPC's own limit counts all connections, and keeps silent ones. guard.py checks calls. A connection
+with an authenticated call is never ended here. After each look at most NEWCOMERS of the others
+remain, none of them longer than NEWCOMER_S.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ log = structlog.get_logger(__name__)
 NEWCOMERS = 64
 NEWCOMER_S = 5.0
 LOOK_S = 0.5
-"""From look to look."""
+"""Time between two looks."""
 Address = tuple[str, int]
 
 
 class Unauthenticated:
-    """Of one port. limit: connections with the credential."""
+    """The connections of one port. limit: of those with the credential."""
 
     def __init__(self, port: int, *, limit: int) -> None:
         self._port, self._limit = port, limit
-        self._known: dict[Address, int] = {}  # to the socket's inode, 0 until a look has found it
+        self._known: dict[Address, int] = {}  # to the socket's inode, 0 until the first look
         self._since: dict[int, float] = {}
         self._task = asyncio.create_task(self._look())
 
     def admit(self, peer: str) -> None:
-        """A call from there has brought the credential. peer: in gRPC's words. Raises Overloaded."""
+        """Records that a call from this peer had the credential. peer: in gRPC's notation. Raises
+        Overloaded."""
         address = split_address(unquote(peer).partition(":")[2])
         if address not in self._known and len(self._known) >= self._limit:
             raise Overloaded(f"server.tcp_listen: {self._limit} connections are open, which is the limit; close some")
         self._known.setdefault(address, 0)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops looking."""
         self._task.cancel()
 
     async def _look(self) -> None:
@@ -83,7 +85,8 @@ class Unauthenticated:
 
 
 def _connections(port: int, stack: contextlib.ExitStack) -> dict[Address, socket.socket]:
-    """Second descriptors of this process's connections to a port, which the stack closes, by their peers: gRPC gives none away. Raises OSError."""
+    """Duplicated descriptors of this process's connections to a port, by peer. The stack closes
+    them. Raises OSError. gRPC offers no access to its own."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -94,6 +97,6 @@ def _connections(port: int, stack: contextlib.ExitStack) -> dict[Address, socket
                 host, peer_port, *_ = one.getpeername()
                 found[host.removeprefix("::ffff:"), peer_port] = one
         except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ENOTCONN):  # it was closed meanwhile, or listens
+            if error.errno not in (errno.EBADF, errno.ENOTCONN):  # it was closed meanwhile, or it listens
                 raise
     return found

@@ -1,7 +1,8 @@
-"""What lines keep in memory of messages that are not whole yet, and of answers that nobody takes: one bound for the daemon.
+"""Limits the bytes that all lines keep in memory: incomplete messages and unread answers.
 
-Purpose: so many bytes, whoever many lines and sessions there are. Non-purpose: how long either may take (line.py, calls.py). Invariants: at the bound the line
-that has kept something longest is ended, which is who is slowest; a message that comes at once, and is taken at once, ends nobody.
+One limit holds for the daemon, for any number of lines and sessions. At the limit, the line that
+has kept bytes longest is ended: the slowest one. A message that arrives and is read at once ends
+none. Time limits are in line.py and calls.py.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ NOTED_BYTES = 16 << 10
 
 
 class Backlog:
-    """Of all lines. limit_bytes: what they may keep together."""
+    """The bytes kept by all lines. limit_bytes: their total limit."""
 
     def __init__(self, *, limit_bytes: int = BACKLOG_BYTES) -> None:
         self._limit = limit_bytes
-        self._bytes: dict[Callable[[], None], int] = {}  # who began first comes first
+        self._bytes: dict[Callable[[], None], int] = {}  # in the order in which they began
         self._total = 0
 
     def note(self, end: Callable[[], None], size: int) -> None:
-        """So much a line keeps now. end: of the line, always the same; called where it keeps too much."""
+        """Records a line's kept bytes. end: ends the line, always the same object; called if it
+        keeps too much."""
         before = self._bytes.get(end, 0)
         if size > NOTED_BYTES:
             self._bytes[end] = size

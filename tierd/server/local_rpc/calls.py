@@ -1,13 +1,16 @@
-"""Lines: calls of one request and one reply, one after another, over a socket that a session has for itself.
+"""Lines: calls of one request and one reply, one after another, over a socket of one session.
 
-A call of gRPC passes five threads in two processes and costs ten times what a message on a socket does, before anything of ours runs. So clients of
-this machine ask the session socket for a few lines, each with one call at a time. The messages are those of the service `Cache`, in an `Ask` and an
-`Answer` (cache.proto); each passes here what a call passes in guard.py: its session, its place among the calls in progress, its deadline, its
-name in the metrics and logs, its error by name. gRPC takes the same calls from everybody else.
+A gRPC call passes five threads in two processes. That costs ten times as much as a message on a
+socket, before our code runs. So local clients ask the session socket for a few lines, each with one
+call at a time. The messages are those of the service `Cache`, in an `Ask` and an `Answer`
+(cache.proto). Each call passes the same checks as in guard.py. It needs its session, a place among
+the calls in progress, and a deadline. Metrics, logs and errors have its name. gRPC accepts the same
+calls.
 
-Purpose: a message in, a verb of the service, a message out. Non-purpose: what verbs do (service.py), bytes of a line (line.py). Invariants: no
-verb runs without an open session and a place; a line holds a place only while a call of it runs; the end of a line is the end of its call; none
-rests after its session has ended, and no session has more than LINES_BORNE; each message waits for the loop's next turn; in the end no line is cut off in the middle of a call that still has time.
+No verb runs without an open session and a place. A line holds a place only while its call runs. The
+end of a line ends its call. No line is idle after its session has ended, and no session has more
+than LINES_BORNE. Each message waits for the loop's next turn. At the daemon's end, no line is
+closed during a call that still has time. Verbs are in service.py, bytes in line.py.
 """
 
 from __future__ import annotations
@@ -41,17 +44,18 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 LINES = 8
-"""What a session is told that it may have; each call on one takes a place like any other, so those that rest take none."""
+"""Lines that a session may have, as its greeting says. Each call takes a place, so idle lines take
+none."""
 LINES_BORNE = 2 * LINES
-"""What it may have: of those that it has closed the daemon may not have heard yet."""
+"""Lines that the daemon accepts. It may not have noticed yet that some are closed."""
 REQUEST_CHARS = 64
 WRITERS_S = 1.0
-"""In the end, for puts that are being written to be written."""
+"""At the end, time for puts to finish writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A call that may be made. path: as gRPC names it, for credits and rights; name: for metrics."""
+    """A call that a line accepts. path: its gRPC name, for credits and rights. name: for metrics."""
 
     name: str
     path: str
@@ -60,7 +64,8 @@ class Verb:
 
 
 class Lines:
-    """All of a daemon's. service: whose handlers are called; verbs are found by their descriptors. answered: hears of each session of which a call has been."""
+    """All lines of a daemon. service: has the handlers. answered: called with the session after
+    each call."""
 
     def __init__(self, service: Any, *, guard: Guard, answered: Callable[[int], None]) -> None:
         self._guard, self._answered = guard, answered
@@ -74,7 +79,8 @@ class Lines:
         self._is_ending = False
 
     def open(self, session: Session) -> socket.socket:
-        """A new line: the client's end, which the caller gives away and closes. Raises Overloaded, OSError."""
+        """A new line. Returns the client's end, which the caller sends and closes. Raises
+        Overloaded, OSError."""
         if self._open[session.id] >= LINES_BORNE:
             raise Overloaded(f"lines: {LINES_BORNE} of this session are open; close some of them")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -86,14 +92,14 @@ class Lines:
         return theirs
 
     def leave(self, session: int) -> None:
-        """The session has ended, and so do its lines: those that rest or wait for more of a call now, the others
-        after the call that they are in."""
+        """Ends an ended session's lines: idle ones and those that wait for the rest of a call now,
+        others after their call."""
         for task in [task for task, its in (*self._resting.items(), *self._awaiting.items()) if its.id == session]:
             task.cancel()
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Those that rest end now, those that wait for more of a call in WRITERS_S, the others after the call that
-        they are in, or when the time is over."""
+        """Ends all lines: idle ones now, those that wait for the rest of a call after WRITERS_S.
+        Others end after their call, or when the time is over."""
         self._is_ending = True
         for task in list(self._resting):
             task.cancel()
@@ -114,7 +120,7 @@ class Lines:
             log.error("line failed", session=session, exc_info=task.exception())
 
     async def _hold(self, ours: socket.socket, session: Session) -> None:
-        """One line, to its end."""
+        """Serves one line until its end."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         try:
@@ -125,13 +131,13 @@ class Lines:
         try:
             while (raw := await self._next(line, task, session)) is not None:
                 await self._serve(raw, session, line)
-                if line.owes_more:  # of a call that ended before it came
+                if line.owes_more:  # it belongs to a call that ended before
                     await self._rest(line, session)
                 if not line.is_taken:
-                    async with asyncio.timeout(self._guard.call_timeout_s):  # who does not read keeps nothing for ever
+                    async with asyncio.timeout(self._guard.call_timeout_s):  # limits how long a client may not read
                         await line.taken()
                 if line.has_more:
-                    await asyncio.sleep(0)  # who sends ahead does not have the loop for himself
+                    await asyncio.sleep(0)  # lets other clients run before a pipelined call
         except InvalidArgument as error:
             log.info("line closed", session=session.id, reason=str(error))
         except TimeoutError:
@@ -140,7 +146,8 @@ class Lines:
             line.close()
 
     async def _next(self, line: Line, task: asyncio.Task[None], session: Session) -> bytes | None:
-        """The next message; None at the end, whose ever it is. Raises InvalidArgument for one that is too long, or broken off."""
+        """The next message, or None at the end of the line. Raises InvalidArgument for one that is
+        too long or incomplete."""
         if self._is_ending or not session.is_open:
             return None
         self._resting[task] = session
@@ -150,7 +157,7 @@ class Lines:
             del self._resting[task]
 
     async def _rest(self, line: Line, session: Session) -> bytes:
-        """The message that belongs to the call before it. Raises InvalidArgument, Unavailable."""
+        """The second message of a call. Raises InvalidArgument, Unavailable."""
         task = asyncio.current_task()
         assert task is not None
         self._awaiting[task] = session
@@ -164,7 +171,7 @@ class Lines:
         return raw
 
     async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
-        """Writes the reply to one message, or why there is none, and counts it then."""
+        """Writes the reply to one message, or its error, and counts it."""
         begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
         try:
             ask = parsed(pb.Ask.FromString, raw)
@@ -211,7 +218,8 @@ class Lines:
 
 
 async def _in_time(work: Coroutine[Any, Any, T], deadline: float) -> T:
-    """Its result, unless it waits for longer. A deadline is set up for what waits at all, which most calls do not. Raises TimeoutError."""
+    """The result of the coroutine within the deadline. Raises TimeoutError. The deadline is set
+    only if the coroutine waits, which most calls do not."""
     try:
         paused = work.send(None)
     except StopIteration as done:
@@ -223,7 +231,7 @@ async def _in_time(work: Coroutine[Any, Any, T], deadline: float) -> T:
 
 @types.coroutine
 def _resumed(work: Coroutine[Any, Any, T], paused: Any) -> Generator[Any, Any, T]:
-    """As to await a coroutine that has come to its first pause."""
+    """Awaits a coroutine that is at its first pause."""
     try:
         while True:
             try:

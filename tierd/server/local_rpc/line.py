@@ -1,8 +1,9 @@
-"""One line: a stream socket that carries messages, each after its length (u4, little endian), to and fro in turns.
+"""One line: a stream socket of messages in turns, each after its length (4 bytes, little-endian).
 
-Purpose: bytes to messages and back on the event loop. Non-purpose: what a message says (calls.py). Invariants: nobody's message is begun to be read
-into memory beyond MESSAGE_MAX_BYTES, or for longer than its reader has patience; a client that sends ahead is not read from until what it sent first is taken; the other end's going is told at once,
-also in the middle of a call.
+It turns bytes into messages and back on the event loop; calls.py interprets them. A message is read
+only up to MESSAGE_MAX_BYTES, and within its reader's patience. While a client sends ahead, its
+first message is taken before more is read. The other end's close is reported at once, also during a
+call.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from tierd.server.local_rpc.backlog import NOTED_BYTES, Backlog
 
 HEAD = struct.Struct("<I")
 MESSAGE_MAX_BYTES = 8 << 20
-"""As of gRPC here."""
+"""The same limit as gRPC's here."""
 
 
 class Line(asyncio.Protocol):
-    """The daemon's end. on_over: called once, when the other end has gone; backlog: is told what is kept."""
+    """The daemon's end. on_over: called once when the other end has closed. backlog: counts the
+    kept bytes."""
 
     def __init__(self, on_over: Callable[[], object], backlog: Backlog) -> None:
         self._on_over, self._backlog = on_over, backlog
@@ -36,7 +38,7 @@ class Line(asyncio.Protocol):
         """Whether the next message belongs to the call before it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Whatever the other end does not take at once is waited for."""
+        """Sets the limit of unsent bytes to 0, so writes wait for the other end."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=0)
 
@@ -50,12 +52,12 @@ class Line(asyncio.Protocol):
             self._wake()
 
     def eof_received(self) -> bool:
-        """The other end has gone: there are no halves of a line."""
+        """The other end has closed. Half-closed lines are not supported."""
         self._end()
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        """So it has."""
+        """The connection has closed."""
         self._end()
 
     def pause_writing(self) -> None:
@@ -63,13 +65,15 @@ class Line(asyncio.Protocol):
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """It has."""
+        """The other end reads again."""
         self._writable.set()
         self._note()
 
     async def read(self, *, patience_s: float) -> bytes | None:
-        """The next message; None when the other end has gone. Raises InvalidArgument for one too long, or begun and not ended within patience_s, after
-        which nothing more can be read."""
+        """The next message, or None if the other end has closed. The line cannot be read after an
+        error.
+
+        Raises InvalidArgument for a message that is too long, or does not end within patience_s."""
         while (end := self._whole()) is None:
             if self._is_over:
                 return None
@@ -90,33 +94,33 @@ class Line(asyncio.Protocol):
         return raw
 
     def write(self, message: bytes) -> None:
-        """Gives a message away."""
+        """Sends a message."""
         self._transport.write(HEAD.pack(len(message)) + message)
         self._note()
 
     @property
     def has_more(self) -> bool:
-        """Whether bytes have come that nobody has read."""
+        """Whether unread bytes have arrived."""
         return bool(self._buffer)
 
     @property
     def is_taken(self) -> bool:
-        """Whether the other end has taken what was written, or has gone."""
+        """Whether the other end has taken all written bytes, or has closed."""
         return self._writable.is_set()
 
     async def taken(self) -> None:
-        """Waits until it is."""
+        """Waits until `is_taken`."""
         await self._writable.wait()
 
     def close(self) -> None:
-        """Ends the line; what was written and not taken is lost. Safe to call twice."""
+        """Ends the line. Bytes not taken yet are lost. Safe to call twice."""
         self._is_over = True
         self._transport.abort()
         self._buffer.clear()
         self._note()
 
     def end(self) -> None:
-        """Ends the line as if the other end had gone."""
+        """Ends the line as if the other end had closed."""
         self._is_noted = False
         self._transport.abort()
 
@@ -130,7 +134,7 @@ class Line(asyncio.Protocol):
             self._awaited = None
 
     def _whole(self) -> int | None:
-        """Where the first message ends, if it is here."""
+        """The end of the first message, if it is complete."""
         if len(self._buffer) < HEAD.size:
             return None
         length: int = HEAD.unpack_from(self._buffer)[0]
@@ -139,7 +143,7 @@ class Line(asyncio.Protocol):
         return HEAD.size + length if len(self._buffer) >= HEAD.size + length else None
 
     def _note(self) -> None:
-        """Tells the backlog, where it is worth it, or was."""
+        """Reports kept bytes to the backlog, if there are many, or were."""
         kept = len(self._buffer)
         if not self._writable.is_set():
             kept += self._transport.get_write_buffer_size()

@@ -1,6 +1,6 @@
-"""Gauges of how things stand, refreshed at an even pace rather than at every change.
+"""Gauges of the present state, refreshed at a fixed interval.
 
-Purpose: tiers, sessions, leases, queues as metrics. Non-purpose: counters, which count where things happen.
+They cover tiers, sessions, leases and queues. Counters are updated elsewhere, at each event.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Gauges:
         self._declined: Counter[tuple[str, str]] = Counter()
 
     def start(self) -> None:
-        """Begins to refresh."""
+        """Starts refreshing."""
         metrics = self._daemon.metrics
         metrics.info.labels(version=tierd.__version__, instance=self._daemon.instance).set(1)
         for tier in self._daemon.tiers:
@@ -41,7 +41,7 @@ class Gauges:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stops refreshing."""
         if self._task:
             self._task.cancel()
 
@@ -54,7 +54,7 @@ class Gauges:
             await asyncio.sleep(INTERVAL_S)
 
     def refresh(self) -> None:
-        """Sets every gauge to what is true now."""
+        """Sets every gauge to its present value."""
         metrics, cache = self._daemon.metrics, self._daemon.cache
         stats = cache.core.stats()
         metrics.blocks.set(stats.blocks)
@@ -99,7 +99,7 @@ class Gauges:
                 self._daemon.metrics.wear_left.labels(tier=tier.spec.name).set(left)
 
     def _count_declined(self, tier: TierStats) -> None:
-        """The core counts; the counters follow."""
+        """Advances the counters to the core's counts."""
         for reason, count in tier.declined.items():
             counter = self._daemon.metrics.admission_declined.labels(tier=tier.name, reason=reason)
             counter.inc(count - self._declined[tier.name, reason])

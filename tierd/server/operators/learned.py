@@ -1,7 +1,8 @@
-"""What the learner of reuse knows outlives a restart.
+"""Keeps the learner's state of reuse across restarts, in `reuse.npz` in the state directory.
 
-Purpose: reading and keeping `reuse.npz` in the state directory. Non-purpose: learning (`tierd.policies.reuse`). Invariants: the file is replaced whole; one that cannot be
-read, or that another version wrote, is said and left out, and learning begins with what ships with tierd; what cannot be kept harms nothing else.
+The file is replaced whole. An unreadable file, or one of another version, is logged and ignored.
+Learning then begins with the state shipped with tierd. A failed save harms nothing else.
+`tierd.policies.reuse` learns.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ log = structlog.get_logger(__name__)
 
 FILE = "reuse.npz"
 SAVE_S = 300.0
-"""What a crash may cost of what was learnt."""
+"""A crash loses at most the learning of this time."""
 
 
 class Learned:
-    """Keeps what the policies of a daemon learn, if any of them does."""
+    """Saves the learner's state, if a policy of the daemon learns."""
 
     def __init__(self, policies: NamedPolicies, state_dir: Path) -> None:
         self._policies, self._path = policies, state_dir / FILE
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to keep it."""
+        """Starts saving."""
         if self._policies.traffic is not None:
             self._task = asyncio.create_task(self._keep_for_ever())
 
     async def stop(self) -> None:
-        """Keeps it a last time."""
+        """Saves a last time."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -61,7 +62,7 @@ class Learned:
 
 
 def read_learner(state_dir: Path) -> Learner | None:
-    """What a former life learnt; None if there was none or it is of no use."""
+    """The learner of an earlier daemon. None if its file is missing or unusable."""
     path = state_dir / FILE
     try:
         raw, learner = io.BytesIO(path.read_bytes()), Learner()

@@ -1,11 +1,12 @@
 """Numbers for the blocks of a recording, by first appearance.
 
-Purpose: the same block, the same number; what a block is cannot be told from it. Non-purpose: lines and files
-(recording.py). Invariants: numbers begin at 0 and follow one another; a block's hash is not kept, only 8 bytes that
-depend on it and on secret factors, drawn anew for each recording.
+The same block gets the same number, which does not reveal the block. Numbers begin at 0 without
+gaps. Instead of a block's hash, 8 bytes are kept that depend on it and on secret factors. Each
+recording draws new factors. Lines and files are made in recording.py.
 
-The 8 bytes are a multilinear hash of namespace and hash (Lemire and Kaser, "Strongly universal string hashing is fast",
-2014), and they stand for the block: two of 8 million share them once in half a million recordings.
+The 8 bytes are a multilinear hash of namespace and hash (Lemire and Kaser, "Strongly universal
+string hashing is fast", 2014). Two of 8 million blocks share them once in half a million
+recordings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HALVES = HASH_BYTES // 4
 
 
 class Numbers:
-    """The blocks that have a number; and of each, how often it was looked up and not acquired since, and when last."""
+    """The numbered blocks, with their lookups without an acquire since, and the last one's time."""
 
     def __init__(self, *, limit: int) -> None:
         """limit: blocks that can have a number."""
@@ -41,10 +42,8 @@ class Numbers:
         return self._blocks.count
 
     def of(self, hashes: Bytes, namespaces: NDArray[np.uint32]) -> Ids | None:
-        """The numbers of these blocks: int64 [n]; new ones are given in order. None where they would be too many, and nothing is changed.
-
-        hashes: uint8 [n, 32]. namespaces: of each.
-        """
+        """The numbers of these blocks, int64 [n]. New ones are given in order. At the limit, None
+        and no change. hashes: uint8 [n, 32]. namespaces: of each."""
         keys = self._keys(hashes, namespaces)
         ids = self._blocks.find(keys)
         new = np.flatnonzero(ids < 0)
@@ -59,18 +58,18 @@ class Numbers:
         return ids
 
     def note_lookup(self, ids: Ids, at_ms: int, *, after_ms: int) -> None:
-        """These blocks were looked up; what was before after_ms is forgotten."""
+        """Counts a lookup of these blocks. Lookups before after_ms are forgotten."""
         self._lookups[ids] = np.where(self._looked_ms[ids] < after_ms, 1, self._lookups[ids] + 1)
         self._looked_ms[ids] = at_ms
 
     def take_lookup(self, block: int, *, after_ms: int) -> bool:
-        """Whether there is a lookup of this block since after_ms that was not taken yet; it is taken."""
+        """Consumes one lookup of this block since after_ms. False if there is none."""
         is_there = self._looked_ms[block] >= after_ms and self._lookups[block] > 0
         self._lookups[block] -= is_there
         return bool(is_there)
 
     def _keys(self, hashes: Bytes, namespaces: NDArray[Any]) -> Keys:
-        """Of blocks: uint64 [n], modulo 2^64."""
+        """The blocks' keys: uint64 [n], modulo 2^64."""
         halves = np.ascontiguousarray(hashes).view("<u4")
         sums = np.einsum("ij,j->i", halves, self._factors[1:]) + namespaces.astype(np.uint64) * self._factors[0]
         return np.asarray(sums, np.uint64)

@@ -1,7 +1,8 @@
-"""The daemon's recordings: one at a time, in a directory of its own below the state directory.
+"""The daemon's recordings: one at a time, in a directory of their own below the state directory.
 
-Purpose: begin one, end it, say how it is. Non-purpose: what is in it (recording.py). Invariants: clients choose a name and never a path; the
-directory is 0700 and a file 0600; a file that exists is never written to; one that a former life wrote stays until somebody removes it.
+It starts and stops a recording, and reports its state; recording.py has its content. Clients choose
+a name, never a path. The directory is 0700 and a file 0600. An existing file is never written to,
+and stays until an operator removes it.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FILES_LIMIT = 100
 """Recordings in the directory."""
 MAX_BYTES = 256 << 20
-"""Where the request names no size."""
+"""Default size limit of a recording."""
 LEAST_BYTES = 64 << 10
 SECONDS = 3600.0
-"""Where the request names no time."""
+"""Default time limit of a recording."""
 LONGEST_S = 30 * 86400.0
 STOP_TIMEOUT_S = 10.0
-"""For what is still to be written, on a disk that hangs."""
+"""Wait for the last writes to a hanging disk."""
 
 
 class Recorder:
-    """See the module. directory: made with the first recording."""
+    """Starts and stops recordings. directory: made with the first one."""
 
     def __init__(self, directory: Path, cache: Cache) -> None:
         self._directory = directory
@@ -48,12 +49,13 @@ class Recorder:
         self._turn = asyncio.Lock()
 
     def note(self, groups: Sequence[GroupQuery], *, is_lookup: bool) -> None:
-        """A call has come; its first group stands for the request."""
+        """Records a call. Its first group stands for the request."""
         if self._recording is not None:
             self._recording.note(self._cache.clock.now(), groups[0], is_lookup=is_lookup)
 
     async def start(self, request: pb.RecordStartRequest) -> pb.RecordReply:
-        """Begins a recording. Raises InvalidArgument, Overloaded where one goes on, TierFailed where no file can be made."""
+        """Starts a recording. Raises InvalidArgument, Overloaded if one runs, TierFailed without a
+        file."""
         bounds = bounds_of(request)
         async with self._turn:
             if self._recording is not None and not self._recording.reason:
@@ -66,7 +68,7 @@ class Recorder:
         return self.status()
 
     async def stop(self) -> pb.RecordReply:
-        """Ends the recording; what was asked for until now is in it. Raises NotFound where none goes on."""
+        """Ends the recording; calls noted so far are written. Raises NotFound if none is running."""
         async with self._turn:
             if self._recording is None or self._recording.reason:
                 ended = (
@@ -78,13 +80,13 @@ class Recorder:
         return self.status()
 
     async def close(self, *, timeout_s: float) -> None:
-        """The daemon ends."""
+        """Ends the recording when the daemon ends."""
         if self._recording is not None:
             self._recording.stop()
             await asyncio.to_thread(self._recording.join, timeout_s=timeout_s)
 
     def status(self) -> pb.RecordReply:
-        """The recording that goes on, else the last one of this life."""
+        """The running recording, else the last one of this daemon."""
         if self._recording is None:
             return pb.RecordReply(state="none")
         recording, counts = self._recording, self._recording.counts
@@ -126,7 +128,7 @@ def named(path: Path) -> str:
 
 
 def bounds_of(request: pb.RecordStartRequest) -> Bounds:
-    """What a request asks for. Raises InvalidArgument."""
+    """The limits in a request. Raises InvalidArgument."""
     if request.name and not NAME.fullmatch(request.name):
         raise InvalidArgument(
             f"name: {request.name!r:.80} is none; 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"

@@ -1,12 +1,13 @@
-"""One recording: what clients ask for, as a trace in a file, written by a thread of its own.
+"""One recording: the clients' requests as a trace in a file, written by its own thread.
 
-Purpose: one line for each request, in the format that `tierctl replay` and `tierctl simulate` read: when it came, how many tokens, which blocks.
-Non-purpose: which recording there is (recorder.py), what a block's number hides (numbering.py). Invariants: no token, hash or name leaves; nobody waits
-for the thread: what its queue does not take is lost and counted; the file never grows above its limit and holds whole gzip members only, so a
-daemon that is killed leaves one that can be read; whatever goes wrong in here ends the recording with a reason and nothing else.
+Each request is one line, in the format of `tierctl replay` and `tierctl simulate`: time, tokens,
+blocks. It contains no tokens, hashes or names. No call waits for the thread: requests beyond its
+queue are lost and counted. The file never exceeds its limit. It holds whole gzip members only, so
+it stays readable after a kill. Any error here ends only the recording, with a reason.
 
-A request is an acquire, or a lookup: engines look a prompt up and then acquire what was found of it, each rank by itself. So an acquire of what a lookup
-within LOOKUP_MS has asked for belongs to that lookup, and ranks but the first have no lines.
+A request is an acquire or a lookup. Engines look a prompt up, then each rank acquires what was
+found. So an acquire within LOOKUP_MS of a lookup of its blocks belongs to that lookup. Only the
+first rank has lines. The numbers are from numbering.py.
 """
 
 from __future__ import annotations
@@ -32,29 +33,29 @@ from tierd.server.operators.numbering import Numbers
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.25
-"""How often the thread looks at its queue: nobody wakes it."""
+"""Interval at which the thread reads its queue, since no call wakes it."""
 FLUSH_S = 2.0
-"""So much a daemon that is killed may lose."""
+"""A killed daemon may lose this much."""
 FLUSH_BYTES = 1 << 16
-"""Of lines, in one gzip member; it looks back half as far."""
+"""Bytes of lines in one gzip member. Its window is half as long."""
 LEVEL = 1
-"""Of compression: others would take three times as long and save a tenth."""
+"""Of compression. Higher levels would take three times as long and save a tenth."""
 QUEUE_BLOCKS = 1 << 19
-"""Asked for and not yet numbered: 16 MiB of hashes."""
+"""Requested but not numbered yet: 16 MiB of hashes."""
 REQUEST_BLOCKS = 8
-"""A request takes as much of the queue as so many blocks, besides its own."""
+"""Cost of a request in the queue besides its own blocks."""
 PART_BLOCKS = 1 << 12
-"""Numbered at a time: enough to be cheap, and few enough that nobody waits long for the interpreter."""
+"""Numbered at a time: cheap per block, and short enough that other threads get the interpreter."""
 NUMBER_LIMIT = 8 << 20
-"""Different blocks in one recording: some 200 MB of memory while it lasts."""
+"""Different blocks in one recording: some 200 MB of memory while it runs."""
 LOOKUP_MS = 60_000
 RESERVE_BYTES = 64 << 20
-"""Of its file system, left to the daemon's own state."""
+"""Free space of its file system kept for the daemon's own state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """After so many bytes, or so many seconds, a recording ends by itself."""
+    """A recording ends after this many bytes or seconds."""
 
     max_bytes: int
     seconds: float
@@ -62,7 +63,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One call's first group, and when it came, on the daemon's clock."""
+    """One call's first group, and its arrival on the daemon's clock."""
 
     at_s: float
     group: GroupQuery
@@ -76,7 +77,8 @@ class Asked:
 
 @dataclass(slots=True)
 class Counts:
-    """What is in the file: requests, the blocks that they list, how many of these differ, bytes. lost: requests that are not."""
+    """Contents of the file: requests, their blocks, how many of these differ, bytes. lost: requests
+    not in the file."""
 
     requests: int = 0
     blocks: int = 0
@@ -87,30 +89,31 @@ class Counts:
 
 @dataclass(slots=True)
 class Lines:
-    """Lines that are not in the file yet, and what they will add to its counts."""
+    """Lines that are not in the file yet, and their additions to its counts."""
 
     texts: list[bytes] = field(default_factory=list)
     length: int = 0
     blocks: int = 0
 
     def add(self, text: bytes, blocks: int) -> None:
-        """One more."""
+        """Adds a line."""
         self.texts.append(text)
         self.length += len(text)
         self.blocks += blocks
 
 
 class _Over(Exception):
-    """The recording has reached a bound; says which."""
+    """The recording has reached a limit, named in the text."""
 
 
 class Recording:
-    """See the module. begun_s: on the daemon's clock. namespace_of: by an id of any rank. Raises OSError if the file cannot be made."""
+    """One recording. begun_s: on the daemon's clock. namespace_of: by an id of any rank. Raises
+    OSError if the file cannot be made."""
 
     def __init__(self, path: Path, bounds: Bounds, *, begun_s: float, namespace_of: Callable[[int], Namespace]) -> None:
         self.path, self.bounds, self.counts = path, bounds, Counts()
         self.reason = ""
-        """Why it has ended; empty: it has not."""
+        """Why it has ended; empty while it runs."""
         self._begun_s, self._namespace_of = begun_s, namespace_of
         self._began, self._ended = time.monotonic(), 0.0
         self._queue: deque[Asked] = deque()
@@ -125,11 +128,11 @@ class Recording:
 
     @property
     def elapsed_s(self) -> float:
-        """How long it has gone on, or went on."""
+        """How long it has run, or ran."""
         return (self._ended or time.monotonic()) - self._began
 
     def note(self, now: float, group: GroupQuery, *, is_lookup: bool) -> None:
-        """A call has come. Never waits: beyond the queue's bound it is lost, and counted."""
+        """Queues a call. Never waits: a call beyond the queue's limit is lost and counted."""
         if self._stop.is_set() or self.reason or not len(group.hashes):
             return
         asked = Asked(now, group, is_lookup)
@@ -140,11 +143,12 @@ class Recording:
         self._queue.append(asked)
 
     def stop(self) -> None:
-        """What was noted is still written; what comes from now on is not of it. Call it where calls are noted."""
+        """Ends the recording. Earlier calls are still written, later ones not. Call it in the
+        thread that calls `note`."""
         self._stop.set()
 
     def join(self, *, timeout_s: float) -> None:
-        """After `stop`. Blocking, until it has ended or the time is over (a disk that hangs)."""
+        """After `stop`: waits for the thread, or until the time is over (a hanging disk). Blocking."""
         self._thread.join(timeout_s)
 
     # -- in the thread
@@ -159,13 +163,13 @@ class Recording:
             reason = (
                 f"{self.path}: cannot be written ({error}); what came before is kept: make room, and start another one"
             )
-        except Exception as error:  # whatever it is: serving goes on
+        except Exception as error:  # after any error, serving goes on
             log.exception("recording failed", path=str(self.path))
             reason = f"internal fault ({error!r:.200}); see the daemon's log"
         self._end(reason)
 
     def _write_on(self) -> None:
-        """Until it is stopped. Raises _Over, OSError."""
+        """Writes until it is stopped. Raises _Over, OSError."""
         while not self._stop.wait(POLL_S):
             is_over = self.elapsed_s >= self.bounds.seconds
             self._take()
@@ -180,14 +184,14 @@ class Recording:
         self._ended, self.reason = time.monotonic(), reason
         self.counts.lost += len(self._queue) + len(self._lines.texts)
         self._queue.clear()
-        self._lines, self._numbers = Lines(), Numbers(limit=0)  # the memory goes, the counts stay
+        self._lines, self._numbers = Lines(), Numbers(limit=0)  # frees the memory, keeps the counts
         with contextlib.suppress(OSError):
             os.close(self._fd)
         log.info("recording ended", path=str(self.path), reason=reason, requests=self.counts.requests)
 
     def _take(self) -> None:
-        """What the queue holds now becomes lines, and most lines go to the file. Raises _Over, OSError."""
-        left = len(self._queue)  # what comes meanwhile has its turn later
+        """Turns the queue into lines, and writes most of them to the file. Raises _Over, OSError."""
+        left = len(self._queue)  # later calls wait for the next turn
         while left > 0:
             part, blocks = [], 0
             while self._queue and blocks < PART_BLOCKS:
@@ -200,7 +204,7 @@ class Recording:
                 self._flush()
 
     def _number(self, part: Sequence[tuple[Asked, int]]) -> None:
-        """Lines of these calls; each with the id of its namespace's first rank."""
+        """Adds lines of these calls. Each call has the id of its namespace's first rank."""
         part = [(asked, base) for asked, base in part if base in asked.group.namespaces]
         if not part:
             return
@@ -220,7 +224,7 @@ class Recording:
         return max(0, round(1000 * (asked.at_s - self._begun_s)))
 
     def _is_part_of_lookup(self, asked: Asked, ids: Ids) -> bool:
-        """Whether an acquire asks for what was looked up just before; it is asked for once for each lookup."""
+        """Whether an acquire belongs to a recent lookup. Each lookup matches one acquire."""
         at_ms, numbers = self._at_ms(asked), self._numbers
         if asked.is_lookup:
             numbers.note_lookup(ids, at_ms, after_ms=at_ms - LOOKUP_MS)
@@ -233,13 +237,14 @@ class Recording:
         self._lines.add(b'%s"hash_ids":[%s],%s' % (head, listed, tail), len(asked.group.hashes))
 
     def _tail(self, base: int) -> bytes:
-        """What all lines of a namespace end with. output_length is not known when a request comes, and is there for other readers."""
+        """The end of every line of a namespace. output_length is unknown when a request comes;
+        other readers need the field."""
         spec = self._namespace_of(base).spec
         size = (spec.tokens_per_block, spec.block_bytes * spec.rank_count)
         return b'"tokens_per_block":%d,"block_bytes":%d,"namespace":%d}\n' % (*size, len(self._tails))
 
     def _flush(self) -> None:
-        """Appends the lines to the file, as one gzip member. Raises _Over, OSError."""
+        """Appends the lines to the file as one gzip member. Raises _Over, OSError."""
         self._flushed = time.monotonic()
         if not self._lines.texts:
             return
@@ -259,7 +264,7 @@ class Recording:
             raise OSError(errno.ENOSPC, f"less than {RESERVE_BYTES >> 20} MiB would be left for the daemon's own state")
 
     def _append(self, member: bytes) -> None:
-        """All of it, or nothing. Raises OSError."""
+        """Appends all of it or nothing. Raises OSError."""
         rest = memoryview(member)
         try:
             while rest:

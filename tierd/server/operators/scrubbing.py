@@ -1,7 +1,4 @@
-"""Scrubs and the quarantine as the Admin service tells of them.
-
-Purpose: from passes to messages. Non-purpose: what a pass does (cache/scrub.py).
-"""
+"""Scrubs and the quarantine as messages of the Admin service. cache/scrub.py runs the passes."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from tierd.cache.scrub import Pass, Scrub, TierPass
 from tierd.core.formats.model import Fault, PageState
 
 INTERVAL_S = 0.1
-"""Between two words of how far a pass is."""
+"""Time between two progress messages."""
 
 
 class Scrubbing:
@@ -25,7 +22,8 @@ class Scrubbing:
         self._cache, self._core, self._scrub = cache, cache.core, scrub
 
     async def run(self, request: pb.ScrubRequest, tier: int | None) -> AsyncGenerator[pb.ScrubPass, None]:
-        """A pass over one tier, or over all, and its progress; with audit the core's books at its end. Raises Overloaded, Unavailable."""
+        """Runs a pass over one tier or all, and yields its progress. Raises Overloaded,
+        Unavailable. audit: checks the core at its end."""
         tiers = range(len(self._cache.tiers)) if tier is None else [tier]
         told, passed = -INTERVAL_S, None
         async with contextlib.aclosing(self._scrub.ask(tiers, bandwidth=request.bandwidth)) as passes:
@@ -40,7 +38,7 @@ class Scrubbing:
         yield last
 
     def status(self, tier: int | None) -> pb.ScrubStatusReply:
-        """The background's pass, the last whole one, and what is quarantined in one tier or in all."""
+        """The background's pass, the last whole one, and the quarantine of one tier or of all."""
         scrub = self._scrub
         return pb.ScrubStatusReply(
             period_s=scrub.period_s,
@@ -56,7 +54,7 @@ class Scrubbing:
         )
 
     async def _audit(self) -> str:
-        """What is wrong in the books; empty if nothing is. Step by step, so that calls get their turn."""
+        """The first inconsistency in the core, empty if none. Other calls run between its steps."""
         for step in self._core.audit():
             try:
                 step()

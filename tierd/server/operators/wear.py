@@ -1,8 +1,9 @@
-"""Wear: what was written to each store, in this life and before, what its budget has left, and how long its drive will last.
+"""Wear: bytes written to each store, its remaining budget, and the expected life of its drive.
 
-Purpose: counting, keeping the count across restarts, telling it. Non-purpose: deciding what is written (`tierd.policies.admission`). Counted are the bytes of slots,
-headers included; the journal beside them is less than a thousandth. Invariants: `wear.jsonl` in the state directory is replaced whole; a count that cannot be
-kept is said, and harms nothing else; after a crash at most SAVE_S of writes are missing from the count.
+It counts writes and keeps the count across restarts. Counted are the bytes of slots, headers
+included; the journal is less than a thousandth. `wear.jsonl` in the state directory is replaced
+whole. A failed save is logged and harms nothing else. A crash loses at most SAVE_S of writes from
+the count. `tierd.policies.admission` decides on writes.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ log = structlog.get_logger(__name__)
 FILE = "wear.jsonl"
 SAVE_S = 15.0
 RATE_SAMPLES = 240
-"""An hour of them: over as long the write rate is measured."""
+"""The write rate is measured over an hour of samples."""
 DAY_S = 86400
 
 
 @dataclass(slots=True)
 class Count:
-    """One store's, as it is kept. day: since 1970, UTC; level_bytes: of the wear budget."""
+    """One store's saved count. day: since 1970, UTC. level_bytes: of the wear budget."""
 
     written_bytes: int = 0
     day: int = 0
@@ -50,7 +51,7 @@ class Count:
 
 
 class Life(NamedTuple):
-    """days: that a drive is expected to last yet, None if nobody can say; basis: what from, or why not."""
+    """days: expected remaining life of a drive, None if unknown. basis: its source, or the reason."""
 
     days: float | None
     basis: str
@@ -58,7 +59,7 @@ class Life(NamedTuple):
 
 @dataclass(slots=True)
 class _Store:
-    """One store. seen_bytes: of this life, as far as they are in the count; samples: (wall seconds, bytes of this life)."""
+    """One store. seen_bytes: counted in this run. samples: (wall seconds, bytes of this run)."""
 
     tier: NvmeStore
     table: NvmeConfig
@@ -67,7 +68,7 @@ class _Store:
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_SAMPLES))
 
     def advance(self, now_s: float) -> None:
-        """Takes what was written since the last time into the count. now_s: Unix time."""
+        """Counts the bytes written since the last call. now_s: Unix time."""
         new, day = self.tier.written_bytes - self.seen_bytes, int(now_s // DAY_S)
         self.seen_bytes += new
         self.count.written_bytes += new
@@ -81,7 +82,7 @@ class _Store:
 
 
 class Wear:
-    """See the module. Made before anything is written: budgets go on where the last life left them."""
+    """The wear of all stores. Made before anything is written: budgets continue from the last run."""
 
     def __init__(self, daemon: Assembly) -> None:
         self._core, self._clock = daemon.cache.core, daemon.cache.clock
@@ -97,19 +98,19 @@ class Wear:
             self._core.resume_wear(store.tier.position, level_bytes=level, now=now)
 
     def start(self) -> None:
-        """Begins to keep the count."""
+        """Starts saving the count."""
         self._sample()
         self._task = asyncio.create_task(self._keep_for_ever())
 
     async def stop(self) -> None:
-        """Keeps it a last time."""
+        """Saves a last time."""
         if self._task:
             self._task.cancel()
             await asyncio.wait([self._task])
         await self._keep()
 
     async def told(self) -> pb.WearReply:
-        """How every store fares; asks the drives, which may take some seconds."""
+        """The wear of every store. It queries the drives, which may take some seconds."""
         found = [await asyncio.to_thread(drives_under, Path(store.tier.place)) for store in self._stores]
         now_s, stats = self._sample(keep=False), self._core.tier_stats()
         pairs = zip(self._stores, found, strict=True)
@@ -140,7 +141,7 @@ class Wear:
         )
 
     def _sample(self, *, keep: bool = True) -> float:
-        """Brings the counts up to now, Unix time in seconds, which is the answer."""
+        """Updates the counts. Returns the Unix time in seconds."""
         now_s = self._clock.wall_ms() / 1000
         for store in self._stores:
             store.advance(now_s)
@@ -168,13 +169,14 @@ class Wear:
 
 
 def records_of(counts: Mapping[str, Count]) -> Iterator[bytes]:
-    """One JSON record a store, by its directory."""
+    """One JSON record per store, with its directory."""
     for place, count in counts.items():
         yield json.dumps({"path": place, **asdict(count)}, separators=(",", ":")).encode()
 
 
 def read_counts(path: Path) -> dict[str, Count]:
-    """What former lives have counted, by directory. A damaged line is dropped and said: that store's count begins anew."""
+    """Counts of earlier runs, by directory. A damaged line is dropped and logged, and that store's
+    count restarts."""
     counts: dict[str, Count] = {}
     try:
         lines = path.read_bytes().splitlines()
@@ -193,7 +195,8 @@ def read_counts(path: Path) -> dict[str, Count]:
 
 
 def life_of(drives: Sequence[Drive], table: NvmeConfig, *, written_bytes: int, rate_bytes_per_s: float) -> Life:
-    """The shortest life of the drives by their own percentages and hours; else by the rated endurance and our rate."""
+    """The shortest life of the drives by their own percentages and hours. Else from the rated
+    endurance and our rate."""
     lives = [life for drive in drives if (life := _own_life(drive)) is not None]
     if lives:
         return min(lives, key=lambda life: life.days or 0.0)
@@ -208,7 +211,7 @@ def life_of(drives: Sequence[Drive], table: NvmeConfig, *, written_bytes: int, r
 def _own_life(drive: Drive) -> Life | None:
     smart = drive.smart
     if smart is None or not smart.percentage_used or not smart.power_on_hours:
-        return None  # new, or it does not say for how long it has been wearing
+        return None  # new, or its hours are unknown
     used = smart.percentage_used
     days = max(0, 100 - used) / used * smart.power_on_hours / 24
     return Life(days, f"the drive's own {used} % used in {smart.power_on_hours / 24:.0f} days of power")

@@ -1,7 +1,8 @@
-"""Arms fault points of a running daemon, and asks for its memory, for tests: a socket of its own, served by a thread of its own.
+"""A socket for tests that arms fault points of a running daemon, and reports its memory.
 
-Purpose: `FaultSocket`, there only if TIERD_FAILPOINT_SOCKET was in the environment at start. It answers while the event loop is wedged.
-Non-purpose: production; the path lies in a directory of the test's. One request a datagram, `verb word...`; the reply is JSON.
+`FaultSocket` exists only if TIERD_FAILPOINT_SOCKET was set at start, never in production. Its own
+thread answers even if the event loop hangs. The path lies in a directory of the test's. One request
+per datagram, `verb word...`; the reply is JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from tierd.errors import InvalidArgument
 
 REQUEST_BYTES = 4096
 NUMPY_KEEPS, NUMPY_KEEPS_BELOW_BYTES = 7, 1024
-"""Freed arrays of each length that numpy keeps for the next of that length: 3.6 MiB in all, reached after hours, as lengths come up."""
+"""Freed arrays that numpy keeps of each length: 3.6 MiB in all, reached after hours, as lengths
+come up."""
 NAMES = 40_000
-"""Ten times the entries of CPython's cache of attributes, each of which keeps the last name that fell to it: 0.3 MiB. And more than have room in
-its table of interned strings, which doubles, once, when as many have come and gone: 0.9 MiB."""
+"""Names to fill CPython's caches once.
+
+Ten times the entries of its attribute cache, each of which keeps its last name: 0.3 MiB. Also more
+names than fit its table of interned strings, which doubles once after as many have come and gone:
+0.9 MiB."""
 
 
 class FaultSocket:
-    """Serves one tester at a time. path: of the socket, replaced if it is there."""
+    """Serves one tester at a time. path: of the socket; an existing one is replaced."""
 
     def __init__(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -102,7 +107,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """What malloc has given out and not got back, in use after a collection; Python's own objects only under PYTHONMALLOC=malloc."""
+    """Bytes in use from malloc, after a collection. Includes Python's own objects only under
+    PYTHONMALLOC=malloc."""
     fill_caches()
     gc.collect()
     mallinfo2 = ctypes.CDLL(None).mallinfo2
@@ -113,7 +119,7 @@ def allocated_bytes() -> int:
 
 @functools.cache
 def fill_caches() -> None:
-    """Once: what numpy and CPython keep although nobody uses it is as much as it ever becomes, and cannot be taken for growth."""
+    """Fills the caches of numpy and CPython once, so that their growth is not mistaken for a leak."""
     for length_bytes in range(1, NUMPY_KEEPS_BELOW_BYTES):
         _ = [np.empty(length_bytes, dtype=np.uint8) for _ in range(NUMPY_KEEPS)]
     for i in range(NAMES):
@@ -124,7 +130,7 @@ def fill_caches() -> None:
 
 @contextlib.contextmanager
 def fault_socket(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """The socket, where the environment asks for it; and what TIERD_FAILPOINTS arms."""
+    """Opens the socket if the environment asks for it, and arms TIERD_FAILPOINTS."""
     failpoint.arm_from(environ)
     path = environ.get("TIERD_FAILPOINT_SOCKET")
     if not path:

@@ -1,8 +1,9 @@
-"""The daemon keeps a little of the memory that it has freed.
+"""Makes the daemon keep some of the memory that it frees.
 
-Chunks of Put and Get are a MiB each, in buffers that live for less than a millisecond. If they went back to the kernel,
-each of their pages would be cleared and faulted in anew, which takes as long as carrying its bytes. Large tables go
-back whole. What is kept has a bound: KEPT_BYTES of each of ARENAS. Without glibc nothing changes.
+Put and Get use buffers of one MiB, which live for less than a millisecond. If they went back to the
+kernel, it would clear and fault in each page again. That takes as long as copying the bytes. Large
+tables go back whole. The daemon keeps at most KEPT_BYTES in each of ARENAS. Without glibc nothing
+changes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ ARENAS = 4
 KEPT_BYTES = 16 << 20
 """Free memory at an arena's end."""
 WHOLE_BYTES = 4 << 20
-"""From this size on an allocation is a mapping of its own."""
+"""From this size on, an allocation is a mapping of its own."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
 
 def keep_freed() -> bool:
-    """For this process, from now on. Whether it could be said to the library: best before threads begin, which each take an arena."""
+    """Sets this for the process. True on success. Call it early, since each thread takes an arena."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

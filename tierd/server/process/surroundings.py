@@ -1,7 +1,8 @@
-"""Looks whether the files that the daemon lives on are still there.
+"""Checks whether the daemon's files still exist.
 
-Purpose: `watched`. Non-purpose: disks that fail (tierd.cache.watch). Invariants: a store whose files were removed goes out of service; an arena's daemon ends, and says why: its
-supervisor starts it again on what is left. A look that hangs at one tier keeps none from the others.
+If a store's files were removed, it leaves service. If an arena's were, the daemon ends with a
+logged reason, and its supervisor restarts it. A check that hangs at one tier does not block the
+others. Failing disks are watched in tierd.cache.watch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOOK_S = 1.0
 
 @contextlib.asynccontextmanager
 async def watched(daemon: Assembly) -> AsyncIterator[None]:
-    """A look every LOOK_S while the context lasts."""
+    """Checks every LOOK_S while the context lasts."""
     tasks = [
         asyncio.create_task(_watch(tier, daemon.cache.core))
         for tier in daemon.tiers

@@ -1,8 +1,9 @@
-"""Threads that see to it that the daemon never hangs for good: one looks at the event loop, one at the end.
+"""Threads that end a hanging daemon: one watches the event loop, one the shutdown.
 
-Purpose: `LoopWatch`, `Deadman`, `end_now`. Non-purpose: keepalives to the supervisor, which come from the loop itself (lifecycle.py). Invariants: time in which
-the whole process was stopped does not count; what ends the process says so in the log's last line. A thread that holds the interpreter's lock for
-ever stops these threads too: then the supervisor's own watchdog is left.
+`LoopWatch`, `Deadman` and `end_now` do this. Time in which the whole process was stopped does not
+count. The log's last line names what ended the process. A thread that holds the interpreter's lock
+for ever stops these threads too. Then the supervisor's watchdog remains; lifecycle.py sends its
+keepalives from the loop itself.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tierd.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 TICK_S = 0.5
-"""Each costs the loop and the thread a wake-up, which are most of what an idle daemon takes of a processor."""
+"""Each tick wakes the loop and the thread, most of an idle daemon's processor time."""
 
 
 class LoopWatch:
-    """As a context manager, on the loop that it watches.
+    """A context manager on the loop that it watches.
 
-    warning_s: the loop has not turned for so long: every thread's stack goes to the log, once. limit_s: the process ends.
-    """
+    warning_s: after this hang it logs every thread's stack, once.
+    limit_s: after this it ends the process."""
 
     def __init__(self, metrics: Metrics, *, warning_s: float, limit_s: float) -> None:
         self._lag = metrics.loop_lag
@@ -58,7 +59,7 @@ class LoopWatch:
             self._ended.wait(TICK_S)
 
     def _await_beat(self) -> None:
-        """In ticks, so that a process that was stopped as a whole has waited one of them."""
+        """Waits in ticks, so that a stop of the whole process counts as one tick."""
         waited_s, is_told = 0.0, False
         while not self._beaten.wait(TICK_S) and not self._ended.is_set():
             waited_s += TICK_S
@@ -79,12 +80,12 @@ class LoopWatch:
             faulthandler.dump_traceback(sys.stderr)
             os.write(sys.stderr.fileno(), last.encode())
         finally:
-            faulthandler.disable()  # it would speak once more, after the last line
+            faulthandler.disable()  # otherwise it would write after the last line
             os.abort()
 
 
 class Deadman:
-    """Ends the process if it has not ended by itself after so many seconds."""
+    """Ends the process if it is still running after so many seconds."""
 
     def __init__(self, after_s: float) -> None:
         timer = threading.Timer(after_s, end_now, args=[f"not ended {after_s:g} s after it was told to"])
@@ -93,7 +94,7 @@ class Deadman:
 
 
 def end_now(why: str, *, status: int = 1) -> NoReturn:
-    """The end, whatever threads hang. Nothing is lost by it that a crash would not lose."""
+    """Ends the process at once, even if threads hang. It loses no more than a crash would."""
     try:
         log.warning("ended at once", why=why)
         sys.stdout.flush()

@@ -1,12 +1,12 @@
-"""What calls have given to clients lately, so that a reply that nobody waited for leaves nothing held.
+"""Remembers what recent calls gave to clients, to take it back if a reply does not arrive.
 
-A call that is cancelled, or whose deadline passes, may have been answered at that moment: its client never learns the number of the lease
-or reservation, which would stay until its process ends. So it names the call (`tierd-request`) over the session socket, and what that call gave,
-or is still to give, is taken back.
+A call may be answered just when it is cancelled or times out. Its client then never learns the
+number of the lease or reservation, which would stay until its process ends. So the client names the
+call (`tierd-request`) over the session socket, and the daemon takes its grants back.
 
-Purpose: numbers by calls' ids, a bounded number of them for each session. Non-purpose: leases themselves (core), deadlines (guard.py).
-Invariants: whichever comes first, the call's end or the word that it was given up, nothing stays held; no session makes another's be
-forgotten; of a session that has stopped nothing is remembered, though a call of it may end after it.
+The order of the call's end and the revocation does not matter. The number of remembered calls is
+bounded for each session, so no session displaces another's. Nothing is remembered of a stopped
+session, even if a call of it ends later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 from tierd.errors import TierdError, Unavailable
 
 LIMIT = 1024
-"""Calls of a session that are remembered; its client speaks within a moment, if it does, and has far fewer in flight."""
+"""Remembered calls of a session. Its client revokes within a moment, and has far fewer in flight."""
 
 Call = tuple[int, str]
 """Session and request id."""
@@ -28,10 +28,8 @@ T = TypeVar("T")
 
 
 class Grants:
-    """One per daemon. release(session, leases) and abort(session, reservation) as in the cache; they know of no fault.
-
-    check_open(session) raises SessionLost for one that has stopped.
-    """
+    """One per daemon. release(session, leases), abort(session, reservation): as in the cache; they
+    raise nothing. check_open(session): raises SessionLost for a stopped one."""
 
     def __init__(
         self,
@@ -47,7 +45,8 @@ class Grants:
         self._revoked: dict[int, OrderedDict[str, None]] = {}
 
     def give(self, call: Call, reply: T, *, lease: int = 0, reservations: Sequence[int] = ()) -> T:
-        """The reply of a call, on its way. Raises Unavailable if its client has given the call up, SessionLost if it has gone."""
+        """Passes a call's reply on. Raises Unavailable if its client gave the call up, SessionLost
+        if the session has stopped."""
         try:
             self._check_wanted(*call)
         except TierdError:
@@ -58,7 +57,7 @@ class Grants:
         return reply
 
     def revoke(self, session: int, request: str) -> None:
-        """The client does not have the reply of a call and will not take it."""
+        """Takes back what a call gave or will give. Its client will not read the reply."""
         calls = self._given.get(session)
         given = calls.pop(request, None) if calls else None
         if given is None:
@@ -67,13 +66,13 @@ class Grants:
             self._take_back(session, given)
 
     def forget(self, session: int) -> None:
-        """Its connection is closed: no word of its calls can come any more."""
+        """Its connection is closed, so no call can be revoked any more."""
         self._given.pop(session, None)
         self._revoked.pop(session, None)
 
     @property
     def count(self) -> int:
-        """Calls that are remembered."""
+        """Remembered calls."""
         return sum(map(len, self._given.values())) + sum(map(len, self._revoked.values()))
 
     def _check_wanted(self, session: int, request: str) -> None:

@@ -1,11 +1,11 @@
-"""Clients tell of gets and lookups that they made without a call; the daemon hears one at a time, between its other
-work.
+"""Counts clients' one-sided gets and lookups, one report at a time between other work.
 
-    mailbox ──▶ add ──▶ waiting, alike ones as one ──▶ hear, in a step of the loop each
+    notices ──▶ add ──▶ waiting, equal ones merged ──▶ hear, each in its own step of the loop
 
-Purpose: that nobody's calls wait for it, however much is told. Non-purpose: what is told (service.py), when mailboxes are read (notice_polling.py). Invariants: what waits has a bound, of each session and of
-all, and beyond it is not heard; what is told again keeps its place, so none is passed over for ever; whatever hearing one of them comes to, the others are heard; what a session has told before its end
-is heard before that.
+So reports never delay calls. Waiting reports have a bound per session and in all; more are dropped.
+A repeated report keeps its place, so each is processed in time. An error in one does not stop the
+others. A session's reports are processed before its end. service.py reads their content,
+notice_polling.py decides when notices are read.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from tierd.errors import TierdError
 log = structlog.get_logger(__name__)
 
 USED, LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
-"""Begin a message of the mailbox that is about no leases; a Group follows, which the client has got, or looked up,
-without a call."""
+"""Prefixes of a notice without leases. A Group follows that the client got, or looked up, without a
+call."""
 SESSION_LIMIT, LIMIT = 64, 1024
-"""Of one session, which tells of at most 32 between two answers (`UNASKED_LIMIT` of tierd/client/session/notices.py) in each
-of its threads, and of all: 20 KiB each at most (`MESSAGE_BYTES` of notices.py)."""
+"""Limits per session and in all.
+
+A client thread reports at most 32 between two answers (`UNASKED_LIMIT` of
+tierd/client/session/notices.py), of 20 KiB each at most (`MESSAGE_BYTES` of notices.py)."""
 TIMES_LIMIT = 256
-"""Alike ones that count; beyond, while they wait, they are heard as so many."""
+"""Equal reports that count. While they wait, more of them are ignored."""
 
 
 class Hear(Protocol):
-    """A session has told this, so often. Raises what it raises."""
+    """Processes a report that a session made `times` times. May raise."""
 
     def __call__(self, session: int, told: bytes, *, times: int) -> None:
-        """So it has."""
+        """See the class."""
         ...
 
 
 class HitReports:
-    """See the module."""
+    """The waiting reports of all sessions."""
 
     def __init__(self, hear: Hear) -> None:
         self._hear = hear
@@ -49,7 +51,7 @@ class HitReports:
         self._is_due = False
 
     def add(self, session: int, told: bytes) -> None:
-        """To be heard soon, after those that wait."""
+        """Adds a report behind those that wait."""
         key = (session, told)
         times = self._waiting.get(key, 0)
         if not times:
@@ -62,7 +64,7 @@ class HitReports:
             asyncio.get_running_loop().call_soon(self._next)
 
     def finish(self, session: int) -> None:
-        """The session ends: what it has told is heard now."""
+        """Processes a session's reports before it ends."""
         for its, told in [key for key in self._waiting if key[0] == session]:
             self._hear_one(its, told)
 
@@ -80,7 +82,7 @@ class HitReports:
             del self._counts[session]
         try:
             self._hear(session, told, times=times)
-        except TierdError:  # of a client that has gone, or says what is none
+        except TierdError:  # the client has gone, or the report is invalid
             log.debug("a get that was told of is none", session=session, exc_info=True)
         except Exception:
             log.exception("a get that was told of was not heard", session=session)

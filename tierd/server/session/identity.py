@@ -1,8 +1,8 @@
-"""Who a client is: from what the kernel says of its process, and a credential where uids say nothing.
+"""Identifies clients by the kernel's data of their process, or by a credential.
 
-Purpose: one function, peer and credential to identity, used for every way in. Non-purpose: what an identity may do. Invariants:
-a tenant never comes from a request; a credential names a tenant and never makes an operator; a wrong credential is refused, never
-taken for none.
+One function maps peer and credential to an identity, for every kind of connection. A request never
+names its tenant. A credential names a tenant and never makes an operator. A wrong credential is
+refused, not ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from tierd.errors import ConfigError, NotPermitted
 
 TENANT_MAX_BYTES = 64
-"""What the session table has room for."""
+"""The length of the session table's field."""
 
 CREDENTIAL_LEAST_CHARS = 16
 """A shorter secret could be guessed."""
@@ -27,7 +27,7 @@ _LINE = re.compile(r"(?P<tenant>\S+)\s+(?P<credential>\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process as the kernel describes it. start_time: clock ticks since boot, as /proc/<pid>/stat says."""
+    """A process as the kernel knows it. start_time: clock ticks since boot (/proc/<pid>/stat)."""
 
     pid: int
     uid: int
@@ -36,7 +36,8 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who calls. domain: the tenant's trust domain; is_admin: root or the daemon's own user, without a credential."""
+    """The identity of a caller. domain: the tenant's trust domain. is_admin: root or the daemon's
+    own user, without a credential."""
 
     uid: int
     pid: int
@@ -46,7 +47,7 @@ class Identity:
 
 
 def _foreign_uid() -> int:
-    """What the kernel shows in place of a uid that a user namespace does not map."""
+    """The kernel's placeholder for a uid that a user namespace does not map."""
     try:
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
@@ -55,7 +56,7 @@ def _foreign_uid() -> int:
 
 @dataclass(frozen=True)
 class IdentityRules:
-    """What the configuration says of identities. credentials: tenant to secret; owner: uid of the daemon."""
+    """The configuration's rules. credentials: tenant to secret. owner: uid of the daemon."""
 
     tenants: Mapping[int, str] = field(default_factory=dict)
     credentials: Mapping[str, str] = field(default_factory=dict)
@@ -79,10 +80,8 @@ def identify(peer: Peer, *, credential: str | None, rules: IdentityRules, domain
 
 
 def load_rules(tenants: Mapping[int, str], credential_file: str = "") -> IdentityRules:
-    """The rules of a configuration; reads the credential file, `tenant credential` a line, # begins a comment.
-
-    Raises ConfigError.
-    """
+    """The rules of a configuration. Raises ConfigError. The credential file has `tenant credential`
+    lines; # begins a comment."""
     for uid, tenant in tenants.items():
         _check_tenant(tenant, where=f"identity.tenants[{uid}]")
     return IdentityRules(
@@ -91,7 +90,7 @@ def load_rules(tenants: Mapping[int, str], credential_file: str = "") -> Identit
 
 
 def _tenant_of_credential(credential: str, rules: IdentityRules) -> str:
-    """Compares with every secret in constant time, so that the time taken tells nothing."""
+    """Compares with every secret in constant time, so the time reveals nothing."""
     given = credential.encode()
     found = ""
     for tenant, secret in rules.credentials.items():

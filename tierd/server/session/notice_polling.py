@@ -1,10 +1,10 @@
-"""Mailboxes: sockets over which clients give leases back and tell of gets that they made by themselves, and which wake nobody: they are read when their client calls anyway, when room is
-wanted, and every now and then for a while after its last call.
+"""Decides when notices (releases and hit reports, which wake no process) are read.
 
-    call is answered ──▶ client copies, and says so by the mailbox ──▶ its next call is answered, which reads that, or the next look does
+    call answered ──▶ client copies, sends a notice ──▶ read at the next answer or the next look
 
-Purpose: when they are read. Non-purpose: reading (notices.py), what a release is (cache). Invariants: what a client says within KEPT_S of a session's last answer is read within LOOK_S or
-a little more; nobody is looked after who has not called for longer.
+The daemon reads them at a client's calls, when room is needed, and every LOOK_S for a while after a
+session's last answer. A notice sent within KEPT_S of that answer is read within about LOOK_S.
+Sessions idle for longer are not polled. notices.py reads them; the cache releases.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import asyncio
 from collections.abc import Callable
 
 LOOK_S = 0.05
-"""Between two looks."""
+"""Time between two looks."""
 KEPT_S = 1.0
-"""After a session's last answer its mailbox is looked into for so long, and once more: for as long as its client uses it (`MAILBOX_S` of tierd/client/session/notices.py), who counts from before the answer."""
+"""How long notices are polled after a session's last answer; one more look follows.
+
+Clients send them for as long (`MAILBOX_S` of tierd/client/session/notices.py), measured from before
+the answer."""
 
 
 class NoticePolling:
-    """read: empties the mailbox of a session, if it has one."""
+    """read: processes the notices of a session, if it has a socket for them."""
 
     def __init__(self, read: Callable[[int], None]) -> None:
         self._read = read
@@ -27,7 +30,7 @@ class NoticePolling:
         self._timer: asyncio.TimerHandle | None = None
 
     def answered(self, session: int) -> None:
-        """A call of the session has been answered: what its client has said before is read, and is looked for later."""
+        """Reads the session's notices after an answered call, and polls it for a while."""
         self._read(session)
         loop = asyncio.get_running_loop()
         self._answered[session] = loop.time()
@@ -35,18 +38,18 @@ class NoticePolling:
             self._timer = loop.call_later(LOOK_S, self._look)
 
     def read_all(self) -> None:
-        """Those in which something may be."""
+        """Reads the notices of all polled sessions."""
         for session in list(self._answered):
             self._read(session)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Stops polling."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        begun = loop.time()  # reading may take its time, in which more comes into those that were read first
+        begun = loop.time()  # taken first: notices may arrive while others are read
         try:
             self.read_all()
         finally:

@@ -1,8 +1,8 @@
-"""The daemon's end of a session's mailbox: what its client gives back, and gets of its own, without waking anybody.
+"""The daemon's end of a session's notices: releases and hit reports that wake no process.
 
-Each message is u8 numbers, little-endian, of leases that end. Or it is a Group that the client has got, or looked
-up, by itself, behind a 0, or behind 2^64 - 1. When it is read is decided elsewhere (notice_polling.py). A client that
-fills it while it is read delays nobody.
+A message has the numbers of leases that end, 8 bytes each, little-endian. Or it is a Group that the
+client got or looked up without a call, after a 0 or 2^64 - 1. The module notice_polling.py decides
+when it is read. A client that sends while it is read delays no other.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import struct
 from collections.abc import Iterator
 
 MESSAGE_BYTES = 20 << 10
-"""Of one message: the names of 512 blocks, and what else a Group says."""
+"""Limit of a message: 512 block names and the Group's other fields."""
 MAILBOX_BYTES = 64 << 10
-"""Linux doubles it and counts its own bookkeeping: a mailbox holds 4 of the longest messages, or 170 short ones. One
-read takes what it holds, so a client that fills it meanwhile delays nobody."""
+"""The socket's buffer; Linux doubles it and counts its own bookkeeping.
+
+It holds 4 of the longest messages, or 170 short ones. One read takes no more, so a client that
+fills it meanwhile delays no other."""
 READ_AT_ONCE = 128
-"""Messages."""
+"""Messages in one read."""
 _LEASE = struct.Struct("<Q")
 
 
 class Notices:
-    """One of a session. theirs: the client's end, to be sent and closed. Raises OSError where descriptors are short."""
+    """The notices of one session. theirs: the client's end, to be sent and closed. Raises OSError
+    if no descriptors are left."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -30,7 +33,7 @@ class Notices:
         self.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAILBOX_BYTES)
 
     def messages(self) -> Iterator[bytes]:
-        """Takes what is there. At its end there is nothing more to hear."""
+        """Yields the waiting messages, up to the limits of one read."""
         heard_bytes = 0
         for _ in range(READ_AT_ONCE):
             if heard_bytes > 2 * MAILBOX_BYTES:
@@ -45,10 +48,10 @@ class Notices:
             yield data
 
     def close(self) -> None:
-        """Reads no more."""
+        """Closes the daemon's end."""
         self._ours.close()
 
 
 def leases_of(data: bytes) -> list[int]:
-    """Numbers of leases that end. What is no whole number says nothing."""
+    """Numbers of leases that end. An incomplete number is ignored."""
     return [lease for (lease,) in _LEASE.iter_unpack(data[: len(data) // _LEASE.size * _LEASE.size])]

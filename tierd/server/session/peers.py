@@ -1,7 +1,7 @@
-"""The process at the other end of a unix socket, and a descriptor that becomes readable when it is gone.
+"""The process at the other end of a unix socket, and a descriptor that becomes readable at its end.
 
-Purpose: proof of who connected and of when that process has ended. Non-purpose: sessions. Invariant: a pidfd given out here is of
-the very process that connected, not of a later one with its number; where that cannot be had, the client is refused.
+A pidfd returned here belongs to the very process that connected, not to a later one with its
+number. If there is no such proof, the client is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 """Linux 6.5 and newer; Python has no name for it yet."""
 
 _ENDED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)
-"""What SO_PEERPIDFD answers for a process that is gone."""
+"""The errors of SO_PEERPIDFD for a process that is gone."""
 
 
 def peer_of(connection: socket.socket) -> tuple[Peer, int]:
-    """The process that connected, and its pidfd, which the caller closes. Raises NotPermitted, Unsupported."""
+    """The connected process, and its pidfd for the caller to close. Raises NotPermitted,
+    Unsupported."""
     pid, uid = trust.peer_of(connection)
     if pid <= 0:
         raise NotPermitted(
@@ -43,7 +44,7 @@ def peer_of(connection: socket.socket) -> tuple[Peer, int]:
 
 
 def _peer_pidfd(connection: socket.socket) -> int | None:
-    """None where the kernel has no such option. Raises NotPermitted if the peer is gone already."""
+    """None if the kernel has no such option. Raises NotPermitted if the peer is gone already."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError as error:
@@ -55,7 +56,7 @@ def _peer_pidfd(connection: socket.socket) -> int | None:
 
 
 def _opened(pid: int, uid: int) -> tuple[Peer, int]:
-    """By number, on kernels before 6.5: what is read before and after the open must agree."""
+    """Opens by number, on kernels before 6.5. The data before and after the open must agree."""
     before = _start_time(pid)
     try:
         pidfd = os.pidfd_open(pid)
@@ -80,7 +81,7 @@ def _start_time(pid: int) -> int:
 
 
 def _uid_of(pid: int) -> int | None:
-    """The effective uid, which is what SO_PEERCRED says."""
+    """The effective uid, as in SO_PEERCRED."""
     try:
         match = re.search(r"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:

@@ -1,13 +1,13 @@
-"""Which namespaces each session has opened lately, for operators.
+"""The namespaces that each session opened lately, for operators.
 
-Purpose: `tierctl engines` tells who shares blocks with whom. Non-purpose: who may use a namespace (cache). Invariants: a bounded number for each session;
-of a session that has stopped nothing is remembered.
+`tierctl engines` shows from it which sessions share blocks. Their number is bounded for each
+session, and none are kept of a stopped session. The cache checks permissions.
 """
 
 from __future__ import annotations
 
 LIMIT = 64
-"""Namespaces of one session; beyond them that which was opened longest ago is forgotten."""
+"""Namespaces of one session. Beyond this limit, the one opened longest ago is forgotten."""
 
 
 class RecentNamespaces:
@@ -17,7 +17,7 @@ class RecentNamespaces:
         self._opened: dict[int, dict[int, None]] = {}
 
     def note(self, session: int, namespace: int) -> None:
-        """The session has opened a namespace, for the first time or again."""
+        """Records that the session opened a namespace, for the first time or again."""
         opened = self._opened.setdefault(session, {})
         opened.pop(namespace, None)
         opened[namespace] = None
@@ -29,5 +29,5 @@ class RecentNamespaces:
         return list(self._opened.get(session, ()))
 
     def forget(self, session: int) -> None:
-        """The session serves nothing any more."""
+        """Forgets a stopped session."""
         self._opened.pop(session, None)

@@ -1,8 +1,9 @@
-"""A client's connection to the session socket: its hello, its requests answered, its session's end with the socket.
+"""A client's connection to the session socket: its hello, its requests, and its session's end with
+the socket.
 
-The messages are those of session_requests.py, what they do is `Sessions`'. Nothing is answered before hello but a
-refusal. What is not a well-formed request gets one error reply, and its connection is closed. No client can make
-the daemon wait, for reading or for writing.
+session_requests.py has the messages; `Sessions` acts on them. Before hello, only a refusal is sent.
+A malformed request gets one error reply, and its connection is closed. No client can block the
+daemon, in reading or in writing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ Identify = Callable[[Peer, str | None], Identity]
 
 
 class Owner(Protocol):
-    """The listener. greeting: what every accepted hello is told; open_line: makes the client's end of a new line."""
+    """The listener. greeting: part of the reply to every accepted hello. open_line: returns the
+    client's end of a new line."""
 
     sessions: Sessions
     identify: Identify
@@ -45,7 +47,7 @@ class Owner(Protocol):
     greeting: Mapping[str, Any]
 
     def drop(self, connection: Connection) -> None:
-        """A connection has closed itself."""
+        """Forgets a connection that has closed itself."""
         ...
 
 
@@ -65,7 +67,7 @@ class Connection:
         )
 
     def close(self, why: TierdError | None = None) -> None:
-        """Ends the connection, with a reason if there is one; a session stops being served. Safe to call twice."""
+        """Ends the connection, with a reason if given, and stops its session. Safe to call twice."""
         if self._socket.fileno() < 0:
             return
         self.read_mailbox()
@@ -81,14 +83,14 @@ class Connection:
             self._owner.sessions.stop(self.session)
 
     def hear(self) -> None:
-        """Takes what has come already. Bounded: a client that says more meanwhile is heard in its turn."""
+        """Processes waiting messages. Bounded: later ones wait for their turn."""
         for _ in range(HEARD_AT_ONCE):
             if not self._read():
                 break
         self.read_mailbox()
 
     def read_mailbox(self) -> None:
-        """Takes what was there."""
+        """Processes waiting notices."""
         if self._notices is None or self.session is None:
             return
         for data in self._notices.messages():
@@ -100,11 +102,11 @@ class Connection:
                 self._owner.sessions.let_go(self.session, leases=leases, reservations=())
             except TierdError:
                 pass
-            except Exception:  # another session's call may read this mailbox, and it is no fault of that call
+            except Exception:  # another session's call may read these notices, and must not fail
                 log.exception("release failed", session=self.session.id, leases=len(leases))
 
     def _read(self) -> bool:
-        """One message, if there is one; whether there was."""
+        """Reads one message. False if there was none."""
         try:
             data = self._socket.recv(requests.MESSAGE_MAX_BYTES + 1)
         except (BlockingIOError, InterruptedError):
@@ -127,7 +129,7 @@ class Connection:
                 self.close(error)
             else:
                 self._send(requests.refusal(error))
-        except Exception as error:  # an accident with one client must not end the others
+        except Exception as error:  # one client's failure must not end the others
             log.exception("session request failed")
             self.close(
                 Unavailable(f"session: internal fault ({type(error).__name__}), see the daemon's log; connect again")
@@ -216,7 +218,7 @@ class Connection:
             self._send(reply, fds=fds)
         finally:
             for fd in fds:
-                with contextlib.suppress(OSError):  # it is closed all the same, and its client has one of its own
+                with contextlib.suppress(OSError):  # closed all the same, and its client has a copy
                     os.close(fd)
 
     def _line(self, session: Session, *, wants_mailbox: bool) -> None:
@@ -235,7 +237,8 @@ class Connection:
                 self._send({"ok": True, "mailbox": True}, fds=[theirs.fileno(), mailbox.fileno()])
 
     def _new_mailbox(self) -> socket.socket | None:
-        """The client's end, in place of one that did not reach it; none, where the daemon is out of descriptors."""
+        """The client's end of new notices; an earlier end may not have arrived. None if the daemon
+        is out of descriptors."""
         try:
             mailbox = Notices()
         except OSError:
@@ -259,10 +262,10 @@ class Connection:
             self._send({"ok": True})
 
     def _send(self, reply: dict[str, Any], *, fds: list[int] | None = None) -> None:
-        """A client that does not read its replies is not waited for."""
+        """Sends without waiting for a client that does not read."""
         try:
             socket.send_fds(self._socket, [msgpack.packb(reply)], fds or [])
         except OSError as error:
             log.info("session reply not sent", error=str(error))
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # read as end of file by _read, which closes
+                self._socket.shutdown(socket.SHUT_RDWR)  # _read sees the end of file and closes

@@ -1,23 +1,23 @@
-"""Requests of the session socket: what clients say beside gRPC, and what is no request.
+"""Requests of the session socket: the messages beside gRPC, and the check of their form.
 
-One msgpack map a message; one request, one reply (`release` may ask for none; `revoke` and `bye` get none).
+One msgpack map a message; one request, one reply. A `release` may ask for none; `revoke` and `bye`
+get none.
 
-    hello  {op, proto, format, sdk, name, credential, engine} -> {ok, session, token, daemon, instance, tiers, ...};
-           what else this daemon takes, as `greeting` of listeners.py has it
-    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes} and two descriptors: data, catalogue; data
-           is a file, or the slab of a GPU where hello's row of the tier has gpu: {ordinal, uuid}
-    line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls, one after another (calls.py). With
-           mailbox, for who has none, another: SEQPACKET, whose messages wake nobody (notices.py)
+    hello  {op, proto, format, sdk, name, credential, engine}
+           -> {ok, session, token, daemon, instance, tiers, ...}: `greeting` of listeners.py
+    map    {op, tier, segment} -> {ok, bytes, writable, catalogue_bytes}
+           and two descriptors: data (a file, or a GPU's slab if hello's tier has gpu), catalogue
+    line   {op, mailbox} -> {ok, mailbox} and one descriptor: a stream for calls (calls.py)
+           with mailbox: another one, SEQPACKET, for notices (notices.py), if the client has none
     release {op, leases, reservations, reply} -> {ok} if reply: ends leases, aborts reservations
-    forget {op, session} -> {ok}: a session that was cut off, of a former daemon perhaps, that this process uses
-           nothing of any more
-    revoke {op, request}, no answer: what the call with this `tierd-request` gave, or is still to give, is not wanted
-    bye    {op}, no answer but the end: this process uses nothing of this session any more
+    forget {op, session} -> {ok}: this process uses nothing of that stopped or restored session
+    revoke {op, request}, no reply: take back what the call with this `tierd-request` gives
+    bye    {op}, no reply but the end: this process uses nothing of this session
     ping   {op} -> {ok}
     refused: {ok: false, error: class of tierd.errors, message}
 
-It checks shapes, not rights, and holds no connection (session_connection.py). What is not well-formed raises
-InvalidArgument, whatever the bytes.
+This module checks form, not rights, and holds no connection (session_connection.py). Malformed
+bytes raise InvalidArgument.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tierd.errors import InvalidArgument, TierdError, VersionMismatch
 
 MESSAGE_MAX_BYTES = 4096
 ENGINE_WORDS, ENGINE_WORD_CHARS = 16, 128
-"""What a hello may say of the engine that the client serves: so many pairs of text, so long."""
+"""Limits of a hello's engine field: pairs of text, and their length."""
 
 
 def request_of(data: bytes) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def request_of(data: bytes) -> dict[str, Any]:
 
 
 def numbers(request: dict[str, Any], name: str) -> list[int]:
-    """Ids, none where the field is not there."""
+    """A list of ids, empty if the field is missing."""
     value = request.get(name, [])
     if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 64 for number in value):
         raise InvalidArgument(f"session socket: {name} is {value!r:.80}, not a list of ids; correct the request")
@@ -69,7 +69,7 @@ def field(request: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def engine(request: dict[str, Any]) -> dict[str, str]:
-    """What a hello says of the engine that the client serves."""
+    """The hello's data of the engine that the client serves."""
     words = request.get("engine", {})
     if not isinstance(words, dict) or len(words) > ENGINE_WORDS:
         raise InvalidArgument(f"session socket: engine is not a map of at most {ENGINE_WORDS} texts; say less")
@@ -81,12 +81,12 @@ def engine(request: dict[str, Any]) -> dict[str, str]:
 
 
 def credential(request: dict[str, Any]) -> str | None:
-    """Of a hello, if it has one."""
+    """The hello's credential, if any."""
     return None if request.get("credential") is None else str(field(request, "credential", str))
 
 
 def check_versions(request: dict[str, Any]) -> None:
-    """Of a hello. Raises VersionMismatch."""
+    """Checks a hello's versions. Raises VersionMismatch."""
     theirs, ours = (request.get("proto"), request.get("format")), (PROTO_VERSION, FORMAT_VERSION)
     if theirs == ours:
         return
@@ -101,5 +101,5 @@ def check_versions(request: dict[str, Any]) -> None:
 
 
 def refusal(error: TierdError) -> dict[str, Any]:
-    """The reply that says why not."""
+    """The reply with the error."""
     return {"ok": False, "error": type(error).__name__, "message": str(error)}

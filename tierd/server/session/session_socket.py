@@ -1,7 +1,7 @@
-"""The session socket: a listener beside gRPC for identity, descriptors and life, of which gRPC can carry none.
+"""The session socket: a listener beside gRPC for identity and descriptors, which gRPC cannot carry.
 
-AF_UNIX, SOCK_SEQPACKET. An accept loop of its own, because asyncio's servers refuse SEQPACKET. Its connections
-(session_connection.py) answer for themselves. Connections that have not said hello have a bound.
+AF_UNIX, SOCK_SEQPACKET. It has its own accept loop, because asyncio's servers refuse SEQPACKET. It
+also shows a client's end. The number of connections without a hello has a limit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ log = structlog.get_logger(__name__)
 
 BACKLOG = 128
 GREETING_LIMIT = 64
-"""Connections at one time that have not said hello."""
+"""Connections at one time without a hello."""
 ACCEPT_PAUSE_S = 0.2
-"""Before the next try to accept when the process is out of descriptors."""
+"""Wait before the next accept if the process is out of descriptors."""
 
 
 class SessionSocket:
-    """The listener. greeting: what every accepted hello is told (daemon, instance, tiers, ...); mode: of the socket's file."""
+    """The listener. greeting: part of the reply to every accepted hello (daemon, instance, tiers,
+    ...). mode: of the socket's file."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class SessionSocket:
         self.sessions = sessions
         self.identify = identify
         self.open_line: Callable[[Session], socket.socket] | None = None
-        """Makes the client's end of a new line."""
+        """Returns the client's end of a new line."""
         self.greeting = greeting
         self._mode = mode
         self._listener: socket.socket | None = None
@@ -51,7 +52,8 @@ class SessionSocket:
         self._resume: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Binds and listens. A file in the way is taken for stale: call this under the instance's lock. Raises ConfigError."""
+        """Binds and listens. Replaces an existing file, so call it under the instance's lock.
+        Raises ConfigError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             Path(self.path).unlink(missing_ok=True)
@@ -67,11 +69,12 @@ class SessionSocket:
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def refuse_new(self) -> None:
-        """From now on a hello is answered with Unavailable."""
+        """Refuses later hellos with Unavailable."""
         self.sessions.is_refusing = True
 
     def close(self) -> None:
-        """Closes every connection and the listener, and removes the socket's file. Sessions stay; see `Sessions.close`."""
+        """Closes every connection and the listener, and removes the socket's file. Sessions stay;
+        see `Sessions.close`."""
         if self._resume:
             self._resume.cancel()
         for connection in list(self._connections):
@@ -83,7 +86,7 @@ class SessionSocket:
             Path(self.path).unlink(missing_ok=True)
 
     def drop(self, connection: Connection) -> None:
-        """A connection has closed itself."""
+        """Forgets a connection that has closed itself."""
         self._connections.pop(connection, None)
 
     def _accept(self) -> None:
@@ -100,13 +103,13 @@ class SessionSocket:
         self._connections[connection] = None
         waiting = [c for c in self._connections if c.session is None]
         if len(waiting) > GREETING_LIMIT:
-            # The one that has been silent for longest: whoever means to say hello does so at once.
+            # The one silent for longest: clients say hello at once.
             waiting[0].close(
                 Overloaded(f"session socket: {GREETING_LIMIT} younger connections wait to say hello; connect again")
             )
 
     def _pause(self, error: OSError) -> None:
-        """Out of descriptors or memory: accepting again at once would only spin."""
+        """Pauses when out of descriptors or memory, since accepting again at once would only spin."""
         log.error("session socket cannot accept", error=str(error))
         loop = asyncio.get_running_loop()
         assert self._listener is not None

@@ -1,15 +1,17 @@
-"""Sessions: who is connected, what token stands for them, and when what they hold may be reused.
+"""Sessions: the connected clients, their tokens, and the time when their holdings may be reused.
 
     open ──socket closed──▶ stopped ──process gone──▶ ended
       ├────────────process gone─────────────────────▶ ended
       └─its process uses nothing more──▶ left ──process gone──▶ ended
-    restored (of a former daemon) ──process gone, or its process says that it uses nothing more──▶ ended
+    restored (of an earlier daemon) ──process gone, or it uses nothing more──▶ ended
 
-Purpose: the life of sessions. Non-purpose: the socket (session_socket.py, session_connection.py), leases (cache, core). Invariants:
-`on_stop` and `on_end` are called exactly once for each session, in this order (a restored one only ends), `on_leave` at most once between
-them; `on_end` comes after the process has gone, never after a time: a clock must not hand out memory that a living process may still
-touch. A session that has left holds nothing, but what it has mapped, if anything, is remembered until its process has gone: as mapped by the
-first one of its process and domain that left, so that a process may open and close a million. One event loop.
+The table calls `on_stop` and `on_end` exactly once for each session, in this order; a restored one
+only ends. It calls `on_leave` at most once between them. The call of `on_end` waits for the
+process, never for a time: a living process may still access its memory.
+
+A session that has left holds nothing. Its mappings are remembered until its process has gone. They
+count for the first session that left, of the same process and domain, so a process may open and
+close a million. All runs on one event loop.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ log = structlog.get_logger(__name__)
 
 TOKEN_BYTES = 16
 LINGERING_FACTOR = 4
-"""Sessions in all, closed ones whose process lives included, for each that may be open."""
+"""Sessions in all for each that may be open. Includes closed ones with a living process."""
 
 
 class SessionState(enum.Enum):
-    """Where a session stands; the values are shown to people."""
+    """States of a session. Operators see the values."""
 
     OPEN = "open"
     STOPPED = "ended"
@@ -48,7 +50,8 @@ class SessionState(enum.Enum):
 
 
 class MappedFiles(NamedTuple):
-    """A segment for a client: descriptors that the session socket closes after sending, lengths in bytes."""
+    """A segment for a client: descriptors, which the session socket closes after sending, and
+    lengths in bytes."""
 
     data_fd: int
     data_bytes: int
@@ -59,7 +62,8 @@ class MappedFiles(NamedTuple):
 
 @dataclass(eq=False)
 class Session:
-    """One client process. engine: what it says of the engine that it serves; secret: what its token proves; opened: of the monotonic clock, seconds."""
+    """One client process. engine: its data of the engine that it serves. secret: proves its token.
+    opened: monotonic seconds."""
 
     id: int
     identity: Identity
@@ -81,7 +85,7 @@ class Session:
 
     @property
     def token(self) -> str:
-        """What the client's calls carry: the id, to find the session by, and 128 secret bits."""
+        """Sent with the client's calls: the id, and 128 secret bits."""
         return f"{self.id:x}.{self.secret}"
 
 
@@ -89,30 +93,33 @@ class Connected(Protocol):
     """A client's socket, while it is open."""
 
     def close(self, why: TierdError | None = None) -> None:
-        """Ends it, with a reason if there is one."""
+        """Ends it, with a reason if given."""
         ...
 
     def hear(self) -> None:
-        """Takes what the client has said and nobody has read yet."""
+        """Processes the client's waiting messages."""
         ...
 
     def read_mailbox(self) -> None:
-        """Takes what it has given back without waking anybody."""
+        """Processes the client's waiting notices."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SessionCalls:
-    """What the daemon does about sessions. on_open may refuse by raising a TierdError; the other two must not fail.
+    """The daemon's actions on sessions. on_open may raise a TierdError to refuse; on_stop and
+    on_end must not fail.
 
-    map_segment(session, tier, segment) gives the files of a segment, or raises NotFound, NotPermitted, TierFailed.
-    on_leave(session id): everything that it holds comes back, what it has mapped stays noted. on_revoke(session id, request id): the same for what
-    one call gave or is still to give.
-    on_join(session id, another): in place of on_end, while the process lives and both have left it: the other stands for what the two have mapped.
-    on_told(session id, a message of its mailbox): it has made a get or a lookup by itself. directory(session): of
-    its domain. on_release(session id, leases) and on_abort(session id, reservation) are
-    what Release and Abort are over gRPC: here for holds whose last
-    view a client's garbage collector has found, which is no place to wait for a reply.
+    - map_segment(session, tier, segment): the segment's files. Raises NotFound, NotPermitted,
+      TierFailed.
+    - on_release(session id, leases), on_abort(session id, reservation): as Release and Abort over
+      gRPC. A client's garbage collector uses them, since it cannot wait for a reply.
+    - on_leave(session id): releases all that it holds; its mappings stay recorded.
+    - on_revoke(session id, request id): takes back what one call gave or will give.
+    - on_join(session id, into=another): replaces on_end while the process lives and has left both.
+      The other session takes over the record of what the two have mapped.
+    - on_told(session id, a notice): a get or a lookup that it made without a call.
+    - directory(session): the directory of its domain.
     """
 
     on_open: Callable[[Session], None]
@@ -143,7 +150,7 @@ class Sessions:
         """The open session of a token. Raises SessionLost."""
         text, _, secret = token.partition(".")
         session = self._by_id.get(_number(text))
-        # The comparison is made in either case, so that the time taken tells nothing about ids.
+        # Compares in either case, so the time reveals nothing about ids.
         known = session.secret if session else "0" * (2 * TOKEN_BYTES)
         matches = hmac.compare_digest(known.encode(), secret.encode())
         if session is None or not matches or session.state is not SessionState.OPEN:
@@ -152,11 +159,11 @@ class Sessions:
         return session
 
     def list(self) -> list[Session]:
-        """All of them, oldest first."""
+        """All sessions in the table, oldest first."""
         return list(self._by_id.values())
 
     def check_room(self) -> None:
-        """Raises Overloaded where one more session would be too many."""
+        """Raises Overloaded if one more session would be too many."""
         is_open = sum(session.state is SessionState.OPEN for session in self._by_id.values())
         if is_open >= self._limit:
             raise Overloaded(f"sessions: {self._limit} are open (server.session_limit); close one or raise the limit")
@@ -167,10 +174,10 @@ class Sessions:
             )
 
     def open(self, session: Session, *, connection: Connected) -> None:
-        """Takes a session in; its pidfd belongs to it from now on, unless this raises. connection: closed when its process ends, or, with
-        the reason, when it is cut off.
+        """Takes a session in. Its pidfd belongs to it from now on, unless this raises.
 
-        Raises Overloaded, and what `on_open` raises.
+        connection: closed when its process ends, or, with the reason, when it is cut off. Raises
+        Overloaded, and what `on_open` raises.
         """
         self.check_room()
         self._calls.on_open(session)
@@ -178,7 +185,8 @@ class Sessions:
         self._watch(session)
 
     def restore(self, session_id: int, *, peer: Peer, identity: Identity) -> bool:
-        """Takes up a session of a former daemon if its process still lives. False: it is gone, and nothing is called for it."""
+        """Restores a session of an earlier daemon if its process lives. Otherwise False, without a
+        callback."""
         pidfd = open_process(peer.pid, start_time=peer.start_time)
         if pidfd is None:
             return False
@@ -186,13 +194,14 @@ class Sessions:
         return True
 
     def stop(self, session: Session) -> None:
-        """Its socket is closed: its token is refused from now on. What it holds stays until its process has gone."""
+        """Refuses its token: its socket is closed. Its holdings stay until its process has gone."""
         if session.state is SessionState.OPEN:
             session.state = SessionState.STOPPED
             self._call(self._calls.on_stop, session)
 
     def cut_off(self, session_id: int, why: TierdError) -> None:
-        """Its client does not keep to the rules: it is told why and served no more. What it holds stays until its process has gone."""
+        """Stops a session that breaks the rules, and sends the reason. Its holdings stay until its
+        process has gone."""
         session, connection = self._by_id.get(session_id), self._connections.get(session_id)
         if session is None or connection is None:
             return
@@ -201,24 +210,24 @@ class Sessions:
         connection.close(why)
 
     def hear(self, session_id: int) -> None:
-        """Takes what its client has said already, on the socket that is not the one of its calls."""
+        """Processes the client's waiting messages on the session socket."""
         if connection := self._connections.get(session_id):
             connection.hear()
 
     def read_mailbox(self, session_id: int) -> None:
-        """Takes the leases that its client has given back by its mailbox."""
+        """Processes the client's waiting notices."""
         if connection := self._connections.get(session_id):
             connection.read_mailbox()
 
     def leave(self, session: Session) -> None:
-        """Its process says that it uses nothing of it any more: what it held comes back now. Its connection is closed."""
+        """Releases all holdings and closes the connection, since its process uses neither."""
         del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
         self._connections.pop(session.id).close()
         self.stop(session)
         self._call(self._calls.on_leave, session)
         place = session.peer, session.identity.domain
-        # Without a mapping there is no page that it could touch.
+        # Without a mapping there is no page that it could access.
         first = self._left.setdefault(place, session) if session.has_mapped else None
         if first is session:
             asyncio.get_running_loop().add_reader(session.pidfd, self._end_left, place)
@@ -230,10 +239,11 @@ class Sessions:
             self._call(partial(self._calls.on_join, into=first.id), session)
 
     def forget(self, session_id: int, *, by: Session) -> None:
-        """The process of a restored or a stopped session says that it uses nothing of it any more. Raises NotFound, NotPermitted, Unavailable."""
+        """Ends a restored or a stopped session that its process does not use. Raises NotFound,
+        NotPermitted, Unavailable."""
         session = self._by_id.get(session_id)
         if session is not None and session.is_open and session is not by and session.peer == by.peer:
-            # Its process has closed it; what it had said before is still being read.
+            # Its process has closed it, but earlier messages are still being read.
             raise Unavailable(f"session {session_id}: its end has not been heard yet; say it again")
         if session is None or session.state is SessionState.OPEN:
             raise NotFound(f"session {session_id}: none that has been cut off; only such a one can be forgotten")
@@ -245,7 +255,7 @@ class Sessions:
             self.leave(session)
 
     def close(self) -> None:
-        """Stops watching. Nothing ends by this: what clients hold is kept for the next daemon."""
+        """Stops watching. No session ends: the next daemon keeps their holdings."""
         for session in (*self._by_id.values(), *self._left.values()):
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
@@ -259,7 +269,7 @@ class Sessions:
         return self._calls.map_segment(session, tier, segment)
 
     def let_go(self, session: Session, *, leases: Sequence[int], reservations: Sequence[int]) -> None:
-        """Ends leases and reservations; what has ended already is no fault. Raises SessionLost."""
+        """Ends leases and reservations. Those ended already are no error. Raises SessionLost."""
         if leases:
             self._calls.on_release(session.id, leases)
         for reservation in reservations:
@@ -267,16 +277,16 @@ class Sessions:
                 self._calls.on_abort(session.id, reservation)
 
     def revoke(self, session: Session, request: str) -> None:
-        """The client has given up a call: what that gave comes back."""
+        """Takes back what a call gave. Its client gave the call up."""
         self._calls.on_revoke(session.id, request)
 
     def note_told(self, session: Session, told: bytes) -> None:
-        """The client has made a get or a lookup by itself: a message of its mailbox."""
+        """Passes on a notice of a one-sided get or lookup."""
         self._calls.on_told(session.id, told)
 
     def directory(self, session: Session) -> tuple[int, int] | None:
-        """The directory of its trust domain: a descriptor, which the session socket closes after sending, and its
-        length; None where none can be had."""
+        """The directory of its trust domain: a descriptor, which the session socket closes after
+        sending, and its length. None if there is none."""
         try:
             return self._calls.directory(session)
         except OSError as error:  # the daemon is out of descriptors, or of memory
@@ -284,7 +294,7 @@ class Sessions:
             return None
 
     def new_id(self) -> int:
-        """An id that no session of this daemon or a former one has; below 2**63, never 0."""
+        """An id below 2**63, never 0, that no session has, restored ones included."""
         while (number := secrets.randbits(63)) in self._by_id or not number:
             pass
         return number
@@ -294,7 +304,7 @@ class Sessions:
         asyncio.get_running_loop().add_reader(session.pidfd, self._end, session)
 
     def _end(self, session: Session) -> None:
-        """The one way out of the books, for every way to end."""
+        """Ends a session: its process has gone, or does not use a restored one."""
         del self._by_id[session.id]
         asyncio.get_running_loop().remove_reader(session.pidfd)
         os.close(session.pidfd)
@@ -304,7 +314,7 @@ class Sessions:
         self._call(self._calls.on_end, session)
 
     def _end_left(self, place: tuple[Peer, int]) -> None:
-        """A process has gone that some sessions had left before."""
+        """Ends a session that was left, since its process has gone."""
         session = self._left.pop(place)
         asyncio.get_running_loop().remove_reader(session.pidfd)
         os.close(session.pidfd)
