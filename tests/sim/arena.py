@@ -162,7 +162,7 @@ class SimArena(segments.SegmentBooks[DataFile]):
             catalogue = _Catalogue(table, head=head, arena=self)
             catalogue.is_allocated = True
             found.append(FoundSegment(catalogue, file.data, catalogue.survivors()))
-            self._segments[number] = segments.Segment(found[-1].assignment, catalogue, file, found=True)
+            self._segments[number] = segments.ArenaSegment(found[-1].assignment, catalogue, file, found=True)
         extents, metas = joined(found)
         return Recovered(
             segments=[f.assignment for f in found],
@@ -205,7 +205,9 @@ class SimArena(segments.SegmentBooks[DataFile]):
         self.memory.begun.add(assignment.segment)
         super()._begin(assignment)
 
-    def _succeed(self, old: segments.Segment[DataFile], new: segments.Segment[DataFile], *, fresh: bool) -> None:
+    def _succeed(
+        self, old: segments.ArenaSegment[DataFile], new: segments.ArenaSegment[DataFile], *, fresh: bool
+    ) -> None:
         """The new life inherits memory only if nobody is left who could disturb it."""
         assert old.catalogue is not None, "a simulated catalogue can always be made"
         words = old.catalogue._generations & GENERATION
@@ -314,7 +316,7 @@ class _Catalogue(Catalogue):
         self._arena.watch.fail(f"{self._arena.spec.name}: {where}: {what}")
 
 
-def _is_live(segment: segments.Segment[DataFile], row: np.void) -> bool:
+def _is_live(segment: segments.ArenaSegment[DataFile], row: np.void) -> bool:
     """Whether an EXTENT row is the present use of its page."""
     assert segment.catalogue is not None, "a simulated catalogue can always be made"
     return int(segment.catalogue._generations[int(row["slot"])] & GENERATION) == int(row["generation"])

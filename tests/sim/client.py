@@ -22,7 +22,7 @@ from tests.sim.copies import Copies
 from tests.sim.daemon import SimDaemon
 from tests.sim.oracle import Key, bytes_of
 from tierd.cache.commit import CommitQuery
-from tierd.cache.lease import Lease
+from tierd.cache.lease import AcquireReply
 from tierd.cache.verification import Generations
 from tierd.checksum import raw_tables, slice_sums
 from tierd.core.formats.block import Namespace, NamespaceSpec, slice_lengths
@@ -189,7 +189,7 @@ class Client:
             if lease.lease:
                 await self.use(held, lease, wanted, rng, began_s=began_s)
 
-    async def use(self, held: Held, lease: Lease, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
+    async def use(self, held: Held, lease: AcquireReply, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
         """Reads what a get's lease holds, twice, and releases it."""
         extents = lease.served.groups[0].extents[0]
         generations = extents["generation"].tolist()
@@ -221,11 +221,11 @@ class Client:
 
     async def acquire(
         self, held: Held, wanted: Blocks, *, kind: TierKind, timeout_s: float, doubted: Generations | None = None
-    ) -> Lease:
+    ) -> AcquireReply:
         """A lease, which a client that gives up takes back by its request's name."""
         request = self.new_request()
 
-        async def work(assembly: Assembly) -> Lease:
+        async def work(assembly: Assembly) -> AcquireReply:
             query, wait_s = [wanted.query()], timeout_s * 0.8
             lease = await assembly.cache.acquire(held.session, query, kind=kind, timeout_s=wait_s, doubted=doubted)
             self.world.check_calm(assembly)

@@ -22,7 +22,7 @@ import numpy as np
 
 from tests.sim.blocks import Blocks, Page
 from tests.sim.oracle import Key
-from tierd.cache.lease import Lease
+from tierd.cache.lease import AcquireReply
 from tierd.client.blocks import one_sided_get
 from tierd.client.session import mapping
 from tierd.client.session.notices import MAILBOX_S
@@ -55,11 +55,11 @@ class Copies:
         self.directory = Directory(words_of(memory, count=directory.bytes // 8))
         self.tiers = [tier.spec.name for tier in held.daemon.assembly.tiers]
         self.notices = self.segments = self
-        self._mapped: dict[tuple[int, int], tuple[object, mapping.Segment]] = {}
+        self._mapped: dict[tuple[int, int], tuple[object, mapping.MappedSegment]] = {}
 
     # -- as the SDK's session
 
-    def at(self, place: tuple[int, int]) -> mapping.Segment | None:
+    def at(self, place: tuple[int, int]) -> mapping.MappedSegment | None:
         """A segment that this client has mapped."""
         files = self._client.maps.get(place)
         if files is None or files.data is None:
@@ -70,7 +70,7 @@ class Copies:
             data = np.frombuffer(files.data, np.uint8)
             known = self._mapped[place] = (
                 files,
-                mapping.Segment(place[1], place[0], data, *catalogue, is_writable=False),
+                mapping.MappedSegment(place[1], place[0], data, *catalogue, is_writable=False),
             )
         return known[1]
 
@@ -78,7 +78,7 @@ class Copies:
         """All of them."""
         return mapping.SegmentTable(filter(None, map(self.at, self._client.maps)))
 
-    def mapped(self, place: tuple[int, int], *, timeout_s: float) -> mapping.Segment:
+    def mapped(self, place: tuple[int, int], *, timeout_s: float) -> mapping.MappedSegment:
         """Those that can be were mapped before: a simulated call cannot be waited for here."""
         raise Unavailable(f"segment {place}: not mapped")
 
@@ -163,7 +163,7 @@ class Copies:
             doubted = bad
 
     async def _copied(
-        self, lease: Lease, wanted: Blocks, rng: random.Random, times: tuple[float, float], doubted: StructArray
+        self, lease: AcquireReply, wanted: Blocks, rng: random.Random, times: tuple[float, float], doubted: StructArray
     ) -> StructArray:
         """Copies what is held, and lets go of it. Generations of pages that were not good."""
         client, held, extents = self._client, self._held, lease.served.groups[0].extents[0]

@@ -18,7 +18,7 @@ from tierd.policies.eviction import EVICTION
 from tierd.simulator.choices import parse_choice
 from tierd.simulator.clairvoyant import NEVER, next_uses
 from tierd.simulator.rivals import RIVALS
-from tierd.simulator.runs import Outcome, Run, Simulation, simulate, simulate_all
+from tierd.simulator.runs import Outcome, Scenario, Simulation, simulate, simulate_all
 from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
 
@@ -44,7 +44,7 @@ def tiers(trace: Trace, **sizes: str) -> Tiers:
 
 
 def ran(trace: Trace, policy: str, **sizes: str) -> Outcome:
-    return simulate(trace, Run(0, parse_choice(policy), tiers(trace, **sizes)))
+    return simulate(trace, Scenario(0, parse_choice(policy), tiers(trace, **sizes)))
 
 
 def clairvoyant_hits(trace: Trace, pages: int) -> list[int]:
@@ -69,7 +69,7 @@ def test_every_request_finds_what_a_plain_clairvoyant_finds(shared: Path, share:
     """On the first requests of the chat trace the clairvoyant's hits are those of Belady's algorithm, request for request."""
     trace = load(shared, "conversation_a", 500)
     made = tiers(trace, host=share)
-    simulation, hits, sums = Simulation(trace, Run(0, parse_choice("clairvoyant"), made)), [], [0]
+    simulation, hits, sums = Simulation(trace, Scenario(0, parse_choice("clairvoyant"), made)), [], [0]
     for request in range(len(trace)):
         simulation.serve(request)
         sums.append(simulation.tier_tokens[0])
@@ -102,7 +102,7 @@ def test_any_number_of_processes_gives_the_same() -> None:
     """One process and two give the same outcomes in the same order; progress reaches the number of all requests."""
     trace = conversations(60)
     choices = [parse_choice(text) for text in ("lru", "host:clairvoyant+nvme:lru", "default")]
-    runs = [Run(0, choice, tiers(trace, host=size, nvme="30%")) for choice in choices for size in ("10%", "20%")]
+    runs = [Scenario(0, choice, tiers(trace, host=size, nvme="30%")) for choice in choices for size in ("10%", "20%")]
     seen: list[int] = []
     alone = simulate_all([trace], runs, jobs=1, show=seen.append)
     pair = simulate_all([trace], runs, jobs=2, show=seen.append)

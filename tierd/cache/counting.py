@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierd.core.formats.model import BlockStatus
-from tierd.core.plan import Acquisition, Found, GroupQuery, Reserved, Served
+from tierd.core.plan import Acquisition, GroupQuery, LookupResult, Reserved, Served
 from tierd.metrics import Metrics
 from tierd.tiers.tier import Tier
 
@@ -29,7 +29,7 @@ def count_served(
             metrics.tokens_missed.labels(reason=reason).inc(tokens)
 
 
-def count_used(metrics: Metrics, tiers: Sequence[Tier], found: Found, *, times: int) -> None:
+def count_used(metrics: Metrics, tiers: Sequence[Tier], found: LookupResult, *, times: int) -> None:
     """Counts one-sided gets: the same hits, `times` times."""
     metrics.lookups.inc(times)
     metrics.gets_one_sided.inc(times)

@@ -14,15 +14,15 @@ from dataclasses import replace
 from functools import partial
 
 from tierd.cache.counting import count_served, count_used
-from tierd.cache.lease import NOTHING, Lease
+from tierd.cache.lease import NOTHING, AcquireReply
 from tierd.cache.nearness import is_near
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
 from tierd.core.formats.model import Fault, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
-    Found,
     GroupQuery,
+    LookupResult,
     Served,
 )
 from tierd.failpoint import failpoint
@@ -32,7 +32,7 @@ from tierd.tiers.arena.holds import HoldKind
 class Gets(Sessions):
     """The verbs of gets."""
 
-    def lookup(self, session: int, groups: Sequence[GroupQuery]) -> Found:
+    def lookup(self, session: int, groups: Sequence[GroupQuery]) -> LookupResult:
         """How much could be served, and from which tiers. May start a prefetch from lower tiers."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
@@ -50,7 +50,7 @@ class Gets(Sessions):
         kind: Wanted,
         timeout_s: float,
         doubted: Generations | None = None,
-    ) -> Lease:
+    ) -> AcquireReply:
         """A lease on the longest prefix servable in the wanted kind of tier within the timeout.
 
         doubted: set if the client verifies its copies; the generations of pages that it found bad.
@@ -73,11 +73,11 @@ class Gets(Sessions):
         if doubted is not None and len(served.blocks):  # then the directory lacked some of it
             self.directories.add_soon(served.extents, self.core.metas(served.blocks))
         if not got.lease:
-            return Lease(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
+            return AcquireReply(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
         if not served.tokens:
             self.release(session, [got.lease])
-            return Lease(0, NOTHING, got.tier_tokens, whole=False)
-        return Lease(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+            return AcquireReply(0, NOTHING, got.tier_tokens, whole=False)
+        return AcquireReply(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
     async def _bring(
         self,

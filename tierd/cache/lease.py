@@ -10,7 +10,7 @@ NOTHING = Served(0, [], Plan())
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class AcquireReply:
     """A lease. whole: False if more is held than is served now. tier_tokens: tokens found, by tier."""
 
     lease: int

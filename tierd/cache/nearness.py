@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from tierd.core.arrays.sets import among
 from tierd.core.formats.model import Need, TierKind
-from tierd.core.plan import Found, GroupQuery
+from tierd.core.plan import GroupQuery, LookupResult
 from tierd.tiers.tier import Tier
 
 
-def is_near(tiers: Sequence[Tier], groups: Sequence[GroupQuery], found: Found) -> bool:
+def is_near(tiers: Sequence[Tier], groups: Sequence[GroupQuery], found: LookupResult) -> bool:
     """Whether all found blocks lie in host memory, so that a prefetch there changes nothing. False
     for needs other than PREFIX, since a prefetch records those."""
     if any(group.need is not Need.PREFIX for group in groups):

@@ -29,7 +29,7 @@ from tierd.simulator.choices import Choice, names, parse_choice
 from tierd.simulator.page import page_of
 from tierd.simulator.plot import draw, require_matplotlib
 from tierd.simulator.rows import Row, panels_of, row_of, short_name
-from tierd.simulator.runs import Run, simulate_all
+from tierd.simulator.runs import Scenario, simulate_all
 from tierd.simulator.sequences import Trace, trace_of
 from tierd.simulator.sizes import KINDS, Size, Tiers, parse_size, tiers_of
 from tierd.simulator.wear import Writes, parse_admission, parse_budget
@@ -159,12 +159,12 @@ def tiers_of_each(
     ]
 
 
-def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Run]:
+def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Scenario]:
     """Every trace in its tiers under every policy. Raises InvalidArgument for more than anybody waits for."""
     if sum(map(len, tiers)) * len(choices) * len(writes) > RUN_LIMIT:
         raise InvalidArgument(f"simulate: more than {RUN_LIMIT} runs; leave out some sizes or policies")
     return [
-        Run(number, choice, made, how)
+        Scenario(number, choice, made, how)
         for number, mine in enumerate(tiers)
         for made in mine
         for choice in choices
@@ -183,7 +183,7 @@ def checked_plot(path: Path) -> Path:
     return path
 
 
-def write_plot(path: Path, runs: Sequence[Run], rows: Sequence[Row]) -> None:
+def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> None:
     """Draws the curves. Raises InvalidArgument where the file cannot be written."""
     panels = panels_of(runs, rows)
     try:

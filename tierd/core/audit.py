@@ -20,13 +20,13 @@ from tierd.core.index.flights import Flights
 from tierd.core.index.index import Index
 from tierd.core.index.pages import Pages
 from tierd.core.plan import Ids
-from tierd.core.requests.leases import BUSY, GONE, OPEN, Sessions
+from tierd.core.requests.leases import BUSY, GONE, OPEN, Holders
 
 
 class Audit:
     """See the module. Each method asserts; the message names the broken invariant."""
 
-    def __init__(self, index: Index, sessions: Sessions, flights: Flights) -> None:
+    def __init__(self, index: Index, sessions: Holders, flights: Flights) -> None:
         self._index, self._sessions, self._flights = index, sessions, flights
 
     def check(self) -> None:

@@ -46,9 +46,9 @@ from tierd.core.plan import (
     Committing,
     CoreStats,
     Forgotten,
-    Found,
     GroupQuery,
     Ids,
+    LookupResult,
     PagesHeld,
     Plan,
     PutQuery,
@@ -66,7 +66,7 @@ from tierd.core.plan_builder import PlanBuilder
 from tierd.core.requests.attention import Attention
 from tierd.core.requests.commits import Commits
 from tierd.core.requests.gets import NO_TIERS, Gets, Tiers
-from tierd.core.requests.leases import Sessions
+from tierd.core.requests.leases import Holders
 from tierd.core.requests.puts import Puts
 from tierd.core.requests.reserved_pages import ReservedPages
 from tierd.core.space.demotion import Demotion
@@ -96,7 +96,7 @@ class Core:
         Raises ConfigError, InvalidArgument.
         """
         self._index = Index(tiers, policies=policies, start=start)
-        self._sessions = Sessions(self._index.tiers, share=session_share, first_id=start.id)
+        self._sessions = Holders(self._index.tiers, share=session_share, first_id=start.id)
         room = Room(self._index, first_segment=start.segment, domains=self._sessions.domains)
         self._planner = Planner(self._index, room)
         self._demotion = Demotion(self._planner)
@@ -141,7 +141,7 @@ class Core:
 
     # -- gets
 
-    def lookup(self, groups: Sequence[GroupQuery], now: float) -> Found:
+    def lookup(self, groups: Sequence[GroupQuery], now: float) -> LookupResult:
         """How many tokens could be served, and from which tiers. Changes nothing."""
         return self._gets.lookup(groups)
 
@@ -152,7 +152,7 @@ class Core:
         transfers. shut: tiers that are not read from."""
         return self._gets.acquire(session, groups=groups, kind=kind, now=now, shut=shut)
 
-    def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
+    def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> LookupResult:
         """A session copied known blocks without a lease: policies count the use. Returns the
         servable part; pins and plans nothing."""
         return self._gets.used(session, groups=groups, kind=kind, now=now)

@@ -69,7 +69,7 @@ class Heeding(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SequenceRequest:
     """A request for a sequence's blocks, including those that are not held.
 
     keys: uint64 [n], table keys (`Blocks.key`) of the first group's blocks (first rank), first to
@@ -93,7 +93,7 @@ class Listener(Protocol):
     """Learns from whole requests and puts every block into a group (`Blocks.group`), for policies
     that use groups. Equal calls give equal groups."""
 
-    def asked(self, request: Asked, now: float) -> None:
+    def asked(self, request: SequenceRequest, now: float) -> None:
         """A request arrived; its blocks are touched after this call."""
         ...
 

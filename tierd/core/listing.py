@@ -30,7 +30,7 @@ from tierd.core.plan import (
     TierStats,
 )
 from tierd.core.plan_builder import no_ids
-from tierd.core.requests.leases import Session, Sessions
+from tierd.core.requests.leases import Holder, Holders
 from tierd.errors import InvalidArgument
 
 LOOK_PAGES = 4096
@@ -40,7 +40,7 @@ LOOK_PAGES = 4096
 class Listing:
     """See the module."""
 
-    def __init__(self, index: Index, sessions: Sessions, flights: Flights) -> None:
+    def __init__(self, index: Index, sessions: Holders, flights: Flights) -> None:
         self._index, self._sessions, self._flights = index, sessions, flights
 
     def with_prefix(self, prefix: str, of: Ids) -> Ids:
@@ -189,7 +189,7 @@ class Listing:
         counts = self._index.declined.get(tier)
         return {} if counts is None else {v.name.lower(): int(counts[v]) for v in Verdict if v and counts[v]}
 
-    def _session(self, session: Session) -> SessionStats:
+    def _session(self, session: Holder) -> SessionStats:
         return SessionStats(
             session.id,
             session.domain,

@@ -133,7 +133,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupResult:
     """The answer of a lookup.
 
     tokens: servable for every group and rank, from any tiers.
@@ -161,8 +161,8 @@ class Acquisition:
     there is nothing to run).
 
     lease: 0 if nothing can be served; the plan is then empty, or has transfers planned on the way.
-    tokens: servable if every transfer succeeds. tier_tokens: as in Found. question: for a repeat.
-    whole: False if more is held than could be brought near now. shut: shut tiers hold blocks of it.
+    tokens: servable if every transfer succeeds. tier_tokens: as in LookupResult. question: to
+    repeat. whole: False if more is held than could be brought near now. shut: shut tiers hold blocks of it.
     served: the answer of `settle`, if there is nothing to wait for.
     """
 

@@ -30,7 +30,7 @@ from tierd.core.index.priorities import keep_said
 from tierd.core.plan import Bools, Ids, Restored
 from tierd.core.plan_builder import PlanBuilder
 from tierd.core.requests.gets import Gets
-from tierd.core.requests.leases import Session, Sessions
+from tierd.core.requests.leases import Holder, Holders
 from tierd.core.requests.puts import Puts
 from tierd.core.space.planner import Planner, Where
 from tierd.errors import InvalidArgument
@@ -39,7 +39,7 @@ from tierd.errors import InvalidArgument
 class Upkeep:
     """See the module."""
 
-    def __init__(self, planner: Planner, sessions: Sessions, gets: Gets, puts: Puts) -> None:
+    def __init__(self, planner: Planner, sessions: Holders, gets: Gets, puts: Puts) -> None:
         self._planner, self._index, self._sessions, self._gets, self._puts = (
             planner,
             planner.index,
@@ -105,7 +105,7 @@ class Upkeep:
         )
         return good
 
-    def restore(self, holder: Session, *, pinned: StructArray, reserved: StructArray) -> Restored:
+    def restore(self, holder: Holder, *, pinned: StructArray, reserved: StructArray) -> Restored:
         """Pins and reservations of a session of the previous run, whatever its share is now: its
         process uses them already. A page without a block (being written, epoch bumped, entry torn)
         is withheld until all holders release it."""

@@ -26,7 +26,7 @@ from tierd.core.plan import Ids
 from tierd.events.naming import space_of
 from tierd.events.payloads import MEDIUM, Event
 from tierd.events.publisher import Publisher
-from tierd.events.router_view import Names, Space, Told
+from tierd.events.router_view import Names, RouterView, Space
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class Feed:
         return False
 
     async def _hand(self, steps: Sequence[Step], *, is_anew: bool = False) -> None:
-        def work(told: Told) -> list[Event]:
+        def work(told: RouterView) -> list[Event]:
             events = told.clear() if is_anew else []
             for step in steps:
                 act = told.stored if step.is_stored else told.removed
@@ -105,7 +105,7 @@ class Feed:
 
         await asyncio.wrap_future(self._publisher.do(work))
 
-    def _take_names(self, told: Told) -> list[Event]:
+    def _take_names(self, told: RouterView) -> list[Event]:
         """Runs in the publisher's thread."""
         with self._turn:
             names, self._names, self._names_bytes = self._names, deque(), 0
@@ -138,7 +138,7 @@ async def publishing(cache: Cache, settings: EventsConfig, *, end_s: float) -> A
         yield None
         return
     media = [MEDIUM[tier.spec.kind] for tier in cache.tiers]
-    publisher = Publisher(settings, Told(media, settings.blocks, has_whole_hashes=settings.hashes == "bytes"))
+    publisher = Publisher(settings, RouterView(media, settings.blocks, has_whole_hashes=settings.hashes == "bytes"))
     log.info("KV events", bind=settings.bind, replay_bind=settings.replay_bind, format=settings.format)
     feed = Feed(cache, publisher)
     task = asyncio.create_task(feed.run())

@@ -25,7 +25,7 @@ import structlog
 from tierd.config import EventsConfig
 from tierd.errors import ConfigError
 from tierd.events.payloads import END, Batch, Cleared, Event, Stored, encode
-from tierd.events.router_view import EVENT_TOKENS, Told
+from tierd.events.router_view import EVENT_TOKENS, RouterView
 
 log = structlog.get_logger(__name__)
 
@@ -42,14 +42,14 @@ LINGER_MS = 200
 """Time for the last messages at the end."""
 BACKLOG = 16
 
-Work = Callable[[Told], list[Event]]
+Work = Callable[[RouterView], list[Event]]
 """Applies events to the router view; returns the events to send."""
 
 
 class Publisher:
     """One per daemon. Any thread may call `do`; the work runs in the publisher's thread."""
 
-    def __init__(self, settings: EventsConfig, told: Told) -> None:
+    def __init__(self, settings: EventsConfig, told: RouterView) -> None:
         """Binds, and starts to serve replays. Raises ConfigError."""
         self._settings, self._told = settings, told
         self._zmq = _load()
@@ -73,7 +73,7 @@ class Publisher:
 
     def close(self, *, timeout_s: float) -> None:
         """Tells routers to clear, and ends, within the timeout."""
-        self.do(Told.clear)
+        self.do(RouterView.clear)
         self._give(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():

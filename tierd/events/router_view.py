@@ -66,7 +66,7 @@ Key = tuple[Space, bytes]
 
 
 @dataclass
-class Told:
+class RouterView:
     """The router view of one publisher. media: by tier. has_whole_hashes: else their last 8 bytes."""
 
     media: Sequence[str]

@@ -15,7 +15,7 @@ import numpy as np
 
 from tierd.errors import TierdError, TierFailed
 from tierd.gpu.device import Device
-from tierd.gpu.kernel_columns import Told
+from tierd.gpu.kernel_columns import KernelColumns
 from tierd.gpu.runs import RUNS_MAX, Runs
 from tierd.kernels.pages import copy_runs
 
@@ -30,10 +30,10 @@ class Gather:
     def __init__(self, device: Device) -> None:
         """`device.kernels` must have it. Raises Overloaded."""
         self._device = device
-        self._free: SimpleQueue[Told] = SimpleQueue()
+        self._free: SimpleQueue[KernelColumns] = SimpleQueue()
         with ExitStack() as failed:
             for _ in range(CALLS):
-                told = Told(device, ROW, RUNS_MAX)
+                told = KernelColumns(device, ROW, RUNS_MAX)
                 failed.callback(told.close)
                 self._free.put(told)
             self._ends = failed.pop_all()
@@ -53,7 +53,7 @@ class Gather:
         """When all copies have ended."""
         self._ends.close()
 
-    def _launch(self, told: Told, count: int, stream: Any) -> None:
+    def _launch(self, told: KernelColumns, count: int, stream: Any) -> None:
         """Raises TierFailed whatever the driver says, for it is no fault of the caller's."""
         to, of, lengths = (told.buffer(name, count) for name in ROW.names or ())
         try:

@@ -1,6 +1,6 @@
 """What kernels are told and answer: columns of host memory that the GPU reads and writes where it lies.
 
-Purpose: `Told`. Non-purpose: when a kernel has ended, which is the lane's to say. Invariants: a column stays where it is; columns lie one behind the other in the order of their
+Purpose: `KernelColumns`. Non-purpose: when a kernel has ended, which is the lane's to say. Invariants: a column stays where it is; columns lie one behind the other in the order of their
 dtype, the widest numbers first, so that each is aligned.
 """
 
@@ -19,7 +19,7 @@ KINDS = {8: "u64", 4: "u32"}
 """As kernels name them."""
 
 
-class Told:
+class KernelColumns:
     """rows of a structured dtype of u8 and u4, by columns. Not shared by calls that are under way at one time."""
 
     def __init__(self, device: Device, dtype: np.dtype[Any], rows: int) -> None:

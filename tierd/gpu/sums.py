@@ -20,7 +20,7 @@ from tierd.core.formats.block import slice_lengths
 from tierd.core.formats.model import StructArray
 from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
-from tierd.gpu.kernel_columns import Told
+from tierd.gpu.kernel_columns import KernelColumns
 from tierd.gpu.protocol import SliceTable
 from tierd.gpu.regions import Addresses
 from tierd.gpu.runs import Runs
@@ -98,7 +98,7 @@ class KernelSums:
     def __init__(self, device: Device) -> None:
         """`device.kernels` must have it. Raises Overloaded."""
         self._device, self._lock, self._lane = device, threading.Lock(), Lane(device)
-        self._told = Told(device, TOLD, SLICES_MAX)
+        self._told = KernelColumns(device, TOLD, SLICES_MAX)
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
         """As StagedSums says."""

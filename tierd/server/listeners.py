@@ -30,7 +30,7 @@ from tierd.server.grpc.guard import Guard
 from tierd.server.grpc.servers import Rpc
 from tierd.server.grpc.service import CacheService
 from tierd.server.grpc.unauthenticated import Unauthenticated
-from tierd.server.local_rpc.calls import LINES, Lines
+from tierd.server.local_rpc.calls import LINES, LocalRpcServer
 from tierd.server.operators.gauges import Gauges
 from tierd.server.operators.learned import Learned
 from tierd.server.operators.recorder import Recorder
@@ -92,7 +92,7 @@ class Listeners:
         self._notice_polling = NoticePolling(self.sessions.read_mailbox)
         cache.hear = self._hear
         guard = self._build_guard()
-        self._lines = Lines(self._service, guard=guard, answered=self._notice_polling.answered)
+        self._lines = LocalRpcServer(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
             self.directory / places.SESSION_SOCKET_NAME,

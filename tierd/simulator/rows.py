@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tierd.core.formats.model import TierKind
 from tierd.simulator.choices import CLAIRVOYANT
-from tierd.simulator.runs import Outcome, Run
+from tierd.simulator.runs import Outcome, Scenario
 from tierd.simulator.sequences import Trace
 from tierd.simulator.sizes import KINDS
 
@@ -58,7 +58,7 @@ class Panel:
         return not self.in_bytes and not self.beside
 
 
-def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
+def row_of(trace: Trace, run: Scenario, outcome: Outcome) -> Row:
     """The result of a run. Writes count in footprints: the bytes of all distinct blocks."""
     kinds = [spec.kind for spec in run.tiers.specs]
     tokens = {kind: sum(t for k, t in zip(kinds, outcome.tier_tokens, strict=True) if k is kind) for kind in KINDS}
@@ -76,7 +76,7 @@ def row_of(trace: Trace, run: Run, outcome: Outcome) -> Row:
     }
 
 
-def panels_of(runs: Sequence[Run], rows: Sequence[Row]) -> list[Panel]:
+def panels_of(runs: Sequence[Scenario], rows: Sequence[Row]) -> list[Panel]:
     """The rows as curves, in their order."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     axes = [_axis(run, runs) for run in runs]
@@ -91,19 +91,19 @@ def short_name(trace: str) -> str:
     return Path(trace).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def _asked_writes(run: Run) -> Row:
+def _asked_writes(run: Scenario) -> Row:
     """Options other than tiers and policies."""
     admission, budget = run.writes.admission, run.writes.budget
     return ({"admission": admission} if admission else {}) | ({"wear_budget": budget.text} if budget else {})
 
 
-def _axis(run: Run, runs: Sequence[Run]) -> TierKind:
+def _axis(run: Scenario, runs: Sequence[Scenario]) -> TierKind:
     """The run's kind of tier with the most sizes in these runs; the farthest of several."""
     texts = {kind: {r.tiers.texts.get(kind) for r in runs if r.trace == run.trace} for kind in run.tiers.amounts}
     return max(run.tiers.amounts, key=lambda kind: (len(texts[kind]), kind))
 
 
-def _panel(axis: TierKind, found: Sequence[tuple[Run, Row]]) -> Panel:
+def _panel(axis: TierKind, found: Sequence[tuple[Scenario, Row]]) -> Panel:
     curves: dict[str, list[Point]] = {}
     for run, row in found:
         point = Point(run.tiers.amounts[axis], run.tiers.texts[axis], row)

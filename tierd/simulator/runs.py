@@ -42,7 +42,7 @@ Counted = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Scenario:
     """One trace under one choice of policies in tiers of one size each. trace: its number."""
 
     trace: int
@@ -93,7 +93,7 @@ class _Knowing(NamedPolicies):
 class Simulation:
     """One core that serves a trace. Requests are served in order, each once."""
 
-    def __init__(self, trace: Trace, run: Run) -> None:
+    def __init__(self, trace: Trace, run: Scenario) -> None:
         self._trace, self._tiers = trace, run.tiers
         self._specs = run.writes.applied(run.choice.applied(run.tiers.specs), trace, run.tiers.measure)
         self._sight = Foresight(trace) if any(spec.eviction == CLAIRVOYANT for spec in self._specs) else None
@@ -123,7 +123,7 @@ class Simulation:
         return ForesightDriver(self.core, kind=kind, tiers=self._knowing, pages=pages)
 
 
-def simulate(trace: Trace, run: Run, *, counted: Counted = lambda _: True) -> Outcome:
+def simulate(trace: Trace, run: Scenario, *, counted: Counted = lambda _: True) -> Outcome:
     """Serves the trace, until `counted` returns False."""
     begun, simulation = time.perf_counter(), Simulation(trace, run)
     for request in range(len(trace)):
@@ -135,7 +135,7 @@ def simulate(trace: Trace, run: Run, *, counted: Counted = lambda _: True) -> Ou
 
 
 def simulate_all(
-    traces: Sequence[Trace], runs: Sequence[Run], *, jobs: int, show: Callable[[int], None] = lambda _: None
+    traces: Sequence[Trace], runs: Sequence[Scenario], *, jobs: int, show: Callable[[int], None] = lambda _: None
 ) -> list[Outcome]:
     """The outcomes of all runs, in their order. jobs: processes; 1 runs all in this one. show:
     called with the number of requests done in all. Raises TierFailed if a process dies."""
@@ -183,7 +183,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(number: int, run: Run) -> Outcome:
+def _work(number: int, run: Scenario) -> Outcome:
     worker = _worker[0]
 
     def counted(done: int) -> bool:
@@ -194,7 +194,7 @@ def _work(number: int, run: Run) -> Outcome:
 
 
 def _in_processes(
-    traces: Sequence[Trace], runs: Sequence[Run], *, jobs: int, show: Callable[[int], None]
+    traces: Sequence[Trace], runs: Sequence[Scenario], *, jobs: int, show: Callable[[int], None]
 ) -> list[Outcome]:
     context = multiprocessing.get_context("spawn")
     done, go_on = context.RawArray("q", len(runs)), context.RawValue("b", 1)

@@ -31,7 +31,7 @@ HashRows = Callable[[Sequence[int]], Sequence[SliceTable | None]]
 """Sums the bytes of rows of a batch, wherever it is called from; None: they are not the block's."""
 
 
-class Found(NamedTuple):
+class FoundBlocks(NamedTuple):
     """Blocks, one row each: EXTENT [n] and META [n]."""
 
     extents: StructArray
@@ -55,7 +55,7 @@ class Recovered:
     next_segment: int = 1
     next_generation: int = 1
     namespaces: list[bytes] = field(default_factory=list)
-    more: Iterable[Callable[[], Found]] = ()
+    more: Iterable[Callable[[], FoundBlocks]] = ()
     more_at_most: int = 0
 
     def gathered(self) -> Recovered:

@@ -104,7 +104,7 @@ COPIED: tuple[Mutation, ...] = (
         "second-thread-refused",
         "work that got no thread is not begun by a later one",
         "tierd/client/blocks/copying.py",
-        "self._pool = None  # it may have taken the work, and no later thread is to do that",
+        "self._pool = None  # it may have queued the work, and no later thread must do it",
         "pass",
         ("tests/unit/client/blocks/test_copying.py", "-k", "gets_no_second"),
     ),

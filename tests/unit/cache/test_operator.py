@@ -23,7 +23,7 @@ from tierd.core.index import namespaces
 from tierd.errors import NotFound, Overloaded, TierFailed
 from tierd.events.feed import Feed
 from tierd.events.publisher import Publisher
-from tierd.events.router_view import Told
+from tierd.events.router_view import RouterView
 from tierd.testing import chain
 
 PIECE = 4
@@ -318,7 +318,7 @@ async def test_routers_are_right_after_all_was_told(tmp_path: Path, monkeypatch:
         await world.put(NAMES)
         core = world.cache.core
         monkeypatch.setattr(core, "piece_blocks", PIECE)
-        told = Told(("CPU", "STORAGE"), 1000)
+        told = RouterView(("CPU", "STORAGE"), 1000)
         publisher = Publisher(EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind=""), told)
         again = list[asyncio.Task[Any]]()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tierd.cache.cache import Cache
 from tierd.cache.commit import CommitQuery
-from tierd.cache.lease import Lease
+from tierd.cache.lease import AcquireReply
 from tierd.cache.operator import Operator
 from tierd.config import read_config, resolve
 from tierd.core.formats.block import Namespace, NamespaceSpec
@@ -80,7 +80,7 @@ class World:
         reserved = await self.reserve(hashes)
         return await self.commit(reserved.reservation, **options)
 
-    async def acquire(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> Lease:
+    async def acquire(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> AcquireReply:
         return await self.cache.acquire(self.session, [self.query(hashes)], kind=kind, timeout_s=SOON_S)
 
     async def end_epoch(self) -> int:

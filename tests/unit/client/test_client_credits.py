@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tierd.client.connect.cancellation import Stop, Stopped
+from tierd.client.connect.cancellation import Cancellation, Cancelled
 from tierd.client.connect.credits import TRIES, Credits, pause_s
 from tierd.errors import Overloaded
 
@@ -74,13 +74,13 @@ def test_no_number_no_bound() -> None:
 
 def test_who_is_stopped_waits_no_longer() -> None:
     """A verb that is stopped while it waits for a turn ends, and costs no credit."""
-    own, stop, ended = Credits(1), Stop(), queue.SimpleQueue[str]()
+    own, stop, ended = Credits(1), Cancellation(), queue.SimpleQueue[str]()
 
     def call() -> None:
         try:
             with own.turn("Lookup", timeout_s=SOON_S):
                 ended.put("had its turn")
-        except Stopped:
+        except Cancelled:
             ended.put("stopped")
 
     with own.turn("Lookup", timeout_s=SOON_S):

@@ -15,13 +15,13 @@ from tierd.events import feed as module
 from tierd.events.feed import Feed
 from tierd.events.payloads import Event
 from tierd.events.publisher import Publisher
-from tierd.events.router_view import Told
+from tierd.events.router_view import RouterView
 
 ENDINGS = 30
 ENDLESS_S = 3600.0
 
 
-class Counted(Told):
+class Counted(RouterView):
     """Books that know how often everything was told anew."""
 
     clears = 0

@@ -15,7 +15,7 @@ from tierd.errors import ConfigError
 from tierd.events import publisher as module
 from tierd.events.payloads import END, Cleared, Event, Stored
 from tierd.events.publisher import Publisher, parts
-from tierd.events.router_view import Told
+from tierd.events.router_view import RouterView
 from tierd.integrations.events import Subscriber
 
 
@@ -30,7 +30,7 @@ def settings(tmp_path: Path) -> EventsConfig:
 
 @pytest.fixture
 def publisher(settings: EventsConfig) -> Iterator[Publisher]:
-    running = Publisher(settings, Told(("CPU",), 10))
+    running = Publisher(settings, RouterView(("CPU",), 10))
     yield running
     running.close(timeout_s=10)
 
@@ -62,7 +62,7 @@ def test_ipv6() -> None:
     settings = EventsConfig(
         enabled=True, bind=f"tcp://[::1]:{free_port('::1')}", replay_bind=f"tcp://[::1]:{free_port('::1')}", buffer=5
     )
-    running = Publisher(settings, Told(("CPU",), 10))
+    running = Publisher(settings, RouterView(("CPU",), 10))
     try:
         send(running, stored(1))
         assert replay(settings)[-1] == (stored(1),)
@@ -73,7 +73,7 @@ def test_ipv6() -> None:
 def test_work_that_fails_tells_its_caller_and_ends_nothing(publisher: Publisher, settings: EventsConfig) -> None:
     """An exception reaches who gave the work; the next work is done."""
 
-    def broken(_told: Told) -> list[Event]:
+    def broken(_told: RouterView) -> list[Event]:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
@@ -93,7 +93,7 @@ def test_a_long_replay_is_whole(tmp_path: Path) -> None:
     """Everything that is kept comes, in order, also to one that reads only when all has been sent."""
     count = 3000
     settings = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind=f"ipc://{tmp_path}/r", buffer=count)
-    publisher = Publisher(settings, Told(("CPU",), 10))
+    publisher = Publisher(settings, RouterView(("CPU",), 10))
     try:
         for number in range(count):
             publisher.do(lambda _told, number=number: [stored(number)])  # type: ignore[misc]
@@ -132,4 +132,4 @@ def test_an_address_in_use_is_said(publisher: Publisher, tmp_path: Path) -> None
     """What cannot be bound is a ConfigError that names the setting and the address."""
     wrong = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/other", replay_bind=f"ipc://{tmp_path}/none/r")
     with pytest.raises(ConfigError, match=r"events\.replay_bind: ipc://.*cannot be bound"):
-        Publisher(wrong, Told(("CPU",), 10))
+        Publisher(wrong, RouterView(("CPU",), 10))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.events.payloads import Cleared, Event, Removed, Stored, short_hash
-from tierd.events.router_view import EVENT_TOKENS, Names, Space, Told
+from tierd.events.router_view import EVENT_TOKENS, Names, RouterView, Space
 from tierd.integrations.events import Whereabouts
 
 MEDIA = ("GPU", "CPU", "CPU", "STORAGE")
@@ -41,11 +41,11 @@ def short(*numbers: int) -> tuple[int, ...]:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told(MEDIA, 100)
+def told() -> RouterView:
+    return RouterView(MEDIA, 100)
 
 
-def test_a_run_is_one_event_under_the_engines_names(told: Told) -> None:
+def test_a_run_is_one_event_under_the_engines_names(told: RouterView) -> None:
     """Consecutive blocks are told at once: the engine's hashes, its parent, all tokens, adapter and group; nothing before they are held."""
     assert told.name(names(1, 2, 3, parent=engine(0))) == []
     assert told.stored(SPACE, own(1, 2, 3), tier=1) == [
@@ -54,7 +54,7 @@ def test_a_run_is_one_event_under_the_engines_names(told: Told) -> None:
     assert told.removed(SPACE, own(2, 3), tier=1) == [Removed(short(2, 3), "CPU", 1)]
 
 
-def test_blocks_that_do_not_follow_are_told_apart(told: Told) -> None:
+def test_blocks_that_do_not_follow_are_told_apart(told: RouterView) -> None:
     """Each event's tokens follow its parent: a gap begins another event."""
     told.name(names(1, 2, 3))
     assert told.stored(SPACE, own(1, 3), tier=1) == [
@@ -63,7 +63,7 @@ def test_blocks_that_do_not_follow_are_told_apart(told: Told) -> None:
     ]
 
 
-def test_copies_are_told_by_medium(told: Told) -> None:
+def test_copies_are_told_by_medium(told: RouterView) -> None:
     """A copy in another medium is told with its tokens; two tiers of one medium are one, which holds the block until both have let go."""
     told.name(names(1))
     kinds = [
@@ -83,7 +83,7 @@ def test_copies_are_told_by_medium(told: Told) -> None:
     assert kinds[1] == Stored(short(1), None, tokens(1), 4, "STORAGE", "lora", 1)
 
 
-def test_without_words_of_the_engine_blocks_have_their_own_names(told: Told) -> None:
+def test_without_words_of_the_engine_blocks_have_their_own_names(told: RouterView) -> None:
     """A block that nobody has named is told by tierd's hash, without tokens; a put of tokens alone by tierd's hash, with them."""
     assert told.stored(SPACE, own(1, 2), tier=1) == [
         Stored((short_hash(own(1)), short_hash(own(2))), None, (), 0, "CPU", "lora", 1)
@@ -95,7 +95,7 @@ def test_without_words_of_the_engine_blocks_have_their_own_names(told: Told) -> 
     ]
 
 
-def test_several_blocks_of_the_engine_in_one_of_ours(told: Told) -> None:
+def test_several_blocks_of_the_engine_in_one_of_ours(told: RouterView) -> None:
     """A block of two of the engine's is told as two hashes, of half the size."""
     words = np.array(tokens(1, 2), dtype="<u4").tobytes()
     told.name(Names(SPACE, own(1, 2), 8, b"aabbccdd", 2, 2, b"", words))
@@ -104,7 +104,7 @@ def test_several_blocks_of_the_engine_in_one_of_ours(told: Told) -> None:
     assert event.hashes == tuple(short_hash(name) for name in (b"aa", b"bb", b"cc", b"dd"))
 
 
-def test_a_name_that_comes_later_is_told_anew(told: Told) -> None:
+def test_a_name_that_comes_later_is_told_anew(told: RouterView) -> None:
     """Blocks found at a start get their engine's names when it says them: taken back under the old name first. Who says nothing changes no name."""
     told.stored(SPACE, own(1), tier=3)
     renamed = told.name(names(1))
@@ -116,7 +116,7 @@ def test_a_name_that_comes_later_is_told_anew(told: Told) -> None:
     assert told.removed(SPACE, own(1), tier=3) == [Removed(short(1), "STORAGE", 1)]
 
 
-def test_a_short_block_is_not_told(told: Told) -> None:
+def test_a_short_block_is_not_told(told: RouterView) -> None:
     """Routers count in whole blocks: the short last one of a sequence is never mentioned, stored or removed."""
     told.name(Names(SPACE, own(1, 2), 6, tokens=np.arange(6, dtype="<u4").tobytes()))
     (event,) = told.stored(SPACE, own(1, 2), tier=1)
@@ -126,7 +126,7 @@ def test_a_short_block_is_not_told(told: Told) -> None:
 
 def test_a_block_counts_when_every_rank_holds_it() -> None:
     """Of several ranks the last to store makes it held, and the first to lose it makes it gone."""
-    told, space = Told(MEDIA, 100), Space(1, 4, ranks=2)
+    told, space = RouterView(MEDIA, 100), Space(1, 4, ranks=2)
     told.name(names(1, space=space))
     assert told.stored(space, own(1), tier=3, rank=0) == told.removed(space, own(1), tier=3, rank=0) == []
     assert told.stored(space, own(1), tier=1, rank=1) == []
@@ -137,7 +137,7 @@ def test_a_block_counts_when_every_rank_holds_it() -> None:
 
 def test_whole_hashes() -> None:
     """With whole hashes the engine's bytes are told as they are."""
-    told = Told(MEDIA, 100, has_whole_hashes=True)
+    told = RouterView(MEDIA, 100, has_whole_hashes=True)
     told.name(names(2, parent=engine(1)))
     (event,) = told.stored(SPACE, own(2), tier=0)
     assert isinstance(event, Stored) and (event.hashes, event.parent) == ((engine(2),), engine(1))
@@ -145,7 +145,7 @@ def test_whole_hashes() -> None:
 
 def test_the_books_are_bounded() -> None:
     """Beyond the limit the oldest blocks are taken back under their names, those that nobody holds first; never more than the limit are known."""
-    told = Told(MEDIA, 3)
+    told = RouterView(MEDIA, 3)
     told.name(names(1, 2, 3))
     told.stored(SPACE, own(1, 2, 3), tier=1)
     told.removed(SPACE, own(3), tier=1)
@@ -154,7 +154,7 @@ def test_the_books_are_bounded() -> None:
     assert told.removed(SPACE, own(1), tier=1) == []
 
 
-def test_clear_takes_everything_back_and_keeps_names(told: Told) -> None:
+def test_clear_takes_everything_back_and_keeps_names(told: RouterView) -> None:
     """After "cleared" a removal says nothing, and what is told anew has its engine's name."""
     told.name(names(1, 2))
     told.stored(SPACE, own(1, 2), tier=1)
@@ -165,9 +165,9 @@ def test_clear_takes_everything_back_and_keeps_names(told: Told) -> None:
     ]
 
 
-def test_one_event_is_bounded(told: Told) -> None:
+def test_one_event_is_bounded(told: RouterView) -> None:
     """A long sequence is told in several events, none much larger than the bound."""
-    count, told = EVENT_TOKENS // 16, Told(MEDIA, 10**6)
+    count, told = EVENT_TOKENS // 16, RouterView(MEDIA, 10**6)
     hashes = np.random.default_rng(0).bytes(32 * count)
     words = np.arange(count * 64, dtype="<u4").tobytes()
     space = Space(1, 64)
@@ -185,7 +185,7 @@ steps = st.tuples(st.sampled_from(["name", "store", "remove", "clear"]), st.inte
 @given(st.lists(steps, max_size=60), st.integers(1, 8))
 def test_routers_never_believe_in_more_than_is_held(run: list[tuple[str, int, int]], limit: int) -> None:
     """Whatever happens, and however small the books: what a router believes of a medium is held there, and without a bound it is exactly that."""
-    small, large = Told(MEDIA, limit), Told(MEDIA, 1000)
+    small, large = RouterView(MEDIA, limit), RouterView(MEDIA, 1000)
     beliefs = Whereabouts(), Whereabouts()
     held: set[tuple[int, int]] = set()
     for what, number, tier in run:
@@ -201,7 +201,7 @@ def test_routers_never_believe_in_more_than_is_held(run: list[tuple[str, int, in
     assert _believed(beliefs[0]) == _believed(beliefs[1]) == set()
 
 
-def _step(told: Told, what: str, number: int, tier: int) -> Iterable[Event]:
+def _step(told: RouterView, what: str, number: int, tier: int) -> Iterable[Event]:
     if what == "name":
         return told.name(names(number, number % 12 + 1))
     if what == "clear":

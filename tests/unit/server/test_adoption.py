@@ -23,7 +23,7 @@ from tierd.core.formats.meta import new_meta
 from tierd.core.formats.model import EXTENT, Durability, SegmentAssignment
 from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.server import adoption
-from tierd.tiers.tier import Found, Recovered
+from tierd.tiers.tier import FoundBlocks, Recovered
 
 
 @given(
@@ -82,10 +82,10 @@ async def test_blocks_that_go_while_the_others_come_take_none_with_them() -> Non
     segments, extents, metas = survivors(old, 1)
     new, registry = Kit(*specs), NamespaceRegistry()
     registry.open(NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096), tenant="t")
-    pieces = [Found(extents[rows], metas[rows]) for rows in ([0, 4, 5], [1, 2, 3])]
+    pieces = [FoundBlocks(extents[rows], metas[rows]) for rows in ([0, 4, 5], [1, 2, 3])]
     assert [len(np.unique(piece.metas["segment"])) for piece in pieces] == [2, 1]
 
-    def second() -> Found:
+    def second() -> FoundBlocks:
         gone = new.core.blocks(tier=1)
         assert len(new.took(new.core.evict(gone, tier=1, now=new.tick())).freed) == 3
         new.core.check()
@@ -122,11 +122,11 @@ async def test_who_gives_loading_up_waits_for_the_thread_that_reads() -> None:
     """Loading that is cancelled ends when nobody reads the index any more: its files may be closed and removed then."""
     begun, goes_on, has_ended = threading.Event(), threading.Event(), threading.Event()
 
-    def read() -> Iterator[Callable[[], Found]]:
+    def read() -> Iterator[Callable[[], FoundBlocks]]:
         begun.set()
         goes_on.wait(SOON_S)
         has_ended.set()
-        yield lambda: Found(np.zeros(0, EXTENT), new_meta(0))
+        yield lambda: FoundBlocks(np.zeros(0, EXTENT), new_meta(0))
 
     found = Recovered([], np.zeros(0, EXTENT), new_meta(0), more=read(), more_at_most=1)
     loading = adoption.Adoption(Kit(tier(NVME, 8)).core, 0, found, registry=NamespaceRegistry())

@@ -16,7 +16,7 @@ from tierd.simulator.choices import parse_choice
 from tierd.simulator.page import page_of
 from tierd.simulator.plot import draw
 from tierd.simulator.rows import Panel, Row, panels_of, row_of
-from tierd.simulator.runs import Outcome, Run
+from tierd.simulator.runs import Outcome, Scenario
 from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import parse_size, tiers_of
 
@@ -29,10 +29,10 @@ def trace(name: str) -> Trace:
 
 def rows_of(
     found: Trace, sizes: list[dict[str, str]], policies: tuple[str, ...] = ("lru", "clairvoyant")
-) -> tuple[list[Run], list[Row]]:
+) -> tuple[list[Scenario], list[Row]]:
     """Runs as they would be, with outcomes that are made up: policy p finds (p + 1) tenths more in each greater size."""
     runs = [
-        Run(
+        Scenario(
             0,
             parse_choice(policy),
             tiers_of(parsed, distinct=found.distinct, longest=found.longest, block_bytes=None, config=Config()),

@@ -11,7 +11,7 @@ from tierd.core.formats.model import TierKind
 from tierd.errors import InvalidArgument
 from tierd.policies.admission import ADMISSION
 from tierd.simulator.choices import CLAIRVOYANT, parse_choice
-from tierd.simulator.runs import Outcome, Run, simulate
+from tierd.simulator.runs import Outcome, Scenario, simulate
 from tierd.simulator.sequences import Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
 from tierd.simulator.wear import Budget, Writes, parse_admission, parse_budget
@@ -33,7 +33,7 @@ def tiers(trace: Trace, *, host: str = "12blocks", nvme: str = "100%") -> Tiers:
 
 
 def ran(trace: Trace, policy: str, writes: Writes) -> Outcome:
-    return simulate(trace, Run(0, parse_choice(policy), tiers(trace), writes))
+    return simulate(trace, Scenario(0, parse_choice(policy), tiers(trace), writes))
 
 
 def test_budgets_are_bytes_a_day_or_footprints() -> None:

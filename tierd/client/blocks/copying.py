@@ -59,7 +59,7 @@ def blocks_of(
 
 def sum_and_copy(blocks: StructArray) -> Sums:
     """Copies BLOCK [n]. Returns the sums of all slices, xxh3-64, u64 little-endian, in block order.
-    A cancellation from any thread raises Stopped between two blocks."""
+    A cancellation from any thread raises Cancelled between two blocks."""
     cancellation.check()
     lengths = blocks["length"].tolist()
     ends = [0, *accumulate(map(slices_of, lengths, blocks["layers"].tolist()))]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tierd.client.blocks import buffers, copying
 from tierd.client.blocks.buffers import Bytes, address_of
-from tierd.client.session.mapping import Segment, SegmentTable
+from tierd.client.session.mapping import MappedSegment, SegmentTable
 from tierd.client.session.notices import TOLD_MAX_BYTES
 from tierd.client.session.session import Session
 from tierd.client.transport.requests import checked_hashes, group_message
@@ -67,7 +67,7 @@ class Pages:
 
     def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
         """Copies the pages; which have the right sums and have not changed. is_leased: also pages
-        that lookups no longer find. Raises Stopped."""
+        that lookups no longer find. Raises Cancelled."""
         to, rows = [address_of(target, writable=True) for target in targets], self.rows
         sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
         mask = int(GENERATION) if is_leased else NOWHERE
@@ -80,7 +80,7 @@ class Pages:
 
 
 def get(session: Session, group: Group, out: Any, *, timeout_s: float) -> tuple[GetResult, list[int]] | None:
-    """Copies all blocks of a group; returns their lengths too. None: call the daemon. Raises Stopped."""
+    """Copies all blocks of a group; returns their lengths too. None: call the daemon. Raises Cancelled."""
     if not session.notices.takes_gets:
         return None
     found = find(session, group, timeout_s=timeout_s)
@@ -183,7 +183,7 @@ def plain_check(rows: StructArray, sums: copying.Sums, mask: int, good: NDArray[
         at = end
 
 
-def _page(segment: Segment, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
+def _page(segment: MappedSegment, slot: int, length: int, layers: int, generation: int) -> tuple[int, ...]:
     """PAGE, without the segment's number."""
     _, data, words, _, tables, class_bytes, _, slice_words = segment.row
     table, word = tables + slot * slice_words * WORD_BYTES, words + slot * WORD_BYTES
@@ -225,7 +225,7 @@ def _is_plain(group: Group) -> bool:
     return bool(len(group.hashes)) and group.need is Need.PREFIX and tuple(group.ranks) == (0,)
 
 
-def _segment(session: Session, place: int, timeout_s: float) -> Segment | None:
+def _segment(session: Session, place: int, timeout_s: float) -> MappedSegment | None:
     """A segment of host memory, mapped now if needed."""
     where = place >> SEGMENT_BITS, place & (1 << SEGMENT_BITS) - 1
     segment = session.segments.at(where)
@@ -234,4 +234,4 @@ def _segment(session: Session, place: int, timeout_s: float) -> Segment | None:
             segment = session.mapped(where, timeout_s=timeout_s)
         except TierdError:
             return None
-    return segment if isinstance(segment, Segment) and segment.tier < len(session.tiers) else None
+    return segment if isinstance(segment, MappedSegment) and segment.tier < len(session.tiers) else None

@@ -134,7 +134,7 @@ class ReservedPages(Bound):
         _populate(hold, handles, parts)
         for place, its in parts:
             segment = hold.segment(place)
-            if not isinstance(segment, mapping.Segment):
+            if not isinstance(segment, mapping.MappedSegment):
                 raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; reserve again")
             found[rows[its]] = np.uint64(segment.address) + handles["offset"][its]
             kept.append(segment)
@@ -211,7 +211,7 @@ class ReservedPages(Bound):
 def _populate(hold: Hold, handles: StructArray, parts: Parts) -> None:
     for place, rows in parts:
         mapped, offsets = hold.segment(place), handles["offset"][rows].tolist()
-        if not isinstance(mapped, mapping.Segment) or not mapped.is_writable:
+        if not isinstance(mapped, mapping.MappedSegment) or not mapped.is_writable:
             continue
         if not mapped.present.issuperset(offsets):
             mapping.populate(mapped, list(zip(offsets, handles["length"][rows].tolist(), strict=True)))

@@ -52,7 +52,7 @@ def due(deadline: Deadline) -> float:
 
 def left_s(deadline: float) -> float:
     """Seconds until a deadline; called before anything that takes time. Raises DeadlineExceeded,
-    and Stopped if the verb was cancelled."""
+    and Cancelled if the verb was cancelled."""
     cancellation.check()
     left = deadline - time.monotonic()
     if left <= 0:

@@ -3,7 +3,7 @@
     stop.around(verb), in its thread ──▶ a wait ──▶ ended_by(end) ◀── stop.set(), in another
 
 AsyncClient's verbs run in threads (threads.py), and the task that awaits one may be cancelled. A
-cancelled verb raises `Stopped` once, in a wait or before its next step; its cleanup then runs
+cancelled verb raises `Cancelled` once, in a wait or before its next step; its cleanup then runs
 undisturbed. Client's verbs cannot be cancelled; for them each check costs one attribute read.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Stopped(BaseException):
+class Cancelled(BaseException):
     """The verb was cancelled. This is not an error, and no handler of errors catches it."""
 
 
-class Stop:
+class Cancellation:
     """The cancellation of one verb, shared by the verb's thread and the thread that cancels."""
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class Stop:
 
     @property
     def is_due(self) -> bool:
-        """Whether the verb was cancelled and has not raised Stopped yet."""
+        """Whether the verb was cancelled and has not raised Cancelled yet."""
         return self._is_set.is_set() and not self._is_told
 
-    def tell(self) -> Stopped:
+    def tell(self) -> Cancelled:
         """Makes the error that the verb raises, and notes that it was raised."""
         self._is_told = True
-        return Stopped()
+        return Cancelled()
 
     def wait(self, seconds: float) -> None:
         """Pauses the verb."""
@@ -77,14 +77,14 @@ class Stop:
 
 
 class _Mine(threading.local):
-    stop: Stop | None = None
+    stop: Cancellation | None = None
 
 
 _mine = _Mine()
 
 
 def check() -> None:
-    """Called before anything that takes time. Raises Stopped."""
+    """Called before anything that takes time. Raises Cancelled."""
     stop = _mine.stop
     if stop is not None and stop.is_due:
         raise stop.tell()
@@ -96,7 +96,7 @@ def is_possible() -> bool:
 
 
 def pause(seconds: float) -> None:
-    """As time.sleep, but raises Stopped."""
+    """As time.sleep, but raises Cancelled."""
     stop = _mine.stop
     if stop is None:
         time.sleep(seconds)
@@ -107,13 +107,13 @@ def pause(seconds: float) -> None:
 
 def ended_by(end: Callable[[], Any]) -> AbstractContextManager[None]:
     """Around a wait: a cancellation calls `end` from another thread, perhaps before the wait
-    begins. Any error that results becomes Stopped."""
+    begins. Any error that results becomes Cancelled."""
     stop = _mine.stop
     return _NOTHING if stop is None else _ended_by(stop, end)
 
 
 @contextmanager
-def _ended_by(stop: Stop, end: Callable[[], Any]) -> Iterator[None]:
+def _ended_by(stop: Cancellation, end: Callable[[], Any]) -> Iterator[None]:
     stop.begin_wait(end)
     try:
         yield

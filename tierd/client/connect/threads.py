@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from tierd.client.connect import forks
-from tierd.client.connect.cancellation import Stop
+from tierd.client.connect.cancellation import Cancellation
 from tierd.errors import DeadlineExceeded
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Threads:
         """The verb's result. Raises what it raises, and NotBegun if no thread took it in time."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tierd-client")
-        stop, loop = Stop(), asyncio.get_running_loop()
+        stop, loop = Cancellation(), asyncio.get_running_loop()
         work = self._pool.submit(stop.around, verb)
         result, patience = asyncio.wrap_future(work), loop.call_later(max(timeout_s, LEAST_S), work.cancel)
         try:

@@ -67,7 +67,7 @@ SEGMENT = np.dtype(
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class MappedSegment:
     """One mapped segment. data: uint8, read-only unless is_writable; words: generation words.
 
     metas, tables: META and slice table of each page, as bytes; a table has slice_words. present:
@@ -125,7 +125,7 @@ class Segment:
 class SegmentTable:
     """Mapped segments of host memory, sorted by place. rows: SEGMENT [n], valid while this object lives."""
 
-    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+    def __init__(self, segments: Iterable[MappedSegment] = ()) -> None:
         self.segments = sorted(segments, key=lambda segment: segment.place)
         self.rows = np.array([segment.row for segment in self.segments], SEGMENT)
         self.address = int(self.rows.ctypes.data)
@@ -152,7 +152,7 @@ def is_unused(words: Words) -> bool:
 
 
 class Catalogue(NamedTuple):
-    """A mapped catalogue: the fields that `Segment` takes from it."""
+    """A mapped catalogue: the fields that `MappedSegment` takes from it."""
 
     words: Words
     metas: memoryview
@@ -163,7 +163,7 @@ class Catalogue(NamedTuple):
 
 def map_segment(
     place: tuple[int, int], *, data: tuple[int, int], catalogue: tuple[int, int], is_writable: bool
-) -> Segment:
+) -> MappedSegment:
     """Maps a segment. place: its tier and number; data, catalogue: (descriptor, bytes); the caller
     closes the descriptors. Raises TierFailed, VersionMismatch."""
     tier, segment = place
@@ -172,7 +172,7 @@ def map_segment(
         raise TierFailed(
             f"segment {segment}: {len(its.words)} pages of {its.class_bytes} bytes do not fit its {data[1]}"
         )
-    return Segment(segment, tier, map_file(*data, writable=is_writable), *its, is_writable)
+    return MappedSegment(segment, tier, map_file(*data, writable=is_writable), *its, is_writable)
 
 
 def map_catalogue(segment: int, catalogue: tuple[int, int]) -> Catalogue:
@@ -215,7 +215,7 @@ def map_file(fd: int, length: int, *, writable: bool) -> NDArray[np.uint8]:
     return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
 
 
-def populate(segment: Segment, pages: Sequence[tuple[int, int]]) -> None:
+def populate(segment: MappedSegment, pages: Sequence[tuple[int, int]]) -> None:
     """Makes pages (offset, length) present for writing, adjacent ones together, to save a fault for
     each 4 KiB. This only affects speed."""
     start = end = 0
@@ -228,7 +228,7 @@ def populate(segment: Segment, pages: Sequence[tuple[int, int]]) -> None:
     _populate(segment, start, end)
 
 
-def _populate(segment: Segment, start: int, end: int) -> None:
+def _populate(segment: MappedSegment, start: int, end: int) -> None:
     if end > start:
         _libc.madvise(segment.address + start, end - start, _MADV_POPULATE_WRITE)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.client.connect.forks import Bound
 from tierd.client.connect.link import Link
-from tierd.client.session.mapping import Segment
+from tierd.client.session.mapping import MappedSegment
 from tierd.client.session.segments import Place
 from tierd.errors import ForkedClient, StaleHandle
 
@@ -41,7 +41,7 @@ class Exposed:
 
     __slots__ = ("__array_interface__", "_owners")
 
-    def __init__(self, segment: Segment, pin: Pin, *, writable: bool) -> None:
+    def __init__(self, segment: MappedSegment, pin: Pin, *, writable: bool) -> None:
         self._owners = (segment.data, pin)
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
@@ -104,11 +104,11 @@ class Hold(Bound):
         segment = self.segment(place)
         if segment is None:
             raise StaleHandle(f"segment {place[1]} of tier {place[0]}: not mapped any more; acquire again")
-        if isinstance(segment, Segment):
+        if isinstance(segment, MappedSegment):
             return np.asarray(Exposed(segment, pin, writable=writable and segment.is_writable))
         return segment.exposed(pin, writable=writable)
 
-    def segment(self, place: Place) -> Segment | DeviceSegment | None:
+    def segment(self, place: Place) -> MappedSegment | DeviceSegment | None:
         """A segment of its link, if it is mapped."""
         return self.link.session.segments.at(place) if self.link.session else None
 

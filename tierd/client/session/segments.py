@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.session.mapping import Segment, SegmentTable
+from tierd.client.session.mapping import MappedSegment, SegmentTable
 from tierd.core.arrays.sets import every
 from tierd.core.formats.model import StructArray
 
@@ -33,15 +33,15 @@ class Segments:
 
     def __init__(self, on_gpu: Container[int]) -> None:
         self._on_gpu = on_gpu
-        self._mapped: dict[Place, Segment | DeviceSegment] = {}
+        self._mapped: dict[Place, MappedSegment | DeviceSegment] = {}
         self._table: SegmentTable | None = None
         self._tabled: tuple[int, object] = (0, None)
 
-    def at(self, place: Place) -> Segment | DeviceSegment | None:
+    def at(self, place: Place) -> MappedSegment | DeviceSegment | None:
         """A mapped segment."""
         return self._mapped.get(place)
 
-    def add(self, place: Place, segment: Segment | DeviceSegment) -> None:
+    def add(self, place: Place, segment: MappedSegment | DeviceSegment) -> None:
         """Notes that a segment is mapped."""
         self._mapped[place] = segment
 
@@ -65,7 +65,7 @@ class Segments:
         mapped = list(self._mapped.values())
         known = len(mapped), mapped[-1] if mapped else None  # new ones come last; removals change the length
         if self._table is None or self._tabled != known:
-            self._table = SegmentTable(segment for segment in mapped if isinstance(segment, Segment))
+            self._table = SegmentTable(segment for segment in mapped if isinstance(segment, MappedSegment))
             self._tabled = known
         return self._table
 

@@ -18,7 +18,7 @@ import msgpack
 import tierd
 from tierd.client.connect import trusted
 from tierd.client.connect.target import LocalTarget
-from tierd.client.session.mapping import Segment, map_file, map_segment
+from tierd.client.session.mapping import MappedSegment, map_file, map_segment
 from tierd.client.session.notices import IDS_PER_MESSAGE, Notices
 from tierd.client.session.segments import Place, Segments
 from tierd.client.session.session_socket import SessionSocket, check_came, checked, close_fds, hang_up, receive
@@ -82,7 +82,7 @@ class Session(SessionSocket):
         for place in self.segments.unmapped(handles):
             self.mapped(place, timeout_s=timeout_s)
 
-    def mapped(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
+    def mapped(self, place: Place, *, timeout_s: float) -> MappedSegment | DeviceSegment:
         """A segment, mapped now if needed. Raises as `map`."""
         with self._turned(timeout_s) as left_s:
             found = self.segments.at(place)
@@ -138,7 +138,7 @@ class Session(SessionSocket):
         """Ends as many reservations as a message holds, and waits until the daemon has done it."""
         self.ask({"op": "release", "reservations": list(reservations), "reply": True}, timeout_s=timeout_s)
 
-    def _fetch(self, place: Place, *, timeout_s: float) -> Segment | DeviceSegment:
+    def _fetch(self, place: Place, *, timeout_s: float) -> MappedSegment | DeviceSegment:
         tier, segment = place
         reply, fds = self._exchange({"op": "map", "tier": tier, "segment": segment}, timeout_s=timeout_s)
         try:

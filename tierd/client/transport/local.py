@@ -19,7 +19,7 @@ from tierd._proto import cache_pb2 as pb
 from tierd.client.blocks.page_grants import PageGrants
 from tierd.client.connect import cancellation
 from tierd.client.connect.link import Link, Meanwhile
-from tierd.client.transport.local_rpc import MESSAGE_MAX_BYTES, Line, LineLost, Lines
+from tierd.client.transport.local_rpc import MESSAGE_MAX_BYTES, Line, LineLost, LocalRpcPool
 from tierd.client.transport.replies import error_of
 from tierd.client.transport.requests import GIVING
 from tierd.errors import DeadlineExceeded, OperatorError, Overloaded, TierdError, Unavailable
@@ -42,7 +42,7 @@ LINES_MOST = 1 << 10
 class Sent:
     """A call in progress on a line. name: identifies its result; empty if it has none to take back."""
 
-    def __init__(self, link: Link, lines: Lines, line: Line, *, method: str, name: str) -> None:
+    def __init__(self, link: Link, lines: LocalRpcPool, line: Line, *, method: str, name: str) -> None:
         self._link, self._lines, self._line, self._method, self._name = link, lines, line, method, name
         self._asked_s = time.monotonic()
 
@@ -154,7 +154,7 @@ class LocalTransport:
     def __init__(self, link: Link, address: str) -> None:
         assert link.session is not None, "lines are a session's"
         self._link, self._session, self._address = link, link.session, address
-        self._lines = Lines(link.session)
+        self._lines = LocalRpcPool(link.session)
         self._opened: SyncTransport | None = None
         self._turn = threading.Lock()
         self._page_grants = PageGrants(self.begin, lambda numbers: self._session.let_go(reservations=numbers))

@@ -112,7 +112,7 @@ class Line:
         self._socket.settimeout(left_s)
 
 
-class Lines:
+class LocalRpcPool:
     """The lines of one session, at most as many as the daemon allows. Threads may share it."""
 
     def __init__(self, session: Session) -> None:

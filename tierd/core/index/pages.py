@@ -37,7 +37,7 @@ from tierd.core.formats.model import (
     TierSpec,
 )
 from tierd.core.index.place_columns import PlaceColumns
-from tierd.core.index.segment import Found, Key, Segment, Usage
+from tierd.core.index.segment import Key, Quarantined, Segment, Usage
 from tierd.core.index.segment_files import Files
 from tierd.core.plan import Bools, Ids
 from tierd.errors import ConfigError
@@ -77,8 +77,8 @@ class Pages:
         self.fault: Column = column(np.uint8)
         self.counts = [0] * len(PageState.names())
         self.bytes_in = [0] * len(PageState.names())
-        self.quarantine: dict[int, Found] = {}
-        self._spots: dict[int, list[Found]] = {}  # by place: bad bytes of its next segment
+        self.quarantine: dict[int, Quarantined] = {}
+        self._spots: dict[int, list[Quarantined]] = {}  # by place: bad bytes of its next segment
         self.quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
@@ -174,7 +174,7 @@ class Pages:
         for page, start, end in zip(
             pages.tolist(), starts.tolist(), (starts + self.class_bytes(pages)).tolist(), strict=True
         ):
-            self.quarantine[page] = Found(int(self.fault[page]), now, start, end)
+            self.quarantine[page] = Quarantined(int(self.fault[page]), now, start, end)
         self.move(pages, PageState.RETIRING, PageState.QUARANTINED)
         self._clear(pages)
         while self.quarantined_bytes > self.quarantine_bytes:
@@ -406,7 +406,7 @@ class Pages:
             self._withhold_again(place, found)
         self._reopen(place)
 
-    def _withhold_again(self, place: int, found: Found) -> None:
+    def _withhold_again(self, place: int, found: Quarantined) -> None:
         """Quarantines the new segment's pages on bad bytes; none if that would exceed the bound."""
         segment = self.segments[place]
         assert segment is not None

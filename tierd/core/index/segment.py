@@ -23,7 +23,7 @@ class Usage(NamedTuple):
     whole_bytes: int
 
 
-class Found(NamedTuple):
+class Quarantined(NamedTuple):
     """Fault of a quarantined page, since when, and the bytes of its place."""
 
     fault: int

@@ -18,7 +18,7 @@ from tierd.core.index.blocks import words
 from tierd.core.index.segment import Key
 from tierd.core.plan import Bools, Codes, Ids, Lengths
 from tierd.core.plan_builder import PlanBuilder
-from tierd.core.requests.leases import Reservation, Sessions
+from tierd.core.requests.leases import Holders, Reservation
 from tierd.core.requests.reserved_pages import ReservedPages
 from tierd.core.space.planner import Planner
 
@@ -26,7 +26,7 @@ from tierd.core.space.planner import Planner
 class Allocation:
     """See the module."""
 
-    def __init__(self, planner: Planner, sessions: Sessions, reserved_pages: ReservedPages) -> None:
+    def __init__(self, planner: Planner, sessions: Holders, reserved_pages: ReservedPages) -> None:
         self._planner, self._index, self._sessions, self._reserved_pages = (
             planner,
             planner.index,

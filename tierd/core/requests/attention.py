@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tierd.core.arrays.sets import in_order
 from tierd.core.index.index import Index
-from tierd.core.requests.leases import Session
+from tierd.core.requests.leases import Holder
 from tierd.errors import InvalidArgument, NotFound
 
 MOST_MASS = 1e30
@@ -23,7 +23,7 @@ class Attention:
     def __init__(self, index: Index) -> None:
         self._index = index
 
-    def report(self, holder: Session, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
+    def report(self, holder: Holder, *, lease: int, group: int, mass: NDArray[np.float32], now: float) -> None:
         """See `Core.report_attention`."""
         found = holder.leases.get(lease)
         if found is None:

@@ -19,7 +19,7 @@ from tierd.core.index.priorities import Priorities, keep_said
 from tierd.core.plan import Bools, Bytes, Codes, Committed, Committing, Ids
 from tierd.core.plan_builder import PlanBuilder
 from tierd.core.requests.gets import Gets
-from tierd.core.requests.leases import BUSY, GONE, OPEN, Commit, Reservation, Sessions
+from tierd.core.requests.leases import BUSY, GONE, OPEN, Commit, Holders, Reservation
 from tierd.core.requests.reserved_pages import ReservedPages
 from tierd.core.space.planner import Where
 from tierd.errors import InvalidArgument, NotFound
@@ -29,7 +29,7 @@ class Commits:
     """See the module. dead: namespaces whose epoch has ended."""
 
     def __init__(
-        self, index: Index, sessions: Sessions, gets: Gets, reserved_pages: ReservedPages, *, dead: set[int]
+        self, index: Index, sessions: Holders, gets: Gets, reserved_pages: ReservedPages, *, dead: set[int]
     ) -> None:
         self._index, self._sessions, self._gets, self._reserved_pages, self._dead = (
             index,

@@ -17,13 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from tierd.core.arrays.sets import among, distinct, every, kinds
-from tierd.core.eviction import Asked
+from tierd.core.eviction import SequenceRequest
 from tierd.core.formats.model import Need, Reason, Wanted
 from tierd.core.index.blocks import words
-from tierd.core.plan import Acquisition, Found, GroupQuery, Ids, Plan, Question, Served, ServedGroup
+from tierd.core.plan import Acquisition, GroupQuery, Ids, LookupResult, Plan, Question, Served, ServedGroup
 from tierd.core.plan_builder import PlanBuilder, no_ids
 from tierd.core.requests.groups import block_tokens, longest, needed
-from tierd.core.requests.leases import Held, Lease, Session, Sessions
+from tierd.core.requests.leases import Held, Holder, Holders, Lease
 from tierd.core.requests.lookup import Sight, look
 from tierd.core.requests.pins import Pins
 from tierd.core.space.planner import Planner, Where
@@ -41,15 +41,15 @@ ATTEMPTS = 8
 class Gets:
     """See the module."""
 
-    def __init__(self, planner: Planner, sessions: Sessions) -> None:
+    def __init__(self, planner: Planner, sessions: Holders) -> None:
         self._planner, self._index, self._sessions = planner, planner.index, sessions
         self._pins = Pins(planner, sessions)
 
-    def lookup(self, groups: Sequence[GroupQuery]) -> Found:
+    def lookup(self, groups: Sequence[GroupQuery]) -> LookupResult:
         """How many tokens could be served, and from which tiers."""
         sight = look(self._index, groups, None)
         tokens = longest(groups, sight.there())
-        return Found(tokens, sight.tier, sight.tier_tokens(tokens))
+        return LookupResult(tokens, sight.tier, sight.tier_tokens(tokens))
 
     def acquire(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers
@@ -62,14 +62,14 @@ class Gets:
         near = self._acquire_near(sight, holder=holder, kind=kind, now=now)
         return near or self._acquire(session, sight, Question(tuple(groups), kind), PlanBuilder(now), shut)
 
-    def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> Found:
+    def used(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float) -> LookupResult:
         """Counts a get that a client made without a call; returns the servable part."""
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
         tokens = longest(groups, sight.there())
         self._tell(sight, now)
         self._used(sight.wanted(tokens), no_ids(), kind=kind, now=now)
-        return Found(tokens, sight.tier, sight.tier_tokens(tokens))
+        return LookupResult(tokens, sight.tier, sight.tier_tokens(tokens))
 
     def acquire_again(self, session: int, question: Question, *, now: float, shut: Tiers) -> Acquisition:
         """As `acquire`, for a question whose use was counted."""
@@ -119,13 +119,13 @@ class Gets:
         groups = [self._pins.served(query, held) for query, held in zip(lease.queries, lease.held, strict=True)]
         return Served(lease.tokens, groups, draft.plan())
 
-    def let_go(self, holder: Session, leases: Sequence[Lease], draft: PlanBuilder) -> None:
+    def let_go(self, holder: Holder, leases: Sequence[Lease], draft: PlanBuilder) -> None:
         """Ends leases of a session; several cost hardly more than one."""
         self._pins.unpin(leases, holder, draft)
         for lease in leases:
             del holder.leases[lease.id], self._sessions.leases[lease.id]
 
-    def hold(self, holder: Session, *, kind: Wanted, where: Where, blocks: Ids, within_share: bool = True) -> int:
+    def hold(self, holder: Holder, *, kind: Wanted, where: Where, blocks: Ids, within_share: bool = True) -> int:
         """A lease on readable pages (of a commit, or from before a restart). 0 if it exceeds the
         session's share, unless within_share is False."""
         for tier in kinds(where.tiers) if within_share else ():
@@ -138,7 +138,7 @@ class Gets:
 
     # -- inside: near pages
 
-    def _acquire_near(self, sight: Sight, *, holder: Session, kind: Wanted, now: float) -> Acquisition | None:
+    def _acquire_near(self, sight: Sight, *, holder: Holder, kind: Wanted, now: float) -> Acquisition | None:
         """The answer of `_acquire` and `settle` if one tier can read all blocks and they fit. Else
         None, and nothing has changed. Without this fast path views take 1.12 to 1.15 of the time,
         and 1.13 to 1.19 of the daemon's processor (in turns; 256 blocks, and one)."""
@@ -188,12 +188,12 @@ class Gets:
         kinds_of = np.array([*(tier.spec.kind for tier in self._index.tiers), -1], np.int8)
         nearest = kinds_of[sight.tier[0][0]]
         spread = words(sight.groups[0].hashes)[:, 0]
-        self._index.listener.asked(Asked(sight.keys[0][0], sight.ids, sizes, tokens, spread, nearest), now)
+        self._index.listener.asked(SequenceRequest(sight.keys[0][0], sight.ids, sizes, tokens, spread, nearest), now)
 
     # -- inside: securing
 
     def _secure(
-        self, sight: Sight, *, kind: Wanted, holder: Session | None, draft: PlanBuilder, shut: Tiers
+        self, sight: Sight, *, kind: Wanted, holder: Holder | None, draft: PlanBuilder, shut: Tiers
     ) -> tuple[int, int]:
         """The greatest token count held anywhere, and the greatest that is near or in transfer;
         plans those transfers. holder None: a prefetch, without a share."""
@@ -217,7 +217,7 @@ class Gets:
             failed = np.concatenate((failed, over))
         return most, 0
 
-    def _apart(self, blocks: Ids, near: Where, *, kind: Wanted, holder: Session | None, shut: Tiers) -> tuple[Ids, Ids]:
+    def _apart(self, blocks: Ids, near: Where, *, kind: Wanted, holder: Holder | None, shut: Tiers) -> tuple[Ids, Ids]:
         """Blocks that cannot come near, and blocks without a page there. The former have no tier in
         service, lie in a shut one, or exceed the share."""
         serving = self._index.serving(kind)
@@ -245,7 +245,7 @@ class Gets:
             self._index.touch(tier, (stayed if tier in serving else blocks)[::-1], now)
         self._index.note_use(blocks[::-1], now)
 
-    def _shorten(self, lease: Lease, holder: Session, draft: PlanBuilder) -> None:
+    def _shorten(self, lease: Lease, holder: Holder, draft: PlanBuilder) -> None:
         """Moves the lease's pins to its longest part that can be read near now, within the share.
         It gets no more, even if blocks were put meanwhile."""
         sight, near = look(self._index, lease.queries, holder.domain), self._index.serving(lease.kind)

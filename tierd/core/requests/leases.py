@@ -141,7 +141,7 @@ class Commit:
 
 
 @dataclass(slots=True)
-class Session:
+class Holder:
     """One session's holdings, per tier. brought: blocks of its last commit, maybe evicted."""
 
     id: int
@@ -154,7 +154,7 @@ class Session:
     brought: Ids = field(default_factory=no_ids)
 
 
-class Sessions:
+class Holders:
     """See the module. domains: by open session; others may read it. ahead_bytes: of all pages for
     puts that may come."""
 
@@ -164,7 +164,7 @@ class Sessions:
         self._tiers = tiers
         self.limits = [int(share * tier.spec.capacity_bytes) for tier in tiers]
         self.domains: dict[int, int] = {}
-        self.open: dict[int, Session] = {}
+        self.open: dict[int, Holder] = {}
         self.leases: dict[int, Lease] = {}
         self.commits: dict[int, Commit] = {}
         self.ahead_bytes = 0
@@ -178,10 +178,10 @@ class Sessions:
     def begin(self, session: int, domain: int) -> None:
         """A session opens."""
         none = [0] * len(self._tiers)
-        self.open[session] = Session(session, domain, [Counter() for _ in none], list(none), list(none))
+        self.open[session] = Holder(session, domain, [Counter() for _ in none], list(none), list(none))
         self.domains[session] = domain
 
-    def get(self, session: int) -> Session:
+    def get(self, session: int) -> Holder:
         """Raises NotFound."""
         found = self.open.get(session)
         if found is None:
@@ -195,12 +195,12 @@ class Sessions:
             raise NotFound(f"reservation {number}: session {session} has none; reserve again")
         return held
 
-    def end(self, session: int) -> Session | None:
+    def end(self, session: int) -> Holder | None:
         """Closes a session; the caller releases its holdings."""
         self.domains.pop(session, None)
         return self.open.pop(session, None)
 
-    def room_for_pins(self, session: Session, tier: int, pages: Ids) -> Bools:
+    def room_for_pins(self, session: Holder, tier: int, pages: Ids) -> Bools:
         """Which of the pages, in order, the session may pin in the tier; pages that it has pinned
         cost nothing."""
         mine = session.pinned[tier]
@@ -211,11 +211,11 @@ class Sessions:
             cost[np.fromiter((page in mine for page in pages.tolist()), bool, len(pages))] = 0
         return self.room_for_bytes(session, tier, cost)
 
-    def room_for_bytes(self, session: Session, tier: int, cost: Ids) -> Bools:
+    def room_for_bytes(self, session: Holder, tier: int, cost: Ids) -> Bools:
         """Which of the costs, added in order, the session's share covers."""
         return np.asarray(np.cumsum(cost) <= self.room_bytes(session, tier), bool)
 
-    def room_bytes(self, session: Session, tier: int) -> int:
+    def room_bytes(self, session: Holder, tier: int) -> int:
         """Bytes that it may still pin and reserve in the tier."""
         return self.limits[tier] - session.pinned_bytes[tier] - session.reserved_bytes[tier]
 
@@ -224,7 +224,7 @@ class Sessions:
         self.ahead_bytes += count - held.ahead_bytes
         held.ahead_bytes = count
 
-    def pin(self, session: Session, tier: int, pages: Ids) -> None:
+    def pin(self, session: Holder, tier: int, pages: Ids) -> None:
         """Counts pins of the session; pages may repeat."""
         mine, keys = session.pinned[tier], pages.tolist()
         before = len(mine)
@@ -235,7 +235,7 @@ class Sessions:
             pages = np.asarray([page for page, count in Counter(keys).items() if mine[page] == count], np.int64)
         session.pinned_bytes[tier] += int(self._tiers[tier].class_bytes(pages).sum())
 
-    def unpin(self, session: Session, tier: int, pages: Ids) -> None:
+    def unpin(self, session: Holder, tier: int, pages: Ids) -> None:
         """Subtracts pins; call before the pages are freed. Pages may repeat."""
         mine, (pages, counts) = session.pinned[tier], tally(pages)
         keys, off = pages.tolist(), counts.tolist()
@@ -246,6 +246,6 @@ class Sessions:
             pages = np.asarray([key for key in keys if key not in left], np.int64)
         session.pinned_bytes[tier] -= int(self._tiers[tier].class_bytes(pages).sum())
 
-    def reserve(self, session: Session, tier: int, pages: Ids, *, step: int) -> None:
+    def reserve(self, session: Holder, tier: int, pages: Ids, *, step: int) -> None:
         """Counts reserved pages: step 1 adds, -1 subtracts (before they are freed)."""
         session.reserved_bytes[tier] += step * int(self._tiers[tier].class_bytes(pages).sum())

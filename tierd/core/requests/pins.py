@@ -15,7 +15,7 @@ from tierd.core.formats.model import EXTENT, PageState, Reason, Wanted
 from tierd.core.plan import Bools, GroupQuery, Ids, ServedGroup
 from tierd.core.plan_builder import PlanBuilder, no_ids
 from tierd.core.requests.groups import block_tokens
-from tierd.core.requests.leases import Held, Lease, Session, Sessions
+from tierd.core.requests.leases import Held, Holder, Holders, Lease
 from tierd.core.requests.lookup import Sight
 from tierd.core.space.planner import Planner, Where
 
@@ -23,10 +23,10 @@ from tierd.core.space.planner import Planner, Where
 class Pins:
     """See the module."""
 
-    def __init__(self, planner: Planner, sessions: Sessions) -> None:
+    def __init__(self, planner: Planner, sessions: Holders) -> None:
         self._planner, self._index, self._sessions = planner, planner.index, sessions
 
-    def over_share(self, blocks: Ids, near: Where, serving: list[int], holder: Session | None) -> Bools:
+    def over_share(self, blocks: Ids, near: Where, serving: list[int], holder: Holder | None) -> Bools:
         """Which blocks, in order, would exceed the holder's share of the tiers."""
         over = np.zeros(len(blocks), bool)
         if holder is None or len(blocks) == 0:
@@ -52,7 +52,7 @@ class Pins:
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
         return over
 
-    def fits(self, pages: Ids, holder: Session, tier: int) -> bool:
+    def fits(self, pages: Ids, holder: Holder, tier: int) -> bool:
         """Whether the holder may pin these pages even if it has pinned none of them."""
         return int(self._index.tiers[tier].class_bytes(pages).sum()) <= self._sessions.room_bytes(holder, tier)
 
@@ -67,7 +67,7 @@ class Pins:
             out.append(Held(first, near.tiers.reshape(blocks.shape), near.pages.reshape(blocks.shape), blocks))
         return out
 
-    def pin(self, lease: Lease, holder: Session) -> None:
+    def pin(self, lease: Lease, holder: Holder) -> None:
         """Pins the pages of a lease that begins or has moved."""
         holder.leases[lease.id] = self._sessions.leases[lease.id] = lease
         for tier in range(len(self._index.tiers)):
@@ -76,7 +76,7 @@ class Pins:
                 self._index.pin(tier, pages)
                 self._sessions.pin(holder, tier, pages)
 
-    def unpin(self, leases: Sequence[Lease], holder: Session, draft: PlanBuilder) -> None:
+    def unpin(self, leases: Sequence[Lease], holder: Holder, draft: PlanBuilder) -> None:
         """Unpins the leases' pages; several leases cost hardly more than one."""
         for tier in range(len(self._index.tiers)):
             parts = [lease.pages_in(tier) for lease in leases]

@@ -20,7 +20,7 @@ from tierd.core.index.blocks import Names, hash_rows, words
 from tierd.core.plan import Committing, Ids, Lengths, PutQuery, Reserved, ReservedAhead
 from tierd.core.plan_builder import PlanBuilder, no_ids
 from tierd.core.requests.allocation import Allocation
-from tierd.core.requests.leases import BUSY, OPEN, Commit, Reservation, Session, Sessions
+from tierd.core.requests.leases import BUSY, OPEN, Commit, Holder, Holders, Reservation
 from tierd.core.requests.put_request import wish_ahead, wish_of
 from tierd.core.requests.reserved_pages import ReservedPages
 from tierd.core.space.planner import Planner, Where
@@ -33,7 +33,7 @@ AHEAD_SHARE = 8
 class Puts:
     """See the module. dead: namespaces whose epoch has ended."""
 
-    def __init__(self, planner: Planner, sessions: Sessions, reserved_pages: ReservedPages) -> None:
+    def __init__(self, planner: Planner, sessions: Holders, reserved_pages: ReservedPages) -> None:
         self._planner, self._index, self._sessions, self._reserved_pages = (
             planner,
             planner.index,
@@ -135,7 +135,7 @@ class Puts:
         capacity = sum(self._index.tiers[tier].spec.capacity_bytes for tier in self._index.writable(kind))
         return max(0, capacity // AHEAD_SHARE - self._sessions.ahead_bytes)
 
-    def _keep(self, holder: Session, wish: Reservation) -> int:
+    def _keep(self, holder: Holder, wish: Reservation) -> int:
         wish.id = self._sessions.next_id()
         holder.reservations[wish.id] = wish
         return wish.id
@@ -183,7 +183,7 @@ class Puts:
 
     # -- ends
 
-    def abort(self, holder: Session, reservation: int, *, reason: Reason, draft: PlanBuilder) -> None:
+    def abort(self, holder: Holder, reservation: int, *, reason: Reason, draft: PlanBuilder) -> None:
         """Ends the reservation; busy pages stay until their finish_commit."""
         held = holder.reservations.pop(reservation, None)
         if held is not None:

@@ -17,14 +17,14 @@ from tierd.core.index.index import Index
 from tierd.core.index.priorities import Priorities
 from tierd.core.plan import Bools, Ids
 from tierd.core.plan_builder import PlanBuilder
-from tierd.core.requests.leases import GONE, Reservation, Sessions
+from tierd.core.requests.leases import GONE, Holders, Reservation
 from tierd.core.space.planner import Where
 
 
 class ReservedPages:
     """See the module."""
 
-    def __init__(self, index: Index, sessions: Sessions) -> None:
+    def __init__(self, index: Index, sessions: Holders) -> None:
         self._index, self._sessions = index, sessions
 
     def say(self, ids: Ids, said: Priorities, now: float) -> None:

@@ -16,7 +16,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.eviction import Asked, Ids, Mask
+from tierd.core.eviction import Ids, Mask, SequenceRequest
 from tierd.core.formats.model import TierKind
 from tierd.core.index.blocks import Blocks
 from tierd.policies.eviction.lru import Lru
@@ -123,7 +123,7 @@ class Duel:
             self._kept.remove(gone)
             self._worth.track(gone, now)
 
-    def _asked(self, request: Asked, groups: NDArray[np.uint16], now: float) -> None:
+    def _asked(self, request: SequenceRequest, groups: NDArray[np.uint16], now: float) -> None:
         """A request has come; its blocks are touched after this."""
         if len(at := self._shadows.sampled(request.spread, len(self))[::-1]):
             ids, nearest, spread = request.ids[0][0][at], request.nearest[at], request.spread[at]

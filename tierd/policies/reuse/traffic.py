@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.arrays.sets import every
-from tierd.core.eviction import Asked, Ids
+from tierd.core.eviction import Ids, SequenceRequest
 from tierd.core.index.blocks import Blocks
 from tierd.policies.reuse.features import NOTHING, first_group
 from tierd.policies.reuse.ghosts import GHOST, Ghosts
@@ -60,8 +60,8 @@ class Traffic:
         """Of each store under a wear budget: the least chance of another use that it takes a block for."""
         self.above: list[Callable[[Ids], None]] = []
         """What is to hear that blocks have come to a store or left it."""
-        self.rivals: list[Callable[[Asked, NDArray[np.uint16], float], None]] = []
-        """What is to hear of requests, and of the groups that their blocks (`Asked.keys`) are in now."""
+        self.rivals: list[Callable[[SequenceRequest, NDArray[np.uint16], float], None]] = []
+        """What is to hear of requests, and of the groups that their blocks (`SequenceRequest.keys`) are in now."""
         self._threshold = 0.0
 
     def prices(self, groups: Ids, ages_s: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
@@ -88,7 +88,7 @@ class Traffic:
         ages = np.maximum(now - self._blocks.last_used[blocks], 0.0)
         return self.learner.chance(self._learners(self._blocks.group[blocks]), ages)
 
-    def asked(self, request: Asked, now: float) -> None:
+    def asked(self, request: SequenceRequest, now: float) -> None:
         """Learns from the request, and puts its blocks into groups, those too that are held nowhere."""
         whole = request.tokens // request.tokens_per_block[0]
         keys = request.keys[:whole]
@@ -137,7 +137,7 @@ class Traffic:
             self.version += 1
         return groups
 
-    def _place(self, request: Asked, padded: NDArray[np.uint16], whole: int) -> None:
+    def _place(self, request: SequenceRequest, padded: NDArray[np.uint16], whole: int) -> None:
         """Blocks of every rank and attention group are in the group of the first one's block at their end; what lies beyond is partial."""
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
             if size == request.tokens_per_block[0] and ids.shape[1] == len(request.keys):

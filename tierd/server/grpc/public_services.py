@@ -61,7 +61,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
                 await changed.wait()
 
 
-class Unnamed:
+class PublicServices:
     """A gRPC server for the generated code. It serves added services to any caller, within bounds."""
 
     def __init__(self, server: Any) -> None:

@@ -23,7 +23,7 @@ from tierd.server.grpc import streams
 from tierd.server.grpc.admin import AdminService
 from tierd.server.grpc.call_errors import OVER
 from tierd.server.grpc.guard import Guard
-from tierd.server.grpc.public_services import Health, Unnamed
+from tierd.server.grpc.public_services import Health, PublicServices
 from tierd.server.grpc.service import CacheService
 from tierd.server.grpc.unauthenticated import Unauthenticated
 
@@ -80,7 +80,7 @@ class Rpc:
         server = grpc.aio.server(interceptors=[self.guard], options=options, maximum_concurrent_rpcs=most)
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache, streams.Recoded(server, self._cache))
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
-        unnamed = Unnamed(server)
+        unnamed = PublicServices(server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, unnamed)
         told = ReflectionServicer([*SERVICES, reflection.SERVICE_NAME, HEALTH_NAME])
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(told, unnamed)

@@ -63,7 +63,7 @@ class Verb:
     handle: Callable[[Any, Any], Coroutine[Any, Any, Message]]
 
 
-class Lines:
+class LocalRpcServer:
     """All lines of a daemon. service: has the handlers. answered: called with the session after
     each call."""
 

@@ -62,7 +62,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RecordedCall:
     """One call's first group, and its arrival on the daemon's clock."""
 
     at_s: float
@@ -88,7 +88,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Lines:
+class PendingLines:
     """Lines that are not in the file yet, and their additions to its counts."""
 
     texts: list[bytes] = field(default_factory=list)
@@ -116,9 +116,9 @@ class Recording:
         """Why it has ended; empty while it runs."""
         self._begun_s, self._namespace_of = begun_s, namespace_of
         self._began, self._ended = time.monotonic(), 0.0
-        self._queue: deque[Asked] = deque()
+        self._queue: deque[RecordedCall] = deque()
         self._noted = self._taken = 0
-        self._lines, self._flushed = Lines(), self._began
+        self._lines, self._flushed = PendingLines(), self._began
         self._numbers = Numbers(limit=NUMBER_LIMIT)
         self._tails: dict[int, bytes] = {}
         self._stop = threading.Event()
@@ -135,7 +135,7 @@ class Recording:
         """Queues a call. Never waits: a call beyond the queue's limit is lost and counted."""
         if self._stop.is_set() or self.reason or not len(group.hashes):
             return
-        asked = Asked(now, group, is_lookup)
+        asked = RecordedCall(now, group, is_lookup)
         if self._noted - self._taken + asked.cost > QUEUE_BLOCKS:
             self.counts.lost += 1
             return
@@ -184,7 +184,7 @@ class Recording:
         self._ended, self.reason = time.monotonic(), reason
         self.counts.lost += len(self._queue) + len(self._lines.texts)
         self._queue.clear()
-        self._lines, self._numbers = Lines(), Numbers(limit=0)  # frees the memory, keeps the counts
+        self._lines, self._numbers = PendingLines(), Numbers(limit=0)  # frees the memory, keeps the counts
         with contextlib.suppress(OSError):
             os.close(self._fd)
         log.info("recording ended", path=str(self.path), reason=reason, requests=self.counts.requests)
@@ -203,7 +203,7 @@ class Recording:
             if self._lines.length >= FLUSH_BYTES:
                 self._flush()
 
-    def _number(self, part: Sequence[tuple[Asked, int]]) -> None:
+    def _number(self, part: Sequence[tuple[RecordedCall, int]]) -> None:
         """Adds lines of these calls. Each call has the id of its namespace's first rank."""
         part = [(asked, base) for asked, base in part if base in asked.group.namespaces]
         if not part:
@@ -220,10 +220,10 @@ class Recording:
             if not self._is_part_of_lookup(asked, ids[first:end]):
                 self._add_line(asked, base, b",".join(texts[first:end]))
 
-    def _at_ms(self, asked: Asked) -> int:
+    def _at_ms(self, asked: RecordedCall) -> int:
         return max(0, round(1000 * (asked.at_s - self._begun_s)))
 
-    def _is_part_of_lookup(self, asked: Asked, ids: Ids) -> bool:
+    def _is_part_of_lookup(self, asked: RecordedCall, ids: Ids) -> bool:
         """Whether an acquire belongs to a recent lookup. Each lookup matches one acquire."""
         at_ms, numbers = self._at_ms(asked), self._numbers
         if asked.is_lookup:
@@ -231,7 +231,7 @@ class Recording:
             return False
         return numbers.take_lookup(int(ids[-1]), after_ms=at_ms - LOOKUP_MS)
 
-    def _add_line(self, asked: Asked, base: int, listed: bytes) -> None:
+    def _add_line(self, asked: RecordedCall, base: int, listed: bytes) -> None:
         tail = self._tails.get(base) or self._tails.setdefault(base, self._tail(base))
         head = b'{"timestamp":%d,"input_length":%d,"output_length":0,' % (self._at_ms(asked), asked.group.tokens)
         self._lines.add(b'%s"hash_ids":[%s],%s' % (head, listed, tail), len(asked.group.hashes))
@@ -253,7 +253,7 @@ class Recording:
             raise _Over(f"its file would pass {self.bounds.max_bytes} bytes")
         self._check_room(len(member))
         self._append(member)
-        lines, self._lines = self._lines, Lines()
+        lines, self._lines = self._lines, PendingLines()
         self.counts.requests += len(lines.texts)
         self.counts.blocks += lines.blocks
         self.counts.distinct = self._numbers.count

@@ -23,7 +23,7 @@ from tierd.failpoint import failpoint
 from tierd.tiers.arena import arena_files, arena_recovery
 from tierd.tiers.arena.data_files import SUFFIX as DATA_SUFFIX
 from tierd.tiers.arena.data_files import DataFiles
-from tierd.tiers.arena.segments import MARKS_NAME, Segment, SegmentBooks, opened
+from tierd.tiers.arena.segments import MARKS_NAME, ArenaSegment, SegmentBooks, opened
 from tierd.tiers.arena.writers import await_writers, note_writer
 from tierd.tiers.tier import Descriptor, Recovered
 
@@ -86,7 +86,7 @@ class Arena(SegmentBooks[memoryview]):
             self.tables, self._data, spec=self.spec, position=self.position, store=self._marks.store
         )
         for f in found.segments:
-            self._segments[f.assignment.segment] = Segment(f.assignment, f.catalogue, f.memory, found=True)
+            self._segments[f.assignment.segment] = ArenaSegment(f.assignment, f.catalogue, f.memory, found=True)
         self._marks.use_segment(found.highest_segment)
         self._marks.use_generation(found.highest_generation)
         extents, metas = arena_recovery.joined(found.segments)

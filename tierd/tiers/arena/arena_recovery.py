@@ -57,7 +57,7 @@ class FoundSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Recovered:
     """segments: kept. highest_segment, highest_generation: of all that was read, kept or not. dropped: why, for people."""
 
     segments: list[FoundSegment]
@@ -66,7 +66,7 @@ class Found:
     dropped: list[str]
 
 
-def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Found:
+def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Recovered:
     """Read every catalogue, keep what fits the tier, remove the files of the rest. Raises VersionMismatch, OSError."""
     catalogues, dropped = _read_catalogues(tables, spec=spec, store=store)
     survivors = {segment: catalogue.survivors() for segment, catalogue in catalogues.items()}
@@ -85,7 +85,7 @@ def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, sto
     failpoint("arena.recovery.before_removal")
     _remove_others(tables, data, keep={found.assignment.segment for found in kept})
     highest = max((s.highest for s in survivors.values()), default=0)
-    return Found(kept, max(catalogues, default=0), highest, dropped)
+    return Recovered(kept, max(catalogues, default=0), highest, dropped)
 
 
 def drop_everything(tables: Path, data: Path) -> None:

@@ -65,7 +65,7 @@ class SegmentSupply(Protocol[Given_co]):
 
 
 @dataclass(slots=True)
-class Segment(Generic[Memory]):
+class ArenaSegment(Generic[Memory]):
     """A segment in use. memory, catalogue: None until there, or for good when fault says why. found: from a former daemon's life."""
 
     assignment: SegmentAssignment
@@ -97,7 +97,7 @@ class SegmentBooks(Generic[Memory]):
         """Hears of blocks that were entered: EXTENT [n], META [n]."""
         self.tables = Path()
         self._instance, self._arena_dir = instance, arena_dir
-        self._segments: dict[int, Segment[Memory]] = {}
+        self._segments: dict[int, ArenaSegment[Memory]] = {}
         self._names: set[bytes] = set()
         self._preparing, self._turn = threading.Lock(), threading.Lock()
         self._lock: OwnerLock | None = None
@@ -234,7 +234,7 @@ class SegmentBooks(Generic[Memory]):
             raise TierFailed(f"{self.spec.name}: segment {segment} is not prepared {found.fault}")
         return found.memory
 
-    def _rows(self, extents: StructArray) -> Iterator[tuple[Segment[Memory], NDArray[np.intp]]]:
+    def _rows(self, extents: StructArray) -> Iterator[tuple[ArenaSegment[Memory], NDArray[np.intp]]]:
         """The rows that lie in this tier, by segment; those of unknown segments are passed over."""
         mine, segments = extents["tier"] == self.position, extents["segment"]
         for segment_id in kinds(segments if every(mine) else segments[mine]):
@@ -244,7 +244,7 @@ class SegmentBooks(Generic[Memory]):
 
     def _begin(self, assignment: SegmentAssignment) -> None:
         """A segment begins a life. What cannot be done now (no spare memory) is left to `prepare`."""
-        segment: Segment[Memory] = Segment(replace(assignment, replaces=None, fresh=False))
+        segment: ArenaSegment[Memory] = ArenaSegment(replace(assignment, replaces=None, fresh=False))
         with self._turn:  # from here on no thread gives the old one memory
             old = self._segments.pop(assignment.replaces, None) if assignment.replaces is not None else None
         self._segments[assignment.segment] = segment
@@ -258,7 +258,7 @@ class SegmentBooks(Generic[Memory]):
         except OSError as error:
             segment.fault, segment.error = f"because it could not begin: {error}", error
 
-    def _succeed(self, old: Segment[Memory], new: Segment[Memory], *, fresh: bool) -> None:
+    def _succeed(self, old: ArenaSegment[Memory], new: ArenaSegment[Memory], *, fresh: bool) -> None:
         """End the old life: its words, its catalogue, then its memory, which the new life inherits if it may."""
         if old.catalogue is not None:
             old.catalogue.retract_all()
@@ -293,12 +293,12 @@ class SegmentBooks(Generic[Memory]):
             assignment=replace(assignment, replaces=None),
         )
 
-    def _prepare(self, segments: Sequence[Segment[Memory]]) -> None:
+    def _prepare(self, segments: Sequence[ArenaSegment[Memory]]) -> None:
         with self._preparing:
             for segment in segments:
                 self._complete(segment)
 
-    def _complete(self, segment: Segment[Memory]) -> None:
+    def _complete(self, segment: ArenaSegment[Memory]) -> None:
         name = segment.assignment.segment
         try:
             if segment.fault or segment.catalogue is None:
@@ -316,7 +316,7 @@ class SegmentBooks(Generic[Memory]):
                 f"{self.spec.name}: segment {name} cannot be allocated in {self.place}: {error}"
             ) from error
 
-    def _give(self, segment: Segment[Memory], memory: Memory) -> None:
+    def _give(self, segment: ArenaSegment[Memory], memory: Memory) -> None:
         """Memory that was made for a segment: of one whose life has ended meanwhile nobody else would give it up."""
         name = segment.assignment.segment
         with self._turn:

@@ -26,9 +26,9 @@ from tierd.tiers.store.slots import (
     TABLE_SLICES,
     HeaderPool,
     Headers,
-    Run,
     SlotFile,
     SlotIO,
+    SlotRun,
     fill_headers,
     join_runs,
     matches,
@@ -162,7 +162,7 @@ class _RunJob:
 
     kind: Kind
 
-    def __init__(self, batch: Batch, run: Run) -> None:
+    def __init__(self, batch: Batch, run: SlotRun) -> None:
         self._batch, self._run = batch, run
 
     def run(self) -> Sequence[Self]:

@@ -46,7 +46,7 @@ from tierd.tiers.store.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile
 from tierd.tiers.store.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.store.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
 from tierd.tiers.store.zeroing import Zeroing
-from tierd.tiers.tier import Found, HashRows, Health, Payloads, ReadResult, Recovered, SliceTable
+from tierd.tiers.tier import FoundBlocks, HashRows, Health, Payloads, ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -262,7 +262,7 @@ class NvmeStore:
             more_at_most=len(index.metas) + (index.filed.count if index.filed else 0),
         )
 
-    def _found(self, index: StoredIndex) -> Iterator[Callable[[], Found]]:
+    def _found(self, index: StoredIndex) -> Iterator[Callable[[], FoundBlocks]]:
         """What the index tells, some blocks at a time."""
         try:
             for sift in unsifted(index):
@@ -274,12 +274,12 @@ class NvmeStore:
                 f"{self.spec.name}: {self.place}: {error.strerror or error}; {remedy_of(error)}"
             ) from error
 
-    def _note(self, sift: Callable[[], Stretch]) -> Found:
+    def _note(self, sift: Callable[[], Stretch]) -> FoundBlocks:
         metas, slots = sift()
         for number in kinds(metas["segment"]):
             rows = metas["segment"] == number
             self._segments[number].generations[slots[rows]] = metas["generation"][rows]
-        return Found(extents_of(metas, slots, tier=self.position), metas)
+        return FoundBlocks(extents_of(metas, slots, tier=self.position), metas)
 
     # -- decisions
 

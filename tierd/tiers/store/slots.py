@@ -204,7 +204,7 @@ def matches(found: StructArray, metas: StructArray, extents: StructArray, *, sto
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SlotRun:
     """Slots of one segment side by side, moved in one call. rows: which of the batch, in the order of their offsets."""
 
     segment: int
@@ -212,15 +212,15 @@ class Run:
     offset: int
     rows: tuple[int, ...]
 
-    def only(self, row: int) -> Run:
+    def only(self, row: int) -> SlotRun:
         """The slot of one of its rows."""
         place = self.rows.index(row)
-        return Run(self.segment, self.class_bytes, self.offset + place * self.class_bytes, (row,))
+        return SlotRun(self.segment, self.class_bytes, self.offset + place * self.class_bytes, (row,))
 
 
-def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[Run]:
+def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[SlotRun]:
     """Cuts a batch into runs of so many bytes at most, or of one slot. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
-    runs: list[Run] = []
+    runs: list[SlotRun] = []
     offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
     rows: list[int] = []
     for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
@@ -240,8 +240,10 @@ def _goes_on(rows: Sequence[int], offsets: Sequence[int], class_bytes: int, row:
     return is_small and offsets[row] == offsets[rows[0]] + count * class_bytes
 
 
-def _run_of(rows: Sequence[int], segments: Sequence[int], class_bytes: Sequence[int], offsets: Sequence[int]) -> Run:
-    return Run(segments[rows[0]], class_bytes[rows[0]], offsets[rows[0]], tuple(rows))
+def _run_of(
+    rows: Sequence[int], segments: Sequence[int], class_bytes: Sequence[int], offsets: Sequence[int]
+) -> SlotRun:
+    return SlotRun(segments[rows[0]], class_bytes[rows[0]], offsets[rows[0]], tuple(rows))
 
 
 def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> list[memoryview]:
@@ -256,7 +258,7 @@ def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> lis
     return [view[:length] for view, length in zip(views, whole, strict=True)]
 
 
-def vector(run: Run, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
+def vector(run: SlotRun, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
     """Header, page, filler up to the next slot, header, ...: buffers of one call. headers, pages: of the batch."""
     heads = headers.data.cast("B")
     buffers = list[memoryview]()

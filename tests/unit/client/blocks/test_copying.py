@@ -16,7 +16,7 @@ from tests.compiled import NEEDS_LIBRARY, check_library
 from tierd import native
 from tierd.checksum import raw_tables, slice_sums
 from tierd.client.blocks import copying
-from tierd.client.connect.cancellation import Stop, Stopped
+from tierd.client.connect.cancellation import Cancellation, Cancelled
 from tierd.core.formats.block import slice_lengths
 from tierd.native import find_library
 
@@ -142,7 +142,7 @@ def test_a_copy_that_gets_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
 def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy whose verb is stopped ends with the block that it is at; no thread copies after the verb was told."""
-    stop, inner = Stop(), copying._do
+    stop, inner = Cancellation(), copying._do
 
     def do(blocks: np.ndarray, sums: np.ndarray, is_over: np.ndarray) -> None:
         inner(blocks[:1], sums, is_over)
@@ -151,7 +151,7 @@ def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest
 
     monkeypatch.setattr(copying, "_do", do)
     targets, given = np.zeros((8, length), np.uint8), np.ones((8, length), np.uint8)
-    with pytest.raises(Stopped):
+    with pytest.raises(Cancelled):
         stop.around(lambda: copied(targets, given))
     assert 1 <= targets[:, 0].sum() <= 2
     assert not copying._SECOND_THREAD._turn.locked()
@@ -159,13 +159,13 @@ def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest
 
 def test_a_copy_does_not_begin_for_nobody() -> None:
     """A put whose caller has gone while its commit was sent copies nothing."""
-    stop, targets = Stop(), np.zeros((1, 4096), np.uint8)
+    stop, targets = Cancellation(), np.zeros((1, 4096), np.uint8)
 
     def verb() -> None:
         stop.set()
         copied(targets, np.ones_like(targets))
 
-    with pytest.raises(Stopped):
+    with pytest.raises(Cancelled):
         stop.around(verb)
     assert not targets.any()
 

@@ -16,7 +16,7 @@ from tierd import failpoint
 from tierd.checksum import record_checksum, slice_sums
 from tierd.client.blocks import copying, one_sided_get
 from tierd.client.session import mapping
-from tierd.client.session.mapping import Segment, SegmentTable
+from tierd.client.session.mapping import MappedSegment, SegmentTable
 from tierd.core.formats.block import slice_lengths
 from tierd.core.formats.directory import MIN_BLOCKS, TABLE_OFFSET, Directory, directory_bytes, keys_of, places_of
 from tierd.core.formats.layout import CATALOGUE_HEADER
@@ -57,7 +57,7 @@ class Memory:
         self.keys = keys_of(NAMESPACE, self.names)
         self.directory.add(self.keys, places_of(np.ones(len(number), np.uint16), number + 1, slot))
 
-    def _segment(self, number: int) -> Segment:
+    def _segment(self, number: int) -> MappedSegment:
         assignment = SegmentAssignment(1, number, number + 1, 4, CLASS_BYTES, PAGES, 5, None, fresh=False)
         head = CatalogueHead(store=bytes(16), segment_bytes=PAGES * CLASS_BYTES, assignment=assignment)
         table, data = fenced(head.layout.total_bytes), fenced(PAGES * CLASS_BYTES)
@@ -77,7 +77,7 @@ class Memory:
             tables.append(slice_sums(data[slot * CLASS_BYTES :][:length], slice_lengths(length, slot % 3)))
         catalogue.publish(slots, metas=metas, slices=tables)
         self.catalogues.append(catalogue)
-        return Segment(number + 1, 1, data, *mapping.catalogue_of(number + 1, table), is_writable=False)
+        return MappedSegment(number + 1, 1, data, *mapping.catalogue_of(number + 1, table), is_writable=False)
 
     def rows(self, table: SegmentTable, which: np.ndarray, last: int = TOKENS) -> tuple[np.ndarray, int]:
         """The pages that the form under test finds of these blocks."""
@@ -305,7 +305,7 @@ def _same_judgements(rows: np.ndarray) -> np.ndarray:
     return good[0]
 
 
-def _bytes_of(segment: Segment) -> tuple[bytes, bytes, bytes]:
+def _bytes_of(segment: MappedSegment) -> tuple[bytes, bytes, bytes]:
     return bytes(segment.metas), bytes(segment.tables), segment.words.tobytes()
 
 

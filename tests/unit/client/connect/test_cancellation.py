@@ -12,7 +12,7 @@ import pytest
 
 from tierd.client.connect import cancellation, threads
 from tierd.client.connect.calls import left_s
-from tierd.client.connect.cancellation import Stop, Stopped
+from tierd.client.connect.cancellation import Cancellation, Cancelled
 from tierd.client.connect.threads import Threads
 from tierd.errors import DeadlineExceeded, Unavailable
 
@@ -21,7 +21,7 @@ SOON_S = 10.0
 
 def stopped_in(verb: Callable[[], object], begun: threading.Event) -> BaseException | None:
     """Stops a verb when it says that it has begun; what it ended with."""
-    stop, ended = Stop(), list[BaseException | None]()
+    stop, ended = Cancellation(), list[BaseException | None]()
 
     def work() -> None:
         try:
@@ -46,7 +46,7 @@ def test_stopped_in_a_pause() -> None:
         begun.set()
         cancellation.pause(60 * SOON_S)
 
-    assert isinstance(stopped_in(verb, begun), Stopped)
+    assert isinstance(stopped_in(verb, begun), Cancelled)
 
 
 def test_stopped_in_a_wait() -> None:
@@ -59,13 +59,13 @@ def test_stopped_in_a_wait() -> None:
             assert ended.wait(SOON_S)
             raise Unavailable("the wait was ended")
 
-    assert isinstance(stopped_in(verb, begun), Stopped)
+    assert isinstance(stopped_in(verb, begun), Cancelled)
 
 
 def test_told_before_it_goes_on() -> None:
     """Work that cannot be ended goes on to its end, and nothing follows it."""
     begun, stopped, done = threading.Event(), threading.Event(), list[str]()
-    stop = Stop()
+    stop = Cancellation()
 
     def first() -> None:
         begun.set()
@@ -78,7 +78,7 @@ def test_told_before_it_goes_on() -> None:
         done.append("second")
 
     def work() -> None:
-        with pytest.raises(Stopped):
+        with pytest.raises(Cancelled):
             stop.around(verb)
         done.append("cancelled")
 
@@ -108,7 +108,7 @@ def test_what_it_gives_back_is_not_disturbed() -> None:
             left_s(time.monotonic() + SOON_S)
             wait()
 
-    assert isinstance(stopped_in(verb, begun), Stopped)
+    assert isinstance(stopped_in(verb, begun), Cancelled)
     assert (done, waited) == (["given back"], [])
 
 

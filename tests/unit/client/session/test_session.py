@@ -15,7 +15,7 @@ import pytest
 from tests.unit.client.conftest import CLASS_BYTES, PAGES, Memory
 from tierd.client.connect import forks
 from tierd.client.connect.target import LocalTarget
-from tierd.client.session.mapping import Segment, map_segment
+from tierd.client.session.mapping import MappedSegment, map_segment
 from tierd.client.session.session import Session, connect_session
 from tierd.client.session.session_socket import _say_goodbye
 from tierd.core.formats.model import HANDLE
@@ -245,7 +245,7 @@ def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
     for number, word in ((8, 0), (9, 5)):
         words = np.array([word], dtype=np.uint64)
         data, none = np.zeros(1, np.uint8), memoryview(b"")
-        session.segments.add((0, number), Segment(number, 0, data, words, none, none, 1, 1, is_writable=False))
+        session.segments.add((0, number), MappedSegment(number, 0, data, words, none, none, 1, 1, is_writable=False))
     memory = Memory(tmp_path)
     with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
         sizes = {"bytes": PAGES * CLASS_BYTES, "catalogue_bytes": memory.catalogue_path.stat().st_size}

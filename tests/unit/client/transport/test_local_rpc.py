@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tierd.client.transport.local_rpc import Line, Lines
+from tierd.client.transport.local_rpc import Line, LocalRpcPool
 from tierd.errors import OperatorError, Overloaded
 
 SOON_S = 20.0
@@ -127,7 +127,7 @@ def test_messages_that_come_at_once(pair: tuple[Line, socket.socket]) -> None:
 def test_as_many_lines_as_were_told() -> None:
     """A pool takes no more than it may; one that rests is taken again, one that was dropped makes room for another."""
     given = Given(2)
-    lines = Lines(given)  # type: ignore[arg-type]
+    lines = LocalRpcPool(given)  # type: ignore[arg-type]
     first, second = lines.take(timeout_s=1), lines.take(timeout_s=1)
     assert first is not None and second is not None and lines.take(timeout_s=1) is None
     lines.rest(first)
@@ -145,7 +145,7 @@ def test_as_many_lines_as_were_told() -> None:
 def test_a_daemon_that_gives_no_line() -> None:
     """Where the daemon gives none there is none, and the next call asks again."""
     given = Given(2, gives=0)
-    lines = Lines(given)  # type: ignore[arg-type]
+    lines = LocalRpcPool(given)  # type: ignore[arg-type]
     assert lines.take(timeout_s=1) is None
     given._gives = 1
     assert lines.take(timeout_s=1) is not None
@@ -156,7 +156,7 @@ def test_a_daemon_that_gives_no_line() -> None:
 def test_a_line_that_comes_after_the_end_is_closed() -> None:
     """Who has asked for a line when the pool is closed gets none, and what the daemon gave him ends."""
     given = Given(2)
-    lines, real = Lines(given), given.line  # type: ignore[arg-type]
+    lines, real = LocalRpcPool(given), given.line  # type: ignore[arg-type]
 
     def line(**given: Any) -> socket.socket:
         ours = real(**given)
@@ -172,7 +172,7 @@ def test_a_line_that_comes_after_the_end_is_closed() -> None:
 def test_close_ends_a_call_in_progress() -> None:
     """A thread that waits for an answer hears of the end at once, and closes its line itself: no descriptor changes its meaning under it."""
     given, errors = Given(1), []
-    lines = Lines(given)  # type: ignore[arg-type]
+    lines = LocalRpcPool(given)  # type: ignore[arg-type]
     line = lines.take(timeout_s=1)
     assert line is not None
 

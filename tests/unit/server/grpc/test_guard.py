@@ -30,7 +30,7 @@ from tierd.server.grpc.credits import PATIENCE
 from tierd.server.grpc.guard import Guard
 from tierd.server.grpc.servers import GRPC_LOG
 from tierd.server.listeners import Listeners
-from tierd.server.local_rpc.calls import Lines
+from tierd.server.local_rpc.calls import LocalRpcServer
 from tierd.testing import chain
 
 SECRET = "a-credential-of-enough-characters"
@@ -47,7 +47,7 @@ class Rig:
     target: Path
     port: int
     guard: Guard
-    lines: Lines
+    lines: LocalRpcServer
     faults: list[dict[str, Any]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
 

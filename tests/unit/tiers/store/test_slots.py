@@ -22,7 +22,7 @@ from tierd.tiers.store.slots import (
     RUN_SLOTS,
     TABLE_SLICES,
     HeaderPool,
-    Run,
+    SlotRun,
     advance,
     allows_direct,
     fill_headers,
@@ -148,7 +148,7 @@ def test_large_slots_are_moved_one_by_one() -> None:
 def test_vector_spans_exactly_the_slots() -> None:
     """Headers, pages and filler of two slots cover one class of bytes and the second block up to its end, in the order of their slots."""
     pool = HeaderPool(1)
-    run, pages = Run(1, 16384, 0, (1, 0)), whole_pages([memoryview(bytearray(8192))] * 2, np.array([4096, 5000]))
+    run, pages = SlotRun(1, 16384, 0, (1, 0)), whole_pages([memoryview(bytearray(8192))] * 2, np.array([4096, 5000]))
     with pool.borrow(2) as headers:
         headers[0], headers[1] = 1, 2
         buffers = vector(run, headers, pages, filler=pool.zeros)
