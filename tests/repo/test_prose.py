@@ -35,7 +35,6 @@ PENDING = (
     "tierd/client/",
     "tierd/core/",
     "tierd/events/",
-    "tierd/gpu/",
     "tierd/integrations/",
     "tierd/kernels/",
     "tierd/native/",
@@ -43,7 +42,6 @@ PENDING = (
     "tierd/server/",
     "tierd/simulator/",
     "tierd/testing/",
-    "tierd/tiers/",
     "tierd/worker/",
     "tools/",
 )

@@ -71,8 +71,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """A batch of reads: statuses u2[n] (READY, FAILED, CORRUPT); slices: tables, empty unless
-    READY."""
+    """A batch of reads: statuses u2[n] (READY, FAILED, CORRUPT); slices: empty if not READY."""
 
     statuses: NDArray[np.uint16]
     slices: list[SliceTable]
@@ -101,16 +100,14 @@ class Health:
 
 
 class Payloads(NamedTuple):
-    """Positions of blocks in a store, for direct reads. Per row: the file, or None, and the offset
-    in bytes."""
+    """Positions of payloads in a store: the file, or None, and the offset in bytes, per row."""
 
     files: list[SlotFile | None]
     offsets: list[int]
 
 
 class Came(NamedTuple):
-    """Blocks that a device read from a store: their slice tables as they lie on the device, and
-    faults by row."""
+    """Blocks read into a device: slice tables of the bytes there, and faults by row."""
 
     slices: list[SliceTable]
     faults: dict[int, str]
@@ -138,8 +135,8 @@ class Tier(Protocol):
     notices: list[str]
 
     async def open(self) -> Recovered:
-        """Take ownership, recover blocks, make ready. Raises AlreadyOwned, ConfigError,
-        VersionMismatch, TierFailed."""
+        """Take ownership and recover. Raises AlreadyOwned, ConfigError, VersionMismatch,
+        TierFailed."""
 
     def apply(self, plan: Plan) -> None:
         """Carry out a plan in the same step: retract freed pages, begin segments, stamp reserved
@@ -151,8 +148,7 @@ class Tier(Protocol):
         writing one. Segments of other tiers are skipped. Raises TierFailed."""
 
     async def keep_namespace(self, record: bytes) -> None:
-        """Store an opaque record that names a namespace, which `open` returns; the next `sync`
-        makes it durable."""
+        """Store an opaque record of a namespace, which `open` returns. `sync` makes it durable."""
 
     async def sync(self) -> None:
         """Make all earlier writes durable; memory has nothing to do. Raises TierFailed. `holds` and
@@ -172,8 +168,7 @@ class SharedTier(Tier, Protocol):
         generation, slices, digest, checksum)."""
 
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
-        """The slice tables published with these pages; None if there is none, or its generation
-        differs."""
+        """The slice tables published with these pages; None if missing or of another generation."""
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
         """A descriptor of the segment's memory. Raises KeyError, TierFailed."""
@@ -190,9 +185,8 @@ class MappedTier(SharedTier, Protocol):
     on_published: Callable[[StructArray, StructArray], None]
 
     def view(self, extent: np.void) -> memoryview:
-        """The page of one EXTENT row: class_bytes of writable uint8. It is valid until the page is
-        freed. The memory stays mapped while the view lives. Raises KeyError for an unknown segment.
-        """
+        """The page of one EXTENT row: writable uint8[class_bytes], valid until it is freed. A live
+        view keeps the memory mapped. Raises KeyError for an unknown segment."""
 
     def views(self, extents: StructArray) -> list[memoryview]:
         """`view` of each of EXTENT [n]."""
@@ -214,8 +208,7 @@ class WatchedTier(Tier, Protocol):
         to the medium begins, or when the medium is gone."""
 
     async def probe(self) -> None:
-        """Test whether it works, and repair it if possible. Takes as long as the medium takes.
-        Raises TierFailed."""
+        """Test whether it works; repair it if possible. As slow as the medium. Raises TierFailed."""
 
 
 @runtime_checkable
@@ -234,8 +227,7 @@ class DeviceTier(SharedTier, WatchedTier, Protocol):
     async def load(
         self, extents: StructArray, metas: StructArray, *, source: MappedTier, sources: StructArray
     ) -> list[SliceTable]:
-        """Fill pages from those of a mapped tier; returns the slice tables of the bytes on the
-        device."""
+        """Fill pages from a mapped tier; returns the slice tables of the bytes on the device."""
 
     async def store(
         self, extents: StructArray, metas: StructArray, *, target: MappedTier, targets: StructArray
@@ -254,8 +246,7 @@ class DeviceTier(SharedTier, WatchedTier, Protocol):
         each restart of the GPU."""
 
     async def read(self, extents: StructArray, metas: StructArray, *, source: StoredTier, sources: StructArray) -> Came:
-        """Fill pages from slots of a store, bypassing host memory. Verifies neither header nor
-        payload."""
+        """Fill pages from slots of a store, bypassing host memory, without verification."""
 
     def distrust(self, store: int, reason: str) -> None:
         """Stop reading from this store: `read` returned bytes that are not the store's."""
@@ -269,8 +260,7 @@ class StoredTier(WatchedTier, Protocol):
     """Whether `close` gave up waiting for calls that hang."""
 
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
-        """Which of EXTENT[n] hold a block that is written whole and, once `sync` has returned,
-        durable."""
+        """Which of EXTENT[n] hold a block that is whole and, once `sync` has returned, durable."""
 
     def take_lost(self) -> StructArray:
         """Blocks that were written and then lost by a failed sync: EXTENT[n] (tier, segment, slot,
@@ -308,8 +298,7 @@ class StoredTier(WatchedTier, Protocol):
 
 
 def is_mapped(tier: Tier) -> TypeGuard[MappedTier]:
-    """Whether the daemon maps it. Batches use this since `isinstance` checks every member, which
-    takes 0.1 ms."""
+    """Whether the daemon maps it. For batches: `isinstance` of a protocol takes 0.1 ms."""
     return hasattr(tier, "view")
 
 

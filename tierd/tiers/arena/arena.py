@@ -124,8 +124,7 @@ class Arena(SegmentBooks[memoryview]):
         return sum(segment.found for segment in self._segments.values())
 
     async def close(self, *, release: bool) -> None:
-        """Release everything; with release, remove the files. Live views keep their memory. A
-        second call does nothing."""
+        """Release everything; with release, remove the files. Live views stay. Repeats do nothing."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -177,8 +176,7 @@ class Arena(SegmentBooks[memoryview]):
     # -- pages
 
     def view(self, extent: np.void) -> memoryview:
-        """The page of one EXTENT row, writable uint8[class_bytes]. Raises KeyError, TierFailed
-        before `prepare`."""
+        """The page of one EXTENT row, writable uint8. Raises KeyError, TierFailed before `prepare`."""
         memory, size = self._memory(int(extent["segment"]))
         offset = int(extent["offset"])
         return memory[offset : offset + size]

@@ -40,8 +40,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """Directories of one arena. data: its data files; tables: all others. mode: tmpfs, tmpfs-huge,
-    hugetlbfs or file."""
+    """Directories of data files and of all others. mode: tmpfs, tmpfs-huge, hugetlbfs or file."""
 
     data: Path
     tables: Path
@@ -137,8 +136,7 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
 
 
 def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
-    """Check that the tier fits. held_bytes: what its files use already. Raises ConfigError with the
-    remedy."""
+    """Check that the tier fits. held_bytes: of its files now. Raises ConfigError with the remedy."""
     free = find_free(place.data)
     needed = spec.capacity_bytes - held_bytes
     if free is not None and needed > free:
@@ -156,8 +154,7 @@ def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
 
 
 def find_free(path: Path) -> int | None:
-    """Bytes free for new files; None without a limit. A hugetlbfs without a size shares the
-    machine's huge pages."""
+    """Bytes free for new files; None without a limit. A hugetlbfs may share the machine's pages."""
     room = os.statvfs(path)
     if room.f_blocks:
         return room.f_bavail * room.f_frsize
@@ -166,8 +163,7 @@ def find_free(path: Path) -> int | None:
 
 
 def find_memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The lowest memory limit of this control group and its parents, v1 or v2, in bytes; None if
-    unlimited."""
+    """The lowest memory limit of this control group and its parents (v1, v2), bytes; None without."""
     found = []
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)

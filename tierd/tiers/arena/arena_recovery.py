@@ -58,8 +58,7 @@ class FoundSegment:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """segments: kept. highest_segment, highest_generation: of all read. dropped: reasons, for
-    people."""
+    """segments: kept. highest_*: of all that were read. dropped: reasons, for people."""
 
     segments: list[FoundSegment]
     highest_segment: int
@@ -68,8 +67,7 @@ class Found:
 
 
 def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Found:
-    """Keep the segments that fit the tier, remove the files of others. Raises VersionMismatch,
-    OSError."""
+    """Keep segments that fit, remove other files. Raises VersionMismatch, OSError."""
     catalogues, dropped = _read_catalogues(tables, spec=spec, store=store)
     survivors = {segment: catalogue.survivors() for segment, catalogue in catalogues.items()}
     placed = _place(catalogues, survivors, places=spec.capacity_bytes // spec.segment_bytes)

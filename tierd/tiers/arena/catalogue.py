@@ -50,8 +50,7 @@ _SEALED_BYTES = CATALOGUE_HEADER.itemsize - WORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CatalogueHead:
-    """Header of a catalogue. store: id of the arena, 16 bytes; segment_bytes: length of the data
-    file."""
+    """Header of a catalogue. store: id of the arena, 16 bytes; segment_bytes: of the data file."""
 
     store: bytes
     segment_bytes: int
@@ -64,8 +63,7 @@ class CatalogueHead:
 
 
 class Survivors(NamedTuple):
-    """Intact entries: slots u4[n], metas META[n]. highest: the greatest generation of all pages,
-    intact or not."""
+    """Intact entries: slots u4[n], metas META[n]. highest: generation, also of damaged entries."""
 
     slots: NDArray[np.uint32]
     metas: StructArray
@@ -73,8 +71,7 @@ class Survivors(NamedTuple):
 
 
 class Catalogue:
-    """One mapped catalogue. Slots are page numbers within the segment; the arrays of a call are
-    parallel."""
+    """One mapped catalogue. Slots are page numbers in the segment; arrays of a call are parallel."""
 
     def __init__(self, memory: memoryview, *, head: CatalogueHead) -> None:
         layout = head.layout
@@ -112,8 +109,7 @@ class Catalogue:
 
     @classmethod
     def open(cls, path: Path) -> Catalogue:
-        """Open an existing file and allocate it whole. Raises CorruptRecord if torn,
-        VersionMismatch if newer."""
+        """Open a file, allocated whole. Raises CorruptRecord if torn, VersionMismatch if newer."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             head = read_head(os.pread(fd, CATALOGUE_HEADER.itemsize, 0), name=str(path))
@@ -153,8 +149,7 @@ class Catalogue:
     # -- pages
 
     def stamp(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
-        """Start a new use of pages: older handles become stale. Call `barrier` after the last stamp
-        of a plan."""
+        """Start a new use of pages: older handles become stale. Then call `barrier` once per plan."""
         self._generations[slots] = generations
 
     def retire(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
@@ -271,8 +266,7 @@ def pack_head(head: CatalogueHead) -> bytes:
 
 
 def read_head(raw: bytes, *, name: str) -> CatalogueHead:
-    """Parse a header. Raises CorruptRecord (torn, foreign), VersionMismatch (a later version of
-    tierd wrote it)."""
+    """Parse a header. Raises CorruptRecord (torn, foreign), VersionMismatch (a newer tierd's)."""
     if len(raw) < CATALOGUE_HEADER.itemsize or not raw.startswith(CATALOGUE_MAGIC):
         raise CorruptRecord(f"{name}: no catalogue; the segment is dropped")
     record = np.frombuffer(raw, dtype=CATALOGUE_HEADER, count=1)[0]

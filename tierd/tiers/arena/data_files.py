@@ -61,8 +61,7 @@ class DataFiles:
         return sorted(int(name) for name in names if name.isdigit())
 
     def adopt(self, segment: int) -> memoryview:
-        """Take over a file of the previous run. Raises OSError, TierFailed if its size is wrong or
-        the tier is full."""
+        """Adopt an old file. Raises OSError, TierFailed if its size is wrong or the tier is full."""
         path = self.path(segment)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -79,8 +78,7 @@ class DataFiles:
         return memory
 
     def adopt_spares(self) -> None:
-        """Take over whole spare files of the previous run; remove partial ones, and those beyond
-        capacity."""
+        """Take over whole spare files of the previous run; remove partial and surplus ones."""
         for path in sorted(self._directory.glob(f"{SPARE}*{SUFFIX}")):
             found = path.lstat()
             whole = found.st_size == self._segment_bytes and found.st_blocks * 512 >= self._segment_bytes
@@ -100,8 +98,7 @@ class DataFiles:
         self._thread.start()
 
     def stop(self, *, undo: bool = False) -> None:
-        """End the background work and remove a half-made file; with undo, every spare file made
-        here."""
+        """End the background work, remove a half-made file; with undo, all spare files made here."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -145,8 +142,7 @@ class DataFiles:
             return None
 
     def take(self, segment: int) -> memoryview:
-        """A file's memory, now the segment's: a spare, one being made, or a new one. Raises
-        TierFailed, OSError."""
+        """A file's memory for the segment: spare, being made, or new. Raises TierFailed, OSError."""
         while True:
             memory = self.find_ready(segment)
             if memory is not None:

@@ -174,8 +174,7 @@ class HoldTable:
     # -- sessions
 
     def add_holder(self, holder: Holder) -> None:
-        """Record a session before it gets anything. Raises Overloaded; InvalidArgument for a
-        tenant's name over 64 bytes."""
+        """Record a session. Raises Overloaded, InvalidArgument for a tenant's name over 64 bytes."""
         free = np.flatnonzero(self._holders[:, -1] == 0)
         if not len(free):
             raise Overloaded(f"sessions: the table holds {HOLDER_LIMIT}, its limit; end some of them")
@@ -197,8 +196,7 @@ class HoldTable:
     # -- pages
 
     def append(self, session: int, extents: StructArray, *, kind: HoldKind) -> Rows:
-        """Record EXTENT[n] as held before their handles leave; the rows, for `erase`. Raises
-        TierFailed if the table cannot grow."""
+        """Record EXTENT[n] before their handles leave; the rows, for `erase`. Raises TierFailed."""
         count = len(extents)
         if count > self._free_count:
             self._grow(count)
@@ -326,8 +324,7 @@ def _pack_header() -> bytes:
 
 
 def _is_header(raw: bytes, *, name: str) -> bool:
-    """Whether it is the header of a session table. Raises VersionMismatch for an unsupported
-    version."""
+    """Whether it is a session table's header. Raises VersionMismatch for an unsupported version."""
     record = np.frombuffer(raw, dtype=TABLE_HEADER)[0]
     if record["magic"] != TABLE_MAGIC or record_checksum(raw[:16]) != int(record["checksum"]):
         return False
@@ -391,8 +388,7 @@ def _valid_rows(words: Words) -> NDArray[np.bool_]:
 
 
 def _check(words: Words) -> Words:
-    """32 bits of each row's content, from [n, 6] words: each times an odd factor, summed, folded.
-    Detects accidents only."""
+    """32 bits per row of [n, 6] words: each times an odd factor, summed, folded. Not secure."""
     mixed = words.copy()
     mixed[:, -1] &= _NO_CHECK
     mixed ^= mixed >> _FOLD

@@ -33,13 +33,10 @@ ARENA_HEADER = np.dtype(
         ("next_generation", "<u8"),
     ]
 )
-"""Head of arena.tbl, 56 bytes. The last two words change during the run; the checksum omits them.
-"""
+"""Head of arena.tbl, 56 bytes. The last two words change, so the checksum omits them."""
 
 SEGMENT_LIMIT, GENERATION_LIMIT = 1 << 31, 1 << 62
-"""Higher marks are damage: a thousand segments a second need 24 days, a million pages a second
-146,000 years.
-"""
+"""Higher marks are damage: 1000 segments/s need 24 days, 1,000,000 pages/s 146,000 years."""
 
 _CHECKSUM_AT = 32
 _SEGMENT_WORD, _GENERATION_WORD = 5, 6
@@ -86,8 +83,7 @@ class Marks:
 
 
 def begin_anew(path: Path) -> Marks:
-    """Replace damaged marks. Used numbers are unknown, so new ones start far from where any arena
-    begins. Raises OSError."""
+    """Replace damaged marks by new ones, far from where any arena begins. Raises OSError."""
     path.unlink()
     made = Marks(path)
     made.use_segment((1 + secrets.randbelow(1000)) << 20)
@@ -96,8 +92,7 @@ def begin_anew(path: Path) -> Marks:
 
 
 def append_record(path: Path, record: bytes) -> None:
-    """Append one record to a log: length u32, zero u32, xxh3-64 u64, bytes. Raises OSError, and
-    then removes a partial record."""
+    """Append a record: length u32, zero u32, xxh3-64 u64, bytes; all or none. Raises OSError."""
     head = len(record).to_bytes(8, "little") + record_checksum(record).to_bytes(8, "little")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     end = os.fstat(fd).st_size

@@ -57,21 +57,18 @@ class SegmentSupply(Protocol[Given_co]):
         """Spare memory, now the segment's; None if there is none. Does not wait. Raises OSError."""
 
     def take(self, segment: int) -> Given_co:
-        """Memory, now the segment's: a spare, or made here. Called in a thread. Raises TierFailed,
-        OSError."""
+        """Memory, now the segment's: a spare, or new. In a thread. Raises TierFailed, OSError."""
 
     def rename(self, old: int, new: int) -> None:
         """Move the memory of one segment to another; mappings of it stay. Raises OSError."""
 
     def discard(self, segment: int) -> None:
-        """Give up a segment's memory. Processes that map it keep its bytes; the place may get new
-        memory."""
+        """Give up a segment's memory. Processes that map it keep its bytes. The place may get new."""
 
 
 @dataclass(slots=True)
 class Segment(Generic[Memory]):
-    """A segment in use. memory, catalogue: None until ready; a fault makes that permanent. found:
-    recovered from the previous run."""
+    """A segment in use. memory, catalogue: None until ready, or with a fault. found: recovered."""
 
     assignment: SegmentAssignment
     catalogue: Catalogue | None = None
@@ -118,16 +115,14 @@ class SegmentBooks(Generic[Memory]):
         return arena_files.choose_place(self.spec, instance=self._instance, arena_dir=self._arena_dir)
 
     def _own(self, place: arena_files.ArenaPlace) -> None:
-        """Take the directory of tables and its marks. Raises AlreadyOwned, VersionMismatch,
-        OSError."""
+        """Take the directory of tables, and marks. Raises AlreadyOwned, VersionMismatch, OSError."""
         self.tables = place.tables
         what = f"{self.spec.name} of instance {self._instance}"
         self._lock = take_lock(place.tables / arena_files.LOCK_NAME, what=what)
         self._marks = self._open_marks(place)
 
     def _open_marks(self, place: arena_files.ArenaPlace) -> marks.Marks:
-        """Marks of the previous run. If they are damaged, its segments cannot be identified and are
-        all dropped."""
+        """Marks of the previous run. If they are damaged, its segments are unusable and dropped."""
         try:
             return marks.Marks(place.tables / MARKS_NAME)
         except CorruptRecord as error:
@@ -147,8 +142,7 @@ class SegmentBooks(Generic[Memory]):
         return names
 
     def _end(self, lock: OwnerLock, *, release: bool, places: Sequence[Path]) -> None:
-        """Release everything; with release, remove the files. places: the directories that hold
-        them."""
+        """Release everything; with release, remove the files. places: their directories."""
         self._segments.clear()
         del self._marks
         if release:
@@ -205,8 +199,7 @@ class SegmentBooks(Generic[Memory]):
     # -- pages
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Enter blocks into the catalogue: EXTENT[n], META[n], a table of u64 each. Raises
-        InvalidArgument."""
+        """Enter blocks into the catalogue: EXTENT[n], META[n], u64 tables. Raises InvalidArgument."""
         records = duplicate(metas)
         records["generation"] = extents["generation"]
         for segment, where in self._rows(extents):
@@ -271,8 +264,7 @@ class SegmentBooks(Generic[Memory]):
             segment.fault, segment.error = f"because it could not begin: {error}", error
 
     def _succeed(self, old: Segment[Memory], new: Segment[Memory], *, fresh: bool) -> None:
-        """End the old segment: its words, its catalogue, then its memory, which the new one
-        inherits if allowed."""
+        """End the old segment: words, catalogue, then memory, which the new one inherits if it may."""
         if old.catalogue is not None:
             old.catalogue.retract_all()
         with contextlib.suppress(OSError):  # a file that remains has no valid page, and the next start removes it

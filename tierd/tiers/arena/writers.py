@@ -39,8 +39,7 @@ def note_writer(tables: Path, pid: int) -> None:
 
 
 def await_writers(tables: Path, *, what: str) -> None:
-    """Return when none of them is left. what: the tier, for the message. Raises TierFailed,
-    OSError."""
+    """Wait until all are gone. what: the tier, for the message. Raises TierFailed, OSError."""
     until = time.monotonic() + PATIENCE_S
     for pid, start in _living(tables):
         pidfd = open_process(pid, start_time=start)

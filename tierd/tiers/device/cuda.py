@@ -110,8 +110,7 @@ class CudaTier(SegmentBooks[Slab]):
         return recovered
 
     def _drop_former(self) -> Recovered:
-        """Drop the segments of the previous run, whose memory is gone; keep the highest numbers
-        used."""
+        """Drop the previous run's segments, whose memory is gone; keep the highest numbers used."""
         former = len(list(self.tables.glob(f"*{SUFFIX}")))
         drop_everything(self.tables, self.tables)
         if former:
@@ -154,8 +153,7 @@ class CudaTier(SegmentBooks[Slab]):
             )
 
     async def close(self, *, release: bool) -> None:
-        """End the GPU process and the slabs; clients that map one keep it. With release, remove the
-        tables. A second call does nothing."""
+        """End the GPU process and slabs; client mappings stay. With release, remove the tables."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -192,13 +190,11 @@ class CudaTier(SegmentBooks[Slab]):
             await gpu.stop()
 
     def health(self) -> Health:
-        """A fault while no GPU process runs. A call that hangs ends the process, so no age is
-        given."""
+        """A fault while no GPU process runs. A hanging call ends the process, so no age is given."""
         return Health(fault=self._fault)
 
     def heed(self, stir: Callable[[], None]) -> None:
-        """As `WatchedTier.heed`. stir also runs when direct reads change, as at each start and end
-        of a GPU process."""
+        """As `WatchedTier.heed`. stir also runs at each start and end of a GPU process."""
         self._stir = stir
 
     async def probe(self) -> None:
@@ -215,8 +211,7 @@ class CudaTier(SegmentBooks[Slab]):
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """As for all mapped memory; also detaches ending host segments. No copy uses them, since a
-        copy pins their pages."""
+        """As for all mapped memory; also detaches ending host segments, which no copy uses."""
         super().apply(plan)
         for assignment in plan.segments:
             ended = assignment.replaces
@@ -243,8 +238,7 @@ class CudaTier(SegmentBooks[Slab]):
     async def load(
         self, extents: StructArray, metas: StructArray, *, source: MappedTier, sources: StructArray
     ) -> list[SliceTable]:
-        """Fill pages from a mapped tier; the sums are of the bytes on the device. Raises
-        TierFailed."""
+        """Fill pages from a mapped tier; sums are of the bytes on the device. Raises TierFailed."""
         with self._failing():
             await self._attach(source, sources)
             slices = await self._living().load(self._pieces(extents, metas, hosts=sources))
@@ -261,8 +255,7 @@ class CudaTier(SegmentBooks[Slab]):
         failpoint("cuda.store.before_return")
 
     async def sums(self, extents: StructArray, metas: StructArray) -> list[SliceTable]:
-        """The slice tables of pages, of their bytes at some moment after the call. Raises
-        TierFailed."""
+        """The slice tables of pages, of their bytes after the call began. Raises TierFailed."""
         with self._failing():
             return await self._living().sums(self._pieces(extents, metas))
 
@@ -298,8 +291,7 @@ class CudaTier(SegmentBooks[Slab]):
         self._direct.give_up(store, reason)
 
     def _tell_ways(self) -> None:
-        """Put the paths of blocks into `place` and the notices; log a notice that is new after the
-        start."""
+        """Put the paths of blocks into `place` and the notices; log notices that come later."""
         self._stir()
         facts, now = self.facts, list(self._direct.notices.values())
         self.place = ", ".join(
@@ -336,8 +328,7 @@ class CudaTier(SegmentBooks[Slab]):
         return pieces
 
     async def _attach(self, tier: MappedTier, extents: StructArray) -> None:
-        """Have the GPU process map these segments, each once for all waiters. Raises TierFailed,
-        Overloaded."""
+        """Have the GPU process map these segments, each once. Raises TierFailed, Overloaded."""
         for segment in np.unique(extents["segment"]).tolist():
             task = self._hosts.get(segment)
             if task is None:

@@ -30,9 +30,7 @@ from tierd.tiers.store.slots import DirectIO, SlotFile
 from tierd.tiers.tier import Came, StoredTier
 
 DEATHS_MAX = 3
-"""The limit of GPU processes that may die over reads without a success between. Then no more are
-asked.
-"""
+"""GPU processes that may die over reads without a success between; then no more are asked."""
 FILES_MAX = 256
 """The limit of store files that a GPU process has open, not counting those in use."""
 
@@ -99,8 +97,7 @@ class DirectWays:
         self._on_change()
 
     def end(self, gpu: GpuProcess) -> None:
-        """Handle the end of a GPU process. After a hang in a read, or several deaths, stop asking
-        new processes."""
+        """Handle the end of a GPU process. After a hang in a read, or several deaths, ask no more."""
         self._deaths += self._under_way > 0
         if gpu.hung in ("read", "probe") or self._deaths >= DEATHS_MAX:
             fault = "a GPU process hung" if gpu.hung else f"{self._deaths} GPU processes died"
@@ -117,8 +114,7 @@ class DirectWays:
             self._on_change()
 
     async def read(self, reads: StructArray, files: Sequence[SlotFile], *, store: StoredTier) -> Came:
-        """READ [n], without file numbers. A refusal by a living GPU process ends the path. Raises
-        TierFailed."""
+        """READ [n] without files. Raises TierFailed; a refusal by a live process ends the path."""
         gpu = self._gpu
         if gpu is None or store.position not in self._ways:
             raise TierFailed(f"{self._name}: there is no direct way from {store.spec.name} any more")
@@ -198,8 +194,7 @@ class DirectWays:
         return found
 
     async def _take_back(self, gpu: GpuProcess) -> None:
-        """Close files that could not be opened, that their store replaced, and the least recently
-        used."""
+        """Close files that failed to open, were replaced, or are the least recently used."""
         idle = [one for one in self._lent.values() if not one.users and one.opening.done()]
         gone = [one for one in idle if one.opening.exception() or not one.store.has_file(one.file)]
         gone += [one for one in idle if one not in gone][: max(0, len(self._lent) - len(gone) - FILES_MAX)]
@@ -221,8 +216,7 @@ async def _open(gpu: GpuProcess, number: int, file: SlotFile) -> None:
 
 
 def reads_of(pieces: StructArray, offsets: Sequence[int]) -> StructArray:
-    """READ [n] for PIECE [n] and payload offsets. Pages and slots are whole 4 KiB, so both have the
-    room."""
+    """READ [n] for PIECE [n] and payload offsets; pages and slots are whole 4 KiB."""
     reads = np.zeros(len(pieces), READ)
     for name in ("slab", "slab_offset", "length", "layers"):
         reads[name] = pieces[name]

@@ -22,9 +22,7 @@ from tierd.gpu.process import GpuProcess
 from tierd.gpu.protocol import GpuFacts
 
 TAKE_S = 120.0
-"""Wait for a segment's slab. Missing slabs are made one after another, so this is many times one
-call's limit.
-"""
+"""Limit for a segment's slab, many times one call's, since missing slabs are made in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,7 @@ class Slab:
 
 
 class Slabs:
-    """Slabs of one tier. name: of the tier; places: the limit of slabs. Made in the event loop's
-    thread."""
+    """Slabs of one tier. places: their limit. Made in the event loop's thread."""
 
     def __init__(self, *, name: str, segment_bytes: int, places: int) -> None:
         self.gpu: GpuProcess | None = None
@@ -71,8 +68,7 @@ class Slabs:
         return facts
 
     async def fill(self) -> None:
-        """Make missing slabs while the GPU has room; `shortage` describes the rest. Raises
-        TierFailed."""
+        """Make missing slabs while the GPU has room, else set `shortage`. Raises TierFailed."""
         async with self._making:
             await self._drop()
             while self._unmade and await self._make():
@@ -86,8 +82,7 @@ class Slabs:
         return slab
 
     def take(self, segment: int) -> Slab:
-        """A slab, now the segment's: a spare, or a new one. For other threads. Raises TierFailed,
-        after TAKE_S at the latest."""
+        """A slab for the segment, for other threads. Raises TierFailed, after TAKE_S at the latest."""
         taking = asyncio.run_coroutine_threadsafe(self._take(segment), self._loop)
         try:
             return taking.result(TAKE_S)
@@ -102,8 +97,7 @@ class Slabs:
         self._used[new] = self._used.pop(old)
 
     def discard(self, segment: int) -> None:
-        """Discard a segment's slab; its place gets a new one. Processes that map it keep its bytes.
-        Any thread."""
+        """Discard a segment's slab. Processes that map it keep its bytes. Works in any thread."""
         slab = self._used.pop(segment)
         os.close(slab.fd)
         self._loop.call_soon_threadsafe(self._lost, slab.number)

@@ -53,8 +53,7 @@ class Machine:
 
 
 def drives_under(path: Path, machine: Machine = Machine()) -> list[Drive]:
-    """The disks under a directory, with their wear. If there is none, one Drive without a device
-    and with trouble. Blocking."""
+    """The disks under a directory, with their wear; if none, one Drive with only trouble. Blocking."""
     found = sorted(set(_disks(_block_device(path, machine))))[:MOST_DRIVES]
     if not found:
         return [Drive("", trouble=_why_none(path, machine))]
@@ -114,8 +113,7 @@ def _told(drive: Drive, done: subprocess.CompletedProcess[bytes]) -> Drive:
 
 
 def _block_device(path: Path, machine: Machine) -> Path | None:
-    """The device under a path in sysfs: by the file system's number, else by its mount's source.
-    btrfs has its own numbers."""
+    """The device under a path in sysfs, by the file system's number, or the mount's source (btrfs)."""
     numbers = [os.stat(path).st_dev] if path.exists() else []
     source = _mount_source(path, machine)
     if source.startswith("/dev/") and os.path.exists(source):

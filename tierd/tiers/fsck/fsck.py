@@ -72,8 +72,7 @@ class ReadOnlyFiles(OsFiles):
 
 @contextlib.contextmanager
 def borrowed_lock(path: Path, *, what: str) -> Iterator[None]:
-    """Hold the lock on path during the block, then restore the file. No-op if its directory is
-    missing. Raises AlreadyOwned."""
+    """Hold the lock, then restore the file. No-op without its directory. Raises AlreadyOwned."""
     if not path.parent.is_dir():
         yield
         return

@@ -61,8 +61,7 @@ def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
 
 
 def _count_untold(directory: Path, index: StoredIndex, store: bytes) -> int:
-    """Slots with whole headers of this store and no block in the index. Removed slots that were not
-    overwritten count too."""
+    """Slots with whole headers of this store, but no block in the index; also removed ones."""
     told, count = {*zip(index.metas["segment"].tolist(), index.metas["offset"].tolist(), strict=True)}, 0
     for path in sorted(directory.glob("seg-*.slots")):
         pages = np.memmap(path, np.uint8, "r").reshape(-1, HEADER_BYTES)

@@ -33,8 +33,7 @@ class ArenaFiles:
 
 
 def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
-    """This user's arenas below /dev/shm, every hugetlbfs and the given directories; orphans have no
-    owner."""
+    """This user's arenas in /dev/shm, hugetlbfs and the given directories; orphans have no owner."""
     mounts = list(read_mounts())
     huge = [mount.path for mount in mounts if mount.kind == "hugetlbfs"]
     found: dict[Path, ArenaFiles] = {}
@@ -69,8 +68,7 @@ def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
 
 
 def purge_store(directory: Path) -> int:
-    """Remove only a store's files from its directory; returns their bytes (0: no store). Raises
-    AlreadyOwned."""
+    """Remove only a store's files; returns their bytes (0: no store). Raises AlreadyOwned."""
     files = [path for pattern in STORE_FILES for path in directory.glob(pattern)]
     if not files:
         return 0
@@ -84,8 +82,7 @@ def purge_store(directory: Path) -> int:
 
 
 def remove_files(*directories: Path) -> int:
-    """Unlink an arena's files but its lock; returns their bytes. Processes that map them keep the
-    memory."""
+    """Unlink an arena's files but its lock; returns their bytes. Processes keep their mappings."""
     freed = 0
     for path in {path for directory in directories for path in _files(directory) if path.name != LOCK_NAME}:
         freed += path.lstat().st_blocks * 512

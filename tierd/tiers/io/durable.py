@@ -43,8 +43,7 @@ class Window:
         self._begin, self._here = 0, memoryview(b"")
 
     def read(self, offset: int, length: int) -> memoryview:
-        """length bytes from offset on, fewer at the end of the file. Valid until the next call.
-        Raises OSError."""
+        """length bytes from offset on, fewer at the end. Valid until the next call. Raises OSError."""
         length = max(0, min(length, self.bytes - offset))
         if not self._begin <= offset <= offset + length <= self._begin + len(self._here):
             if len(self._memory) < length:
@@ -66,8 +65,7 @@ def opened(path: Path, *, disk: Files = OS) -> Iterator[Window]:
 
 
 def read_into(fd: int, buffer: Buffer, *, offset: int, disk: Files = OS) -> int:
-    """Fill the buffer from offset on, in as many calls as needed; returns the bytes read. Raises
-    OSError."""
+    """Fill the buffer from offset on, in several calls; returns the bytes read. Raises OSError."""
     rest, begin = memoryview(buffer).cast("B"), offset  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
     while rest and (count := disk.preadv(fd, [rest], offset)):
         rest, offset = rest[count:], offset + count
@@ -75,8 +73,7 @@ def read_into(fd: int, buffer: Buffer, *, offset: int, disk: Files = OS) -> int:
 
 
 def write_fully(fd: int, data: Buffer, *, offset: int, disk: Files = OS) -> int:
-    """Write all of data from offset on, in as many calls as needed; returns the end. Raises
-    OSError."""
+    """Write all of data from offset on, in several calls; returns the end. Raises OSError."""
     rest = memoryview(data).cast("B")  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
     while rest:
         count = disk.pwritev(fd, [rest], offset)

@@ -34,12 +34,10 @@ class Lock(Protocol):
 
 
 class Files(Protocol):
-    """Operations on files, as in the kernel: each may raise OSError, blocks, and works in any
-    thread."""
+    """File operations as in the kernel: each may raise OSError, blocks, and works in any thread."""
 
     def lock(self, path: Path, *, what: str) -> Lock:
-        """Lock path, for what. Makes its directory, private, if missing. Raises AlreadyOwned,
-        ConfigError, OSError."""
+        """Lock path; makes its directory, private. Raises AlreadyOwned, ConfigError, OSError."""
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor. flags: O_RDONLY, O_WRONLY or O_RDWR, and O_CREAT, O_EXCL, O_TRUNC,
@@ -49,8 +47,7 @@ class Files(Protocol):
         """Close a descriptor. This makes nothing durable."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill buffers in order from offset on; returns the bytes read, which may be fewer without
-        a reason."""
+        """Fill buffers in order from offset on; returns the bytes read, which may be fewer."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write buffers in order from offset on; returns the bytes written."""
@@ -62,8 +59,7 @@ class Files(Protocol):
         """Reserve space for the first length bytes; extends a shorter file with zeros."""
 
     def find_unwritten(self, fd: int, start: int) -> tuple[int, int] | None:
-        """Begin and end of the first allocated space after start that was never written; None if
-        none is known."""
+        """Begin and end of the first allocated, never written space after start; None if unknown."""
 
     def sync_data(self, fd: int) -> None:
         """Make the file's bytes and length durable. After a failure, abandon the file behind fd.

@@ -41,8 +41,7 @@ HEADS = (
 
 
 def check_versions(*directories: Path) -> None:
-    """Raise VersionMismatch for an unsupported version, TierFailed if a store's files name another.
-    Changes nothing."""
+    """Change nothing. Raises VersionMismatch; TierFailed if a store's files name another store."""
     for directory in directories:
         stores = dict[Path, bytes]()
         for head in HEADS:
