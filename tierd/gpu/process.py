@@ -50,7 +50,7 @@ class Pending:
 
 
 class GpuProcess:
-    """One life of a GPU's process, used in the thread of one event loop, which must outlive it.
+    """One GPU process, never restarted, used in the thread of one event loop, which must outlive it.
 
     facts: from its start, with later notices.
     on_death: called once with the reason, if it dies between its start and `stop`.
@@ -268,7 +268,7 @@ class GpuProcess:
         pending.deadline.cancel()
         pending.answer.set_result(message)
 
-    # -- life and death
+    # -- start and end
 
     def _spawn(self) -> None:
         ours: socket.socket | None = None

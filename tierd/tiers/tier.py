@@ -46,7 +46,7 @@ class Recovered:
 
     segments: those kept, at their places, each with its writer at that time.
     extents, metas: EXTENT[n] and META[n], one row per intact block. The page is -1, since the core
-    gives page ids. The flags tell what must be verified before others see the block.
+    gives page ids. The flags tell which blocks must be verified before others see the block.
     next_segment, next_generation: the first numbers that no previous run has used.
     namespaces: the records given to `keep_namespace`, oldest first.
     more: at most more_at_most further blocks, in pieces. Take them all before a call to the tier

@@ -41,7 +41,7 @@ class Arena(SegmentBooks[memoryview]):
         self.first_touch_bytes_per_s = 0.0
         self.huge_page_share = 0.0
 
-    # -- life
+    # -- open and close
 
     async def open(self) -> Recovered:
         """Take the directory, recover segments, start making spare files. Raises AlreadyOwned,
@@ -151,8 +151,7 @@ class Arena(SegmentBooks[memoryview]):
         """The file that was removed or cut short under processes that still map it; empty if there
         is none. Runs in a thread.
 
-        Staging files of sealed puts are not checked: a client that cuts one fails only its own
-        commit.
+        Lengths of staging files (sealed puts) are not checked: a cut fails one commit of a client.
         """
         files = [(path, -1) for path in (self.tables / arena_files.LOCK_NAME, self.tables / MARKS_NAME)]
         staging = set[int]()

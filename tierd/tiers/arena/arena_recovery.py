@@ -1,4 +1,4 @@
-"""Recovery of an arena: reads what survived at start, before anything is written.
+"""Recovery of an arena: reads its files at start, before anything is written.
 
 It keeps segments whose header and data file are whole and that fit, and drops the rest with a
 notice. It does not verify pages: they are flagged UNVERIFIED and checked before others see them. A

@@ -63,7 +63,7 @@ class CatalogueHead:
 
 
 class Survivors(NamedTuple):
-    """Intact entries: slots u4[n], metas META[n]. highest: generation, also of damaged entries."""
+    """Intact entries: slots u4[n], metas META[n]. highest: greatest generation given."""
 
     slots: NDArray[np.uint32]
     metas: StructArray
@@ -87,7 +87,7 @@ class Catalogue:
         tables = words_of(memory, offset=layout.slices_offset, count=pages * layout.slice_words)
         self._tables = tables.reshape(pages, layout.slice_words)
 
-    # -- life
+    # -- open and close
 
     @classmethod
     def create(cls, path: Path, *, head: CatalogueHead) -> Catalogue:

@@ -30,7 +30,7 @@ SPARE = "spare-"
 _STEP_BYTES = HUGE_BYTES
 """Made per step: while its pages are touched, no thread of the process can map or unmap memory."""
 _NICE = 10
-"""The nice value of the thread that makes spare files."""
+"""Added to the nice value of the thread that makes spare files."""
 
 
 class DataFiles:
@@ -125,7 +125,7 @@ class DataFiles:
         is_over = self._thread is not None and not self._thread.is_alive()
         return self._fault or ("files were given up since the start" if is_over and self._unmade else "")
 
-    # -- in life
+    # -- use
 
     def find_ready(self, segment: int) -> memoryview | None:
         """A spare file's memory, now the segment's, or None if none is ready. Does not wait."""
@@ -218,9 +218,7 @@ class DataFiles:
             os.ftruncate(fd, self._segment_bytes)
             memory, is_huge = map_file(fd, self._segment_bytes), True
             for start in range(0, self._segment_bytes, _STEP_BYTES):
-                is_huge = allocate(
-                    fd, memory, start, huge=is_huge
-                )  # after one refusal, the rest of this file has no huge pages
+                is_huge = allocate(fd, memory, start, huge=is_huge)  # once refused, not tried again for this file
                 if touch:
                     populate(memory[start : start + _STEP_BYTES])
                     self._touched_bytes = min(start + _STEP_BYTES, self._segment_bytes)

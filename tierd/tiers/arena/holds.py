@@ -141,7 +141,7 @@ class HoldTable:
         self._free_count = 0
         self._places: dict[int, int] = {}  # session -> its record
 
-    # -- life
+    # -- open and close
 
     def open(self, *, distrust: Callable[[str], None] = lambda _fault: None) -> list[FormerHolder]:
         """Map the file, made if missing; return the pages held by former sessions of this boot.

@@ -63,7 +63,7 @@ class SegmentSupply(Protocol[Given_co]):
         """Move the memory of one segment to another; mappings of it stay. Raises OSError."""
 
     def discard(self, segment: int) -> None:
-        """Give up a segment's memory. Processes that map it keep its bytes. The place may get new."""
+        """Discard a segment's memory. Processes that map it keep its bytes. The place may get new."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class SegmentBooks(Generic[Memory]):
         self._marks: marks.Marks
         self._data: SegmentSupply[Memory]
 
-    # -- life
+    # -- open and close
 
     def choose(self) -> arena_files.ArenaPlace:
         """Choose the directories of its files. Raises ConfigError."""
@@ -248,7 +248,7 @@ class SegmentBooks(Generic[Memory]):
                 yield segment, true_rows(mine & (segments == segment_id))
 
     def _begin(self, assignment: SegmentAssignment) -> None:
-        """Begin a segment. `prepare` does what is impossible now (if there is no spare memory)."""
+        """Begin a segment. If there is no spare memory, `prepare` makes it later."""
         segment: Segment[Memory] = Segment(replace(assignment, replaces=None, fresh=False))
         with self._turn:  # from here on no thread gives the old one memory
             old = self._segments.pop(assignment.replaces, None) if assignment.replaces is not None else None

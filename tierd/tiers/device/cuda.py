@@ -83,7 +83,7 @@ class CudaTier(SegmentBooks[Slab]):
         """UUID of the GPU."""
         return self.facts.uuid
 
-    # -- life
+    # -- open and close
 
     def choose(self) -> arena_files.ArenaPlace:
         """The directory of its tables: small files, so never on huge pages. Raises ConfigError."""

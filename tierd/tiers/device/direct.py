@@ -114,7 +114,7 @@ class DirectWays:
             self._on_change()
 
     async def read(self, reads: StructArray, files: Sequence[SlotFile], *, store: StoredTier) -> Came:
-        """READ [n] without files. Raises TierFailed; a refusal by a live process ends the path."""
+        """Carry out READ [n], setting its files. Raises TierFailed; a refusal ends the path."""
         gpu = self._gpu
         if gpu is None or store.position not in self._ways:
             raise TierFailed(f"{self._name}: there is no direct way from {store.spec.name} any more")

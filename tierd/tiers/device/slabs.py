@@ -5,7 +5,7 @@ does that).
 
 A slab is zeroed before its descriptor arrives here. A segment that must be fresh gets no slab that
 another process may have seen. The descriptor kept here keeps the memory alive while no process maps
-it; it is closed once. All functions but `take` run in the event loop's thread.
+it; it is closed once. All functions but `take` and `discard` run in the event loop's thread.
 """
 
 from __future__ import annotations

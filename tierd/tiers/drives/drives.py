@@ -1,6 +1,6 @@
 """The disks under a directory, and their wear.
 
-`find_drives` follows a path through file system, device mapper and partition to whole disks, by
+`drives_under` follows a path through file system, device mapper and partition to whole disks, by
 sysfs. `read_wear` uses nvme-cli, if it is installed and permitted. Neither the disks nor
 permissions are changed.
 

@@ -132,7 +132,7 @@ class NvmeStore:
         self._ledger: Ledger
         self._zeroing: Zeroing
 
-    # -- life
+    # -- open and close
 
     async def open(self) -> Recovered:
         """Take the directory, reserve its space, read the index. Raises the errors of `Tier.open`."""
