@@ -31,11 +31,9 @@ PENDING = (
     "tierd/tcp/",
     "tierd/units.py",
     "tierd/cli/",
-    "tierd/gpu/",
     "tierd/integrations/",
     "tierd/kernels/",
     "tierd/policies/",
-    "tierd/tiers/",
     "tierd/worker/",
     "tools/",
 )

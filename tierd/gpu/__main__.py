@@ -1,6 +1,6 @@
-"""`python -m tierd.gpu FD ORDINAL`: the GPU process, started by `tierd.gpu.process` and by nobody else.
+"""`python -m tierd.gpu FD ORDINAL`: the GPU process, started only by `tierd.gpu.process`.
 
-Purpose: to end with the daemon. Non-purpose: what it does until then. Invariants: those of linux/children.py; it ends with its socket.
+It ends with the daemon, and with its socket. The invariants of linux/children.py hold.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tierd.linux import children
 
 
 def main() -> None:
-    """Serves until the socket ends."""
+    """Serve until the socket ends."""
     descriptor, ordinal = map(int, sys.argv[1:])
     peer = children.begun_by_daemon(descriptor)
-    with suppress(ConnectionResetError):  # a daemon that was killed may leave answers unread
+    with suppress(ConnectionResetError):  # a killed daemon may leave answers unread
         Child(peer, ordinal).serve()
-    # Not sys.exit: the driver's own ending would wait for a GPU that hangs.
+    # Not sys.exit: the driver's cleanup would wait for a GPU that hangs.
     os._exit(0)
 
 

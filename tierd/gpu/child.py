@@ -1,8 +1,9 @@
-"""The GPU process from inside: verbs, and the threads that carry them out.
+"""The inside of the GPU process: verbs, and the threads that carry them out.
 
-Purpose: a request becomes a call of slabs, hosts, copies, sums or direct reads, and its result an answer. Non-purpose: deciding anything. Invariants: an answer goes out when
-what it tells of has ended; every piece is checked against its slab and its host memory before a byte moves; when the GPU's context is lost the
-process says so and ends, since nothing of it can run any more.
+A request becomes a call of slabs, hosts, copies, sums or direct reads, and its result an answer.
+The answer is sent after the work has ended. Every piece is checked against its slab and host memory
+before a byte moves. When the GPU's context is lost, the process reports it and ends, since it can
+do no more work.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from tierd.gpu.slabs import Slabs
 from tierd.gpu.sums import Sums, open_sums
 
 THREADS = 8
-"""Requests that are carried out at one time; most of it they wait for the GPU."""
+"""Requests carried out at one time; they mostly wait for the GPU."""
 EXIT_LOST, EXIT_BROKEN = 3, 4
-"""Exit statuses: the context was lost; a fault of this program, told on stderr."""
+"""Exit statuses: the context was lost; a fault of this program, printed to stderr."""
 
 Body = dict[str, Any]
 
 
 class Engine:
-    """What the process has of one GPU, and a method for each verb. Raises the errors that are answered."""
+    """State of one GPU here, and a method for each verb. Raises the errors that are answered."""
 
     def __init__(self, ordinal: int) -> None:
         """Raises Unsupported, Overloaded, TierFailed."""
@@ -52,7 +53,7 @@ class Engine:
         return asdict(self.device.facts(hashes=self.sums.kind, gather_bytes=self.copies.gather_bytes))
 
     def copy(self, packed: bytes, *, to_device: bool) -> Body:
-        """load or store; a load answers the sums of what has arrived."""
+        """load or store; a load answers the sums of the bytes that arrived."""
         pieces = unpack_pieces(packed)
         with self.slabs.regions.used(pieces) as slabs, self.hosts.regions.used(pieces) as hosts:
             here, there = (slabs, hosts) if to_device else (hosts, slabs)
@@ -69,11 +70,11 @@ class Engine:
             return pack_sums(self.sums.of(slabs.addresses, pieces))
 
     def is_lost(self) -> bool:
-        """Whether nothing runs on the GPU any more, or nobody knows what does."""
+        """Whether the GPU does no more work, or its state is unknown."""
         return self.device.is_lost or not self.lane.is_alive()
 
     def close(self) -> None:
-        """Gives everything back, when all copies have ended."""
+        """Release everything, after all copies have ended."""
         self.direct.end_all()
         self.slabs.regions.end_all()
         self.hosts.regions.end_all()
@@ -87,7 +88,7 @@ class Child:
     def __init__(self, peer: socket.socket, ordinal: int) -> None:
         self._peer, self._ordinal = peer, ordinal
         self._sending = threading.Lock()
-        # Its bound is the other end's: so many requests are in flight at one time.
+        # The other end bounds it, by its limit of requests in flight.
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._verbs: dict[str, Callable[[Message], Body]] = {
@@ -107,7 +108,7 @@ class Child:
         }
 
     def serve(self) -> None:
-        """Returns when the other end has gone. Whatever else goes wrong in a thread of it ends the process."""
+        """Serve until the other end is gone. Any other error in a thread ends the process."""
         threading.excepthook = _broken
         for number in range(THREADS):
             threading.Thread(target=self._work, name=f"tierd-gpu-{number}", daemon=True).start()
@@ -128,7 +129,8 @@ class Child:
     def _answer(self, asked: Message, answer: Message) -> None:
         asked.close()
         if "error" in answer.body and self._engine is not None and self._engine.is_lost():
-            # Not answered: what the GPU does yet ends with this process, and only then may what it touches be another's.
+            # No answer: the GPU's work ends only with this process, and its memory may be reused
+            # only then.
             self._send({"lost": answer.body["error"][1]}, [])
             os._exit(EXIT_LOST)
         answer.descriptors = answer.body.pop("descriptors", [])
@@ -139,11 +141,11 @@ class Child:
         packed = memoryview(frame(body, descriptors=len(descriptors)))
         with self._sending:
             sent = socket.send_fds(self._peer, [packed], descriptors)
-            if sent < len(packed):  # nothing at all would be an error too, once the other end has all and is gone
+            if sent < len(packed):  # sending zero bytes would be an error, once the other end has all and is gone
                 self._peer.sendall(packed[sent:])
 
     def _ready(self) -> Engine:
-        """In a thread that works for the first time the GPU's context is missing."""
+        """The engine, with the GPU's context set in this thread, which may lack it."""
         assert self._engine, "begin comes first"
         self._engine.device.enter()
         return self._engine
@@ -180,7 +182,7 @@ def _descriptor(asked: Message) -> int:
 
 
 def _broken(failed: threading.ExceptHookArgs) -> NoReturn:
-    """A daemon that has gone is no fault."""
+    """End the process; a daemon that is gone is no fault."""
     if not issubclass(failed.exc_type, BrokenPipeError | ConnectionResetError):
         threading.__excepthook__(failed)
     os._exit(EXIT_BROKEN)

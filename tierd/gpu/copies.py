@@ -1,7 +1,9 @@
-"""Copies between device and host memory: what adjoins in one piece, small pieces by a kernel, the others in batches, one lane for each direction.
+"""Copies between device and host memory, with one lane per direction.
 
-Purpose: `Copies`. Non-purpose: which bytes, and whether they may be touched; which way they go (`runs.ways_of`). Invariants: a call returns when the last byte is there, whichever
-way it went, which one event of its lane has told; there is no order between the pieces of a call.
+Adjacent bytes are one piece; a kernel copies small pieces, the copy engines the others in batches
+(`runs.ways_of` chooses). The caller decides which bytes, and whether they may be touched. A call
+returns when the last byte is there. One event of its lane confirms that for all pieces. The pieces
+of a call have no order.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ from tierd.gpu.runs import Runs, Way, ways_of
 from tierd.kernels.pages import RUNS_KERNEL
 
 HOST_POINTERS = "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"
-"""Attribute of a GPU that reaches registered memory by the addresses that it has here."""
+"""Attribute of a GPU that reaches registered host memory at the host's addresses."""
 
 
 class Copies:
-    """Of one GPU. Threads may share it. gather_bytes: up to which length runs are gathered, to the device (True) and from it (False); 0: none."""
+    """Copies of one GPU. Threads may share it.
+    gather_bytes: the longest run that a kernel copies, to the device (True) and from it (False); 0:
+    none."""
 
     def __init__(self, device: Device) -> None:
-        """Measures when to gather. What keeps it from that is among the device's notices. Raises Overloaded, TierFailed."""
+        """Measures when to gather. Adds a notice if it cannot. Raises Overloaded, TierFailed."""
         self._device = device
         self._lanes = {True: Lane(device), False: Lane(device)}
         cuda = device.cuda
         self._attributes = cuda.CUmemcpyAttributes()
-        # Host memory is quiet and might be read at any time; device memory may be waiting for earlier work of this lane, and one rule for both is one less to mistake.
+        # Host memory could be read at any time. Device memory may wait for earlier work of this
+        # lane. One rule for both is simpler.
         self._attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         self._attributes.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         self._gather: Gather | None = None
@@ -47,25 +52,25 @@ class Copies:
             )
 
     def run(self, runs: Runs, *, to_device: bool, is_direct: bool) -> None:
-        """Copies all of them. is_direct: the host's memory is registered. Raises TierFailed."""
+        """Copy all runs. is_direct: the host's memory is registered. Raises TierFailed."""
         limit, has_batches = self.gather_bytes[to_device], self._device.has_batches
         ways = ways_of(runs, gather_bytes=limit, has_batches=has_batches, is_direct=is_direct)
         if ways:
             self._carry(ways, to_device=to_device)
 
     def seconds(self, way: Way, runs: Runs, *, to_device: bool) -> float:
-        """How long it takes to copy all of them this way. Raises TierFailed."""
+        """Time to copy all runs this way. Raises TierFailed."""
         begun = time.perf_counter()
         self._carry([(way, runs)], to_device=to_device)
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Gives back what it holds of the driver."""
+        """Release the resources of the driver."""
         for part in (*self._lanes.values(), *([self._gather] if self._gather else ())):
             part.close()
 
     def _begin_gather(self) -> str:
-        """Why nothing is gathered, or nothing. Raises Overloaded, TierFailed."""
+        """Prepare to gather; returns why it is impossible, or "". Raises Overloaded, TierFailed."""
         device = self._device
         fault = device.kernels.find_fault(RUNS_KERNEL)
         if not fault and not device.attribute(HOST_POINTERS):
@@ -77,14 +82,14 @@ class Copies:
 
     def _carry(self, ways: Sequence[tuple[Way, Runs]], *, to_device: bool) -> None:
         with ExitStack() as ends:
-            # Before the turn, and so given back after it, when the kernel has read it.
+            # Before the turn, so it is returned after the turn, when the kernel has read it.
             puts = [self._put(way, runs, ends) for way, runs in ways]
             stream = ends.enter_context(self._lanes[to_device].turn())
             for put in puts:
                 put(stream)
 
     def _put(self, way: Way, runs: Runs, ends: ExitStack) -> Callable[[Any], None]:
-        """What puts them into a stream."""
+        """A function that puts runs into a stream."""
         if way is Way.GATHER:
             assert self._gather, "nothing is gathered without a kernel"
             return ends.enter_context(self._gather.prepared(runs))

@@ -1,10 +1,11 @@
-"""NVIDIA's cuFile, told not to fall back to reads through host memory.
+"""NVIDIA's cuFile, configured not to fall back to reads through host memory.
 
-Purpose: `CuFile`: files and device memory are registered, and read from and into. Non-purpose: whether a read was direct (`probe`), who uses what when (`direct`).
-Invariants: nothing of it goes through host memory unless an option of the machine's forces it, which its counts tell; a read has ended when `read` returns.
+`CuFile` registers files and device memory, and reads. `probe` tests whether a read was direct;
+`direct` uses the reads. A read bypasses host memory unless an option of the machine forces it,
+which the counts show. A read has ended when `read` returns.
 
-Not kvikio: it can be told not to fall back, but counts its own calls and not the ways by which cuFile carried them out; it opens files by path, where the daemon
-gives descriptors; and it brings cupy along.
+kvikio is not used. It can disable the fallback, but counts its own calls, not cuFile's paths. It
+opens files by path, while the daemon passes descriptors, and it needs cupy.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 from tierd.errors import Unsupported
 
 ALL_COUNTS = 3
-"""The level of counts that tells ways apart."""
+"""The level of counts that distinguishes paths."""
 COUNTS = ("n_posix_reads", "n_nvfs_reads", "n_p2p_reads")
 
 
 class CuFile:
-    """Of this process, which has one at a time. Threads may share it. Whatever cuFile refuses raises Unsupported."""
+    """cuFile of this process, one at a time. Threads may share it. Its errors raise Unsupported."""
 
     def __init__(self) -> None:
-        """Raises Unsupported if it is not there, or has nothing but host memory to read by."""
+        """Raises Unsupported if cuFile is missing, or can only read through host memory."""
         try:
             self._library: Any = importlib.import_module("cuda.bindings.cufile")
         except ImportError as error:
@@ -40,42 +41,43 @@ class CuFile:
             raise
 
     def register_file(self, descriptor: int) -> int:
-        """A handle of the file, whose descriptor (with O_DIRECT) stays the caller's and must outlive it."""
+        """A handle of the file. The descriptor (O_DIRECT) stays the caller's and must outlive it."""
         told = self._library.Descr()
         told.type, told.handle.fd = self._library.FileHandleType.OPAQUE_FD, descriptor
         return int(self._ask(self._library.handle_register, told.ptr))
 
     def deregister_file(self, handle: int) -> None:
-        """No read of it may be under way."""
+        """No read of it may be in flight."""
         self._ask(self._library.handle_deregister, handle)
 
     def register_memory(self, address: int, length_bytes: int) -> None:
-        """Device memory that was made for it, as a whole."""
+        """Register a whole allocation of device memory."""
         self._ask(self._library.buf_register, address, length_bytes, 0)
 
     def deregister_memory(self, address: int) -> None:
-        """Before it is unmapped, and with no read into it under way."""
+        """Call it before the memory is unmapped, with no read into it in flight."""
         self._ask(self._library.buf_deregister, address)
 
     def read(self, handle: int, length_bytes: int, *, at: int, memory: int, offset: int) -> str:
-        """From `at` in the file into registered memory that begins at `memory`, from `offset` on; what went wrong, or nothing. All are multiples of 4 KiB."""
+        """Read from `at` in the file into registered memory at `memory` + `offset`. Returns the
+        fault, or "". All numbers are multiples of 4 KiB."""
         try:
             count = self._library.read(handle, memory, length_bytes, at, offset)
         except (self._library.cuFileError, ValueError) as error:
-            # An error of the system's, whose number the bindings take for one of cuFile's.
+            # An error of the system, whose number the bindings take for one of cuFile's.
             return f"cuFile: the system refused the read ({error})"
         if count == length_bytes:
             return ""
         return f"cuFile read {count} of {length_bytes} bytes" if count >= 0 else f"cuFile: {self._words(-count)}"
 
     def counts(self) -> dict[str, int]:
-        """How many reads there were so far, of each way."""
+        """Number of reads so far, by path."""
         counts = self._library.StatsLevel3()
         self._ask(self._library.get_stats_l3, counts.ptr)
         return {name: sum(getattr(counts.per_gpu_stats[i], name) for i in range(counts.num_gpus)) for name in COUNTS}
 
     def close(self) -> None:
-        """Everything must have been given back."""
+        """All files and memory must be deregistered."""
         self._ask(self._library.driver_close)
 
     def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
@@ -90,7 +92,7 @@ class CuFile:
             ) from error
 
     def _words(self, code: int) -> str:
-        """Of what a read answers instead of a count."""
+        """The meaning of an error code of a read."""
         try:
             return f"{self._library.OpError(code).name} ({code})"
         except ValueError:

@@ -1,7 +1,7 @@
-"""One GPU: its context, what it is, and lanes of work that end before anybody is told.
+"""One GPU: its context, its facts, and lanes of work.
 
-Purpose: `Device` and `Lane`. Non-purpose: what the work is. Invariants: what was put into a lane has ended when its turn has, also when part of it was
-refused; a lane waits for no other work of this or any other process.
+Work in a lane has ended when its turn has, even if part of it was refused. A lane waits for no
+other work of this or any other process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tierd.gpu.protocol import GpuFacts
 from tierd.kernels.driver import bindings, call
 
 BATCH_VERSION = 12080
-"""The CUDA version in which cuMemcpyBatchAsync came."""
+"""The first CUDA version with cuMemcpyBatchAsync."""
 
 
 class Device:
-    """cuda: NVIDIA's bindings; granularity: what slabs are a multiple of, in bytes; notices: what is less than the best; is_lost: work may be under way for which nobody can wait; kernels: tierd's, if
-    there are any."""
+    """cuda: NVIDIA's bindings; granularity: unit of slab lengths, in bytes; notices: shortcomings.
+    is_lost: work may be in flight that cannot be awaited; kernels: tierd's, if there are any."""
 
     def __init__(self, ordinal: int) -> None:
-        """Takes the GPU of this number. Raises Unsupported if it, its driver or what slabs need is not there, Overloaded, TierFailed."""
+        """Take the GPU. Raises Unsupported if a part of it is missing, Overloaded, TierFailed."""
         self.cuda = cuda = bindings()
         self.name, self.notices, self.is_lost = f"cuda:{ordinal}", list[str](), False
         self.ordinal, self._gpu = ordinal, call(cuda.cuDeviceGet, ordinal, what=f"cuda:{ordinal}")
@@ -40,20 +40,20 @@ class Device:
         self.kernels = Kernels(ordinal)
 
     def call(self, function: Callable[..., tuple[Any, ...]], *given: Any) -> Any:
-        """What a function of the driver answers. Raises what `tierd.kernels.driver.fault` makes, with the GPU's name."""
+        """Call the driver. Raises errors of `tierd.kernels.driver.fault`, with the GPU's name."""
         return call(function, *given, what=self.name)
 
     def enter(self) -> None:
-        """Makes the context this thread's."""
+        """Set the context of this thread."""
         self.call(self.cuda.cuCtxSetCurrent, self._context)
 
     def attribute(self, name: str) -> int:
-        """Of the GPU, by its name without the prefix."""
+        """An attribute of the GPU, by its name without the prefix."""
         attribute = getattr(self.cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call(self.cuda.cuDeviceGetAttribute, attribute, self._gpu))
 
     def facts(self, *, hashes: str, gather_bytes: Mapping[bool, int]) -> GpuFacts:
-        """As they are now. hashes, gather_bytes: what `sums` and `copies` found."""
+        """Present facts. hashes, gather_bytes: from `sums` and `copies`."""
         name = self.call(self.cuda.cuDeviceGetName, 256, self._gpu).split(b"\0")[0].decode()
         free, total = self.call(self.cuda.cuMemGetInfo)
         uuid = bytes(self.call(self.cuda.cuDeviceGetUuid, self._gpu).bytes).hex()
@@ -61,7 +61,7 @@ class Device:
         return replace(facts, gather_load_bytes=gather_bytes[True], gather_store_bytes=gather_bytes[False])
 
     def properties(self) -> Any:
-        """Of memory on this GPU that other processes may map, and disks write to where the GPU lets them."""
+        """Properties of memory that other processes may map, and disks write to if possible."""
         prop = self.cuda.CUmemAllocationProp()
         prop.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location = self.location()
@@ -70,7 +70,7 @@ class Device:
         return prop
 
     def location(self) -> Any:
-        """This GPU, as the driver names places."""
+        """This GPU, in the driver's form."""
         location = self.cuda.CUmemLocation()
         location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = self.ordinal
@@ -82,7 +82,7 @@ class Device:
         return self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def close(self) -> None:
-        """Gives the kernels and the context back. Nothing may be asked after it."""
+        """Release the kernels and the context. No call may follow."""
         self.kernels.close()
         self.call(self.cuda.cuDevicePrimaryCtxRelease, self._gpu)
 
@@ -95,7 +95,7 @@ class Device:
                 )
 
     def _has_batches(self) -> bool:
-        # The bindings raise what they find missing only when it is called.
+        # The bindings raise an error for a missing function only when it is called.
         result, *_ = self.cuda.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_VERSION, 0)
         if result:
             self.notices.append(
@@ -105,7 +105,7 @@ class Device:
 
 
 class Lane:
-    """A stream. Threads may share it: one fills it while others wait for what they have put in."""
+    """A stream. Threads may share it: one fills it while others wait for their work."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -114,7 +114,7 @@ class Lane:
 
     @contextmanager
     def turn(self) -> Iterator[Any]:
-        """The stream, to be filled within. At the end all of it has been done. Raises what the driver says, of the work too."""
+        """The stream, to be filled in the block; at its end all work is done. Raises its errors."""
         cuda, ask = self._device.cuda, self._device.call
         flags = cuda.CUevent_flags
         event = ask(cuda.cuEventCreate, flags.CU_EVENT_BLOCKING_SYNC | flags.CU_EVENT_DISABLE_TIMING)
@@ -126,12 +126,12 @@ class Lane:
                 yield self._stream
 
     def is_alive(self) -> bool:
-        """Whether the context still works: an error of the GPU's is given again to whoever asks."""
+        """Whether the context still works: the driver repeats an error of the GPU to each call."""
         (result,) = self._device.cuda.cuStreamQuery(self._stream)
         return result.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY")
 
     def _surely(self, function: Callable[..., tuple[Any, ...]], *given: Any) -> None:
-        """An event that the driver refuses tells of nothing: then all of the stream is waited for, and if that fails too nobody knows what has ended."""
+        """Call the driver about an event. If that fails, wait for the stream, or mark it all lost."""
         try:
             self._device.call(function, *given)
         except TierdError:
@@ -140,5 +140,5 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """Nothing may be put in after it."""
+        """No work may follow."""
         self._device.call(self._device.cuda.cuStreamDestroy, self._stream)

@@ -1,8 +1,9 @@
 """Reads from files of stores straight into slabs.
 
-Purpose: `DirectReads`: files come and go by number, and READs are carried out. Non-purpose: whether what came is the block's (the daemon compares the sums), whether the way is
-worth using. Invariants: when a call returns no read of it is under way; a slab is registered from its first read on and given back before it is unmapped; sums are of what
-lies on the device when its read has ended; a read that failed has none.
+`DirectReads` opens files by number and carries out READs. The daemon compares the sums, and decides
+whether to use direct reads. When a call returns, none of its reads is in flight. A slab is
+registered at its first read, and deregistered before it is unmapped. Sums are of the bytes on the
+device after the read. A failed read has none.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from tierd.gpu.slabs import Slabs
 from tierd.gpu.sums import Sums
 
 READERS = 16
-"""Reads under way at one time: as many as a store of the daemon's has by default."""
+"""Reads in flight at one time: the default of the daemon's stores."""
 NO_TABLE: SliceTable = np.zeros(0, np.uint64)
 
 
 class DirectReads:
-    """Of one GPU. Threads may share it. cuFile is opened by the first probe."""
+    """Direct reads of one GPU. Threads may share it. The first probe opens cuFile."""
 
     def __init__(self, device: Device, slabs: Slabs, sums: Sums) -> None:
         self._device, self._slabs, self._sums = device, slabs, sums
@@ -46,7 +47,7 @@ class DirectReads:
         return direct_by(self._library, self._device, self._slabs, descriptor)
 
     def open_file(self, number: int, descriptor: int) -> None:
-        """A file by this number; the descriptor stays the caller's. Raises InvalidArgument, Unsupported."""
+        """Open a file; the descriptor stays the caller's. Raises InvalidArgument, Unsupported."""
         library, own = self._cufile(), os.dup(descriptor)
         region = Region(0, os.fstat(own).st_size)
         region.ending.callback(os.close, own)
@@ -59,11 +60,12 @@ class DirectReads:
             raise
 
     def close_file(self, number: int) -> None:
-        """When the reads that use it have ended. Raises InvalidArgument."""
+        """Close a file after its reads have ended. Raises InvalidArgument."""
         self._files.end(number)
 
     def read(self, packed: bytes) -> dict[str, Any]:
-        """READ [n]: slice tables of what lies on the device then, and why rows have none. Raises InvalidArgument before a byte moves, Unsupported, TierFailed."""
+        """READ [n]: slice tables of the bytes on the device, and faults of rows without one. Raises
+        InvalidArgument before a byte moves, Unsupported, TierFailed."""
         reads = np.frombuffer(packed, READ)
         _check(reads)
         whole = reads.copy()
@@ -80,17 +82,17 @@ class DirectReads:
         return pack_sums(tables) | {"faults": list(faults.items())}
 
     def end_all(self) -> None:
-        """Gives files back; slabs must be dropped before `close`."""
+        """Close all files; drop slabs before `close`."""
         self._files.end_all()
 
     def close(self) -> None:
-        """Nothing may be read after it."""
+        """No read may follow."""
         self._readers.shutdown()
         if self._library is not None:
             self._library.close()
 
     def _read_one(self, job: tuple[Region, Region, np.void]) -> str:
-        """Why a block has not come, or nothing; a fault of this program's ends the process, and so what others read."""
+        """Read one block; returns the fault, or "". A fault of this program ends the process."""
         file, slab, read = job
         length, at, offset = int(read["room"]), int(read["file_offset"]), int(read["slab_offset"])
         return self._cufile().read(file.address, length, at=at, memory=slab.address, offset=offset) if length else ""

@@ -1,7 +1,7 @@
-"""Small runs copied by a kernel, straight from and to host memory that the GPU has mapped.
+"""Small runs, copied by a kernel directly between the device and mapped host memory.
 
-Purpose: `Gather`. Non-purpose: which runs are small (`runs`, `cutover`), when they have arrived (`device.Lane`). Invariants: what a kernel is told of runs stays until
-whoever launched it says that it has ended.
+`runs` and `cutover` decide which runs are small, `device.Lane` when they have arrived. The kernel's
+parameters stay until its launcher says that it has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierd.kernels.pages import copy_runs
 
 ROW = np.dtype([("to", "<u8"), ("from", "<u8"), ("length", "<u4")])
 CALLS = 4
-"""Under way at one time; more wait for one of them to end."""
+"""In flight at one time; more wait for one of them to end."""
 
 
 class Gather:
@@ -40,7 +40,7 @@ class Gather:
 
     @contextmanager
     def prepared(self, runs: Runs) -> Iterator[Callable[[Any], None]]:
-        """A launch that copies them, at most RUNS_MAX, to be made into a stream; they must have arrived when this ends."""
+        """A launch that copies at most RUNS_MAX runs, which must have arrived when this block ends."""
         told, count = self._free.get(), len(runs.lengths)
         try:
             for name, column in zip(ROW.names or (), runs, strict=True):
@@ -50,11 +50,16 @@ class Gather:
             self._free.put(told)
 
     def close(self) -> None:
-        """When all copies have ended."""
+        """Call it after all copies have ended."""
         self._ends.close()
 
+<<<<<<< HEAD
     def _launch(self, told: KernelColumns, count: int, stream: Any) -> None:
         """Raises TierFailed whatever the driver says, for it is no fault of the caller's."""
+=======
+    def _launch(self, told: Told, count: int, stream: Any) -> None:
+        """Raises TierFailed for any error of the driver, since the caller is not at fault."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         to, of, lengths = (told.buffer(name, count) for name in ROW.names or ())
         try:
             copy_runs(self._device.kernels.into(stream), to, of, lengths=lengths)

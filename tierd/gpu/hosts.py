@@ -1,7 +1,7 @@
-"""Host memory for copies: files of the daemon's, mapped whole and registered with the driver, so that the GPU's engines reach them.
+"""Host memory for copies: the daemon's files, mapped whole and registered with the driver for DMA.
 
-Purpose: attach and detach. Non-purpose: what lies there. Invariants: what is mapped is there (a file that is shorter is refused: touching it would be SIGBUS); a refusal
-to register is said, and copies then take the driver's detour by buffers of its own.
+A shorter file is refused, since touching its missing part would raise SIGBUS. If the driver refuses
+to register memory, a notice says so. Copies then go through the driver's own buffers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tierd.gpu.regions import Region, Regions
 from tierd.linux.mapping import address_of, map_file
 
 REGISTERED_BYTES = 64 << 30
-"""At most, in one call: drivers refuse half a tebibyte, and what they have refused they tell once more to the next caller."""
+"""Per call. Drivers refuse half a tebibyte, and repeat the refusal to the next caller."""
 
 
 class Hosts:
-    """For one GPU. regions: where they are mapped, by number."""
+    """Host memory for one GPU. regions: its mappings, by number."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.regions = Regions("host")
 
     def attach(self, host: int, descriptor: int, length_bytes: int) -> list[str]:
-        """Maps a file, read-write; what is less than the best, as sentences. The descriptor stays the caller's. Raises InvalidArgument, Overloaded."""
+        """Map the caller's fd, read-write; returns notices. Raises InvalidArgument, Overloaded."""
         with ExitStack() as failed:
             view = self._mapped(host, descriptor, length_bytes)
             failed.callback(view.release)
@@ -38,7 +38,7 @@ class Hosts:
         return [refusal] if refusal else []
 
     def detach(self, host: int) -> None:
-        """Unmapped when the copies that use it have ended. Raises InvalidArgument."""
+        """Unmap after the copies that use it have ended. Raises InvalidArgument."""
         self.regions.end(host)
 
     def _mapped(self, host: int, descriptor: int, length_bytes: int) -> memoryview:
@@ -51,7 +51,7 @@ class Hosts:
             raise Overloaded(f"host {host}: {error}; raise vm.max_map_count or free memory") from error
 
     def _register(self, region: Region, failed: ExitStack) -> str:
-        """Why not, or nothing."""
+        """Register a region; returns the fault, or ""."""
         cuda, ask = self._device.cuda, self._device.call
         flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
         try:

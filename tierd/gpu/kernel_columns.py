@@ -1,6 +1,10 @@
-"""What kernels are told and answer: columns of host memory that the GPU reads and writes where it lies.
+"""Parameters and results of kernels: columns of host memory that the GPU reads and writes in place.
 
+<<<<<<< HEAD
 Purpose: `KernelColumns`. Non-purpose: when a kernel has ended, which is the lane's to say. Invariants: a column stays where it is; columns lie one behind the other in the order of their
+=======
+The lane knows when a kernel has ended. Columns do not move. They are adjacent in the order of their
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 dtype, the widest numbers first, so that each is aligned.
 """
 
@@ -16,11 +20,16 @@ from tierd.gpu.device import Device
 from tierd.kernels.buffers import Buffer
 
 KINDS = {8: "u64", 4: "u32"}
-"""As kernels name them."""
+"""Names in kernels."""
 
 
+<<<<<<< HEAD
 class KernelColumns:
     """rows of a structured dtype of u8 and u4, by columns. Not shared by calls that are under way at one time."""
+=======
+class Told:
+    """rows of a structured dtype of u8 and u4, by columns. Calls in flight do not share it."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     def __init__(self, device: Device, dtype: np.dtype[Any], rows: int) -> None:
         """Raises Overloaded."""
@@ -35,12 +44,12 @@ class KernelColumns:
             start += rows * dtype[name].itemsize
 
     def buffer(self, name: str, count: int) -> Buffer:
-        """The first so many of a column, for a kernel."""
+        """The first count rows of a column, for a kernel."""
         column = self.columns[name]
         kind = KINDS[column.dtype.itemsize]
         return Buffer(name, column.ctypes.data, (count,), column.strides, kind, self._device.name)
 
     def close(self) -> None:
-        """Nothing may be launched with it any more."""
+        """No launch with it may follow."""
         self.columns = {}
         self._device.call(self._device.cuda.cuMemFreeHost, self._address)

@@ -1,7 +1,7 @@
-"""The kernels of tierd in the GPU process: one library, launched into the lane that a thread is filling.
+"""The kernels of tierd in the GPU process: one library, launched into a thread's lane.
 
-Purpose: `Kernels`. Non-purpose: which kernel, and its parameters (`tierd.kernels`). Invariants: code is brought to the GPU once, whoever launches it; a launch goes into the
-stream that its thread has named last, and nothing is launched without one.
+`tierd.kernels` has the kernels and their parameters. Code is loaded onto the GPU once for all
+threads. A launch goes into the stream that its thread named last, and needs one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tierd.kernels.loaded import Loaded, fatbins_folder
 
 
 class Kernels:
-    """Of one GPU. Threads may share it."""
+    """Kernels of one GPU. Threads may share it."""
 
     def __init__(self, ordinal: int) -> None:
-        """What is missing is told by `find_fault`. Raises Overloaded, TierFailed."""
+        """`find_fault` reports missing parts. Raises Overloaded, TierFailed."""
         self._current = threading.local()
         self._fault = ""
         self._library: Loaded | None = None
@@ -27,7 +27,7 @@ class Kernels:
             self._fault = str(error)
 
     def find_fault(self, kernel: str) -> str:
-        """Why this kernel cannot be launched; empty if it can, and then its code is on the GPU. Raises Overloaded, TierFailed."""
+        """Why a kernel cannot run; "": its code is on the GPU. Raises Overloaded, TierFailed."""
         try:
             if self._library is not None:
                 self._library.resident_blocks(kernel)
@@ -36,12 +36,12 @@ class Kernels:
         return self._fault
 
     def into(self, stream: Any) -> Loaded:
-        """The library, for a launch that this thread makes into a stream."""
+        """The library, for a launch by this thread into a stream."""
         assert self._library, self._fault
         self._current.stream = stream
         return self._library
 
     def close(self) -> None:
-        """Nothing may be launched after it."""
+        """No launch may follow."""
         if self._library is not None:
             self._library.close()

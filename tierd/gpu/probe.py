@@ -1,10 +1,11 @@
-"""Whether a read from a file system comes to a slab without a detour over host memory (GPUDirect Storage): one read, and what cuFile counted of it.
+"""Test of GPUDirect Storage: one read from a file system into a slab, and cuFile's counts of it.
 
-Purpose: `direct_by`. Non-purpose: the file (`probe_file`), what follows from it. Invariants: it is direct only where cuFile itself counted it so, and every byte was right.
+A path counts as direct only if cuFile itself counted it so, and every byte was right.
 
-Nobody else can be asked. kvikio's mode says whether it calls cuFile, not whether cuFile then reads through host memory; what cuFile says of its driver is of nvidia-fs and not of
-this file, disk and memory, and its flag for PCI P2PDMA is not to be used any more. So cuFile is told not to fall back, and its counts say by
-which way the read came: some options make it fall back even so.
+There is no other source. The mode of kvikio says whether it calls cuFile, not whether cuFile reads
+through host memory. The status of cuFile's driver is about nvidia-fs, not this file, disk and
+memory. Its flag for PCI P2PDMA is deprecated. So cuFile is told not to fall back, and its counts
+show the path. Some options force a fallback even so.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from tierd.gpu.probe_file import LENGTH, content
 from tierd.gpu.slabs import Slabs
 
 WAYS = {"n_nvfs_reads": "nvidia-fs", "n_p2p_reads": "PCI P2PDMA"}
-"""What a count of cuFile's stands for."""
+"""The paths behind cuFile's counts."""
 
 
 def direct_by(cufile: CuFile, device: Device, slabs: Slabs, descriptor: int) -> str:
-    """By which way a read of a `probe_file` came. Raises Unsupported if it was a detour, or none; TierFailed if it brought other bytes; Overloaded."""
+    """The path of a read of a `probe_file`. Raises Unsupported if it was indirect or failed;
+    TierFailed if it brought other bytes; Overloaded."""
     before = cufile.counts()
     with slabs.scratch(LENGTH) as region, ExitStack() as ends:
         handle = cufile.register_file(descriptor)

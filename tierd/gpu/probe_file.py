@@ -1,7 +1,6 @@
-"""The file that a probe reads: known bytes on the file system in question.
+"""The file that a probe reads: known bytes on the tested file system.
 
-Purpose: `probe_file` and `content`, for the process that has the folder and for the one that has the GPU. Non-purpose: reading it (`probe`). Invariants: nothing of it is left when its
-descriptor is closed.
+One process has the folder, another the GPU. The file is gone when its descriptor is closed.
 """
 
 from __future__ import annotations

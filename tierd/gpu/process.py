@@ -1,9 +1,11 @@
-"""The daemon's end of a GPU process: it is started, asked, and killed when it hangs.
+"""The daemon's end of a GPU process: start, calls, and a kill if it hangs.
 
-Purpose: `GpuProcess`. Non-purpose: what to copy, and what to do after a death (the owner's). Invariants: no CUDA call is made here; every call ends, with an answer or
-when the process has died, which it does by our hand when one takes longer than its patience; a call that is cancelled ends no sooner than that, for the
-GPU may still write to what it named. For the same reason the calls of a process that dies end when it is gone, not when its socket ends, which is before
-the driver has stopped the GPU's copies; one that nothing can end keeps its copies' callers waiting, and what they own is reused by nobody. Its death is told of once.
+The owner decides what to copy, and what follows a death. No CUDA call is made here. Every call
+ends, with an answer or with the death of the process. A call that exceeds its patience kills the
+process. A cancelled call ends no sooner, since the GPU may still write to its memory. For that
+reason the calls of a dying process end when it is gone, not when its socket ends: the GPU's copies
+may stop later. If the process cannot be killed, callers of copies keep waiting, and their memory is
+not reused. A death is reported once.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from tierd.gpu.protocol import READ, GpuFacts, Inbox, Message, SliceTable, frame
 from tierd.linux import children
 
 START_PATIENCE_S = 60.0
-"""For the driver's own beginning, which takes seconds where many GPUs are."""
+"""Limit of the driver's start, which takes seconds on machines with many GPUs."""
 STOP_S = 5.0
-"""So long a process that is not needed any more may take to end by itself."""
+"""Limit of a voluntary end, after `stop`."""
 REAP_S = 5.0
-"""So long a killed process may take to be gone; one that a driver holds in the kernel may never be."""
+"""Limit of the end of a killed process; one that a driver holds in the kernel may never end."""
 CALLS_MAX = 32
-"""In flight at one time. Patience runs for these; the others wait for their turn."""
+"""In flight at one time, with patience running. Other calls wait for a turn."""
 WAITING_MAX = 1024
 COPIES = {"load", "store", "read"}
-"""Verbs that write where their caller reads when they have ended."""
+"""Verbs that write to memory that the caller reads afterwards."""
 NO_SLABS: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A call in flight: its answer, when patience with it ends, and whether it is a copy."""
+    """A call in flight: its answer, the timer of its patience, and whether it is a copy."""
 
     answer: asyncio.Future[Message]
     deadline: asyncio.TimerHandle
@@ -48,9 +50,10 @@ class Pending:
 
 
 class GpuProcess:
-    """Of one GPU, and one life: after its death another is made. Used in the thread of one event loop, which must not end before it.
+    """One GPU process, never restarted, used in the thread of one event loop, which must outlive it.
 
-    facts: as of its start, with the notices that came since. on_death: called once if it dies after its start and before `stop`, with the reason.
+    facts: from its start, with later notices.
+    on_death: called once with the reason, if it dies between its start and `stop`.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class GpuProcess:
     ) -> None:
         self.facts = GpuFacts()
         self.hung = ""
-        """The verb that took too long, of which it was killed."""
+        """The verb that exceeded its patience, so that the process was killed."""
         self._name, self._ordinal = f"GPU process of cuda:{ordinal}", ordinal
         self._patience_s, self._start_patience_s = patience_s, start_patience_s
         self._on_death = on_death
@@ -72,10 +75,10 @@ class GpuProcess:
         self._next_id = 0
         self._inbox, self._outbox = Inbox(), deque[tuple[memoryview, Sequence[int]]]()
         self._reason = f"{self._name}: not started"
-        """Why it cannot be asked; empty while it can."""
+        """Why no call is possible; empty if calls are."""
         self._last_words = ""
         self._is_missed = False
-        """Whether its owner is to be told of its death."""
+        """Whether to report its death to its owner."""
         self._burial: asyncio.Task[None] | None = None
 
     @property
@@ -85,13 +88,13 @@ class GpuProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether calls are possible."""
         return not self._reason
 
     async def start(self, *, slabs: Mapping[int, tuple[int, int]] = NO_SLABS) -> GpuFacts:
-        """Starts it. slabs: what a former one made, by number: descriptor (it stays the caller's) and length in bytes.
+        """Start it. slabs: of an earlier process: descriptors, which stay the caller's, and bytes.
 
-        Raises Unsupported (no GPU, no driver, no extra), Overloaded, TierFailed. It is over then.
+        Raises Unsupported (no GPU, no driver, no extra), Overloaded, TierFailed; then it has ended.
         """
         try:
             self._spawn()
@@ -106,7 +109,8 @@ class GpuProcess:
         return self.facts
 
     async def make(self, slab: int, length_bytes: int) -> int:
-        """A new slab of zeros; its descriptor, the caller's to close. Raises Overloaded if the GPU has no room, InvalidArgument, TierFailed."""
+        """Make a slab of zeros; returns its descriptor, the caller's to close. Raises Overloaded if
+        the GPU has no room, InvalidArgument, TierFailed."""
         made = await self._ask("make", slab=slab, length=length_bytes)
         if not made.descriptors:
             await self.drop(slab)
@@ -116,56 +120,61 @@ class GpuProcess:
         return made.descriptors.pop()
 
     async def drop(self, slab: int) -> None:
-        """Forgets a slab when the copies that use it have ended; its memory lives on in descriptors and mappings. Raises InvalidArgument, TierFailed."""
+        """Forget a slab after the copies that use it. Its memory stays in descriptors and mappings.
+        Raises InvalidArgument, TierFailed."""
         await self._ask("drop", slab=slab)
 
     async def attach(self, host: int, fd: int, length_bytes: int) -> None:
-        """Maps a file of host memory for copies; fd stays the caller's. Raises InvalidArgument, Overloaded, TierFailed."""
+        """Map host memory; fd stays the caller's. Raises InvalidArgument, Overloaded, TierFailed."""
         attached = await self._ask("attach", descriptors=[fd], host=host, length=length_bytes)
         new = [notice for notice in attached.body["notices"] if notice not in self.facts.notices]
         self.facts = replace(self.facts, notices=(*self.facts.notices, *new))
 
     async def detach(self, host: int) -> None:
-        """Unmaps it when the copies that use it have ended. Raises InvalidArgument, TierFailed."""
+        """Unmap it after the copies that use it. Raises InvalidArgument, TierFailed."""
         await self._ask("detach", host=host)
 
     async def load(self, pieces: StructArray) -> list[SliceTable]:
-        """Host to slab, PIECE[n]; then the slice tables of what lies on the device. Raises InvalidArgument, before a byte moves, and TierFailed."""
+        """Host to slab, PIECE[n]; returns slice tables of the bytes on the device. Raises
+        InvalidArgument, before a byte moves, and TierFailed."""
         return unpack_sums((await self._ask("load", pieces=pack_pieces(pieces))).body)
 
     async def store(self, pieces: StructArray) -> None:
-        """Slab to host, PIECE[n]; the last byte is there when it returns. Raises InvalidArgument, before a byte moves, and TierFailed."""
+        """Slab to host, PIECE[n]; returns when the last byte is there. Raises InvalidArgument,
+        before a byte moves, and TierFailed."""
         await self._ask("store", pieces=pack_pieces(pieces))
 
     async def sums(self, pieces: StructArray) -> list[SliceTable]:
-        """The slice tables of what lies in slabs, PIECE[n] without a host. Raises InvalidArgument, TierFailed."""
+        """The slice tables of slabs, PIECE[n] without a host. Raises InvalidArgument, TierFailed."""
         return unpack_sums((await self._ask("sums", pieces=pack_pieces(pieces))).body)
 
     async def probe(self, fd: int) -> str:
-        """By which way a read of a `tierd.gpu.probe_file` comes into a slab directly; fd stays the caller's. Raises Unsupported if it does not, Overloaded, TierFailed."""
+        """The direct path of a read of a `tierd.gpu.probe_file`; fd stays the caller's. Raises
+        Unsupported if there is none, Overloaded, TierFailed."""
         asked = await self._ask("probe", descriptors=[fd], patience_s=self._start_patience_s)
         return str(asked.body["way"])
 
     async def open_file(self, file: int, fd: int) -> None:
-        """A file for direct reads; fd, with O_DIRECT, stays the caller's. Raises InvalidArgument, Unsupported, TierFailed."""
+        """Open an O_DIRECT fd, the caller's. Raises InvalidArgument, Unsupported, TierFailed."""
         await self._ask("open_file", descriptors=[fd], file=file)
 
     async def close_file(self, file: int) -> None:
-        """Forgets it when the reads that use it have ended. Raises InvalidArgument, TierFailed."""
+        """Forget a file after the reads that use it. Raises InvalidArgument, TierFailed."""
         await self._ask("close_file", file=file)
 
     async def read(self, reads: StructArray) -> tuple[list[SliceTable], dict[int, str]]:
-        """File to slab, READ[n], past host memory; the slice tables of what lies on the device then, and by row why there is none. Raises InvalidArgument, before a byte moves, Unsupported and TierFailed."""
+        """File to slab, READ[n]: the slice tables of the bytes on the device, and faults by row.
+        Raises InvalidArgument, before a byte moves, Unsupported, TierFailed."""
         body = (await self._ask("read", reads=pack_pieces(reads, READ))).body
         return unpack_sums(body), dict(body["faults"])
 
     async def stop(self) -> None:
-        """Ends it. Calls that are under way fail; slabs live on in their descriptors."""
+        """End the process. Calls in flight fail; slabs live on in their descriptors."""
         self._is_missed = False
         self._end(f"{self._name}: stopped", kill_after_s=STOP_S)
         if self._burial:
             await asyncio.shield(self._burial)
-            # Its owner is about to end: the next daemon waits for what is left of it.
+            # Its owner is about to end: the next daemon waits for the rest of it.
             self._fail(copies=True)
 
     # -- calls
@@ -173,7 +182,7 @@ class GpuProcess:
     async def _ask(
         self, verb: str, *, descriptors: Sequence[int] = (), patience_s: float | None = None, **given: Any
     ) -> Message:
-        """The answer. Raises what the process answered, TierFailed after its death, Overloaded."""
+        """The answer. Raises the process's error, TierFailed after its death, Overloaded."""
         if self._waiting >= WAITING_MAX:
             raise Overloaded(f"{self._name}: {WAITING_MAX} calls wait for their turn; ask for less at a time")
         self._waiting += 1
@@ -189,14 +198,14 @@ class GpuProcess:
         raise asyncio.CancelledError
 
     async def _undo(self, answer: Message, given: Mapping[str, Any]) -> None:
-        """What was made for somebody who does not want it any more."""
+        """Drop a slab that was made for a cancelled call."""
         if answer.descriptors:
             answer.close()
             with contextlib.suppress(TierdError):
                 await self.drop(given["slab"])
 
     def _post(self, body: dict[str, Any], descriptors: Sequence[int], patience_s: float) -> asyncio.Future[Message]:
-        """The answer to come. Each ends, which gives its turn to the next."""
+        """Post a request; returns its future answer. Each answer passes its turn to the next call."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Message] = loop.create_future()
         answer.add_done_callback(lambda _: self._turns.release())
@@ -206,7 +215,7 @@ class GpuProcess:
         self._next_id += 1
         try:
             packed = frame(body | {"id": self._next_id}, descriptors=len(descriptors))
-        except Exception as error:  # noqa: BLE001 -- whatever cannot be sent is its caller's to know, and its turn the next one's
+        except Exception as error:  # noqa: BLE001 -- for the caller; the turn goes to the next call
             answer.set_exception(error)
             return answer
         late = f"{self._name}: {body['verb']} was not answered within {patience_s:g} s, it is killed; look at dmesg"
@@ -217,7 +226,7 @@ class GpuProcess:
         return answer
 
     def _flush(self) -> None:
-        """Sends what the socket takes; the rest when it takes more."""
+        """Send bytes while the socket takes them; the rest when it takes more."""
         loop = asyncio.get_running_loop()
         try:
             while self._outbox:
@@ -230,7 +239,7 @@ class GpuProcess:
             loop.add_writer(self._socket, self._flush)
             return
         except (BrokenPipeError, ConnectionResetError):
-            self._outbox.clear()  # it has ended; what it said before is read first
+            self._outbox.clear()  # it has ended; earlier answers are read first
         except OSError as error:
             self._end(f"{self._name}: cannot be asked ({error})")
             return
@@ -259,7 +268,7 @@ class GpuProcess:
         pending.deadline.cancel()
         pending.answer.set_result(message)
 
-    # -- life and death
+    # -- start and end
 
     def _spawn(self) -> None:
         ours: socket.socket | None = None
@@ -268,7 +277,7 @@ class GpuProcess:
             self._socket, self._pidfd = ours, os.pidfd_open(self._child.pid)
         except OSError as error:
             if ours is not None:
-                ours.close()  # which ends it
+                ours.close()  # this ends it
             raise TierFailed(
                 f"{self._name}: cannot be started ({error}); free memory, processes or descriptors"
             ) from error
@@ -280,7 +289,7 @@ class GpuProcess:
         self._end(reason)
 
     def _end(self, reason: str, *, kill_after_s: float = 0.0) -> None:
-        """Nothing is asked of it any more."""
+        """Stop all calls to the process."""
         if self._reason:
             return
         self._reason = reason
@@ -295,7 +304,8 @@ class GpuProcess:
         self._burial = loop.create_task(self._bury(kill_after_s))
 
     async def _bury(self, kill_after_s: float) -> None:
-        """Fails all that wait when the process is gone. If it is clear that it does not go its owner is told so, and copies wait on."""
+        """Fail all calls when the process is gone. If it stays, tell its owner; copies keep
+        waiting."""
         is_gone = kill_after_s > 0 and await _readable(self._pidfd, kill_after_s)
         if not is_gone:
             self._child.kill()
@@ -306,7 +316,7 @@ class GpuProcess:
         else:
             self._reason += f"; pid {self.pid} does not die, what it copies to is not free until it does"
             self._fail(copies=False)
-            self._turns.release()  # copies may have every turn; each of those that wait fails and gives this one on
+            self._turns.release()  # copies may hold every turn; each waiting call fails and passes this one on
             asyncio.get_running_loop().add_reader(self._pidfd, self._gone)
         if self._is_missed:
             self._on_death(self._reason)
@@ -318,7 +328,7 @@ class GpuProcess:
         self._fail(copies=True)
 
     def _fail(self, *, copies: bool) -> None:
-        """All that wait; copies only where nothing writes any more."""
+        """Fail waiting calls; copies only after all writes have stopped."""
         for number, pending in list(self._pending.items()):
             if copies or not pending.is_copy:
                 del self._pending[number]
@@ -326,7 +336,7 @@ class GpuProcess:
 
 
 async def _settled(answer: asyncio.Future[Message]) -> bool:
-    """Waits for the answer, come what may; whether the caller was cancelled meanwhile."""
+    """Wait for the answer in any case; returns whether the caller was cancelled meanwhile."""
     is_cancelled = False
     while not answer.done():
         try:
@@ -337,7 +347,7 @@ async def _settled(answer: asyncio.Future[Message]) -> bool:
 
 
 def _checked(message: Message) -> Message:
-    """An answer that is none of an error. Raises the error."""
+    """An answer without an error. Raises the answer's error."""
     if "error" in message.body:
         name, text = message.body["error"]
         kind = getattr(errors, name, None)
@@ -346,7 +356,7 @@ def _checked(message: Message) -> Message:
 
 
 async def _readable(fd: int, limit_s: float) -> bool:
-    """Whether it became readable within so long."""
+    """Whether it became readable within limit_s."""
     loop = asyncio.get_running_loop()
     came: asyncio.Future[None] = loop.create_future()
     loop.add_reader(fd, _resolve, came)

@@ -1,17 +1,23 @@
-"""What the daemon and its GPU process say to each other, over a pair of stream sockets.
+"""Messages between the daemon and its GPU process, over a pair of stream sockets.
 
-Purpose: frames, bounds, the dtype of pieces, and the values in messages. Non-purpose: what a verb does. Invariants: both ends are of one version, since one
-starts the other; a message of more than MESSAGE_BYTES is neither sent nor taken; descriptors that come are close-on-exec and each is taken or closed.
+Both ends have one version, since one starts the other. A message of more than MESSAGE_BYTES is
+neither sent nor taken. Received descriptors are close-on-exec, and each is taken or closed. A frame
+is a little-endian head {u4 bytes of the body, u4 descriptors}, then the body, a msgpack map. The
+descriptors are sent with the head's first byte. A request is {id, verb, ...}, an answer {id, ...}
+or {id, error: [class, text]}, the class one of tierd.errors. The last message is {lost: text}: the
+GPU's context is lost and the process ends.
 
-A frame is a little-endian head {u4 bytes of the body, u4 descriptors}, then the body, a msgpack map; the descriptors ride with the head's first byte.
-
-    request  {id, verb, ...}: begin {} · adopt {slab, length} + descriptor · make {slab, length} · drop {slab} · attach {host, length} + descriptor ·
-             detach {host} · load {pieces} · store {pieces} · sums {pieces}, pieces being PIECE[n] as bytes ·
-             probe {} + descriptor · open_file {file} + descriptor · close_file {file} · read {reads}, READ[n] as bytes
-    answer   {id, ...}: begin {facts} · make {} + descriptor · attach {notices} · load, sums {counts: u4[n], sums: u8[], both as bytes} ·
-             probe {way} · read {counts, sums, faults: [row, text][]} · else {}
-             {id, error: [class, text]}, the class one of tierd.errors
-    last     {lost: text}: the GPU's context is lost and the process ends
+    begin {}                                 -> {facts}
+    adopt {slab, length} + descriptor        -> {}
+    make {slab, length}                      -> {} + descriptor
+    drop {slab}, detach {host}               -> {}
+    attach {host, length} + descriptor       -> {notices}
+    load, sums {pieces: PIECE[n] as bytes}   -> {counts: u4[n], sums: u8[], both as bytes}
+    store {pieces}                           -> {}
+    probe {} + descriptor                    -> {way}
+    open_file {file} + descriptor            -> {}
+    close_file {file}                        -> {}
+    read {reads: READ[n] as bytes}           -> {counts, sums, faults: [row, text][]}
 """
 
 from __future__ import annotations
@@ -42,8 +48,8 @@ PIECE = np.dtype(
         ("layers", "<u4"),
     ]
 )
-"""One block's page, on both sides of a copy: numbers of a slab and of a host memory, offsets and length in bytes, layers as `tierd.core.formats.block.slice_lengths`
-takes them."""
+"""One block's page on both sides of a copy: slab, host memory, offsets and length in bytes. The
+layers are as in `tierd.core.formats.block.slice_lengths`."""
 READ = np.dtype(
     [
         ("file", "<u4"),
@@ -55,9 +61,9 @@ READ = np.dtype(
         ("room", "<u4"),
     ]
 )
-"""One block's payload in a file and its page on the device, as in PIECE; room: the length rounded up to 4 KiB, which is read."""
+"""One block's payload in a file and its page, as in PIECE. room: the length in whole 4 KiB."""
 PIECES_MAX = 4096
-"""In one call."""
+"""The limit of one call."""
 MESSAGE_BYTES = 32 << 20
 """Of a body: slice tables of PIECES_MAX blocks are half of it."""
 DESCRIPTORS_MAX = 4
@@ -71,9 +77,12 @@ SliceTable = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What the process found. exports: how slabs leave it (`vmm`: as descriptors); hashes: what sums device memory (`kernel`, or `host` by way of host memory);
-    notices: what is less than the best, as sentences for people. uuid: by which other processes find the GPU, whatever they may see of it. gather_load_bytes,
-    gather_store_bytes: up to which length a kernel copies pages, as it was measured; 0: none."""
+    """Facts of the process and its GPU. exports: the form in which slabs leave it (`vmm`:
+    descriptors).
+    hashes: sums are made by `kernel`, or by `host` after a copy to host memory.
+    notices: shortcomings, as sentences for people. uuid: the GPU's id in every process.
+    gather_load_bytes, gather_store_bytes: the longest pages that a kernel copies, measured; 0:
+    none."""
 
     name: str = ""
     total_bytes: int = 0
@@ -88,7 +97,7 @@ class GpuFacts:
 
     @property
     def copying(self) -> str:
-        """By whom pages are copied, in words."""
+        """The way that pages are copied, in words."""
         both = ((self.gather_load_bytes, "to"), (self.gather_store_bytes, "from"))
         limits = [f"{format_bytes(limit)} {way} it" for limit, way in both if limit]
         return (
@@ -98,19 +107,19 @@ class GpuFacts:
 
 @dataclass(slots=True)
 class Message:
-    """A body and the descriptors that came with it; fewer than were sent if this process has no room for more."""
+    """A body with its descriptors; fewer than were sent if this process has no room for more."""
 
     body: dict[str, Any]
     descriptors: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Nobody wants its descriptors."""
+        """Close the descriptors that were not taken."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
 
 def frame(body: Mapping[str, Any], *, descriptors: int = 0) -> bytes:
-    """A message as it is sent. Raises InvalidArgument if it is too long."""
+    """A message in its sent form. Raises InvalidArgument if it is too long."""
     packed: bytes = msgpack.packb(body)
     if len(packed) > MESSAGE_BYTES:
         raise InvalidArgument(
@@ -120,17 +129,17 @@ def frame(body: Mapping[str, Any], *, descriptors: int = 0) -> bytes:
 
 
 class Inbox:
-    """What has come of messages that are not whole. Closed with `close`."""
+    """Received parts of messages that are not complete. Closed with `close`."""
 
     def __init__(self) -> None:
         self.is_ended = False
-        """The other end has gone."""
+        """The other end is gone."""
         self._received = bytearray()
         self._descriptors: deque[int] = deque()
 
     def receive(self, peer: socket.socket) -> list[Message]:
-        """Takes what is there, once, and gives the messages that are whole by it. Raises TierFailed for what is no message, OSError of the socket."""
-        # Not socket.recv_fds, which leaves its flags out: the descriptors would be inherited.
+        """Receive once; returns complete messages. Raises TierFailed if invalid, OSError."""
+        # Not socket.recv_fds, which omits its flags: the descriptors would be inherited.
         room = socket.CMSG_SPACE(DESCRIPTORS_MAX * INT.itemsize)
         data, told, _, _ = peer.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         came = [int(fd) for level, kind, packed in told for fd in np.frombuffer(packed, INT)]
@@ -140,7 +149,7 @@ class Inbox:
         return list(iter(self._whole, None))
 
     def close(self) -> None:
-        """Closes the descriptors that nobody took."""
+        """Close the descriptors that were not taken."""
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
@@ -154,7 +163,8 @@ class Inbox:
             return None
         body = _unpacked(bytes(memoryview(self._received)[HEAD.size : HEAD.size + length]))
         del self._received[: HEAD.size + length]
-        # The kernel ends a read behind bytes that descriptors came with, so those that are here are of this message or of none that follows.
+        # The kernel ends a read after bytes that came with descriptors. So those held here are of
+        # this message, or all later ones have none.
         return Message(body, [self._descriptors.popleft() for _ in range(min(count, len(self._descriptors)))])
 
 

@@ -1,7 +1,8 @@
-"""Ranges of addresses by number: slabs, host memories, or files, whose address is a handle. Who uses one is counted, so that none goes away under a copy.
+"""Ranges of addresses by number: slabs, host memories, or files, whose address is a handle.
 
-Purpose: what a piece's numbers and offsets mean, and that they mean something. Non-purpose: how memory comes and goes. Invariants: an address that is given
-out lies in a region that is there until the user has left; a number has one region at a time. Threads may share it.
+Users are counted, so that no region ends during a copy. Numbers and offsets of pieces are checked
+and resolved here. The region of a returned address stays until its user leaves. A number has one
+region at a time. Threads may share it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from tierd.errors import InvalidArgument, TierFailed
 
 Addresses = NDArray[np.uint64]
 WAIT_S = 600.0
-"""The last resort: whoever asked has lost patience long before."""
+"""The last resort: the caller's patience ends much earlier."""
 
 
 @dataclass(slots=True)
 class Region:
-    """address: where it begins; is_direct: the GPU's copy engines reach it without a detour; is_registered: disks do; ending: gives it back."""
+    """address: its begin; is_direct: copy engines reach it directly.
+    is_registered: disks do too; ending: releases it."""
 
     address: int
     length_bytes: int
@@ -35,7 +37,7 @@ class Region:
 
 
 class Regions:
-    """Of one kind, which is named in errors."""
+    """Regions of one kind, which errors name."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -43,14 +45,14 @@ class Regions:
         self._changed = threading.Condition()
 
     def add(self, number: int, region: Region) -> None:
-        """From now on it may be used. Raises InvalidArgument if the number is taken."""
+        """Add a region for use. Raises InvalidArgument if the number is taken."""
         with self._changed:
             if number in self._regions:
                 raise InvalidArgument(f"{self._kind} {number}: there already; give it back first")
             self._regions[number] = region
 
     def end(self, number: int) -> None:
-        """Gives it back when its last user has left; nobody new may use it. Raises InvalidArgument, and what giving back raises."""
+        """End a region after its last user. Raises InvalidArgument, and errors of its release."""
         with self._changed:
             region = self._find(number)
             del self._regions[number]
@@ -59,13 +61,13 @@ class Regions:
         region.ending.close()
 
     def end_all(self) -> None:
-        """As `end`, each."""
+        """`end` every region."""
         for number in list(self._regions):
             self.end(number)
 
     @contextmanager
     def used(self, pieces: StructArray) -> Iterator[Used]:
-        """Where pieces lie, in regions that stay until the end. Raises InvalidArgument for a piece that no region holds."""
+        """Addresses of pieces, valid during the block. Raises InvalidArgument if not in a region."""
         numbers, each = np.unique(pieces[self._kind], return_inverse=True)
         with self._changed:
             regions = [self._find(int(number)) for number in numbers]
@@ -92,7 +94,7 @@ class Used:
         starts = np.array([region.address for region in regions], np.uint64)[each]
         ends = np.array([region.length_bytes for region in regions], np.uint64)[each]
         offsets = pieces[f"{kind}_offset"]
-        # The difference, for a sum might pass 2**64.
+        # A difference, since a sum might pass 2**64.
         wrong = np.flatnonzero((offsets > ends) | (pieces["length"] > ends - np.minimum(offsets, ends)))
         if len(wrong):
             piece, end = pieces[wrong[0]], ends[wrong[0]]

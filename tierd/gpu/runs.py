@@ -1,7 +1,4 @@
-"""Runs of bytes to be copied, and the way that each goes.
-
-Purpose: `coalesced`, `ways_of`. Non-purpose: copying. Invariants: pure; every byte is in one run of one way.
-"""
+"""Runs of bytes to be copied, and the way of each. Pure; every byte is in one run of one way."""
 
 from __future__ import annotations
 
@@ -17,23 +14,23 @@ from tierd.gpu.regions import Addresses
 RUNS_MIN = 32
 """Fewer small runs are not gathered."""
 RUNS_MAX = PIECES_MAX
-"""More are not gathered either: in one launch."""
+"""Nor are more: the limit of one launch."""
 
 
 class Runs(NamedTuple):
-    """Where to, where from and how many bytes: u8[n] each, no length of 0."""
+    """Targets, sources and lengths in bytes: u8[n] each, no length of 0."""
 
     targets: Addresses
     sources: Addresses
     lengths: NDArray[np.uint64]
 
     def part(self, chosen: NDArray[np.bool_]) -> Runs:
-        """Some of them."""
+        """The chosen runs."""
         return Runs(*(column[chosen] for column in self))
 
 
 class Way(enum.Enum):
-    """By whom runs are copied: the kernel, or the copy engines, told of many at once or of each."""
+    """The copier of runs: the kernel, or the copy engines, called for many at once or for each."""
 
     GATHER = "copy_runs"
     BATCH = "cuMemcpyBatchAsync"
@@ -41,9 +38,10 @@ class Way(enum.Enum):
 
 
 def ways_of(runs: Runs, *, gather_bytes: int, has_batches: bool, is_direct: bool) -> list[tuple[Way, Runs]]:
-    """The one place that chooses. gather_bytes: up to which length a run is small, as it was measured; is_direct: the host's memory is registered.
+    """Choose the way of each run. gather_bytes: the longest small run, measured; is_direct: the
+    host's memory is registered.
 
-    Memory that is not registered goes by the calls whose way with it is written down; a kernel cannot reach it at all.
+    Unregistered memory uses the calls with documented behavior for it; a kernel cannot reach it.
     """
     small = (runs.lengths <= gather_bytes) & is_direct
     small &= RUNS_MIN <= np.count_nonzero(small) <= RUNS_MAX
@@ -53,7 +51,8 @@ def ways_of(runs: Runs, *, gather_bytes: int, has_batches: bool, is_direct: bool
 
 
 def coalesced(runs: Runs, owners: NDArray[np.uint64]) -> Runs:
-    """The same bytes in fewer runs, by address: those of one owner that follow each other on both sides are one. owners: u8[n], what a copy may not span two of."""
+    """The same bytes in fewer runs, by address. Joins runs of one owner that are adjacent on both
+    sides. owners: u8[n], since a copy may not span two."""
     kept = np.flatnonzero(runs.lengths)
     order = kept[np.argsort(runs.targets[kept], kind="stable")]
     targets, sources, lengths, owners = (column[order] for column in (*runs, owners))

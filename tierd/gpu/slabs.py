@@ -1,13 +1,14 @@
 """Slabs: device memory that outlives this process, by CUDA's virtual memory management.
 
-Purpose: make, adopt and drop. Non-purpose: books, and what lies in a slab. Invariants: a slab is zero when its descriptor leaves; whatever fails, nothing is
-left of it here; the memory lives as long as a descriptor or a mapping of it does, in whatever process.
+A slab is zero when its descriptor leaves. A failure leaves no trace of it here. The memory lives as
+long as a descriptor or a mapping of it in any process. A known slab is mapped here whole, for
+copies. The handle is released at once, since the mapping holds the memory.
 
-Mapped here as a whole and for as long as it is known, for copies. The handle is given back at once: the mapping holds the memory.
-
-Where a driver has no such management there is no other way, and the tier does not begin. Legacy CUDA IPC is none: its memory is the process's that made it, what a
-reader sees that still has it mapped when that process has ended is undefined (NVIDIA's reference of cuIpcOpenMemHandle), and no mapping of it is read-only.
-A GPU process may be killed at any moment and readers keep their views, so they could be shown bytes that are not the block's.
+If a driver has no such management, the tier does not start. Legacy CUDA IPC is no replacement: its
+memory belongs to the process that made it. After that process ends, the bytes in remaining mappings
+are undefined (NVIDIA's reference of cuIpcOpenMemHandle). No mapping of it is read-only. A GPU
+process may be killed at any moment while readers keep their views, so they could see bytes that are
+not the block's.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tierd.gpu.regions import Region, Regions
 
 
 class Slabs:
-    """Of one GPU. regions: where they are mapped, by number; lane: where they are zeroed."""
+    """Slabs of one GPU. regions: their mappings, by number; lane: zeroes them."""
 
     def __init__(self, device: Device, lane: Lane) -> None:
         self._device, self._lane = device, lane
         self.regions = Regions("slab")
 
     def make(self, slab: int, length_bytes: int) -> int:
-        """A new slab; its descriptor, close-on-exec. Raises Overloaded if the GPU has no room, InvalidArgument."""
+        """Make a slab; returns its descriptor, close-on-exec. Raises Overloaded, InvalidArgument."""
         cuda, ask = self._device.cuda, self._device.call
         self._check(slab, length_bytes)
         handle = ask(cuda.cuMemCreate, length_bytes, self._device.properties(), 0)
@@ -45,7 +46,7 @@ class Slabs:
         return descriptor
 
     def adopt(self, slab: int, descriptor: int, length_bytes: int) -> None:
-        """A slab that another process made; what it holds stays. The descriptor stays the caller's. Raises InvalidArgument, TierFailed."""
+        """Map another process's slab; fd stays the caller's. Raises InvalidArgument, TierFailed."""
         self._check(slab, length_bytes)
         try:
             handle = self._device.call(
@@ -58,7 +59,7 @@ class Slabs:
 
     @contextmanager
     def scratch(self, length_bytes: int) -> Iterator[Region]:
-        """Memory like that of slabs, of this length or more, for as long as the context lasts. Raises Overloaded."""
+        """Memory like that of slabs, of at least this length, for the block. Raises Overloaded."""
         granularity = self._device.granularity
         rounded = -(-length_bytes // granularity) * granularity
         with self._mapped(
@@ -69,7 +70,7 @@ class Slabs:
             yield region
 
     def drop(self, slab: int) -> None:
-        """Unmapped when the copies that use it have ended. Raises InvalidArgument."""
+        """Unmap after the copies that use it have ended. Raises InvalidArgument."""
         self.regions.end(slab)
 
     def _check(self, slab: int, length_bytes: int) -> None:
@@ -81,7 +82,7 @@ class Slabs:
 
     @contextmanager
     def _mapped(self, handle: Any, length_bytes: int) -> Iterator[Region]:
-        """Stays mapped unless something is raised within. The handle is given back in any case."""
+        """A mapping that stays unless the block raises. The handle is always released."""
         cuda, ask = self._device.cuda, self._device.call
         with ExitStack() as always, ExitStack() as failed:
             always.callback(ask, cuda.cuMemRelease, handle)

@@ -1,7 +1,7 @@
-"""Checksums of what lies on the device: by a kernel where there is one, else by way of host memory.
+"""Checksums of device memory: by a kernel if there is one, else after a copy to host memory.
 
-Purpose: slice tables of spans of device memory. Non-purpose: the algorithm (`tierd.checksum` names it). Invariants: what is summed was read after the
-call began; both ways give the same tables.
+The sums are slice tables of spans; `tierd.checksum` names the algorithm. Bytes are read after the
+call began. Both ways give the same tables.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from tierd.kernels.sums import KERNEL, cut_pages
 from tierd.kernels.sums import slice_sums as slice_sums_on
 
 SLICES_MAX = 1 << 16
-"""In one launch: 16 GiB of whole ones."""
+"""Of one launch: 16 GiB of whole ones."""
 TOLD = np.dtype([("address", "<u8"), ("sum", "<u8"), ("length", "<u4")])
-"""What a launch is told of a slice and answers."""
+"""A slice's parameters and result in a launch."""
 STAGING_BYTES = 16 << 20
 """More than the longest slice: 4 GiB in 480 pieces."""
 
 
 class Part(NamedTuple):
-    """Slices that are staged together: where from, and their lengths."""
+    """Slices that are staged together: their sources and lengths."""
 
     sources: Addresses
     lengths: list[int]
 
 
 class StagedSums:
-    """Copies to registered host memory and sums there, one call at a time. kind: as in GpuFacts.hashes."""
+    """Sums of copies in registered host memory, one call at a time. kind: as in GpuFacts.hashes."""
 
     kind = "host"
 
@@ -54,7 +54,7 @@ class StagedSums:
         self._view = memoryview((ctypes.c_ubyte * STAGING_BYTES).from_address(self._address)).cast("B")
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
-        """Of PIECE[n], whose bytes lie at addresses u8[n] of the device. Raises TierFailed."""
+        """Of PIECE[n], whose bytes are at device addresses u8[n]. Raises TierFailed."""
         lengths = list(map(slice_lengths, pieces["length"].tolist(), pieces["layers"].tolist()))
         counts = [len(each) for each in lengths]
         with self._lock:
@@ -63,20 +63,20 @@ class StagedSums:
         return np.split(flat, np.cumsum(counts)[:-1]) if counts else []
 
     def close(self) -> None:
-        """Gives back what it holds of the driver."""
+        """Release the resources of the driver."""
         self._view.release()
         self._device.call(self._device.cuda.cuMemFreeHost, self._address)
 
     def _sums_of(self, part: Part) -> NDArray[np.uint64]:
         lengths = np.array(part.lengths, np.uint64)
         targets = self._address + np.cumsum(lengths) - lengths
-        # A run may not span two slabs, so what does not adjoin on the device is not joined: slices are few and long.
+        # A run may not span two slabs, so runs are not joined: slices are few and long.
         self._copies.run(Runs(targets, part.sources, lengths), to_device=False, is_direct=True)
         return slice_sums(self._view, part.lengths)
 
 
 def parts(addresses: Addresses, lengths: Sequence[Sequence[int]]) -> Iterator[Part]:
-    """All slices of all blocks in order, as many at a time as staging holds."""
+    """All slices of all blocks in order, in parts that fit the staging memory."""
     sources, chosen, room = list[int](), list[int](), STAGING_BYTES
     for address, block in zip(addresses.tolist(), lengths, strict=True):
         for source, length in zip(accumulate(block, initial=address), block, strict=False):
@@ -91,7 +91,7 @@ def parts(addresses: Addresses, lengths: Sequence[Sequence[int]]) -> Iterator[Pa
 
 
 class KernelSums:
-    """By the kernel, where the bytes lie. What it is told and what it answers lie in registered host memory, which it reads and writes itself. One call at a time."""
+    """Sums by the kernel, with its columns in registered host memory. One call at a time."""
 
     kind = "kernel"
 
@@ -101,7 +101,7 @@ class KernelSums:
         self._told = KernelColumns(device, TOLD, SLICES_MAX)
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
-        """As StagedSums says."""
+        """As in StagedSums."""
         cut = cut_pages(addresses.tolist(), pieces["length"].tolist(), pieces["layers"].tolist())
         sums = np.empty(len(cut.lengths), np.uint64)
         with self._lock:
@@ -111,7 +111,7 @@ class KernelSums:
         return cut.tables(sums)
 
     def close(self) -> None:
-        """As StagedSums says."""
+        """As in StagedSums."""
         self._told.close()
         self._lane.close()
 
@@ -128,7 +128,7 @@ Sums = StagedSums | KernelSums
 
 
 def open_sums(device: Device, copies: Copies) -> Sums:
-    """The best way that there is; why it is not the kernel is among the device's notices. Raises Overloaded."""
+    """The fastest way; a notice explains if it is not the kernel. Raises Overloaded."""
     fault = device.kernels.find_fault(KERNEL)
     if not fault:
         return KernelSums(device)

@@ -1,1 +1,1 @@
-"""Tiers: they move bytes and never decide. `tier.py` is what the others see of them."""
+"""Tiers move bytes and never decide. `tier.py` is their interface for the rest of the daemon."""

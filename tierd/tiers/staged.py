@@ -1,7 +1,7 @@
-"""Staging pages, by way of their file.
+"""Staging pages of sealed puts, read and written through their file.
 
-Purpose: the bytes of memory that a writer who is not to be trusted has mapped too. Non-purpose: memory of everybody else (`MappedTier.view`). Invariant: the daemon never
-touches its own mapping of such a page, since who can write to a file can also cut it short, and touching what is no longer there would end the daemon.
+An untrusted writer maps such a page too, and can cut its file short. The daemon would then die if
+it touched its own mapping, so it never does. All other memory uses `MappedTier.view`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tierd.tiers.tier import MappedTier
 
 
 def read(tier: MappedTier, extent: np.void, target: memoryview, *, at: int) -> None:
-    """Fills the target with what is in the page from `at` on. May block; releases the interpreter lock. Raises TierFailed where the file has no so many bytes."""
+    """Fill the target from the page, starting at `at`. May block; releases the interpreter lock.
+    Raises TierFailed if the file is too short."""
     fd, start = tier.descriptor(int(extent["segment"]), writable=False).fd, int(extent["offset"]) + at
     try:
         done = 0
@@ -31,7 +32,7 @@ def read(tier: MappedTier, extent: np.void, target: memoryview, *, at: int) -> N
 
 
 def write(tier: MappedTier, extent: np.void, data: bytes | memoryview, *, at: int) -> None:
-    """Puts bytes into the page from `at` on. Raises TierFailed."""
+    """Write bytes into the page from `at` on. Raises TierFailed."""
     fd = tier.descriptor(int(extent["segment"]), writable=True).fd
     try:
         done, start = 0, int(extent["offset"]) + at

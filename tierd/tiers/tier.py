@@ -1,13 +1,15 @@
-"""What the conductor and the mover see of a tier: Protocols, and the values that come back.
+"""The tiers as the conductor and the mover see them: Protocols, and the values that calls return.
 
-Purpose: one face for every medium. Non-purpose: deciding (that is the core's), hashing of payload (the mover's).
-Invariants: `apply` never waits; nothing is visible to others before `publish` (mapped) or a finished `write` (stored);
-what `open` finds again was published whole.
+Tiers do not decide (the core does), and they do not hash payloads (the mover does). `apply` never
+waits. Others see a block only after `publish` (mapped) or a finished `write` (stored). `open` finds
+only blocks that were published whole.
 
-Three families. A *mapped* tier is memory that the daemon and its clients map: its pages are written in place, then published. A *stored*
-tier is written from and read into pages of a mapped tier. A *device* tier is memory that clients map and the daemon does not: its pages are
-written in place by clients, loaded from and stored into pages of a mapped tier, read from stores where a way is direct, and summed where they lie. Mapped and device tiers are *shared*;
-stored and device tiers are *watched*, since they may fail while the daemon lives.
+There are three families. The daemon and its clients map a *mapped* tier: they write its pages in
+place, then publish them. A *stored* tier is written from and read into pages of a mapped tier.
+Clients map a *device* tier and write its pages in place; the daemon does not map it. It is loaded
+from and stored into pages of a mapped tier, and summed in place. Stores with a direct path are read
+straight into it. Mapped and device tiers are *shared*. Stored and device tiers are *watched*, since
+they may fail while the daemon lives.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 SliceTable = NDArray[np.uint64]
 """xxh3-64 of each slice of a block, in order."""
 HashRows = Callable[[Sequence[int]], Sequence[SliceTable | None]]
-"""Sums the bytes of rows of a batch, wherever it is called from; None: they are not the block's."""
+"""Sums the bytes of rows of a batch, in the calling thread; None: the bytes are not the block's."""
 
 
 class FoundBlocks(NamedTuple):
@@ -40,13 +42,16 @@ class FoundBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a tier found of a former life.
+    """The blocks and segments of a tier that survived the previous run.
 
-    segments: those kept, at their places, with the writer they had. extents EXTENT[n] and metas META[n]: one row per block
-    found intact; page is -1 (the core gives page ids), flags tell what must be verified before others see it.
-    next_segment, next_generation: the first numbers that no former life has used. namespaces: the records given to
-    `keep_namespace`, oldest first. more: further blocks, at most more_at_most, still to be read, in pieces; to be taken once and to its end before the
-    tier is asked for what lies in it. The next piece is read in any thread, raises TierFailed, and is taken by calling it where the tier is called.
+    segments: those kept, at their places, each with its writer at that time.
+    extents, metas: EXTENT[n] and META[n], one row per intact block. The page is -1, since the core
+    gives page ids. The flags tell which blocks must be verified before others see the block.
+    next_segment, next_generation: the first numbers that no previous run has used.
+    namespaces: the records given to `keep_namespace`, oldest first.
+    more: at most more_at_most further blocks, in pieces. Take them all before a call to the tier
+    needs them. Any thread reads the next piece, which raises TierFailed. Call a piece in the tier's
+    thread to take it.
     """
 
     segments: list[SegmentAssignment]
@@ -66,7 +71,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Of a batch of reads: statuses u2[n] (READY, FAILED, CORRUPT); slices: per block its table, empty unless READY."""
+    """A batch of reads: statuses u2[n] (READY, FAILED, CORRUPT); slices: empty if not READY."""
 
     statuses: NDArray[np.uint16]
     slices: list[SliceTable]
@@ -74,10 +79,14 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How a watched tier fares. Counts are since it was opened.
+    """State of a watched tier. Counts start when it was opened.
 
-    fault: why nothing can be written, for people; empty if it can. last_error: of the last call that failed. read_errors, write_errors: calls that failed; a sync counts as a write.
-    unread: reads that failed since one has succeeded. calls: under way. read_age_s, write_age_s: of the oldest call under way, 0.0 if there is none.
+    fault: why nothing can be written, for people; empty if writes work.
+    last_error: of the last call that failed.
+    read_errors, write_errors: calls that failed. A sync counts as a write.
+    unread: failed reads since the last that succeeded.
+    calls: in flight.
+    read_age_s, write_age_s: age of the oldest call in flight; 0.0 if there is none.
     """
 
     fault: str = ""
@@ -91,14 +100,14 @@ class Health:
 
 
 class Payloads(NamedTuple):
-    """Where blocks lie in a store, for who reads past it: of each row the file, None where there is none, and the offset in it, in bytes."""
+    """Positions of payloads in a store: the file, or None, and the offset in bytes, per row."""
 
     files: list[SlotFile | None]
     offsets: list[int]
 
 
 class Came(NamedTuple):
-    """What a device read from a store: per block the slice table of what lies on it then, or, by row, why there is none."""
+    """Blocks read into a device: slice tables of the bytes there, and faults by row."""
 
     slices: list[SliceTable]
     faults: dict[int, str]
@@ -113,8 +122,11 @@ class Descriptor(NamedTuple):
 
 @runtime_checkable
 class Tier(Protocol):
-    """One medium. spec: its configuration; position: its place in the tier list; mode: how it is served (e.g. `tmpfs`,
-    `o_direct`); place: where, for people; notices: sentences to be said once at start."""
+    """One medium. spec: its configuration.
+    position: its place in the tier list.
+    mode: how it is served (e.g. `tmpfs`, `o_direct`).
+    place: its location, for people.
+    notices: sentences to log once at start."""
 
     spec: TierSpec
     position: int
@@ -123,25 +135,27 @@ class Tier(Protocol):
     notices: list[str]
 
     async def open(self) -> Recovered:
-        """Take ownership, find what survived, make ready. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed."""
+        """Take ownership and recover. Raises AlreadyOwned, ConfigError, VersionMismatch,
+        TierFailed."""
 
     def apply(self, plan: Plan) -> None:
-        """Follow a decision in the step that made it: retract freed pages, begin segments, stamp reserved generations, in
-        this order. Rows of other tiers are passed over. Does not wait and raises nothing for a failing medium: that
-        shows in `prepare` and `write`."""
+        """Carry out a plan in the same step: retract freed pages, begin segments, stamp reserved
+        generations, in this order. Rows of other tiers are skipped. Does not wait. A failing medium
+        raises in `prepare` and `write`, not here."""
 
     async def prepare(self, segments: Sequence[SegmentAssignment]) -> None:
-        """What a segment's beginning needs in time; awaited before a handle to it leaves the daemon, and before it is written.
-        Segments of other tiers are passed over. Raises TierFailed."""
+        """Prepare segments that begin. Await it before handing out a handle to one, and before
+        writing one. Segments of other tiers are skipped. Raises TierFailed."""
 
     async def keep_namespace(self, record: bytes) -> None:
-        """Store an opaque record that names a namespace, to be found again by `open`; durable with the next `sync`."""
+        """Store an opaque record of a namespace, which `open` returns. `sync` makes it durable."""
 
     async def sync(self) -> None:
-        """Make durable what was written so far. Nothing to do for memory. Raises TierFailed; what was lost by it `holds` and `take_lost` know."""
+        """Make all earlier writes durable; memory has nothing to do. Raises TierFailed. `holds` and
+        `take_lost` then tell which blocks the failed sync lost."""
 
     async def close(self, *, release: bool) -> None:
-        """End. With release everything stored is removed; without, it is kept for the next `open`."""
+        """End. With release, remove everything stored; without, keep it for the next `open`."""
 
 
 @runtime_checkable
@@ -149,11 +163,12 @@ class SharedTier(Tier, Protocol):
     """Memory that clients map."""
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Make blocks whose bytes are in place known to the next life. EXTENT[n], META[n]; the tier sets the fields that
-        locate and seal a record (store, segment, offset, generation, slices, digest, checksum)."""
+        """Enter blocks whose bytes are in place, so that the next run recovers them. EXTENT[n],
+        META[n]. The tier sets the fields that locate and seal a record (store, segment, offset,
+        generation, slices, digest, checksum)."""
 
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
-        """The slice tables published with these pages; None where none was, or the generation is another."""
+        """The slice tables published with these pages; None if missing or of another generation."""
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
         """A descriptor of the segment's memory. Raises KeyError, TierFailed."""
@@ -164,20 +179,21 @@ class SharedTier(Tier, Protocol):
 
 @runtime_checkable
 class MappedTier(SharedTier, Protocol):
-    """Memory that the daemon maps too. on_published: hears of blocks that were entered in its catalogues, EXTENT
-    [n], META [n]."""
+    """Memory that the daemon maps too. on_published: called with the EXTENT [n] and META [n] of
+    blocks that were entered in its catalogues."""
 
     on_published: Callable[[StructArray, StructArray], None]
 
     def view(self, extent: np.void) -> memoryview:
-        """The page of one EXTENT row: class_bytes of uint8, writable. Valid until the page is freed; the memory stays mapped
-        while the view lives. Raises KeyError for a segment that is not there."""
+        """The page of one EXTENT row: writable uint8[class_bytes], valid until it is freed. A live
+        view keeps the memory mapped. Raises KeyError for an unknown segment."""
 
     def views(self, extents: StructArray) -> list[memoryview]:
         """`view` of each of EXTENT [n]."""
 
     def note_writer(self, pid: int) -> None:
-        """This process beside the daemon's own will write to its memory: the next daemon reuses none of it before it is gone. Raises TierFailed."""
+        """Record another process that will write to this memory. The next daemon reuses none of it
+        until that process is gone. Raises TierFailed."""
 
 
 @runtime_checkable
@@ -185,18 +201,20 @@ class WatchedTier(Tier, Protocol):
     """A medium that may fail while the daemon lives."""
 
     def health(self) -> Health:
-        """How it fares now. Does not wait."""
+        """Current state. Does not wait."""
 
     def heed(self, stir: Callable[[], None]) -> None:
-        """From now on stir is called, on the loop, when its health begins to change or may: a call to the medium begins, or the medium has gone."""
+        """Have stir called, on the loop, when its health changes or may change. That is when a call
+        to the medium begins, or when the medium is gone."""
 
     async def probe(self) -> None:
-        """Finds out whether it works, and mends what can be mended. Takes as long as the medium takes. Raises TierFailed."""
+        """Test whether it works; repair it if possible. As slow as the medium. Raises TierFailed."""
 
 
 @runtime_checkable
 class DeviceTier(SharedTier, WatchedTier, Protocol):
-    """Memory of a GPU. Calls are for batches, EXTENT[n] and META[n] (stored_length and layers count), and raise TierFailed as a whole."""
+    """Memory of a GPU. Calls take batches, EXTENT[n] and META[n], of which stored_length and layers
+    count. TierFailed is raised for the whole batch."""
 
     @property
     def ordinal(self) -> int:
@@ -204,33 +222,34 @@ class DeviceTier(SharedTier, WatchedTier, Protocol):
 
     @property
     def uuid(self) -> str:
-        """Of the GPU, by which clients find it; empty if it is not known."""
+        """Of the GPU, by which clients find it; empty if unknown."""
 
     async def load(
         self, extents: StructArray, metas: StructArray, *, source: MappedTier, sources: StructArray
     ) -> list[SliceTable]:
-        """Fill pages from those of a mapped tier; the slice tables of what lies on the device then."""
+        """Fill pages from a mapped tier; returns the slice tables of the bytes on the device."""
 
     async def store(
         self, extents: StructArray, metas: StructArray, *, target: MappedTier, targets: StructArray
     ) -> None:
-        """Fill pages of a mapped tier; the last byte is there when it returns."""
+        """Fill pages of a mapped tier; returns when the last byte is there."""
 
     async def sums(self, extents: StructArray, metas: StructArray) -> list[SliceTable]:
-        """The slice tables of what lies on the device."""
+        """The slice tables of the bytes on the device."""
 
     @property
     def direct_from(self) -> frozenset[int]:
-        """Positions of the stores that `read` reads from now."""
+        """Positions of the stores that `read` can use now."""
 
     async def find_direct(self, stores: Sequence[StoredTier]) -> None:
-        """Finds out which of these stores can be read from without a stay in host memory, now and whenever its GPU begins anew."""
+        """Test which of these stores can be read without a copy in host memory. Tests again after
+        each restart of the GPU."""
 
     async def read(self, extents: StructArray, metas: StructArray, *, source: StoredTier, sources: StructArray) -> Came:
-        """Fill pages from slots of a store, past host memory. Neither header nor payload is verified."""
+        """Fill pages from slots of a store, bypassing host memory, without verification."""
 
     def distrust(self, store: int, reason: str) -> None:
-        """What `read` gives of a store is not what it has: it reads from there no more."""
+        """Stop reading from this store: `read` returned bytes that are not the store's."""
 
 
 @runtime_checkable
@@ -241,26 +260,28 @@ class StoredTier(WatchedTier, Protocol):
     """Whether `close` gave up waiting for calls that hang."""
 
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
-        """Of EXTENT[n], which hold a block that is written whole and, once `sync` has returned, durable."""
+        """Which of EXTENT[n] hold a block that is whole and, once `sync` has returned, durable."""
 
     def take_lost(self) -> StructArray:
-        """EXTENT[n] (tier, segment, slot and generation count) of blocks that were written, and are not held any more because a sync has failed. Each is told once."""
+        """Blocks that were written and then lost by a failed sync: EXTENT[n] (tier, segment, slot,
+        generation). Each is returned once."""
 
     async def read(
         self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = ...
     ) -> ReadResult:
-        """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace, generation). Each target is 4 KiB
-        aligned and holds the stored length rounded up to 4 KiB. The payload is verified by the caller: arrived is called for rows whose bytes have
-        come, in a thread of the tier's while others still come."""
+        """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace,
+        generation). Each target is 4 KiB aligned and holds the stored length rounded up to 4 KiB.
+        The caller verifies payloads: a thread of the tier calls arrived for rows already read,
+        while others still arrive."""
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
-        """What `read` would say of the slots' headers, without a payload: u2[n]."""
+        """The statuses that `read` would give by the slots' headers, without a payload: u2[n]."""
 
     def payloads(self, extents: StructArray) -> Payloads:
-        """Where the payloads of EXTENT[n] lie, each in a room of whole 4 KiB."""
+        """Positions of the payloads of EXTENT[n], each in a room of whole 4 KiB."""
 
     def has_file(self, file: SlotFile) -> bool:
-        """Whether a file of `payloads` is still the store's."""
+        """Whether the store still uses a file of `payloads`."""
 
     async def write(
         self,
@@ -271,12 +292,13 @@ class StoredTier(WatchedTier, Protocol):
         *,
         known: Sequence[SliceTable | None] = ...,
     ) -> NDArray[np.uint16]:
-        """Write blocks whole: u2[n] of READY, FAILED, or CORRUPT where hash_rows says so, which is called for each row, in a thread of the tier's: just before
-        its bytes are written, or beside that where its table is known. Arguments as in `read`."""
+        """Write whole blocks: u2[n] of READY, FAILED, or CORRUPT if hash_rows says so. A thread of
+        the tier calls hash_rows for each row just before its bytes are written. If the row's table
+        is known, it runs during the write. Arguments as in `read`."""
 
 
 def is_mapped(tier: Tier) -> TypeGuard[MappedTier]:
-    """Whether the daemon maps it. For batches: `isinstance` asks a protocol for each of its members, which takes 0.1 ms."""
+    """Whether the daemon maps it. For batches: `isinstance` of a protocol takes 0.1 ms."""
     return hasattr(tier, "view")
 
 
@@ -286,7 +308,7 @@ def is_shared(tier: Tier) -> TypeGuard[SharedTier]:
 
 
 def is_device(tier: Tier) -> TypeGuard[DeviceTier]:
-    """Whether its bytes move by a GPU alone."""
+    """Whether only a GPU moves its bytes."""
     return hasattr(tier, "sums")
 
 

@@ -1,10 +1,8 @@
 """The arena: a mapped tier in plain files. Host tiers, and device tiers of kind "cpu".
 
-Purpose: pages that the daemon and its clients map, and a catalogue beside them that survives the daemon. Non-purpose: deciding,
-hashing payload, the books (`segments.py`), the medium below (`arena_files.py` chooses it, `data_files.py` makes the files). Layout on
-disk: `FORMAT.md`.
-
-Invariants: those of `segments.py`; `view` is called by the thread of the event loop, and `open` uses a thread of its own.
+The daemon and its clients map its pages. A catalogue beside them survives the daemon. The arena
+neither decides nor hashes payloads. `../FORMAT.md` describes the layout on disk. The invariants of
+`segments.py` hold. The event loop's thread calls `view`; `open` uses a thread of its own.
 """
 
 from __future__ import annotations
@@ -31,24 +29,23 @@ log = structlog.get_logger(__name__)
 
 
 class Arena(SegmentBooks[memoryview]):
-    """One mapped tier. After `open`: place is the directory of data files, tables that of everything else, first_touch_bytes_per_s and
-    huge_page_share what was measured (0 if it could not be).
-    """
+    """One mapped tier. After `open`, place is the directory of data files, and tables that of all
+    others. first_touch_bytes_per_s and huge_page_share are measured, 0 if that failed."""
 
     _data: DataFiles
     has_failed = False
-    """The daemon does not start: `close` gives back what was made ahead."""
+    """The daemon did not start: `close` removes the spare files made by this run."""
 
     def __init__(self, spec: TierSpec, *, position: int, instance: str, arena_dir: str = "") -> None:
         super().__init__(spec, position=position, instance=instance, arena_dir=arena_dir)
         self.first_touch_bytes_per_s = 0.0
         self.huge_page_share = 0.0
 
-    # -- life
+    # -- open and close
 
     async def open(self) -> Recovered:
-        """Take the directory, find what survived, begin to make spare files. Raises AlreadyOwned, ConfigError, VersionMismatch,
-        TierFailed."""
+        """Take the directory, recover segments, start making spare files. Raises AlreadyOwned,
+        ConfigError, VersionMismatch, TierFailed."""
         try:
             return await asyncio.to_thread(self._open)
         except BaseException as error:
@@ -113,7 +110,8 @@ class Arena(SegmentBooks[memoryview]):
         self.notices += arena_files.shortcomings(self.spec, place, touch)
 
     def seal_found(self) -> list[SegmentAssignment]:
-        """Nobody knows who holds pages of the segments found at start: from now on NOBODY writes them, and it says so in their heads. The segments."""
+        """Set the writer of all recovered segments to NOBODY, also in their headers, and return
+        them. Called when the holders of their pages are unknown."""
         for segment in self._segments.values():
             assert segment.catalogue is not None
             segment.assignment = replace(segment.assignment, writer=NOBODY)
@@ -122,11 +120,11 @@ class Arena(SegmentBooks[memoryview]):
 
     @property
     def found(self) -> int:
-        """How many segments of a former life there are."""
+        """Number of segments recovered from the previous run."""
         return sum(segment.found for segment in self._segments.values())
 
     async def close(self, *, release: bool) -> None:
-        """Let go of everything, and with release remove the files. Views that are alive keep their memory. Twice is once."""
+        """Release everything; with release, remove the files. Live views stay. Repeats do nothing."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -135,12 +133,12 @@ class Arena(SegmentBooks[memoryview]):
 
     @property
     def unready_bytes(self) -> int:
-        """Of the capacity, what is still to be allocated and touched; it is made in the background, or when it is wanted."""
+        """Capacity still to be allocated and touched, in the background or on demand."""
         return self._data.unready_bytes
 
     @property
     def unready_reason(self) -> str:
-        """Why it is made only when it is wanted; empty where the background is at it."""
+        """Why it is made only on demand; empty while the background thread makes it."""
         return self._data.idle_reason
 
     @property
@@ -150,9 +148,10 @@ class Arena(SegmentBooks[memoryview]):
         return self._data.spares > 0 or free is None or free >= self.spec.segment_bytes + self.spec.segment_bytes // 8
 
     def find_removed(self) -> str:
-        """Which of its files is not there any more, or was cut short, under processes that go on with what they have mapped; empty: none. Called in a thread.
+        """The file that was removed or cut short under processes that still map it; empty if there
+        is none. Runs in a thread.
 
-        What a client may write with sealed puts it may cut, too: that fails its own commit.
+        Lengths of staging files (sealed puts) are not checked: a cut fails one commit of a client.
         """
         files = [(path, -1) for path in (self.tables / arena_files.LOCK_NAME, self.tables / MARKS_NAME)]
         staging = set[int]()
@@ -168,7 +167,7 @@ class Arena(SegmentBooks[memoryview]):
                 size = -1
             is_data = path.suffix == DATA_SUFFIX
             wanted = self.spec.segment_bytes if is_data and number not in staging else max(size, 1 - is_data)
-            if size != wanted and (number < 0 or number in self._segments):  # its life has not ended meanwhile
+            if size != wanted and (number < 0 or number in self._segments):  # the segment was not replaced meanwhile
                 what = "was removed" if size < 0 else f"was cut to {size} bytes of {wanted}"
                 return f"{self.spec.name}: {path} {what} under the daemon; leave what lies in {self.place} alone"
         return ""
@@ -176,7 +175,7 @@ class Arena(SegmentBooks[memoryview]):
     # -- pages
 
     def view(self, extent: np.void) -> memoryview:
-        """The page of one EXTENT row, class_bytes of writable uint8. Raises KeyError, TierFailed before `prepare`."""
+        """The page of one EXTENT row, writable uint8. Raises KeyError, TierFailed before `prepare`."""
         memory, size = self._memory(int(extent["segment"]))
         offset = int(extent["offset"])
         return memory[offset : offset + size]
@@ -192,7 +191,7 @@ class Arena(SegmentBooks[memoryview]):
         return pages
 
     def _memory(self, number: int) -> tuple[memoryview, int]:
-        """Of a segment, and the length of its pages. Raises KeyError, TierFailed."""
+        """A segment's memory and page length. Raises KeyError, TierFailed."""
         segment = self._segments[number]
         if segment.memory is None:
             raise TierFailed(
@@ -206,7 +205,7 @@ class Arena(SegmentBooks[memoryview]):
         return opened(self._data.path(segment), os.O_RDWR if writable else os.O_RDONLY)
 
     def note_writer(self, pid: int) -> None:
-        """A process beside the daemon that is about to write to its memory; it outlasts nothing, but may go after the daemon. Raises TierFailed."""
+        """Record a process beside the daemon that will write to this memory. Raises TierFailed."""
         try:
             note_writer(self.tables, pid)
         except OSError as error:

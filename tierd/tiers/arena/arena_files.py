@@ -1,11 +1,9 @@
-"""Where an arena lies: the choice of its directories, whether it fits, and how fast its memory is.
+"""The place of an arena: choice of its directories, checks of room, and speed of its memory.
 
-Purpose: `choose_place`, `check_room`, `measure_touch`. Non-purpose: what the files hold. Invariants: an arena lies in
-`<base>/tierd-<uid>/<instance>/<tier>`, a directory that only its owner can change; nothing less than the best is chosen silently
-(it is a sentence in the arena's notices).
-
-The base is `arena_dir` if given (an own tmpfs mounted with huge pages is best), else a hugetlbfs that has enough free pages,
-else /dev/shm. Files on hugetlbfs come in whole huge pages, so there the small tables stay on /dev/shm.
+An arena lies in `<base>/tierd-<uid>/<instance>/<tier>`, a directory that only its owner can change.
+A choice below the best adds a notice. The base is `arena_dir` if given; a tmpfs of its own with
+huge pages is best. Otherwise it is a hugetlbfs with enough free pages, else /dev/shm. Files on
+hugetlbfs are whole huge pages, so the small tables stay on /dev/shm.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """Directories of one tier's arena. data: its data files; tables: everything else. mode: tmpfs, tmpfs-huge, hugetlbfs or file."""
+    """Directories of data files and of all others. mode: tmpfs, tmpfs-huge, hugetlbfs or file."""
 
     data: Path
     tables: Path
@@ -51,7 +49,7 @@ class ArenaPlace:
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """bytes_per_s: how fast untouched memory of the arena becomes usable; huge_share: part of it in huge pages, 0 to 1."""
+    """bytes_per_s: speed of the first touch of the memory. huge_share: part in huge pages, 0 to 1."""
 
     bytes_per_s: float
     huge_share: float
@@ -86,12 +84,12 @@ def choose_place(spec: TierSpec, *, instance: str, arena_dir: str = "") -> Arena
 
 
 def tables_base(base: Path, mounts: list[Mount]) -> Path:
-    """The base of everything but data files: where small files can be, and can be written (hugetlbfs has no write)."""
+    """The base of all files but data files. hugetlbfs has no write(), so theirs is elsewhere."""
     return SHM if _mode_of(base, mounts) == "hugetlbfs" else base
 
 
 def user_directory(base: Path) -> Path:
-    """Where the instances of this user lie below a base."""
+    """The directory of this user's instances below a base."""
     return base / f"tierd-{os.geteuid()}"
 
 
@@ -138,7 +136,7 @@ def _find_huge_base(spec: TierSpec, mounts: list[Mount]) -> Path | None:
 
 
 def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
-    """Whether the tier fits. held_bytes: what its files take already. Raises ConfigError with the remedy."""
+    """Check that the tier fits. held_bytes: of its files now. Raises ConfigError with the remedy."""
     free = find_free(place.data)
     needed = spec.capacity_bytes - held_bytes
     if free is not None and needed > free:
@@ -156,7 +154,7 @@ def check_room(spec: TierSpec, *, place: ArenaPlace, held_bytes: int) -> None:
 
 
 def find_free(path: Path) -> int | None:
-    """Bytes free for new files; None without a limit. A hugetlbfs without a size of its own shares the machine's huge pages."""
+    """Bytes free for new files; None without a limit. A hugetlbfs may share the machine's pages."""
     room = os.statvfs(path)
     if room.f_blocks:
         return room.f_bavail * room.f_frsize
@@ -165,7 +163,7 @@ def find_free(path: Path) -> int | None:
 
 
 def find_memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The memory limit of this process's control group, bytes: the least on the way up, of either version; None without any."""
+    """The lowest memory limit of this control group and its parents (v1, v2), bytes; None without."""
     found = []
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -184,7 +182,7 @@ def _limits(top: Path, path: str, name: str) -> list[int]:
     ]
     return [
         int(text) for text in texts if text.isdigit() and int(text) < 1 << 60
-    ]  # cgroup v1 says "none" as a huge number
+    ]  # cgroup v1 writes a huge number for "none"
 
 
 def _mib(count: int) -> str:
@@ -195,7 +193,7 @@ def _mib(count: int) -> str:
 
 
 def measure_touch(directory: Path) -> Touch | None:
-    """Touch a few MiB for the first time in a file that is gone afterwards; None where there is no room to try."""
+    """Touch a few MiB for the first time in a temporary file; None if there is no room."""
     path = directory / "probe"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -216,7 +214,7 @@ def measure_touch(directory: Path) -> Touch | None:
 
 
 def shortcomings(spec: TierSpec, place: ArenaPlace, touch: Touch | None) -> list[str]:
-    """What is less than the best about the choice, as a notice; none where nothing is."""
+    """A notice if the place is not the best; otherwise empty."""
     what = f"{spec.name}: {_mib(spec.capacity_bytes)} in {place.data} ({place.mode})"
     if touch is None:
         return [f"{what}; first touch was not measured"]
@@ -229,7 +227,7 @@ def shortcomings(spec: TierSpec, place: ArenaPlace, touch: Touch | None) -> list
 
 
 def huge_share(view: memoryview) -> float:
-    """How much of mapped memory this process has in huge pages, 0 to 1."""
+    """Share of a mapping that this process has in huge pages, 0 to 1."""
     address, inside, huge_kib = address_of(view), False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)

@@ -1,9 +1,9 @@
-"""What survived of an arena: read at start, before anything is written.
+"""Recovery of an arena: reads its files at start, before anything is written.
 
-Purpose: find segments whose header and data file are whole, keep those that fit, drop the rest and say so. Non-purpose: whether
-the pages' bytes are what was committed (they are flagged UNVERIFIED, and checked before others see them).
-Invariants: a catalogue of a newer version stops the start and nothing has been removed by then; a data file without a good
-catalogue may be mapped by somebody, so it is unlinked and never reused.
+It keeps segments whose header and data file are whole and that fit, and drops the rest with a
+notice. It does not verify pages: they are flagged UNVERIFIED and checked before others see them. A
+catalogue of a newer version stops the start before any removal. A data file without a good
+catalogue is unlinked, never reused, since a process may map it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SUFFIX = ".cat"
 
 @dataclass(slots=True)
 class FoundSegment:
-    """A segment that is kept: what it is now, its catalogue and its memory."""
+    """A segment that is kept, with its catalogue and its memory."""
 
     catalogue: Catalogue
     memory: memoryview
@@ -57,8 +57,13 @@ class FoundSegment:
 
 
 @dataclass(frozen=True, slots=True)
+<<<<<<< HEAD
 class Recovered:
     """segments: kept. highest_segment, highest_generation: of all that was read, kept or not. dropped: why, for people."""
+=======
+class Found:
+    """segments: kept. highest_*: of all that were read. dropped: reasons, for people."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     segments: list[FoundSegment]
     highest_segment: int
@@ -66,8 +71,13 @@ class Recovered:
     dropped: list[str]
 
 
+<<<<<<< HEAD
 def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Recovered:
     """Read every catalogue, keep what fits the tier, remove the files of the rest. Raises VersionMismatch, OSError."""
+=======
+def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Found:
+    """Keep segments that fit, remove other files. Raises VersionMismatch, OSError."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
     catalogues, dropped = _read_catalogues(tables, spec=spec, store=store)
     survivors = {segment: catalogue.survivors() for segment, catalogue in catalogues.items()}
     placed = _place(catalogues, survivors, places=spec.capacity_bytes // spec.segment_bytes)
@@ -89,13 +99,13 @@ def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, sto
 
 
 def drop_everything(tables: Path, data: Path) -> None:
-    """Unlinks every segment, and the spare files. Who maps one keeps its bytes. Raises OSError."""
+    """Unlink every segment and spare file. Processes that map one keep its bytes. Raises OSError."""
     for path in (*tables.glob(f"*{SUFFIX}"), *data.glob(f"*{DATA_SUFFIX}")):
         path.unlink()
 
 
 def joined(found: Sequence[FoundSegment]) -> tuple[StructArray, StructArray]:
-    """All survivors, cold to hot: EXTENT[n] and META[n]. Of one batch the tail is the coldest."""
+    """All survivors, cold to hot: EXTENT[n] and META[n]. The tail of a batch is the coldest."""
     if not found:
         return np.zeros(0, dtype=EXTENT), np.zeros(0, dtype=META)
     extents = np.concatenate([f.extents() for f in found])
@@ -122,7 +132,7 @@ def _read_catalogues(tables: Path, *, spec: TierSpec, store: bytes) -> tuple[dic
 
 
 def find_fault(catalogue: Catalogue, *, name: str, spec: TierSpec, store: bytes) -> str | None:
-    """Why a segment cannot be kept, whose catalogue has a head that holds. name: of its file, without the suffix."""
+    """Why a segment with a valid header cannot be kept. name: of its file, without the suffix."""
     head, given = catalogue.head, catalogue.head.assignment
     if head.store != store:
         return "it belongs to another arena"
@@ -140,7 +150,7 @@ def find_fault(catalogue: Catalogue, *, name: str, spec: TierSpec, store: bytes)
 
 
 def _place(catalogues: dict[int, Catalogue], survivors: dict[int, Survivors], *, places: int) -> dict[int, int]:
-    """Segment -> place: the hottest that fit, at their former places where these still exist and are free."""
+    """Segment -> place: the hottest that fit, at their old places if these exist and are free."""
     heat = {segment: int(found.metas["time_ms"].max(initial=0)) for segment, found in survivors.items()}
     hottest = sorted(heat, key=lambda segment: (heat[segment], segment), reverse=True)[:places]
     placed: dict[int, int] = {}

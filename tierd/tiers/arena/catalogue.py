@@ -1,12 +1,14 @@
-"""The catalogue of one segment: which generation each page has, and which block lies in it.
+"""The catalogue of one segment: the generation of each page, and the block in it.
 
-Purpose: create, stamp, retract, publish, recover; `FORMAT.md` beside this file is the description, `tierd.core.formats.layout` the
-offsets. Non-purpose: the pages' bytes, files other than the catalogue itself.
+`../FORMAT.md` describes it; `tierd.core.formats.layout` has the offsets. It handles no page bytes
+and no other file. The process may be killed between any two instructions, and clients read at the
+same time. So:
 
-Invariants, for a process that may be killed between any two instructions, and for clients that read at the same time:
-- a generation word is changed before the first byte of its page's reuse;
-- an entry counts only if its checksum holds, it names this arena, segment and place, and its generation is the page's word;
-- publishing first breaks the checksum, then writes table and entry, then the checksum: a torn entry is a free page.
+- A generation word changes before the first byte of its page's reuse.
+- An entry counts only if its checksum holds and it names this arena, segment and place. Its
+  generation must be the page's word.
+- Publishing breaks the checksum, writes table and entry, then sets the checksum. A torn entry is a
+  free page.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _SEALED_BYTES = CATALOGUE_HEADER.itemsize - WORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CatalogueHead:
-    """What a catalogue says of its segment. store: id of the arena, 16 bytes; segment_bytes: length of the data file."""
+    """Header of a catalogue. store: id of the arena, 16 bytes; segment_bytes: of the data file."""
 
     store: bytes
     segment_bytes: int
@@ -56,12 +58,12 @@ class CatalogueHead:
 
     @property
     def layout(self) -> CatalogueLayout:
-        """Where things are."""
+        """The offsets of the catalogue's parts."""
         return CatalogueLayout(pages=self.assignment.pages, class_bytes=self.assignment.class_bytes)
 
 
 class Survivors(NamedTuple):
-    """Entries found intact: slots u4[n], metas META[n]; highest: the greatest generation that any page was given, intact or not."""
+    """Intact entries: slots u4[n], metas META[n]. highest: greatest generation given."""
 
     slots: NDArray[np.uint32]
     metas: StructArray
@@ -69,14 +71,14 @@ class Survivors(NamedTuple):
 
 
 class Catalogue:
-    """One mapped catalogue. Slots are numbers of pages within the segment; all arrays of a call are parallel."""
+    """One mapped catalogue. Slots are page numbers in the segment; arrays of a call are parallel."""
 
     def __init__(self, memory: memoryview, *, head: CatalogueHead) -> None:
         layout = head.layout
         pages = layout.pages
         self.head = head
         self.layout = layout
-        self.is_allocated = False  # whole; before, entries may not be touched, so none can have been written
+        self.is_allocated = False  # the whole file; before, entries may not be touched, so none was written
         self._memory = memory
         self._generations = words_of(memory, offset=HEADER_BYTES, count=pages)
         entries = words_of(memory, offset=layout.meta_offset, count=pages * _META_WORDS)
@@ -85,11 +87,12 @@ class Catalogue:
         tables = words_of(memory, offset=layout.slices_offset, count=pages * layout.slice_words)
         self._tables = tables.reshape(pages, layout.slice_words)
 
-    # -- life
+    # -- open and close
 
     @classmethod
     def create(cls, path: Path, *, head: CatalogueHead) -> Catalogue:
-        """A new file, mode 0600, with all pages free. Only header and words are allocated: `allocate` does the rest.
+        """A new file, mode 0600, all pages free. Only header and words are allocated: `allocate`
+        does the rest.
 
         Raises OSError (FileExistsError, ENOSPC).
         """
@@ -106,7 +109,7 @@ class Catalogue:
 
     @classmethod
     def open(cls, path: Path) -> Catalogue:
-        """An existing file, allocated whole. Raises CorruptRecord for one that is torn, VersionMismatch for a newer one."""
+        """Open a file, allocated whole. Raises CorruptRecord if torn, VersionMismatch if newer."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             head = read_head(os.pread(fd, CATALOGUE_HEADER.itemsize, 0), name=str(path))
@@ -146,32 +149,35 @@ class Catalogue:
     # -- pages
 
     def stamp(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
-        """Pages begin a new use: from now on older handles are stale. Call `barrier` after the last stamp of a plan."""
+        """Start a new use of pages: older handles become stale. Then call `barrier` once per plan."""
         self._generations[slots] = generations
 
     def retire(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
-        """Pages hold no block any more, and are still read by who has a lease on them: their entries count no more. Those that were retracted meanwhile are passed over."""
+        """Retire pages that hold no block any more but are still leased: their entries no longer
+        count. Pages that were retracted meanwhile are skipped."""
         words = self._generations[slots]
         current = slots[words == generations]
         self._generations[current] |= RETIRED
 
     def retract(self, slots: NDArray[np.uint32]) -> None:
-        """Pages are free: no handle is good, no entry counts."""
+        """Free pages: no handle is valid, no entry counts."""
         self._generations[slots] = NO_GENERATION
         if self.is_allocated:
             self._entries[slots, -1] = 0
 
     def retract_all(self) -> None:
-        """No page of this life is good any more; clients that still map the catalogue see it too."""
+        """Invalidate all pages, visible also to clients that still map the catalogue."""
         self._generations[:] = NO_GENERATION
         if self.is_allocated:
             self._entries[np.flatnonzero(self._entries[:, -1]), -1] = 0
         barrier()
 
     def publish(self, slots: NDArray[np.uint32], *, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Entries of pages whose bytes are in place; where they lie, digest and checksum are set here.
+        """Publish entries of pages whose bytes are in place; sets their location, digest and
+        checksum.
 
-        A page whose generation word is no longer that of its META is passed over. Raises InvalidArgument if a table is too long.
+        Skips a page whose generation word differs from that of its META. Raises InvalidArgument if
+        a table is too long.
         """
         tables = raw_tables(slices)
         records = self._located(slots, metas=metas, tables=tables)
@@ -192,7 +198,7 @@ class Catalogue:
         self._entries[where, -1] = words[:, -1]
 
     def find_tables(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> list[SliceTable | None]:
-        """Copies of the slice tables of these pages; None where no entry of that generation is published."""
+        """Copies of these pages' slice tables; None if no entry of that generation is published."""
         metas = self._metas[slots]
         words = self._generations[slots] & GENERATION
         good = (metas["checksum"] != 0) & (metas["generation"] == generations) & (words == generations)
@@ -201,13 +207,13 @@ class Catalogue:
         return [self._tables[slot, :count].copy() if ok else None for slot, count, ok in rows]
 
     def survivors(self) -> Survivors:
-        """Every entry that counts, as found at start."""
+        """Every entry that counts, read at start."""
         slots = np.flatnonzero(self._entries[:, -1]).astype(np.uint32)
         metas = self._metas[slots]
         good = intact(metas, record_checksum) & self._is_here(slots, metas)
         good[good] = np.all(self._digests(slots[good], metas["slices"][good]) == metas["digest"][good], axis=1)
         given = self._generations & GENERATION
-        given = given[given < GENERATION_LIMIT]  # a word beyond it is damage: none was ever given
+        given = given[given < GENERATION_LIMIT]  # a higher word is damage: none was ever given
         return Survivors(slots[good], metas[good], highest=int(given.max(initial=0)))
 
     # -- inner
@@ -229,13 +235,13 @@ class Catalogue:
         return records
 
     def _digests(self, slots: NDArray[np.uint32], counts: NDArray[np.uint16]) -> NDArray[np.uint8]:
-        """The digests of these pages' slice tables as they stand: u8 [n, 16]."""
+        """The digests of these pages' slice tables as they are: u8 [n, 16]."""
         raw, row = self._tables[slots].tobytes(), self.layout.slice_words * WORD_BYTES
         lengths = (counts.astype(np.int64) * WORD_BYTES).tolist()
         return table_digests([raw[i * row : i * row + length] for i, length in enumerate(lengths)])
 
     def _is_here(self, slots: NDArray[np.uint32], metas: StructArray) -> NDArray[np.bool_]:
-        """Which records belong where they stand, and are of the page's present generation."""
+        """Which records belong to their places and to the page's present generation."""
         head = self.head
         here = np.all(metas["store"] == np.frombuffer(head.store, dtype=np.uint8), axis=1)
         here &= metas["segment"] == head.assignment.segment
@@ -260,7 +266,7 @@ def pack_head(head: CatalogueHead) -> bytes:
 
 
 def read_head(raw: bytes, *, name: str) -> CatalogueHead:
-    """What a header says. Raises CorruptRecord (torn, foreign), VersionMismatch (a later version of tierd wrote it)."""
+    """Parse a header. Raises CorruptRecord (torn, foreign), VersionMismatch (a newer tierd's)."""
     if len(raw) < CATALOGUE_HEADER.itemsize or not raw.startswith(CATALOGUE_MAGIC):
         raise CorruptRecord(f"{name}: no catalogue; the segment is dropped")
     record = np.frombuffer(raw, dtype=CATALOGUE_HEADER, count=1)[0]

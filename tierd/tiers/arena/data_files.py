@@ -1,10 +1,10 @@
 """The data files of one arena: those in use, named by segment, and spare ones made ahead.
 
-Purpose: have memory ready before it is asked for. A thread makes spare files, allocated and touched, until the arena's whole
-capacity exists; a segment takes one by rename. Non-purpose: what lies in them. Invariants: spare files + files in use + files
-still to be made = places of the tier; a file is allocated whole before its mapping is handed out, so nobody gets SIGBUS;
-a file is never truncated or punched, only renamed and unlinked; whoever serves goes first: the thread gives way to every other,
-and keeps the process's mappings locked for a step at most.
+A thread makes spare files, allocated and touched, until the arena's whole capacity exists. A
+segment takes one by rename. The contents of files are not handled here. Files that are spare, in
+use or still to be made add up to the places of the tier. A file is allocated whole before its
+mapping is handed out, so no access raises SIGBUS. Files are renamed and unlinked, never truncated
+or punched. The thread yields to every other. It locks the process's mappings for one step at most.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = structlog.get_logger(__name__)
 SUFFIX = ".data"
 SPARE = "spare-"
 _STEP_BYTES = HUGE_BYTES
-"""Made at once: as long as its pages are touched nobody in the process can map or unmap anything."""
+"""Made per step: while its pages are touched, no thread of the process can map or unmap memory."""
 _NICE = 10
-"""How far the thread that makes spare files stands back."""
+"""Added to the nice value of the thread that makes spare files."""
 
 
 class DataFiles:
-    """Files of one directory, each segment_bytes long. places: how many there may be at once."""
+    """Files of one directory, each segment_bytes long. places: the limit of files at once."""
 
     def __init__(self, directory: Path, *, segment_bytes: int, places: int) -> None:
         self._directory = directory
@@ -61,7 +61,7 @@ class DataFiles:
         return sorted(int(name) for name in names if name.isdigit())
 
     def adopt(self, segment: int) -> memoryview:
-        """Take over a file of a former life. Raises OSError, TierFailed if it is not of the right size or none fits."""
+        """Adopt an old file. Raises OSError, TierFailed if its size is wrong or the tier is full."""
         path = self.path(segment)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -78,7 +78,7 @@ class DataFiles:
         return memory
 
     def adopt_spares(self) -> None:
-        """Take over spare files that a former life made whole; remove other ones, and those beyond capacity."""
+        """Take over whole spare files of the previous run; remove partial and surplus ones."""
         for path in sorted(self._directory.glob(f"{SPARE}*{SUFFIX}")):
             found = path.lstat()
             whole = found.st_size == self._segment_bytes and found.st_blocks * 512 >= self._segment_bytes
@@ -89,7 +89,7 @@ class DataFiles:
             self._spares.append((path, self._map(path)))
 
     def held_bytes(self) -> int:
-        """What the files take now."""
+        """Bytes that the files use now."""
         return sum(p.lstat().st_blocks * 512 for p in self._directory.glob(f"*{SUFFIX}"))
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class DataFiles:
         self._thread.start()
 
     def stop(self, *, undo: bool = False) -> None:
-        """End the background work; a file that is half made is removed, with undo every spare one that was made here."""
+        """End the background work, remove a half-made file; with undo, all spare files made here."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -115,26 +115,24 @@ class DataFiles:
 
     @property
     def unready_bytes(self) -> int:
-        """Of the places' memory, what does not exist yet."""
+        """Memory of the places that does not exist yet."""
         with self._changed:
             return (self._unmade + self._making) * self._segment_bytes - self._touched_bytes
 
     @property
     def idle_reason(self) -> str:
-        """Why what does not exist yet is made only when it is wanted; empty as long as the thread is at it."""
+        """Why missing memory is made only on demand; empty while the thread makes it."""
         is_over = self._thread is not None and not self._thread.is_alive()
         return self._fault or ("files were given up since the start" if is_over and self._unmade else "")
 
-    # -- in life
+    # -- use
 
     def find_ready(self, segment: int) -> memoryview | None:
         """A spare file's memory, now the segment's, or None if none is ready. Does not wait."""
         with self._changed:
             while self._spares:
                 path, memory = self._spares.popleft()
-                self._unmade += (
-                    1  # where somebody has removed it, or cut it short, another one is made when it is wanted
-                )
+                self._unmade += 1  # if a spare file was removed or cut short, a new one is made on demand
                 with contextlib.suppress(FileNotFoundError):
                     if path.lstat().st_size == self._segment_bytes:
                         os.rename(path, self.path(segment))
@@ -144,7 +142,7 @@ class DataFiles:
             return None
 
     def take(self, segment: int) -> memoryview:
-        """A file's memory, now the segment's: a spare one, one in the making, or one made here. Raises TierFailed, OSError."""
+        """A file's memory for the segment: spare, being made, or new. Raises TierFailed, OSError."""
         while True:
             memory = self.find_ready(segment)
             if memory is not None:
@@ -164,7 +162,7 @@ class DataFiles:
         os.rename(self.path(old), self.path(new))
 
     def discard(self, segment: int) -> None:
-        """Unlink a segment's file: who maps it keeps its bytes, the place may get a new file."""
+        """Unlink a segment's file and free its place. Processes that map it keep its bytes."""
         self.path(segment).unlink(missing_ok=True)
         with self._changed:
             self._unmade += 1
@@ -179,12 +177,12 @@ class DataFiles:
             self._unmade -= 1
 
     def _make_all(self) -> None:
-        with contextlib.suppress(OSError):  # no more than a favour to who serves
-            os.nice(_NICE)  # of this thread alone, as Linux has it
+        with contextlib.suppress(OSError):  # lower priority is optional
+            os.nice(_NICE)  # on Linux, for this thread only
         try:
             while not self._stop.is_set() and self._make(touch=True):
                 pass
-        except OSError as error:  # whoever needs the file tries again, and gets the error
+        except OSError as error:  # the next demand tries again and gets the error
             self._fault = f"{self._directory}: {error.strerror or error}"
             log.warning("no more memory is made ahead", place=str(self._directory), error=self._fault)
 
@@ -213,14 +211,14 @@ class DataFiles:
         return memory is not None
 
     def _allocate(self, path: Path, *, touch: bool) -> memoryview | None:
-        """A new file's memory; None if the stop signal came first (with touch)."""
+        """A new file's memory; with touch, None if the stop signal came first."""
         failpoint("arena.spare.before_file")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, self._segment_bytes)
             memory, is_huge = map_file(fd, self._segment_bytes), True
             for start in range(0, self._segment_bytes, _STEP_BYTES):
-                is_huge = allocate(fd, memory, start, huge=is_huge)  # once refused, not asked again for this file
+                is_huge = allocate(fd, memory, start, huge=is_huge)  # once refused, not tried again for this file
                 if touch:
                     populate(memory[start : start + _STEP_BYTES])
                     self._touched_bytes = min(start + _STEP_BYTES, self._segment_bytes)

@@ -1,13 +1,13 @@
-"""Who holds which pages, in a mapped file that outlives the daemon: the session table.
+"""The session table: which session holds which pages, in a mapped file that outlives the daemon.
 
-Purpose: a new daemon must not reuse what a living client still reads or writes. Every lease and reservation is recorded here
-before its handles leave the daemon, and erased after the core has taken it back. Non-purpose: deciding, sessions themselves.
-Format: `FORMAT.md` beside this file.
+A new daemon must not reuse pages that a living client still reads or writes. Every lease and
+reservation is recorded here before its handles leave the daemon, and erased after the core took it
+back. `../FORMAT.md` describes the file.
 
-Invariants: a row counts only when its last word, written last, holds its check; the same for a holder's record and its
-checksum. So a daemon killed at any instruction leaves rows that are whole or absent, and errs towards holding: a page is
-recorded before it is handed out and forgotten after it came back. A kill leaves nothing that is used and does not check: such a
-record was damaged, and then nobody knows which pages are held.
+A row counts only if its last word, written last, holds its check. The same goes for a holder's
+record and its checksum. So a daemon killed at any instruction leaves each row whole or absent. A
+kill leaves no used record with a wrong check. If one is found, the file was damaged and the holders
+of pages are unknown.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tierd.linux.mapping import map_file
 
 TABLE_MAGIC = b"TIERDSES"
 HOLDER_LIMIT = 4096
-"""Sessions at once, at most."""
+"""The limit of sessions at once."""
 OWN_SESSIONS = 1 << 16
-"""Ids below are the daemon's own sessions, behind which there is no process: they have rows and no holder."""
+"""Lower ids are the daemon's own sessions. They have rows, and no process and no holder."""
 
 TABLE_HEADER = np.dtype([("magic", "S8"), ("version", "<u4"), ("holders", "<u4"), ("checksum", "<u8")])
 """Head of the table, 24 bytes; the checksum is xxh3-64 over the 16 before it."""
@@ -91,11 +91,11 @@ _NO_CHECK = np.uint64(0xFFFF_FFFF)
 _FOLD, _FOLD_SUM, _HALF = np.uint64(29), np.uint64(31), np.uint64(32)
 
 Rows = NDArray[np.int64]
-"""Numbers of rows in the table; good until they are erased."""
+"""Numbers of rows in the table; valid until they are erased."""
 
 
 class HoldKind(enum.IntEnum):
-    """Why a page is held."""
+    """The reason why a page is held."""
 
     LEASE = 1
     RESERVATION = 2
@@ -103,7 +103,7 @@ class HoldKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A session's process, told apart from a later one of the same id by start time and boot. boot: 16 bytes."""
+    """A session's process; start time and boot (16 bytes) distinguish it from later ones of its id."""
 
     session: int
     pid: int
@@ -116,9 +116,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class FormerHolder:
-    """What a session of a former daemon held: EXTENT[n] and the rows that say so, by kind.
+    """Pages that a session of a former daemon held: EXTENT[n] and their rows, by kind.
 
-    Once the core has taken them (`Core.restore`) the rows serve the new lease or reservation; those not taken are erased.
+    Once the core has taken them (`Core.restore`), the rows serve the new lease or reservation. Rows
+    of pages that it did not take are erased.
     """
 
     holder: Holder
@@ -140,13 +141,14 @@ class HoldTable:
         self._free_count = 0
         self._places: dict[int, int] = {}  # session -> its record
 
-    # -- life
+    # -- open and close
 
     def open(self, *, distrust: Callable[[str], None] = lambda _fault: None) -> list[FormerHolder]:
-        """Map the file, made if missing; what former sessions of this boot held. Everything else is erased.
+        """Map the file, made if missing; return the pages held by former sessions of this boot.
+        Erases all else.
 
-        distrust(fault): called before anything is erased if the file is damaged, so that pages may be held of which it does not tell.
-        The caller holds the instance's lock. Raises VersionMismatch, TierFailed.
+        distrust(fault): called before the first erasure if the file is damaged, since unrecorded
+        pages may be held. The caller holds the instance's lock. Raises VersionMismatch, TierFailed.
         """
         try:
             length = self._path.stat().st_size if self._path.exists() else 0
@@ -172,7 +174,7 @@ class HoldTable:
     # -- sessions
 
     def add_holder(self, holder: Holder) -> None:
-        """Record a session, before it is given anything. Raises Overloaded, InvalidArgument for a tenant's name over 64 bytes."""
+        """Record a session. Raises Overloaded, InvalidArgument for a tenant's name over 64 bytes."""
         free = np.flatnonzero(self._holders[:, -1] == 0)
         if not len(free):
             raise Overloaded(f"sessions: the table holds {HOLDER_LIMIT}, its limit; end some of them")
@@ -185,7 +187,7 @@ class HoldTable:
         self._places[holder.session] = place
 
     def drop_holder(self, session: int) -> None:
-        """The session's process is gone: forget it and every row of it. Unknown sessions are no fault."""
+        """Forget a session whose process has ended, and all its rows. Unknown sessions are ignored."""
         self.erase(np.flatnonzero((self._rows[:, 0] == session) & (self._rows[:, -1] != 0)))
         place = self._places.pop(session, None)
         if place is not None:
@@ -194,7 +196,7 @@ class HoldTable:
     # -- pages
 
     def append(self, session: int, extents: StructArray, *, kind: HoldKind) -> Rows:
-        """Record EXTENT[n] as held, before their handles leave; the rows, for `erase`. Raises TierFailed if the table cannot grow."""
+        """Record EXTENT[n] before their handles leave; the rows, for `erase`. Raises TierFailed."""
         count = len(extents)
         if count > self._free_count:
             self._grow(count)
@@ -208,7 +210,7 @@ class HoldTable:
         return rows
 
     def erase(self, rows: Rows) -> None:
-        """Forget these rows, after the core has taken their pages back. Rows erased already are passed over."""
+        """Forget these rows, after the core has taken their pages back. Erased rows are skipped."""
         rows = rows[self._rows[rows, -1] != 0]
         failpoint("holds.erase.before_clear")
         self._rows[rows, -1] = 0
@@ -218,7 +220,7 @@ class HoldTable:
     # -- inner
 
     def _find_faults(self, length: int) -> list[str]:
-        """What is wrong with the file as a whole. length: what it had; 0 if it is new."""
+        """Faults of the whole file. length: of the file before mapping; 0 if it is new."""
         if not length or not any(self._memory[: TABLE_HEADER.itemsize]):
             return ["there is none, or it is blank"]
         faults = [f"it was {length} bytes long"] if length < _ROWS_AT else []
@@ -240,7 +242,7 @@ class HoldTable:
         self._rows = words_of(self._memory, offset=_ROWS_AT, count=count * _ROW_WORDS).reshape(count, _ROW_WORDS)
 
     def _grow(self, count: int) -> None:
-        """At least double; the old mapping and the new one show the same file."""
+        """At least double the rows; the old and the new mapping show the same file."""
         old = len(self._rows)
         try:
             failpoint("holds.grow.before_map")
@@ -266,7 +268,7 @@ class HoldTable:
             faults += [f"{count} {what} are damaged or belong to none"] if count else []
         if faults:
             distrust(f"{self._path}: {', '.join(faults)}")
-        # Rows before holders, as `drop_holder` does: rows that belong to nobody are a sign of damage.
+        # Rows before holders, as in `drop_holder`: rows without a holder would be taken for damage.
         self._rows[~kept, -1] = 0
         barrier()
         self._places = {h.session: place for place, h in found.items() if h.session in holders}
@@ -280,11 +282,11 @@ class HoldTable:
         return [self._former(holder, np.flatnonzero(kept & (self._rows[:, 0] == s))) for s, holder in holders.items()]
 
     def _is_of(self, sessions: Iterable[int]) -> NDArray[np.bool_]:
-        """Which rows name one of these."""
+        """The rows that name one of these sessions."""
         return np.isin(self._rows[:, 0], np.array(list(sessions), dtype=np.uint64))
 
     def _find_holders(self) -> dict[int, Holder]:
-        """Those whose checksums hold, by place."""
+        """Holders whose checksums hold, by place."""
         places = np.flatnonzero(self._holders[:, -1]).tolist()
         read = {place: _read_holder(self._holders[place].tobytes()) for place in places}
         return {place: holder for place, holder in read.items() if holder is not None}
@@ -307,7 +309,7 @@ class HoldTable:
 
 
 def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:
-    """This boot of the machine, 16 bytes."""
+    """The 16-byte id of this boot of the machine."""
     return bytes.fromhex(path.read_text().strip().replace("-", ""))
 
 
@@ -322,7 +324,7 @@ def _pack_header() -> bytes:
 
 
 def _is_header(raw: bytes, *, name: str) -> bool:
-    """Whether it is the header of a session table. Raises VersionMismatch for one of a version that this tierd does not read."""
+    """Whether it is a session table's header. Raises VersionMismatch for an unsupported version."""
     record = np.frombuffer(raw, dtype=TABLE_HEADER)[0]
     if record["magic"] != TABLE_MAGIC or record_checksum(raw[:16]) != int(record["checksum"]):
         return False
@@ -386,7 +388,7 @@ def _valid_rows(words: Words) -> NDArray[np.bool_]:
 
 
 def _check(words: Words) -> Words:
-    """32 bits of each row's content, from [n, 6] words: each times an odd factor, summed, folded. Catches accidents only."""
+    """32 bits per row of [n, 6] words: each times an odd factor, summed, folded. Not secure."""
     mixed = words.copy()
     mixed[:, -1] &= _NO_CHECK
     mixed ^= mixed >> _FOLD

@@ -1,8 +1,8 @@
-"""What an arena remembers about itself beside its segments: its id, the highest numbers used, and the names of namespaces.
+"""The arena's own records: its id, the highest numbers used, and the names of namespaces.
 
-Purpose: `arena.tbl` and `namespaces.log`, described in `FORMAT.md`. Non-purpose: blocks. Invariants: a segment id or a
-generation is recorded as used before anything carries it, so no later life gives it out again; a torn record of a namespace is
-the end of the log, and the log goes on in its place.
+`../FORMAT.md` describes their files, `arena.tbl` and `namespaces.log`. A segment id or generation
+is recorded before it is used, so no later run gives it out again. A torn namespace record ends the
+log; new records replace it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ARENA_HEADER = np.dtype(
         ("next_generation", "<u8"),
     ]
 )
-"""Head of arena.tbl, 56 bytes. The last two are words that change while the arena lives, outside the checksum."""
+"""Head of arena.tbl, 56 bytes. The last two words change, so the checksum omits them."""
 
 SEGMENT_LIMIT, GENERATION_LIMIT = 1 << 31, 1 << 62
-"""Marks above these are damage: a thousand segments a second need 24 days, a million pages a second 146,000 years."""
+"""Higher marks are damage: 1000 segments/s need 24 days, 1,000,000 pages/s 146,000 years."""
 
 _CHECKSUM_AT = 32
 _SEGMENT_WORD, _GENERATION_WORD = 5, 6
@@ -66,11 +66,11 @@ class Marks:
         return max(1, int(self._words[_GENERATION_WORD]))
 
     def use_segment(self, segment: int) -> None:
-        """Call before the segment exists."""
+        """Record a segment id, before the segment exists."""
         self._words[_SEGMENT_WORD] = max(self.next_segment, segment + 1)
 
     def use_generation(self, generation: int) -> None:
-        """Call before a page is stamped with it."""
+        """Record a generation, before a page is stamped with it."""
         self._words[_GENERATION_WORD] = max(self.next_generation, generation + 1)
 
     def _begin(self) -> bytes:
@@ -83,7 +83,7 @@ class Marks:
 
 
 def begin_anew(path: Path) -> Marks:
-    """Replaces damaged marks. The numbers that were used are not known, so these go on far from where any arena begins. Raises OSError."""
+    """Replace damaged marks by new ones, far from where any arena begins. Raises OSError."""
     path.unlink()
     made = Marks(path)
     made.use_segment((1 + secrets.randbelow(1000)) << 20)
@@ -92,21 +92,21 @@ def begin_anew(path: Path) -> Marks:
 
 
 def append_record(path: Path, record: bytes) -> None:
-    """Add one record to a log: length u32, zero u32, xxh3-64 u64, bytes. Raises OSError; then nothing of it is there."""
+    """Append a record: length u32, zero u32, xxh3-64 u64, bytes; all or none. Raises OSError."""
     head = len(record).to_bytes(8, "little") + record_checksum(record).to_bytes(8, "little")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     end = os.fstat(fd).st_size
     try:
         durable.write_fully(fd, head + record, offset=end)
     except OSError:
-        os.ftruncate(fd, end)  # what follows a torn record would be lost
+        os.ftruncate(fd, end)  # records after a torn one would be lost
         raise
     finally:
         os.close(fd)
 
 
 def read_records(path: Path) -> list[bytes]:
-    """All records up to the first torn one, which is cut off together with what follows."""
+    """All records up to the first torn one. It and all bytes after it are cut off."""
     data = path.read_bytes() if path.exists() else b""
     records, at = [], 0
     while at + _RECORD_HEAD_BYTES <= len(data):

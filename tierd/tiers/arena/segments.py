@@ -1,14 +1,16 @@
-"""The books of a tier whose segments clients map: which are in use, with which catalogue and which memory.
+"""The records of a tier whose segments clients map: its segments, their catalogues and their
+memory.
 
-Purpose: `SegmentBooks`, what every such tier does alike: decisions carried out, blocks published, namespaces kept. Non-purpose: the memory itself
-(`SegmentSupply`: files of an arena, slabs of a GPU), where the tables lie (`arena_files.py`), what a former life left.
+`SegmentBooks` is common to all such tiers: it carries out plans, publishes blocks and keeps
+namespaces. A `SegmentSupply` (files of an arena, slabs of a GPU) provides the memory.
+`arena_files.py` chooses the directories.
 
-Invariants:
-- Retract, then begin, then stamp: within `apply` a page's old entry and generation are gone before its new generation is
-  there, and all of that before anybody writes a byte, because handles leave later.
-- A segment that was found again at start was mapped by processes that the core knows nothing of, to write or to read. When it has
-  emptied, its memory is given up whole, as with `fresh`: whoever still reads an old lease keeps its bytes.
-- One thread at a time calls apply, publish, slices: that of the event loop. `prepare` uses a thread of its own.
+- `apply` retracts, then begins, then stamps. So a page's old entry and generation are gone before
+  its new generation is there. Writes start later, since handles leave later.
+- Processes unknown to the core may map a segment recovered at start. Once it is empty, its memory
+  is discarded whole, as with `fresh`. Readers with an old lease keep its bytes.
+- One thread at a time calls apply, publish, slices: that of the event loop. `prepare` uses a thread
+  of its own.
 """
 
 from __future__ import annotations
@@ -49,24 +51,29 @@ Given_co = TypeVar("Given_co", covariant=True)
 
 
 class SegmentSupply(Protocol[Given_co]):
-    """Memory for as many segments as the tier has places, made ahead where that is possible."""
+    """Memory for as many segments as the tier has places, made ahead if possible."""
 
     def find_ready(self, segment: int) -> Given_co | None:
-        """Spare memory, now the segment's, or None if none is ready. Does not wait. Raises OSError."""
+        """Spare memory, now the segment's; None if there is none. Does not wait. Raises OSError."""
 
     def take(self, segment: int) -> Given_co:
-        """Memory, now the segment's: spare, or made here. Called in a thread. Raises TierFailed, OSError."""
+        """Memory, now the segment's: a spare, or new. In a thread. Raises TierFailed, OSError."""
 
     def rename(self, old: int, new: int) -> None:
-        """The memory of one segment becomes that of another; mappings of it stay. Raises OSError."""
+        """Move the memory of one segment to another; mappings of it stay. Raises OSError."""
 
     def discard(self, segment: int) -> None:
-        """A segment's memory is given up whole: who maps it keeps its bytes, the place may get new memory."""
+        """Discard a segment's memory. Processes that map it keep its bytes. The place may get new."""
 
 
 @dataclass(slots=True)
+<<<<<<< HEAD
 class ArenaSegment(Generic[Memory]):
     """A segment in use. memory, catalogue: None until there, or for good when fault says why. found: from a former daemon's life."""
+=======
+class Segment(Generic[Memory]):
+    """A segment in use. memory, catalogue: None until ready, or with a fault. found: recovered."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     assignment: SegmentAssignment
     catalogue: Catalogue | None = None
@@ -82,9 +89,11 @@ class ArenaSegment(Generic[Memory]):
 
 
 class SegmentBooks(Generic[Memory]):
-    """What a tier of segments knows. instance: name of the daemon's instance; arena_dir: base directory, empty to choose one.
+    """The state of a tier of segments. instance: name of the daemon's instance; arena_dir: base
+    directory, empty to choose one.
 
-    Whose subclass opens it sets `_lock`, `_marks` and `_data`. tables is then the directory of everything but the memory.
+    On opening, a subclass sets `_lock`, `_marks` and `_data`. Then tables is the directory of
+    everything but the memory.
     """
 
     def __init__(self, spec: TierSpec, *, position: int, instance: str, arena_dir: str = "") -> None:
@@ -94,7 +103,7 @@ class SegmentBooks(Generic[Memory]):
         self.place = ""
         self.notices: list[str] = []
         self.on_published: Callable[[StructArray, StructArray], None] = lambda _extents, _metas: None
-        """Hears of blocks that were entered: EXTENT [n], META [n]."""
+        """Called with blocks that were entered: EXTENT [n], META [n]."""
         self.tables = Path()
         self._instance, self._arena_dir = instance, arena_dir
         self._segments: dict[int, ArenaSegment[Memory]] = {}
@@ -104,21 +113,21 @@ class SegmentBooks(Generic[Memory]):
         self._marks: marks.Marks
         self._data: SegmentSupply[Memory]
 
-    # -- life
+    # -- open and close
 
     def choose(self) -> arena_files.ArenaPlace:
-        """Where its files lie. Raises ConfigError."""
+        """Choose the directories of its files. Raises ConfigError."""
         return arena_files.choose_place(self.spec, instance=self._instance, arena_dir=self._arena_dir)
 
     def _own(self, place: arena_files.ArenaPlace) -> None:
-        """Takes the directory of tables, and the marks in it. Raises AlreadyOwned, VersionMismatch, OSError."""
+        """Take the directory of tables, and marks. Raises AlreadyOwned, VersionMismatch, OSError."""
         self.tables = place.tables
         what = f"{self.spec.name} of instance {self._instance}"
         self._lock = take_lock(place.tables / arena_files.LOCK_NAME, what=what)
         self._marks = self._open_marks(place)
 
     def _open_marks(self, place: arena_files.ArenaPlace) -> marks.Marks:
-        """Those of the former life; without them nothing of it can be told apart, and all of it goes."""
+        """Marks of the previous run. If they are damaged, its segments are unusable and dropped."""
         try:
             return marks.Marks(place.tables / MARKS_NAME)
         except CorruptRecord as error:
@@ -127,7 +136,7 @@ class SegmentBooks(Generic[Memory]):
             return marks.begin_anew(place.tables / MARKS_NAME)
 
     def _disown(self) -> None:
-        """What was taken goes back, after an opening that failed."""
+        """Release the lock after a failed opening."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -138,7 +147,7 @@ class SegmentBooks(Generic[Memory]):
         return names
 
     def _end(self, lock: OwnerLock, *, release: bool, places: Sequence[Path]) -> None:
-        """Lets go of everything; with release its files go too. places: the directories that hold them."""
+        """Release everything; with release, remove the files. places: their directories."""
         self._segments.clear()
         del self._marks
         if release:
@@ -148,12 +157,13 @@ class SegmentBooks(Generic[Memory]):
             remove_empty(*places)
 
     async def sync(self) -> None:
-        """Nothing: memory is as durable as it gets."""
+        """Nothing to do for memory."""
 
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """Mark retired pages, retract freed ones, begin segments, stamp reserved generations. A segment that cannot begin fails in `prepare`."""
+        """Mark retired pages, retract freed ones, begin segments, stamp reserved generations. If a
+        segment cannot begin, `prepare` fails."""
         for segment, rows in self._rows(plan.retired):
             if segment.catalogue is not None:
                 segment.catalogue.retire(plan.retired["slot"][rows], plan.retired["generation"][rows])
@@ -175,7 +185,7 @@ class SegmentBooks(Generic[Memory]):
         barrier()
 
     async def prepare(self, segments: Sequence[SegmentAssignment]) -> None:
-        """Allocate what these segments still lack. Raises TierFailed."""
+        """Allocate memory that these segments still lack. Raises TierFailed."""
         wanted = [self._segments.get(a.segment) for a in segments if a.tier == self.position]
         if any(segment is None or not segment.is_ready for segment in wanted):
             await asyncio.to_thread(self._prepare, [segment for segment in wanted if segment is not None])
@@ -194,7 +204,7 @@ class SegmentBooks(Generic[Memory]):
     # -- pages
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """Enter blocks into the catalogue: EXTENT[n], META[n], a table of u64 for each. Raises InvalidArgument."""
+        """Enter blocks into the catalogue: EXTENT[n], META[n], u64 tables. Raises InvalidArgument."""
         records = duplicate(metas)
         records["generation"] = extents["generation"]
         for segment, where in self._rows(extents):
@@ -204,7 +214,7 @@ class SegmentBooks(Generic[Memory]):
         self.on_published(extents, metas)
 
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
-        """The published slice tables of these pages; None where there is none of that generation."""
+        """The published slice tables of these pages; None if there is none of that generation."""
         tables: list[SliceTable | None] = [None] * len(extents)
         for segment, where in self._rows(extents):
             if segment.is_ready and segment.catalogue is not None:
@@ -228,14 +238,19 @@ class SegmentBooks(Generic[Memory]):
         return self.tables / f"{segment}{SUFFIX}"
 
     def _ready(self, segment: int) -> Memory:
-        """The memory of a segment that is prepared. Raises KeyError, TierFailed."""
+        """The memory of a prepared segment. Raises KeyError, TierFailed."""
         found = self._segments[segment]
         if not found.is_ready or found.memory is None:
             raise TierFailed(f"{self.spec.name}: segment {segment} is not prepared {found.fault}")
         return found.memory
 
+<<<<<<< HEAD
     def _rows(self, extents: StructArray) -> Iterator[tuple[ArenaSegment[Memory], NDArray[np.intp]]]:
         """The rows that lie in this tier, by segment; those of unknown segments are passed over."""
+=======
+    def _rows(self, extents: StructArray) -> Iterator[tuple[Segment[Memory], NDArray[np.intp]]]:
+        """The rows in this tier, by segment; rows of unknown segments are skipped."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         mine, segments = extents["tier"] == self.position, extents["segment"]
         for segment_id in kinds(segments if every(mine) else segments[mine]):
             segment = self._segments.get(segment_id)
@@ -243,8 +258,13 @@ class SegmentBooks(Generic[Memory]):
                 yield segment, true_rows(mine & (segments == segment_id))
 
     def _begin(self, assignment: SegmentAssignment) -> None:
+<<<<<<< HEAD
         """A segment begins a life. What cannot be done now (no spare memory) is left to `prepare`."""
         segment: ArenaSegment[Memory] = ArenaSegment(replace(assignment, replaces=None, fresh=False))
+=======
+        """Begin a segment. If there is no spare memory, `prepare` makes it later."""
+        segment: Segment[Memory] = Segment(replace(assignment, replaces=None, fresh=False))
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         with self._turn:  # from here on no thread gives the old one memory
             old = self._segments.pop(assignment.replaces, None) if assignment.replaces is not None else None
         self._segments[assignment.segment] = segment
@@ -258,14 +278,19 @@ class SegmentBooks(Generic[Memory]):
         except OSError as error:
             segment.fault, segment.error = f"because it could not begin: {error}", error
 
+<<<<<<< HEAD
     def _succeed(self, old: ArenaSegment[Memory], new: ArenaSegment[Memory], *, fresh: bool) -> None:
         """End the old life: its words, its catalogue, then its memory, which the new life inherits if it may."""
+=======
+    def _succeed(self, old: Segment[Memory], new: Segment[Memory], *, fresh: bool) -> None:
+        """End the old segment: words, catalogue, then memory, which the new one inherits if it may."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         if old.catalogue is not None:
             old.catalogue.retract_all()
-        with contextlib.suppress(OSError):  # one that stays tells of no page any more, and goes with the next start
+        with contextlib.suppress(OSError):  # a file that remains has no valid page, and the next start removes it
             self._remove_catalogue(old.assignment.segment)
         if old.memory is None:
-            return  # it never got any: the place still has some to come
+            return  # it never got memory, so the place can still get some
         if fresh or old.found:
             failpoint("arena.begin.before_discard")
             self._data.discard(old.assignment.segment)
@@ -274,16 +299,16 @@ class SegmentBooks(Generic[Memory]):
         try:
             self._data.rename(old.assignment.segment, new.assignment.segment)
         except OSError:
-            self._data.discard(old.assignment.segment)  # else the place would never have memory again
+            self._data.discard(old.assignment.segment)  # else the place would never get memory again
             raise
         new.memory = old.memory
 
     def _new_catalogue(self, assignment: SegmentAssignment) -> Catalogue:
-        """Of a segment that begins. Raises OSError."""
+        """A catalogue for a new segment. Raises OSError."""
         return Catalogue.create(self._catalogue_path(assignment.segment), head=self._head(assignment))
 
     def _remove_catalogue(self, segment: int) -> None:
-        """Of a segment that ends, if there is one. Raises OSError."""
+        """Remove a segment's catalogue, if there is one. Raises OSError."""
         self._catalogue_path(segment).unlink(missing_ok=True)
 
     def _head(self, assignment: SegmentAssignment) -> CatalogueHead:
@@ -311,13 +336,18 @@ class SegmentBooks(Generic[Memory]):
                 self._give(segment, self._data.take(name))
         except OSError as error:
             if self._segments.get(name) is not segment:
-                return  # its life has ended meanwhile, and its files with it
+                return  # the segment ended meanwhile, and its files with it
             raise TierFailed(
                 f"{self.spec.name}: segment {name} cannot be allocated in {self.place}: {error}"
             ) from error
 
+<<<<<<< HEAD
     def _give(self, segment: ArenaSegment[Memory], memory: Memory) -> None:
         """Memory that was made for a segment: of one whose life has ended meanwhile nobody else would give it up."""
+=======
+    def _give(self, segment: Segment[Memory], memory: Memory) -> None:
+        """Hand memory to the segment it was made for; discard it if that segment ended meanwhile."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         name = segment.assignment.segment
         with self._turn:
             is_alive = self._segments.get(name) is segment

@@ -1,9 +1,10 @@
-"""Processes beside the daemon that write to a tier's memory by themselves: noted before the first byte, waited for by the next daemon.
+"""Other processes that write to a tier's memory: recorded before the first byte, awaited by the
+next daemon.
 
-Purpose: `note_writer`, `await_writers`. Non-purpose: ending them. Invariants: a process that may write is in the file before it can; memory that a former life
-left is in nobody's hands before every process that its file names is gone, since a GPU that is slow to die may still be copying there.
-
-A file of lines `pid start_time`, beside the tables of the tier. What it says of another boot, or of another container's processes, is of processes that are gone.
+This module does not end them. A process is in the file before it can write. The next daemon uses
+inherited memory only once every recorded process is gone. A GPU that is slow to die may still be
+copying there. The file holds lines `pid start_time`, beside the tables of the tier. Entries from
+another boot or container are of processes that are gone.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from tierd.linux.processes import find_start_time, has_ended, open_process
 
 NAME = "writers.txt"
 PATIENCE_S = 60.0
-"""For a killed process whose driver is still letting go."""
+"""Wait for a killed process whose driver is still releasing memory."""
 
 
 def note_writer(tables: Path, pid: int) -> None:
-    """Before it may write. Those that are gone are forgotten. Raises OSError, for a process that /proc hides as well: the next daemon could not wait for it."""
+    """Record a process before it may write; drops processes that are gone. Raises OSError, also for
+    a process that /proc hides, which the next daemon could not wait for."""
     start_time = find_start_time(pid)
     if start_time is None:
         if _is_there(pid):
@@ -37,7 +39,7 @@ def note_writer(tables: Path, pid: int) -> None:
 
 
 def await_writers(tables: Path, *, what: str) -> None:
-    """Returns when none of them is left. what: the tier, for the message. Raises TierFailed, OSError."""
+    """Wait until all are gone. what: the tier, for the message. Raises TierFailed, OSError."""
     until = time.monotonic() + PATIENCE_S
     for pid, start in _living(tables):
         pidfd = open_process(pid, start_time=start)
@@ -66,7 +68,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _living(tables: Path) -> Iterator[tuple[int, int]]:
-    """Those of the file that are there; what is no line of it, and a file that is not there, name nobody."""
+    """Recorded processes that are alive. A missing file and malformed lines are ignored."""
     try:
         text = (tables / NAME).read_text()
     except FileNotFoundError:

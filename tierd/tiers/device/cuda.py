@@ -1,9 +1,13 @@
-"""The device tier of kind "cuda": a GPU's memory, which workers map and attend to in place.
+"""The device tier of kind "cuda": GPU memory that workers map and compute on in place.
 
-Purpose: `CudaTier`: the books of its segments as every mapped memory has them, with catalogues beside the arenas', over slabs of a GPU process. Non-purpose:
-deciding, judging sums, when a failing GPU is tried again (`cache/watch.py`), CUDA (`tierd.gpu`). Invariants: no CUDA call is made here; the descriptors kept
-here outlive a GPU process, so a new one takes the slabs over with what lies in them; nothing of a former daemon's life is used, since its memory is gone.
-A call that fails may have been for a GPU process that died; it raises TierFailed when that is gone, so nothing is copied any more then.
+`CudaTier` keeps its segments as every mapped tier does, with catalogues beside the arenas'. The
+memory is slabs of a GPU process. `tierd.gpu` calls CUDA; `cache/watch.py` decides when a failed GPU
+is retried.
+
+No CUDA call is made here. The descriptors kept here outlive a GPU process, so a new one takes over
+the slabs with their contents. Device memory does not outlive the daemon, so no block of the
+previous run is used. A call that fails because its GPU process died raises TierFailed once that
+process is gone. Its copies have then stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """ordinal: number of the GPU, as the driver counts; patience_s: with a call to it, which is over then, and the GPU process with it; reads_directly: from stores, where it can."""
+    """ordinal: number of the GPU, in the driver's order.
+    patience_s: limit of one call; after it the call and the GPU process end.
+    reads_directly: whether it reads from stores directly, if possible."""
 
     ordinal: int = 0
     patience_s: float = 10.0
@@ -47,7 +53,7 @@ class GpuOptions:
 
 
 class CudaTier(SegmentBooks[Slab]):
-    """One GPU's tier. arena_dir: as of an arena, for the catalogues. facts: what its GPU process found, after `open`."""
+    """One GPU's tier. arena_dir: base directory of the catalogues. facts: from its GPU process."""
 
     _data: Slabs
 
@@ -60,34 +66,37 @@ class CudaTier(SegmentBooks[Slab]):
         self._gpu: GpuProcess | None = None
         self._direct = DirectWays(spec.name, is_wanted=self._options.reads_directly, on_change=self._tell_ways)
         self._is_begun = False
-        """Whether what is said at the start has been told."""
+        """Whether the notices of the start have been logged."""
         self._fault = ""
         self._stir: Callable[[], None] = lambda: None
         self._hosts: dict[int, asyncio.Task[None]] = {}
-        """Host segments that the GPU process maps, or is told to."""
+        """Host segments that the GPU process maps or is about to map."""
         self._errands: set[asyncio.Task[None]] = set()
 
     @property
     def ordinal(self) -> int:
-        """Of the GPU."""
+        """Number of the GPU."""
         return self._options.ordinal
 
     @property
     def uuid(self) -> str:
-        """Of the GPU."""
+        """UUID of the GPU."""
         return self.facts.uuid
 
-    # -- life
+    # -- open and close
 
     def choose(self) -> arena_files.ArenaPlace:
-        """Where its tables lie: small files, so never on huge pages. Raises ConfigError."""
+        """The directory of its tables: small files, so never on huge pages. Raises ConfigError."""
         place = arena_files.choose_place(
             self.spec, instance=self._instance, arena_dir=self._arena_dir or str(arena_files.SHM)
         )
         return replace(place, data=place.tables)
 
     async def open(self) -> Recovered:
-        """Take the directory, start the GPU process, make the slabs. Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed."""
+        """Take the directory, start the GPU process, make the slabs.
+
+        Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed.
+        """
         try:
             await asyncio.to_thread(self._own, self.choose())
             recovered = await asyncio.to_thread(self._drop_former)
@@ -101,7 +110,7 @@ class CudaTier(SegmentBooks[Slab]):
         return recovered
 
     def _drop_former(self) -> Recovered:
-        """Device memory does not outlive a daemon: all that is left of it are the numbers that were used."""
+        """Drop the previous run's segments, whose memory is gone; keep the highest numbers used."""
         former = len(list(self.tables.glob(f"*{SUFFIX}")))
         drop_everything(self.tables, self.tables)
         if former:
@@ -144,7 +153,7 @@ class CudaTier(SegmentBooks[Slab]):
             )
 
     async def close(self, *, release: bool) -> None:
-        """Ends the GPU process and gives the slabs up; clients that map one keep it. With release the tables go too. Twice is once."""
+        """End the GPU process and slabs; client mappings stay. With release, remove the tables."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -154,7 +163,7 @@ class CudaTier(SegmentBooks[Slab]):
     # -- the GPU process
 
     async def _start(self) -> None:
-        """Starts a GPU process over the slabs that there are. Raises Unsupported, Overloaded, TierFailed."""
+        """Start a GPU process over the existing slabs. Raises Unsupported, Overloaded, TierFailed."""
         options = self._options
         gpu = GpuProcess(
             options.ordinal, patience_s=options.patience_s, on_death=lambda reason: self._died(gpu, reason)
@@ -181,15 +190,15 @@ class CudaTier(SegmentBooks[Slab]):
             await gpu.stop()
 
     def health(self) -> Health:
-        """A fault while no GPU process runs. A call that hangs ends it, so nothing else is told."""
+        """A fault while no GPU process runs. A hanging call ends the process, so no age is given."""
         return Health(fault=self._fault)
 
     def heed(self, stir: Callable[[], None]) -> None:
-        """As `WatchedTier.heed`; also when there are other direct ways, as whenever a GPU process begins or has gone."""
+        """As `WatchedTier.heed`. stir also runs at each start and end of a GPU process."""
         self._stir = stir
 
     async def probe(self) -> None:
-        """Starts a GPU process if there is none; it takes over the slabs. Raises TierFailed."""
+        """Start a GPU process if none runs; it takes over the slabs. Raises TierFailed."""
         if self._gpu is not None:
             return
         failpoint("cuda.probe.before_gpu")
@@ -202,7 +211,7 @@ class CudaTier(SegmentBooks[Slab]):
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """As every mapped memory; and host segments that end are detached. No copy of theirs is under way: it would pin their pages."""
+        """As for all mapped memory; also detaches ending host segments, which no copy uses."""
         super().apply(plan)
         for assignment in plan.segments:
             ended = assignment.replaces
@@ -216,20 +225,20 @@ class CudaTier(SegmentBooks[Slab]):
             await attached
             await self._living().detach(segment)
         except TierdError:
-            pass  # the process that mapped it has gone, or it never did
+            pass  # the process that mapped it is gone, or it was never mapped
 
     # -- pages
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
-        """A new descriptor of the slab. The driver knows no read-only ones: whether it is mapped for writing is its client's to keep to.
-        Raises KeyError, TierFailed before `prepare`."""
+        """A new descriptor of the slab. The driver has no read-only ones, so only the client can
+        refrain from mapping it writable. Raises KeyError, TierFailed before `prepare`."""
         slab = self._ready(segment)
         return Descriptor(os.dup(slab.fd), self.spec.segment_bytes)
 
     async def load(
         self, extents: StructArray, metas: StructArray, *, source: MappedTier, sources: StructArray
     ) -> list[SliceTable]:
-        """Fills pages from those of a mapped tier; the sums are of what lies on the device then. Raises TierFailed."""
+        """Fill pages from a mapped tier; sums are of the bytes on the device. Raises TierFailed."""
         with self._failing():
             await self._attach(source, sources)
             slices = await self._living().load(self._pieces(extents, metas, hosts=sources))
@@ -239,14 +248,14 @@ class CudaTier(SegmentBooks[Slab]):
     async def store(
         self, extents: StructArray, metas: StructArray, *, target: MappedTier, targets: StructArray
     ) -> None:
-        """Fills pages of a mapped tier; the last byte is there when it returns. Raises TierFailed."""
+        """Fill pages of a mapped tier; returns when the last byte is there. Raises TierFailed."""
         with self._failing():
             await self._attach(target, targets)
             await self._living().store(self._pieces(extents, metas, hosts=targets))
         failpoint("cuda.store.before_return")
 
     async def sums(self, extents: StructArray, metas: StructArray) -> list[SliceTable]:
-        """The slice tables of pages, of their bytes at some moment after the call. Raises TierFailed."""
+        """The slice tables of pages, of their bytes after the call began. Raises TierFailed."""
         with self._failing():
             return await self._living().sums(self._pieces(extents, metas))
 
@@ -254,18 +263,19 @@ class CudaTier(SegmentBooks[Slab]):
 
     @property
     def direct_from(self) -> frozenset[int]:
-        """Positions of the stores that are read from past host memory, now."""
+        """Positions of the stores that can be read directly now."""
         return self._direct.stores
 
     async def find_direct(self, stores: Sequence[StoredTier]) -> None:
-        """Asks the GPU process, and those that come after it."""
+        """Test direct reads with the GPU process, and with each later one."""
         self._direct.know(stores)
         if self._gpu is not None:
             await self._direct.begin(self._gpu)
         self._is_begun = True
 
     async def read(self, extents: StructArray, metas: StructArray, *, source: StoredTier, sources: StructArray) -> Came:
-        """Fills pages from slots of a store, past host memory; the sums are of what lies on the device then. Raises TierFailed."""
+        """Fill pages from slots of a store, bypassing host memory. The sums are of the bytes on the
+        device. Raises TierFailed."""
         where = source.payloads(sources)
         files = [file for file in where.files if file is not None]
         rows = np.array([row for row, file in enumerate(where.files) if file is not None], np.intp)
@@ -277,11 +287,11 @@ class CudaTier(SegmentBooks[Slab]):
         return _spread(came, rows.tolist(), len(extents))
 
     def distrust(self, store: int, reason: str) -> None:
-        """Nothing is read from the store directly until another GPU process begins."""
+        """Stop direct reads from the store until another GPU process begins."""
         self._direct.give_up(store, reason)
 
     def _tell_ways(self) -> None:
-        """Which way blocks come, wherever people look for it; what is new after the start is said at once."""
+        """Put the paths of blocks into `place` and the notices; log notices that come later."""
         self._stir()
         facts, now = self.facts, list(self._direct.notices.values())
         self.place = ", ".join(
@@ -301,7 +311,7 @@ class CudaTier(SegmentBooks[Slab]):
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Whatever the GPU process refuses is a fault of the tier to its callers."""
+        """Turn errors of the GPU process into TierFailed."""
         try:
             yield
         except (Overloaded, InvalidArgument, KeyError) as error:
@@ -318,7 +328,7 @@ class CudaTier(SegmentBooks[Slab]):
         return pieces
 
     async def _attach(self, tier: MappedTier, extents: StructArray) -> None:
-        """The GPU process maps these segments of a mapped tier; each once, however many wait for it. Raises TierFailed, Overloaded."""
+        """Have the GPU process map these segments, each once. Raises TierFailed, Overloaded."""
         for segment in np.unique(extents["segment"]).tolist():
             task = self._hosts.get(segment)
             if task is None:
@@ -344,7 +354,7 @@ class CudaTier(SegmentBooks[Slab]):
 
 
 def _spread(came: Came, rows: Sequence[int], count: int) -> Came:
-    """What came for some rows, as of all; the others' slots are not there."""
+    """Results of some rows, expanded to all rows. The other rows have the fault "slot not there"."""
     slices, faults = [np.zeros(0, np.uint64)] * count, dict.fromkeys(range(count), "its slot is not there")
     for at, row in enumerate(rows):
         slices[row] = came.slices[at]

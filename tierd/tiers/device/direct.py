@@ -1,8 +1,12 @@
-"""Which stores a GPU's slabs are read into from directly, and the files of them that its process has open.
+"""Direct reads from stores into a GPU's slabs, and the store files that its process has open.
 
-Purpose: `DirectWays`, a part of a device tier: asks a GPU process at its beginning, store by store, and reads by it while there is a way. Non-purpose: whether what came is the block's (the mover), planning
-by it (the core, which `cache/watch.py` tells). Invariants: a way that is not known to be direct is none; one that was given up comes back with another GPU process at the earliest, and not at all if one
-hung over it, or several died; nobody writes through the descriptors that are given; there is a reason for each way that is none.
+`DirectWays` is part of a device tier. It asks each new GPU process, store by store, and reads
+directly while possible. The mover checks whether the bytes are the block's. The core plans,
+informed by `cache/watch.py`.
+
+A path counts as direct only if that is known. An abandoned path returns with another GPU process at
+the earliest. It never returns if a GPU process hung over it or several died. The descriptors that
+are passed are read-only. Each store without a direct path has a notice with the reason.
 """
 
 from __future__ import annotations
@@ -26,14 +30,14 @@ from tierd.tiers.store.slots import DirectIO, SlotFile
 from tierd.tiers.tier import Came, StoredTier
 
 DEATHS_MAX = 3
-"""GPU processes may die over reads without one that ends well between; then no other is asked for any."""
+"""GPU processes that may die over reads without a success between; then no more are asked."""
 FILES_MAX = 256
-"""Files of stores that a GPU process has open, but for those in use."""
+"""The limit of store files that a GPU process has open, not counting those in use."""
 
 
 @dataclass(eq=False, slots=True)
 class Lent:
-    """A file that the GPU process has open, by its number, or is told to open. users: reads under way."""
+    """A file that the GPU process has open, or is opening, under a number. users: reads in flight."""
 
     store: StoredTier
     file: SlotFile
@@ -43,44 +47,45 @@ class Lent:
 
 
 class DirectWays:
-    """Of one device tier. name: the tier's; is_wanted: whether a direct way is looked for; on_change: called when there is one way less, or others."""
+    """Direct reads of one device tier. name: the tier's. is_wanted: whether to try them. on_change:
+    called when a path is lost, or after new tests."""
 
     def __init__(self, name: str, *, is_wanted: bool, on_change: Callable[[], None]) -> None:
         self.notices: dict[int, str] = {}
-        """By store, why there is no direct way, for people."""
+        """By store, why there is no direct path, for people."""
         self._name, self._on_change = name, on_change
         self._given_up = "" if is_wanted else 'direct_reads = "off"'
         self._stores: dict[int, StoredTier] = {}
         self._ways: dict[int, str] = {}
         self._gpu: GpuProcess | None = None
         self._lent: dict[int, Lent] = {}
-        """By the identity of the file, which `Lent` keeps."""
+        """By the identity of the file, which `Lent` keeps alive."""
         self._next_number = 1
         self._under_way = self._deaths = 0
 
     @property
     def stores(self) -> frozenset[int]:
-        """That the slabs are read into from directly, now."""
+        """Positions of the stores that can be read directly now."""
         return frozenset(self._ways)
 
     @property
     def words(self) -> str:
-        """By which way blocks come from each store, in words."""
+        """The path of blocks from each store, in words."""
         return ", ".join(
             f"{store.spec.name} {f'read directly by {self._ways[at]}' if at in self._ways else 'by way of host memory'}"
             for at, store in self._stores.items()
         )
 
     def is_own(self, notice: str) -> bool:
-        """Whether a notice is one of these, of now or before."""
+        """Whether a notice was made here, now or earlier."""
         return notice.startswith(f"{self._name}: blocks come from ")
 
     def know(self, stores: Sequence[StoredTier]) -> None:
-        """The stores that there are."""
+        """Set the stores to consider."""
         self._stores = {store.position: store for store in stores}
 
     async def begin(self, gpu: GpuProcess) -> None:
-        """Asks a GPU process that has just begun."""
+        """Test every store with a new GPU process."""
         self._gpu, self._ways, self._lent = gpu, {}, {}
         for position, store in self._stores.items():
             way, fault = await self._ask(gpu, store)
@@ -92,7 +97,7 @@ class DirectWays:
         self._on_change()
 
     def end(self, gpu: GpuProcess) -> None:
-        """The GPU process has gone. One that hung on a read, or several that died over one, leave no wish for another."""
+        """Handle the end of a GPU process. After a hang in a read, or several deaths, ask no more."""
         self._deaths += self._under_way > 0
         if gpu.hung in ("read", "probe") or self._deaths >= DEATHS_MAX:
             fault = "a GPU process hung" if gpu.hung else f"{self._deaths} GPU processes died"
@@ -103,13 +108,13 @@ class DirectWays:
         self._on_change()
 
     def give_up(self, position: int, reason: str) -> None:
-        """The way from a store is none, until another GPU process begins."""
+        """Abandon the direct path from a store until another GPU process begins."""
         if self._ways.pop(position, None):
             self._say(position, reason)
             self._on_change()
 
     async def read(self, reads: StructArray, files: Sequence[SlotFile], *, store: StoredTier) -> Came:
-        """READ [n] but for the numbers of the files. Whatever is refused while the GPU process lives ends the way. Raises TierFailed."""
+        """Carry out READ [n], setting its files. Raises TierFailed; a refusal ends the path."""
         gpu = self._gpu
         if gpu is None or store.position not in self._ways:
             raise TierFailed(f"{self._name}: there is no direct way from {store.spec.name} any more")
@@ -129,7 +134,7 @@ class DirectWays:
     # -- inner
 
     async def _ask(self, gpu: GpuProcess, store: StoredTier) -> tuple[str, str]:
-        """By which way the store's files come, or why by none."""
+        """The name of the direct path to the store's files, or the reason why there is none."""
         if self._given_up:
             return "", self._given_up
         if store.mode != DirectIO.mode:
@@ -153,7 +158,7 @@ class DirectWays:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """A GPU process that dies within dies over a read."""
+        """Count a read in flight: a GPU process that dies meanwhile died over a read."""
         self._under_way += 1
         try:
             yield
@@ -164,7 +169,7 @@ class DirectWays:
     async def _borrowed(
         self, gpu: GpuProcess, store: StoredTier, files: Sequence[SlotFile]
     ) -> AsyncIterator[list[int]]:
-        """The numbers of files, which the GPU process has open meanwhile. Raises what opening raises."""
+        """File numbers, open in the GPU process for the duration. Raises errors of opening."""
         lent = {id(file): self._lend(gpu, store, file) for file in files}
         for one in lent.values():
             one.users += 1
@@ -185,11 +190,11 @@ class DirectWays:
             opening = asyncio.ensure_future(_open(gpu, number, file))
             opening.add_done_callback(lambda done: done.cancelled() or done.exception())
             found = Lent(store, file, number, opening)
-        self._lent[id(file)] = found  # the last one is that used last
+        self._lent[id(file)] = found  # the last entry is the most recently used
         return found
 
     async def _take_back(self, gpu: GpuProcess) -> None:
-        """Closes there what could not be opened, what has given way in its store, and what nobody has used for long."""
+        """Close files that failed to open, were replaced, or are the least recently used."""
         idle = [one for one in self._lent.values() if not one.users and one.opening.done()]
         gone = [one for one in idle if one.opening.exception() or not one.store.has_file(one.file)]
         gone += [one for one in idle if one not in gone][: max(0, len(self._lent) - len(gone) - FILES_MAX)]
@@ -202,7 +207,7 @@ class DirectWays:
 
 
 async def _open(gpu: GpuProcess, number: int, file: SlotFile) -> None:
-    """By a descriptor of its own, for reading alone."""
+    """Open with a separate read-only descriptor."""
     fd = await asyncio.to_thread(os.open, f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         await gpu.open_file(number, fd)
@@ -211,7 +216,7 @@ async def _open(gpu: GpuProcess, number: int, file: SlotFile) -> None:
 
 
 def reads_of(pieces: StructArray, offsets: Sequence[int]) -> StructArray:
-    """READ [n] for PIECE [n] and where the payloads lie in their files. Page and slot are whole 4 KiB, so both have the room."""
+    """READ [n] for PIECE [n] and payload offsets; pages and slots are whole 4 KiB."""
     reads = np.zeros(len(pieces), READ)
     for name in ("slab", "slab_offset", "length", "layers"):
         reads[name] = pieces[name]

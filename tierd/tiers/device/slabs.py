@@ -1,8 +1,11 @@
 """Device memory of a tier's segments: slabs in use, and spare ones made ahead.
 
-Purpose: what `SegmentBooks` asks of memory, over a GPU process that may be gone and come back. Non-purpose: when another process is started (`cuda.py`), what
-lies in a slab. Invariants: a slab was zeroed before its descriptor came here, and no slab that anybody else may have seen is given to a segment that must be fresh; the
-descriptor kept here is what keeps the memory alive while no process maps it, and is closed once. All of it runs in the thread of the event loop but `take`.
+It supplies memory to `SegmentBooks` over a GPU process, which may end and be replaced (`cuda.py`
+does that).
+
+A slab is zeroed before its descriptor arrives here. A segment that must be fresh gets no slab that
+another process may have seen. The descriptor kept here keeps the memory alive while no process maps
+it; it is closed once. All functions but `take` and `discard` run in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -19,25 +22,25 @@ from tierd.gpu.process import GpuProcess
 from tierd.gpu.protocol import GpuFacts
 
 TAKE_S = 120.0
-"""For a segment's slab to come: many times the patience with one call, since those that are missing are made one after another."""
+"""Limit for a segment's slab, many times one call's, since missing slabs are made in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """number: by which GPU processes know it; fd: what keeps it alive."""
+    """number: its id in GPU processes; fd: keeps it alive."""
 
     number: int
     fd: int
 
 
 class Slabs:
-    """Of one tier. name: of the tier; places: how many slabs there may be at once. Made in the thread of the event loop."""
+    """Slabs of one tier. places: their limit. Made in the event loop's thread."""
 
     def __init__(self, *, name: str, segment_bytes: int, places: int) -> None:
         self.gpu: GpuProcess | None = None
-        """Who makes them; None while there is nobody."""
+        """The process that makes slabs; None while none runs."""
         self.shortage = ""
-        """Why not all of them are there, for people; empty if they are."""
+        """Why some slabs are missing, for people; empty if none is."""
         self._name, self._segment_bytes = name, segment_bytes
         self._unmade, self._next_number = places, 1
         self._spares: deque[Slab] = deque()
@@ -48,11 +51,15 @@ class Slabs:
         self._errands: set[asyncio.Task[None]] = set()
 
     async def hand_over(self, gpu: GpuProcess) -> GpuFacts:
-        """Starts a GPU process over the slabs that there are; from now on it makes them. Raises Unsupported, Overloaded, TierFailed, OSError."""
+        """Start a GPU process over the existing slabs; it makes later ones.
+
+        Raises Unsupported, Overloaded, TierFailed, OSError.
+        """
         lent: dict[int, tuple[int, int]] = {}
         with ExitStack() as ends:
             for slab in (*self._used.values(), *self._spares):
-                # Of its own: a slab may be given up meanwhile, and its descriptor's number be another file's.
+                # A duplicate: a slab may be discarded meanwhile, and its descriptor's number
+                # reused.
                 fd = os.dup(slab.fd)
                 ends.callback(os.close, fd)
                 lent[slab.number] = (fd, self._segment_bytes)
@@ -61,7 +68,7 @@ class Slabs:
         return facts
 
     async def fill(self) -> None:
-        """Makes what is missing, as far as the GPU has room; `shortage` tells the rest. Raises TierFailed."""
+        """Make missing slabs while the GPU has room, else set `shortage`. Raises TierFailed."""
         async with self._making:
             await self._drop()
             while self._unmade and await self._make():
@@ -75,28 +82,28 @@ class Slabs:
         return slab
 
     def take(self, segment: int) -> Slab:
-        """A slab, now the segment's: a spare one, or one made here. From another thread. Raises TierFailed, after TAKE_S at the latest."""
+        """A slab for the segment, for other threads. Raises TierFailed, after TAKE_S at the latest."""
         taking = asyncio.run_coroutine_threadsafe(self._take(segment), self._loop)
         try:
             return taking.result(TAKE_S)
         except TimeoutError:
-            taking.cancel()  # one that was made all the same is there when it is asked for again
+            taking.cancel()  # a slab that is made later serves the next request
             raise TierFailed(
                 f"{self._name}: no slab came within {TAKE_S:g} s; it is tried again, look at dmesg"
             ) from None
 
     def rename(self, old: int, new: int) -> None:
-        """The slab of one segment becomes that of another."""
+        """Move the slab of one segment to another."""
         self._used[new] = self._used.pop(old)
 
     def discard(self, segment: int) -> None:
-        """A segment's slab is given up: who maps it keeps its bytes, the place gets a new one. From any thread."""
+        """Discard a segment's slab. Processes that map it keep its bytes. Works in any thread."""
         slab = self._used.pop(segment)
         os.close(slab.fd)
         self._loop.call_soon_threadsafe(self._lost, slab.number)
 
     async def close(self) -> None:
-        """Gives all of them up."""
+        """Discard all slabs."""
         for errand in list(self._errands):
             errand.cancel()
         await asyncio.gather(*self._errands, return_exceptions=True)
@@ -113,7 +120,7 @@ class Slabs:
         task.add_done_callback(self._errands.discard)
 
     async def _refill(self) -> None:
-        with suppress(TierFailed):  # tried again by whoever needs a slab
+        with suppress(TierFailed):  # the next request for a slab retries
             await self.fill()
 
     async def _take(self, segment: int) -> Slab:
@@ -125,14 +132,14 @@ class Slabs:
         return slab
 
     async def _drop(self) -> None:
-        """What was given up is forgotten by the GPU process first: it may be all the room that there is."""
+        """Have the GPU process forget discarded slabs first: they may occupy all the room."""
         while self._dropped and self.gpu is not None:
             failpoint("cuda.slab.before_drop")
-            with suppress(TierFailed, Overloaded, InvalidArgument):  # another process never knew it
+            with suppress(TierFailed, Overloaded, InvalidArgument):  # a new process never knew it
                 await self.gpu.drop(self._dropped.popleft())
 
     async def _make(self) -> bool:
-        """One more spare slab; whether there was room. Raises TierFailed."""
+        """Make one more spare slab; False if there was no room. Raises TierFailed."""
         if self.gpu is None:
             raise TierFailed(f"{self._name}: no GPU process runs that could make a slab; it is started again soon")
         number = self._next_number

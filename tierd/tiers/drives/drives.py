@@ -1,8 +1,11 @@
-"""Drives: which disks lie under a directory, and what they tell of their wear.
+"""The disks under a directory, and their wear.
 
-Purpose: `find_drives`, from a path through file system, device mapper and partition to whole disks, by sysfs; `read_wear`, by nvme-cli where it is installed
-and permitted. Non-purpose: deciding anything; changing anything, neither the disk nor who may read it. Invariants: nothing is raised for a machine
-that tells little: what cannot be read is said in `trouble`, with the reason and the remedy; no call takes longer than SMART_TIMEOUT_S.
+`drives_under` follows a path through file system, device mapper and partition to whole disks, by
+sysfs. `read_wear` uses nvme-cli, if it is installed and permitted. Neither the disks nor
+permissions are changed.
+
+If the machine tells little, nothing is raised: `trouble` holds the reason and the remedy. No call
+takes longer than SMART_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ from tierd.tiers.drives.smart import Smart, parse_smart
 SMART_TIMEOUT_S = 5.0
 OUTPUT_LIMIT_BYTES = 1 << 20
 MOST_DRIVES = 8
-"""Under one path: of an array, or a volume over several disks."""
+"""The limit of disks under one path: of an array, or a volume over several disks."""
 _SECTOR_BYTES = 512
-"""Of sysfs, whatever the disk's are."""
+"""Sector size in sysfs, independent of the disk's."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """One disk. device: /dev/nvme0n1; model and capacity_bytes: empty and 0 if not known; smart: None if it tells nothing, and trouble says why."""
+    """One disk. device: e.g. /dev/nvme0n1. model and capacity_bytes: empty and 0 if unknown.
+    smart: its health log, or None with the reason in trouble."""
 
     device: str
     model: str = ""
@@ -40,16 +44,16 @@ class Drive:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the kernel tells of disks; a test has its own."""
+    """The kernel's descriptions of disks; tests replace it."""
 
     sys: Path = Path("/sys")
     mounts: Path = Path("/proc/self/mountinfo")
     search_path: str | None = None
-    """Of programs; None: as the environment has it."""
+    """Of programs; None: from the environment."""
 
 
 def drives_under(path: Path, machine: Machine = Machine()) -> list[Drive]:
-    """The disks under a directory, each with what it tells. One without a device if there is none to be found; trouble says why. Blocking."""
+    """The disks under a directory, with their wear; if none, one Drive with only trouble. Blocking."""
     found = sorted(set(_disks(_block_device(path, machine))))[:MOST_DRIVES]
     if not found:
         return [Drive("", trouble=_why_none(path, machine))]
@@ -57,7 +61,7 @@ def drives_under(path: Path, machine: Machine = Machine()) -> list[Drive]:
 
 
 def describe(disk: Path) -> Drive:
-    """What sysfs says of a whole disk, by its directory there."""
+    """A whole disk, described by its directory in sysfs."""
     return Drive(
         device=f"/dev/{disk.name}",
         model=_read(disk / "device" / "model") or _read(disk / "device" / "name"),
@@ -67,7 +71,7 @@ def describe(disk: Path) -> Drive:
 
 
 def read_wear(drive: Drive, machine: Machine = Machine()) -> Drive:
-    """The drive with what its SMART log says, or with the reason why there is none."""
+    """The drive with its SMART log, or with the reason why there is none."""
     if not Path(drive.device).name.startswith("nvme"):
         return replace(
             drive,
@@ -109,7 +113,7 @@ def _told(drive: Drive, done: subprocess.CompletedProcess[bytes]) -> Drive:
 
 
 def _block_device(path: Path, machine: Machine) -> Path | None:
-    """The device under a path in sysfs: by the file system's number, else by what its mount names (btrfs has numbers of its own)."""
+    """The device under a path in sysfs, by the file system's number, or the mount's source (btrfs)."""
     numbers = [os.stat(path).st_dev] if path.exists() else []
     source = _mount_source(path, machine)
     if source.startswith("/dev/") and os.path.exists(source):
@@ -122,7 +126,7 @@ def _block_device(path: Path, machine: Machine) -> Path | None:
 
 
 def _mount_source(path: Path, machine: Machine) -> str:
-    """What is mounted under a path: `/dev/nvme0n1p2`, `tmpfs`; empty if nobody tells."""
+    """The source mounted under a path: `/dev/nvme0n1p2`, `tmpfs`; empty if unknown."""
     best, source, whole = -1, "", path.resolve()
     for line in _read(machine.mounts).splitlines():
         fields, _, rest = line.partition(" - ")
@@ -135,7 +139,7 @@ def _mount_source(path: Path, machine: Machine) -> str:
 
 
 def _disks(device: Path | None, depth: int = 8) -> Iterator[Path]:
-    """Whole disks under a device: through partitions, and through what device mapper and md are made of."""
+    """Whole disks under a device: through partitions, device mapper and md."""
     if device is None or not depth:
         return
     if (device / "partition").exists():

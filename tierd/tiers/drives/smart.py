@@ -1,11 +1,13 @@
-"""The NVMe health log as programs print it in JSON.
+"""The NVMe health log, as programs print it in JSON.
 
-Purpose: `parse_smart`, which reads what versions of nvme-cli and smartctl have called the same numbers. Non-purpose: running a program. The log is that of the
-NVM Express Base Specification, "SMART / Health Information (02h)": percentage used is of the endurance that the maker estimates and may go
-beyond 100; data units are thousands of 512 bytes.
+`parse_smart` accepts the names that versions of nvme-cli and smartctl use for the same numbers. The
+log is that of the NVM Express Base Specification, "SMART / Health Information (02h)". The
+percentage used is of the endurance that the maker estimates and may exceed 100. Data units are
+thousands of 512 bytes.
 
-nvme-cli has `percent_used`; it prints the counters, which have 128 bits, as integers (1.x, and 2.x since its uint128), as floats (2.0), or as texts with
-separators, and with --verbose the warning as an object with its `value`. smartctl has `percentage_used` inside `nvme_smart_health_information_log`.
+nvme-cli has `percent_used`. It prints the 128-bit counters as integers (1.x, and 2.x since its
+uint128), as floats (2.0), or as texts with separators. With --verbose the warning is an object with
+a `value`. smartctl has `percentage_used` inside `nvme_smart_health_information_log`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _DEPTH = 3
 
 @dataclass(frozen=True, slots=True)
 class Smart:
-    """percentage_used: of the endurance, may be above 100. written_bytes, power_on_hours: None if it is not said. warning: bits of the log; 0: well."""
+    """percentage_used: of the endurance, may exceed 100. written_bytes, power_on_hours: None if
+    absent.
+    warning: bits of the log; 0 means no warning."""
 
     percentage_used: int
     written_bytes: int | None = None
@@ -32,7 +36,7 @@ class Smart:
 
 
 def parse_smart(text: bytes | str) -> Smart:
-    """The log in a JSON text. Raises ValueError."""
+    """Parse the log in a JSON text. Raises ValueError."""
     try:
         log = _find_log(json.loads(text), _DEPTH)
     except (UnicodeDecodeError, RecursionError) as error:
@@ -50,7 +54,7 @@ def parse_smart(text: bytes | str) -> Smart:
 
 
 def _find_log(value: Any, depth: int) -> dict[str, Any] | None:
-    """The first object that tells a percentage used."""
+    """The first object that has a percentage used."""
     if not isinstance(value, dict) or not depth:
         return None
     if any(_count(value.get(name)) is not None for name in _PERCENT):
@@ -59,7 +63,7 @@ def _find_log(value: Any, depth: int) -> dict[str, Any] | None:
 
 
 def _count(value: Any) -> int | None:
-    """A number as any version writes it; None for what is none."""
+    """A number in any version's form; None for other values."""
     if isinstance(value, dict):
         return _count(value.get("value"))
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Checking files that no daemon has open: what is found, and how to look without touching.
+"""Checks of files that no daemon has open: findings, and access that changes nothing.
 
-Purpose: `Finding` and `Part`, a store's view of files that changes nothing, locks that leave no trace. Non-purpose: what lies in the files
-(fsck_store.py, fsck_arena.py). Invariant: after a check every file has the bytes that it had before.
+It has `Finding` and `Part`, a read-only `Files`, and locks that leave no trace. `fsck_store.py` and
+`fsck_arena.py` check contents. After a check every file has the bytes that it had before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tierd.tiers.io.lock import take_lock
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. part: the tier, or "instance"; where: file, and place in it; outcome: what the daemon's start or the next hit makes of it."""
+    """One fault. part: the tier, or "instance". where: file, and position in it.
+    outcome: its effect at the daemon's start or the next hit."""
 
     part: str
     where: str
@@ -30,9 +31,10 @@ class Finding:
 
 @dataclass
 class Part:
-    """One tier, or the instance, as far as it has been checked. total_bytes: of payload, known before any of it is read.
+    """One tier, or the instance, as checked so far. total_bytes: of payload, known before any is
+    read.
 
-    notes: what a crash leaves behind in the ordinary way, and nothing is lost by.
+    notes: normal traces of a crash, which lose nothing.
     """
 
     name: str
@@ -45,18 +47,18 @@ class Part:
     notes: list[str] = field(default_factory=list)
 
     def add(self, where: str, fault: str, outcome: str) -> None:
-        """Notes something that is wrong."""
+        """Record a fault."""
         self.findings.append(Finding(self.name, where, fault, outcome))
 
     def add_told(self, notice: str) -> None:
-        """A notice of the daemon's own readers: where, fault and outcome as they write them."""
+        """Record a notice of the daemon's own readers, split into where, fault and outcome."""
         where, _, rest = notice.partition(": ")
         fault, _, outcome = rest.rpartition("; ")
         self.add(where, fault or rest, outcome if fault else "said at the start")
 
 
 class ReadOnlyFiles(OsFiles):
-    """The files of this machine, of which nothing changes: what would be renamed or removed stays."""
+    """The files of this machine, read-only: renames and removals do nothing."""
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -70,7 +72,7 @@ class ReadOnlyFiles(OsFiles):
 
 @contextlib.contextmanager
 def borrowed_lock(path: Path, *, what: str) -> Iterator[None]:
-    """The lock on path for as long as the block lasts, and the file as it was. Nothing where its directory is missing. Raises AlreadyOwned."""
+    """Hold the lock, then restore the file. No-op without its directory. Raises AlreadyOwned."""
     if not path.parent.is_dir():
         yield
         return
@@ -86,6 +88,6 @@ def borrowed_lock(path: Path, *, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def copied(path: Path) -> Iterator[Path]:
-    """A copy of a small file, for a reader that mends what it reads."""
+    """A copy of a small file, for a reader that repairs what it reads."""
     with tempfile.TemporaryDirectory(prefix="tierd-fsck-") as directory:
         yield Path(shutil.copyfile(path, Path(directory) / path.name))

@@ -1,8 +1,8 @@
-"""Checking an arena that no daemon has open: its head, catalogues, names, and every page against its digest.
+"""Check of an arena that no daemon has open: its head, catalogues, names and every page's digest.
 
-Purpose: `check_arena`, `check_holds`. Non-purpose: mending (the daemon's start does), processes that still map the files. Invariants: nothing is
-written: what a reader would mend is read from a copy; what a crash leaves in the ordinary way (a catalogue without a head, an entry
-whose page was just freed) is a note and no finding.
+The check repairs nothing (the daemon's start does) and writes nothing: a reader that repairs gets a
+copy. Processes that still map the files are not considered. Normal traces of a crash are notes, not
+findings: a catalogue without a head, an entry whose page was just freed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DROPPED = "the segment is dropped: its blocks are misses"
 
 
 def check_arena(spec: TierSpec, *, data: Path, tables: Path, part: Part) -> Iterator[None]:
-    """Checks everything; a step after each page. Raises OSError where it cannot look."""
+    """Check everything; yields after each page. Raises OSError if files cannot be read."""
     if not (tables / MARKS_NAME).exists():
         return
     try:
@@ -56,7 +56,7 @@ def check_arena(spec: TierSpec, *, data: Path, tables: Path, part: Part) -> Iter
 
 
 def check_holds(path: Path, part: Part) -> None:
-    """Checks a session table."""
+    """Check a session table."""
     if not path.exists():
         return
     part.files += 1
@@ -75,7 +75,7 @@ def check_holds(path: Path, part: Part) -> None:
 
 
 def _check_names(path: Path, part: Part) -> None:
-    """A log of records whose end may be torn; anything else that does not hold is damage."""
+    """Check a log of records. A torn end is normal; other mismatches are damage."""
     if not path.exists():
         return
     with copied(path) as copy:
@@ -94,7 +94,7 @@ def _check_names(path: Path, part: Part) -> None:
 
 
 def _read(path: Path, spec: TierSpec, store: bytes, part: Part) -> tuple[Catalogue, Survivors] | None:
-    """A catalogue in memory of its own, and the entries that count; None if the segment would be dropped."""
+    """A copy of a catalogue and its valid entries; None if the segment would be dropped."""
     raw = bytearray(path.read_bytes())
     if not any(raw[:HEADER_BYTES]):
         part.notes.append(f"{path}: a segment that was about to begin")

@@ -1,8 +1,9 @@
-"""Checking a store that no daemon has open: description, snapshots, journals, and every slot against its digest.
+"""Check of a store that no daemon has open: description, snapshots, journals and every slot's
+digest.
 
-Purpose: `check_store`. Non-purpose: mending; the daemon's start drops what is damaged, and the next write fills the gap. Invariants: nothing is
-written; the index is the one that the daemon would read, by the same code; what a crash leaves in the ordinary way (a torn tail of the
-journal, a slot that was written again before its record was) is a note and no finding.
+The check repairs nothing and writes nothing. The daemon's start drops damaged parts, and later
+writes replace them. The daemon's own code reads the index. Normal traces of a crash are notes, not
+findings: a torn journal tail, a slot rewritten before its record was.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NO_START = "the daemon does not start"
 
 
 def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
-    """Checks everything; a step after each slot. Raises OSError where it cannot look."""
+    """Check everything; yields after each slot. Raises OSError if files cannot be read."""
     if not (directory / "store.json").exists():
         if any(directory.glob("seg-*.slots")):
             part.add(
@@ -60,7 +61,7 @@ def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
 
 
 def _count_untold(directory: Path, index: StoredIndex, store: bytes) -> int:
-    """Slots whose headers are whole and of this store, and of no block of the index; removed ones that were not written over among them."""
+    """Slots with whole headers of this store, but no block in the index; also removed ones."""
     told, count = {*zip(index.metas["segment"].tolist(), index.metas["offset"].tolist(), strict=True)}, 0
     for path in sorted(directory.glob("seg-*.slots")):
         pages = np.memmap(path, np.uint8, "r").reshape(-1, HEADER_BYTES)
@@ -87,7 +88,7 @@ def _find_identity(directory: Path, part: Part) -> bytes | None:
 
 
 def _tell(notice: str, directory: Path, store: bytes, part: Part) -> None:
-    """A notice of the index's reader; the tail of a journal that a crash cut short is none of rot."""
+    """Record a notice of the index's reader. A journal tail cut by a crash is only a note."""
     words = notice.partition(":")[0].split()
     if words[0] == "journal" and is_torn(directory, store=store, number=int(words[1]), disk=DISK):
         part.notes.append(notice)
@@ -99,7 +100,7 @@ def _tell(notice: str, directory: Path, store: bytes, part: Part) -> None:
 
 
 def _check_rows(directory: Path, loaded: recovery.Loaded, *, store: bytes, part: Part) -> None:
-    """A snapshot loses the pieces that are damaged without a word."""
+    """Report damaged pieces of a snapshot, which its reader skips silently."""
     if loaded.base is None:
         return
     path = snapshot_path(directory, loaded.base)
@@ -148,7 +149,7 @@ def _check_segment(
 
 
 def _find_fault(fd: int, meta: np.void, *, store: bytes) -> str:
-    """What is wrong with the slot of a block that the index tells of; empty if nothing is."""
+    """The fault of an indexed block's slot; empty if there is none."""
     length, offset = int(meta["stored_length"]), int(meta["offset"])
     try:
         raw = os.pread(fd, HEADER_BYTES + length, offset)

@@ -1,7 +1,7 @@
-"""Removing arenas and stores, and finding arenas that nobody uses.
+"""Removal of arenas and stores, and search for arenas without a daemon.
 
-Purpose: what `tierd purge` and an arena's own release need. Non-purpose: sessions that still map the files
-(they keep the memory until they end). Invariant: nothing of an arena is removed but under its lock.
+`tierd purge` and an arena's own release use it. Sessions that still map the files keep the memory
+until they end. An arena's files are removed only under its lock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ STORE_FILES = ("store.json*", "seg-*.slots*", "snapshot-*.bin*", "journal-*.log*
 
 @dataclass(frozen=True, slots=True)
 class ArenaFiles:
-    """One tier's files on this machine. data: directory of its data files; tables: of the rest, and of its lock; owner: process id
-    (0: unknown), None for an orphan."""
+    """One tier's files on this machine. owner: process id (0: unknown), None for an orphan.
+    data: directory of its data files; tables: of the rest, and of its lock."""
 
     instance: str
     tier: str
@@ -33,13 +33,13 @@ class ArenaFiles:
 
 
 def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
-    """The arenas of this user below /dev/shm, every hugetlbfs and the directories given; orphans have no owner."""
+    """This user's arenas in /dev/shm, hugetlbfs and the given directories; orphans have no owner."""
     mounts = list(read_mounts())
     huge = [mount.path for mount in mounts if mount.kind == "hugetlbfs"]
     found: dict[Path, ArenaFiles] = {}
     for base in dict.fromkeys([*huge, *(Path(d).resolve() for d in arena_dirs if d), SHM]):
         if find_stranger(user_directory(base)):
-            continue  # not ours
+            continue  # owned by another user
         for data in sorted(user_directory(base).glob("*/*")):
             tables = user_directory(tables_base(base, mounts)) / data.parent.name / data.name
             if data.is_dir() and not data.is_symlink() and tables not in found:
@@ -48,9 +48,9 @@ def list_arenas(arena_dirs: Iterable[str] = ()) -> list[ArenaFiles]:
 
 
 def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
-    """Remove everything of an instance's arenas; how many bytes its files took (0: there was nothing).
+    """Remove an instance's arenas; returns the bytes that their files used (0: none existed).
 
-    Raises AlreadyOwned, and then nothing has been removed, if a daemon uses any of them.
+    Raises AlreadyOwned if a daemon uses any of them; then nothing is removed.
     """
     arenas = [a for a in list_arenas(arena_dirs) if a.instance == instance]
     with contextlib.ExitStack() as locks:
@@ -68,7 +68,7 @@ def purge(instance: str, *, arena_dirs: Iterable[str] = ()) -> int:
 
 
 def purge_store(directory: Path) -> int:
-    """Removes a store's files, of others in its directory none; how many bytes they took (0: there is no store). Raises AlreadyOwned."""
+    """Remove only a store's files; returns their bytes (0: no store). Raises AlreadyOwned."""
     files = [path for pattern in STORE_FILES for path in directory.glob(pattern)]
     if not files:
         return 0
@@ -82,7 +82,7 @@ def purge_store(directory: Path) -> int:
 
 
 def remove_files(*directories: Path) -> int:
-    """Unlink every file of an arena but its lock; how many bytes they took. Who maps them keeps the memory until it ends."""
+    """Unlink an arena's files but its lock; returns their bytes. Processes keep their mappings."""
     freed = 0
     for path in {path for directory in directories for path in _files(directory) if path.name != LOCK_NAME}:
         freed += path.lstat().st_blocks * 512
@@ -91,7 +91,7 @@ def remove_files(*directories: Path) -> int:
 
 
 def remove_empty(*directories: Path) -> None:
-    """Remove an arena's directories and the instance's, as far as they hold nothing."""
+    """Remove the directories of an arena and of the instance, if empty."""
     for directory in [*dict.fromkeys(directories), *dict.fromkeys(d.parent for d in directories)]:
         with contextlib.suppress(OSError):
             directory.rmdir()

@@ -1,7 +1,8 @@
-"""Calls to a disk: which are under way since when, and how many have failed.
+"""Calls to a disk: those in flight, their ages, and counts of failures.
 
-Purpose: `Calls`, from which a tier says how it fares, and `outlast`. Non-purpose: what follows from it (`cache.breaker`). Invariants: times are the
-loop's; a call is under way until its thread has come back, whoever has stopped waiting for it; only `Call.go_on` is for other threads than the loop's.
+A tier reports its health from `Calls`; `cache.breaker` acts on it. Times are the loop's. A call is
+in flight until its thread has returned, even if its caller stopped waiting. Only `Call.go_on` may
+be called by other threads than the loop's.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ KINDS: tuple[Kind, ...] = ("read", "write")
 
 
 class HangError(Exception):
-    """As many calls as there may be are at the disk, and none has come back for long."""
+    """The disk has its maximum number of calls, and none has returned for long."""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One that is under way, or one after another by the same thread. begun: when the present one began."""
+    """A call in flight, or a series by one thread. begun: start of the present one."""
 
     kind: Kind
     begun: float
 
     def go_on(self, kind: Kind, begun: float) -> None:
-        """The thread has come back from the disk and begins another call."""
+        """The thread returned from the disk and begins another call."""
         self.kind, self.begun = kind, begun
 
 
 class Calls:
-    """See the module. A sync counts as a write. unread: reads that failed since one has succeeded. stir: called when one begins."""
+    """Calls to one disk. A sync counts as a write. unread: failed reads since the last success.
+    stir: called when one begins."""
 
     def __init__(self) -> None:
         self.errors: dict[Kind, int] = {"read": 0, "write": 0}
@@ -45,19 +47,19 @@ class Calls:
         self._last_error = ""
 
     def begin(self, kind: Kind) -> Call:
-        """A call is under way until `end`."""
+        """Begin a call, in flight until `end`."""
         call = Call(kind, asyncio.get_running_loop().time())
         self._under_way.add(call)
         self.stir()
         return call
 
     def end(self, call: Call) -> None:
-        """Its thread has come back."""
+        """The call's thread has returned."""
         self._under_way.discard(call)
 
     @contextmanager
     def one(self, kind: Kind) -> Iterator[None]:
-        """While a call is under way."""
+        """A call in flight during the block."""
         call = self.begin(kind)
         try:
             yield
@@ -65,7 +67,7 @@ class Calls:
             self.end(call)
 
     def fail(self, kind: Kind, error: str) -> None:
-        """A call has failed, for good: what is tried again in smaller parts has not."""
+        """Count a call that failed for good, not one that is retried in smaller parts."""
         self._last_error = error
         self.errors[kind] += 1
         self.unread += kind == "read"
@@ -84,13 +86,13 @@ class Calls:
         )
 
     def age_s(self, *kinds: Kind) -> float:
-        """Of the oldest call under way, of these kinds or all; 0.0: there is none."""
+        """Age of the oldest call in flight, of these kinds or all; 0.0 if there is none."""
         begun = [call.begun for call in self._under_way if not kinds or call.kind in kinds]
         return asyncio.get_running_loop().time() - min(begun) if begun else 0.0
 
 
 async def outlast(work: asyncio.Future[None]) -> None:
-    """Awaits its end, also when cancelled meanwhile: its threads have the caller's memory."""
+    """Await the end of work even when cancelled, since its threads use the caller's memory."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

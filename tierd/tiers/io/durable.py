@@ -1,7 +1,7 @@
-"""Whole files: read, written, and replaced so that they are durable.
+"""Whole files: read, written, and replaced durably.
 
-Purpose: `read_file`, `opened`, `read_into`, `write_fully`, `replace_file`. Non-purpose: what the files mean; single operations (`files`). Invariants: a sync is never
-tried twice; a file under its final name is whole and durable.
+`files` has the single operations. A sync is never retried. A file under its final name is whole and
+durable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tierd.failpoint import failpoint
 from tierd.tiers.io.files import OS, Files
 
 WINDOW_BYTES = 4 << 20
-"""Of a long file, in memory at one time; more where more is asked for at once."""
+"""Of a long file, in memory at one time; more if one read asks for more."""
 
 
 def read_file(path: Path, *, disk: Files = OS) -> bytearray:
-    """All of a file, as much of it as its length says. Raises OSError."""
+    """All of a file, up to its length at the start. Raises OSError."""
     fd = disk.open(path, os.O_RDONLY)
     try:
         data = bytearray(disk.size(path))
@@ -34,7 +34,7 @@ def read_file(path: Path, *, disk: Files = OS) -> bytearray:
 
 
 class Window:
-    """Some of an open file in memory, read as it is asked for. bytes: the file's length. Made by `opened`."""
+    """Part of an open file in memory, read on demand. bytes: the file's length. Made by `opened`."""
 
     def __init__(self, fd: int, length: int, disk: Files) -> None:
         self.bytes = length
@@ -43,7 +43,7 @@ class Window:
         self._begin, self._here = 0, memoryview(b"")
 
     def read(self, offset: int, length: int) -> memoryview:
-        """So many bytes from offset on, fewer at the end of the file. They hold until the next call. Raises OSError."""
+        """length bytes from offset on, fewer at the end. Valid until the next call. Raises OSError."""
         length = max(0, min(length, self.bytes - offset))
         if not self._begin <= offset <= offset + length <= self._begin + len(self._here):
             if len(self._memory) < length:
@@ -56,7 +56,7 @@ class Window:
 
 @contextmanager
 def opened(path: Path, *, disk: Files = OS) -> Iterator[Window]:
-    """The file, to be read a window at a time. Raises OSError."""
+    """A file to be read through a window. Raises OSError."""
     fd = disk.open(path, os.O_RDONLY)
     try:
         yield Window(fd, disk.size(path), disk)
@@ -65,7 +65,7 @@ def opened(path: Path, *, disk: Files = OS) -> Iterator[Window]:
 
 
 def read_into(fd: int, buffer: Buffer, *, offset: int, disk: Files = OS) -> int:
-    """Fills the buffer with what lies from offset on, however many calls it takes; gives how many bytes that were. Raises OSError."""
+    """Fill the buffer from offset on, in several calls; returns the bytes read. Raises OSError."""
     rest, begin = memoryview(buffer).cast("B"), offset  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
     while rest and (count := disk.preadv(fd, [rest], offset)):
         rest, offset = rest[count:], offset + count
@@ -73,7 +73,7 @@ def read_into(fd: int, buffer: Buffer, *, offset: int, disk: Files = OS) -> int:
 
 
 def write_fully(fd: int, data: Buffer, *, offset: int, disk: Files = OS) -> int:
-    """Writes all of data from offset on, however many calls it takes; gives the offset behind it. Raises OSError."""
+    """Write all of data from offset on, in several calls; returns the end. Raises OSError."""
     rest = memoryview(data).cast("B")  # type: ignore[arg-type]  # numpy's buffers are typed from Python 3.12 on
     while rest:
         count = disk.pwritev(fd, [rest], offset)
@@ -84,9 +84,9 @@ def write_fully(fd: int, data: Buffer, *, offset: int, disk: Files = OS) -> int:
 
 
 def replace_file(path: Path, parts: Iterable[Buffer], *, disk: Files = OS) -> int:
-    """Writes parts to a temporary name, syncs, renames to path, syncs the directory. Gives the length in bytes.
+    """Write parts to a temporary name, sync, rename to path, sync the directory. Returns the bytes.
 
-    Raises OSError; path is then what it was before, or the new file whole.
+    Raises OSError; path is then the old file, or the new one whole.
     """
     temporary = path.with_name(path.name + ".tmp")
     fd, length = disk.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 0

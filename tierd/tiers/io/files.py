@@ -1,8 +1,8 @@
-"""What a stored tier asks of the file system, as one small object that is handed along.
+"""The file operations of a stored tier, as one small object that callers pass on.
 
-Purpose: `Files`, and `OsFiles`, the real one; a simulated disk stands in its place (`tests/sim/disk.py`). Non-purpose: what the files
-mean, loops over short reads and writes (`durable`, `slots`). Invariants: a store makes no file operation but through its Files, the
-page cache of last resort (`buffered`) excepted; nothing here is tried twice.
+`OsFiles` is the real one; a simulated disk replaces it (`tests/sim/disk.py`). `durable` and `slots`
+have the loops over short reads and writes. A store makes all file operations through its Files,
+except its fallback on the page cache (`buffered`). Nothing here is retried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def remedy_of(error: OSError) -> str:
-    """What to do about what a disk said."""
+    """The remedy for an error of a disk."""
     return "free space there" if error.errno in NO_SPACE else "see the system's log of that disk"
 
 
@@ -30,48 +30,50 @@ class Lock(Protocol):
     """Held until `release` or the end of the process."""
 
     def release(self, *, remove: bool = False) -> None:
-        """Lets go; twice is once. With remove the lock file is unlinked first."""
+        """Release; a second call does nothing. With remove, the lock file is unlinked first."""
 
 
 class Files(Protocol):
-    """Operations on files, as the kernel has them: each may raise OSError, blocks, and may be called from any thread."""
+    """File operations as in the kernel: each may raise OSError, blocks, and works in any thread."""
 
     def lock(self, path: Path, *, what: str) -> Lock:
-        """The lock on path, for what. Its directory is made, private, if missing. Raises AlreadyOwned, ConfigError, OSError."""
+        """Lock path; makes its directory, private. Raises AlreadyOwned, ConfigError, OSError."""
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor. flags: O_RDONLY, O_WRONLY or O_RDWR, and O_CREAT, O_EXCL, O_TRUNC, O_DIRECT. A new file is its owner's alone."""
+        """A descriptor. flags: O_RDONLY, O_WRONLY or O_RDWR, and O_CREAT, O_EXCL, O_TRUNC,
+        O_DIRECT. Only the owner can access a new file."""
 
     def close(self, fd: int) -> None:
-        """Gives a descriptor back. Nothing becomes durable by it."""
+        """Close a descriptor. This makes nothing durable."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fills buffers in order from offset on; gives how many bytes came, fewer at the end of the file or for no reason."""
+        """Fill buffers in order from offset on; returns the bytes read, which may be fewer."""
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Writes buffers in order from offset on; gives how many bytes went."""
+        """Write buffers in order from offset on; returns the bytes written."""
 
     def truncate(self, fd: int, length: int) -> None:
-        """Cuts the file, or fills it up with zeros."""
+        """Cut the file, or extend it with zeros."""
 
     def allocate(self, fd: int, length: int) -> None:
-        """Sets space aside for the first length bytes; the file is at least that long afterwards, zeros where nothing was."""
+        """Reserve space for the first length bytes; extends a shorter file with zeros."""
 
     def find_unwritten(self, fd: int, start: int) -> tuple[int, int] | None:
-        """The first space from start on that is set aside and was never written: where it begins and ends. None: there is none, or nobody knows."""
+        """Begin and end of the first allocated, never written space after start; None if unknown."""
 
     def sync_data(self, fd: int) -> None:
-        """The file's bytes and length are durable. Once it has failed the file behind fd must be abandoned: the kernel may have dropped the
-        pages that it could not write, and would report success for them the next time."""
+        """Make the file's bytes and length durable. After a failure, abandon the file behind fd.
+        The kernel may have dropped pages that it could not write, and would report success the next
+        time."""
 
     def sync_directory(self, path: Path) -> None:
-        """The names in a directory are durable."""
+        """Make the names in a directory durable."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Gives a file another name in one step; whatever had that name is gone."""
+        """Rename a file in one step, replacing an existing target."""
 
     def unlink(self, path: Path) -> None:
-        """Removes a name; one that is not there is no error."""
+        """Remove a name; a missing one is no error."""
 
     def list(self, directory: Path) -> list[str]:
         """The names in a directory, in no order."""
@@ -80,17 +82,17 @@ class Files(Protocol):
         """Length of a file in bytes."""
 
     def free_bytes(self, directory: Path) -> int:
-        """What new files of a directory may still take."""
+        """Space left for new files of a directory."""
 
     def is_named(self, path: Path, fd: int) -> bool:
         """Whether path still names the file behind fd."""
 
     def random_bytes(self, count: int) -> bytes:
-        """So many bytes that nobody has had before."""
+        """New random bytes."""
 
 
 class OsFiles:
-    """The files of this machine. Descriptors are not inherited; a link in the place of a file is not followed."""
+    """The files of this machine. Descriptors are not inherited; symbolic links are not followed."""
 
     def lock(self, path: Path, *, what: str) -> Lock:
         return take_lock(private_directory(path.parent) / path.name, what=what)
@@ -119,7 +121,7 @@ class OsFiles:
             hole = os.lseek(fd, start, os.SEEK_HOLE)
             return (hole, _data_from(fd, hole, length)) if hole < length else None
         except OSError as error:
-            if error.errno in (errno.ENXIO, errno.EINVAL):  # beyond the end; no such question to this file system
+            if error.errno in (errno.ENXIO, errno.EINVAL):  # beyond the end, or unsupported by the file system
                 return None
             raise
 
@@ -163,10 +165,10 @@ def _data_from(fd: int, start: int, length: int) -> int:
     try:
         return os.lseek(fd, start, os.SEEK_DATA)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # there is none
+        if error.errno == errno.ENXIO:  # no data follows
             return length
         raise
 
 
 OS = OsFiles()
-"""What a store works on unless it is told otherwise."""
+"""The default of a store."""

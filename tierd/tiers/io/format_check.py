@@ -1,8 +1,8 @@
-"""The heads of all files that hold blocks: which version wrote them, told before anything is opened for writing.
+"""Check of the versions in all files that hold blocks, before any is opened for writing.
 
-Purpose: `check_versions`, so that a start that meets files of another version changes nothing at all. Non-purpose: what the files
-hold. Invariant: of every format, in every version, magic, version (u32 at 8) and checksum stay where they are here; a head whose checksum does
-not hold is damage, which is for its reader to deal with.
+A start that finds files of another version changes nothing. Every version of every format keeps
+magic, version (u32 at 8) and checksum where they are here. A head with a wrong checksum is damage,
+which its reader handles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STORE = slice(16, 32)  # in snapshots and journals
 
 
 class Head(NamedTuple):
-    """pattern: names of such files; sealed_bytes: how many the checksum behind them covers."""
+    """pattern: names of such files; sealed_bytes: length covered by the checksum that follows."""
 
     pattern: str
     magic: bytes
@@ -41,7 +41,7 @@ HEADS = (
 
 
 def check_versions(*directories: Path) -> None:
-    """Raises VersionMismatch for a file of a version that this tierd does not read, TierFailed for a store whose files name another. Nothing is changed."""
+    """Change nothing. Raises VersionMismatch; TierFailed if a store's files name another store."""
     for directory in directories:
         stores = dict[Path, bytes]()
         for head in HEADS:
@@ -66,7 +66,7 @@ def find_version(raw: bytes, head: Head) -> int | None:
 
 
 def _read_head(path: Path) -> bytes:
-    """Empty for a file that cannot be read: whoever needs it says so."""
+    """Empty for a file that cannot be read: its user raises the error."""
     try:
         with path.open("rb") as file:
             return file.read(_HEAD_BYTES)
@@ -75,12 +75,13 @@ def _read_head(path: Path) -> bytes:
 
 
 def _check_store(path: Path, stores: dict[Path, bytes]) -> None:
-    """store.json has no checksum, so the heads beside it have a say: under a wrong id all of the store would be taken for foreign, and removed."""
+    """Compare store.json, which has no checksum, with the other heads. Under a wrong id all files
+    of the store would be removed as foreign."""
     try:
         description = json.loads(_read_head(path))
         version, store = int(description["format"]), bytes.fromhex(description["store"])
     except (ValueError, KeyError, TypeError):
-        return  # whoever opens the store says so
+        return  # opening the store raises the error
     versions.STORE.check(version, name=str(path))
     for other, found in stores.items():
         if found != store:

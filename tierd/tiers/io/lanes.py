@@ -1,9 +1,12 @@
 """Lanes: the threads of a store, which take their jobs from one queue.
 
-Purpose: as many calls at the disk as it wants, the hashing of one beside the I/O of others, and the event loop out of it: it wakes lanes that sleep, and
-hears of a bundle once, at its end. Non-purpose: what a job does (`moves`). Invariants: jobs begin in the order in which they came, at most `count` at a
-time; a bundle ends only when no lane has one of its jobs any more, and none is left in the queue; what no lane has begun is given up when every lane
-hangs, or one has waited for its turn at the disk in vain, or none is awake and the system gives no thread.
+They keep as many calls at the disk as it needs, and hash one block during the I/O of others. The
+event loop only wakes sleeping lanes and learns once that a bundle has ended. `moves` defines the
+jobs.
+
+Jobs begin in order of arrival, at most `count` at a time. A bundle ends only when no lane or queue
+has one of its jobs. Queued jobs fail if every lane hangs, or a lane waited in vain for its turn at
+the disk. They also fail if no lane is awake and the system gives no thread.
 """
 
 from __future__ import annotations
@@ -32,17 +35,18 @@ class Job(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """Which way its bytes go."""
+        """The direction of its bytes."""
 
     def run(self) -> Sequence[Job]:
-        """To its end, in a lane. Gives what is to be tried in its stead. Raises HangError where it is to be given up, and so is what waited as long."""
+        """Run to the end, in a lane; returns jobs to try instead. Raises HangError if this job, and
+        all that waited as long, are to be given up."""
 
     def give_up(self) -> None:
-        """It will not run."""
+        """The job will not run."""
 
 
 class Lanes:
-    """See the module. count: how many there are; gives_way: their threads take no processor from who computes on it."""
+    """Threads of one store. count: of threads; gives_way: run them with SCHED_BATCH."""
 
     def __init__(self, count: int, *, name: str, calls: Calls, gives_way: bool = False) -> None:
         self.threads = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_give_way if gives_way else None)
@@ -50,12 +54,13 @@ class Lanes:
         self._lock = threading.Lock()
         self._queue: deque[tuple[_Bundle, Job]] = deque()
         self._awake: set[Call] = set()
-        self._mine = threading.local()  # a lane's own: its call, and what time it is
+        self._mine = threading.local()  # per lane: its call and its clock
         self._all_asleep = asyncio.Event()
         self._all_asleep.set()
 
     async def carry(self, jobs: Sequence[Job], *, hang_s: float) -> None:
-        """Until each has run or is given up, also when cancelled meanwhile. Raises what a job raises, when the last has ended.
+        """Wait until each job has run or is given up, even when cancelled. Then raises a job's
+        error.
 
         hang_s: a call that takes longer hangs.
         """
@@ -70,7 +75,7 @@ class Lanes:
         await outlast(bundle.done)
 
     async def idle(self) -> None:
-        """Until every lane sleeps and nothing waits."""
+        """Wait until every lane sleeps and no job is queued."""
         while self._awake:
             await self._all_asleep.wait()
 
@@ -86,7 +91,7 @@ class Lanes:
     # -- on the loop
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """As many lanes as there are jobs, or as sleep, or as get a thread."""
+        """Wake a lane for each job, limited by sleeping lanes and available threads."""
         with self._lock:
             kinds = [job.kind for _, job in islice(self._queue, self._count - len(self._awake))]
         for kind in kinds:
@@ -103,11 +108,11 @@ class Lanes:
         if kinds and not self._awake:
             self._withdraw(lambda _: True)
         elif kinds:
-            time.sleep(0)  # lanes get the interpreter's lock now, not when this thread has prepared all that it is at
+            time.sleep(0)  # let lanes take the interpreter's lock before this thread goes on
 
     def _fell_asleep(self, call: Call, lane: asyncio.Future[None]) -> None:
         self._lie_down(call)
-        if self._queue:  # a job came when it had looked
+        if self._queue:  # a job came after its last look
             self._wake(lane.get_loop())
         lane.result()
 
@@ -118,7 +123,7 @@ class Lanes:
             self._all_asleep.set()
 
     def _watch(self, bundle: _Bundle, hang_s: float) -> None:
-        """Looks after so long, and again, whether the lanes hang."""
+        """Check after hang_s, repeatedly, whether the lanes hang."""
 
         def look() -> None:
             if bundle.done.done():
@@ -133,7 +138,7 @@ class Lanes:
     # -- on the loop, or in a lane
 
     def _withdraw(self, is_meant: Callable[[_Bundle], bool]) -> None:
-        """What no lane has begun of such bundles is given up."""
+        """Give up the queued jobs of such bundles."""
         with self._lock:
             waiting, self._queue = self._queue, deque[tuple[_Bundle, Job]]()
             for its, job in waiting:
@@ -146,7 +151,7 @@ class Lanes:
     # -- in a lane
 
     def begin_call(self) -> None:
-        """The lane of this thread has its turn at the disk: only from now on is its call under way."""
+        """This lane has its turn at the disk: its call is in flight only from now on."""
         call: Call = self._mine.call
         call.go_on(call.kind, self._mine.now())
 
@@ -160,8 +165,8 @@ class Lanes:
                 instead = job.run()
             except HangError:
                 job.give_up()
-                self._withdraw(lambda its: its.begun <= call.begun)  # else each of them would wait for its turn in turn
-            except Exception as error:  # noqa: BLE001  # it is for who carries
+                self._withdraw(lambda its: its.begun <= call.begun)  # else each of them would wait for its turn in vain
+            except Exception as error:  # noqa: BLE001  # for the caller of carry
                 bundle.error = error
             with self._lock:
                 self._queue.extend((bundle, other) for other in instead)
@@ -173,14 +178,15 @@ class Lanes:
 
 
 def _give_way() -> None:
-    """This thread, woken, waits for its turn like everybody: each call at the disk that ends would else interrupt the client who copies there. What its operator has said stays."""
+    """Run this thread under SCHED_BATCH, so that a finished call does not interrupt a client's
+    copying. A policy that the operator set stays."""
     with suppress(OSError):  # a sandbox may refuse it
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _Bundle:
-    """Jobs that are waited for together, since `begun`. error: of one that raised."""
+    """Jobs that are awaited together, since `begun`. error: of one that raised."""
 
     def __init__(self, left: int, loop: asyncio.AbstractEventLoop) -> None:
         self.begun = loop.time()
@@ -190,7 +196,7 @@ class _Bundle:
         self._left = left
 
     def count(self, change: int) -> None:
-        """So many more jobs of it are there; without any it is done. Under the lock of the lanes."""
+        """Change the number of jobs; at 0 the bundle is done. Under the lock of the lanes."""
         self._left += change
         if not self._left:
             self.done.get_loop().call_soon_threadsafe(self._tell)

@@ -1,8 +1,9 @@
-"""One owner for each directory: an exclusive lock that is held for life, and directories that nobody else can change.
+"""One owner per directory: an exclusive lock held for life, and directories that only the owner can
+change.
 
-Purpose: `take_lock` and `private_directory`. Non-purpose: what the directory holds. Invariants: the lock goes with the
-process, however that ends (flock on a descriptor that no other program inherits); a lock file is removed only by who holds it, and
-a lock taken on a file that has been removed meanwhile does not count.
+The lock ends with the process, however that ends (flock on a descriptor that no other program
+inherits). Only its holder removes a lock file. A lock taken on a file that was removed meanwhile
+does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tierd.errors import AlreadyOwned, ConfigError
 from tierd.linux.trust import find_stranger
 
 _ATTEMPTS = 5
-_PAUSE_S = 0.01  # a look by `find_owner` may hold the lock for a moment
+_PAUSE_S = 0.01  # `find_owner` may hold the lock for a moment
 
 
 class OwnerLock:
@@ -29,7 +30,7 @@ class OwnerLock:
         self._fd: int | None = fd
 
     def release(self, *, remove: bool = False) -> None:
-        """Let go; twice is once. With remove the lock file is unlinked first."""
+        """Release; a second call does nothing. With remove, the lock file is unlinked first."""
         if self._fd is None:
             return
         if remove:
@@ -39,9 +40,11 @@ class OwnerLock:
 
 
 def take_lock(path: Path, *, what: str) -> OwnerLock:
-    """The lock on path, a file in an existing directory that is made if missing. what: the thing it guards, for the message.
+    """Lock path, a file made if missing, in an existing directory. what: the locked thing, for the
+    message.
 
-    Raises AlreadyOwned naming the holder's process id; ConfigError where a stranger laid the way to it; OSError if the file cannot be opened.
+    Raises AlreadyOwned with the holder's process id; ConfigError if another user owns a step of the
+    path; OSError if the file cannot be opened.
     """
     check_way(path.parent)
     for attempt in range(_ATTEMPTS):
@@ -61,7 +64,7 @@ def take_lock(path: Path, *, what: str) -> OwnerLock:
 
 
 def find_owner(path: Path) -> int | None:
-    """Process id of who holds the lock on path (0 if it cannot be told), or None if nobody does."""
+    """Process id of the lock's holder (0 if unknown), or None if it is free."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -75,7 +78,8 @@ def find_owner(path: Path) -> int | None:
 def private_directory(path: Path) -> Path:
     """The directory, made 0700 if missing, with its missing parents.
 
-    Raises ConfigError if another user owns it or others may write to it or swap it: what lies in it is trusted.
+    Raises ConfigError if another user owns it, or others may write to it or swap it, since its
+    contents are trusted.
     """
     check_way(path)
     if not path.parent.exists():
@@ -94,7 +98,7 @@ def private_directory(path: Path) -> Path:
 
 
 def check_way(path: Path) -> None:
-    """Raises ConfigError where another user laid a step on the way to a path, a link for example."""
+    """Raise ConfigError if another user owns a step of the path, for example a link."""
     if stranger := find_stranger(path):
         raise ConfigError(f"{path}: {stranger}, lies on the way there; remove it, or use another directory")
 

@@ -1,10 +1,11 @@
-"""Turns at a disk: how many calls are there at one time, reads apart from writes.
+"""Turns at a disk: the number of calls at one time, separate for reads and writes.
 
-Somebody waits for nearly every read, and for few of the writes. In one line a read would come behind all writes that wait, and at the disk behind those that are there already: demotion has 64 MiB of
-them. So neither waits for the other's turns, and where there are reads too writes have half as many.
+A client waits for nearly every read, and for few writes. With one queue a read would follow all
+waiting writes, of which demotion has 64 MiB. So neither kind waits for the other's turns. While
+there are reads, writes have half as many turns.
 
-Purpose: `Turns`. Non-purpose: threads (lanes.py). Invariants: there are never more than `most` calls of a kind; those of a kind have their turns in the order in which they came, so that none waits for
-longer than what was before it takes; whether there are reads goes by calls and not by a clock.
+There are never more than `most` calls of a kind. Calls of a kind get turns in order of arrival. The
+presence of reads is measured by calls, not by a clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from tierd.tiers.io.calls import KINDS, Kind
 
 ALONE = 64
-"""So many writes after the last read writes count as alone: tens of milliseconds."""
+"""After this many writes since the last read, writes count as alone: tens of milliseconds."""
 
 
 class Turns:
@@ -26,14 +27,14 @@ class Turns:
         self._lock = threading.Lock()
         self.taken = dict.fromkeys(KINDS, 0)
         self.waiting: dict[Kind, deque[threading.Lock]] = {kind: deque() for kind in KINDS}
-        """A lock for each who waits, which he is given with his turn."""
+        """A lock for each waiter, released when it gets its turn."""
         self._since_read = ALONE
 
     def take(self, kind: Kind, *, timeout_s: float) -> bool:
-        """Waits for a turn; False: there was none in time."""
+        """Wait for a turn; False if none came in time."""
         with self._lock:
             self._note(kind)
-            if self._is_free(kind):  # then nobody waits
+            if self._is_free(kind):  # then none waits
                 self._begin(kind)
                 return True
             mine = threading.Lock()
@@ -42,13 +43,13 @@ class Turns:
         if mine.acquire(timeout=timeout_s):
             return True
         with self._lock:
-            is_late = mine in self.waiting[kind]  # else it came in the last moment
+            is_late = mine in self.waiting[kind]  # else it came at the last moment
             if is_late:
                 self.waiting[kind].remove(mine)
             return not is_late
 
     def give(self, kind: Kind) -> None:
-        """The call has come back."""
+        """The call has returned."""
         with self._lock:
             self.taken[kind] -= 1
             self._note(kind)
@@ -57,7 +58,7 @@ class Turns:
                 self.waiting[kind].popleft().release()
 
     def _note(self, kind: Kind) -> None:
-        """There are reads until so many writes after the last."""
+        """Note a read: reads count as present until ALONE writes have followed."""
         if kind == "read":
             self._since_read = 0
 

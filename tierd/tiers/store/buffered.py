@@ -1,8 +1,9 @@
 """Slot files through the page cache, by aiofiles: for file systems that refuse O_DIRECT.
 
-Purpose: the `SlotIO` of last resort. Non-purpose: speed; each call makes its own trip to a thread, and the bytes are copied twice.
-Invariants: every call has a file object of its own, since seeking is not shared; what is written is durable only after the store's sync,
-as with O_DIRECT; the store says once that it works this way.
+This `SlotIO` is the last resort and slow: each call makes its own trip to a thread, and the bytes
+are copied twice. Seeking is not shared, so every call has a file object of its own. As with
+O_DIRECT, writes are durable only after the store's sync. A notice says that the store works this
+way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tierd.tiers.store.slots import SlotFile
 
 
 class BufferedIO:
-    """Reads and writes through the page cache. count: calls at one time; they are told to the loop in which this is made."""
+    """Reads and writes through the page cache. count: calls at one time, on the current loop."""
 
     mode = "buffered"
 

@@ -1,11 +1,10 @@
-"""The journal of a store: what happened to its index since the last snapshot, appended and never changed.
+"""The journal of a store: changes of its index since the last snapshot, appended and never changed.
 
-Purpose: records, their framing, one file of them. Non-purpose: what the records add up to (`stored_index`), when to
-sync (`nvme`). Invariants: a frame is believed only if its checksum holds over store, journal number, place in the file and
-payload, so that a torn tail, a shifted frame and another journal's frame all end the reading; a file that has been read is never
-appended to again; after a failed sync the file takes nothing more.
-
-The format is described in FORMAT-NVME.md.
+It has the records, their framing, and one file of them; FORMAT-NVME.md describes the format.
+`stored_index` applies records, and `ledger` decides when to sync. A frame is valid only if its
+checksum holds over store, journal number, offset and payload. So a torn tail, a shifted frame or
+another journal's frame ends the reading. A file that has been read is never appended to. After a
+failed sync it takes no more records.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from tierd.tiers.io.files import OS, Files
 
 JOURNAL_MAGIC = b"tierdJNL"
 FRAME_LIMIT_BYTES = 64 << 20
-"""A longer frame is taken for damage."""
+"""A longer frame counts as damage."""
 REMOVED_LIMIT = 1 << 20
-"""Rows of one record, 16 MiB: a plan may free every block that there is."""
+"""Rows of one record, 16 MiB: a plan may free all blocks."""
 SECTOR_BYTES = 512
-"""What a disk writes whole or not at all."""
+"""The unit that a disk writes whole or not at all."""
 
 REMOVED = np.dtype([("segment", "<u4"), ("reserved", "<u4"), ("offset", "<u8")])
-"""One removed block: where it lay."""
+"""The location of one removed block."""
 
 _HEADER = struct.Struct("<8sII16sQQ")  # magic, version, reserved, store, number, checksum
 _FRAME = struct.Struct("<QQ")  # payload bytes, checksum
@@ -46,7 +45,7 @@ _SEAL = struct.Struct("<16sQQ")  # store, number, offset of the frame: summed, n
 
 @dataclass(frozen=True, slots=True)
 class SegmentBegun:
-    """A segment began a life at a place (0 to places - 1), and whatever lived there before has ended."""
+    """A segment began at a place (0 to places - 1), which ended the segment that was there."""
 
     place: int
     segment: int
@@ -71,14 +70,14 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceKept:
-    """An opaque record of the cache's."""
+    """An opaque record of the cache."""
 
     record: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """No segment id and no generation from these on has been used."""
+    """The first segment id and the first generation that are unused."""
 
     next_segment: int
     next_generation: int
@@ -86,7 +85,7 @@ class Marks:
 
 Record = SegmentBegun | BlocksStored | BlocksRemoved | NamespaceKept | Marks
 Reading = Callable[[int, int], memoryview]
-"""Bytes of a file: from an offset on, so many, fewer at its end."""
+"""Reads length bytes of a file from an offset on, fewer at its end."""
 
 
 def encode_record(record: Record) -> bytes:
@@ -106,7 +105,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(payload: bytes | memoryview) -> Record | None:
-    """What `encode_record` made; None if it is no record that this version knows."""
+    """Decode a result of `encode_record`; None if this version does not know it."""
     try:
         kind, *fields = msgpack.unpackb(payload)
         match kind:
@@ -126,7 +125,8 @@ def decode_record(payload: bytes | memoryview) -> Record | None:
 
 
 def checked_segment(begun: SegmentBegun) -> SegmentBegun:
-    """The segment itself. Raises ValueError for numbers that none has: what follows divides by them and counts in 64 bits."""
+    """Check and return a segment. Raises ValueError for impossible numbers: later code divides by
+    them and counts in 64 bits."""
     small = (begun.place, begun.segment, begun.domain, begun.pages)
     if not all(0 <= n < 1 << 32 for n in small) or not 0 < begun.class_bytes < 1 << 40:
         raise ValueError(f"no segment has these numbers: {begun}")
@@ -134,7 +134,7 @@ def checked_segment(begun: SegmentBegun) -> SegmentBegun:
 
 
 def checked_marks(marks: Marks) -> Marks:
-    """The marks themselves. Raises ValueError for numbers that no store reaches."""
+    """Check and return marks. Raises ValueError for numbers that no store reaches."""
     if not 0 <= marks.next_segment < 1 << 32 or not 0 <= marks.next_generation < 1 << 63:
         raise ValueError(f"no store has reached these numbers: {marks}")
     return marks
@@ -147,7 +147,7 @@ class Journal:
         self.path, self.fd = path, fd
         self.number = number
         self.bytes = _HEADER.size
-        """Length of what was appended whole."""
+        """Length of all completed appends."""
         self.is_abandoned = False
         self._store = store
         self._disk = disk
@@ -176,15 +176,15 @@ class Journal:
 
     @classmethod
     def unwritten(cls, directory: Path, *, store: bytes, number: int, disk: Files) -> Journal:
-        """One without a file, abandoned from the first."""
+        """A journal without a file, abandoned from the start."""
         journal = cls(-1, journal_path(directory, number), store=store, number=number, disk=disk)
         journal.is_abandoned = True
         return journal
 
     def append(self, records: Iterable[Record]) -> None:
-        """Writes frames at the end, not yet durable.
+        """Write frames at the end, not yet durable.
 
-        Raises OSError; then none of them is in the file, or the file is abandoned.
+        Raises OSError; then the file has none of them, or it is abandoned.
         """
         frames, end = [], self.bytes
         for record in chain.from_iterable(map(_pieces, records)):
@@ -198,7 +198,7 @@ class Journal:
         self.bytes = end
 
     def sync(self) -> None:
-        """Makes everything appended durable. Raises OSError; the file is then abandoned."""
+        """Make all appended records durable. Raises OSError; the file is then abandoned."""
         try:
             self._disk.sync_data(self.fd)
         except OSError:
@@ -206,7 +206,7 @@ class Journal:
             raise
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Close the descriptor."""
         if self.fd >= 0:
             self._disk.close(self.fd)
 
@@ -221,7 +221,7 @@ class Journal:
 
 
 def _pieces(record: Record) -> Iterator[Record]:
-    """The record, or several that say the same and fit a frame each."""
+    """The record, or equal smaller ones that each fit a frame."""
     if not isinstance(record, BlocksRemoved):
         yield record
         return
@@ -230,9 +230,10 @@ def _pieces(record: Record) -> Iterator[Record]:
 
 
 class JournalText:
-    """What a journal file says: its records, in order, up to the first that is not whole. Iterating raises VersionMismatch for a newer format, OSError.
+    """Records of a journal file, in order, up to the first that is not whole.
 
-    cut_bytes: when all are read, the torn or damaged tail that was passed over.
+    cut_bytes: after reading, the length of the torn or damaged tail. Iterating raises
+    VersionMismatch for a newer format, OSError.
     """
 
     def __init__(self, path: Path, origin: tuple[bytes, int], disk: Files) -> None:
@@ -254,19 +255,21 @@ class JournalText:
 
 
 def journal_path(directory: Path, number: int) -> Path:
-    """Where the journal of this number lies."""
+    """The path of the journal of this number."""
     return directory / f"journal-{number:016d}.log"
 
 
 def read_journal(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> JournalText:
-    """The records of a journal, which are read as they are asked for."""
+    """The records of a journal, read during iteration."""
     return JournalText(journal_path(directory, number), (store, number), disk)
 
 
 def is_torn(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> bool:
-    """Whether the end that is passed over is one that a crash leaves: the last write in part, and nothing whole behind it.
+    """Whether the ignored tail is one that a crash leaves: a partial last write with no whole frame
+    after it.
 
-    A file that only grows ends early then, or has sectors that were never written and read as zeros. Raises VersionMismatch, OSError.
+    A file that only grows then ends early, or has unwritten sectors that read as zeros. Raises
+    VersionMismatch, OSError.
     """
     data, origin = durable.read_file(journal_path(directory, number), disk=disk), (store, number)
     end = 0
@@ -290,13 +293,13 @@ def _ends_early(data: bytearray, start: int) -> bool:
 
 
 def _has_unwritten(data: bytearray, start: int) -> bool:
-    """Whether a sector, or what of it lies behind start, is zeros alone."""
+    """Whether a sector, or its part after start, is all zeros."""
     edges = [start, *range(start - start % SECTOR_BYTES + SECTOR_BYTES, len(data), SECTOR_BYTES), len(data)]
     return any(data.count(0, left, right) == right - left for left, right in pairwise(edges))
 
 
 def _has_frame(data: bytearray, origin: tuple[bytes, int], *, after: int) -> bool:
-    """Whether a whole frame begins anywhere behind a place; its checksum names where it stands."""
+    """Whether a whole frame begins anywhere after an offset; its checksum covers its offset."""
     if len(data) - after <= _FRAME.size:
         return False
     tail = np.frombuffer(data, np.uint8, offset=after + 1)
@@ -317,7 +320,7 @@ def _header_holds(data: memoryview, origin: tuple[bytes, int]) -> bool:
 
 
 def _payloads(read: Reading, origin: tuple[bytes, int], offset: int = _HEADER.size) -> Iterator[bytes | memoryview]:
-    """Of the whole frames from offset on. Each holds until the next is asked for."""
+    """Payloads of the whole frames from offset on. Each is valid until the next is read."""
     while len(head := read(offset, _FRAME.size)) == _FRAME.size:
         length, checksum = _FRAME.unpack(head)
         payload = read(offset + _FRAME.size, length) if length <= FRAME_LIMIT_BYTES else b""

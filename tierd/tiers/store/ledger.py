@@ -1,12 +1,13 @@
 """The durable side of a store: records on their way to the journal, syncs, snapshots.
 
-Purpose: `Ledger`. Non-purpose: what the records mean (`stored_index`), slots. Invariants:
-- Records reach the file in the order in which they were added, and the record of a block after its slot file was synced.
-- One flight at a time: data files, then the journal. Whoever comes while one flies shares the next.
-- A file whose sync has failed is never synced or written again: the kernel may have forgotten what it could not write. `failure` says what
-  happened, every `sync` raises, and `mend` puts a new file in its place: a journal with what the old one told, a slot file with the blocks
-  that were durable in the old one. Records of blocks that were not are dropped, and `lost` is told of them.
-- What is added becomes durable within LAG_S even if nobody asks, unless there is a failure.
+- Records reach the file in the order of `add`, and a block's record after its slot file was synced.
+- One flight at a time: data files, then the journal. A caller that comes during a flight shares the
+  next.
+- A file whose sync failed is never synced or written again, since the kernel may have dropped
+  pages. The reason is in `failure`, and every `sync` raises.
+- The journal that failed is replaced by `mend` with one of the same records, a slot file with one
+  of its durable blocks. Records of other blocks are dropped, with a call of `lose`.
+- Added records become durable within LAG_S without a call of `sync`, unless there is a failure.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from tierd.tiers.store.slots import SlotFile
 from tierd.tiers.store.store_files import GENERATION_LEAP, SEGMENT_LEAP, OpenStore, renew
 
 JOURNAL_LIMIT_BYTES = 8 << 20
-"""A journal longer than this, and than the snapshot before it, is folded into a new snapshot."""
+"""A journal longer than this and than the last snapshot is folded into a new snapshot."""
 LONG_JOURNAL_BYTES = 256 << 20
-"""So is one as long as this, however long the snapshot: what it tells is in memory while it is folded, and while a start after a crash reads it."""
+"""So is a journal of this length, however long the snapshot. Its contents are in memory while it is
+folded, and during a start after a crash.
+"""
 PENDING_LIMIT = 256
-"""So many records not yet in the journal set a flight off at once."""
+"""More pending records than this start a flight at once."""
 LAG_S = 1.0
-"""For so long may a record wait for a flight that nobody asked for."""
+"""The longest wait of a record for a flight, without a call of `sync`."""
 SYNC_THREADS = 4
 IN_TURN = 4
-"""So many slot files are synced one after the other: the first sync empties the disk's cache for the others."""
+"""The limit of slot files synced in turn: the first sync empties the disk's cache for others."""
 STRICT_TRIES = 3
-"""After so many tries to renew a slot file, the blocks in it that cannot be read are left behind."""
+"""After this many tries to renew a slot file, unreadable blocks in it are dropped."""
 
 _T = TypeVar("_T")
 SlotFiles = dict[int, SlotFile]
@@ -49,30 +52,31 @@ Failures = dict[int, BaseException]
 
 
 class Added(NamedTuple):
-    """A record on its way. place: of the slot file that must be synced before it; None: of none."""
+    """A record to be written. place: of the slot file that must be synced first, or None."""
 
     record: Record
     place: int | None
 
 
 class Keeper(Protocol):
-    """The store, as its ledger sees it."""
+    """The store, as its ledger uses it."""
 
     def lose(self, stored: StructArray) -> None:
-        """These blocks, META [n], were written and will not become durable."""
+        """Blocks, META [n], were written and will not become durable."""
 
     def durable_spans(self, place: int) -> list[tuple[int, int]]:
-        """Offset and length in bytes of what is durable in a slot file."""
+        """Offset and length in bytes of the durable parts of a slot file."""
 
     def leave_behind(self, place: int, offsets: Sequence[int]) -> None:
-        """The spans that begin there were durable, and the file that takes this one's place does not have them."""
+        """The spans at these offsets were durable, but are missing in the new file."""
 
 
 class Ledger:
-    """The journal of an open store, and when it is written.
+    """The journal of an open store, and the timing of its writes.
 
-    removed: empty, or which of its files somebody has removed. abandoned: places whose slot file's sync has failed, and how often it could not be renewed.
-    is_loading: what the former life left is still being read, so that no file of it may go.
+    removed: which of its files was removed, or empty. is_loading: files are still read and must
+    stay.
+    abandoned: places whose slot file failed to sync, with the number of tries to renew it.
     """
 
     def __init__(self, opened: OpenStore, keeper: Keeper, calls: Calls) -> None:
@@ -80,10 +84,10 @@ class Ledger:
         self.is_loading = False
         self.abandoned: dict[int, int] = {}
         self._keeper, self._calls = keeper, calls
-        self._must_fold = False  # a journal whose sync has failed is still among those that tell of durable blocks
+        self._must_fold = False  # a journal that failed to sync still describes durable blocks
         self._next_number = opened.journal.number + 1
         self._is_closed = False
-        self._has_news = opened.has_news  # the journal tells what the newest snapshot does not
+        self._has_news = opened.has_news  # the journal has changes that the newest snapshot lacks
         self._opened = opened
         self._threads = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix=f"tierd-{opened.name}-sync")
         self._pending: list[Added] = []
@@ -93,21 +97,21 @@ class Ledger:
         self._next_flight: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._compaction: asyncio.Task[None] | None = None
-        self._is_given_up = False  # no snapshot is wanted any more
+        self._is_given_up = False  # no more snapshots are wanted
         self._note_snapshot(opened.snapshot_bytes)
 
     def add(self, record: Record, *, place: int | None = None) -> None:
-        """Appends a record, in memory. place: where the slots that it tells of were written already."""
+        """Append a record, in memory. place: of the slots that it describes, already written."""
         if self._is_closed:
             return
         self._pending.append(Added(record, place))
         if place is not None:
             self._dirty.add(place)
-        with suppress(RuntimeError):  # no loop runs: the next call of sync takes it
+        with suppress(RuntimeError):  # without a loop, the next sync takes it
             self._see_to_it(asyncio.get_running_loop())
 
     def note_used(self, *, segment: int = 0, generation: int = 0) -> None:
-        """Lets the marks run ahead of these numbers."""
+        """Raise the marks above these numbers, with room ahead."""
         marks = self.marks
         if segment >= marks.next_segment:
             marks = replace(marks, next_segment=segment + SEGMENT_LEAP)
@@ -118,14 +122,14 @@ class Ledger:
             self.add(marks)
 
     async def cover(self, *, segment: int = 0, generation: int = 0) -> None:
-        """Returns when durable marks lie beyond these numbers. Raises TierFailed."""
+        """Wait until durable marks lie beyond these numbers. Raises TierFailed."""
         durable_marks = self._durable_marks
         if segment >= durable_marks.next_segment or generation >= durable_marks.next_generation:
             self.note_used(segment=segment, generation=generation)
             await self.sync()
 
     async def sync(self) -> None:
-        """Everything added so far is durable. Raises TierFailed: for good, or while the disk is full."""
+        """Make all added records durable. Raises TierFailed: for good, or while the disk is full."""
         self._check()
         try:
             await asyncio.shield(self._flight())
@@ -133,11 +137,12 @@ class Ledger:
             raise TierFailed(f"{self._opened.name}: {error}; check the disk") from error
 
     async def close(self, *, fold_until: float) -> None:
-        """A last sync, and a snapshot where the next start would write one; then no thread works any more.
+        """Sync, write a snapshot if the next start would write one, and end the threads.
 
-        fold_until: time of the loop at which a snapshot that is not there yet is given up. The journals tell the same.
+        fold_until: the loop's time at which an unfinished snapshot is abandoned. The journals have
+        the same content.
         """
-        with suppress(TierFailed):  # who needed something durable has asked before
+        with suppress(TierFailed):  # callers that needed durability have called sync before
             await self.sync()
         self._cancel_timer()
         giving_up = asyncio.get_running_loop().call_at(fold_until, self._give_up)
@@ -167,7 +172,7 @@ class Ledger:
             self._timer = None
 
     def _flight(self) -> asyncio.Task[None]:
-        """The next flight, which takes what is there when it starts."""
+        """The next flight, which takes the records that exist at its start."""
         self._cancel_timer()
         if self._next_flight is None:
             self._next_flight = asyncio.create_task(self._fly())
@@ -197,17 +202,18 @@ class Ledger:
             await self._compact_if_due()
 
     async def _sync_apart(self, files: SlotFiles, records: list[Added]) -> None:
-        """Many slot files, each in a thread. Raises TierFailed."""
+        """Sync many slot files, each in a thread. Raises TierFailed."""
         flights = [self._call(self._opened.disk.sync_data, file.fd) for file in files.values()]
         results = await asyncio.gather(*flights, return_exceptions=True)
         errors = {place: e for place, e in zip(files, results, strict=True) if isinstance(e, BaseException)}
         self._check_data({place: e for place, e in errors.items() if isinstance(e, OSError)}, files, records)
-        if errors:  # none of the disk's
+        if errors:  # not errors of the disk
             error = next(iter(errors.values()))
             raise self._not_begun(files, records, error) from error
 
     async def _sync_in_turn(self, files: SlotFiles, records: list[Added]) -> None:
-        """A few slot files, then the journal, in one thread: to hand each to another takes longer than most disks. Raises TierFailed."""
+        """Sync a few slot files, then the journal, in one thread: a handover takes longer than most
+        disks. Raises TierFailed."""
         failed, error = Failures(), list[OSError]()
         loop, call = asyncio.get_running_loop(), self._calls.begin("write")
 
@@ -216,7 +222,7 @@ class Ledger:
                 call.go_on("write", loop.time())
                 try:
                     self._opened.disk.sync_data(file.fd)
-                except Exception as e:  # noqa: BLE001 - told below; the others are synced all the same
+                except Exception as e:  # noqa: BLE001 - raised below; the others are synced anyway
                     failed[place] = e
             if records and not failed:
                 call.go_on("write", loop.time())
@@ -238,7 +244,7 @@ class Ledger:
         self._check_journal(error, records)
 
     def _not_begun(self, files: SlotFiles, records: list[Added], error: BaseException) -> TierFailed:
-        """The system, and not the disk, did not do it. Gives what is to be raised."""
+        """Prepare a retry after an error of the system, not the disk; returns the error to raise."""
         self._put_back(records)
         self._dirty |= files.keys()
         return TierFailed(
@@ -246,7 +252,7 @@ class Ledger:
         )
 
     def _check_data(self, failed: Failures, files: SlotFiles, records: list[Added]) -> None:
-        """Raises TierFailed; then records are back in pending, but for those of blocks that are lost."""
+        """Raise TierFailed after failed syncs. Records go back, except those of lost blocks."""
         if failed:
             self._pending = records + self._pending
             self._dirty |= files.keys() - failed.keys()
@@ -256,7 +262,7 @@ class Ledger:
             raise failure
 
     def _abandon(self, place: int) -> None:
-        """Drops the records of blocks whose bytes may never have reached the disk."""
+        """Drop records of blocks whose bytes may not be on the disk."""
         self.abandoned[place] = 0
         self._dirty.discard(place)
         lost = [added.record for added in self._pending if added.place == place]
@@ -266,9 +272,9 @@ class Ledger:
                 self._keeper.lose(record.metas)
 
     def _check_journal(self, errors: Iterable[OSError], records: list[Added]) -> None:
-        """Raises TierFailed; then the records are back in pending."""
+        """Raise TierFailed after a failed write of the journal; the records go back to pending."""
         for error in errors:
-            self._put_back(records)  # true all the same
+            self._put_back(records)  # they are still true
             if self._opened.journal.is_abandoned:
                 raise self._fail(self._opened.directory / "journal", error) from error
             raise TierFailed(
@@ -277,7 +283,7 @@ class Ledger:
             ) from error
 
     def _put_back(self, records: list[Added]) -> None:
-        """For the next flight, which comes by itself."""
+        """Keep records for the next flight, which a timer starts."""
         self._pending = records + self._pending
         self._timer = self._timer or asyncio.get_running_loop().call_later(LAG_S, self._flight)
 
@@ -290,31 +296,31 @@ class Ledger:
         failpoint("nvme.journal.after_sync")
 
     def _fail(self, path: Path, error: BaseException) -> TierFailed:
-        """What the kernel could not write it may have forgotten. Gives what is to be raised."""
+        """Record a failed sync: the kernel may have dropped pages. Returns the error to raise."""
         self._failure = f"{self._opened.name}: {path} could not be made durable ({error}); check the disk"
         return TierFailed(self._failure)
 
     @property
     def failure(self) -> str:
-        """Empty, or why nothing becomes durable now."""
+        """Why nothing becomes durable now, or empty."""
         return self.removed or self._failure
 
     async def inspect(self) -> None:
-        """Whether every file of the store is still there under its name; if not, `removed` says so."""
+        """Check that every file of the store still has its name; if not, `removed` says so."""
         async with self._flying:
             before, self.removed = self.removed, await self._in_thread(self._find_removed, self._opened.files)
         if self.removed != before:
             self._calls.stir()
 
     def _find_removed(self, files: SlotFiles) -> str:
-        """Which of these files, of the journal, of the index is not there any more, and what that means; empty: none."""
+        """Which slot file, journal or index was removed, and the effect; empty if none was."""
         opened, disk = self._opened, self._opened.disk
         lost = [file.path for file in files.values() if not disk.is_named(file.path, file.fd)]
         if not opened.journal.is_abandoned and not disk.is_named(opened.journal.path, opened.journal.fd):
             lost.append(opened.journal.path)
         if not lost and not (
             self._has_index() or self._has_index()
-        ):  # twice: between two names a list may have neither
+        ):  # twice: during a rename a listing may show neither name
             lost = [opened.directory / "store.json, or the snapshot"]
         if not lost:
             return ""
@@ -331,10 +337,11 @@ class Ledger:
     # -- after a failure
 
     async def mend(self) -> None:
-        """Puts new files in the place of those that failed. Raises TierFailed if the disk does not take them. Cut short it goes on, and `close` waits for it."""
+        """Replace the files that failed. Raises TierFailed if the disk refuses. The work goes on
+        when cancelled, and `close` waits for it."""
         if self.removed:
             await self.inspect()
-        if self.removed or (self.failure and self.is_loading):  # what is still read must not be replaced
+        if self.removed or (self.failure and self.is_loading):  # files still being read must not be replaced
             raise TierFailed(self.failure)
         if self.failure:
             work = asyncio.ensure_future(self._mend())
@@ -347,7 +354,8 @@ class Ledger:
             try:
                 if self._opened.journal.is_abandoned or self._must_fold:
                     await self._replace_journal()
-                    # Never twice with one number: a fold that failed may have removed some of what it was made from.
+                    # Never twice with one number: a failed fold may have removed some of its
+                    # sources.
                     await self._in_thread(self._fold, self._opened.journal.number)
                     self._must_fold = self._has_news = False
                 for place in sorted(self.abandoned):
@@ -364,11 +372,11 @@ class Ledger:
         old = self._opened.journal
         self._opened.journal = await self._in_thread(self._new_journal, self._number())
         self._must_fold = True
-        with suppress(OSError, RuntimeError):  # what it told is durable, or told again
+        with suppress(OSError, RuntimeError):  # its records are durable, or written again
             await self._in_thread(old.close)
 
     async def _renew(self, place: int) -> None:
-        """Copies what is durable into a new slot file, which takes the old one's place."""
+        """Copy the durable parts into a new slot file, which replaces the old one."""
         is_strict = self.abandoned[place] < STRICT_TRIES
         self.abandoned[place] += 1
         spans = self._keeper.durable_spans(place)
@@ -381,7 +389,7 @@ class Ledger:
         del self.abandoned[place]
 
     def _number(self) -> int:
-        """Of the next journal. Never twice, whatever became of the file."""
+        """The number of the next journal. Never twice, even if its file failed."""
         self._next_number += 1
         return self._next_number - 1
 
@@ -393,12 +401,12 @@ class Ledger:
             await self._begin_compaction()
 
     async def _compacted(self) -> None:
-        """Waits until no compaction is under way, and cuts none short."""
+        """Wait for a running compaction, without interrupting it."""
         if self._compaction is not None:
             await asyncio.wait([self._compaction])
 
     def _is_much_news(self) -> bool:
-        """Whether a start would rather write a new snapshot than tell it again, or a snapshot is written in no time."""
+        """Whether a start would write a new snapshot, or one is cheap."""
         return (
             self._snapshot_bytes <= JOURNAL_LIMIT_BYTES
             or self._opened.journal.bytes * recovery.RETOLD_SHARE > self._snapshot_bytes
@@ -412,15 +420,15 @@ class Ledger:
         self._compact_at = max(JOURNAL_LIMIT_BYTES, min(length, LONG_JOURNAL_BYTES))
 
     async def _begin_compaction(self) -> None:
-        """Begins a new journal, and folds the old ones into a snapshot beside the store's work."""
+        """Begin a new journal, and fold the old ones into a snapshot in the background."""
         failpoint("nvme.compact.before_journal")
         number, old = self._number(), self._opened.journal
         try:
             self._opened.journal = await self._in_thread(self._new_journal, number)
-        except Exception as error:  # noqa: BLE001 - no thread or no memory is no fault of what was synced
+        except Exception as error:  # noqa: BLE001 - a lack of threads or memory is no failed sync
             self._put_off(error)
             return
-        with suppress(OSError, RuntimeError):  # what it told is durable, or told again
+        with suppress(OSError, RuntimeError):  # its records are durable, or written again
             await self._in_thread(old.close)
         self._has_news = False
         self._compaction = asyncio.create_task(self._compact(number))
@@ -447,14 +455,14 @@ class Ledger:
         )
 
     def _put_off(self, error: Exception) -> None:
-        """The journals stay and are longer to read at the next start; tried again when they have doubled."""
+        """Keep the journals, which makes the next start longer; retry when they have doubled."""
         self._compact_at *= 2
         self._opened.notices.append(
             f"{self._opened.name}: no snapshot could be written in {self._opened.directory} ({str(error) or repr(error)}); free space, or raise the limit of threads or memory"
         )
 
     async def _call(self, work: Callable[..., _T], *args: object) -> _T:
-        """In a thread, as a call that the store's health tells of. Raises OSError."""
+        """Run in a thread, as a call that counts in the store's health. Raises OSError."""
         with self._calls.one("write"):
             try:
                 return await self._in_thread(work, *args)
@@ -463,14 +471,15 @@ class Ledger:
                 raise
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
-        """When this raises no thread does it, or will: what none was begun for lies in their queue all the same, where a busy one may have found it."""
+        """Run work in a thread; when this raises, no thread runs it or will. An executor that
+        starts no thread may have queued it anyway."""
         turn = Future[_T]()
 
         def run() -> None:
             if turn.set_running_or_notify_cancel():
                 try:
                     turn.set_result(work(*args))
-                except BaseException as e:  # noqa: BLE001 - it is raised below
+                except BaseException as e:  # noqa: BLE001 - raised below
                     turn.set_exception(e)
 
         try:

@@ -1,8 +1,12 @@
-"""Moves: batches of blocks on their way between pages and slots, cut into jobs for the lanes.
+"""Moves: batches of blocks between pages and slots, cut into jobs for the lanes.
 
-Purpose: what a lane does with a run of slots, hashing included; what came of it, block by block. Non-purpose: which slot is whose, what is told of it
-(`nvme`). Invariants: a block is READY only when its bytes were hashed by a lane: after they came in; beside the disk that takes them, where somebody knows the slice table that they should have, which the
-header needs; else before they go out. A run that fails is tried slot by slot, so that a bad sector costs one block; rows of a batch belong to one job each.
+A lane moves and hashes a run of slots, and records the outcome of each block. `nvme` maps slots and
+adds records.
+
+A block is READY only when a lane has hashed its bytes. Reads are hashed after they arrive. Writes
+are hashed during the write if the slice table, which the header needs, is known, else before it. A
+run that fails is retried slot by slot, so that a bad sector costs one block. Each row of a batch
+belongs to one job.
 """
 
 from __future__ import annotations
@@ -42,18 +46,19 @@ NO_TABLE: SliceTable = np.zeros(0, dtype=np.uint64)
 
 
 def no_hash(rows: Sequence[int]) -> list[None]:
-    """For `Batch.hash_rows` where nobody wants to know that rows have come."""
+    """The `Batch.hash_rows` of a caller that needs no hashes."""
     return [None] * len(rows)
 
 
 class GoneError(OSError):
-    """No fault of the disk's: the segment has ended, or its file has given way."""
+    """Not a fault of the disk: the segment has ended, or its file was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What moves batches one way. turns: at the disk; hang_s: for so long a lane waits for one; begin_call: told when it has one. hashing: held by the lane that
-    hashes. find_file: the slot file of a segment, or GoneError. store: its id."""
+    """Means to move batches in one direction. turns: at the disk; hang_s: longest wait for one.
+    begin_call: called when the lane has its turn. hashing: held while a lane hashes.
+    find_file: the slot file of a segment, or GoneError. store: its id."""
 
     kind: Kind
     io: SlotIO
@@ -67,7 +72,7 @@ class Means:
 
     @contextmanager
     def at_disk(self) -> Iterator[None]:
-        """Around a call. Raises HangError."""
+        """Hold a turn during a call. Raises HangError."""
         if not self.turns.take(self.kind, timeout_s=self.hang_s):
             raise HangError
         try:
@@ -79,10 +84,11 @@ class Means:
 
 @dataclass(slots=True)
 class Batch:
-    """One read or write under way. extents: EXTENT [n] with slots' offsets; pages: a view per row, as `whole_pages` gives them; headers: one per row.
+    """One read or write in flight. extents: EXTENT [n] with slots' offsets; headers: one per row.
 
-    hash_rows: called in a lane for each row that has come, or is written: for its table, None if the bytes are wrong.
-    known: a table for each row to be written, where somebody has it.
+    pages: a view per row, from `whole_pages`.
+    hash_rows: called in a lane for rows read or being written; the tables, None if bytes are wrong.
+    known: the tables of rows to be written, if known.
     """
 
     means: Means
@@ -95,19 +101,19 @@ class Batch:
     tables: list[SliceTable] = field(init=False)
     statuses: NDArray[np.uint16] = field(init=False)
     files: dict[int, SlotFile] = field(default_factory=dict)
-    """Rows to the files that they were written to."""
+    """The file that each row was written to."""
     came: list[int] = field(default_factory=list)
     """Rows that were read."""
     outcomes: list[bool] = field(default_factory=list)
-    """Of each call that counts, in their order: whether the disk did it."""
+    """For each counted call, in order: whether it succeeded."""
     went: list[int] = field(default_factory=list)
-    """Rows that the disk took, whatever is in them."""
+    """Rows that were written, with right or wrong bytes."""
     unverified: list[int] = field(default_factory=list)
     """Rows with a known table, until all of their bytes were hashed."""
     wrong: list[int] = field(default_factory=list)
-    """Rows whose bytes are not those of their table."""
+    """Rows whose bytes do not match their table."""
     fault: str = ""
-    """Why the last call failed that did."""
+    """The error of the last failed call."""
 
     def __post_init__(self) -> None:
         known = self.known or [None] * len(self.extents)
@@ -117,8 +123,11 @@ class Batch:
     def jobs(
         self, job: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
     ) -> list[_RunJob | VerifyJob]:
-        """One for each run of slots of these rows; and one that verifies those to be written whose tables are known, when the disk has what it can: their headers are made here, since for
-        many that takes no longer than for one. classes: bytes of each one's slot; depth: calls at the disk at one time."""
+        """A job per run of slots of these rows. If tables are known, also a `VerifyJob` after the
+        first calls, and the headers of its rows are filled here at once.
+
+        classes: bytes of each row's slot; depth: calls at the disk at one time.
+        """
         names = rows.tolist()
         runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[job.kind])
         jobs: list[_RunJob | VerifyJob] = [
@@ -131,19 +140,20 @@ class Batch:
         return jobs
 
     def stamp(self, rows: Sequence[int]) -> None:
-        """Fills the headers of rows that have their tables."""
+        """Fill the headers of rows that have their tables."""
         tables = [self.tables[row] for row in rows]
         stamped = stamp(self.metas.take(rows), self.extents[rows], tables, store=self.means.store)
         put_at(self.metas, rows, stamped)
         fill_headers(self.headers, rows, stamped, tables)
 
     def conclude(self) -> None:
-        """Of what was written: READY is only what was verified, and what is wrong is CORRUPT."""
+        """After a write: unverified rows are FAILED, wrong ones CORRUPT."""
         self.statuses[self.unverified] = BlockStatus.FAILED
         self.statuses[self.wrong] = BlockStatus.CORRUPT
 
     def judge(self, held: NDArray[np.bool_]) -> None:
-        """Of what was read: READY where the header is that of the block meant, else CORRUPT. held: bool [n], of what the store has still; the rest stays FAILED."""
+        """After a read: READY if the header is the expected block's, else CORRUPT. held: bool [n],
+        rows that the store still holds; others stay FAILED."""
         rows = np.sort(np.array(self.came, dtype=np.int64))
         rows = rows[held[rows]]
         if not len(rows):
@@ -194,7 +204,7 @@ class _RunJob:
 
 
 class ReadRun(_RunJob):
-    """Slots into pages, and hashed there."""
+    """Read slots into pages and hash them."""
 
     kind: Kind = "read"
 
@@ -204,7 +214,7 @@ class ReadRun(_RunJob):
         with means.at_disk():
             done = means.io.read(means.find_file(run.segment, self.kind), run.offset, buffers)
         ends = [i * run.class_bytes + HEADER_BYTES + len(batch.pages[row]) for i, row in enumerate(run.rows)]
-        came = [row for row, end in zip(run.rows, ends, strict=True) if done >= end]  # or the file ends before it
+        came = [row for row, end in zip(run.rows, ends, strict=True) if done >= end]  # else the file ends before it
         batch.outcomes += [True] * len(came) + [False] * (len(ends) - len(came))
         with means.hashing:
             batch.hash_rows(came)
@@ -213,7 +223,7 @@ class ReadRun(_RunJob):
 
 
 class HeadRun(_RunJob):
-    """Headers of slots alone."""
+    """Read only the headers of slots."""
 
     kind: Kind = "read"
 
@@ -226,12 +236,12 @@ class HeadRun(_RunJob):
             if done == HEADER_BYTES:
                 came.append(row)
         batch.outcomes += [True] * len(came) + [False] * (len(run.rows) - len(came))
-        batch.came += came  # all of a run or none of it: where one row fails, all are tried again
+        batch.came += came  # a whole run or none of it: if one row fails, all are retried
         return ()
 
 
 class WriteRun(_RunJob):
-    """Pages into slots. Where a table is not known the block is hashed first, and stays out of its slot if its bytes are wrong."""
+    """Write pages into slots. A block without a table is hashed first, and skipped if it is wrong."""
 
     kind: Kind = "write"
 
@@ -253,7 +263,7 @@ class WriteRun(_RunJob):
         return ()
 
     def _hashed(self, rows: Sequence[int]) -> list[int]:
-        """Those of rows whose bytes are theirs, with their tables and headers in the batch."""
+        """The rows with right bytes; their tables and headers are now in the batch."""
         batch = self._batch
         for row, table in zip(rows, batch.hash_rows(rows), strict=True):
             if table is None:
@@ -266,7 +276,7 @@ class WriteRun(_RunJob):
 
 
 class VerifyJob:
-    """Pages that are written meanwhile, hashed, as many at one time as are written."""
+    """Hash pages during their write, as many at a time as are written together."""
 
     kind: Kind = "write"
 
@@ -286,4 +296,4 @@ class VerifyJob:
         return ()
 
     def give_up(self) -> None:
-        """As `Job.give_up`: nothing is READY."""
+        """As `Job.give_up`: no row becomes READY."""

@@ -1,18 +1,23 @@
 """The NVMe tier: a store of blocks in preallocated files of one directory.
 
-Purpose: `NvmeStore`, a stored tier: slots, journal and snapshot brought together. Non-purpose: deciding, verifying payload (mover), deadlines (those who
-wait for the mover). Layout on disk: `FORMAT-NVME.md`.
+`NvmeStore` combines slots, journal and snapshot. It does not decide or verify payloads (the mover
+does), and callers of the mover set deadlines. `FORMAT-NVME.md` describes the files.
 
-Why a crash never shows a wrong byte. A block is in the journal only after its slot was synced, so what the journal tells is on the disk. A
-slot may be reused before the removal of its old block is durable; then the journal may name a block whose slot holds another, or parts of two.
-The header inside the slot decides: it names block, place, generation and store, and the digest of the slice table, which names the payload. So the old block
-is served if every byte of it is still there, the new one if its record is durable, and everything else is a miss.
+A crash never exposes a wrong byte. A block is in the journal only after its slot was synced. But a
+slot may be reused before the removal of its old block is durable. The journal may then name a block
+whose slot holds another, or parts of two. So the header inside the slot decides. It names block,
+place, generation and store, and the digest of the slice table, which names the payload. The old
+block is served if all its bytes are still there, the new one if its record is durable. Otherwise
+the read is a miss.
 
-Invariants:
-- `apply` touches memory alone. Once a sync has failed, writes are FAILED and `sync` raises until `probe` has put new files in the place of those that failed; what is durable is served. A block that was not durable then is no longer held, and neither is one that was being written to a file that gave way, or that could not be
-  read from it. Who asks for it is told FAILED, and `take_lost` tells of each once.
-- A call that hangs keeps its lane; who waits while as many hang as there may be, or every lane, is FAILED.
-- `read` and `write` end only when no thread touches their buffers any more, also when they are cancelled. Nothing is written with a generation that the durable marks do not cover.
+- `apply` only changes memory. After a failed sync, writes are FAILED and `sync` raises until
+  `probe` has replaced the failed files. Durable blocks are still served.
+- Blocks that were not durable then are no longer held, nor are those unreadable in, or being
+  written to, a replaced file. Reads of them are FAILED, and `take_lost` returns each once.
+- A call that hangs keeps its lane. If the maximum of calls or every lane hangs, waiting rows are
+  FAILED.
+- `read` and `write` end only when no thread uses their buffers, even if cancelled. No write has a
+  generation beyond the durable marks.
 """
 
 from __future__ import annotations
@@ -52,13 +57,15 @@ if TYPE_CHECKING:
     from tierd.core.plan import Plan
 
 FOLD_SHARE = 0.5
-"""Of the time for `close` that a snapshot may take."""
+"""The share of the time for `close` that a snapshot may take."""
 STUCK_CLOSE_S = 1.0
-"""For so long does `close` wait for a disk that hangs already."""
+"""The time that `close` waits for a disk that already hangs."""
 HEADERS_KEPT = 1024
 """4 MiB of memory for headers."""
 HASHED_AHEAD = 8
-"""More lanes for writes than calls at the disk: theirs are ready, or hash, and wait for a turn, since a disk that serves its calls side by side ends many of them at one time. For reads there are twice as many lanes as calls: those that have come wait to be hashed."""
+"""Write lanes beyond the calls at the disk. They hash or wait for a turn, since a parallel disk
+ends many calls at once. Read lanes are twice the calls, since finished reads wait to be hashed.
+"""
 
 
 @dataclass(slots=True)
@@ -71,24 +78,23 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """hang_s: a call that takes longer hangs. close_s: for so long `close` waits for what is under way."""
+    """hang_s: a call that takes longer hangs. close_s: limit of the wait in `close`."""
 
     hang_s: float = 5.0
     close_s: float = 30.0
 
 
 class NvmeStore:
-    """One store. path: its directory. direct: O_DIRECT "auto" (where the file system takes it), "on" (or ConfigError) or "off".
-
-    queue_depth: reads in flight at one time, and as many writes, or half as many beside reads. disk: what its files lie on; a simulated one takes its place before `open`,
-    and so may another patience.
-    """
+    """One store. path: its directory. direct: O_DIRECT "auto" (if supported), "on" (or ConfigError)
+    or "off".
+    queue_depth: reads in flight at one time, and as many writes, or half as many beside reads.
+    disk: replaced by a simulated disk before `open`; patience may be replaced too."""
 
     disk: Files = OS
     patience: Patience = Patience()
-    has_failed = False  # the daemon does not start: `close` gives back what `open` has set aside
+    has_failed = False  # the daemon did not start: `close` frees the space that `open` reserved
     zero_ahead = False
-    """Whether space that was never written is written over once, in the background; set before `open`."""
+    """Whether to write unwritten space once, in the background; set before `open`."""
 
     def __init__(
         self,
@@ -110,7 +116,8 @@ class NvmeStore:
             "write": Lanes(more, name=f"{name}-write", calls=calls, gives_way=True),
         }
         self._queue_depth, self._turns = queue_depth, Turns(queue_depth)
-        # One lane each way hashes at a time, a run of slots to its end: more take the interpreter's lock from each other, slice by slice, and pay for that with wake-ups.
+        # One lane per direction hashes at a time, a whole run of slots. More would take the
+        # interpreter's lock from each other, slice by slice, and pay with wake-ups.
         self._hashing = {kind: threading.Lock() for kind in KINDS}
         self._headers = HeaderPool(HEADERS_KEPT)
         self._segments: dict[int, _Segment] = {}
@@ -119,16 +126,16 @@ class NvmeStore:
         self.written_bytes = 0
         """Into slot files."""
         self.is_stuck = False
-        """Whether `close` gave up waiting: threads still hang."""
+        """Whether `close` gave up waiting for threads that hang."""
         self._is_open = False
         self._opened: OpenStore
         self._ledger: Ledger
         self._zeroing: Zeroing
 
-    # -- life
+    # -- open and close
 
     async def open(self) -> Recovered:
-        """Takes the directory, sets its space aside, reads the index. Raises as `Tier.open` says."""
+        """Take the directory, reserve its space, read the index. Raises the errors of `Tier.open`."""
         buffered = BufferedIO(len(KINDS) * self._queue_depth, asyncio.get_running_loop())
         how: dict[str, Any] = {
             "directory": Path(self.place),
@@ -151,9 +158,9 @@ class NvmeStore:
         return found
 
     async def close(self, *, release: bool) -> None:
-        """Ends what is under way, syncs, lets go. With release every file of the store is removed.
+        """End calls, sync, close. With release, remove every file of the store.
 
-        Gives up when the disk takes too long: `is_stuck` then, and the process must not wait for its threads.
+        If the disk takes too long, sets `is_stuck`; then the process must not wait for its threads.
         """
         if not self._is_open:
             return
@@ -183,11 +190,11 @@ class NvmeStore:
         return self._calls.health(fault=self._ledger.failure)
 
     def heed(self, stir: Callable[[], None]) -> None:
-        """As `WatchedTier.heed`: whatever fails or hangs began as a call."""
+        """As `WatchedTier.heed`: every failure or hang begins as a call."""
         self._calls.stir = stir
 
     async def probe(self) -> None:
-        """Mends what failed, then writes, syncs and reads: a file of its own, the journal, the first slot. Raises TierFailed."""
+        """Mend, then test a temporary file, the journal and the first slot. Raises TierFailed."""
         await self._ledger.mend()
         try:
             await asyncio.get_running_loop().run_in_executor(self._lanes["write"].threads, try_disk, self._opened)
@@ -200,7 +207,7 @@ class NvmeStore:
             self._opened.close_retired()
 
     def holds(self, extents: StructArray) -> NDArray[np.bool_]:
-        """As `StoredTier.holds`: False too for what was lost with a sync that failed."""
+        """As `StoredTier.holds`; False also for blocks lost by a failed sync."""
         held = np.zeros(len(extents), dtype=np.bool_)
         for number in np.unique(extents["segment"]).tolist():
             segment = self._segments.get(number)
@@ -216,7 +223,7 @@ class NvmeStore:
                 rows = stored[stored["segment"] == number]
                 slots = (rows["offset"] // segment.begun.class_bytes).astype(np.int64)
                 lost = extents_of(rows, slots, tier=self.position)
-                lost = lost[self.holds(lost)]  # not what was freed meanwhile
+                lost = lost[self.holds(lost)]  # not slots that were freed meanwhile
                 segment.generations[lost["slot"]] = 0
                 self._lost.append(lost)
 
@@ -228,10 +235,10 @@ class NvmeStore:
         lost["slot"] = np.array(offsets, dtype=np.int64) // segment.begun.class_bytes
         lost["generation"] = segment.generations[lost["slot"]]
         self._lost.append(lost := lost[lost["generation"] > 0])
-        self._remove(lost)  # what is durable tells of them
+        self._remove(lost)  # durable records still name them
 
     async def inspect(self) -> None:
-        """Whether its files are still there: without them it is out of service, and its health says so."""
+        """Check that its files are still there; if not, its health has a fault."""
         await self._ledger.inspect()
 
     def take_lost(self) -> StructArray:
@@ -262,8 +269,13 @@ class NvmeStore:
             more_at_most=len(index.metas) + (index.filed.count if index.filed else 0),
         )
 
+<<<<<<< HEAD
     def _found(self, index: StoredIndex) -> Iterator[Callable[[], FoundBlocks]]:
         """What the index tells, some blocks at a time."""
+=======
+    def _found(self, index: StoredIndex) -> Iterator[Callable[[], Found]]:
+        """Blocks of the index, some at a time."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         try:
             for sift in unsifted(index):
                 failpoint("nvme.load.before_piece")
@@ -284,7 +296,7 @@ class NvmeStore:
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """Notes what a plan frees, begins and reserves here; memory alone."""
+        """Record what a plan frees, begins and reserves here; in memory only."""
         self._remove(plan.freed["extent"])
         for assignment in plan.segments:
             self._ledger.note_used(segment=assignment.segment)
@@ -294,7 +306,7 @@ class NvmeStore:
             self._ledger.note_used(generation=int(plan.reserved["generation"].max()))
 
     def note_namespaces(self, records: Iterable[bytes]) -> None:
-        """Keeps opaque records, durable no later than any block written after; `open` of the next life gives them."""
+        """Keep opaque records, durable no later than any later block. The next `open` returns them."""
         for record in records:
             self._ledger.add(NamespaceKept(bytes(record)))
 
@@ -303,7 +315,7 @@ class NvmeStore:
         self.note_namespaces([record])
 
     async def prepare(self, segments: Sequence[SegmentAssignment]) -> None:
-        """Space was set aside by `open`; this makes sure of marks that cover the segments. Raises TierFailed."""
+        """Make marks durable that cover the segments; space is reserved already. Raises TierFailed."""
         own = [s for s in segments if s.tier == self.position]
         for segment in own:
             if segment.slot not in self._opened.files:
@@ -316,12 +328,12 @@ class NvmeStore:
         await self._ledger.cover(segment=max((s.segment for s in own), default=0))
 
     async def sync(self) -> None:
-        """Everything written and noted so far is durable, but for what `holds` no longer. Raises TierFailed."""
+        """Make all writes and records durable, except those that `holds` denies. Raises TierFailed."""
         await self._ledger.sync()
 
     def _remove(self, extents: StructArray) -> None:
         own = extents[extents["tier"] == self.position] if len(extents) else extents
-        segments, offsets = list[int](), list[int]()  # no pairs: a million of them set the garbage collector off
+        segments, offsets = list[int](), list[int]()  # no pairs: a million of them trigger the garbage collector
         for segment, slot, generation in zip(
             own["segment"].tolist(), own["slot"].tolist(), own["generation"].tolist(), strict=True
         ):
@@ -355,7 +367,8 @@ class NvmeStore:
     async def read(
         self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = no_hash
     ) -> ReadResult:
-        """As `StoredTier.read`. A slot whose header is another's, torn or stale is CORRUPT; what cannot be read, or is not held when it has come, is FAILED."""
+        """As `StoredTier.read`. Slots with a foreign, torn or stale header are CORRUPT. Unreadable
+        ones, and those no longer held at the end, are FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(targets, extents["length"])
             batch = Batch(self._means("read"), self._located(extents), metas, pages, headers, arrived)
@@ -392,7 +405,7 @@ class NvmeStore:
         *,
         known: Sequence[SliceTable | None] = (),
     ) -> NDArray[np.uint16]:
-        """As `StoredTier.write`. What does not fit its slot, or has more than 480 slices, is FAILED."""
+        """As `StoredTier.write`. Blocks that exceed their slot or 480 slices are FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(sources, extents["length"])
             batch = Batch(self._means("write"), self._located(extents), metas.copy(), pages, headers, hash_rows, known)
@@ -426,7 +439,7 @@ class NvmeStore:
         )
 
     def _located(self, extents: StructArray) -> StructArray:
-        """The extents with the offsets of their slots, whatever the offset says; all ones in a segment that is not here."""
+        """Copies of the extents with their slots' offsets; 2^64 - 1 in an unknown segment."""
         located = extents.copy()
         for segment in kinds(extents["segment"]):
             rows = extents["segment"] == segment
@@ -436,7 +449,7 @@ class NvmeStore:
         return located
 
     def _usable(self, extents: StructArray) -> NDArray[np.int64]:
-        """The rows whose slot is here and has room for the block."""
+        """The rows whose slot exists and has room for the block."""
         usable = np.zeros(len(extents), dtype=np.bool_)
         for segment in kinds(extents["segment"]) if self._is_open else ():
             held = self._segments.get(segment)
@@ -446,7 +459,7 @@ class NvmeStore:
         return np.flatnonzero(usable)
 
     async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | HeadRun | WriteRun]) -> None:
-        """Its jobs, over the lanes."""
+        """Run the batch's jobs on the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
         jobs = batch.jobs(job, rows, classes, depth=self._queue_depth)
         try:
@@ -460,7 +473,7 @@ class NvmeStore:
                     self._calls.unread = 0
 
     def _find_file(self, segment: int, kind: Kind) -> SlotFile:
-        """For a lane. Raises GoneError if the segment has gone meanwhile, or nothing may be written."""
+        """A slot file, for a lane. Raises GoneError if the segment ended or writes are off."""
         held = self._segments.get(segment)
         if held is None or not self._is_open:
             raise GoneError(errno.ESTALE, "the segment is gone")
@@ -472,7 +485,7 @@ class NvmeStore:
         self.written_bytes += size
 
     def _note_stored(self, batch: Batch) -> None:
-        """Tells the ledger what was written, place by place, unless segment or file has given way meanwhile: that is FAILED."""
+        """Record written blocks, place by place; FAILED if segment or file was replaced meanwhile."""
         segments, is_written = batch.extents["segment"], batch.statuses == BlockStatus.READY
         for segment in kinds(segments):
             rows = true_rows((segments == segment) & is_written)
@@ -487,5 +500,5 @@ class NvmeStore:
                 self._ledger.add(BlocksStored(batch.metas[kept]), place=held.begun.place)
 
     def _takes(self, place: int, file: SlotFile) -> bool:
-        """Whether what was written to the file can become durable there."""
+        """Whether blocks written to the file can become durable there."""
         return place not in self._ledger.abandoned and self._opened.files.get(place) is file

@@ -1,8 +1,9 @@
-"""From the files of a store's directory to its index, and back to few files.
+"""Recovery of a store's index from its files, and compaction of those files.
 
-Purpose: `open_index`, `load_index`, `settle` and `compact`. Non-purpose: the slots (`slots`), the living store (`nvme`). Invariants: snapshot N and the
-journals from N on, in order, are the whole truth; older files are removed only after a newer snapshot, or a journal that tells the same, is durable,
-so a crash at any point leaves at least one complete set; damaged files are renamed, those of a newer format refused, neither deleted.
+Snapshot N and the journals from N on, in order, are complete. Older files are removed only after a
+newer snapshot, or an equivalent journal, is durable. So a crash at any point leaves at least one
+complete set. Damaged files are renamed, those of a newer format refused; neither is deleted.
+`slots` and `nvme` handle slots and the running store.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from tierd.tiers.store.stored_index import Filed, StoredIndex, gathered, replay,
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
 LOST = "beside slots that hold blocks"
 RETOLD_SHARE = 2
-"""A start tells anew what journals told if that is at most one in so many parts of the snapshot; else a snapshot costs little more."""
+"""A start repeats old journals in its new one if they are at most 1/2 of the snapshot."""
 RETOLD_JOURNALS = 4
-"""Lives leave one or two behind; more are of starts that were cut short, each of which adds one, and go into a snapshot."""
+"""A run leaves one or two. More come from interrupted starts, one each, and go into a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """index: what the files say, the rows of a snapshot still in it. base: number of the snapshot it began with, None for none. next_number: above every file's.
+    """index: from the files, with a snapshot's rows still in it. base: number of its snapshot, or
+    None. next_number: above every file's.
 
-    snapshot: what that one says. journals: how many followed it. changes: how many of their records told more than marks. notices: what an operator should hear.
-    is_refitted: segments were dropped or moved since, which no record can tell.
+    snapshot: as read. journals: number of later ones. changes: their records other than marks.
+    notices: for the operator. is_refitted: segments were dropped or moved since, which no record
+    can describe.
     """
 
     index: StoredIndex
@@ -52,8 +55,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """journal: the one to write. snapshot_bytes: length of the snapshot that it follows. index: what both hold. has_news: the journal tells of more than marks.
-    fault: why that is none of it, since the disk is full: the files of before tell all, and the journal is to be replaced before anything is written."""
+    """journal: the new one. snapshot_bytes: length of its snapshot. index: the content of both.
+    has_news: the journal has more than marks.
+    fault: on a full disk, why there is no journal. Then the old files are complete, and the journal
+    must be replaced before a write."""
 
     journal: Journal
     snapshot_bytes: int
@@ -69,7 +74,8 @@ def load_index(directory: Path, *, store: bytes, disk: Files = OS) -> Loaded:
 
 
 def open_index(directory: Path, *, store: bytes, below: int | None = None, disk: Files = OS) -> Loaded:
-    """Opens the newest good snapshot and reads the journals that follow it; with below, only files of smaller numbers.
+    """Open the newest valid snapshot and read the journals after it; with below, only files of
+    smaller numbers.
 
     Raises VersionMismatch for a newer format, OSError.
     """
@@ -99,7 +105,7 @@ def _has_begun(path: Path, disk: Files) -> bool:
 
 
 class _Told:
-    """The records of journals, one after the other. changes: how many told more than marks; notices: what was torn."""
+    """The records of journals in order. changes: records other than marks; notices: torn tails."""
 
     def __init__(self, journals: list[tuple[int, JournalText]]) -> None:
         self.changes, self.notices = 0, list[str]()
@@ -117,7 +123,7 @@ class _Told:
 
 
 def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files = OS) -> Settled:
-    """`_settle`, or what can be read without it where the disk is full. Raises OSError."""
+    """`_settle`; on a full disk, the old index without a journal. Raises OSError."""
     try:
         return _settle(directory, loaded, store=store, first=first, disk=disk)
     except OSError as error:
@@ -129,10 +135,12 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
 
 
 def _settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record], disk: Files) -> Settled:
-    """Makes what was loaded durable, begins a journal with these records, removes all else. Raises OSError.
+    """Make the loaded index durable, begin a journal with these records, remove the rest. Raises
+    OSError.
 
-    Even after an fsync that failed in a former life nothing is trusted that lies in the page cache alone: what did not come from a snapshot
-    is written anew. If that is little, the new journal tells it, and the snapshot stays, however large it is; else there is a new one.
+    After a failed fsync in the previous run, content may be only in the page cache. So all that did
+    not come from a snapshot is written again: if it is little, into the new journal, and the
+    snapshot stays. Else there is a new snapshot.
     """
     number, index, is_whole = loaded.next_number, loaded.index, True
     if keeps_snapshot := _keeps_snapshot(directory, loaded, disk):
@@ -142,7 +150,7 @@ def _settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record
         kept = snapshot_path(directory, number)
         try:
             index = open_snapshot(directory, store=store, number=number, disk=disk)
-        except CorruptRecord:  # the disk does not give back what it was given: what was there before stays beside it
+        except CorruptRecord:  # the disk returns other bytes than were written: the old files stay too
             index, is_whole = gathered(index), False
     has_news = keeps_snapshot and loaded.changes > 0
     told = chain(first, told_since(loaded.snapshot, index) if has_news else ())
@@ -165,9 +173,10 @@ def _keeps_snapshot(directory: Path, loaded: Loaded, disk: Files) -> bool:
 def compact(
     directory: Path, *, store: bytes, number: int, disk: Files = OS, is_given_up: Callable[[], bool] = lambda: False
 ) -> int:
-    """Folds every file below number into snapshot number. Gives its length in bytes. Raises OSError, also once it is given up; all is then as it was.
+    """Fold every file below number into snapshot number; returns its bytes. For a running store,
+    whose journals below number are complete.
 
-    For a living store, whose journals below number are complete and no longer written.
+    Raises OSError, also when given up; nothing has changed then.
     """
     index = open_index(directory, store=store, below=number, disk=disk).index
     if index.filed:
@@ -181,7 +190,7 @@ def compact(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Rows that lie in a file, for as long as somebody wants them."""
+    """Rows in a file, until the snapshot is given up."""
 
     rows: Filed
     is_given_up: Callable[[], bool]

@@ -1,11 +1,11 @@
-"""Slots: where a store keeps blocks. A slot is a 4 KiB header and the payload; slots of one segment lie side by side in a file.
+"""Slots hold the blocks of a store. A slot is a 4 KiB header and the payload, beside other slots in
+a file.
 
-Purpose: the header's bytes, vectors that join adjacent slots, whole reads and writes, and O_DIRECT. Non-purpose: which block is in which slot
-(`stored_index`), the batch (`nvme`), the payload's checksums (the mover's). Invariants: the header inside the slot is the last word on
-what lies there; a payload goes straight between the page it is asked for and the disk; nobody but the owner of a run touches its
-headers' memory while it is under way.
-
-The format is described in FORMAT-NVME.md.
+This module has the header's bytes, vectors of adjacent slots, whole reads and writes, and O_DIRECT.
+The rest is elsewhere: `stored_index` maps blocks to slots, `nvme` makes batches, the mover checks
+payloads. The header inside the slot decides which block is there. A payload moves directly between
+its page and the disk. During a run only its owner touches its headers' memory. FORMAT-NVME.md
+describes the format.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ from tierd.tiers.tier import SliceTable
 
 HEADER_BYTES = PAGE_ALIGN_BYTES
 TABLE_SLICES = (HEADER_BYTES - META_BYTES) // 8
-"""A header has room for so many slices: 480."""
+"""The limit of slices in a header: 480."""
 
 RUN_SLOTS = 32
 _HEADERS_BYTES = RUN_SLOTS * PAGE_ALIGN_BYTES
 RUN_BYTES: dict[Kind, int] = {"read": (2 << 20) + _HEADERS_BYTES, "write": (4 << 20) + _HEADERS_BYTES}
-"""Adjacent slots are read or written in one call up to so many, and up to so many bytes: 2 or 4 MiB of blocks and their headers. The disk gains nothing beyond 1 MiB; but each call costs the processor the
-same. Of reads the last calls come back together, and nothing else is left to do while they are hashed."""
+"""Adjacent slots move in one call, up to RUN_SLOTS and 2 or 4 MiB of blocks with headers. The disk
+gains nothing beyond 1 MiB, but each call costs the processor the same. The last reads return
+together, and then hashing them is all that is left to do.
+"""
 
 Headers = NDArray[np.uint8]
 """uint8 [n, 4096], page-aligned."""
 
 
 class SlotIO(Protocol):
-    """How slot files are read and written. Memory, offsets and lengths are aligned to PAGE_ALIGN_BYTES."""
+    """Reads and writes of slot files. Memory, offsets and lengths are aligned to PAGE_ALIGN_BYTES."""
 
     mode: str
 
     def open(self, path: Path) -> int:
-        """A descriptor for reading, writing and syncing; the file is made if missing. Raises OSError. Blocks."""
+        """A descriptor to read, write and sync; makes a missing file. Raises OSError. Blocks."""
 
     def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fills buffers from offset on; gives how many bytes there were. Raises OSError. Blocks."""
+        """Fill buffers from offset on; returns the bytes read. Raises OSError. Blocks."""
 
     def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Writes buffers at offset, all of them. Raises OSError. Blocks."""
+        """Write all buffers at offset. Raises OSError. Blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotFile:
-    """An open slot file. fd is the one that is synced, open since before the first write, so that no error escapes it."""
+    """An open slot file. fd is open since before the first write, so its sync gets every error."""
 
     path: Path
     fd: int
@@ -87,7 +89,7 @@ class DirectIO:
 
 
 def allows_direct(directory: Path, disk: Files = OS) -> bool:
-    """Whether the file system takes O_DIRECT, by trying. Raises OSError for any other trouble."""
+    """Test whether the file system supports O_DIRECT. Raises OSError for other errors."""
     path = directory / "direct.probe"
     page = memoryview(mmap.mmap(-1, HEADER_BYTES))
     try:
@@ -100,7 +102,7 @@ def allows_direct(directory: Path, disk: Files = OS) -> bool:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
-        if error.errno in NO_SPACE:  # it was not refused
+        if error.errno in NO_SPACE:  # O_DIRECT was not refused
             return True
         raise
     finally:
@@ -108,7 +110,7 @@ def allows_direct(directory: Path, disk: Files = OS) -> bool:
 
 
 def read_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = OS) -> int:
-    """preadv until the buffers are full or the file ends; gives the number of bytes. EINTR is Python's to retry."""
+    """preadv until the buffers are full or the file ends; the bytes read. Python retries EINTR."""
     failpoint("nvme.slots.before_read")
     rest, done = list(buffers), 0
     while rest:
@@ -121,7 +123,7 @@ def read_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = O
 
 
 def write_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = OS) -> None:
-    """pwritev until everything is written. Raises OSError, EIO if the file takes no more."""
+    """pwritev until all is written. Raises OSError, EIO if the file takes no more."""
     failpoint("nvme.slots.before_write")
     rest, done = list(buffers), 0
     while rest:
@@ -133,7 +135,7 @@ def write_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = 
 
 
 def advance(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """The buffers less their first count bytes."""
+    """The buffers without their first count bytes."""
     rest = list(buffers)
     while rest and count >= len(rest[0]):
         count -= len(rest.pop(0))
@@ -143,7 +145,7 @@ def advance(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def _aligned(count: int, rest: Sequence[memoryview]) -> int:
-    """A short count cut to where O_DIRECT may go on; the piece behind it is done again."""
+    """A short count, rounded down to where O_DIRECT may continue; the rest is repeated."""
     return count if count == sum(map(len, rest)) else count // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
 
 
@@ -151,12 +153,13 @@ def _aligned(count: int, rest: Sequence[memoryview]) -> int:
 
 
 def slot_bytes(lengths: NDArray[np.uint32]) -> int:
-    """What writing blocks of these stored lengths takes on the disk, headers included."""
+    """Bytes on the disk for blocks of these stored lengths, headers included."""
     return int((HEADER_BYTES + -(-lengths.astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES).sum())
 
 
 def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable], *, store: bytes) -> StructArray:
-    """META [n] as the slots' headers hold them: located in this store, digest of their slice tables, sealed.
+    """META [n] as in the slots' headers: located in this store, digest of their slice tables,
+    sealed.
 
     Every table must fit a header (TABLE_SLICES). extents: EXTENT [n], with the offset of the slot.
     """
@@ -171,7 +174,7 @@ def stamp(metas: StructArray, extents: StructArray, slices: Sequence[SliceTable]
 
 
 def fill_headers(headers: Headers, rows: Sequence[int], metas: StructArray, slices: Sequence[SliceTable]) -> None:
-    """Writes stamped META and slice tables into these rows of headers, the rest zero: tables of one length at one time."""
+    """Write META and slice tables into these rows of headers, the rest zero, by table length."""
     lengths, own = np.array([len(table) for table in slices]), np.asarray(rows)
     raw = np.ascontiguousarray(metas).view(np.uint8).reshape(len(metas), META_BYTES)
     for length in set(lengths.tolist()):
@@ -182,7 +185,7 @@ def fill_headers(headers: Headers, rows: Sequence[int], metas: StructArray, slic
 
 
 def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]:
-    """META [n] and the slice tables; None where record or table is not whole."""
+    """META [n] and the slice tables; None if record or table is not whole."""
     metas = np.ascontiguousarray(headers[:, :META_BYTES]).view(META).reshape(-1)
     counts = np.where(intact(metas, record_checksum) & (metas["slices"] <= TABLE_SLICES), metas["slices"], 0)
     words = headers[:, META_BYTES : META_BYTES + 8 * int(counts.max(initial=0))].copy().view("<u8")
@@ -192,7 +195,7 @@ def read_tables(headers: Headers) -> tuple[StructArray, list[SliceTable | None]]
 
 
 def matches(found: StructArray, metas: StructArray, extents: StructArray, *, store: bytes) -> NDArray[np.bool_]:
-    """Which headers are those of the blocks expected: same block, same place, same page generation, this store."""
+    """Which headers match the expected blocks: same block, place and page generation, this store."""
     good = (found["hash"] == metas["hash"]).all(axis=1) & (found["namespace"] == metas["namespace"])
     for name in ("segment", "offset", "generation"):
         good &= found[name] == extents[name]
@@ -204,23 +207,40 @@ def matches(found: StructArray, metas: StructArray, extents: StructArray, *, sto
 
 
 @dataclass(frozen=True, slots=True)
+<<<<<<< HEAD
 class SlotRun:
     """Slots of one segment side by side, moved in one call. rows: which of the batch, in the order of their offsets."""
+=======
+class Run:
+    """Adjacent slots of one segment, moved in one call. rows: in the batch, by offset."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     segment: int
     class_bytes: int
     offset: int
     rows: tuple[int, ...]
 
+<<<<<<< HEAD
     def only(self, row: int) -> SlotRun:
         """The slot of one of its rows."""
+=======
+    def only(self, row: int) -> Run:
+        """The run of only one of its rows."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         place = self.rows.index(row)
         return SlotRun(self.segment, self.class_bytes, self.offset + place * self.class_bytes, (row,))
 
 
+<<<<<<< HEAD
 def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[SlotRun]:
     """Cuts a batch into runs of so many bytes at most, or of one slot. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
     runs: list[SlotRun] = []
+=======
+def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[Run]:
+    """Cut a batch into runs of at most most_bytes, or of one slot. extents: EXTENT [n] with slots'
+    offsets; class_bytes: of each row's segment, header included."""
+    runs: list[Run] = []
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
     offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
     rows: list[int] = []
     for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
@@ -247,7 +267,8 @@ def _run_of(
 
 
 def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> list[memoryview]:
-    """What the disk moves of pages that hold blocks of these lengths: up to the next multiple of PAGE_ALIGN_BYTES. Raises InvalidArgument for a page that is shorter."""
+    """The parts of pages that the disk moves: lengths rounded up to PAGE_ALIGN_BYTES. Raises
+    InvalidArgument for a shorter page."""
     whole = (-(-lengths.astype(np.int64) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES).tolist()
     short = [i for i, (view, length) in enumerate(zip(views, whole, strict=True)) if len(view) < length]
     if short:
@@ -258,8 +279,13 @@ def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> lis
     return [view[:length] for view, length in zip(views, whole, strict=True)]
 
 
+<<<<<<< HEAD
 def vector(run: SlotRun, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
     """Header, page, filler up to the next slot, header, ...: buffers of one call. headers, pages: of the batch."""
+=======
+def vector(run: Run, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
+    """Header, page, filler to the next slot, header, ...: buffers of one call, from the batch."""
+>>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
     heads = headers.data.cast("B")
     buffers = list[memoryview]()
     for row in run.rows:
@@ -271,7 +297,7 @@ def vector(run: SlotRun, headers: Headers, pages: Sequence[memoryview], *, fille
 
 
 class HeaderPool:
-    """Aligned memory for headers, kept for the next batch up to so many; and filler for what lies between payload and next slot."""
+    """Aligned memory for headers, reused up to a limit, and filler between payload and next slot."""
 
     def __init__(self, kept: int) -> None:
         self._free: list[Headers] = []
@@ -283,7 +309,7 @@ class HeaderPool:
 
     @contextmanager
     def borrow(self, count: int) -> Iterator[Headers]:
-        """uint8 [count, 4096], the borrower's alone."""
+        """uint8 [count, 4096], exclusive to the borrower."""
         area = next((area for area in self._free if len(area) >= count), None)
         if area is None:
             area = np.frombuffer(mmap.mmap(-1, max(1, count) * HEADER_BYTES), dtype=np.uint8).reshape(-1, HEADER_BYTES)

@@ -1,10 +1,9 @@
 """Snapshots: the whole index of a store as one file of checksummed columns.
 
-Purpose: to write one and to read it back at the speed of the disk. Non-purpose: when to write one (`nvme`), what came after it
-(`journal`). Invariants: a file under its final name is whole and durable; nothing is believed whose checksum does not hold; damage to the
-blocks' rows costs the rows of that piece, damage elsewhere the whole file; of the rows no more than a stretch is in memory at one time.
-
-The format is described in FORMAT-NVME.md.
+Snapshots are written and read at the speed of the disk. `ledger` decides when to write one;
+`journal` has later changes. A file under its final name is whole and durable. Data with a wrong
+checksum is ignored. Damage to a piece of rows costs that piece, damage elsewhere the whole file. At
+most one stretch of rows is in memory. FORMAT-NVME.md describes the format.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PIECE_ROWS = 4096
 """Rows of META under one checksum: 1 MiB."""
 PIECE_BYTES = PIECE_ROWS * META.itemsize
 STRETCH_PIECES = 2
-"""Read at once: what is freed of that size is used again, without the kernel clearing its pages anew."""
+"""Pieces per read. Freed memory of that size is reused, so the kernel need not clear new pages."""
 
 HEADER = np.dtype(
     [
@@ -57,19 +56,19 @@ SEGMENT = np.dtype([("place", "<u4"), ("segment", "<u4"), ("domain", "<u4"), ("p
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
-    """Where the snapshot that holds everything of the journals below number lies."""
+    """The path of the snapshot of all journals below number."""
     return directory / f"snapshot-{number:016d}.bin"
 
 
 def write_snapshot(directory: Path, index: StoredIndex, *, store: bytes, number: int, disk: Files = OS) -> int:
-    """Writes a snapshot, durable under its name. Gives its length in bytes. Raises OSError."""
+    """Write a snapshot, durable under its name; returns its bytes. Raises OSError."""
     parts = _parts(index, store=store, number=number)
     return durable.replace_file(snapshot_path(directory, number), parts, disk=disk)
 
 
 @dataclass(frozen=True, slots=True)
 class FiledRows:
-    """The rows of a snapshot, in its file. count: as many as its header says. begin: their offset. sums: of the pieces."""
+    """A snapshot's rows, in its file. count: from its header. begin: offset. sums: of the pieces."""
 
     path: Path
     count: int
@@ -78,7 +77,7 @@ class FiledRows:
     disk: Files
 
     def stretches(self) -> Iterator[StructArray]:
-        """META, in order, some thousand at a time, less the pieces whose checksums do not hold. Raises OSError."""
+        """META in order, some thousand at a time, without damaged pieces. Raises OSError."""
         fd = self.disk.open(self.path, os.O_RDONLY)
         try:
             for piece in range(0, len(self.sums), STRETCH_PIECES):
@@ -93,9 +92,10 @@ class FiledRows:
 
 
 def open_snapshot(directory: Path, *, store: bytes, number: int, disk: Files = OS) -> StoredIndex:
-    """What `write_snapshot` wrote, its rows still in the file.
+    """Open a result of `write_snapshot`, its rows still in the file.
 
-    Raises CorruptRecord if it is damaged throughout or another store's, VersionMismatch for a newer format, OSError.
+    Raises CorruptRecord if it is damaged throughout or another store's, VersionMismatch for a newer
+    format, OSError.
     """
     path = snapshot_path(directory, number)
     fd = disk.open(path, os.O_RDONLY)
@@ -131,7 +131,7 @@ def _read(fd: int, offset: int, length: int, disk: Files) -> NDArray[np.uint8]:
 
 
 def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]:
-    """The rows are gone through twice, since their sums lie before them in the file."""
+    """Parts of the file. Reads the rows twice, since their sums precede them in the file."""
     segments = _segment_rows(index.segments.values()).tobytes()
     namespaces = bytes(msgpack.packb(index.namespaces))
     sums, rows = list[int](), 0
@@ -156,7 +156,7 @@ def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]
 
 
 def _even_pieces(index: StoredIndex) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of all rows, PIECE_ROWS at a time, whatever is missing between them."""
+    """The bytes of all rows, PIECE_ROWS at a time, across gaps."""
     rest = np.empty(0, np.uint8)
     for stretch in stretches(index):
         raw = np.concatenate((rest, stretch.metas.view(np.uint8)))
@@ -194,7 +194,7 @@ def _read_header(raw: NDArray[np.uint8], path: Path, *, store: bytes, number: in
 
 
 class _Bounds(NamedTuple):
-    """Offsets in the file: segments begin after the header, the blocks' rows at end."""
+    """Offsets in the file. Segments begin after the header, the blocks' rows at end."""
 
     namespaces: int
     sums: int
@@ -213,7 +213,7 @@ def _segment(row: Any) -> SegmentBegun:
 
 
 def _texts(packed: bytes) -> list[bytes]:
-    """Raises ValueError and what msgpack raises."""
+    """Raises ValueError and the errors of msgpack."""
     found = msgpack.unpackb(packed)
     if not isinstance(found, list) or not all(isinstance(text, bytes) for text in found):
         raise ValueError("its namespaces are no list of texts")
@@ -221,7 +221,7 @@ def _texts(packed: bytes) -> list[bytes]:
 
 
 def _intact_rows(metas: StructArray, sums: NDArray[np.uint64]) -> StructArray:
-    """The rows of pieces whose checksums hold; a piece that was cut short does not."""
+    """The rows of pieces whose checksums hold; a truncated piece fails."""
     good = [record_checksum(piece) == int(total) for piece, total in zip(_pieces(metas), sums, strict=False)]
     if all(good):
         return metas

@@ -1,7 +1,7 @@
-"""The files of a store: its directory's lock, its id, its slot files, its index, opened in order and given back together.
+"""The files of a store: lock, id, slot files and index, opened in order and closed together.
 
-Purpose: `open_store`. Non-purpose: what is done with an open store (`nvme`, `ledger`). Invariants: the lock is taken before anything is read and
-let go last; all space is set aside before the store serves; what cannot be opened leaves nothing open behind.
+`nvme` and `ledger` use the open store. The lock is taken before any read and released last. All
+space is reserved before the store serves. A failed opening leaves no file open.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from tierd.tiers.store.stored_index import StoredIndex, count_of, latest_times, 
 LOCK_NAME = "store.lock"
 GENERATION_LEAP = 1 << 20
 SEGMENT_LEAP = 256
-"""How far marks run ahead of what is used, so that they are written seldom."""
+"""Marks run this far ahead of used numbers, so that they are written rarely."""
 COPY_BYTES = 1 << 20
 INDEX_SHARE = 64
-"""One part in so many of the capacity stays free for journals and snapshots."""
+"""This part (1/64) of the capacity stays free for journals and snapshots."""
 
 Direct = Literal["auto", "on", "off"]
 
 
 @dataclass(slots=True)
 class OpenStore:
-    """A store under its lock. name: the tier's. store: its id, 16 bytes. files: slot files by place; retired: those that gave way to new ones.
+    """A store under its lock. name: the tier's. store: its id, 16 bytes. index: of the previous
+    run.
 
-    index: of the former life.
-    journal: a new one, after a snapshot of snapshot_bytes; marks: its first record; has_news: there are more, of former lives. notices: what an operator should hear.
-    fault: why that journal cannot be written, empty if it can. set_aside: slot files that this opening made or made longer, and how long they were.
+    files: slot files by place; retired: those that were replaced.
+    journal: a new one, after a snapshot of snapshot_bytes.
+    marks: its first record; has_news: it has records of previous runs too.
+    notices: for the operator. fault: why the journal cannot be written, or empty.
+    set_aside: slot files that this opening made or extended, with their old lengths.
     """
 
     name: str
@@ -65,12 +68,12 @@ class OpenStore:
     retired: list[SlotFile] = field(default_factory=list)
 
     def close_retired(self) -> None:
-        """Gives back the descriptors of files that gave way. No call may be under way on them."""
+        """Close the descriptors of replaced files. No call may be in flight on them."""
         while self.retired:
             self.disk.close(self.retired.pop().fd)
 
     def close(self, *, release: bool, undo: bool = False) -> None:
-        """Gives everything back; with release every file is removed, with undo the space that was set aside is free again."""
+        """Close everything; with release, remove all files; with undo, free newly reserved space."""
         self.close_retired()
         for file in self.files.values():
             self.disk.close(file.fd)
@@ -86,9 +89,10 @@ class OpenStore:
 
 
 def open_store(spec: TierSpec, *, directory: Path, direct: Direct, buffered: SlotIO, disk: Files = OS) -> OpenStore:
-    """Opens the store of this directory, or makes it. Raises AlreadyOwned, ConfigError, VersionMismatch, TierFailed.
+    """Open the store of this directory, or make it. Raises AlreadyOwned, ConfigError,
+    VersionMismatch, TierFailed.
 
-    buffered: what slots are moved by where O_DIRECT is not.
+    buffered: moves slots if O_DIRECT is not used.
     """
     try:
         with ExitStack() as undo:
@@ -119,9 +123,9 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
     failpoint("nvme.open.before_index")
     loaded = recovery.open_index(directory, store=store, disk=disk)
     names, places = set(disk.list(directory)), range(spec.capacity_bytes // spec.segment_bytes)
-    used = {s.place for s in loaded.index.segments.values()}.intersection(places)  # one beyond them may have moved
+    used = {s.place for s in loaded.index.segments.values()}.intersection(places)  # segments beyond them may have moved
     index, moves = _fitting(loaded, spec, {at for at in used if slots_path(directory, at).name not in names})
-    # A snapshot of the former places would bring ended segments back, and move others again.
+    # A snapshot with the old places would restore ended segments, and move others again.
     loaded = replace(loaded, index=index, is_refitted=index is not loaded.index)
     files, set_aside = _open_files(opening, io, moves)
     marks = Marks(loaded.index.next_segment + SEGMENT_LEAP, loaded.index.next_generation + GENERATION_LEAP)
@@ -147,7 +151,7 @@ def _open_locked(opening: _Opening, lock: Lock) -> OpenStore:
 
 
 def _check_room(spec: TierSpec, directory: Path, disk: Files) -> None:
-    """Whether all space that is to be set aside is there, before any of it is. Raises ConfigError, OSError."""
+    """Check the room for all space before reserving any. Raises ConfigError, OSError."""
     held = sum(disk.size(directory / name) for name in disk.list(directory) if fnmatch(name, "seg-*.slots"))
     missing = spec.capacity_bytes // spec.segment_bytes * spec.segment_bytes - held
     free, index_bytes = disk.free_bytes(directory), spec.capacity_bytes // INDEX_SHARE
@@ -159,7 +163,7 @@ def _check_room(spec: TierSpec, directory: Path, disk: Files) -> None:
 
 
 def _give_back(set_aside: dict[Path, int], disk: Files) -> None:
-    """Slot files are as long as they were, and those that were not there are removed."""
+    """Restore the lengths of slot files, and remove new ones."""
     for path, length in set_aside.items():
         if not length:
             disk.unlink(path)
@@ -184,9 +188,10 @@ def _choose_io(opening: _Opening, notices: list[str]) -> SlotIO:
 
 
 def _fitting(loaded: recovery.Loaded, spec: TierSpec, missing: set[int]) -> tuple[StoredIndex, dict[int, int]]:
-    """The index less what the configuration has no room for, which is the coldest, and what lay in missing places; and the places that change: from, to.
+    """The index without the coldest segments that no longer fit and those with missing files; and
+    the places that change: from, to.
 
-    A start that is cut short decides the same again, and passes over files that have moved.
+    An interrupted start decides the same again, and skips files that have moved.
     """
     places = spec.capacity_bytes // spec.segment_bytes
     segments = loaded.index.segments.values()
@@ -210,7 +215,8 @@ def _fitting(loaded: recovery.Loaded, spec: TierSpec, missing: set[int]) -> tupl
 
 
 def _open_files(opening: _Opening, io: SlotIO, moves: dict[int, int]) -> tuple[dict[int, SlotFile], dict[Path, int]]:
-    """Every place's file, set aside whole, and how long those were that were shorter. First those beyond the capacity are moved or removed, and what is longer than a segment is cut: for its room."""
+    """The files of all places, space reserved, and the old lengths of shorter ones. Files beyond
+    the capacity are moved or removed first, and longer ones cut, for their room."""
     spec, disk, files, set_aside = opening.spec, opening.disk, dict[int, SlotFile](), dict[Path, int]()
     opening.undo.callback(_give_back, set_aside, disk)
     places = spec.capacity_bytes // spec.segment_bytes
@@ -254,9 +260,10 @@ def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
 def renew(
     opened: OpenStore, place: int, spans: Sequence[tuple[int, int]], *, is_strict: bool
 ) -> tuple[SlotFile, list[int]]:
-    """A new slot file in the place of one whose sync has failed, with what is durable in that one: spans, offset and length in bytes. And the offsets of those that stayed behind.
+    """Replace a slot file whose sync failed by a new one with its durable spans (offset and length
+    in bytes). Returns the new file and the offsets of dropped spans.
 
-    is_strict: what cannot be read is an error; else it stays behind. Raises OSError. Blocks.
+    is_strict: an unreadable span is an error; else it is dropped. Raises OSError. Blocks.
     """
     disk, old = opened.disk, opened.files[place]
     path = old.path.with_name(old.path.name + ".tmp")
@@ -279,7 +286,7 @@ def renew(
 
 
 def _copy(disk: Files, fds: tuple[int, int], offsets: range, *, is_strict: bool) -> bool:
-    """Whether all of it could be read."""
+    """Copy spans; returns whether all of it was readable."""
     buffer, is_whole = memoryview(mmap.mmap(-1, COPY_BYTES)), True
     for offset in offsets:
         part = buffer[: min(COPY_BYTES, offsets.stop - offset)]
@@ -295,7 +302,7 @@ def _copy(disk: Files, fds: tuple[int, int], offsets: range, *, is_strict: bool)
 
 
 def try_disk(opened: OpenStore) -> None:
-    """Writes, syncs and reads a file of its own, and reads the first slot. Raises OSError. Blocks."""
+    """Write, sync and read a temporary file, and read the first slot. Raises OSError. Blocks."""
     disk, path = opened.disk, opened.directory / "probe.tmp"
     page = memoryview(mmap.mmap(-1, PAGE_ALIGN_BYTES))
     fd = opened.io.open(path)
@@ -315,7 +322,7 @@ def slots_path(directory: Path, place: int) -> Path:
 
 
 def _store_id(directory: Path, disk: Files, notices: list[str]) -> bytes:
-    """The store's id, 16 bytes, made on its first day. Raises VersionMismatch, TierFailed, OSError."""
+    """The store's id, 16 bytes, made with the store. Raises VersionMismatch, TierFailed, OSError."""
     path, names = directory / "store.json", disk.list(directory)
     if path.name not in names:
         if any(fnmatch(name, "seg-*.slots") for name in names):

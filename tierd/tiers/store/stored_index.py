@@ -1,8 +1,9 @@
-"""The index of a store as a value: which blocks lie in which slots, and what the records of a journal make of it.
+"""The index of a store as a value: the blocks in its slots, and the effect of journal records.
 
-Purpose: `StoredIndex`, `replay`, `told_since` and `stretches`. Non-purpose: files. Invariants: at most one block per slot; every block lies in a segment that
-is alive, on a slot of its class; of two records about one slot the later holds. Replaying is a matter of whole columns, so
-that a hundred thousand blocks take milliseconds. What a snapshot says of ten million stays in its file, and is gone through a stretch at a time.
+No file is used here. A slot has at most one block. Every block is in a living segment, on a slot of
+its class. Of two records about one slot the later wins. Replaying works on whole columns, so that
+100,000 blocks take milliseconds. The rows of a snapshot of ten million blocks stay in its file, and
+are read a stretch at a time.
 """
 
 from __future__ import annotations
@@ -22,30 +23,32 @@ from tierd.tiers.store.journal import REMOVED, BlocksRemoved, BlocksStored, Mark
 
 Keys = NDArray[np.uint64]
 GENERATION_LIMIT = np.uint64(1 << 63)
-"""No page has had so many uses: a record that says so is none."""
+"""No page has had so many uses: a record with more is invalid."""
 STRETCH_ROWS = 1 << 13
 PIECE_ROWS = 1 << 14
-"""Of what journals tell, put together at a time: 4 MiB of META, which is a mapping of its own and goes back to the kernel when it is freed."""
+"""Rows of journals joined at a time: 4 MiB, a mapping that the kernel gets back when freed."""
 _OFFSET = np.uint64(0xFFFF_FFFF)
 """Of a key: the pages before the slot."""
 
 
 class Filed(Protocol):
-    """Rows that lie in a file. count: at most so many."""
+    """Rows in a file. count: their maximum."""
 
     @property
     def count(self) -> int:
-        """As the header of the file says."""
+        """From the header of the file."""
 
     def stretches(self) -> Iterator[StructArray]:
-        """META, in order, some thousand at a time. Raises OSError."""
+        """META in order, some thousand at a time. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredIndex:
-    """segments: by place. metas: META [blocks]. namespaces: opaque, oldest first. next_*: first numbers never used.
+    """segments: by place. metas: META [blocks]. namespaces: opaque, oldest first. next_*: first
+    numbers never used.
 
-    filed: more rows, those of the older blocks. told: the slots of which something was told since they were filed, ascending; in these `metas` alone holds.
+    filed: rows of older blocks in a file. told: slots with later records, ascending; for these only
+    `metas` holds.
     """
 
     segments: dict[int, SegmentBegun] = field(default_factory=dict)
@@ -71,7 +74,7 @@ def stretches(index: StoredIndex) -> Iterator[Stretch]:
 
 
 def unsifted(index: StoredIndex) -> Iterator[Callable[[], Stretch]]:
-    """`stretches` in two steps: what blocks, and the rest of it. Raises OSError."""
+    """`stretches` in two steps: reading rows, and selecting blocks. Raises OSError."""
     for metas in index.filed.stretches() if index.filed else ():
         yield partial(_sift, index, metas, told=index.told)
     for start in range(0, len(index.metas), STRETCH_ROWS):
@@ -85,7 +88,7 @@ def gathered(index: StoredIndex) -> StoredIndex:
 
 
 def assignment_of(begun: SegmentBegun, *, tier: int) -> SegmentAssignment:
-    """The segment, as the core knows it. tier: its position."""
+    """The segment in the core's form. tier: its position."""
     return SegmentAssignment(
         tier=tier,
         slot=begun.place,
@@ -100,10 +103,10 @@ def assignment_of(begun: SegmentBegun, *, tier: int) -> SegmentAssignment:
 
 
 def extents_of(metas: StructArray, slots: NDArray[np.int64], *, tier: int) -> StructArray:
-    """EXTENT [n]: where blocks lie, META [n], as the core knows it. tier: the store's position."""
+    """EXTENT [n] of blocks, META [n]. tier: the store's position."""
     extents = np.zeros(len(metas), dtype=EXTENT)
     extents["tier"], extents["page"], extents["slot"] = tier, -1, slots
-    extents["flags"] = UNVERIFIED  # a slot may have been written over before the removal of its block was durable
+    extents["flags"] = UNVERIFIED  # a slot may be overwritten before the removal of its block is durable
     extents["length"] = metas["stored_length"]
     for name in ("segment", "offset", "generation"):
         extents[name] = metas[name]
@@ -111,7 +114,7 @@ def extents_of(metas: StructArray, slots: NDArray[np.int64], *, tier: int) -> St
 
 
 def count_of(index: StoredIndex) -> int:
-    """How many blocks are in it. Raises OSError."""
+    """Number of blocks. Raises OSError."""
     return sum(len(stretch.metas) for stretch in stretches(index))
 
 
@@ -143,9 +146,11 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
 
 
 def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
-    """What was told between the two, of each place, slot and name the last alone; less marks. index: replayed over the snapshot, whose rows are filed.
+    """Changes between the two, without marks: the last record of each place, slot and name. index:
+    replayed over the snapshot, whose rows are filed.
 
-    Replayed over the snapshot, with or without any of the records that it was made from before, it gives the index again, its names in another order at most.
+    Replaying them over the snapshot, even after some of the original records, gives the index
+    again. Only the order of names may differ.
     """
     yield from (segment for place, segment in index.segments.items() if snapshot.segments.get(place) != segment)
     known = set(snapshot.namespaces)
@@ -163,7 +168,7 @@ def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
 
 
 def select(index: StoredIndex, *, within: Callable[[SegmentBegun], bool]) -> StoredIndex:
-    """The index with only those segments, and the blocks that truly lie in one of them."""
+    """The index with only those segments, and their blocks."""
     segments = {place: segment for place, segment in index.segments.items() if within(segment)}
     return _consistent(replace(index, segments=segments))
 
@@ -175,7 +180,7 @@ def moved(index: StoredIndex, places: Mapping[int, int]) -> StoredIndex:
 
 
 def latest_times(index: StoredIndex) -> dict[int, int]:
-    """Segment to when its newest block was committed, Unix milliseconds; 0 for one without blocks. Raises OSError."""
+    """Commit time of each segment's newest block, Unix ms; 0 without blocks. Raises OSError."""
     ids = np.unique(np.array([s.segment for s in index.segments.values()], dtype=np.uint64))
     times = np.zeros(len(ids), dtype=np.uint64)
     for metas, _ in stretches(index):
@@ -184,7 +189,7 @@ def latest_times(index: StoredIndex) -> dict[int, int]:
 
 
 def slots_of(metas: StructArray, segments: Iterable[SegmentBegun]) -> NDArray[np.int64]:
-    """The slot of each block within its segment: int64 [n]; -1 where it lies in none of these segments."""
+    """The slot of each block within its segment: int64 [n]; -1 if it is in none of these segments."""
     rows = sorted(segments, key=lambda s: s.segment)
     slots = np.full(len(metas), -1, dtype=np.int64)
     if not rows or not len(metas):
@@ -199,12 +204,12 @@ def slots_of(metas: StructArray, segments: Iterable[SegmentBegun]) -> NDArray[np
 
 
 def _consistent(index: StoredIndex) -> StoredIndex:
-    """Less the blocks in memory that lie in no living segment, or are no records that this version reads."""
+    """Without blocks in memory that are in no living segment, or are unreadable by this version."""
     return replace(index, metas=_sound(index.metas, index.segments).metas)
 
 
 def _sound(metas: StructArray, segments: Mapping[int, SegmentBegun]) -> Stretch:
-    """Those that lie in a living segment, and are records that this version reads."""
+    """The blocks in living segments that this version can read."""
     slots = slots_of(metas, segments.values())
     good = true_rows(is_meta(metas) & (slots >= 0) & (metas["generation"] < GENERATION_LIMIT))
     return Stretch(picked(metas, good), slots[good])
@@ -236,7 +241,8 @@ def _among(keys: Keys, pool: Keys) -> NDArray[np.bool_]:
 
 
 class _Piece(NamedTuple):
-    """metas: META [m]. keys [n]: slots, in the order in which they were told of. rows int64 [n]: which of the metas lies there; -1: none."""
+    """metas: META [m]. keys [n]: slots in the order of records.
+    rows int64 [n]: index of the slot's block in metas; -1: none."""
 
     metas: StructArray
     keys: Keys
@@ -244,10 +250,8 @@ class _Piece(NamedTuple):
 
 
 class _Changes:
-    """Stored and removed rows in order; the last about a slot decides. Columns are made of some thousand at a time, since a record may tell of one block.
-
-    All that was told is never one array: what numpy copies while it joins records keeps every other thread waiting.
-    """
+    """Stored and removed rows in order; the last about a slot wins. Some thousand are joined at a
+    time. Joining all at once would block every other thread during the copy."""
 
     def __init__(self, metas: StructArray) -> None:
         self._pieces = list[_Piece]()
@@ -263,7 +267,7 @@ class _Changes:
         self._note(len(rows), is_stored=False)
 
     def result(self) -> tuple[StructArray, Keys]:
-        """The rows that hold, and the slots of which something was told, both ascending by slot. To be asked for once."""
+        """The valid rows, and the slots with records, both ascending by slot. Call it once."""
         if self._order:
             self._finish()
         keys, rows = (np.concatenate(parts) for parts in zip(*(piece[1:] for piece in self._pieces), strict=True))
@@ -272,7 +276,7 @@ class _Changes:
         last = end - 1 - from_end
         last = last[rows[last] >= 0]
         metas, order = np.empty(len(last), META), np.argsort(last)
-        while self._pieces:  # the latest first, whose memory was the last to be taken
+        while self._pieces:  # the latest first, whose memory was allocated last
             piece = self._pieces.pop()
             begin = end - len(piece.keys)
             at = order[slice(*np.searchsorted(last, (begin, end), sorter=order))]
@@ -291,7 +295,7 @@ class _Changes:
             self._finish()
 
     def _finish(self) -> None:
-        """What was told since the last piece becomes one."""
+        """Make a piece of the records since the last one."""
         metas = joined(self._stored or [np.empty(0, META)])
         kinds, counts = zip(*self._order, strict=True)
         are_stored = np.repeat(kinds, counts)

@@ -1,9 +1,9 @@
-"""Zeroing: the space of a store is written over once, ahead of its first blocks.
+"""Zeroing: write a store's space once, ahead of its first blocks.
 
-Purpose: a file system notes of space that was only set aside that nobody has written it, and must change that note with the first write to it, which makes
-that write take twice as long; zeros that are written while the disk has nothing else to do spare the blocks that. Non-purpose: what lies there;
-nobody reads it. Invariants: only space that holds nothing is written, in files of places where no segment lives; a step at a time, and who is
-about to write blocks to a place waits for the step that is under way there (`leave`); a step that fails ends the work, and nothing is lost but speed.
+A file system marks reserved space as unwritten. The first write must change that mark, which
+doubles its time. So zeros are written while the disk is idle. Nothing reads them. Only empty space
+is written, in files of places without a segment, a step at a time. A writer to a place waits for
+the current step there (`leave`). A step that fails ends the work, and costs only speed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tierd.tiers.store.slots import SlotFile
 from tierd.tiers.store.store_files import OpenStore
 
 STEP_BYTES = 4 << 20
-"""Written at one time: what a block that comes meanwhile waits for."""
+"""Bytes of a step; a block that arrives meanwhile waits for one step."""
 START_S = 1.0
 """After the store was opened."""
 PAUSE_S = 0.1
-"""Between two looks whether the disk is idle."""
+"""Between two checks for an idle disk."""
 
 
 class Zeroing:
-    """See the module. is_free: whether no segment lives at a place. wrote: is told how many bytes each step has written."""
+    """Zeroing of a store. is_free: whether a place has no segment. wrote: gets each step's bytes."""
 
     def __init__(
         self, opened: OpenStore, calls: Calls, *, is_free: Callable[[int], bool], wrote: Callable[[int], None]
@@ -40,21 +40,21 @@ class Zeroing:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins in the background."""
+        """Begin in the background."""
         self._task = asyncio.create_task(self._run())
 
     async def leave(self, place: int) -> None:
-        """Waits for what is under way at a place where a segment has begun; nothing comes after it."""
+        """Wait for the current step at a place where a segment has begun; no step follows there."""
         if self._step is not None and self._place == place:
             await asyncio.wait([self._step])
 
     async def done(self) -> None:
-        """Until nothing is left to do."""
+        """Wait until nothing is left to do."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def stop(self) -> None:
-        """Ends after the step that is under way."""
+        """End after the current step."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -70,13 +70,13 @@ class Zeroing:
                 at: int | None = 0
                 while at is not None and self._is_free(place):
                     at = await self._go_on(place, at)
-        except (OSError, RuntimeError) as error:  # the disk does not take it, or the system gives no thread
+        except (OSError, RuntimeError) as error:  # the disk refuses, or the system gives no thread
             self._opened.notices.append(
                 f"{self._opened.name}: {self._opened.directory} could not be written ahead ({error}); check the disk"
             )
 
     async def _go_on(self, place: int, at: int) -> int | None:
-        """Where the next step begins; None: there is none. Takes half of the time of a disk that is idle."""
+        """Write a step; returns the start of the next, or None. Uses half the time of an idle disk."""
         loop = asyncio.get_running_loop()
         if self._calls.age_s():
             await asyncio.sleep(PAUSE_S)
@@ -86,7 +86,7 @@ class Zeroing:
             self._place, self._step = place, loop.run_in_executor(self._threads, self._write, file, at)
             self._step.add_done_callback(
                 lambda done: done.cancelled() or done.exception()
-            )  # who asks may be gone by then
+            )  # the caller may be gone by then
             await asyncio.wait([self._step])
         written, self._step = self._step.result(), None
         self._wrote(len(written))
@@ -94,7 +94,7 @@ class Zeroing:
         return written.stop if written else None
 
     def _write(self, file: SlotFile, at: int) -> range:
-        """What it has written."""
+        """Write one step; returns its range."""
         gap = self._opened.disk.find_unwritten(file.fd, at)
         if gap is None:
             return range(0)
