@@ -36,7 +36,6 @@ PENDING = (
     "tierd/core/",
     "tierd/events/",
     "tierd/gpu/",
-    "tierd/integrations/",
     "tierd/kernels/",
     "tierd/native/",
     "tierd/policies/",
