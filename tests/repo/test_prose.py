@@ -43,7 +43,6 @@ PENDING = (
     "tierd/simulator/",
     "tierd/testing/",
     "tierd/tiers/",
-    "tierd/worker/",
     "tools/",
 )
 """Not yet rewritten: this list may only shrink."""
