@@ -18,8 +18,7 @@ from tierd.cli.figures import human_bytes, human_count
 from tierd.cli.look import checked_hash
 
 WHOLE_TIMEOUT_S = 600.0
-"""For requests over all blocks, some at a time: ten million take a minute. A timeout leaves the
-work done in part."""
+"""For requests over all blocks: ten million take a minute, and a timeout leaves the work half done."""
 
 
 def said(sentence: str) -> Callable[[Console, object], None]:

@@ -110,8 +110,7 @@ class Connection:
         return self._call(method or request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
 
     def follow(self, request: pb.ScrubRequest) -> Iterator[pb.ScrubPass]:
-        """The daemon's reports while it verifies; it stops when the iterator is closed. Raises the
-        daemon's error."""
+        """The daemon's reports while it verifies, until the iterator is closed. Raises the daemon's error."""
         call = self._stub.Scrub(request, metadata=self._metadata)
         try:
             yield from call

@@ -1,9 +1,9 @@
 """`tierd demo`: a conversation over a long text, each turn served by another tier.
 
 It uses a real daemon, which it crashes once, and a real worker, and prints one table. It is no
-benchmark: the figures depend on the machine's other load. Every turn is also computed without a cache, and its tokens must be
-equal. A turn counts only if the tier in the table served it. The demo owns the daemon, its
-directories and its memory, and removes them at the end.
+benchmark: the figures depend on the machine's other load. Every turn is also computed without a
+cache, and its tokens must be equal. A turn counts only if the tier in the table served it. The demo
+owns the daemon, its directories and its memory, and removes them at the end.
 """
 
 from __future__ import annotations

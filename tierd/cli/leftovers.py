@@ -33,8 +33,7 @@ def free_stores(config: Config) -> dict[Path, int]:
 
 
 def instance_of(state_dir: Path) -> str:
-    """The id of the instance in a state directory; empty if none ever ran there. Raises
-    AlreadyOwned while one runs."""
+    """A state directory's instance id; empty if none ever ran. Raises AlreadyOwned while one runs."""
     if not (state_dir / "instance").exists():
         return ""
     instance = Instance(str(state_dir))

@@ -30,8 +30,7 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. right: aligned right, as numbers are. spare: above 0, it may be dropped; the
-    highest goes first."""
+    """right: aligned right, as numbers are. spare: above 0, it may be dropped; the highest goes first."""
 
     name: str
     right: bool = False
@@ -69,8 +68,7 @@ def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> 
 
 
 def fitting(columns: Sequence[Column], widths: Sequence[int], *, width: int) -> list[int]:
-    """Numbers of the columns to show, in order: spare ones are dropped, the highest first, until
-    the rest fits."""
+    """Numbers of the columns to show: spare ones are dropped, highest first, until the rest fits."""
     shown = list(range(len(columns)))
     while sum(widths[i] + GAP_COLUMNS for i in shown) - GAP_COLUMNS > width:
         last = max(shown, key=lambda i: columns[i].spare)
@@ -147,8 +145,7 @@ def show_json(value: Message | Mapping[str, Any] | Sequence[Any], *, indent: int
 
 
 def plain_of(message: Message) -> dict[str, Any]:
-    """A message as plain values by its proto field names: hexadecimal bytes, numbers, and short
-    enum names."""
+    """A message as plain values by proto field names: hexadecimal bytes, numbers, short enum names."""
     return {field.name: field_plain(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 

@@ -236,8 +236,7 @@ def fill(buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8],
 
 
 def wrong_blocks(lease: Lease, hashes: NDArray[np.uint8], content: Content) -> int:
-    """How many leased blocks differ from the written ones. A page evicted meanwhile is a miss, not
-    a wrong block."""
+    """Leased blocks that differ from the written ones. A page evicted meanwhile is a miss instead."""
     first = lease.groups[0].first
     good = [content.matches(hashes[first + i], view) for i, view in enumerate(lease.views())]
     return sum(not is_right for is_right in good[: lease.check()])

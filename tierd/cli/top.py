@@ -196,8 +196,7 @@ def plain_change(change: Change) -> dict[str, object]:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[None]:
-    """Reads keys one by one without echo, then restores the terminal. Does nothing if stdin is no
-    terminal."""
+    """Reads keys one by one without echo, then restores the terminal; only if stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return

@@ -48,8 +48,7 @@ def wear(ask: Ask) -> None:
 
 
 def draw_wear(console: Console, reply: pb.WearReply) -> None:
-    """One row for each store, then its location, declined blocks, the source of the life, and
-    unreadable facts."""
+    """A row for each store, then location, declined blocks, the source of the life, unreadable facts."""
     show_table(console, WEAR_COLUMNS, [wear_row(store) for store in reply.stores], empty="no store: nothing is worn")
     for store in reply.stores:
         console.print()

@@ -34,8 +34,7 @@ class Options(BaseModel):
 
     @classmethod
     def read(cls, words: Mapping[str, Any], *, where: str) -> Self:
-        """Reads an engine's configuration. `where` is the engine's name for it, for errors. Raises
-        ConfigError."""
+        """Reads an engine's configuration, which errors call `where`. Raises ConfigError."""
         try:
             return cls.model_validate(dict(words))
         except ValidationError as error:

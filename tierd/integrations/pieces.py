@@ -105,8 +105,7 @@ def _matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
 
 
 def _shaped(part: Bytes, like: Any) -> Any:
-    """The bytes as an array of the piece's type and shape. A row of bytes, the usual piece, is
-    returned unchanged."""
+    """The bytes as an array of the piece's type and shape; a row of bytes, the usual piece, unchanged."""
     return part if like.ndim == 1 and like.dtype == np.uint8 else part.view(like.dtype).reshape(like.shape)
 
 

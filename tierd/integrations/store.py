@@ -88,8 +88,7 @@ class EngineStore:
         self._client.introduce(facts.words())
 
     def open(self, spec: NamespaceSpec) -> OpenedNamespace:
-        """The namespace; without a daemon it opens later by itself. Raises InvalidArgument for an
-        impossible spec."""
+        """The namespace; without a daemon it opens later. Raises InvalidArgument for an impossible spec."""
         return self._client.open_namespace(spec)
 
     def lookup(self, groups: Sequence[Group]) -> Found:
@@ -139,8 +138,7 @@ class EngineStore:
         return stored
 
     def save_each(self, groups: Sequence[PutGroup], sources: Sequence[Pieces]) -> list[bool]:
-        """Stores unrelated blocks, one a group, in one call; returns which are stored now. The
-        caller bounds their number."""
+        """Stores unrelated blocks, one a group; returns which are stored now. The caller bounds their number."""
         stored: list[bool] = self._save(groups, sources).tolist()
         self._count(saves=1, saved_blocks=sum(stored), dropped_blocks=len(stored) - sum(stored))
         return stored

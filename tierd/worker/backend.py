@@ -70,8 +70,10 @@ class Backend:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels attend: on a GPU unless TIERD_KERNELS asks for the reference, on a CPU if
-        it asks for emulated ones. Raises ConfigError."""
+        """Whether kernels attend: on a GPU, or on a CPU if TIERD_KERNELS asks for emulated ones.
+
+        Raises ConfigError for emulated kernels without a CPU, and for the reference on a GPU.
+        """
         asked = asked_kernels()
         if asked == EMULATED and self.device != "cpu":
             raise ConfigError(

@@ -55,8 +55,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) over shape, names, kinds and bytes: a namespace's weights_digest. Reads
-        every byte once."""
+        """SHA-256 (hex) over shape, names, kinds, bytes: a namespace's weights_digest. Reads every byte once."""
         total = hashlib.sha256(json.dumps(asdict(self.spec), sort_keys=True).encode())
         for name in sorted(self.tensors):
             tensor = self.tensors[name]

@@ -108,8 +108,7 @@ class Engine:
         return reports
 
     def begin(self, request: Request) -> LiveSequence:
-        """Finds the stored prefix, computes the rest of the prompt. Next: `pick`, which also
-        commits the last chunk."""
+        """Finds the stored prefix, computes the rest. Next: `pick`, which also commits the last chunk."""
         self._check(request)
         started = self._clock()
         held = self.source.acquire(request.tokens, marks=request.marks)
@@ -231,8 +230,7 @@ class Engine:
         )
 
     def _prefill(self, sequence: LiveSequence) -> None:
-        """Computes the prompt behind the held prefix, chunk by chunk; each is committed before the
-        next begins."""
+        """Computes the prompt behind the held prefix by chunks; each is committed before the next begins."""
         total, table = len(sequence.tokens), sequence.table
         # A wholly held prompt computes its last token again, for its logits; its page is there.
         start = min(table.length, total - 1)

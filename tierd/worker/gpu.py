@@ -108,8 +108,7 @@ class GpuMemory:
             pass
 
     def trim(self) -> None:
-        """Returns unused memory to the driver. Raises DeadlineExceeded while a GPU hangs, since the
-        driver would wait."""
+        """Returns unused memory to the driver. Raises DeadlineExceeded while a GPU hangs."""
         if any(self._spare.values()):
             self._gpu.await_stream(current_stream(self.id))
         with self._gpu.entered():

@@ -127,8 +127,7 @@ class PageSource(Protocol):
         ...
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
-        """The longest stored prefix of these tokens. marks: counts at earlier turns' ends, where a
-        short block may be."""
+        """The longest stored prefix of these tokens. marks: ends of earlier turns, with short blocks perhaps."""
         ...
 
     def reserve(self, count: int) -> list[Page]:

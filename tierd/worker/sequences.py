@@ -113,8 +113,7 @@ class _PlainWork:
 
 
 class _KernelWork:
-    """By kernels: one launch stores all sequences' new tokens. Pages are read in place, on a GPU or
-    emulated."""
+    """By kernels, of a GPU or emulated: one launch stores all new tokens, and pages are read in place."""
 
     def __init__(self, attention: KernelAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
         tables = [run.sequence.table for run in runs]

@@ -18,8 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The `llama3` stretching of rotary frequencies: long waves slowed by factor, short ones kept,
-    a ramp between."""
+    """The `llama3` rope stretching: long waves slowed by factor, short ones kept, a ramp between."""
 
     factor: float
     low_freq_factor: float

@@ -38,8 +38,7 @@ from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _WITHHELD: list[tuple[Any, Any]] = []
-"""Arrays and origins of pages that a hanging GPU may still touch. The daemon reuses none while this
-process lives."""
+"""Arrays and origins of pages that a hanging GPU may still touch, kept while this process lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,8 +365,7 @@ def _shape_of(model: Llama | NamespaceSpec) -> PageShape:
 
 
 def _is_open(reservation: Reservation) -> bool:
-    """Whether its daemon is there. If not, this process keeps its pages: no other client gets them
-    before it ends."""
+    """Whether its daemon is there. Else this process keeps its pages until it ends."""
     try:
         return bool(reservation.held())
     except StaleHandle:
@@ -375,8 +373,7 @@ def _is_open(reservation: Reservation) -> bool:
 
 
 def _reservation_of(page: Page) -> Reservation | Page | None:
-    """The common origin of a run of pages: its reservation. A named page is its own run; None:
-    plain memory."""
+    """A run's common origin: its reservation. A named page is its own run; None: plain memory."""
     if isinstance(page.origin, _Slot):
         return page.origin.reservation
     return page if page.hash else None

@@ -106,8 +106,7 @@ class Desk(Generic[T]):
         return taken
 
     def close(self, *, timeout_s: float) -> bool:
-        """Waits for running tasks and drops others. On timeout the eventfd stays open. Later tasks
-        do not ring."""
+        """Waits for running tasks and drops others; on timeout the eventfd stays open. Later tasks never ring."""
         ended = self._courier.close(timeout_s=timeout_s)
         if ended:
             fd, self.fd = self.fd, -1

@@ -66,8 +66,7 @@ class ObjectNames:
         return self._parts(keys, layouts)
 
     def parts_of_keys(self, keys: Sequence[Any], groups: Mapping[int, Any]) -> list[Part]:
-        """For keys alone, a layout is the group's, else the last one seen. Keys of an unknown group
-        are in no part."""
+        """For keys alone: layouts of the groups, else the last ones seen. Keys of unknown groups are dropped."""
         known = {group: Layout.of(desc.shapes, desc.dtypes) for group, desc in groups.items()}
         return self._parts(
             keys, [known.get(key.object_group_id) or self._seen.get(key.object_group_id) for key in keys]

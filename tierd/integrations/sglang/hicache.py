@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shelf:
-    """A pool: its pages in host memory, and those in tierd. One without bytes (a logical anchor)
-    has everything."""
+    """A pool's pages in host memory and in tierd. One without bytes (a logical anchor) has everything."""
 
     def __init__(self, pages: HostPages, stored: StoredPages | None, *, is_writer: bool) -> None:
         self.pages, self.stored, self.is_writer = pages, stored, is_writer
@@ -61,8 +60,7 @@ class Shelf:
         return self.stored.present(keys) if self.stored else [True] * len(keys)
 
     def load(self, keys: Sequence[str], host_indices: Any) -> int:
-        """Storage to host memory; returns leading pages loaded. Raises InvalidArgument for indices
-        that do not fit."""
+        """Storage to host memory; returns leading pages loaded. Raises InvalidArgument for misfit indices."""
         if not self.stored:
             return len(keys)
         targets = self.pages.targets(host_indices, pages=len(keys))
@@ -71,8 +69,7 @@ class Shelf:
         return good
 
     def save(self, keys: Sequence[str], host_indices: Any, *, before: Sequence[str]) -> int:
-        """Host memory to storage; returns leading pages stored. Raises InvalidArgument for indices
-        that do not fit."""
+        """Host memory to storage; returns leading pages stored. Raises InvalidArgument for misfit indices."""
         if not self.stored:
             return len(keys)
         if not self.is_writer:

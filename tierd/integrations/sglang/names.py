@@ -68,8 +68,7 @@ def is_replicated(config: Any, pool_name: str, pool: Any) -> bool:
 
 
 def has_no_writers(config: Any, pool_name: str, pool: Any) -> bool:
-    """Whether ranks have own pages that SGLang never stores. Of an MLA model it stores only one
-    rank's, except states."""
+    """Whether SGLang never stores some ranks' own pages: for MLA it stores only one rank's, except states."""
     is_split = not is_replicated(config, pool_name, pool) and pool_name != MAMBA
     return bool(config.is_mla_model) and config.tp_size > 1 and is_split
 
@@ -84,8 +83,7 @@ def place_of(config: Any, pool_name: str, pool: Any) -> Place:
 
 
 def spec_of(config: Any, options: Options, pages: HostPages, *, name: str, cleared: str = "") -> NamespaceSpec:
-    """The namespace of a pool's pages. cleared: separates pages stored after SGLang's clear. Raises
-    ConfigError."""
+    """The namespace of a pool's pages. cleared: separates pages stored after a clear. Raises ConfigError."""
     model = options.model or config.model_name
     if not model:
         raise ConfigError(

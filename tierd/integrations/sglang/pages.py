@@ -43,8 +43,7 @@ class PointerPages:
         self.lengths: tuple[int, ...] = () if self.is_logical else tuple(self._meta_of_one())
 
     def sources(self, host_indices: Any, *, pages: int) -> list[Pieces]:
-        """Each page's parts, in the block's order. Raises InvalidArgument if the indices are not so
-        many pages."""
+        """Each page's parts, in the block's order. Raises InvalidArgument for a wrong number of indices."""
         _check(host_indices, pages=pages, page_tokens=self.page_tokens)
         if not pages:
             return []

@@ -32,8 +32,7 @@ WEIGHTS = ("revision", "load_format")
 
 
 def started(options: Options) -> dict[str, Any]:
-    """Words of this process's engine. SGLang's model name is its served name, which may later mean
-    other weights."""
+    """Words of this process's engine. Its model name is SGLang's served name, which may change meaning."""
     model = _namespace("model")
     words = _leaves(model, MODEL) | _leaves(_namespace("spec"), DRAFT)
     if options.weights_digest:

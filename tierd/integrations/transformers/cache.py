@@ -20,8 +20,7 @@ from tierd.integrations.transformers.store import TierdStore
 
 
 class TierdLayer(DynamicLayer):
-    """K and V [rows, kv_heads, tokens, head_dim]. A restored row is repeated for generate()'s beams
-    or answers."""
+    """K and V [rows, kv_heads, tokens, head_dim]. A restored row is repeated for beams or answers."""
 
     def lay(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Starts with these K and V."""

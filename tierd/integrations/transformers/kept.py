@@ -54,8 +54,7 @@ class KeptCache(Cache):
         super().batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
-        """Starts assisted decoding. It computes the whole prompt even if a cache holds a part, so a
-        restored prefix is dropped."""
+        """Starts assisted decoding, which computes the whole prompt, so a restored prefix is dropped."""
         if self.restored and self.get_seq_length() == self.restored:
             self.reset()
         elif self.get_seq_length():

@@ -56,8 +56,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedTierdCache(KeptCache):
-    """`past_key_values` for a model whose attn_implementation is "tierd_paged". Raises
-    InvalidArgument for another one."""
+    """`past_key_values` for attn_implementation="tierd_paged". Raises InvalidArgument for another one."""
 
     def __init__(self, store: TierdStore) -> None:
         """Empty."""
@@ -83,8 +82,7 @@ class PagedTierdCache(KeptCache):
         return cache
 
     def write(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes new K and V of one layer, [rows, kv_heads, tokens, head_dim], and passes its pages
-        to attention."""
+        """Writes a layer's new K and V, [rows, kv_heads, tokens, head_dim]; passes its pages to attention."""
         rows, new = keys.shape[0], keys.shape[2]
         if not self.tables:
             self.tables = [BlockTable(self.store.pages) for _ in range(rows)]

@@ -74,8 +74,7 @@ class TierdStore:
         return done * self.options.tokens_per_block
 
     def save(self, tokens: Tokens, pieces: Callable[[int], Pieces]) -> int:
-        """Stores whole blocks; returns how many tokens are stored now. Calls `pieces` only for
-        blocks not yet stored."""
+        """Stores whole blocks; returns the tokens stored now. Calls `pieces` only for blocks not yet stored."""
         hashes = self._hash(tokens)
         stored = (
             self.engine.lookup([Group(self._opened, hashes)]).tokens // self.options.tokens_per_block

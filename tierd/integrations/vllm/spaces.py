@@ -46,8 +46,7 @@ REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """One group: its number in vLLM, its namespace and the blocks it needs. `hashes_per_block`
-    counts vLLM's hashes."""
+    """A group's number in vLLM, namespace and needed blocks. hashes_per_block: of vLLM's block hashes."""
 
     index: int
     spec: NamespaceSpec
@@ -90,8 +89,7 @@ def stamped(names: Sequence[bytes], stamp: bytes) -> tuple[bytes, ...]:
 
 
 def check_supported(config: Any, kv: Any) -> None:
-    """Raises Unsupported, before anything is stored, for configurations whose KV would not load
-    back unchanged."""
+    """Raises Unsupported, before anything is stored, if KV would not load back unchanged."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise Unsupported(

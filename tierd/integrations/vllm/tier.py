@@ -78,8 +78,7 @@ class ChunkLookups(AsyncLookupManager):
         return self._present(keys)
 
     def mark_miss(self, keys: Collection[OffloadKey]) -> None:
-        """Marks keys that failed to load, except one with a newer lookup in flight (vLLM before
-        0.33 fails on it)."""
+        """Marks failed keys, except those with a newer lookup in flight (vLLM before 0.33 fails on it)."""
         states = ((key, self._lookup_state.get(key)) for key in keys)
         super().mark_miss([key for key, state in states if state and state.phase is LookupPhase.RESOLVED])
 
