@@ -1,7 +1,7 @@
-"""The verbs that change something: evict, pin, unpin, drain, flush, epoch.
+"""The commands that change something: evict, pin, unpin, drain, flush, epoch.
 
-Purpose: ask for it, then say what came of it in one line. Non-purpose: deciding anything. Invariant: nothing that would empty
-a whole daemon happens without an option that says so.
+Each sends a request and shows the result in one line; it decides nothing. Emptying a whole daemon
+needs an explicit option.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tierd.cli.figures import human_bytes, human_count
 from tierd.cli.look import checked_hash
 
 WHOLE_TIMEOUT_S = 600.0
-"""For what goes through all blocks, some at a time: ten million take a minute, and what is cut short is done in part."""
+"""For requests over all blocks: ten million take a minute, and a timeout leaves the work half done."""
 
 
 def said(sentence: str) -> Callable[[Console, object], None]:
-    """A drawing that is one sentence."""
+    """Returns a function that prints one sentence."""
     return lambda console, _: console.print(Text(sentence), soft_wrap=True)
 
 

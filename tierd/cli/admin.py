@@ -1,7 +1,7 @@
 """A thin connection to the Admin service: a session like any client's, and one stub.
 
-Purpose: request message in, reply message out, errors as tierd's own. Non-purpose: drawing. Invariant: a connection that cannot
-be made is Unavailable, with the place that was tried and the remedy.
+It sends request messages and returns replies, with errors as tierd's own. It draws nothing. A
+connection that fails raises Unavailable, with the address that was tried and the remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def connect(target: str | None) -> Connection:
-    """A session of its own with the daemon at a target. Raises InvalidArgument, Unavailable, NotPermitted and what a hello may be answered."""
+    """A session of its own with the daemon at a target. Raises InvalidArgument, Unavailable,
+    NotPermitted and the errors of a hello."""
     place = resolve_target(target)
     if not isinstance(place, LocalTarget):
         raise NotPermitted(
@@ -50,7 +51,7 @@ def connect(target: str | None) -> Connection:
 
 
 class Connection:
-    """One session's way to the Admin service; a context manager."""
+    """One session's access to the Admin service; a context manager."""
 
     def __init__(self, channel: grpc.Channel, *, metadata: Metadata, close: Callable[[], None]) -> None:
         self._stub: Any = admin_pb2_grpc.AdminStub(channel)
@@ -105,11 +106,11 @@ class Connection:
     ) -> pb.RecordReply: ...
 
     def ask(self, request: Message, *, method: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """The reply to a request; the method is the request's name unless it is given. Raises what the daemon raised."""
+        """The reply to a request; the method defaults to the request's name. Raises the daemon's error."""
         return self._call(method or request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
 
     def follow(self, request: pb.ScrubRequest) -> Iterator[pb.ScrubPass]:
-        """What the daemon tells while it verifies; it stops when the iterator is closed. Raises what the daemon raised."""
+        """The daemon's reports while it verifies, until the iterator is closed. Raises the daemon's error."""
         call = self._stub.Scrub(request, metadata=self._metadata)
         try:
             yield from call
@@ -126,7 +127,7 @@ class Connection:
 
 
 def told(error: Any) -> TierdError:
-    """What the daemon raised, by the class name in the trailing metadata; else by the status code."""
+    """The daemon's error, by the class name in the trailing metadata; else by the status code."""
     name = next((str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY), None)
     status = error.code().name
     if name is None and status == "UNAVAILABLE":

@@ -1,7 +1,8 @@
-"""What keeps engines from sharing blocks, or from being served well, and what to set instead.
+"""Reasons why engines share no blocks or are served badly, and settings that remedy them.
 
-Purpose: pure functions from rows of sessions to sentences with remedies. Non-purpose: asking the daemon, drawing. Invariants: nothing is said of what is not
-known; engines that share a namespace are never told that they do not; one sentence for any number of engines that are configured alike.
+Pure functions turn rows of sessions into sentences with remedies; they neither ask the daemon nor
+draw. Unknown facts give no advice. Engines that share a namespace never get advice about sharing.
+Engines of equal configuration get one sentence together.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ FIELDS = {
     "layout": ("KV layouts", "the KV layout (vLLM: VLLM_KV_CACHE_LAYOUT, SGLang: --hicache-mem-layout)"),
     "rank_count": ("numbers of ranks", "the tensor and pipeline parallel sizes"),
 }
-"""What may differ between engines of one model that were meant to share: field -> what people call it, and what to set."""
+"""Fields that may differ between engines meant to share: field -> display name, and setting."""
 SEEDLESS = "xxhash"
-"""vLLM begins the chains of these hash algorithms with random bytes of each process."""
+"""vLLM starts the chains of these hash algorithms with random bytes of each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A session of a client that says which engine it serves. words: as tierd.integrations.facts names them; tenant: whose blocks it sees."""
+    """A session of a client that introduced an engine. words: named as in tierd.integrations.facts.
+    tenant: the owner of the blocks that it sees."""
 
     session: int
     pid: int
@@ -51,22 +53,22 @@ class Engine:
 
     @property
     def model(self) -> str:
-        """As the engine says, else as its namespaces do."""
+        """The engine's own model name, else its namespaces'."""
         return self.words.get("model", "") or str(self._latest.get("model", ""))
 
     @property
     def label(self) -> str:
-        """For sentences."""
+        """A name for sentences."""
         return f"{self.name or self.kind} (pid {self.pid})"
 
     def value(self, name: str) -> str:
-        """One of FIELDS, from its words, else from its latest namespace; empty if it is not known."""
+        """One of FIELDS, from its words, else from its latest namespace; empty if unknown."""
         said = self.words.get("ranks", "").partition("/")[2] if name == "rank_count" else self.words.get(name, "")
         return said or _of_spec(self._latest, name)
 
     @property
     def weights(self) -> str:
-        """The digest of the weights, as its latest namespace has it."""
+        """The digest of the weights in its latest namespace."""
         return str(self._latest.get("weights_digest") or "")
 
     @property
@@ -76,7 +78,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """sessions: whom it concerns; is_urgent: whether blocks are lost, or requests fail, because of it."""
+    """sessions: the ones concerned. is_urgent: whether it makes blocks get lost or requests fail."""
 
     sessions: tuple[int, ...]
     fault: str
@@ -85,13 +87,13 @@ class Advice:
 
 
 def advise(engines: Sequence[Engine]) -> list[Advice]:
-    """Everything that is to be said, what is urgent first."""
+    """All advice, urgent first."""
     said = [*_merged(engines), *_apart(engines)]
     return sorted(said, key=lambda advice: not advice.is_urgent)
 
 
 def version_advice(engine: Engine) -> Advice | None:
-    """A version that this release does not support, or was not run on."""
+    """A version that this release does not support or was not run on."""
     window, found = WINDOWS.get(engine.kind), engine.words.get("version", "")
     if window is None or not found or has_run(engine.kind, found):
         return None
@@ -111,7 +113,7 @@ def version_advice(engine: Engine) -> Advice | None:
 
 
 def policy_advice(engine: Engine) -> Advice | None:
-    """A block that cannot be loaded would fail the request."""
+    """A policy under which a block that fails to load fails its request."""
     if engine.words.get("load_failure_policy") != "fail":
         return None
     return _advice(
@@ -122,7 +124,7 @@ def policy_advice(engine: Engine) -> Advice | None:
 
 
 def hash_advice(engine: Engine) -> Advice | None:
-    """Hashes that no other process, or only a like one, can compute."""
+    """Hashes that no other process, or only a similar one, can compute."""
     algorithm = engine.words.get("hash_algorithm", "")
     if algorithm.startswith(SEEDLESS) or (engine.kind == "vllm" and algorithm == "builtin"):
         return _advice(
@@ -141,11 +143,11 @@ def hash_advice(engine: Engine) -> Advice | None:
 
 
 ALONE: tuple[Callable[[Engine], Advice | None], ...] = (version_advice, policy_advice, hash_advice)
-"""What concerns one engine."""
+"""Rules about one engine."""
 
 
 def differences(one: Engine, other: Engine) -> list[str]:
-    """Of FIELDS, those that are known of both and differ."""
+    """The FIELDS that are known of both and differ."""
     return [name for name in FIELDS if one.value(name) and other.value(name) and one.value(name) != other.value(name)]
 
 
@@ -155,7 +157,7 @@ def shares(one: Engine, other: Engine) -> bool:
 
 
 def apart_advice(one: Engine, other: Engine) -> Advice | None:
-    """Why two engines of one model do not share blocks, where they look as if they should."""
+    """The reason why two engines of one model share no blocks although they seem to be meant to."""
     if not _comparable(one, other) or shares(one, other):
         return None
     sessions, who = (one.session, other.session), f"{one.label} and {other.label} both serve {one.model}"
@@ -171,13 +173,14 @@ def apart_advice(one: Engine, other: Engine) -> Advice | None:
 
 
 def _comparable(one: Engine, other: Engine) -> bool:
-    """Of one kind and model, by the same weights as far as that is known: other engines name blocks otherwise, whatever is set."""
+    """Whether both have one kind and model and, if known, the same weights; other engines always
+    name blocks differently."""
     is_alike = (one.kind, one.model) == (other.kind, other.model)
     return bool(one.model) and is_alike and (one.weights == other.weights or "" in (one.weights, other.weights))
 
 
 def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
-    """What concerns each alone, once for all that it concerns in the same words."""
+    """Advice about single engines, merged if the words are the same."""
     found: dict[tuple[str, str, bool], list[Engine]] = {}
     for engine in engines:
         for rule in ALONE:
@@ -189,7 +192,7 @@ def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
 
 
 def _apart(engines: Sequence[Engine]) -> Iterator[Advice]:
-    """Pairs, one of each way of being configured, and one for what keeps several apart: an engine has a scheduler and workers."""
+    """Advice for pairs, one of each configuration and reason: an engine has a scheduler and workers."""
     alike: dict[tuple[str, ...], Engine] = {}
     for engine in engines:
         known = (engine.kind, engine.model, engine.weights, engine.tenant, *(engine.value(name) for name in FIELDS))

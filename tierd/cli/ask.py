@@ -1,7 +1,7 @@
-"""What every verb of `tierctl` shares: `--target`, `--json`, a connection, a console.
+"""Common parts of all `tierctl` commands: `--target`, `--json`, a connection, a console.
 
-Purpose: a verb is a function of an `Ask` and its own options. Non-purpose: what verbs do. Invariant: `--target` and
-`--json` exist on every verb, by one decorator.
+A command is a function of an `Ask` and its own options. One decorator puts `--target` and `--json`
+on every command.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One run of a verb: whom to ask, and how to show the answer."""
+    """One run of a command: the target, and how to show the answer."""
 
     target: str | None
     as_json: bool
     console: Console
 
     def connect(self) -> Connection:
-        """A session of its own with the daemon; a context manager. Raises Unavailable if nobody answers."""
+        """A session of its own with the daemon; a context manager. Raises Unavailable if no daemon answers."""
         return connect(self.target)
 
     def show(self, answer: Answer, draw: Callable[[Console, Answer], None]) -> None:
-        """The answer as JSON if that was asked for, else as draw has it."""
+        """Shows the answer as JSON if requested, else through draw."""
         if self.as_json:
             show_json(answer)
         else:
@@ -44,7 +44,7 @@ class Ask:
 
 
 def verb(function: Command) -> Callable[..., Any]:
-    """Adds --target and --json, and hands the function an Ask as its first argument."""
+    """Adds --target and --json, and passes the function an Ask as its first argument."""
 
     @click.option(
         "--target",
@@ -67,7 +67,7 @@ class _Quantity(click.ParamType[Any]):
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value as a number; a usage error for what has no unit or a wrong one."""
+        """The value as a number; a usage error for a missing or wrong unit."""
         try:
             return self._read(_as_number(value))
         except ValueError as error:

@@ -1,7 +1,7 @@
-"""The conversation that `tierd demo` holds: long real text, asked about in turns.
+"""The conversation of `tierd demo`: questions in turns about a long real text.
 
-Purpose: prompts that each begin with all that was said before. Non-purpose: models. Invariant: the text is at hand on every machine
-(the Python standard library's own sources), and the prompts never outgrow the model's positions.
+Each prompt begins with the whole conversation before it. The text exists on every machine (the
+Python standard library's sources). Prompts never exceed the model's positions.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BYTE_BOS = 256
-"""Begins every sequence of a model whose tokens are bytes."""
+"""The first token of every sequence of a model whose tokens are bytes."""
 
 MODULES = ("heapq.py", "bisect.py", "textwrap.py", "queue.py", "functools.py", "contextlib.py", "statistics.py")
-"""Read in this order until there is enough text."""
+"""Read in this order until the text is long enough."""
 
 BLOCK_TOKENS = 16
-"""Of the worker's pages."""
+"""Tokens of a block in the worker's pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes in tokens: the text of the first turn, what each later turn adds, what each turn answers.
+    """Sizes in tokens: the text of the first turn, the additions of later turns, and the answers.
 
-    All are multiples of BLOCK_TOKENS: each turn then ends with a full block (its last token is generated but not computed), and what
-    the next one reuses comes out of one tier at once.
+    All are multiples of BLOCK_TOKENS, so each turn ends with a full block and the next one reuses
+    blocks of a single tier. A turn's last token is generated but not computed.
     """
 
     first: int = 2000
@@ -42,7 +42,7 @@ class Plan:
 
 
 class Conversation:
-    """What was said so far, in tokens of a byte-level model."""
+    """The conversation so far, in tokens of a byte-level model."""
 
     def __init__(self, plan: Plan, *, turns: int) -> None:
         self._plan = plan
@@ -51,14 +51,14 @@ class Conversation:
         self.tokens: list[int] = [BYTE_BOS]
 
     def ask(self) -> tuple[int, ...]:
-        """The next turn's prompt: all that was said, and the text's next passage."""
+        """The next turn's prompt: the whole conversation and the text's next passage."""
         step = self._plan.later if self._read else self._plan.first
         self.tokens += self._text[self._read : self._read + step]
         self._read += step
         return tuple(self.tokens)
 
     def hear(self, answer: Sequence[int]) -> None:
-        """Takes an answer into what was said."""
+        """Adds an answer to the conversation."""
         self.tokens += answer
 
 

@@ -1,6 +1,6 @@
-"""`tierctl`: what operators ask of a running daemon.
+"""`tierctl`: the operators' program for a running daemon.
 
-Purpose: the list of verbs. Non-purpose: any of them. Invariant: a verb that is not built is not listed.
+It holds only the list of commands. A command that is not built is not listed.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ VERBS = {
         "Serves recorded traces from tiers of many sizes, without a daemon, as its core and its policies would.",
     ),
 }
-"""Each verb's module, loaded when it is wanted, and the first sentence of its help."""
+"""Each command's module, loaded on use, and the first sentence of its help."""
 
 
 class InOrder(Program):
-    """Lists its verbs in the order in which they stand, and loads none for that."""
+    """Lists its commands in their given order, without loading any."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, near to far from daily use."""
+        """The commands, most used first."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb of this name."""
+        """The command of this name."""
         if cmd_name not in VERBS:
             return None
         found: click.Command = getattr(importlib.import_module(f"tierd.cli.{VERBS[cmd_name][0]}"), cmd_name)

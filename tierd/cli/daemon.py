@@ -1,7 +1,7 @@
-"""`tierd`: runs the daemon on this machine, shows it at work, frees what it left behind.
+"""`tierd`: runs the daemon on this machine, demonstrates it, and frees its leftovers.
 
-Purpose: from a command line to a configuration and one call. Non-purpose: talking to a running daemon (ctl.py). Invariant: the
-parts of the daemon are imported only by the command that needs them, so that `--help` is quick.
+It turns a command line into a configuration and one call; ctl.py uses a running daemon. Only the
+command that needs a part of the daemon imports it, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def serve(config: Path | None, *, release_on_exit: bool) -> None:
 def run_daemon(config: Path | None, *, release: bool) -> int:
     """The daemon's whole life, with the settings of this file; its exit status."""
     _fill_standard_streams()
-    gc.disable()  # what imports make stays for life: a search of it for garbage takes a good part of the start, and later stops the event loop
-    with _withheld("rich"):  # structlog loads it for coloured tracebacks, which `logs` does not print
+    # imported objects stay for life: collecting them takes a good part of startup, and later stops
+    # the event loop
+    gc.disable()
+    # structlog loads it for colored tracebacks, which `logs` does not print
+    with _withheld("rich"):
         from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
     from tierd.config import load_config  # noqa: PLC0415
     from tierd.server import lifecycle  # noqa: PLC0415
@@ -84,7 +87,7 @@ def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
 
 @contextlib.contextmanager
 def _withheld(name: str) -> Iterator[None]:
-    """Whoever imports the module is told that it is not installed, unless it is there already."""
+    """Makes imports of the module fail as if it were not installed, unless it is already loaded."""
     if name in sys.modules:
         yield
         return
@@ -96,7 +99,8 @@ def _withheld(name: str) -> Iterator[None]:
 
 
 def _fill_standard_streams() -> None:
-    """Opens what a supervisor has closed: a store's file would get its number, and whoever writes to standard error would write there."""
+    """Opens standard streams that a supervisor closed. Else a store's file would get the number of
+    one, and writes to standard error would damage it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -1,8 +1,9 @@
-"""`tierd demo`: a conversation over a long text, each turn served from another place, and once after a crash.
+"""`tierd demo`: a conversation over a long text, each turn served by another tier.
 
-Purpose: a real daemon, a real worker, and one honest table. Non-purpose: benchmarking; the figures are this machine's, with whatever else it
-does. Invariants: every turn is also computed without a cache, and its tokens must be the same; a turn counts only if it was served from where
-the table says; the daemon, its directories and its memory are the demo's own and gone at the end.
+It uses a real daemon, which it crashes once, and a real worker, and prints one table. It is no
+benchmark: the figures depend on the machine's other load. Every turn is also computed without a
+cache, and its tokens must be equal. A turn counts only if the tier in the table served it. The demo
+owns the daemon, its directories and its memory, and removes them at the end.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ RANDOM = LlamaSpec(
 )
 """A model whose prefill of 2,000 tokens takes seconds on two cores."""
 RANDOM_SCALE = 0.05
-"""Of its weights: large enough that each token depends on all before it."""
+"""Scale of its weights: large enough that each token depends on all before it."""
 SETTLE_TIMEOUT_S = 20.0
 COLUMNS = (
     Column("served from", style="bold"),
@@ -82,7 +83,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One turn: what the table calls its source, what brings it about, and the tier that must serve it ("" for none, "*" for any)."""
+    """One turn: its source's name in the table, its preparation, its tier ("": none, "*": any)."""
 
     source: str
     prepare: Callable[[Stage], None]
@@ -91,7 +92,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A scene as it went: with the cache, and computed again without one."""
+    """A played scene: with the cache, and computed again without one."""
 
     scene: Scene
     cached: Report
@@ -99,7 +100,7 @@ class Turn:
 
     @property
     def fault(self) -> str:
-        """What is wrong with it; empty if nothing."""
+        """The turn's fault; empty if none."""
         if self.cached.tokens != self.plain.tokens:
             return f"{self.scene.source}: {self.cached.tokens} came out, {self.plain.tokens} without a cache"
         if not self._is_from_tier():
@@ -133,7 +134,7 @@ def run_demo(folder: Path | None, *, keep: bool) -> int:
 
 
 def load_model(folder: Path | None) -> Llama:
-    """The checkpoint of a folder, or random weights. Raises ConfigError for one whose tokens are not bytes."""
+    """The checkpoint of a folder, or random weights. Raises ConfigError if its tokens are not bytes."""
     model = Llama(open_checkpoint(folder) if folder else random_checkpoint(RANDOM, scale=RANDOM_SCALE))
     if model.spec.vocab_size <= BYTE_BOS:
         raise OperatorError(
@@ -156,7 +157,8 @@ class Stage:
         self._namespace = self._client.open_namespace(namespace_spec(model, self._pages.shape, name=name))
         self._cached = Engine(model, self._pages)
         self._plain = Engine(model, LocalPages(page_shape(model)))
-        for engine in (self._plain, self._cached):  # the first long text of a process takes half as long again
+        # the first long text of a process takes half as long again
+        for engine in (self._plain, self._cached):
             engine.generate([Request((BYTE_BOS, *b"warm" * 64), max_new_tokens=2)])
 
     def __enter__(self) -> Self:
@@ -182,19 +184,19 @@ class Stage:
         """Changes nothing."""
 
     def leave_host(self) -> None:
-        """Everything is in host memory (and on NVMe), nothing on the device."""
+        """Keeps everything in host memory (and on NVMe), nothing on the device."""
         self._flush()
         self._evict("device.0")
         self._fetch_to_host()
 
     def leave_nvme(self) -> None:
-        """Everything is on NVMe and nowhere else."""
+        """Keeps everything on NVMe and nowhere else."""
         self._flush()
         self._evict("device.0")
         self._evict("host.0")
 
     def crash(self) -> None:
-        """kill -9 on the daemon, and a new one on its directories. The worker goes on."""
+        """kill -9 on the daemon, and a new one on its directories. The worker continues."""
         self._daemon.restart()
 
     def _run(self, engine: Engine, prompt: tuple[int, ...]) -> Report:
@@ -205,7 +207,7 @@ class Stage:
             admin.ask(pb.FlushRequest(deadline_s=SETTLE_TIMEOUT_S))
 
     def _evict(self, tier: str) -> None:
-        """Leaves nothing in a tier; what the worker has just let go of may take a moment to be unpinned."""
+        """Empties a tier; pages just released by the worker may take a moment to be unpinned."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         with connect(self._daemon.target) as admin:
             while (left := admin.ask(pb.EvictRequest(tier=tier)).pinned) and time.monotonic() < deadline:
@@ -216,7 +218,7 @@ class Stage:
             )
 
     def _fetch_to_host(self) -> None:
-        """Brings what was said so far into host memory, if it does not lie there already."""
+        """Copies the conversation so far into host memory, unless it is there."""
         said = self._conversation.tokens[: self._marks[-1]]
         hashes = self._namespace.hash(said, with_tail=True)
         self._client.prefetch(self._namespace, hashes, tokens=len(said), tier="host")
@@ -236,7 +238,7 @@ SCENES = (
 
 @contextmanager
 def shown_steps(console: Console, *, total: int) -> Iterator[Say]:
-    """`say(step)`: a bar with the step's name while a terminal watches, one line a step in a pipe."""
+    """`say(step)`: a bar with the step's name on a terminal, one line a step in a pipe."""
     if not console.is_terminal:
         yield lambda step: print(step, flush=True)
         return
@@ -252,7 +254,7 @@ def shown_steps(console: Console, *, total: int) -> Iterator[Say]:
 
 
 def draw(console: Console, model: Llama, turns: Sequence[Turn]) -> None:
-    """What was run, then one row a turn."""
+    """The configuration, then one row a turn."""
     spec = model.spec
     kv = human_bytes(page_shape(model).bytes_of(1))
     console.print()
@@ -268,7 +270,7 @@ def draw(console: Console, model: Llama, turns: Sequence[Turn]) -> None:
 
 
 def row(turn: Turn) -> list[Cell]:
-    """A turn's cells, as COLUMNS names them."""
+    """A turn's cells, in the order of COLUMNS."""
     cached, plain = turn.cached, turn.plain
     same = cached.tokens == plain.tokens
     return [
@@ -283,7 +285,7 @@ def row(turn: Turn) -> list[Cell]:
 
 
 def source_of(turn: Turn) -> str:
-    """The scene's own words, and the tier where they leave it open."""
+    """The scene's own words, and the tier if they do not name one."""
     found = " + ".join(turn.cached.tier_tokens)
     return f"{turn.scene.source}: {found}" if turn.scene.tier == "*" and found else turn.scene.source
 

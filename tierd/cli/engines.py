@@ -1,7 +1,7 @@
-"""`tierctl engines`: which engines are connected, how they are configured, and what keeps them from sharing blocks.
+"""`tierctl engines`: the connected engines, their configuration, and obstacles to sharing blocks.
 
-Purpose: sessions whose clients introduced themselves, with their namespaces, as a table and advice. Non-purpose: the judgement (advice.py). Invariant: what a
-table leaves out, `--json` has.
+It shows sessions whose clients introduced themselves, with their namespaces, as a table and advice.
+The advice comes from advice.py. Columns missing from a table are in `--json`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def engines(ask: Ask) -> None:
 
 
 def engine_of(session: pb.SessionInfo, spaces: Mapping[int, Mapping[str, object]]) -> Engine:
-    """A session as advice sees it. spaces: specs by the id of rank 0."""
+    """A session in advice.py's form. spaces: specs by the id of rank 0."""
     opened = tuple(Space(number, spaces.get(number, {})) for number in session.namespaces)
     return Engine(session.id, session.pid, session.name, session.tenant, dict(session.engine), opened)
 
 
 def draw_engines(console: Console, rows: Sequence[Sequence[Cell]], said: Iterable[Advice]) -> None:
-    """One row for each engine process, then what is to be said."""
+    """One row for each engine process, then the advice."""
     empty = "no engine is connected (`tierctl sessions` lists every client)"
     show_table(console, ENGINE_COLUMNS, rows, empty=empty)
     for advice in said:
@@ -76,7 +76,7 @@ def draw_engines(console: Console, rows: Sequence[Sequence[Cell]], said: Iterabl
 
 
 def engine_row(engine: Engine, session: pb.SessionInfo) -> list[Cell]:
-    """An engine's cells, as ENGINE_COLUMNS names them."""
+    """An engine's cells, in the order of ENGINE_COLUMNS."""
     words = engine.words
     return [
         engine.kind or "-",

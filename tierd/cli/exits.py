@@ -1,7 +1,7 @@
-"""How a program of tierd ends: its exit codes, and the one line that says why.
+"""Ends of tierd's programs: exit codes, and the one line with the reason.
 
-Purpose: every failure that a person can meet becomes one line on stderr (thing, fault, remedy) and a code that scripts can
-trust. Non-purpose: wording; errors carry their own messages. Invariant: no traceback for what is not our own bug.
+Every expected failure becomes one line on stderr (thing, fault, remedy) and a reliable code for
+scripts. Errors carry their own messages. Only bugs of tierd print a traceback.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tierd.errors import InvalidArgument, OperatorError, TierdError, Unavailable
 
 
 class ExitCode(enum.IntEnum):
-    """What a script can tell apart."""
+    """The results that a script can tell apart."""
 
     OK = 0
     FAILED = 1
-    """The daemon answered, and the answer is no; or a check did not hold."""
+    """The daemon answered no, or a check failed."""
     USAGE = 2
     """The command line itself is wrong."""
     NO_DAEMON = 3
-    """Nobody answers at the target."""
+    """No daemon answers at the target."""
 
 
 class Program(click.Group):
     """A group of commands whose errors end as one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command that was asked for."""
+        """Runs the requested command."""
         try:
             return super().invoke(ctx)
         except TierdError as error:
@@ -51,7 +51,7 @@ class Program(click.Group):
 
 
 def end(program: str, error: TierdError) -> NoReturn:
-    """Says the error in one line on stderr and ends the program with its code."""
+    """Prints the error in one line on stderr and ends the program with its code."""
     line = " ".join(str(error).split()) or type(error).__name__
     click.echo(f"{program}: {line}", err=True)
     raise click.exceptions.Exit(code_of(error)) from error

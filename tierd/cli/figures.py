@@ -1,6 +1,6 @@
 """Numbers as people read and write them: sizes, counts, durations, shares.
 
-Purpose: one spelling of each unit in every table. Non-purpose: layout and colour. Pure.
+Every table spells a unit the same way. All functions are pure; layout and color are in render.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_rate(bytes_per_s: float) -> str:
-    """`1.5 GiB/s`, or a dash when nothing moves."""
+    """`1.5 GiB/s`, or a dash for zero."""
     return f"{human_bytes(bytes_per_s)}/s" if bytes_per_s >= 1 else "-"
 
 
@@ -46,7 +46,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_share(part: float, whole: float) -> str:
-    """`12.3 %`; a dash when there is no whole."""
+    """`12.3 %`; a dash if the whole is zero."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 

@@ -1,8 +1,8 @@
-"""The verb `fsck`: check everything that a daemon keeps, while none runs, or through the one that does.
+"""The command `fsck`: checks all stored data, offline or through the running daemon.
 
-Purpose: show what is found, and what the daemon makes of it. Non-purpose: checking (tierd.server.fsck), repair: a start drops what is damaged
-and the next write fills the gap, so there is nothing else to be done. Invariants: the files are as they were; exit codes 0: clean,
-1: something was found, 2: it could not be checked.
+It shows the findings and how the daemon will treat them; tierd.server.fsck does the checks. There
+is no repair: a start drops damaged data and the next write replaces it. The files stay unchanged.
+Exit codes are 0: clean, 1: something was found, 2: it could not be checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tierd.tiers.fsck.fsck import Part
 
 UNCHECKED = 2
-"""The exit code where nothing can be said."""
+"""The exit code if nothing can be concluded."""
 
 PART_COLUMNS = (
     Column("part", style="bold"),
@@ -71,7 +71,7 @@ def fsck(ask: Ask, *, config: Path | None, online: bool) -> None:
 
 
 def check_online(ask: Ask) -> bool:
-    """A pass over everything, and the daemon's books; whether nothing was found."""
+    """Scrubs everything and audits the daemon's records; whether nothing was found."""
     last = run_pass(ask, pb.ScrubRequest(audit=True))
     if ask.as_json:
         show_json(last)
@@ -105,7 +105,7 @@ def check_offline(ask: Ask, config: Path | None) -> bool:
 
 
 def with_bars(console: Console, steps: Iterator[list[Part]]) -> Iterator[list[Part]]:
-    """Shows how far each part is as the steps go by; the bars are gone at the end."""
+    """Shows each part's progress; the bars are gone at the end."""
     columns = (
         TextColumn("{task.description:<10}", style="bold"),
         BarColumn(bar_width=30),
@@ -125,7 +125,7 @@ def with_bars(console: Console, steps: Iterator[list[Part]]) -> Iterator[list[Pa
 
 
 def draw_parts(console: Console, parts: Sequence[Part]) -> None:
-    """What was checked, what was found, and the verdict in one sentence."""
+    """The checked parts, the findings, and the verdict in one sentence."""
     show_table(console, PART_COLUMNS, [part_row(part) for part in parts], empty="nothing is kept anywhere")
     findings = [finding for part in parts for finding in part.findings]
     if findings:
@@ -152,6 +152,6 @@ def draw_parts(console: Console, parts: Sequence[Part]) -> None:
 
 
 def part_row(part: Part) -> list[Cell]:
-    """A part's cells, as PART_COLUMNS names them."""
+    """A part's cells, in the order of PART_COLUMNS."""
     found = Text(human_count(len(part.findings)), style="red" if part.findings else "")
     return [part.name, human_count(part.files), human_count(part.blocks), human_bytes(part.bytes), found, part.place]

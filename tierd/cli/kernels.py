@@ -1,7 +1,7 @@
-"""`tierd kernels build`: compiles the kernels for NVIDIA GPUs into the tierd that is installed.
+"""`tierd kernels build`: compiles the kernels for NVIDIA GPUs into the installed tierd.
 
-Purpose: run the program that compiles them, which a wheel carries beside their sources, where a GPU's workers look for them. Non-purpose: compiling
-(tools/fatbins.py). Invariant: pip, which installed tierd, removes with it what was compiled.
+It runs tools/fatbins.py, which a wheel carries beside the sources; workers on a GPU find the
+result. The compiled files go when pip removes tierd.
 """
 
 from __future__ import annotations

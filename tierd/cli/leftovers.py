@@ -1,7 +1,7 @@
-"""What `tierd purge` frees: arenas and stores whose daemon is gone.
+"""`tierd purge` frees these: arenas and stores without a daemon.
 
-Purpose: from a configuration to the instance whose they are. Non-purpose: removing files (tierd.tiers.fsck.purge).
-Invariant: nothing is freed under a daemon that runs.
+It finds the instance of a configuration; tierd.tiers.fsck.purge removes files. Nothing is freed
+under a running daemon.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tierd.tiers.fsck.purge import list_arenas, purge, purge_store
 def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
     """Frees the configured instance's arenas, with orphans those of others too; bytes by directory.
 
-    Raises AlreadyOwned, and then nothing was freed, if the instance's daemon runs.
+    Raises AlreadyOwned, and frees nothing, if the instance's daemon runs.
     """
     places = [host.arena_dir for host in config.host if host.arena_dir]
     own = instance_of(Path(config.server.state_dir))
@@ -27,13 +27,13 @@ def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
 
 
 def free_stores(config: Config) -> dict[Path, int]:
-    """Removes the configured stores; bytes by directory. Raises AlreadyOwned at the first that a daemon uses."""
+    """Removes the configured stores; bytes by directory. Raises AlreadyOwned at the first one in use."""
     found = {Path(store.path): purge_store(Path(store.path)) for store in config.nvme}
     return {directory: size for directory, size in found.items() if size}
 
 
 def instance_of(state_dir: Path) -> str:
-    """The id of the instance in a state directory; empty if none ever ran there. Raises AlreadyOwned while one runs."""
+    """A state directory's instance id; empty if none ever ran. Raises AlreadyOwned while one runs."""
     if not (state_dir / "instance").exists():
         return ""
     instance = Instance(str(state_dir))

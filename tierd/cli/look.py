@@ -1,6 +1,6 @@
-"""The verbs that only look: status, tiers, blocks, inspect, sessions, namespaces.
+"""The commands that only look: status, tiers, blocks, inspect, sessions, namespaces.
 
-Purpose: ask, then show. Non-purpose: changing anything. Invariant: what a table leaves out, `--json` has.
+They request and show; they change nothing. Columns missing from a table are in `--json`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tierd.cli.render import Cell, Column, bar, facts, share_text, show_table, s
 from tierd.errors import InvalidArgument
 
 HASH_DIGITS = 12
-"""Of a block hash in a table: enough to tell blocks apart and to hand to `inspect`."""
+"""Digits of a block hash in a table: enough to tell blocks apart and for `inspect`."""
 HASH_MAX_DIGITS = 64
 LABEL_VALUE = re.compile(r'="([^"]*)"')
 RESUME_S = 20.0
-"""For so long is a try waited for: a disk that hangs answers never."""
+"""Longest wait for a retry: a hanging disk never answers."""
 DECLINED = {
     "partial": "it is the short end of a sequence, which the next turn fills up under another name",
     "unlikely": "another use of it is not likely enough",
     "displaced": "it was since its last use, and has given way to others there",
     "budget": "the wear budget went to blocks that are likelier to be used again; see `tierctl wear`",
 }
-"""Why admission declined a block, asked when it was last about to leave memory."""
+"""Reasons why admission declined a block at its last eviction from memory."""
 SORTS = ("recent", "hits", "position", "bytes")
 
 TIER_COLUMNS = (
@@ -124,7 +124,7 @@ def status(ask: Ask, *, counters: bool) -> None:
 
 
 def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.TierInfo], *, counters: bool) -> None:
-    """The state in a few lines, then the tiers, then what the machine lacks."""
+    """The state in a few lines, then the tiers, then the machine's deficiencies."""
     console.print(status_line(reply), soft_wrap=True)
     console.print(load_line(reply), soft_wrap=True)
     console.print()
@@ -157,7 +157,7 @@ def status_line(reply: pb.StatusReply) -> Text:
 
 
 def load_line(reply: pb.StatusReply, *, busy: str = "") -> Text:
-    """What is open and held, and what it cost: CPU time in all, or the share of a core if that is known."""
+    """Open and held objects, and their cost: total CPU time, or the share of a core if known."""
     counts = ("sessions", "leases", "reservations", "blocks")
     pairs = [(name, human_count(getattr(reply, name))) for name in counts]
     return facts([*pairs, ("cpu", busy or human_seconds(reply.cpu_s))])
@@ -177,7 +177,7 @@ def tiers(ask: Ask, *, classes: bool, resume: str) -> None:
 
 
 def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None:
-    """The tiers, where each lies, and if asked the size classes."""
+    """The tiers, their locations, and on request the size classes."""
     show_table(console, TIER_COLUMNS, tier_rows(reply.tiers), empty="no tiers")
     console.print()
     for tier in reply.tiers:
@@ -190,7 +190,7 @@ def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None
 
 
 def draw_unready(console: Console, infos: Iterable[pb.TierInfo]) -> None:
-    """How far the memory of mapped tiers is made, as long as it is not all there."""
+    """The progress of mapped tiers' memory until it is complete."""
     for info in infos:
         if info.unready_bytes:
             ready = human_bytes(info.capacity_bytes - min(info.unready_bytes, info.capacity_bytes))
@@ -200,7 +200,7 @@ def draw_unready(console: Console, infos: Iterable[pb.TierInfo]) -> None:
 
 
 def draw_trouble(console: Console, infos: Iterable[pb.TierInfo]) -> None:
-    """Why a tier takes nothing new, or is out of service altogether."""
+    """Reasons why a tier accepts no new blocks or is out of service."""
     for info in infos:
         if info.trouble:
             what = "takes nothing new" if info.serving else "out of service"
@@ -213,7 +213,7 @@ def tier_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 
 
 def tier_row(info: pb.TierInfo) -> list[Cell]:
-    """A tier's cells, as TIER_COLUMNS names them."""
+    """A tier's cells, in the order of TIER_COLUMNS."""
     gauge = bar(info.used_bytes, info.capacity_bytes) if info.serving else Text("off", style="red")
     pages = (info.pages_ready, info.pages_pinned, info.pages_reserved, info.pages_retiring)
     bad = Text(human_count(info.pages_quarantined), style="red" if info.pages_quarantined else "")
@@ -273,7 +273,7 @@ def blocks(ask: Ask, *, namespace: int | None, hash_prefix: str, offset: int, **
 
 
 def draw_blocks(console: Console, reply: pb.BlocksReply, *, offset: int) -> None:
-    """The page, and where it stands among all that match."""
+    """The page, and its position among all matches."""
     rows = [block_row(block) for block in reply.blocks]
     empty = f"no block here; {human_count(reply.total)} match in all" if reply.total else "no block matches"
     show_table(console, BLOCK_COLUMNS, rows, empty=empty)
@@ -284,7 +284,7 @@ def draw_blocks(console: Console, reply: pb.BlocksReply, *, offset: int) -> None
 
 
 def block_row(block: pb.BlockInfo) -> list[Cell]:
-    """A block's cells, as BLOCK_COLUMNS names them."""
+    """A block's cells, in the order of BLOCK_COLUMNS."""
     return [
         block.hash.hex()[:HASH_DIGITS],
         str(block.namespace),
@@ -301,7 +301,7 @@ def block_row(block: pb.BlockInfo) -> list[Cell]:
 
 
 def priority_text(block: pb.BlockInfo) -> str:
-    """`90`, or `90 60 s` with what is left of its time."""
+    """`90`, or `90 60 s` with its remaining time."""
     return f"{block.priority} {human_seconds(block.retention_s)}" if block.retention_s else str(block.priority)
 
 
@@ -352,7 +352,7 @@ def draw_block(console: Console, reply: pb.InspectReply) -> None:
 
 
 def page_row(page: pb.PageInfo) -> list[Cell]:
-    """A page's cells, as PAGE_COLUMNS names them."""
+    """A page's cells, in the order of PAGE_COLUMNS."""
     numbers = (page.segment, page.slot, page.offset, page.generation, page.pins)
     return [page.tier, state_text(page.state), *(str(number) for number in numbers)]
 
@@ -372,7 +372,7 @@ def draw_sessions(console: Console, reply: pb.SessionsReply) -> None:
 
 
 def session_row(session: pb.SessionInfo) -> list[Cell]:
-    """A session's cells, as SESSION_COLUMNS names them."""
+    """A session's cells, in the order of SESSION_COLUMNS."""
     return [
         str(session.id),
         session.name or "-",
@@ -409,7 +409,7 @@ def draw_namespaces(console: Console, reply: pb.NamespacesReply) -> None:
 
 
 def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
-    """A namespace's cells, as NAMESPACE_COLUMNS names them."""
+    """A namespace's cells, in the order of NAMESPACE_COLUMNS."""
     spec = spec_of(namespace.text)
     cells = [
         str(namespace.id),
@@ -426,7 +426,7 @@ def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
 
 
 def spec_of(text: str) -> dict[str, int | str]:
-    """The spec inside a namespace's canonical JSON; empty if a newer daemon writes it otherwise."""
+    """The spec inside a namespace's canonical JSON; empty if a newer daemon writes it differently."""
     try:
         whole = json.loads(text)
     except ValueError:

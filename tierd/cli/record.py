@@ -1,7 +1,7 @@
-"""The verb `record`: have the daemon write what its clients ask for into a trace.
+"""The command `record`: the daemon records its clients' requests in a trace.
 
-Purpose: begin, end, see how it goes. Non-purpose: writing (the daemon does, in a directory of its own), reading (trace.py). Invariant: what the recording
-lacks is said.
+It starts and stops a recording and shows its progress. The daemon writes it, in its own directory;
+trace.py reads it. Gaps in the recording are reported.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def status(ask: Ask) -> None:
 
 
 def draw_start(console: Console, told: pb.RecordReply) -> None:
-    """Where it goes, and when it ends."""
+    """The file, and when it ends."""
     bounds = f"at most {human_bytes(told.max_bytes)} and {human_seconds(told.seconds)}"
     console.print(Text(f"recording into {told.path}, {bounds}"), soft_wrap=True)
 
 
 def draw_status(console: Console, told: pb.RecordReply) -> None:
-    """What is in the file, why it ended, and what is missing."""
+    """The file's content, why the recording ended, and what is missing."""
     if told.state == "none":
         console.print(Text("nothing was recorded since the daemon started", style="dim"))
         return

@@ -1,8 +1,8 @@
-"""How answers look: tables, colours, bars on a terminal; aligned plain text in a pipe; JSON when asked.
+"""Output of answers: tables with colors and bars, aligned plain text in a pipe, or JSON.
 
-Purpose: one face for every verb. Non-purpose: knowing what a verb shows. Invariants: no colour, no cut and no bar when
-stdout is no terminal; a table that is too wide for the terminal loses whole columns, the least needed first, rather than being
-cut into rubble; JSON carries raw numbers and whole hashes.
+All commands look alike; this module does not know their content. Without a terminal there is no
+color, no cut and no bar. A table too wide for the terminal drops whole columns, the least needed
+first. JSON carries raw numbers and whole hashes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. right: set right, as numbers are. spare: above 0, it may be left out; the highest goes first."""
+    """right: aligned right, as numbers are. spare: above 0, it may be dropped; the highest goes first."""
 
     name: str
     right: bool = False
@@ -44,7 +44,7 @@ def new_console() -> Console:
 
 
 def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row], *, empty: str) -> None:
-    """Prints the rows, or the sentence `empty` when there are none."""
+    """Prints the rows, or the sentence `empty` if there are none."""
     held = list(rows)
     if not held:
         console.print(Text(empty, style="dim"))
@@ -68,7 +68,7 @@ def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> 
 
 
 def fitting(columns: Sequence[Column], widths: Sequence[int], *, width: int) -> list[int]:
-    """Numbers of the columns to show, in order: spare ones go, the highest first, until the rest fits."""
+    """Numbers of the columns to show: spare ones are dropped, highest first, until the rest fits."""
     shown = list(range(len(columns)))
     while sum(widths[i] + GAP_COLUMNS for i in shown) - GAP_COLUMNS > width:
         last = max(shown, key=lambda i: columns[i].spare)
@@ -109,12 +109,12 @@ def bar(part: float, whole: float, *, cells: int = 8) -> Text:
 
 
 def share_text(part: float, whole: float) -> Text:
-    """How full something is, in its colour."""
+    """A fill level in its color."""
     return Text(human_share(part, whole), style=heat(part / whole) if whole else "")
 
 
 def heat(share: float) -> str:
-    """The colour of how full something is."""
+    """The color of a fill level."""
     return "green" if share < 0.8 else "yellow" if share < 0.95 else "red"
 
 
@@ -131,7 +131,7 @@ def facts(pairs: Iterable[tuple[str, Cell]]) -> Text:
 
 
 def state_text(state: str) -> Text:
-    """A daemon's or session's state in its colour."""
+    """A daemon's or session's state in its color."""
     good, passing = (
         ("serving", "open", "ready"),
         ("starting", "loading", "draining", "restored", "reserved", "retiring"),
@@ -145,7 +145,7 @@ def show_json(value: Message | Mapping[str, Any] | Sequence[Any], *, indent: int
 
 
 def plain_of(message: Message) -> dict[str, Any]:
-    """A message as plain values by its proto field names: bytes in hexadecimal, numbers as numbers, enums by their short names."""
+    """A message as plain values by proto field names: hexadecimal bytes, numbers, short enum names."""
     return {field.name: field_plain(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
@@ -170,6 +170,6 @@ def scalar_plain(field: Any, value: Any) -> Any:
 
 
 def enum_name(field: Any, value: int) -> str:
-    """`host` for TIER_KIND_HOST; the bare number for a value that this build does not know."""
+    """`host` for TIER_KIND_HOST; the bare number for a value unknown to this build."""
     known = field.enum_type.values_by_number.get(value)
     return str(known.name).removeprefix("TIER_KIND_").lower() if known else str(value)

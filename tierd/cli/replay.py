@@ -1,8 +1,9 @@
 """`tierctl replay`: drives the daemon with a recorded trace, through the real client.
 
-Purpose: each request as an engine makes it: acquire the longest prefix, write what was missing, release. Non-purpose: reading traces
-(trace.py), sums (tally.py). Invariants: bytes are a function of the block's hash, so what is read can be proved; in lockstep nothing moves
-between two requests, and every step of one request happens at the trace's own time.
+It makes each request as an engine does: acquire the longest prefix, write the missing blocks,
+release. Traces are read by trace.py, sums are in tally.py. Bytes are a function of the block's
+hash, so reads can be verified. In lockstep nothing moves between two requests, and every step of a
+request happens at the trace's own time.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 
 MODEL = "tierctl-replay"
 BLOCK_BYTES = 64 << 10
-"""Of a full block of which nobody says how large it is."""
+"""Bytes of a full block if neither trace nor option gives them."""
 STORED = (BlockStatus.READY, BlockStatus.EXISTS)
 QUIESCE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a trace is replayed, as the command line has it.
+    """Options of a replay, as on the command line.
 
-    block_bytes: of a full block (None: as the trace says, else BLOCK_BYTES). speed: the trace's time so many times faster (None: no pauses). lockstep: one request after another, at the trace's time. cold: in a
-    namespace of its own. tier: where blocks are wanted (None: the nearest).
+    block_bytes: of a full block (None: as the trace says, else BLOCK_BYTES). cold: own namespace.
+    speed: the trace's time so many times faster (None: no pauses). tier: of blocks (None: nearest).
+    lockstep: one request after another, at the trace's time.
     """
 
     limit: int | None = None
@@ -111,7 +113,7 @@ def report(ask: Ask, tally: Tally) -> None:
 
 
 class Run:
-    """A trace on its way through a daemon. tally: the sums so far."""
+    """A running replay of a trace. tally: the sums so far."""
 
     def __init__(self, replayer: Replayer, daemon: Connection, options: Options) -> None:
         self.tally = Tally(replayer.tiers)
@@ -120,7 +122,7 @@ class Run:
         self._options = options
 
     def all(self, requests: Sequence[Request], show: Callable[[Tally], None]) -> None:
-        """Makes the requests, each shown when it is done."""
+        """Makes the requests and shows each when it is done."""
         begun = time.monotonic()
         for request in requests:
             self._await_turn(request, begun)
@@ -154,8 +156,10 @@ class Stopwatch:
 
 
 class Replayer:
-    """Makes a trace's requests with one client, in a namespace for each that the trace has. tiers: of the daemon, near to far; blocks are wanted in the
-    nearest kind unless the options name one."""
+    """Makes a trace's requests with one client, in a namespace for each of the trace's own.
+
+    tiers: of the daemon, near to far; blocks use the nearest kind unless the options name one.
+    """
 
     def __init__(self, client: Client, tiers: Sequence[str], options: Options) -> None:
         self.tiers = tiers
@@ -166,7 +170,7 @@ class Replayer:
         self._spaces: dict[tuple[int, int, int], tuple[OpenedNamespace, Content]] = {}
 
     def step(self, request: Request) -> Step:
-        """One request: get what is held, put the rest, release all."""
+        """One request: get the held blocks, put the rest, release all."""
         namespace, content = self._space(request)
         hashes = hash_ids(request.blocks, digest=namespace.digest)
         watch = Stopwatch()
@@ -232,7 +236,7 @@ def fill(buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8],
 
 
 def wrong_blocks(lease: Lease, hashes: NDArray[np.uint8], content: Content) -> int:
-    """How many of the leased blocks are not what was written; a page taken away meanwhile is no wrong block but a miss."""
+    """Leased blocks that differ from the written ones. A page evicted meanwhile is a miss instead."""
     first = lease.groups[0].first
     good = [content.matches(hashes[first + i], view) for i, view in enumerate(lease.views())]
     return sum(not is_right for is_right in good[: lease.check()])
@@ -240,7 +244,7 @@ def wrong_blocks(lease: Lease, hashes: NDArray[np.uint8], content: Content) -> i
 
 @contextlib.contextmanager
 def shown_progress(total: int, *, name: str) -> Iterator[Callable[[Tally], None]]:
-    """A bar on stderr while a terminal watches; nothing otherwise."""
+    """A bar on stderr, if it is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda _: None

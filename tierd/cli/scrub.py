@@ -1,7 +1,7 @@
-"""The verb `scrub`: have everything verified now, see how it goes, see what was found bad.
+"""The command `scrub`: verifies everything now, shows its progress and the bad pages.
 
-Purpose: ask the daemon for a pass and show it. Non-purpose: verifying (the daemon does), checking files without a daemon (fsck.py).
-Invariants: a pass ends with this program; a pass that found something bad ends with exit code 1.
+The daemon verifies; fsck.py checks files without a daemon. A pass ends with this program. A pass
+that found something bad ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAULTS = {
     "header": "the slot's header is not the block's",
     "io": "the disk does not give the bytes",
 }
-"""What a page is quarantined for, in words."""
+"""Reasons for a page's quarantine, in words."""
 
 PASS_COLUMNS = (
     Column("tier", style="bold"),
@@ -77,7 +77,7 @@ def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool
 
 
 def run_pass(ask: Ask, request: pb.ScrubRequest) -> pb.ScrubPass:
-    """A pass to its end, with a bar for each tier on a terminal; what it found."""
+    """Runs a pass to its end, with a bar for each tier on a terminal; returns its findings."""
     with ask.connect() as daemon:
         told: Iterator[pb.ScrubPass] = daemon.follow(request)
         if ask.console.is_terminal and not ask.as_json:
@@ -91,7 +91,7 @@ def is_clean(passed: pb.ScrubPass) -> bool:
 
 
 def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.ScrubPass]:
-    """Shows the passes as they go by; the bars are gone at the end."""
+    """Shows the passes' progress; the bars are gone at the end."""
     columns = (
         TextColumn("{task.description:<10}", style="bold"),
         BarColumn(bar_width=30),
@@ -111,7 +111,7 @@ def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.Scr
 
 
 def show_bar(progress: Progress, bar: TaskID, tier: pb.ScrubTier, *, elapsed_s: float) -> None:
-    """How far one tier is; the rate is that of the whole pass until it is this tier's turn."""
+    """One tier's progress; the rate is the whole pass's until it is this tier's turn."""
     if tier.pages and not progress.tasks[bar].started:
         progress.start_task(bar)
     progress.update(
@@ -124,14 +124,14 @@ def show_bar(progress: Progress, bar: TaskID, tier: pb.ScrubTier, *, elapsed_s: 
 
 
 def draw_pass(console: Console, passed: pb.ScrubPass) -> None:
-    """What a pass verified and found, by tier, and the verdict in one sentence."""
+    """A pass's verified blocks and findings, by tier, and the verdict in one sentence."""
     show_table(console, PASS_COLUMNS, [pass_row(tier) for tier in passed.tiers], empty="no tiers")
     console.print()
     console.print(verdict(passed), soft_wrap=True)
 
 
 def pass_row(tier: pb.ScrubTier) -> list[Cell]:
-    """A tier's cells, as PASS_COLUMNS names them."""
+    """A tier's cells, in the order of PASS_COLUMNS."""
     bad, unread = (Text(human_count(count), style="red" if count else "") for count in (tier.bad, tier.unread))
     return [
         tier.tier,
@@ -144,7 +144,7 @@ def pass_row(tier: pb.ScrubTier) -> list[Cell]:
 
 
 def verdict(passed: pb.ScrubPass) -> Text:
-    """What it comes to."""
+    """The verdict on a pass."""
     bad, unread = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("bad", "unread"))
     said = f"{human_count(sum(tier.pages for tier in passed.tiers))} pages in {human_seconds(passed.elapsed_s)}"
     if not bad and not unread:
@@ -160,7 +160,7 @@ def verdict(passed: pb.ScrubPass) -> Text:
 
 
 def draw_status(console: Console, reply: pb.ScrubStatusReply) -> None:
-    """The settings, the pass of the background, the last one that went through."""
+    """The settings, the background's pass, and the last finished one."""
     every = human_seconds(reply.period_s) if reply.period_s else "off"
     console.print(facts((("every", every), ("at most", human_rate(reply.bandwidth)), ("last", ended(reply.last)))))
     passed = reply.current if reply.current.tiers and not reply.current.finished else reply.last
@@ -172,12 +172,12 @@ def draw_status(console: Console, reply: pb.ScrubStatusReply) -> None:
 
 
 def ended(passed: pb.ScrubPass) -> str:
-    """When a pass ended."""
+    """The end time of a pass."""
     return f"{human_seconds(passed.ended_ago_s)} ago" if passed.finished else "none yet"
 
 
 def draw_under_way(console: Console, passed: pb.ScrubPass) -> None:
-    """A pass that goes on."""
+    """A running pass."""
     show_table(console, PASS_COLUMNS, [pass_row(tier) for tier in passed.tiers], empty="no tiers")
     done, held = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("pages", "pages_held"))
     console.print()
@@ -187,7 +187,7 @@ def draw_under_way(console: Console, passed: pb.ScrubPass) -> None:
 
 
 def draw_quarantine(console: Console, reply: pb.ScrubStatusReply) -> None:
-    """The pages that are withheld, the oldest first."""
+    """The quarantined pages, the oldest first."""
     rows = [
         [
             page.tier,

@@ -1,7 +1,7 @@
-"""`tierctl simulate`: traces through tiers that are not there, as the daemon's own core and policies decide.
+"""`tierctl simulate`: traces through simulated tiers, under the daemon's own core and policies.
 
-Purpose: the command line: sizes, policies, a table. Non-purpose: the simulation (tierd.simulator), and a daemon, which is not needed. Invariant: a row's hits
-are shares of the prompt tokens of its trace, whatever its sizes.
+This is the command line: sizes, policies, a table. The simulation is in tierd.simulator; no daemon
+is needed. A row's hits are shares of the prompt tokens of its trace, for all sizes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tierd.simulator.sizes import KINDS, Size, Tiers, parse_size, tiers_of
 from tierd.simulator.wear import Writes, parse_admission, parse_budget
 
 RUN_LIMIT = 10_000
-"""More than anybody waits for."""
+"""The most runs accepted."""
 COLUMNS = (
     Column("trace", style="bold", spare=4),
     Column("policy"),
@@ -52,14 +52,14 @@ COLUMNS = (
 
 
 class _List(click.ParamType[Any]):
-    """Values with commas between them, each read by a function that raises ValueError."""
+    """Values separated by commas, each read by a function that raises ValueError."""
 
     def __init__(self, name: str, read: Callable[[str], Any]) -> None:
         self.name = name
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The values, each once; a usage error for one that is wrong."""
+        """The values, each once; a usage error for a wrong one."""
         try:
             return tuple(self._read(part) for part in dict.fromkeys(str(value).split(",")))
         except ValueError as error:
@@ -135,10 +135,10 @@ def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], job
 
 
 def config_of(path: Path | None) -> Config:
-    """The settings of the daemon that is simulated, as they are written. Raises ConfigError."""
+    """The simulated daemon's settings, as written. Raises ConfigError."""
     if path is None:
         return Config()
-    load_config(path)  # that it can be served, and what is wrong if not
+    load_config(path)  # raises for settings that cannot be served
     return read_config(path.read_text(encoding="utf-8"))
 
 
@@ -159,8 +159,13 @@ def tiers_of_each(
     ]
 
 
+<<<<<<< HEAD
 def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Scenario]:
     """Every trace in its tiers under every policy. Raises InvalidArgument for more than anybody waits for."""
+=======
+def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Run]:
+    """Every trace in its tiers under every policy. Raises InvalidArgument for more than RUN_LIMIT runs."""
+>>>>>>> c1acdbb7ea85da9599de3c70ced2a018e8d5da62
     if sum(map(len, tiers)) * len(choices) * len(writes) > RUN_LIMIT:
         raise InvalidArgument(f"simulate: more than {RUN_LIMIT} runs; leave out some sizes or policies")
     return [
@@ -173,7 +178,7 @@ def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes:
 
 
 def checked_plot(path: Path) -> Path:
-    """A file that a plot can be written to, known before anything runs. Raises InvalidArgument, Unsupported."""
+    """A file for a plot, checked before anything runs. Raises InvalidArgument, Unsupported."""
     if path.suffix not in {".html", ".png", ".svg"}:
         raise InvalidArgument(f"--plot: {path} is no kind of plot; end it in .html, .png or .svg")
     if not path.parent.is_dir():
@@ -183,8 +188,13 @@ def checked_plot(path: Path) -> Path:
     return path
 
 
+<<<<<<< HEAD
 def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> None:
     """Draws the curves. Raises InvalidArgument where the file cannot be written."""
+=======
+def write_plot(path: Path, runs: Sequence[Run], rows: Sequence[Row]) -> None:
+    """Draws the curves. Raises InvalidArgument if the file cannot be written."""
+>>>>>>> c1acdbb7ea85da9599de3c70ced2a018e8d5da62
     panels = panels_of(runs, rows)
     try:
         if path.suffix == ".html":
@@ -196,7 +206,7 @@ def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> Non
 
 
 def report(ask: Ask, rows: Sequence[Row]) -> None:
-    """The rows as JSON or as a table: of each trace and size, the best policy is green."""
+    """The rows as JSON or as a table; the best policy of each trace and size is green."""
     if ask.as_json:
         show_json({"rows": rows})
         return
@@ -206,7 +216,7 @@ def report(ask: Ask, rows: Sequence[Row]) -> None:
 
 
 def is_told(column: str, rows: Sequence[Row]) -> bool:
-    """Whether a column says anything of these rows."""
+    """Whether a column has content for these rows."""
     kind = {"on device": "device", "in host": "host", "on nvme": "nvme", "nvme writes": "nvme"}.get(column, column)
     if kind in ("device", "host", "nvme"):
         return any(row[kind] for row in rows) and (column in {kind, "nvme writes"} or several_tiers(rows))
@@ -219,7 +229,7 @@ def several_tiers(rows: Sequence[Row]) -> bool:
 
 
 def best_of(row: Row, rows: Sequence[Row]) -> float:
-    """The most hits that any policy but the clairvoyant has where this row is."""
+    """The most hits of any policy but the clairvoyant, with this row's trace and sizes."""
     place = ("trace", "device", "host", "nvme")
     beside = [r for r in rows if all(r[name] == row[name] for name in place) and "clairvoyant" not in r["policy"]]
     return max((r["prefix_token_hit"] for r in beside), default=0.0)
@@ -247,7 +257,7 @@ def share_of(hit: float) -> str:
 
 @contextlib.contextmanager
 def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while a terminal watches; nothing otherwise."""
+    """A bar on stderr, if it is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda _: None

@@ -1,7 +1,7 @@
-"""What a replay adds up to: where tokens came from, bytes, latencies.
+"""Sums of a replay: sources of tokens, bytes, latencies.
 
-Purpose: sums and percentiles, as JSON and as tables. Non-purpose: making requests. Invariant: tokens of all tiers and computed
-tokens add up to the tokens asked for.
+Sums and percentiles are shown as JSON and as tables. Tokens of all tiers and computed tokens add up
+to the requested tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ LATENCY_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one request came to. tier_tokens: tokens found in each tier. Seconds: by call. Blocks: not stored, or not as they were written."""
+    """One request's result. tier_tokens: tokens found in each tier. Seconds: by call. Blocks: not
+    stored, or not as written."""
 
     tokens: int
     tier_tokens: Sequence[int]
@@ -100,7 +101,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def draw_tally(console: Console, tally: Tally) -> None:
-    """Where the tokens came from, how long the calls took, and what was wrong."""
+    """The sources of tokens, the calls' durations, and errors."""
     rate = tally.requests / tally.elapsed_s if tally.elapsed_s else 0.0
     done = f"{human_count(tally.requests)} requests, {human_count(tally.tokens)} tokens in {human_seconds(tally.elapsed_s)}"
     console.print(Text(f"{done} ({rate:,.0f} requests/s)", style="bold"), soft_wrap=True)
@@ -117,7 +118,7 @@ def draw_tally(console: Console, tally: Tally) -> None:
 
 
 def share_rows(tally: Tally) -> list[list[Cell]]:
-    """One row a tier, one for what had to be computed, one for the whole."""
+    """One row a tier, one for computed tokens, one for the whole."""
     rows = list(zip(tally.tiers, tally.tier_tokens, strict=True))
     rows.append(("computed", tally.tokens - sum(tally.tier_tokens)))
     cells: list[list[Cell]] = [[name, human_count(n), Text(str(share_text(n, tally.tokens)))] for name, n in rows]
@@ -141,7 +142,7 @@ def latency_rows(tally: Tally) -> list[list[Cell]]:
 
 
 def traffic(tally: Tally) -> list[tuple[str, Cell]]:
-    """Bytes read and written, with rates over the whole replay, and refused blocks if there are any."""
+    """Bytes read and written, with rates over the whole replay, and refused blocks, if any."""
     pairs: list[tuple[str, Cell]] = [
         ("read", f"{human_bytes(tally.bytes_read)} ({human_rate(tally.bytes_read / max(tally.elapsed_s, 1e-9))})"),
         (

@@ -1,7 +1,8 @@
 """`tierctl top`: the daemon, live.
 
-Purpose: sample the Admin service, turn two samples into rates, draw. Non-purpose: keeping history. Invariants: the terminal is
-as it was before, however it ends; without a terminal it prints one frame after another and never asks for keys.
+It samples the Admin service, turns two samples into rates, and draws; it keeps no history. The
+terminal is restored at every end. Without a terminal it prints one frame after another and reads no
+keys.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ RATE_COLUMNS = (
 )
 RATES_SHOWN = 6
 OWN_METHODS = {f'method="{method.name}"' for method in pb.DESCRIPTOR.services_by_name["Admin"].methods}
-"""Calls of operators, such as those that `top` makes: not what one wants to see."""
+"""Calls of operators, such as those that `top` makes: hidden."""
 SESSIONS_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the daemon said at one moment. at_s: monotonic seconds."""
+    """The daemon's answers at one moment. at_s: monotonic seconds."""
 
     at_s: float
     status: pb.StatusReply
@@ -127,7 +128,7 @@ def watch(console: Console, daemon: Connection, *, interval: float, count: int |
 
 
 def sample(daemon: Connection) -> Sample:
-    """Asks for everything that a frame shows."""
+    """Requests everything that a frame shows."""
     status = daemon.ask(pb.StatusRequest())
     tiers = daemon.ask(pb.TiersRequest())
     return Sample(time.monotonic(), status, tiers, daemon.ask(pb.SessionsRequest()))
@@ -148,7 +149,7 @@ def frame(change: Change, *, width: int, height: int) -> Group:
 
 
 def is_shown(counter: str) -> bool:
-    """Whether it belongs among the rates: neither operators' own calls, nor bytes, which the tiers show."""
+    """Whether a rate is shown: neither operators' own calls, nor bytes, which the tiers show."""
     return "bytes" not in counter and not any(method in counter for method in OWN_METHODS)
 
 
@@ -165,7 +166,7 @@ def tier_rows(change: Change) -> list[list[Cell]]:
 
 
 def tier_row(change: Change, old: pb.TierInfo, new: pb.TierInfo) -> list[Cell]:
-    """A tier's cells, as TOP_COLUMNS names them."""
+    """A tier's cells, in the order of TOP_COLUMNS."""
     evictions = change.per_second(old.evictions, new.evictions)
     return [
         new.name,
@@ -195,7 +196,7 @@ def plain_change(change: Change) -> dict[str, object]:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[None]:
-    """Keys arrive one by one and unseen; afterwards the terminal is as it was. Nothing to do when stdin is no terminal."""
+    """Reads keys one by one without echo, then restores the terminal; only if stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -208,7 +209,7 @@ def keyboard() -> Iterator[None]:
 
 
 def key_within(seconds: float) -> str:
-    """The key that was pressed within the time, or nothing."""
+    """The key pressed within the time, or nothing."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return ""

@@ -1,10 +1,11 @@
-"""Request traces: JSON lines, gzip or plain, one request a line, as the serving world publishes them and as a daemon records them.
+"""Request traces: JSON lines, gzip or plain, one request a line, as published or recorded.
 
-Purpose: a trace as values, each line checked; the block hashes and the bytes that stand for its block ids. Non-purpose: replaying, recording.
-Invariants: a request's fields agree with one another, and time never goes back; the same id always gives the same hash and the same bytes.
-Ids are held in arrays: 8 bytes an access, where Python's numbers would take forty.
+A trace becomes checked values, with block hashes and bytes for its block ids. A request's fields
+agree with one another, and time never goes back. The same id always gives the same hash and bytes.
+Arrays hold the ids: 8 bytes an access, against forty for Python's numbers.
 
-Fields beyond the published ones, which a recording has: tokens_per_block (else 512), block_bytes (of a full block), namespace (a number).
+A recording has further fields: tokens_per_block (else 512), block_bytes (of a full block),
+namespace (a number).
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ STRIDE = 0x9E37_79B9_7F4A_7C15
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
-    """The requests of a file, or the first so many; time that goes back stays.
+    """The requests of a file, or the first so many; a time that goes back is raised to the latest.
 
-    A last line that was cut off, as a daemon that is killed may leave it, is dropped with a word on stderr.
-    Raises InvalidArgument naming the line.
+    A last line that was cut off, as by a killed daemon, is dropped with a note on stderr. Raises
+    InvalidArgument naming the line.
     """
     number = count = time_ms = 0
     try:
@@ -66,14 +67,14 @@ def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """The file's text, whether it is compressed or not."""
+    """The file's text, compressed or not."""
     magic = file.read(len(GZIP_MAGIC))
     file.seek(0)
     return io.BufferedReader(gzip.GzipFile(fileobj=file), BUFFER_BYTES) if magic == GZIP_MAGIC else file
 
 
 def lines_of(text: BinaryIO) -> Iterator[bytes]:
-    """Its lines. Raises EOFError for a last one that was cut off: it has no end and is no JSON; OSError for one that has none in sight."""
+    """Its lines. Raises EOFError for a cut last one (no end and no JSON), OSError for an endless one."""
     while line := text.readline(LINE_LIMIT_BYTES):
         if not line.endswith(b"\n"):
             if len(line) == LINE_LIMIT_BYTES:
@@ -83,7 +84,7 @@ def lines_of(text: BinaryIO) -> Iterator[bytes]:
 
 
 def check_whole(line: bytes) -> None:
-    """Raises EOFError for what is the beginning of a line."""
+    """Raises EOFError for the beginning of a line."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -99,7 +100,7 @@ def parsed(line: bytes, *, where: str) -> Request:
 
 
 def request_of(fields: dict[str, Any]) -> Request:
-    """Raises ValueError, KeyError, TypeError or OverflowError for what is none."""
+    """The request of a line's fields. Raises ValueError, KeyError, TypeError or OverflowError for others."""
     request = Request(
         int(fields["timestamp"]),
         int(fields["input_length"]),
@@ -126,13 +127,14 @@ def check_numbers(request: Request) -> None:
 
 
 def hash_ids(ids: Sequence[int], *, digest: bytes) -> NDArray[np.uint8]:
-    """The block hashes of trace ids in a namespace: uint8 [blocks, 32]. An id names its whole prefix, so no parent goes in."""
+    """Block hashes of trace ids in a namespace: uint8 [blocks, 32]. An id names its whole prefix;
+    parents are not hashed."""
     raw = b"".join(hashlib.sha256(digest + int(i).to_bytes(8, "little")).digest() for i in ids)
     return np.frombuffer(raw, dtype=np.uint8).reshape(-1, HASH_BYTES)
 
 
 class Content:
-    """Bytes of blocks as a function of their hashes: cheap to make, cheap to check, unlike in every word.
+    """Bytes of blocks as a function of their hashes: cheap to make and check, unlike in every word.
 
     block_bytes: of the longest block; any number of bytes, not only whole words.
     """
@@ -148,5 +150,5 @@ class Content:
         return self._words.view(np.uint8)[:length]
 
     def matches(self, block_hash: NDArray[np.uint8], held: NDArray[np.uint8]) -> bool:
-        """Whether so many bytes are what `of` gives."""
+        """Whether so many bytes equal the result of `of`."""
         return bool(np.array_equal(self.of(block_hash, length=len(held)), held))

@@ -1,6 +1,6 @@
-"""`tierctl wear`: what was written to each store, what its wear budget has left, and how long its drive will last.
+"""`tierctl wear`: writes to each store, its remaining wear budget, and its drive's remaining life.
 
-Purpose: ask, then show. Non-purpose: reading drives, which the daemon does. Invariant: what a table leaves out, `--json` has.
+It requests and shows; the daemon reads the drives. Columns missing from a table are in `--json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierd.cli.figures import human_bytes, human_count, human_rate
 from tierd.cli.render import Cell, Column, bar, facts, heat, show_table
 
 ASK_S = 60.0
-"""Drives are asked, each for some seconds at most."""
+"""Timeout: the daemon reads the drives, each for some seconds at most."""
 DAYS_PER_YEAR = 365.0
 SHORT_LIFE_DAYS, LOW_LIFE_DAYS = 90.0, 365.0
 
@@ -48,7 +48,7 @@ def wear(ask: Ask) -> None:
 
 
 def draw_wear(console: Console, reply: pb.WearReply) -> None:
-    """One row for each store, then where it lies, what was declined, what the life is taken from, and what could not be read."""
+    """A row for each store, then location, declined blocks, the source of the life, unreadable facts."""
     show_table(console, WEAR_COLUMNS, [wear_row(store) for store in reply.stores], empty="no store: nothing is worn")
     for store in reply.stores:
         console.print()
@@ -60,7 +60,7 @@ def draw_wear(console: Console, reply: pb.WearReply) -> None:
 
 
 def draw_drives(console: Console, drives: Iterable[pb.DriveInfo]) -> None:
-    """What lies under a store, and why its wear is not known."""
+    """The drives under a store, and why their wear is unknown."""
     for drive in drives:
         if drive.device:
             console.print(facts(drive_facts(drive)), soft_wrap=True)
@@ -73,7 +73,7 @@ def draw_drives(console: Console, drives: Iterable[pb.DriveInfo]) -> None:
 
 
 def wear_row(store: pb.StoreWear) -> list[Cell]:
-    """A store's cells, as WEAR_COLUMNS names them."""
+    """A store's cells, in the order of WEAR_COLUMNS."""
     written = (store.written_today_bytes, store.written_since_start_bytes, store.written_bytes)
     return [
         store.tier,
@@ -112,13 +112,13 @@ def drive_facts(drive: pb.DriveInfo) -> list[tuple[str, Cell]]:
 
 
 def spent(store: pb.StoreWear) -> float:
-    """Which share of the budget's burst is not saved up."""
+    """The used share of the budget's burst."""
     whole = store.budget_burst_bytes
     return 1.0 - max(0.0, store.budget_left_bytes) / whole if whole else 0.0
 
 
 def left_text(store: pb.StoreWear) -> Text:
-    """What may be written at once; red when it is less than nothing, after durable writes."""
+    """Bytes that may be written at once; red if below zero, after durable writes."""
     if not store.has_budget:
         return Text("-")
     left = store.budget_left_bytes

@@ -1,7 +1,7 @@
-"""Transfers that an engine's loop must not wait for: a few threads, a bounded queue, results that are polled.
+"""Transfers that an engine's loop must not wait for: threads, a bounded queue, polled results.
 
-Purpose: work goes in, outcomes come out, nothing blocks. Non-purpose: knowing what a transfer is. Invariants: at most `limit` jobs are unfinished, one more
-is refused at once; each job that was taken comes out exactly once; a job that raises comes out with its error.
+A courier knows nothing of what a transfer does. At most `limit` jobs are unfinished; one more is
+refused at once. Each accepted job is reported exactly once, a job that raised with its error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[K, T]):
-    """What became of a job: its value, or the error that it raised; seconds since it was taken."""
+    """A job's result: its value, or the error that it raised, and the seconds since it was accepted."""
 
     key: K
     value: T | None
@@ -31,7 +31,8 @@ class Outcome(Generic[K, T]):
 
 
 class Courier(Generic[K, T]):
-    """name: of its threads, for debuggers. wake: called on a thread of it, after a job's outcome is there; it must not raise. Threads may share it."""
+    """Threads may share it. `name` names its threads, for debuggers. A courier thread calls `wake`
+    after each job's outcome is available; `wake` must not raise."""
 
     def __init__(self, name: str, *, threads: int, limit: int, wake: Callable[[], object] = lambda: None) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -43,11 +44,11 @@ class Courier(Generic[K, T]):
 
     @property
     def unfinished(self) -> int:
-        """Jobs that were taken and have not ended."""
+        """Accepted jobs that have not ended."""
         return self._unfinished
 
     def submit(self, key: K, work: Callable[[], T]) -> bool:
-        """Takes a job; False if the queue is full or closed."""
+        """Accepts a job; False if the queue is full or closed."""
         with self._turn:
             if self._unfinished >= self._limit:
                 return False
@@ -63,24 +64,24 @@ class Courier(Generic[K, T]):
         return True
 
     def finished(self) -> list[Outcome[K, T]]:
-        """What has ended since the last time."""
+        """Outcomes of jobs that ended since the last call."""
         taken = []
         while self._done:
             taken.append(self._done.popleft())
         return taken
 
     def await_any(self, *, timeout_s: float) -> bool:
-        """Waits until a job has ended that `finished` has not told of yet; False if there is none to wait for, or that took too long."""
+        """Waits until `finished` has an outcome; False on timeout or without unfinished jobs."""
         with self._turn:
             return self._turn.wait_for(lambda: self._done or not self._unfinished, timeout_s) and bool(self._done)
 
     def drain(self, *, timeout_s: float) -> bool:
-        """Waits until every job has ended; False if that took too long."""
+        """Waits until every job has ended; False on timeout."""
         with self._turn:
             return self._turn.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def close(self, *, timeout_s: float) -> bool:
-        """Takes no more, and waits as drain does; jobs that never began are dropped."""
+        """Accepts no more jobs and waits as `drain` does; jobs that never began are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         return self.drain(timeout_s=timeout_s)
 

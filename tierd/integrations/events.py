@@ -1,8 +1,9 @@
-"""KV events as a router receives them: from tierd, and from the engines whose format it is.
+"""KV events as a router receives them, from tierd and from engines of the same format.
 
-Purpose: `Subscriber`, which follows one publisher and closes gaps by replays, and `Whereabouts`, which media hold a block. Non-purpose: the format
-(tierd/events/payloads.py), choosing a worker. Invariants: batches come once, in order; where one cannot be had, "cleared" stands in its place, so that nobody
-goes on believing in blocks that have gone; every wait has its time. Needs pyzmq: the extra `events`.
+`Subscriber` follows one publisher and closes gaps by replays; `Whereabouts` records which media
+hold a block. The format is in tierd/events/payloads.py; choosing a worker is not done here. Batches
+come once and in order. A "cleared" event replaces a batch that cannot be recovered, so that no
+router keeps stale blocks. Every wait has a timeout. Needs pyzmq: the extra `events`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ REPLAY_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a publisher. number: of this publisher's, rising by one."""
+    """One message of a publisher, whose messages have numbers that rise by one."""
 
     number: int
     topic: str
@@ -29,9 +30,11 @@ class Message:
 
 
 class Subscriber:
-    """Follows one publisher. address, replay: as `events.bind` and `events.replay_bind` ("": gaps stay, and clear); topic: how those that are wanted begin.
+    """Follows one publisher; a context manager for one thread at a time.
 
-    With replay it begins with what the publisher has kept, else with what comes. A context manager; one thread at a time. Raises CorruptRecord for what is no event.
+    address, replay: as `events.bind` and `events.replay_bind`. topic: the prefix of wanted topics.
+    Without `replay`, gaps clear the state, and it starts with the next message. With it, it starts
+    with the messages that the publisher kept. Raises CorruptRecord for a malformed event.
     """
 
     def __init__(
@@ -47,13 +50,13 @@ class Subscriber:
         self._time_s = 0.0
 
     def poll(self, timeout_s: float) -> list[Message]:
-        """What has come by then, at least one message unless time ran out; with what was missed before it."""
+        """Messages received within the timeout: at least one unless it expires, after any that it had missed."""
         if not self._socket.poll(max(0, round(timeout_s * 1000))):
             return []
         return list(self._received())
 
     def catch_up(self) -> list[Message]:
-        """What the publisher has kept and was not seen here yet. Nothing without a replay address, or if it does not answer."""
+        """Kept messages not seen yet. None without a replay address or an answer."""
         found = list(self._replayed(None)) if self._replay else []
         self._note(found)
         return found
@@ -74,14 +77,14 @@ class Subscriber:
         if message.number < self._expected:
             if message.batch.time_s <= self._time_s:
                 return  # seen in a replay
-            self._expected = 0  # a publisher that was started anew, and counts from its own beginning
+            self._expected = 0  # the publisher restarted and counts from its own beginning
             yield _cleared(message)
         missed = list(self._missed(message)) if message.number > self._expected else []
         self._note([message])
         yield from [*missed, message]
 
     def _missed(self, message: Message) -> Iterator[Message]:
-        """What lies between; "cleared" for what cannot be had."""
+        """The messages before this one; "cleared" replaces those that cannot be recovered."""
         found = list(self._replayed(message.number)) if self._replay else []
         numbers = [one.number for one in found]
         if numbers[-1:] != [message.number - 1] or numbers != list(range(numbers[0], message.number)):
@@ -115,7 +118,7 @@ class Subscriber:
 
 @dataclass
 class Whereabouts:
-    """Which media hold which blocks, as one publisher tells it."""
+    """The media that hold each block, according to one publisher."""
 
     media: dict[Hash, set[str]] = field(default_factory=dict)
 

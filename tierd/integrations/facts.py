@@ -1,7 +1,7 @@
-"""What an engine says of itself to the daemon, for `tierctl engines`.
+"""Facts that an engine reports to the daemon, for `tierctl engines`.
 
-Purpose: enough to tell which engines share blocks, and why others do not. Non-purpose: identity; that is the namespace's. Invariant: texts only, within
-what a hello may say.
+They show which engines share blocks and why others do not. Identity is not here; the namespace
+defines it. All facts are texts within a hello's limits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ WORD_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """engine, version: as the engine calls itself; face: which of our integrations; hash_algorithm, hash_seed: what its block hashes are made with ("" where
-    tierd's own are used); tokens_per_block, dtype, layout: of its KV; ranks: "0/2", this one of how many; role: what of the engine this process is."""
+    """engine, version: as the engine calls itself. `face` names our integration. hash_algorithm,
+    hash_seed: of its block hashes, "" if it uses tierd's own. tokens_per_block, dtype, layout:
+    of its KV. ranks: "0/2" is rank 0 of 2. `role` names this process's part of the engine."""
 
     engine: str
     version: str
@@ -31,5 +32,5 @@ class EngineFacts:
     load_failure_policy: str = ""
 
     def words(self) -> dict[str, str]:
-        """What is known, as a hello carries it."""
+        """The known facts, in the form that a hello carries."""
         return {name: str(value)[:WORD_CHARS] for name, value in asdict(self).items() if value != ""}

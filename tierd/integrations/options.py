@@ -1,7 +1,8 @@
-"""What a user may set in the part of an engine's configuration that is ours.
+"""Options that a user may set in tierd's part of an engine's configuration.
 
-Purpose: one set of names for all engines, checked as a whole. Non-purpose: what the engine itself is told. Invariant: an unknown name or an impossible
-value is a ConfigError that says where it stands and what may stand there.
+All engines use the same names; the set is checked as a whole. The engine's own options are not
+here. An unknown name or an impossible value is a ConfigError that names the place and the allowed
+values.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from tierd.errors import ConfigError
 
 
 class Options(BaseModel):
-    """Of every engine. target: directory of the daemon's sockets ("": TIERD_TARGET, or this user's daemon); model, weights_digest: what tells this model from
-    others, where the engine's own name for it does not; threads, queue_limit: transfers at one time, and
-    waiting ones, beyond which loads are misses and saves are dropped; least_load_tokens: a smaller match is not worth a load."""
+    """Options of every engine. target: directory of the daemon's sockets ("": TIERD_TARGET, or this
+    user's daemon). model, weights_digest: identify the model if the engine's own name does not.
+    threads: simultaneous transfers. queue_limit: waiting ones; beyond it loads miss and saves
+    are dropped. least_load_tokens: smaller matches are not loaded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,7 +34,7 @@ class Options(BaseModel):
 
     @classmethod
     def read(cls, words: Mapping[str, Any], *, where: str) -> Self:
-        """From an engine's configuration. where: what the engine calls it, for errors. Raises ConfigError."""
+        """Reads an engine's configuration, which errors call `where`. Raises ConfigError."""
         try:
             return cls.model_validate(dict(words))
         except ValidationError as error:

@@ -1,8 +1,8 @@
-"""A block's bytes where an engine keeps them: in pieces, one a layer or more, in the order of the block's own bytes.
+"""Copies a block between its page and an engine's memory, which holds it in pieces.
 
-Purpose: one copy between an engine's memory and a page. Non-purpose: knowing what a piece means. Invariants: the pieces of a block add up to its length;
-a piece is a numpy array or a torch tensor of any strides, copied in the order of its own axes; a piece on a device is copied by torch, and has arrived when
-the call returns.
+The pieces are one or more per layer, in the order of the block's bytes, and add up to its length. A
+piece is a numpy array or torch tensor of any strides, copied in the order of its axes. If it is on
+a device, torch copies it, and it has arrived when the call returns.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Row = tuple[int, int, int, int]
 
 
 def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Sequence[int]) -> Sums:
-    """Engine to pages, by block. The sums of all slices, xxh3-64, u64 little-endian. layers: of each block.
+    """Copies engine memory to pages, block by block. Returns all slices' xxh3-64 sums, u64
+    little-endian.
 
-    What is written to a page is summed in the same pass. It comes from the pieces themselves where each of them is
-    contiguous host memory and holds whole slices; else they are put together first, block by block, in memory that
-    stays in the processor's caches. Raises InvalidArgument as copy_in does.
+    `layers` has one entry a block. The same pass sums the bytes that it copies. It reads the pieces
+    directly if each is contiguous host memory and holds whole slices. Otherwise each block is first
+    joined in memory that stays in the processor's caches. Raises InvalidArgument as copy_in does.
     """
     blocks = [*zip(sources, pages, layers, strict=True)]
     rows = [_rows(*block) for block in blocks]
@@ -67,13 +68,13 @@ def piece_bytes(piece: Piece) -> int:
 
 
 def _copy_joined(pieces: Pieces, page: Bytes, layers: int, joined: Bytes) -> Sums:
-    """One block, put together in `joined`, which has room for it."""
+    """Copies one block after joining it in `joined`, which has room for it."""
     copy_in(pieces, joined[: len(page)])
     return sum_and_copy(blocks_of([address_of(joined)], [address_of(page)], [len(page)], layers))
 
 
 def _rows(pieces: Pieces, page: Bytes, layers: int) -> list[Row]:
-    """One a piece; none where a piece is not in host memory, not contiguous, or does not hold whole slices."""
+    """One row a piece. None unless every piece is contiguous host memory that holds whole slices."""
     lengths = tuple(map(piece_bytes, pieces))
     if not _are_slices(lengths, len(page), layers):
         return []
@@ -104,19 +105,19 @@ def _matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
 
 
 def _shaped(part: Bytes, like: Any) -> Any:
-    """The bytes as an array of the piece's type and shape; a row of bytes, which most pieces are, as it is."""
+    """The bytes as an array of the piece's type and shape; a row of bytes, the usual piece, unchanged."""
     return part if like.ndim == 1 and like.dtype == np.uint8 else part.view(like.dtype).reshape(like.shape)
 
 
 def _tensor(part: Bytes, like: Any) -> Any:
-    """The bytes as a tensor of the piece's type and shape; torch is there, since the piece is."""
+    """The bytes as a tensor of the piece's type and shape; torch is there, since the piece is a tensor."""
     import torch  # noqa: PLC0415
 
     return torch.from_numpy(part if part.flags.writeable else _lent(part)).view(like.dtype).view(like.shape)
 
 
 def _lent(part: Bytes) -> Bytes:
-    """A read-only page as an array that torch takes without a warning: it is only ever the source of a copy."""
+    """A read-only page as an array that torch accepts without a warning. It is only the source of a copy."""
     face: dict[str, Any] = {**part.__array_interface__, "data": (part.ctypes.data, False)}
     holder = type("_Lent", (), {"__array_interface__": face, "page": part})()
     return np.asarray(holder)

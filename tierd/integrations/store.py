@@ -1,8 +1,9 @@
-"""tierd as an engine sees it: how much is there, load it into my memory, save it from there.
+"""tierd as an engine sees it: look up how much is stored, load it, save it.
 
-Purpose: one sequence a call, groups and ranks included, straight between an engine's pieces and the daemon's pages: one copy, checked after it was made.
-Non-purpose: threads (courier.py), what an engine does with an answer. Invariants: nothing raises and nothing outlasts its timeout, a failure is a smaller
-number; after `load` the blocks that are said to be good hold what was committed under their hashes, of others nothing is known.
+A call handles one sequence with its groups and ranks. It copies once between an engine's pieces and
+the daemon's pages, then checks the copy. No call raises or outlasts its timeout; a failure is a
+smaller number. After `load`, blocks reported good hold the bytes committed under their hashes. The
+content of other blocks is unknown.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from tierd.integrations.options import Options
 from tierd.integrations.pieces import Pieces, copy_all_in, copy_out
 
 PRESENCE_S = 1.0
-"""How often an engine looks whether it is connected; nothing is sent while it is."""
+"""Seconds between checks of the connection; a check sends nothing while it is up."""
 SAVE_BLOCKS = 64
-"""Pages reserved at one time: a long sequence must not hold half a tier while it is copied."""
+"""Pages reserved at a time: a long sequence must not hold half a tier while it is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """tokens: served and copied, of all groups; good: per group, how many of its blocks, counted from the first one asked for; first: per group, how many
-    of these its need passes over, which were not copied; tier_tokens: by the position of the tier where they were found."""
+    """tokens: served and copied, over all groups. good: per group, good blocks from the first requested.
+    first: per group, leading blocks not needed and not copied.
+    tier_tokens: by the position of the tier that had them."""
 
     tokens: int = 0
     good: tuple[int, ...] = ()
@@ -52,7 +54,7 @@ class Loaded:
 
 
 class EngineStore:
-    """One engine process's store. Threads may share it. Raises ConfigError for an impossible target, else nothing."""
+    """One engine process's store. Threads may share it. Raises only ConfigError, for an impossible target."""
 
     def __init__(self, options: Options, facts: EngineFacts) -> None:
         name = f"{facts.engine} {facts.role}".strip()
@@ -67,41 +69,43 @@ class EngineStore:
 
     @property
     def client(self) -> Client:
-        """For what has no verb here: pages that are written and read in place."""
+        """For operations that have no method here: pages that are written and read in place."""
         return self._client
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The daemon's tiers, near to far, as tier_tokens counts them."""
+        """The daemon's tiers, near to far, in the order of tier_tokens."""
         return self._client.tiers
 
     @property
     def tells_events(self) -> bool:
-        """Whether routers hear of blocks: then even one that is stored already is worth a save, which tells what the engine calls it and copies nothing."""
+        """Whether routers receive events. If so, saving a block stored already is useful: it
+        reports the engine's name for the block and copies nothing."""
         return self._client.tells_events
 
     def introduce(self, facts: EngineFacts) -> None:
-        """Says anew whom it serves, where not all was known at the beginning: the next connection, made at once, tells it."""
+        """Replaces the facts when some were unknown at first. A new connection, made at once, sends them."""
         self._client.introduce(facts.words())
 
     def open(self, spec: NamespaceSpec) -> OpenedNamespace:
-        """The namespace; without a daemon one that opens itself later. Raises InvalidArgument for an impossible spec."""
+        """The namespace; without a daemon it opens later. Raises InvalidArgument for an impossible spec."""
         return self._client.open_namespace(spec)
 
     def lookup(self, groups: Sequence[Group]) -> Found:
-        """What could be served now."""
+        """The tokens and blocks that the daemon could serve now."""
         found = self._client.lookup(groups, timeout_s=self._options.lookup_timeout_s)
         self._count(lookups=1, found_tokens=found.tokens)
         return found
 
     def prefetch(self, groups: Sequence[Group]) -> int:
-        """Begins to bring blocks near; how many are on their way because of this."""
+        """Starts copying blocks to a near tier; returns how many copies this call started."""
         return self._client.prefetch(groups, timeout_s=self._options.lookup_timeout_s)
 
     def load(self, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]]) -> Loaded:
-        """Copies what is servable of each group's blocks. targets: per group and block of it the engine's pieces, None where the block is not wanted.
+        """Copies each group's servable blocks into the engine's memory.
 
-        A group is of one rank.
+        `targets` holds the engine's pieces per group and block, None for an unwanted block. A group
+        is of one rank.
         """
         try:
             lease = self._client.acquire(groups)
@@ -110,16 +114,17 @@ class EngineStore:
             copied = _copy_groups(lease, targets)
             loaded = _checked(lease, copied)
             lease.detach()
-        except TierdError:  # a restart, a fork: the copy may be of anything
+        except TierdError:  # a restart or a fork: the copied bytes are unknown
             self._count(failed_loads=1)
             return Loaded(good=(0,) * len(groups))
         self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))
         return loaded
 
     def save(self, group: PutGroup, sources: Sequence[Pieces], about: About | None = None) -> int:
-        """Stores consecutive blocks; how many are stored now, from the first on. One of a name that exists already counts, and is not copied.
+        """Stores consecutive blocks; returns how many leading ones are stored now.
 
-        about: what the engine calls them, and their tokens, for routers.
+        A block whose name exists counts and is not copied. `about` holds the engine's names for the
+        blocks, and their tokens, for routers.
         """
         stored = 0
         group = group if about is None else replace(group, about=about)
@@ -133,13 +138,13 @@ class EngineStore:
         return stored
 
     def save_each(self, groups: Sequence[PutGroup], sources: Sequence[Pieces]) -> list[bool]:
-        """Stores blocks that do not follow each other, one a group, in one call; which of them are stored now. The caller bounds how many."""
+        """Stores unrelated blocks, one a group; returns which are stored now. The caller bounds their number."""
         stored: list[bool] = self._save(groups, sources).tolist()
         self._count(saves=1, saved_blocks=sum(stored), dropped_blocks=len(stored) - sum(stored))
         return stored
 
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last time; `counts` begins anew."""
+        """Returns the counts since the last call and resets `counts`."""
         with self._turn:
             taken, self.counts = self.counts, Counter()
         return +taken
@@ -151,7 +156,8 @@ class EngineStore:
         self._client.close()
 
     def _stay(self) -> None:
-        """Connects, and again whenever the daemon is another one: operators see an engine before its first request. Ends with the store, or its process."""
+        """Connects, and reconnects when the daemon is replaced, so operators see an engine before
+        its first request. Ends with the store or its process."""
         while not self._closing.is_set():
             self._client.connect()
             self._closing.wait(PRESENCE_S)
@@ -169,7 +175,8 @@ class EngineStore:
             try:
                 statuses = self._filled(reservation, groups, sources)
             finally:
-                reservation.drop()  # says so and waits for nothing, as an abort would do beside a daemon that hangs
+                # reports the end without waiting; an abort would wait for a hanging daemon
+                reservation.drop()
         except TierdError:
             self._count(failed_saves=1)
             return np.zeros(len(sources), dtype=np.bool_)
@@ -178,7 +185,7 @@ class EngineStore:
     def _filled(
         self, reservation: Reservation, groups: Sequence[PutGroup], sources: Sequence[Pieces]
     ) -> NDArray[np.uint16]:
-        """What became of each block once its page was written and published."""
+        """The status of each block after its page was written and committed."""
         statuses = reservation.statuses.copy()
         given = statuses == BlockStatus.RESERVED
         if given.any():
@@ -195,7 +202,7 @@ class EngineStore:
 
 
 def _copy_groups(lease: Lease, targets: Sequence[Sequence[Pieces | None]]) -> list[int]:
-    """Copies what is wanted; per group, blocks from its first one on."""
+    """Copies the wanted blocks; returns, per group, the blocks from its first one on."""
     views = iter(lease.views())
     copied = []
     for group, pieces in zip(lease.groups, targets, strict=True):
@@ -209,7 +216,7 @@ def _copy_groups(lease: Lease, targets: Sequence[Sequence[Pieces | None]]) -> li
 
 
 def _checked(lease: Lease, copied: Sequence[int]) -> Loaded:
-    """What was still there after it had been copied."""
+    """The blocks that were still valid after the copy."""
     good = lease.check()
     first = tuple(group.first for group in lease.groups)
     whole = good >= max((group.count for group in lease.groups), default=0)
@@ -221,7 +228,7 @@ def _checked(lease: Lease, copied: Sequence[int]) -> Loaded:
 
 
 def _part_of(group: PutGroup, start: int) -> PutGroup:
-    """SAVE_BLOCKS of it from `start` on, with the parent and the position that they have there."""
+    """SAVE_BLOCKS of it from `start` on, with the parent and position that they have there."""
     stop = min(start + SAVE_BLOCKS, len(group.hashes))
     size, total = group.namespace.spec.tokens_per_block, group.tokens
     tokens = None if total is None else min(total - start * size, (stop - start) * size)

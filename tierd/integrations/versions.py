@@ -1,7 +1,7 @@
-"""Which versions of engines this release was run against, and what becomes of others.
+"""Versions of engines that this release was tested with, and the refusal of others.
 
-Purpose: an engine whose interface is unknown is refused with a sentence, before anything of it is touched. Non-purpose: finding differences within the
-window; the engine's own module does. Invariant: the table says what was seen, nothing more.
+An engine with an unknown interface is refused with an error before any of it is used. Differences
+within a window are for the engine's own module to detect. The table lists only versions that ran.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from tierd.errors import Unsupported
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Versions of an engine: `first` <= version < `end`, both as (major, minor). ran: those that the tests ran on; others are believed to fit."""
+    """Versions of an engine: `first` <= version < `end`, both as (major, minor). The tests ran on
+    the versions in `ran`; others in the window are believed to fit."""
 
     first: tuple[int, int]
     end: tuple[int, int]
@@ -41,11 +42,11 @@ def check_version(engine: str, found: str) -> None:
 
 
 def has_run(engine: str, found: str) -> bool:
-    """Whether the tests of this release ran on that version."""
+    """Whether this release's tests ran on that version."""
     return any(found == ran or found.startswith((f"{ran}.", f"{ran}+")) for ran in WINDOWS[engine].ran)
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Major and minor of a version; (0, 0) of one that is no release, such as "dev"."""
+    """Major and minor of a version; (0, 0) if it is no release, such as "dev"."""
     parts = version.split(".")[:2]
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(part.isdigit() for part in parts) else (0, 0)

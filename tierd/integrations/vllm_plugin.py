@@ -1,7 +1,8 @@
-"""vLLM's entry point `vllm.general_plugins`: makes TierdConnector known by name, so that `kv_connector_module_path` may be left out.
+"""vLLM's entry point `vllm.general_plugins`: registers TierdConnector by name.
 
-Purpose: one registration. Non-purpose: loading the connector; vLLM does when a user names it, and an unsupported version is refused then. Invariants: every
-vLLM process with tierd beside it calls this, so it imports nothing of ours and never raises for a version that it does not know.
+Users may then omit `kv_connector_module_path`. vLLM loads the connector only when a user names it;
+an unsupported version is refused then. Every vLLM process with tierd installed calls this. So it
+imports nothing of tierd and never raises for an unknown version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What attends to pages: kernels, or plain array operations.
+"""Chooses the attention over pages: kernels, or plain array operations.
 
-Purpose: `attention_for`, the one place where a worker asks; `attention_over`, for whoever has pages and another model. Non-purpose: attending. Invariants: nothing falls back in silence: who asked for kernels, or computes
-on a GPU, gets them or an error that says what is missing.
+`attention_for` chooses for a worker; `attention_over` for other callers with pages. It never falls
+back silently. A caller that asks for kernels, or computes on a GPU, gets them or an error.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from tierd.worker.pages import PageShape
 
 
 def attention_for(model: Llama, shape: PageShape) -> PagedAttention:
-    """By TIERD_KERNELS and what the model computes on: the reference on a CPU, emulated kernels where they are asked for, the GPU's on a GPU.
+    """Chosen by TIERD_KERNELS and the model's device.
 
-    Raises ConfigError for a model or pages that no kernel takes, Unsupported for kernels that are not there.
+    A CPU uses the reference, or emulated kernels on request; a GPU uses its kernels. Raises
+    ConfigError for a model or pages that no kernel supports, Unsupported for missing kernels.
     """
     return attention_over(shape, q_heads=model.spec.q_heads, backend=model.backend)
 
 
 def attention_over(shape: PageShape, *, q_heads: int, backend: Backend) -> PagedAttention:
-    """The same for queries of so many heads that are computed by this backend. Raises as `attention_for`."""
+    """As `attention_for`, for so many query heads computed by this backend; raises the same."""
     if not backend.has_kernels:
         return paged_attention
     fault = find_fault(shape, q_heads)
@@ -36,7 +37,7 @@ def attention_over(shape: PageShape, *, q_heads: int, backend: Backend) -> Paged
 
 
 def find_fault(shape: PageShape, heads: int) -> str | None:
-    """Why kernels cannot attend to such pages for so many query heads; None: they can."""
+    """The reason why kernels cannot attend to such pages for so many query heads; None: they can."""
     geometry = shape.geometry
     faults = {
         f"pages of {geometry.dtype}, they take {' or '.join(KERNEL_DTYPES)}": geometry.dtype not in KERNEL_DTYPES,

@@ -1,8 +1,8 @@
-"""Which array library computes, in what precision, where.
+"""The array library, precision and device of a worker's computation.
 
-Purpose: the few things that the array API does not standardise: loading raw tensors, arrays over foreign memory, and the way between numpy and a GPU.
-Non-purpose: any mathematics. Invariants: `page` never copies: what is written to its array is written to the buffer; pages lie where
-attention runs; torch and CUDA are loaded only when asked for.
+It covers the parts that the array API does not standardize: loading raw tensors, arrays over
+foreign memory, and copies between numpy and a GPU. An array of `page` is never a copy: writes to
+it are writes to the buffer. Pages lie where attention runs. Only a request loads torch or CUDA.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ KERNEL_DTYPES = ("float16", "bfloat16", E4M3)
 
 @dataclass(frozen=True)
 class Backend:
-    """library: "numpy" or "torch". dtype: of weights and activations. device: "cpu", or a GPU such as "cuda:0", where pages lie and kernels attend; torch computes
-    there too, numpy on the host."""
+    """library: "numpy" or "torch". dtype: of weights and activations. device: "cpu", or a GPU such
+    as "cuda:0", which holds pages and runs kernels. On a GPU torch computes there, numpy on the
+    host."""
 
     library: str = "numpy"
     dtype: str = "float32"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what cannot be computed, Unsupported without torch."""
+        """Raises ConfigError for an unsupported combination, Unsupported without torch."""
         known = {"numpy": ("float32",), "torch": ("float32", "bfloat16", "float16")}
         if self.dtype not in known.get(self.library, ()):
             raise ConfigError(f"backend: {self.library!r} in {self.dtype!r} is not to be had; choose from {known}")
@@ -58,7 +59,7 @@ class Backend:
 
     @cached_property
     def torch(self) -> Any:
-        """The torch module; None with numpy. Raises Unsupported where torch is not installed."""
+        """The torch module; None with numpy. Raises Unsupported if torch is not installed."""
         if self.library != "torch":
             return None
         try:
@@ -69,7 +70,10 @@ class Backend:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels attend: on a GPU unless TIERD_KERNELS asks for the reference, on a CPU where it asks for emulated ones. Raises ConfigError."""
+        """Whether kernels attend: on a GPU, or on a CPU if TIERD_KERNELS asks for emulated ones.
+
+        Raises ConfigError for emulated kernels without a CPU, and for the reference on a GPU.
+        """
         asked = asked_kernels()
         if asked == EMULATED and self.device != "cpu":
             raise ConfigError(
@@ -83,19 +87,19 @@ class Backend:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether pages lie on one."""
+        """Whether pages lie on a GPU."""
         return re.fullmatch(r"cuda(:\d+)?", self.device) is not None
 
     @property
     def kv_dtype(self) -> str:
-        """Of pages, where nobody says: float32 for the reference, else what kernels take. Raises ConfigError."""
+        """Default type of pages: float32 for the reference, else a type of kernels. Raises ConfigError."""
         if not self.has_kernels:
             return "float32"
         return self.dtype if self.dtype in KERNEL_DTYPES else "float16"
 
     @property
     def ordinal(self) -> int:
-        """Of the GPU where new tensors are made, by torch's current one if none is named; 0 with a CPU."""
+        """Number of the GPU for new tensors, torch's current one if none is named; 0 with a CPU."""
         if self.device == "cuda" and self.torch is not None:
             return int(self.torch.empty(0, device=self.device).get_device())
         return int(self.device.partition(":")[2] or 0)
@@ -108,7 +112,7 @@ class Backend:
         return gpu_memory(self.ordinal)
 
     def weight(self, raw: RawTensor) -> Array:
-        """A stored tensor, in this backend's precision and place."""
+        """A stored tensor, in this backend's precision and on its device."""
         if self.torch is None:
             return raw.float32()
         if raw.kind == "BF16":
@@ -127,10 +131,13 @@ class Backend:
         return values if self.torch is None else self.torch.from_numpy(values).to(self.device)
 
     def page(self, buffer: Any, *, geometry: KVGeometry, tokens: int) -> Array:
-        """An array [layers, 2, tokens, kv_heads, head_dim] over a block's bytes, without a copy; in numpy uint8 for e4m3.
+        """An array [layers, 2, tokens, kv_heads, head_dim] over a block's bytes, without a copy; in
+        numpy uint8 for e4m3.
 
-        buffer: anything with the buffer protocol or, for a backend on a GPU, the CUDA array interface, at least as long. Writable as the buffer is; torch knows no
-        read-only tensors: nobody writes to pages that are not private. Raises Unsupported for bfloat16 without torch, ConfigError for memory elsewhere.
+        buffer: of the buffer protocol or, on a GPU, the CUDA array interface, at least as long.
+        The array is writable if the buffer is. torch has no read-only tensors: write only to
+        private pages. Raises Unsupported for bfloat16 without torch, ConfigError for memory
+        elsewhere.
         """
         shape = (geometry.layers, 2, tokens, geometry.kv_heads, geometry.head_dim)
         length_bytes = page_bytes(geometry, tokens)
@@ -147,38 +154,39 @@ class Backend:
         return self._tensor(raw).view(getattr(self.torch, geometry.dtype)).reshape(shape)
 
     def memory(self, length_bytes: int) -> Any:
-        """Memory of this process's for a page. Raises Overloaded for none on the GPU."""
-        # A mapping of its own lies near the daemon's, so that one call of a kernel reaches pages of both.
+        """This process's own memory for a page. Raises Overloaded if the GPU has none."""
+        # An own mapping lies near the daemon's, so one kernel call reaches pages of both.
         return self.gpu.empty((length_bytes,), "uint8") if self.is_on_gpu else mmap.mmap(-1, length_bytes)
 
     def copy(self, source: Array, target: Array, *, tokens: int) -> None:
-        """The first tokens of one page into another."""
+        """Copies the first tokens of one page into another."""
         if self.is_on_gpu:
             self.gpu.copy(source, target, tokens=tokens)
         else:
             target[:, :, :tokens] = source[:, :, :tokens]
 
     def to_pages(self, array: Array, dtype: str) -> Array:
-        """What was computed, where kernels attend: of numpy on a GPU a copy in this type, for pages of e4m3 in float16; else the array itself."""
+        """Computed values for kernels. From numpy on a GPU a copy in this type (float16 for pages
+        of e4m3); else the array itself."""
         if self.torch is None and self.is_on_gpu:
             return self.gpu.filled(array.astype("float16" if dtype == E4M3 else dtype))
         return array
 
     def from_kernels(self, array: Array) -> Array:
-        """What kernels gave, where the model computes; to numpy a copy, after all that is under way."""
+        """A kernel's result for the model; for numpy a copy, made after all running work."""
         return self.to_numpy(array) if self.torch is None else array
 
     def under_way(self) -> tuple[Mark, ...]:
-        """What must be done before others may read what this worker has written to pages, or write to what it reads."""
+        """Marks of work that must end before others read this worker's writes or overwrite its reads."""
         return (self.gpu.mark(),) if self.is_on_gpu else ()
 
     def finish(self) -> None:
-        """Waits for what is under way. Raises DeadlineExceeded."""
+        """Waits for running work. Raises DeadlineExceeded."""
         if self.is_on_gpu:
             self.gpu.finish()
 
     def trim(self) -> None:
-        """Gives back memory that was made here and is not used."""
+        """Releases unused memory that was allocated here."""
         if self.is_on_gpu:
             self.gpu.trim()
 
@@ -203,13 +211,13 @@ class Backend:
 
 
 class _Borrowed:
-    """A read-only array that claims to be writable, since torch warns of tensors over read-only memory and has no other way.
+    """A read-only array that claims to be writable: torch warns of tensors over read-only memory.
 
-    It keeps the array alive; the mapping itself still refuses to be written.
+    It keeps the array alive; the mapping itself still refuses writes.
     """
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
-        """array: what lies behind."""
+        """array: the one behind."""
         self._array = array
         address = array.__array_interface__["data"][0]
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}

@@ -1,9 +1,9 @@
 """Block tables: the ordered pages of one sequence.
 
-Purpose: grow, write, commit, fork and drop the pages behind a sequence. Non-purpose: computing keys and values; knowing
-where pages come from. Invariants: pages[: named] are named and never written; after them a page that is
-named (its end was cropped) or that several tables hold is copied before it is written; `length` counts tokens whose keys and values are in all layers; a page that
-was lost is dropped with all that follow it before anything is read.
+A table grows, writes, commits, forks and drops a sequence's pages; it computes no keys and values.
+Pages[: named] are named and never written. A later page is copied before a write if it is named
+(its end was cropped) or several tables hold it. The first `length` tokens have keys and values in
+all layers. A lost page is dropped with all that follow before anything is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class BlockTable:
     """Pages of one sequence. Not usable after `release`."""
 
     def __init__(self, source: PageSource, held: Held | None = None) -> None:
-        """held: a stored prefix; the table becomes its holder, and if it cannot be made nobody is. Its tail is copied into a private page and released."""
+        """held: a stored prefix, which the table owns; on an error it is released. Its tail is
+        copied into a private page and released."""
         start = held or Held()
         self._source = source
         self._tokens_per_block = source.shape.tokens_per_block
@@ -43,16 +44,17 @@ class BlockTable:
 
     @property
     def shape(self) -> PageShape:
-        """What every page looks like."""
+        """Shape of every page."""
         return self._source.shape
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pages have room for."""
+        """Tokens that fit the pages."""
         return len(self.pages) * self._tokens_per_block
 
     def grow(self, length: int) -> None:
-        """Makes positions self.length to length writable: reserves pages, and copies the page to be continued if it is shared or named."""
+        """Makes positions self.length to length writable: reserves pages, and copies the page to be
+        continued if it is shared or named."""
         missing = -(-length // self._tokens_per_block) - len(self.pages)
         if missing > 0:
             self.pages += self._source.reserve(missing)
@@ -79,7 +81,8 @@ class BlockTable:
             at = end
 
     def slots(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where positions from start on are written: a page's place in `pages` * tokens per page + offset; -1 for those that are there already.
+        """Slots for positions from start on: a page's index in `pages` * tokens per page + offset;
+        -1 for written ones.
 
         Raises InvalidArgument for positions that are not writable.
         """
@@ -88,11 +91,11 @@ class BlockTable:
         return np.where(positions < self.length, -1, positions)
 
     def advance(self, length: int) -> None:
-        """All layers up to this length have been written."""
+        """Records that all layers up to this length have been written."""
         self.length = max(self.length, length)
 
     def crop(self, length: int) -> None:
-        """Forgets what comes behind so many tokens."""
+        """Drops tokens beyond so many."""
         if length >= self.length:
             return
         keep = -(-length // self._tokens_per_block)
@@ -102,7 +105,7 @@ class BlockTable:
         self.named = min(self.named, length // self._tokens_per_block)
 
     def commit(self, tokens: Sequence[int]) -> int:
-        """Names every full block that is still private. tokens: of the sequence, from its first one on. Returns how many were named."""
+        """Names every full private block; returns how many. tokens: of the sequence, from its first one on."""
         size = self._tokens_per_block
         full = min(self.length, len(tokens)) // size
         if full <= self.named:
@@ -110,20 +113,20 @@ class BlockTable:
         before, after = self.named, self.pages[self.named - 1] if self.named else None
         given = self._source.commit(self.pages[before:full], tokens[before * size : full * size], after=after)
         self.pages[before:full] = given
-        # A page that could not be stored ends the chain that others can find; what follows it stays private too.
+        # A page that could not be stored ends the findable chain; later pages stay private too.
         while self.named < full and not self.pages[self.named].is_private:
             self.named += 1
         self.drop_lost()
         return self.named - before
 
     def drop_lost(self) -> None:
-        """Forgets pages from the first lost one on; another table that holds it may have lost it."""
+        """Drops pages from the first lost one on; another table that holds it may have lost it."""
         lost = next((i for i, page in enumerate(self.pages) if page.is_lost), None)
         if lost is not None:
             self.crop(lost * self._tokens_per_block)
 
     def commit_tail(self, tokens: Sequence[int]) -> bool:
-        """Stores the tokens after the last full block as a short block of their own. False: there are none, or no room."""
+        """Stores the tokens after the last full block as a short block. False: there are none, or no room."""
         full = self.length // self._tokens_per_block
         if full != self.named or self.length == full * self._tokens_per_block:
             return False
@@ -132,7 +135,7 @@ class BlockTable:
         return self._source.commit_tail(self.pages[full], tail, after=after)
 
     def fork(self) -> BlockTable:
-        """A second table over the same pages; whoever writes first into the last one copies it."""
+        """A second table over the same pages; the first writer to the last one copies it."""
         other = BlockTable(self._source)
         for page in self.pages:
             page.holders += 1
@@ -140,7 +143,7 @@ class BlockTable:
         return other
 
     def release(self) -> None:
-        """Lets go of every page."""
+        """Releases every page."""
         pages, self.pages, self.named, self.length = self.pages, [], 0, 0
         self._source.release(pages)
 
@@ -151,7 +154,7 @@ class BlockTable:
             )
 
     def _own(self, index: int) -> None:
-        """Replaces a shared page, or a named one of which the end was cropped, by a copy of what it holds so far."""
+        """Replaces a shared page, or a named one with a cropped end, by a copy of its current content."""
         shared = self.pages[index]
         copy = self._source.reserve(1)[0]
         used = min(self._tokens_per_block, self.length - index * self._tokens_per_block)

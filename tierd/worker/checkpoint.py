@@ -1,8 +1,9 @@
-"""Checkpoints: a Hugging Face folder (config.json, safetensors, with or without shards) or random weights of a given shape.
+"""Checkpoints: a Hugging Face folder (config.json, safetensors, sharded or not), or random weights.
 
-Purpose: raw tensors by name, without torch. Non-purpose: computing, placing on a device. Invariants: files are mapped
-read-only and nothing is executed; a tensor that lies outside its file, is missing or misshapen is refused at opening;
-the digest covers the model's shape and every byte of every tensor, so two checkpoints of one digest give one KV.
+It reads raw tensors by name, without torch; it neither computes nor uses a device. Files are mapped
+read-only and nothing is executed. Opening refuses a tensor that lies outside its file, is missing
+or misshapen. The digest covers the model's shape and every byte of every tensor, so checkpoints of
+one digest give one KV.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RawTensor:
     data: NDArray[np.uint8]
 
     def float32(self) -> NDArray[np.float32]:
-        """The values as float32 [shape]: a view of F32, a copy of anything else. bf16 is the upper half of a float32."""
+        """The values as float32 [shape]: a view of F32, else a copy. bf16 is the upper half of a float32."""
         if self.kind == "BF16":
             wide = self.data.view("<u2").astype(np.uint32)
             wide <<= 16
@@ -54,7 +55,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) over shape, names, kinds and bytes; what a namespace takes as weights_digest. Reads every byte once."""
+        """SHA-256 (hex) over shape, names, kinds, bytes: a namespace's weights_digest. Reads every byte once."""
         total = hashlib.sha256(json.dumps(asdict(self.spec), sort_keys=True).encode())
         for name in sorted(self.tensors):
             tensor = self.tensors[name]

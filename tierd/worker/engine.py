@@ -1,10 +1,11 @@
 """The engine: requests in, tokens out, keys and values in pages.
 
-Purpose: chunked prefill behind whatever prefix is stored, decode of several sequences at once, forks, figures per
-request. Non-purpose: scheduling across workers, tokenizers, HTTP. Invariants: attention reads every key from a page,
-also those just computed, so that a value rounded by its page counts the same in the first and in every later run; the
-chunks of a prefill end on a fixed grid of absolute positions, so reuse changes results by rounding at most; a step goes
-compute, pick, commit, always forward; what was in a page that is lost is computed again; pages are let go of on every way out.
+It does chunked prefill behind a stored prefix, decodes several sequences at once, forks, and
+reports figures per request. It does no scheduling across workers, no tokenizing and no HTTP.
+Attention reads every key from a page, also new ones, so page rounding is equal in all runs. Chunks
+of a prefill end on a fixed grid of absolute positions, so reuse changes results by rounding at
+most. A step computes, picks, then commits. Contents of a lost page are computed again. Every exit
+releases the pages.
 
     with Engine(Llama(open_checkpoint(folder)), source) as engine:
         report = engine.generate([Request(tokens, max_new_tokens=64)])[0]
@@ -34,10 +35,11 @@ from tierd.worker.sequences import LiveSequence, Pass, Run
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """chunk_tokens: prefill computes up to the next multiple of it; more is faster, and takes memory with its square.
+    """Limits and features of an engine.
 
-    batch_limit: sequences decoded at once. keep_tails: store the tokens after a turn's last full block as a short block.
-    measure_attention: report the attention weight on each page at a sequence's end; costs a sum per page.
+    chunk_tokens: prefill computes up to its next multiple; more is faster, in memory of its square.
+    batch_limit: sequences decoded at once. keep_tails: store the tokens after the last full block.
+    measure_attention: report each page's attention weight at the end; costs a sum per page.
     """
 
     chunk_tokens: int = 256
@@ -64,9 +66,11 @@ class Engine:
         attention: PagedAttention | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """source: the engine closes it. attention: none: what `attention_for` chooses. clock: seconds, for reports.
+        """The engine closes `source`. attention: None: chosen by `attention_for`. clock: seconds,
+        for reports.
 
-        Raises InvalidArgument if the source's pages are not of the model's shape, and what `attention_for` does.
+        Raises InvalidArgument if the source's pages are not of the model's shape, and as
+        `attention_for`.
         """
         self.model, self.source, self.options = model, source, options or EngineOptions()
         self._clock = clock
@@ -89,11 +93,12 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Gives back spare pages."""
+        """Releases spare pages."""
         self.source.close()
 
     def generate(self, requests: Sequence[Request]) -> list[Report]:
-        """Serves all of them, batch_limit at a time; one report per sample, in order. Raises InvalidArgument before it begins."""
+        """Serves all requests, batch_limit at a time; one report per sample, in order. Raises
+        InvalidArgument before it begins."""
         for request in requests:
             self._check(request)
         reports: list[Report] = []
@@ -103,7 +108,7 @@ class Engine:
         return reports
 
     def begin(self, request: Request) -> LiveSequence:
-        """Finds the stored prefix, computes the rest of the prompt. Next: `pick`, which also commits the last chunk."""
+        """Finds the stored prefix, computes the rest. Next: `pick`, which also commits the last chunk."""
         self._check(request)
         started = self._clock()
         held = self.source.acquire(request.tokens, marks=request.marks)
@@ -128,9 +133,9 @@ class Engine:
         )
 
     def pick(self, sequences: Sequence[LiveSequence]) -> None:
-        """The next token of each that is not done, from the logits at hand; then what has become full is committed.
+        """Picks the next token of each unfinished sequence, then commits full blocks.
 
-        Raises InvalidArgument for a sequence whose logits have been picked from already.
+        Raises InvalidArgument for a sequence whose logits were already used.
         """
         live = [s for s in sequences if not s.is_done]
         for sequence in live:
@@ -139,7 +144,7 @@ class Engine:
             sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
 
     def step(self, sequences: Sequence[LiveSequence]) -> None:
-        """One token more for each that is not done: computes them together, then picks."""
+        """Computes all unfinished sequences together, then picks one more token for each."""
         live = [s for s in sequences if not s.is_done]
         if live:
             started_s = self._clock()
@@ -154,7 +159,7 @@ class Engine:
                 sequence.report.decode_s += spent_s
 
     def end(self, sequence: LiveSequence) -> Report:
-        """Commits what is left, lets go of the pages and gives the report."""
+        """Commits the rest, releases the pages and returns the report."""
         report, table = sequence.report, sequence.table
         try:
             report.committed_blocks += table.commit(sequence.tokens)
@@ -225,9 +230,9 @@ class Engine:
         )
 
     def _prefill(self, sequence: LiveSequence) -> None:
-        """Computes the prompt behind the held prefix, chunk by chunk; a chunk is committed before the next one begins."""
+        """Computes the prompt behind the held prefix by chunks; each is committed before the next begins."""
         total, table = len(sequence.tokens), sequence.table
-        # Of a prompt that is held whole the last token is computed again: its logits are wanted, its page is there.
+        # A wholly held prompt computes its last token again, for its logits; its page is there.
         start = min(table.length, total - 1)
         while start < total:
             sequence.report.committed_blocks += table.commit(sequence.tokens)
@@ -237,7 +242,7 @@ class Engine:
             start = stop
 
     def _catch_up(self, sequence: LiveSequence) -> None:
-        """Computes again what was lost with its page, up to the last token, which the step is for."""
+        """Computes the content of lost pages again, up to the last token, which the step computes."""
         table, last = sequence.table, len(sequence.tokens) - 1
         table.drop_lost()
         self._note_lost(sequence, last)
@@ -245,7 +250,7 @@ class Engine:
             self._compute([Run(sequence, table.length, self._chunk_end(table.length, last))])
 
     def _note_lost(self, sequence: LiveSequence, length: int) -> int:
-        """Positions that its table still has of so many."""
+        """How many of these positions the table still has."""
         kept = min(length, sequence.table.length)
         sequence.report.recomputed_tokens += length - kept
         return kept
@@ -282,6 +287,6 @@ class Engine:
 
     def _add_mass(self, runs: Sequence[Run], masses: Sequence[NDArray[np.float64]]) -> None:
         for run, mass in zip(runs, masses, strict=True):
-            known = run.sequence.mass[: len(mass)]  # what lay on pages that were lost has gone with them
+            known = run.sequence.mass[: len(mass)]  # mass on lost pages is lost too
             mass[: len(known)] += known
             run.sequence.mass = mass

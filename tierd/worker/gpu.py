@@ -1,8 +1,9 @@
-"""A GPU as a worker uses it: arrays there for who computes on the host, memory for pages of its own, and what is still under way.
+"""A GPU in a worker: arrays for host computation, memory for own pages, marks of running work.
 
-Purpose: `GpuMemory`, and `GpuArray` with as much of the array API as `tierd.kernels.attention` asks for. Non-purpose: mathematics, launches. Invariants: everything
-goes to the current stream, torch's where torch is loaded, as launches do, so memory that was given back is used again only behind the work that it was
-given back by; a copy to the host has ended when it returns; what is copied is counted in `moved`.
+`GpuArray` has the parts of the array API that `tierd.kernels.attention` needs; there are no
+mathematics or launches. Everything uses the current stream, torch's if torch is loaded, as launches
+do. So released memory is reused only behind the work before its release. A copy to the host has
+ended when it returns; `moved` counts copied bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from tierd.kernels.buffers import BYTES, DTYPES
 from tierd.kernels.loaded import current_stream
 
 FINISH_TIMEOUT_S = 30.0
-"""For all that a worker has launched to end, before it lets go of pages."""
+"""Seconds for all launched work to end, before a worker releases pages."""
 ALIGNMENT_BYTES = 512
 
 
 class GpuMemory:
-    """Memory of one GPU. id: its number in this process. moved: bytes copied `in` from the host, `out` to it, and `within`. One caller thread."""
+    """Memory of one GPU; one caller thread. id: its number in this process. moved: bytes copied
+    `in` from the host, `out` to it, and `within`."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.id = gpu.id
@@ -42,16 +44,18 @@ class GpuMemory:
         self._events: deque[Any] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> GpuArray:
-        """Of undefined contents. dtype: as numpy and torch name it. Raises Overloaded."""
+        """An array of undefined contents. dtype: as numpy and torch name it. Raises Overloaded."""
         length_bytes = max(1, int(np.prod(shape)) * _bytes(dtype))
-        # So many sizes that at most an eighth is wasted, so few that what was given back fits the next one.
+        # Enough sizes to waste at most an eighth, few enough that released memory fits the next
+        # array.
         step = max(ALIGNMENT_BYTES, 1 << max(0, length_bytes.bit_length() - 4))
         piece = _Piece(self._room(-(-length_bytes // step) * step))
         weakref.finalize(piece, self._spare[-(-length_bytes // step) * step].append, piece.address).atexit = False
         return GpuArray(self, piece.address, tuple(shape), dtype, piece)
 
     def over(self, memory: Any, shape: tuple[int, ...], dtype: str) -> GpuArray:
-        """The beginning of what has the CUDA array interface, without a copy; the array keeps it. Raises InvalidArgument if it is too short."""
+        """The start of memory with the CUDA array interface, without a copy; the array keeps it
+        alive. Raises InvalidArgument if it is too short."""
         told = memory.__cuda_array_interface__
         wanted = int(np.prod(shape)) * _bytes(dtype)
         if int(np.prod(told["shape"])) < wanted:
@@ -61,14 +65,15 @@ class GpuMemory:
         return GpuArray(self, told["data"][0], shape, dtype, memory)
 
     def filled(self, array: NDArray[Any]) -> GpuArray:
-        """A copy of an array of the host, which may be changed when this returns. Raises Overloaded."""
+        """A copy of a host array, which may change after this returns. Raises Overloaded."""
         given = np.ascontiguousarray(array)
         made = self.empty(given.shape, str(given.dtype))
         self._copy("in", "cuMemcpyHtoDAsync", (made.address, given.ctypes.data), given.nbytes)
         return made
 
     def read(self, array: GpuArray) -> NDArray[Any]:
-        """A copy on the host, after all work that the current stream has been given. Raises TypeError for types that numpy has not, DeadlineExceeded."""
+        """A copy on the host, after all work of the current stream. Raises TypeError for types that
+        numpy lacks, DeadlineExceeded."""
         made = np.empty(array.shape, array.dtype)
         self._gpu.await_stream(current_stream(self.id))
         self._copy("out", "cuMemcpyDtoHAsync", (made.ctypes.data, array.address), made.nbytes)
@@ -77,23 +82,25 @@ class GpuMemory:
         return made
 
     def copy(self, source: GpuArray, target: GpuArray, *, tokens: int) -> None:
-        """The first tokens of a page [layers, 2, tokens, kv_heads, head_dim] into another one."""
+        """Copies the first tokens of a page [layers, 2, tokens, kv_heads, head_dim] into another."""
         row = int(np.prod(source.shape[3:])) * _bytes(source.dtype)
         for part in range(source.shape[0] * source.shape[1]):
             ends = (target.address + part * target.shape[2] * row, source.address + part * source.shape[2] * row)
             self._copy("within", "cuMemcpyDtoDAsync", ends, tokens * row)
 
     def mark(self) -> Mark:
-        """Behind all that the current stream has been given."""
+        """A mark behind all work of the current stream."""
         with self._gpu.entered():
-            event = self._events.popleft() if self._events else self._gpu.ask("cuEventCreate", 2)  # without times
+            # without times
+            event = self._events.popleft() if self._events else self._gpu.ask("cuEventCreate", 2)
             self._gpu.ask("cuEventRecord", event, current_stream(self.id))
         mark = Mark(self._gpu, event)
         weakref.finalize(mark, self._events.append, event).atexit = False
         return mark
 
     def finish(self) -> None:
-        """Waits for all that the current stream has been given. Raises DeadlineExceeded while a GPU hangs; of one that is lost to this process nothing is under way."""
+        """Waits for all work of the current stream. Raises DeadlineExceeded while a GPU hangs. A
+        GPU lost to this process has no running work."""
         try:
             for pause_s in pauses([self.mark()], time.monotonic() + FINISH_TIMEOUT_S):
                 time.sleep(pause_s)
@@ -101,7 +108,7 @@ class GpuMemory:
             pass
 
     def trim(self) -> None:
-        """Gives the driver back what no array uses. Raises DeadlineExceeded while a GPU hangs, for which the driver would wait."""
+        """Returns unused memory to the driver. Raises DeadlineExceeded while a GPU hangs."""
         if any(self._spare.values()):
             self._gpu.await_stream(current_stream(self.id))
         with self._gpu.entered():
@@ -124,14 +131,14 @@ class GpuMemory:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Allocated memory, which is given back when it is collected."""
+    """Allocated memory, which is released when it is collected."""
 
     address: int
 
 
 @dataclass(frozen=True, eq=False)
 class GpuArray:
-    """An array without gaps on a GPU. owner: keeps its memory."""
+    """A GPU array without gaps. owner: keeps its memory."""
 
     device: GpuMemory
     address: int
@@ -160,7 +167,7 @@ class GpuArray:
         return sys.modules[__name__]
 
     def to_device(self, device: str, *, stream: object = None) -> NDArray[Any]:
-        """On "cpu", a numpy array."""
+        """A numpy array, for "cpu"."""
         if device != "cpu":
             raise InvalidArgument(f"array: it is on cuda:{self.device.id}, and goes to 'cpu' only, not to {device!r}")
         return self.device.read(self)
@@ -168,19 +175,19 @@ class GpuArray:
 
 @cache
 def gpu_memory(ordinal: int) -> GpuMemory:
-    """Of a GPU by its number in this process. Raises Unsupported."""
+    """The memory of a GPU by its number in this process. Raises Unsupported."""
     return GpuMemory(gpu_at(GpuPlace("", ordinal)))
 
 
 os.register_at_fork(after_in_child=gpu_memory.cache_clear)
 
-# -- what the array API asks of a namespace
+# -- functions that the array API expects in a namespace
 
 bfloat16, float16, float32, int32, int64 = "bfloat16", "float16", "float32", "int32", "int64"
 
 
 def asarray(array: Any, *, device: GpuMemory | None = None, order: str = "C") -> GpuArray:
-    """A numpy array on that GPU; an array that is there already as it is."""
+    """A numpy array copied to that GPU; an array already there is returned unchanged."""
     if isinstance(array, GpuArray):
         return array
     assert device is not None and order == "C"

@@ -1,9 +1,9 @@
 """A Llama-type transformer, once, for numpy and torch alike.
 
-Purpose: from token ids and positions to hidden states and logits. Non-purpose: where keys and values are kept: attention
-is a function that the caller passes, called once per layer. Invariants: rows are independent of one another but through
-that function, so tokens of several sequences may stand in one call; norms, rotation angles and logits are float32
-whatever the precision of the weights.
+It maps token ids and positions to hidden states and logits. The caller passes the attention, which
+stores keys and values; it is called once per layer. Rows are independent except in that function,
+so one call may contain several sequences. Norms, rotation angles and logits are float32 at any
+precision of the weights.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ Array = Any
 """A numpy array or a torch tensor."""
 
 Attend = Callable[[int, Array, Array, Array], Array]
-"""(layer, q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim], q and k rotated) -> out, shaped like q.
+"""(layer, q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim]) -> out, shaped like q.
 
-The caller stores k and v of these rows first, then attends over all that each row may see.
+The model rotates q and k. The caller first stores k and v, then attends over all that a row may
+see.
 """
 
 
@@ -77,10 +78,12 @@ class Llama:
         return self.backend.to_numpy(_rms_norm(hidden, self._norm, self.spec.rms_eps) @ self._head.T)
 
     def kv_bounds(self) -> NDArray[np.float32]:
-        """What no key and no value of a head passes, whatever the tokens: float32 [layers, 2, kv_heads], of keys, then of values.
+        """Bounds of each head's keys and values for any tokens: float32 [layers, 2, kv_heads], keys
+        first.
 
-        Before its gains a normed row is sqrt(hidden_size) long at most, so its product with a row of weights is at most that times the length of
-        the row (Cauchy and Schwarz); a rotation makes of two channels at most the length of both.
+        Before its gains a normed row is at most sqrt(hidden_size) long. Its product with a row of
+        weights is at most that times the row's length (Cauchy and Schwarz). A rotation of two
+        channels gives at most the length of both.
         """
         spec = self.spec
         bounds = []
@@ -121,13 +124,14 @@ class Llama:
 
 
 def rope_frequencies(spec: LlamaSpec) -> NDArray[np.float32]:
-    """Radians per position of each pair of channels: float32 [head_dim / 2], as models were trained with."""
+    """Radians per position of each pair of channels: float32 [head_dim / 2], as in training."""
     exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
     plain: NDArray[np.float32] = (np.float32(1.0) / np.float32(spec.rope_theta) ** exponents).astype(np.float32)
     scaling = spec.rope_scaling
     if scaling is None:
         return plain
-    # Llama 3.1: waves longer than original / low are slowed by factor, those shorter than original / high stay.
+    # Llama 3.1: waves longer than original / low are slowed by factor; those under original / high
+    # stay.
     turns = scaling.original_max_positions * plain / np.float32(2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
@@ -143,7 +147,8 @@ def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates channel i with channel i + head_dim / 2 of [rows, heads, head_dim]; cos, sin: float32 [rows, 1, head_dim / 2]."""
+    """Rotates channels i and i + head_dim / 2 of [rows, heads, head_dim]; cos, sin: float32 [rows,
+    1, head_dim / 2]."""
     xp = array_namespace(x)
     half = x.shape[-1] // 2
     a, b = x[..., :half], x[..., half:]

@@ -1,10 +1,9 @@
-"""Where the pages of a worker come from: the seam between the engine and tierd.
+"""Sources of a worker's pages: the interface between the engine and tierd.
 
-Purpose: `PageSource`, six verbs over pages that the engine reads and writes in place, and `LocalPages`, which knows no
-daemon and reuses nothing. `tierd_pages.py` has the source over a daemon. Non-purpose: what is computed into pages.
-Invariants: a page is *private* (no name, one writer) until it is committed; a named page is never written again; a
-source never raises because a daemon is slow, full or gone: it gives fewer named pages, and plain memory in place of
-private ones.
+`PageSource` has six operations on pages that the engine reads and writes in place. `LocalPages`
+uses no daemon and reuses nothing; `tierd_pages.py` uses a daemon. A page is *private* (no name, one
+writer) until it is committed; a named page is never written again. No source raises because a
+daemon is slow, full or gone. It returns fewer named pages then, and plain memory for private ones.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """What a page of this worker looks like. scales: of e4m3, and of nothing else. Raises ConfigError."""
+    """Shape of a worker's pages. scales: only for e4m3. Raises ConfigError."""
 
     geometry: KVGeometry
     tokens_per_block: int
@@ -53,11 +52,11 @@ class PageShape:
         return self.backend.page(buffer, geometry=self.geometry, tokens=count)
 
     def stored(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keys and values of one layer, [tokens, kv_heads, head_dim] each, as they are written to pages."""
+        """Keys and values of one layer, [tokens, kv_heads, head_dim] each, as written to pages."""
         if self.scales is None:
             return k, v
         xp = array_namespace(k, v)
-        if k.dtype == xp.float32:  # as kernels are given them: bytes do not depend on who encodes
+        if k.dtype == xp.float32:  # the input type of kernels: bytes do not depend on the encoder
             k, v = xp.astype(k, xp.float16), xp.astype(v, xp.float16)
         keys, values = self.scales.values[layer]
         return encoded(k, keys), encoded(v, values)
@@ -71,7 +70,8 @@ class PageShape:
 
 
 def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None = None) -> PageShape:
-    """Pages for a model. kv_dtype: float32, float16, float8_e4m3fn, or bfloat16 with torch; None: what its backend attends to. Raises ConfigError."""
+    """Pages for a model. kv_dtype: float32, float16, float8_e4m3fn, or bfloat16 with torch; None:
+    the backend's type. Raises ConfigError."""
     geometry = model.spec.geometry(kv_dtype or model.backend.kv_dtype)
     page_bytes(geometry, tokens_per_block)
     scales = scales_for(model.kv_bounds()) if geometry.dtype == E4M3 else None
@@ -80,11 +80,11 @@ def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """One page in a block table, perhaps in several (forks).
+    """One page in one or, after forks, several block tables.
 
-    array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost, and its tokens are to be computed again. hash: the block's name; empty while private.
-    position: number of the block in its sequence, once named. origin: what the source needs to commit or release it.
-    holders: block tables that contain it.
+    array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost.
+    hash: the block's name; empty while private. position: number of the block, once named.
+    origin: the source's record for commit and release. holders: block tables that contain it.
     """
 
     array: Array
@@ -100,16 +100,16 @@ class Page:
 
     @property
     def is_lost(self) -> bool:
-        """Whether what it held is gone: a commit failed, and nobody knows how far it came."""
+        """Whether its content is lost: a commit failed with an unknown outcome."""
         return self.array is None
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an acquire gave. The pages are named and pinned for the caller until released.
+    """An acquire's result. The pages are named and pinned for the caller until released.
 
-    tokens: covered by pages, the tail included. tail: a short last block (its array has as many tokens as it covers), in
-    compact layout, to be copied into a private page. tier_tokens: tokens by the name of the tier where they were found.
+    tokens: covered by pages, the tail included. tier_tokens: by the name of the tier that had them.
+    tail: a short last block, compact, to be copied into a private page; its array has its tokens.
     """
 
     pages: list[Page] = field(default_factory=list)
@@ -123,11 +123,11 @@ class PageSource(Protocol):
 
     @property
     def shape(self) -> PageShape:
-        """What every page looks like."""
+        """Shape of every page."""
         ...
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
-        """The longest stored prefix of these tokens. marks: counts at which an earlier turn ended, where a short block may be."""
+        """The longest stored prefix of these tokens. marks: ends of earlier turns, with short blocks perhaps."""
         ...
 
     def reserve(self, count: int) -> list[Page]:
@@ -135,32 +135,36 @@ class PageSource(Protocol):
         ...
 
     def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
-        """Names full pages as the blocks of `tokens`, which follow the block of page `after` (None: the first).
+        """Names full pages as the blocks of `tokens`, after the block of page `after` (None: the
+        first).
 
-        A page that has its name already (a fork committed it) is returned as it is. Returns the pages to go on with, in order: the same, now named, or the page of the same block that was there
-        before (then the private one is released); or the same, still private, if it could not be stored, and lost if nobody knows whether it was.
+        Returns the pages to continue with, in order. An already named page (committed by a fork) is
+        unchanged. Others are the same page, now named, or the existing page of the same block; then
+        the private one is released. A page that could not be stored stays private; it is lost if
+        the outcome is unknown.
         """
         ...
 
     def commit_tail(self, page: Page, tokens: Sequence[int], *, after: Page | None) -> bool:
-        """Stores a copy of the first len(tokens) tokens of a private page as a short block; the page stays private."""
+        """Stores a copy of the first len(tokens) of a private page as a short block. The page stays private."""
         ...
 
     def release(self, pages: Sequence[Page]) -> None:
-        """One block table each let go of these pages; with its last holder a page is unpinned or, if private, free again."""
+        """Removes one holder from each page. Without holders a page is unpinned or, if private, free again."""
         ...
 
     def report_attention(self, pages: Sequence[Page], mass: Sequence[float]) -> None:
-        """Attention weight that fell on each page; a hint for eviction."""
+        """Reports the attention weight on each page, a hint for eviction."""
         ...
 
     def close(self) -> None:
-        """Gives back whatever is still set aside."""
+        """Releases reserved pages."""
         ...
 
 
 class LocalPages:
-    """Pages in this process's own memory, on the backend's device: nothing is named, stored or reused. The worker without a cache."""
+    """Pages in this process's memory, on the backend's device. Nothing is named, stored or reused:
+    the worker without a cache."""
 
     def __init__(self, shape: PageShape) -> None:
         """shape: of every page."""
@@ -170,7 +174,7 @@ class LocalPages:
 
     @property
     def shape(self) -> PageShape:
-        """What every page looks like."""
+        """Shape of every page."""
         return self._shape
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
@@ -178,7 +182,7 @@ class LocalPages:
         return Held()
 
     def reserve(self, count: int) -> list[Page]:
-        """So many private pages, those given back first."""
+        """So many private pages, released ones first."""
         if count < 0:
             raise InvalidArgument(f"reserve: {count} pages is below 0; ask for what the sequence needs")
         pages = [self._take() for _ in range(count)]
@@ -194,7 +198,7 @@ class LocalPages:
         return False
 
     def release(self, pages: Sequence[Page]) -> None:
-        """Pages without a holder are kept for the next reserve."""
+        """Keeps pages without a holder for the next reserve."""
         for page in pages:
             page.holders -= 1
             if page.holders == 0:
@@ -202,7 +206,7 @@ class LocalPages:
                 self._spare.append(page)
 
     def report_attention(self, pages: Sequence[Page], mass: Sequence[float]) -> None:
-        """Nobody listens."""
+        """Ignored."""
 
     def close(self) -> None:
         """Drops the spare pages."""

@@ -1,7 +1,7 @@
-"""What is asked of the engine and what it answers.
+"""Requests to the engine and its reports.
 
-Purpose: the two values at its seam. Non-purpose: aggregation over requests. Invariant: reused + computed = prompt tokens, but
-that a prompt held whole has its last token computed once more (its logits are not stored).
+Reused + computed = prompt tokens. A wholly held prompt computes its last token once more, because
+its logits are not stored.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from tierd.errors import InvalidArgument
 class Request:
     """One prompt.
 
-    tokens: ids, at least one. temperature: 0 is greedy. seed: of the random draws. samples: continuations of the one prompt,
-    which share its pages. stop: ids that end a sequence (the id itself is the last token given). marks: token counts at
-    which an earlier turn of this conversation ended (Report.stored_tokens), where a short block may lie.
+    tokens: ids, at least one. temperature: 0 is greedy. seed: of the random draws.
+    samples: continuations of the one prompt, which share its pages.
+    stop: ids that end a sequence; the id is its last token.
+    marks: Report.stored_tokens of earlier turns, where a short block may lie.
     """
 
     tokens: tuple[int, ...]
@@ -41,11 +42,13 @@ class Request:
 
 @dataclass(slots=True)
 class Report:
-    """What one sequence got and what it cost. Times in seconds, from the moment its turn came.
+    """One sequence's result and costs. Times are in seconds from the start of its turn.
 
-    tokens: generated. stopped: one of Request.stop ended it. reused_tokens: of the prompt, not computed. tier_tokens: those by
-    the name of the tier where they were found. computed_tokens: of the prompt. acquire_s: finding and fetching the
-    prefix, part of ttft_s, the time to the first token. decode_s: steps that it took part in. recomputed_tokens: once more, since a page was lost. stored_tokens: what a later request can reuse: give it as a mark.
+    tokens: generated. stopped: one of Request.stop ended it. reused_tokens: not computed.
+    tier_tokens: reused tokens by the name of their tier. computed_tokens: of the prompt.
+    acquire_s: finding and fetching the prefix, a part of ttft_s, the time to the first token.
+    decode_s: the sequence's steps. recomputed_tokens: computed again after a lost page.
+    stored_tokens: reusable by a later request, which passes it as a mark.
     """
 
     prompt_tokens: int = 0
@@ -63,5 +66,5 @@ class Report:
     stored_tokens: int = 0
 
     def fresh(self) -> Report:
-        """The start of a fork's report: the same prompt, nothing committed by itself."""
+        """The start of a fork's report: the same prompt, nothing committed yet."""
         return replace(self, tokens=[], committed_blocks=0)

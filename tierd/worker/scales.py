@@ -1,8 +1,10 @@
-"""Scales of e4m3 pages: by which stored keys and values are multiplied, one of each kv head's keys and one of its values in each layer.
+"""Scales of e4m3 pages: factors of stored keys and values.
 
-Purpose: `Scales`, and `scales_for` what a model can give. Non-purpose: bytes (`tierd.kernels.e4m3`). Invariants: they are of the weights alone, so that all workers of a model have
-the same without a calibration that they would have to share; the greatest key and value that any tokens can give fits; each is a power of two, so that it adds no rounding of its
-own, and what libraries sum in another order comes to the same; who has others is told apart by `text`, which is part of the namespace.
+Each kv head of each layer has one for its keys and one for its values. They depend on the weights
+alone, so all workers of a model have the same scales without a shared calibration. The greatest
+possible key and value fit. Each is a power of two: it adds no rounding, and another summation order
+gives the same scale. Their `text` tells scales apart and is part of the namespace. Bytes are in
+`tierd.kernels.e4m3`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Scales:
 
 
 def check_scales(geometry: KVGeometry, scales: Scales | None) -> None:
-    """Raises ConfigError where pages of e4m3 have none, or those of another model, or other pages have some."""
+    """Raises ConfigError if pages of e4m3 have no scales or another model's, or other pages have some."""
     wanted = [geometry.layers, 2, geometry.kv_heads] if geometry.dtype == E4M3 else None
     found = None if scales is None else list(scales.values.shape)
     if found != wanted:
@@ -41,6 +43,6 @@ def check_scales(geometry: KVGeometry, scales: Scales | None) -> None:
 
 
 def scales_for(bounds: NDArray[np.float32]) -> Scales:
-    """The least powers of two with which values as great as these fit; 1 where there is no finite bound, or nothing to store."""
+    """The least powers of two that fit values as great as these; 1 for no finite bound or no values."""
     fraction, exponent = np.frexp(bounds.astype(np.float64) / E4M3_MOST)
     return Scales(np.exp2(np.where(fraction == 0.5, exponent - 1, exponent)).astype(np.float32))

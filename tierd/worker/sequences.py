@@ -1,8 +1,8 @@
 """Sequences being served, and one pass of the model over some of them.
 
-Purpose: what the engine knows of a request while it runs, and the attention of a pass: first every run's new keys and values
-go into pages, then all is read there, both by kernels or both by the array library. Non-purpose: deciding what runs when. Invariant: rows of a pass are the runs' tokens
-in order; positions before a table's length are read, never written.
+The attention of a pass first writes every run's new keys and values into pages, then reads all
+there. Kernels do both, or the array library does. The engine decides the order of runs. Rows of a
+pass are the runs' tokens in order. Positions before a table's length are read, never written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = Any
 
 @dataclass(eq=False, slots=True)
 class LiveSequence:
-    """A request being served. logits: float32 [vocab] for the token after the last one. mass: attention weight per page."""
+    """logits: float32 [vocab] for the token after the last one. mass: attention weight per page."""
 
     request: Request
     table: BlockTable
@@ -46,7 +46,7 @@ class LiveSequence:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive tokens of one sequence in one pass. Those before the table's length are computed but not written."""
+    """Consecutive tokens of one sequence in one pass; those before the table's length are not written."""
 
     sequence: LiveSequence
     start: int
@@ -54,7 +54,7 @@ class Run:
 
 
 class Pass:
-    """Attention of one pass over the model: writes each layer's keys and values to pages, then reads them there."""
+    """Attention of one model pass: writes each layer's keys and values to pages, then reads them there."""
 
     def __init__(self, runs: Sequence[Run], *, attention: PagedAttention, with_mass: bool) -> None:
         starts = [0]
@@ -81,12 +81,12 @@ class Pass:
         attended = self._work.attend(layer, q, with_mass=self.masses is not None)
         for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
             seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
-            total[: len(seen)] += np.nan_to_num(seen)  # of scores that are none there is no mass to tell
+            total[: len(seen)] += np.nan_to_num(seen)  # rows without scores have no mass
         return attended.out
 
 
 class _Work(Protocol):
-    """What is done to the pages of a pass, layer by layer."""
+    """Operations on the pages of a pass, layer by layer."""
 
     def store(self, layer: int, k: Array, v: Array) -> None: ...
 
@@ -113,7 +113,7 @@ class _PlainWork:
 
 
 class _KernelWork:
-    """By kernels: one launch stores the new tokens of all sequences, and pages are read where they lie, on a GPU or, emulated, here."""
+    """By kernels, of a GPU or emulated: one launch stores all new tokens, and pages are read in place."""
 
     def __init__(self, attention: KernelAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
         tables = [run.sequence.table for run in runs]

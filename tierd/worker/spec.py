@@ -1,6 +1,6 @@
-"""The shape of a Llama-type model, as its config.json says it.
+"""The shape of a Llama-type model, from its config.json.
 
-Purpose: one value that everything else is derived from. Non-purpose: weights. Invariant: what this code cannot compute
+Everything else derives from this one value, except weights. A model that this code cannot compute
 exactly (another activation, biases, another rope) is refused, never approximated.
 """
 
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The `llama3` stretching of rotary frequencies: long waves slowed by factor, short ones kept, a ramp between."""
+    """The `llama3` rope stretching: long waves slowed by factor, short ones kept, a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -44,7 +44,7 @@ class LlamaSpec:
     max_positions: int = 2048
 
     def checked(self) -> LlamaSpec:
-        """The spec itself. Raises ConfigError for sizes that do not go together."""
+        """The spec itself. Raises ConfigError for sizes that do not fit each other."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "layers", "q_heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(
@@ -58,7 +58,7 @@ class LlamaSpec:
         return self
 
     def geometry(self, dtype: str) -> KVGeometry:
-        """The KV geometry of this model with KV of so many bits."""
+        """The KV geometry of this model for a dtype."""
         return KVGeometry(self.layers, self.kv_heads, self.head_dim, dtype)
 
     def tensor_shapes(self) -> dict[str, Shape]:
@@ -91,7 +91,8 @@ class LlamaSpec:
 
 
 def spec_from_config(config: Mapping[str, Any]) -> LlamaSpec:
-    """What a Hugging Face config.json says. Raises ConfigError for a model that this worker does not compute."""
+    """The spec of a Hugging Face config.json. Raises ConfigError for a model that this worker does
+    not compute."""
     _refuse_foreign(config)
     try:
         heads = int(config["num_attention_heads"])

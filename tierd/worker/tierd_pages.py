@@ -1,11 +1,14 @@
-"""Pages of the daemon's: read, written and named in place.
+"""Pages of the daemon, read, written and named in place.
 
-Purpose: `PageSource` over `tierd.client.Client`. Non-purpose: what a page means to a sequence. Invariants: a page is mapped memory,
-never a copy, but for pages that found no room; a named page is read through a lease that lives as long as its array; whatever the
-daemon does, what a block table reads is what its sequence wrote: a failure means fewer named pages, or pages that are lost. `faults` counts failures by error.
+It implements `PageSource` over `tierd.client.Client`. A page is mapped memory, never a copy, except
+a page that found no room. A named page is read through a lease that lives as long as its array. A
+block table always reads its sequence's own writes: a failure gives fewer named pages, or lost ones.
+`faults` counts failures by error.
 
-On a GPU a Commit is sent when all is done that the current stream was given before, the store kernels of these pages with it: an event is recorded behind them, and the
-reservation waits for it (`after`). So is everything before pages are let go of. Who changes the current stream while pages are in use makes the new one wait for the old one.
+On a GPU a Commit is sent after all earlier work of the current stream, including its pages' store
+kernels. An event is recorded behind that work, and the reservation waits for it (`after`).
+Releasing pages waits likewise. If you change the current stream while pages are in use, make the
+new one wait for the old one.
 
     with Client() as client, Engine(model, TierdPages(client, model, name="tiny-llama")) as engine:
         ...
@@ -35,15 +38,15 @@ from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _WITHHELD: list[tuple[Any, Any]] = []
-"""Arrays and origins of pages that a GPU which hangs may still touch: for as long as this process lives the daemon gives them to nobody."""
+"""Arrays and origins of pages that a hanging GPU may still touch, kept while this process lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierdOptions:
-    """tier: "device" or "host", where pages lie; "" takes device if the daemon has one where the backend attends. reserve_pages: set aside at once, at least.
+    """tier: "device" or "host"; "": device if the daemon has one where the backend attends.
 
-    durable: commits wait until blocks are on NVMe. keeps_copies: pages are copied before a Commit is sent, and none is ever lost; for who cannot compute
-    again what one held.
+    reserve_pages: least pages of a reservation. durable: commits wait until blocks are on NVMe.
+    keeps_copies: pages are copied before a Commit, none is lost; for callers without recomputing.
     """
 
     tier: str = ""
@@ -62,14 +65,14 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Leased:
-    """Origin of a named page: its place in a lease, which ends when the last such page has been dropped."""
+    """Origin of a named page: its place in a lease, which ends when its last page is dropped."""
 
     lease: Lease
     index: int
 
 
 class TierdPages:
-    """A source of pages over a daemon. One caller thread. The client is the caller's to close, after this."""
+    """A source of pages over a daemon; one caller thread. The caller closes the client, after this."""
 
     def __init__(
         self,
@@ -80,9 +83,11 @@ class TierdPages:
         shape: PageShape | None = None,
         options: TierdOptions | None = None,
     ) -> None:
-        """model: or a namespace of the caller's own, with `shape`; name: of the model, for people; the weights' digest tells models apart.
+        """model: or the caller's own namespace, with `shape`. name: of the model, to display; its
+        weights' digest identifies it.
 
-        Raises what Client.open_namespace raises, ConfigError for a backend on a GPU and a daemon without one.
+        Raises what Client.open_namespace raises, ConfigError for a backend on a GPU and a daemon
+        without one.
         """
         self._client = client
         self._shape = shape or _shape_of(model)
@@ -107,29 +112,27 @@ class TierdPages:
 
     @property
     def shape(self) -> PageShape:
-        """What every page looks like."""
+        """Shape of every page."""
         return self._shape
 
     @property
     def tier(self) -> str:
         """The kind of tier where pages lie."""
-        # What attends on host memory finds that in a device tier of kind "cpu", not in one of a GPU.
+        # Host attention uses a device tier of kind "cpu", not one of a GPU.
         has_device = any(name.startswith("device") for name in set(self._client.tiers) - set(self._client.gpu_tiers))
         return self._options.tier or ("device" if has_device or self._shape.backend.is_on_gpu else "host")
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
-        """The longest stored prefix: whole blocks, and the short block of the latest mark behind them if it is stored."""
+        """The longest stored prefix: whole blocks, and then the latest mark's short block if it is stored."""
         return self._guarded(lambda: self._acquire(tokens, marks), Held)
 
     def reserve(self, count: int) -> list[Page]:
-        """Private pages of the daemon's as far as there is room, of this process's own memory for the rest, and in place of those that were lost: none is
-        lost twice."""
+        """Private pages of the daemon if it has room, else of this process's memory. Replacements
+        of lost pages are own memory: none is lost twice."""
         wanted = max(0, count - self._owed)
         if wanted > len(self._spare):
             self._spare += self._guarded(lambda: self._set_aside(wanted - len(self._spare)), list)
-        own = self._memory.reserve(
-            count - min(wanted, len(self._spare))
-        )  # first: where there is none, nothing was taken
+        own = self._memory.reserve(count - min(wanted, len(self._spare)))  # first: if it fails, nothing was taken
         self._owed -= count - wanted
         taken, self._spare = self._spare[:wanted], self._spare[wanted:]
         for page in taken:
@@ -137,7 +140,7 @@ class TierdPages:
         return taken + own
 
     def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
-        """Names pages, one call per reservation. Pages are changed in place, so that forks that hold them see the same."""
+        """Names pages, one call per reservation. Pages change in place, so forks that hold them see it."""
         done = 0
         for origin, run in groupby(pages, key=_reservation_of):
             part = list(run)
@@ -150,12 +153,12 @@ class TierdPages:
         return list(pages)
 
     def commit_tail(self, page: Page, tokens: Sequence[int], *, after: Page | None) -> bool:
-        """Copies the beginning of a page, compact, into a short page of its own and publishes that."""
+        """Copies the start of a page, compact, into a short page and commits that."""
         return self._guarded(lambda: self._commit_tail(page, tokens, after), bool)
 
     def release(self, pages: Sequence[Page]) -> None:
-        """Named pages are unpinned, private ones kept for the next reserve. Raises DeadlineExceeded while a GPU hangs that may still read them; they then
-        stay this process's until it ends."""
+        """Unpins named pages and keeps private ones for the next reserve. Raises DeadlineExceeded
+        while a hanging GPU may still read them. This process then keeps them until it ends."""
         self._finish(pages)
         for page in pages:
             if page.is_lost:
@@ -171,7 +174,7 @@ class TierdPages:
                 page.array = page.origin = None  # the lease ends with its last array
 
     def report_attention(self, pages: Sequence[Page], mass: Sequence[float]) -> None:
-        """One report per lease that the pages are held by."""
+        """One report per lease of the pages."""
         reports: dict[int, tuple[Lease, Any]] = {}
         for page, weight in zip(pages, mass, strict=False):
             if isinstance(page.origin, _Leased):
@@ -182,7 +185,7 @@ class TierdPages:
             self._guarded(partial(self._client.report_attention, lease, row), lambda: None)
 
     def close(self) -> None:
-        """Gives spare pages back: a reservation ends with its last page. Raises DeadlineExceeded as `release`."""
+        """Releases spare pages: a reservation ends with its last page. Raises DeadlineExceeded as `release`."""
         self._shape.backend.finish()
         self._spare.clear()
         self._memory.close()
@@ -197,7 +200,8 @@ class TierdPages:
         for mark in sorted(near, reverse=True):
             longer, its_hashes = self._lease(tokens, mark)
             if longer.tokens == mark:
-                # The first lease has brought its blocks near: what the second one finds farthest is the tail. Without a whole block it has told of no tier.
+                # The first lease has copied its blocks near, so the second one finds only the tail
+                # far. Without a whole block the first has no tiers.
                 found = found if len(found) else np.zeros(len(longer.tier_tokens), dtype=np.int64)
                 found[np.flatnonzero(longer.tier_tokens)[-1]] += mark - lease.tokens
                 lease, hashes = longer, its_hashes
@@ -205,7 +209,7 @@ class TierdPages:
         return self._held(lease, hashes, found=found)
 
     def _lease(self, tokens: Sequence[int], count: int) -> tuple[Lease, Hashes]:
-        """A lease on the first `count` tokens, a short last block included, and the hashes that were asked for."""
+        """A lease on the first `count` tokens, a short last block included, and the requested hashes."""
         hashes = self._namespace.hash(tokens[:count], with_tail=True)
         covered = count if len(hashes) else 0
         return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.tier), hashes
@@ -233,16 +237,18 @@ class TierdPages:
         ]
 
     def _name(self, reservation: Reservation, pages: list[Page], tokens: Sequence[int], after: Page | None) -> None:
-        """Publishes pages of one reservation. Those of a Commit that failed are lost, or move to the copies that were made before.
+        """Commits pages of one reservation. Pages of a failed Commit are lost, or move to copies
+        made before.
 
-        Once it has been sent the pages may be freed (somebody's block of the same name lies elsewhere, perhaps where it cannot be mapped), and of a call
-        that failed nobody knows how far it came.
+        After a Commit is sent, its pages may be freed: the existing block of that name lies
+        elsewhere, perhaps unmappable. A failed call has an unknown outcome.
         """
         kept = self._copies(pages) if self._options.keeps_copies else []
         held: list[Page] = []
         try:
             held = self._guarded(lambda: self._publish(reservation, pages, tokens, after), Held).pages
-        finally:  # whatever ends it, an interrupt too: pages that may be somebody's block must not be written to again
+        # after an interrupt too: pages that may be another client's block must not be written
+        finally:
             if len(held) == len(pages):
                 _move(pages, held)
                 self._memory.release(kept)
@@ -259,7 +265,8 @@ class TierdPages:
             self._spare.clear()
 
     def _finish(self, pages: Sequence[Page]) -> None:
-        """Waits for what may still touch the pages. Raises DeadlineExceeded: nobody else gets them then, nor when the wait is interrupted, whoever lets go of them here."""
+        """Waits for work that may still touch the pages. If that raises DeadlineExceeded or is
+        interrupted, this process keeps the pages."""
         try:
             self._shape.backend.finish()
         except BaseException:
@@ -275,7 +282,7 @@ class TierdPages:
     def _publish(
         self, reservation: Reservation, pages: Sequence[Page], tokens: Sequence[int], after: Page | None
     ) -> Held:
-        """The pages of these blocks, under a lease; nothing if they were not stored."""
+        """The pages of these blocks, under a lease; none if they were not stored."""
         parent, position = (after.hash, after.position + 1) if after else (ROOT, 0)
         hashes = self._namespace.hash(tokens, parent=parent)
         index = [page.origin.index for page in pages]
@@ -285,7 +292,7 @@ class TierdPages:
         reservation.after(*self._shape.backend.under_way())
         lease = reservation.commit(blocks, durable=self._options.durable, lease=True, keep_open=True).lease
         if lease is None or len(lease) != len(index) or not self._is_near(lease):
-            # They exist, but not where this worker attends: perhaps they can be brought there.
+            # They exist, but not where this worker attends; the daemon may copy them there.
             lease = self._client.acquire(self._namespace, hashes, tokens=len(tokens), tier=self.tier)
         if len(lease) != len(index):
             return Held()
@@ -317,7 +324,7 @@ class TierdPages:
         return statuses in ([BlockStatus.READY], [BlockStatus.EXISTS])
 
     def _guarded(self, work: Callable[[], T], nothing: Callable[[], T]) -> T:
-        """What the daemon gave; `nothing` when it failed."""
+        """The daemon's answer; `nothing` if it failed."""
         try:
             return work()
         except (ForkedClient, ConfigError):
@@ -329,13 +336,13 @@ class TierdPages:
 
 
 def _move(pages: Sequence[Page], to: Sequence[Page]) -> None:
-    """In place, so that all who have the pages see it."""
+    """Changes pages in place, so that all holders see it."""
     for page, now in zip(pages, to, strict=True):
         page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
 
 
 def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpec:
-    """What tells this model's KV from all other: weights, shape, the precision that it was computed in, and scales."""
+    """The identity of a model's KV: weights, shape, the precision of its computation, and scales."""
     spec = NamespaceSpec(
         model=name,
         tokens_per_block=shape.tokens_per_block,
@@ -347,7 +354,7 @@ def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpe
 
 
 def _with_scales(spec: NamespaceSpec, shape: PageShape) -> NamespaceSpec:
-    """Where pages have scales, bytes mean nothing without them: whose are others finds none of these."""
+    """Adds the scales, which the bytes depend on: workers with other scales find none of these blocks."""
     return spec if shape.scales is None else replace(spec, salt=f"{spec.salt}/{shape.scales.text}")
 
 
@@ -358,7 +365,7 @@ def _shape_of(model: Llama | NamespaceSpec) -> PageShape:
 
 
 def _is_open(reservation: Reservation) -> bool:
-    """Whether its daemon is there. If not, its pages stay this process's to read and write: what it held is given to nobody before it ends."""
+    """Whether its daemon is there. Else this process keeps its pages until it ends."""
     try:
         return bool(reservation.held())
     except StaleHandle:
@@ -366,7 +373,7 @@ def _is_open(reservation: Reservation) -> bool:
 
 
 def _reservation_of(page: Page) -> Reservation | Page | None:
-    """What a run of pages has in common: its reservation; a named page is a run of its own; None for plain memory."""
+    """A run's common origin: its reservation. A named page is its own run; None: plain memory."""
     if isinstance(page.origin, _Slot):
         return page.origin.reservation
     return page if page.hash else None

@@ -1,7 +1,7 @@
-"""tierd for LMCache: what an L2 adapter of type "plugin" names.
+"""The class that an L2 adapter of LMCache of type "plugin" names.
 
-Purpose: `module_path` and `class_name` of LMCache's plugin point here. Non-purpose: anything that can be imported without LMCache. Invariant: LMCache is
-imported only when one of the names is asked for, and its version is checked before anything of its interfaces is touched.
+LMCache's `module_path` and `class_name` point here. Only access to one of the names imports
+LMCache. Its version is checked before any of its interfaces is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TierdL2"]
 
 
 def __getattr__(name: str) -> Any:
-    """What LMCache loads by name. Raises Unsupported for a version of LMCache that is not known."""
+    """Loads a class for LMCache by name. Raises Unsupported for an unknown version of LMCache."""
     if name not in FACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import lmcache  # noqa: PLC0415

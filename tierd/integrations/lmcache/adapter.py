@@ -1,12 +1,15 @@
-"""tierd as an L2 of LMCache's: beneath its own memory, beside its other adapters.
+"""tierd as an L2 of LMCache, beneath its own memory and beside its other adapters.
 
-    {"type": "plugin", "module_path": "tierd.integrations.lmcache", "class_name": "TierdL2", "adapter_params": {"target": ...}}
+    {"type": "plugin", "module_path": "tierd.integrations.lmcache", "class_name": "TierdL2",
+     "adapter_params": {"target": ...}}
 
-Purpose: L2AdapterInterface. Non-purpose: what is stored, fetched and kept in L1. Invariants: no call waits for the daemon but close, which has a deadline;
-each task ends once, and its eventfd rings after that; a bit that is set stands for an object that holds what was stored under its key.
+It implements L2AdapterInterface; LMCache decides which objects to store, fetch and keep in L1. Only
+close waits for the daemon, with a deadline. Each task ends once; its eventfd rings after that. A
+set bit means that the object holds the bytes stored under its key.
 
-A lock is a prefetch: lookups have the daemon bring near what they find, and pin nothing. So there is nothing to unlock, and nothing that a dead process or a
-lost unlock could hold; an object that is evicted between lookup and load is a clear bit, which LMCache's controller takes as a miss.
+A lock is a prefetch: a lookup makes the daemon copy hits to a near tier, and pins nothing. So
+nothing needs an unlock, and a dead process holds nothing. An object evicted between lookup and load
+is a clear bit, which LMCache's controller counts as a miss.
 """
 
 from __future__ import annotations
@@ -40,17 +43,20 @@ from tierd.integrations.versions import check_version
 
 T = TypeVar("T")
 PART_OBJECTS, PART_BYTES = 64, 256 << 20
-"""Objects that are held, or reserved, at one time while they are copied."""
+"""Objects held, or reserved, at a time while they are copied."""
 LOOKUP_OBJECTS = 1024
 RESULTS_MAX = 4096
-"""Results that nobody has asked for, beyond which the oldest are forgotten."""
+"""The most results kept; beyond it the oldest unclaimed ones are dropped."""
 logger = init_logger(__name__)
 
 
 class L2Options(Options):
-    """What stands in adapter_params. object_bytes: 0: objects of equal keys but other shapes or types are different ones; else the layout is left aside, and
-    no object is longer than this (for LMCache's serde, which stores other shapes than it looks up); close_timeout_s: how long close waits for transfers.
-    least_load_tokens is without effect."""
+    """Options in adapter_params. least_load_tokens has no effect.
+
+    object_bytes: 0: objects of equal keys but other shapes or types differ. Else the layout is
+    ignored, and no object is longer: LMCache's serde stores other shapes than it looks up.
+    close_timeout_s: how long close waits for transfers.
+    """
 
     object_bytes: int = Field(default=0, ge=0)
     close_timeout_s: float = Field(default=30.0, gt=0)
@@ -58,14 +64,15 @@ class L2Options(Options):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Of a store task: whether all of its objects are stored now, and the bytes of those that are."""
+    """A store task's result: whether all objects are stored now, and the bytes of those that are."""
 
     is_whole: bool = False
     length_bytes: int = 0
 
 
 class Desk(Generic[T]):
-    """Tasks of one kind: taken, done on threads, and told of by an eventfd. nothing: the result of one that failed, was refused or never began."""
+    """Tasks of one kind, run on threads and reported by an eventfd. nothing: the result of a task
+    that failed, was refused or never began."""
 
     def __init__(self, name: str, options: Options, *, ids: Callable[[], int], nothing: Callable[[int], T]) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -77,7 +84,7 @@ class Desk(Generic[T]):
         self._turn = threading.Lock()
 
     def submit(self, work: Callable[[], T], *, count: int) -> int:
-        """Takes a task of so many keys; one too many has its result at once."""
+        """Accepts a task of so many keys; beyond the limit its result is there at once."""
         task = self._next()
         if not self._courier.submit((task, count), work):
             with self._turn:
@@ -92,14 +99,14 @@ class Desk(Generic[T]):
             return self._results.pop(task, None)
 
     def take_all(self) -> dict[int, T]:
-        """All results that were not taken."""
+        """All results not yet taken."""
         with self._turn:
             self._collect()
             taken, self._results = self._results, {}
         return taken
 
     def close(self, *, timeout_s: float) -> bool:
-        """Waits for what runs, drops what has not begun; the eventfd stays open if that took too long. Later tasks ring nobody."""
+        """Waits for running tasks and drops others; on timeout the eventfd stays open. Later tasks never ring."""
         ended = self._courier.close(timeout_s=timeout_s)
         if ended:
             fd, self.fd = self.fd, -1
@@ -121,7 +128,8 @@ class Desk(Generic[T]):
 
 
 class TierdL2(L2AdapterInterface):
-    """Raises ConfigError, Unsupported while it is made; later nothing but Unavailable from close, when a transfer would not end."""
+    """Raises ConfigError, Unsupported while it is made. Later only close raises, Unavailable if a
+    transfer does not end."""
 
     def __init__(self, params: dict[str, Any], l1_memory_desc: Any = None) -> None:
         check_version("lmcache", lmcache.__version__)
@@ -153,7 +161,7 @@ class TierdL2(L2AdapterInterface):
     # -- tasks
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Takes the task; one too many is dropped, and has failed at once."""
+        """Accepts the task; beyond the limit it fails at once."""
         return self._stores.submit(partial(self._save, list(keys), list(objects)), count=len(keys))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -161,28 +169,28 @@ class TierdL2(L2AdapterInterface):
         return {task: _store_result(stored) for task, stored in self._stores.take_all().items()}
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: dict[int, Any]) -> int:
-        """Takes the task; one too many is a miss at once."""
+        """Accepts the task; beyond the limit it is a miss at once."""
         return self._lookups.submit(partial(self._find, list(keys), dict(group_layout_descs)), count=len(keys))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Bitmap of the objects that are there, once; None before."""
+        """Bitmap of the stored objects, once; None before."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Takes the task; one too many is a miss at once."""
+        """Accepts the task; beyond the limit it is a miss at once."""
         return self._loads.submit(partial(self._load, list(keys), list(objects)), count=len(keys))
 
     def query_load_result(self, task_id: int) -> Any:
-        """Bitmap of the objects that were loaded, once; None before."""
+        """Bitmap of the loaded objects, once; None before."""
         return self._loads.take(task_id)
 
     # -- the rest
 
     def get_usage(self) -> AdapterUsage:
-        """Unknown: tierd evicts by its own rules, and LMCache must not count what may be gone."""
+        """Unknown: tierd evicts by its own rules, and LMCache must not count evicted objects."""
         return AdapterUsage(total_bytes_used=0, total_capacity_bytes=0)
 
     def report_status(self) -> dict[str, Any]:
@@ -196,7 +204,8 @@ class TierdL2(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Ends what runs and lets go of LMCache's memory. Raises Unavailable if a transfer would not end: then that memory must stay."""
+        """Ends running tasks and releases LMCache's memory. Raises Unavailable if a transfer does
+        not end: then that memory must stay."""
         if self._closed:
             return
         self._closed = True
@@ -262,7 +271,7 @@ class TierdL2(L2AdapterInterface):
         return bits
 
     def _load_some(self, part: Part, hashes: Hashes, targets: Sequence[Bytes]) -> list[int]:
-        """Which of them were loaded: all in one call; from the first on that was not, each in one of its own."""
+        """The loaded objects: all in one call, but after the first failure one call each."""
         good = self._load_run(part, hashes, targets)
         return [
             *range(good),
@@ -275,7 +284,7 @@ class TierdL2(L2AdapterInterface):
         return self._store.load([Group(part.space, hashes)], [[[target] for target in targets]]).good[0]
 
     def _hashes(self, part: Part, keys: Sequence[Any]) -> Hashes:
-        """Of the part's keys; none while there is no daemon."""
+        """Hashes of the part's keys; none while there is no daemon."""
         if not part.space.is_open:
             self._store.lookup([Group(part.space, NO_HASHES)])  # opens it if there is a daemon
         return part.space.fold([name_of(keys[i]) for i in part.members])

@@ -1,8 +1,8 @@
-"""LMCache's object keys as tierd's blocks: which namespace they are in, what they are called, how their bytes are laid out.
+"""LMCache's object keys as tierd's blocks: their namespace, name and layout of bytes.
 
-Purpose: an ObjectKey and a layout become a namespace and a name in it. Non-purpose: moving objects. Invariants: model, slice of the model (kv_rank), object
-group and layout are the namespace's; chunk hash and cache salt are the name's, since there may be as many salts as users, and a namespace each would be no
-bound. Blocks have no parents: a chunk hash does not say what stands before it.
+The namespace contains the model, its slice (kv_rank), the object group and the layout. A name
+contains the chunk hash and the cache salt. There may be as many salts as users, too many for a
+namespace each. Blocks have no parents: a chunk hash does not tell its predecessor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Layout:
-        """As LMCache tells it, of an object or of a group."""
+        """The layout of an object or a group, from LMCache's description."""
         parts = [(tuple(shape), str(dtype), int(dtype.itemsize)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         word = ";".join(f"{list(shape)} {dtype}" for shape, dtype, _ in parts)
         return cls(word, max(1, sum(prod(shape) * size for shape, _, size in parts)))
@@ -49,7 +49,8 @@ class Part:
 
 
 class ObjectNames:
-    """Namespaces of all objects over one store. Threads may share it. object_bytes: 0: the layout divides them; else it does not, and no object is longer."""
+    """Namespaces of all objects over one store. Threads may share it. If object_bytes is 0, the
+    layout separates them; else it does not, and no object is longer."""
 
     def __init__(self, store: EngineStore, options: Options, *, object_bytes: int) -> None:
         self._store, self._options = store, options
@@ -59,13 +60,13 @@ class ObjectNames:
         self._turn = threading.Lock()
 
     def parts_of_objects(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[Part]:
-        """Objects that are at hand tell their layouts."""
+        """Objects in memory show their layouts."""
         layouts = [layout_of(one) for one in objects]
         self._seen.update({key.object_group_id: layout for key, layout in zip(keys, layouts, strict=True)})
         return self._parts(keys, layouts)
 
     def parts_of_keys(self, keys: Sequence[Any], groups: Mapping[int, Any]) -> list[Part]:
-        """Keys alone: the layouts are those of the groups, else what was last seen of one; keys of a group of which nothing is known are in no part."""
+        """For keys alone: layouts of the groups, else the last ones seen. Keys of unknown groups are dropped."""
         known = {group: Layout.of(desc.shapes, desc.dtypes) for group, desc in groups.items()}
         return self._parts(
             keys, [known.get(key.object_group_id) or self._seen.get(key.object_group_id) for key in keys]
@@ -92,7 +93,7 @@ class ObjectNames:
         return NamespaceSpec(
             model=self._options.model or model_name or "lmcache",
             weights_digest=self._options.weights_digest,
-            tokens_per_block=1,  # a chunk's tokens are not told
+            tokens_per_block=1,  # the tokens of a chunk are unknown
             block_bytes=layout.length_bytes,
             group=str(group),
             salt=hashlib.sha256("\0".join(words).encode()).hexdigest(),
@@ -100,12 +101,12 @@ class ObjectNames:
 
 
 def name_of(key: Any) -> bytes:
-    """What a key is called in its namespace; a salt has no NUL."""
+    """The key's name in its namespace; a salt has no NUL."""
     return bytes(key.cache_salt.encode() + b"\0" + key.chunk_hash)
 
 
 def layout_of(one: Any) -> Layout:
-    """Of a MemoryObj."""
+    """The layout of a MemoryObj."""
     try:
         return Layout.of(one.get_shapes(), one.get_dtypes())
     except AssertionError:  # allocated with one shape alone
@@ -123,10 +124,10 @@ def bytes_of(one: Any, *, writable: bool = False) -> Bytes:
 
 
 def release() -> str:
-    """Of LMCache, major and minor."""
+    """LMCache's major and minor version."""
     return ".".join(lmcache.__version__.split(".")[:2])
 
 
 def facts_of(options: Options) -> EngineFacts:
-    """What is known of LMCache; its models only with its keys."""
+    """Known facts of LMCache; its models are known only with its keys."""
     return EngineFacts(engine="lmcache", version=lmcache.__version__, face="TierdL2", model=options.model, role="l2")

@@ -1,7 +1,7 @@
-"""tierd for SGLang: what --hicache-storage-backend-extra-config names.
+"""The class that SGLang's --hicache-storage-backend-extra-config names.
 
-Purpose: `module_path` and `class_name` of SGLang's "dynamic" storage backend point here. Non-purpose: anything that can be imported without SGLang.
-Invariant: SGLang is imported only when one of the names is asked for, and its version is checked before anything of its interfaces is touched.
+`module_path` and `class_name` of its "dynamic" storage backend point here. Only access to one of
+the names imports SGLang. Its version is checked before any of its interfaces is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TierdHiCache"]
 
 
 def __getattr__(name: str) -> Any:
-    """What SGLang loads by name. Raises Unsupported for a version of SGLang that is not known."""
+    """Loads a class for SGLang by name. Raises Unsupported for an unknown version of SGLang."""
     if name not in FACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from sglang.version import __version__  # noqa: PLC0415

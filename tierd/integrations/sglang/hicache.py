@@ -1,11 +1,13 @@
-"""tierd as the storage of SGLang's HiCache: below the host pools, above nothing.
+"""tierd as the storage of SGLang's HiCache, below the host pools.
 
-    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
-        '{"backend_name": "tierd", "module_path": "tierd.integrations.sglang", "class_name": "TierdHiCache", "interface_v1": 1}'
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name":
+        "tierd", "module_path": "tierd.integrations.sglang", "class_name": "TierdHiCache",
+        "interface_v1": 1}'
 
-Purpose: HiCacheStorage, versions 1 (by pointer), 2 (side pools of hybrid models) and 0 (flat tensors). Non-purpose: what is fetched and when. Invariants: after
-a pool was registered nothing raises; each call waits for the daemon at most as long as the options say; a page that is reported as loaded holds what was
-stored under its key by the same rank of the same shape; a rank that is not the writer of a replicated pool writes nothing.
+It implements HiCacheStorage, versions 1 (by pointer), 2 (side pools of hybrid models) and 0 (flat
+tensors). SGLang decides which pages to fetch and when. After a pool is registered nothing raises,
+and no call waits longer than the options allow. A page reported as loaded holds the bytes that the
+same rank of the same shape stored under its key. Only the writer of a replicated pool writes it.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 
 class Shelf:
-    """A pool: where its pages lie in host memory, and what of them tierd has. One without bytes (a logical anchor) has everything."""
+    """A pool's pages in host memory and in tierd. One without bytes (a logical anchor) has everything."""
 
     def __init__(self, pages: HostPages, stored: StoredPages | None, *, is_writer: bool) -> None:
         self.pages, self.stored, self.is_writer = pages, stored, is_writer
 
     def leading(self, keys: Sequence[str]) -> int:
-        """Pages that are stored, from the first on."""
+        """Stored pages, from the first on."""
         return self.stored.leading(keys) if self.stored else len(keys)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
@@ -58,7 +60,7 @@ class Shelf:
         return self.stored.present(keys) if self.stored else [True] * len(keys)
 
     def load(self, keys: Sequence[str], host_indices: Any) -> int:
-        """Storage to host memory; pages from the first on. Raises InvalidArgument for indices that do not fit."""
+        """Storage to host memory; returns leading pages loaded. Raises InvalidArgument for misfit indices."""
         if not self.stored:
             return len(keys)
         targets = self.pages.targets(host_indices, pages=len(keys))
@@ -67,7 +69,7 @@ class Shelf:
         return good
 
     def save(self, keys: Sequence[str], host_indices: Any, *, before: Sequence[str]) -> int:
-        """Host memory to storage; pages from the first on. Raises InvalidArgument for indices that do not fit."""
+        """Host memory to storage; returns leading pages stored. Raises InvalidArgument for misfit indices."""
         if not self.stored:
             return len(keys)
         if not self.is_writer:
@@ -76,7 +78,8 @@ class Shelf:
 
 
 class TierdHiCache(HiCacheStorage):
-    """What StorageBackendFactory makes of "dynamic". Raises ConfigError, Unsupported while it is made and when a pool is registered, later nothing."""
+    """The class that StorageBackendFactory makes for "dynamic". Raises ConfigError, Unsupported
+    while it is made and when a pool is registered, later nothing."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         check_version("sglang", __version__)
@@ -97,7 +100,8 @@ class TierdHiCache(HiCacheStorage):
     # -- pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of the model's KV. Raises Unsupported for a layout without buffers by pointer (page_unified), ConfigError without a model's name."""
+        """Takes the pool of the model's KV. Raises Unsupported for a layout without buffers by
+        pointer (page_unified), ConfigError without a model's name."""
         super().register_mem_pool_host(mem_pool_host)
         pages = PointerPages(mem_pool_host) if self._is_by_pointer else FlatPages(mem_pool_host)
         self._store.introduce(facts_of(self._config, self._options, pages))
@@ -105,7 +109,7 @@ class TierdHiCache(HiCacheStorage):
         self._shelves[KV] = self._shelf(pages, KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """A pool of a hybrid model's; the anchor may come once more."""
+        """Takes a pool of a hybrid model; the anchor may come again."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         if self._pools.get(name) is not host_pool:
@@ -119,20 +123,20 @@ class TierdHiCache(HiCacheStorage):
     # -- version 1: by pointer
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Pages that are stored, from the first on."""
+        """Stored pages, from the first on."""
         shelf = self._shelves.get(KV)
         return shelf.leading(keys) if shelf else 0
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Which pages are in host memory now: those before the first that is not stored."""
+        """The pages that are in host memory now: those before the first that is not stored."""
         return self._counted("prefetch", KV, keys, lambda shelf: shelf.load(keys, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Which pages are stored now."""
+        """The pages that are stored now."""
         before = _before(extra_info)
         return self._counted("backup", KV, keys, lambda shelf: shelf.save(keys, host_indices, before=before))
 
@@ -144,7 +148,7 @@ class TierdHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The prefixes that every pool can serve. BLOCK_GROUPS has no verdict here, and never gates."""
+        """The prefixes that every pool can serve. BLOCK_GROUPS never restricts a hit."""
         kv_pages = self.batch_exists(keys, extra_info)
         hits = {KV: kv_pages} if kv_pages else {}
         stops = list(range(1, kv_pages + 1))
@@ -160,13 +164,13 @@ class TierdHiCache(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Per pool, which pages are in host memory now."""
+        """Per pool, the pages that are in host memory now."""
         return {t.name: self._done(str(t.name), t.keys or [], partial(_load, t)) for t in transfers}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Per pool, which pages are stored now."""
+        """Per pool, the pages that are stored now."""
         before = _before(extra_info)
         return {t.name: self._done(str(t.name), t.keys or [], partial(_save, t, before)) for t in transfers}
 
@@ -200,9 +204,9 @@ class TierdHiCache(HiCacheStorage):
     # -- the rest
 
     def clear(self) -> None:
-        """Serves this process nothing that was stored before.
+        """Hides all pages stored before from this process.
 
-        `tierctl epoch bump` removes it for all engines; ranks that share pages need that.
+        `tierctl epoch bump` removes them for all engines; ranks that share pages need that.
         """
         self._cleared = uuid.uuid4().hex
         logger.warning("tierd: cleared for this rank alone; run `tierctl epoch bump` to end what all engines see")
@@ -210,7 +214,7 @@ class TierdHiCache(HiCacheStorage):
             self._shelves[name] = self._shelf(shelf.pages, name)
 
     def get_stats(self) -> Any:
-        """SGLang's StorageMetrics since the last call; None where they are off."""
+        """SGLang's StorageMetrics since the last call; None if they are off."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415 -- heavy
@@ -224,7 +228,7 @@ class TierdHiCache(HiCacheStorage):
         )
 
     def close(self) -> None:
-        """Ends the session and lets go of the pools."""
+        """Ends the session and releases the pools."""
         self._store.close()
         self._shelves.clear()
         self._pools.clear()
@@ -242,7 +246,7 @@ class TierdHiCache(HiCacheStorage):
         return Shelf(pages, stored, is_writer=place.is_writer)
 
     def _done(self, name: str, keys: Sequence[str], work: Callable[[Shelf], int]) -> list[bool]:
-        """One verdict a key: true for so many as the work says."""
+        """One verdict a key: true for the leading keys that `work` counts."""
         shelf = self._shelves.get(name)
         try:
             good = work(shelf) if shelf and keys else 0

@@ -1,8 +1,9 @@
-"""What SGLang's page hashes do not say: everything else that decides the bytes of a page.
+"""Everything that decides a page's bytes and is not in SGLang's page hashes.
 
-Purpose: a storage configuration and a pool become a namespace and a rank in it. Non-purpose: opening it. Invariants: SGLang's keys name tokens, the request's
-extra key and its cache salt; model, parallel shape, layout, types, lengths and what SGLang was started with are the namespace's; a rank that holds other bytes
-has another number, ranks that hold the same (MLA) have one.
+A storage configuration and a pool become a namespace and a rank in it. SGLang's keys name tokens,
+the request's extra key and its cache salt. The namespace contains model, parallel shape, layout,
+types, lengths and SGLang's start options. Ranks with different bytes have different numbers; ranks
+with the same bytes (MLA) have one.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tierd.integrations.sglang.pages import HostPages
 from tierd.integrations.sglang.started import started
 
 MAMBA = "mamba"
-"""A kind of pool that each tensor-parallel rank has its own part of, even where the model's KV is replicated."""
+"""A kind of pool of which each tensor-parallel rank has its own part, even with replicated KV."""
 THEIRS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-"""Words of the extra configuration that SGLang reads itself and leaves in."""
+"""Words of the extra configuration that SGLang reads itself but does not remove."""
 SHAPE = (
     "layout",
     "dtype",
@@ -39,10 +40,10 @@ SHAPE = (
     "head_dim",
     "storage_format_tag",
 )
-"""Attributes of pools that decide what their bytes mean."""
+"""Attributes of pools that decide the meaning of their bytes."""
 HASH = re.compile("[0-9a-f]{64}")
 TOLD_CHARS = 16
-"""Of a hash, in the integers of SGLang's own KV events."""
+"""Characters of a hash in the integers of SGLang's own KV events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +56,25 @@ class Place:
 
 
 def options_of(config: Any) -> Options:
-    """Ours of the extra configuration. Raises ConfigError."""
+    """tierd's part of the extra configuration. Raises ConfigError."""
     words = {name: value for name, value in (config.extra_config or {}).items() if name not in THEIRS}
     return Options.read(words, where="hicache-storage-backend-extra-config")
 
 
 def is_replicated(config: Any, pool_name: str, pool: Any) -> bool:
-    """Whether every tensor-parallel rank holds the same pages: of an MLA model, but for states, and for a draft's keys and values where these are split by heads."""
+    """Whether every tensor-parallel rank holds the same pages. True for an MLA model, except its
+    states, and a draft's keys and values if these are split by heads."""
     return bool(config.is_mla_model) and pool_name != MAMBA and not hasattr(pool, "head_num")
 
 
 def has_no_writers(config: Any, pool_name: str, pool: Any) -> bool:
-    """Whether ranks have pages of their own that SGLang never stores: of an MLA model it stores one rank's alone, but for states."""
+    """Whether SGLang never stores some ranks' own pages: for MLA it stores only one rank's, except states."""
     is_split = not is_replicated(config, pool_name, pool) and pool_name != MAMBA
     return bool(config.is_mla_model) and config.tp_size > 1 and is_split
 
 
 def place_of(config: Any, pool_name: str, pool: Any) -> Place:
-    """Where a pool of this rank stands, and whether it is the one to write it."""
+    """A pool's place on this rank, and whether this rank writes it."""
     is_shared = is_replicated(config, pool_name, pool)
     rank, count = (config.dcp_rank, config.dcp_size) if is_shared else (config.tp_rank, config.tp_size)
     for part, parts in ((config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)):
@@ -81,7 +83,7 @@ def place_of(config: Any, pool_name: str, pool: Any) -> Place:
 
 
 def spec_of(config: Any, options: Options, pages: HostPages, *, name: str, cleared: str = "") -> NamespaceSpec:
-    """The namespace of a pool's pages. cleared: sets apart what is stored after SGLang has asked to clear. Raises ConfigError."""
+    """The namespace of a pool's pages. cleared: separates pages stored after a clear. Raises ConfigError."""
     model = options.model or config.model_name
     if not model:
         raise ConfigError(
@@ -99,7 +101,8 @@ def spec_of(config: Any, options: Options, pages: HostPages, *, name: str, clear
 
 
 def about_of(keys: Sequence[str], before: Sequence[str]) -> About | None:
-    """What SGLang's own KV events call these pages, for routers; None for keys that are no hashes. before: keys of the pages before the first."""
+    """SGLang's own event names of these pages, for routers; None if a key is no hash. before: keys
+    of the preceding pages."""
     known = [*before[-1:], *keys]
     if not all(map(HASH.fullmatch, known)):
         return None
@@ -108,7 +111,7 @@ def about_of(keys: Sequence[str], before: Sequence[str]) -> About | None:
 
 
 def facts_of(config: Any, options: Options, pages: HostPages | None = None) -> EngineFacts:
-    """What is known now; of the pool only when SGLang has registered it."""
+    """The facts known now; those of the pool only after SGLang has registered it."""
     pool = pages.pool if pages else None
     return EngineFacts(
         engine="sglang",

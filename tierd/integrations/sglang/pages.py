@@ -1,7 +1,7 @@
-"""Pages of SGLang's host pools, as pieces: by pointer where the pool tells pointers, as flat tensors where it does not.
+"""Pages of SGLang's host pools as pieces: by pointer if the pool has pointers, else flat tensors.
 
-Purpose: what lies between `host_indices` and bytes. Non-purpose: names of pages (names.py), moving them. Invariants: the lengths of the pieces are the
-pool's own answer, never computed here; a piece keeps its pool alive; by pointer a page is copied once, as a flat tensor twice.
+It maps `host_indices` to bytes; names of pages are in names.py. The pool itself gives the lengths
+of pieces. A piece keeps its pool alive. A page is copied once by pointer, twice as a flat tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierd.integrations.pieces import Bytes, Pieces
 
 
 class Span:
-    """Memory of a pool as numpy takes it: by interface, from an object that keeps the pool."""
+    """A pool's memory for numpy: an array interface on an object that keeps the pool alive."""
 
     __slots__ = ("__array_interface__", "pool")
 
@@ -32,7 +32,7 @@ class Span:
 
 
 class PointerPages:
-    """Pages whose parts the pool names by pointer and size. Raises Unsupported for a layout that the pool cannot tell so."""
+    """Pages whose parts the pool names by pointer and size. Raises Unsupported for a layout without these."""
 
     form = "pointers"
 
@@ -43,7 +43,7 @@ class PointerPages:
         self.lengths: tuple[int, ...] = () if self.is_logical else tuple(self._meta_of_one())
 
     def sources(self, host_indices: Any, *, pages: int) -> list[Pieces]:
-        """Per page its parts, in the order of the block. Raises InvalidArgument for indices that are not so many pages."""
+        """Each page's parts, in the block's order. Raises InvalidArgument for a wrong number of indices."""
         _check(host_indices, pages=pages, page_tokens=self.page_tokens)
         if not pages:
             return []
@@ -57,7 +57,7 @@ class PointerPages:
     targets = sources
 
     def settle(self, host_indices: Any, targets: Sequence[Pieces], *, good: int) -> None:
-        """Nothing to do: the bytes are where they belong."""
+        """Does nothing: the bytes are in place."""
 
     def _meta_of_one(self) -> list[int]:
         try:
@@ -70,7 +70,7 @@ class PointerPages:
 
 
 class FlatPages:
-    """Pages that the pool gives and takes as flat tensors."""
+    """Pages that the pool exchanges as flat tensors."""
 
     form = "flat"
 
@@ -81,17 +81,17 @@ class FlatPages:
         self.lengths: tuple[int, ...] = () if self.is_logical else (int(pool.get_dummy_flat_data_page().nbytes),)
 
     def sources(self, host_indices: Any, *, pages: int) -> list[Pieces]:
-        """Per page its bytes. Raises InvalidArgument for indices that are not so many pages."""
+        """Each page's bytes. Raises InvalidArgument if the indices are not so many pages."""
         _check(host_indices, pages=pages, page_tokens=self.page_tokens)
         return [[self.pool.get_data_page(index, flat=True)] for index in self._starts(host_indices)]
 
     def targets(self, host_indices: Any, *, pages: int) -> list[Pieces]:
-        """Per page room for its bytes. Raises InvalidArgument for indices that are not so many pages."""
+        """Room for each page's bytes. Raises InvalidArgument if the indices are not so many pages."""
         _check(host_indices, pages=pages, page_tokens=self.page_tokens)
         return [[self.pool.get_dummy_flat_data_page()] for _ in range(pages)]
 
     def settle(self, host_indices: Any, targets: Sequence[Pieces], *, good: int) -> None:
-        """Puts the first so many pages where they belong."""
+        """Copies the first so many pages into the pool."""
         for index, (page,) in zip(self._starts(host_indices)[:good], targets[:good], strict=True):
             self.pool.set_from_flat_data_page(index, page)
 
@@ -103,7 +103,7 @@ HostPages = PointerPages | FlatPages
 
 
 def pages_of(pool: Any) -> HostPages:
-    """A side pool's pages: by pointer if it tells pointers."""
+    """A side pool's pages: by pointer if it has pointers."""
     try:
         return PointerPages(pool)
     except Unsupported:
@@ -111,12 +111,12 @@ def pages_of(pool: Any) -> HostPages:
 
 
 def page_tokens(pool: Any) -> int:
-    """Indices that make a page: with decode context parallelism more than the rows that lie here."""
+    """Indices of a page. With decode context parallelism this exceeds the rows on this rank."""
     return int(getattr(pool, "logical_page_size", 0) or getattr(pool, "page_size", 0) or 1)
 
 
 def is_logical(pool: Any) -> bool:
-    """Whether the pool only counts, and others hold its bytes."""
+    """Whether the pool only counts, and other pools hold its bytes."""
     return getattr(pool, "kv_buffer", pool) is None
 
 

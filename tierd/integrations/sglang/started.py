@@ -1,7 +1,7 @@
-"""What SGLang was started with, as far as it decides the bytes of KV and no host pool shows it.
+"""SGLang's start options that decide the bytes of KV and that no host pool shows.
 
-Purpose: words for the namespace. Non-purpose: pools, ranks (names.py). Invariants: what is not published, as outside of an engine, is no word; of a model with a
-weights_digest the place of its weights is none.
+They are words for the namespace; pools and ranks are in names.py. An option that is not published,
+as outside of an engine, is no word. With a weights_digest, the location of the weights is no word.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ DRAFT = (
     "speculative_draft_model_quantization",
     "speculative_draft_kv_cache_dtype",
 )
-"""Its KV lies in the target's pages, or beside them under the same keys."""
+"""A draft's KV lies in the target's pages, or beside them under the same keys."""
 WEIGHTS = ("revision", "load_format")
 
 
 def started(options: Options) -> dict[str, Any]:
-    """Words of this process's engine. SGLang's model name is the one that it serves under, which may come to stand for other weights."""
+    """Words of this process's engine. Its model name is SGLang's served name, which may change meaning."""
     model = _namespace("model")
     words = _leaves(model, MODEL) | _leaves(_namespace("spec"), DRAFT)
     if options.weights_digest:
@@ -43,7 +43,8 @@ def started(options: Options) -> dict[str, Any]:
 
 
 def _adapters() -> list[Any]:
-    """Files of the local ones of --lora-paths, whose ids in SGLang's keys are made of name and path; one that is loaded later has an id that comes once."""
+    """Files of the local adapters in --lora-paths. SGLang's keys contain an id made of name and
+    path; an adapter loaded later has a unique id."""
     paths = {str(one.lora_path) for one in getattr(_namespace("lora"), "lora_paths", None) or ()}
     return [(path, files) for path in sorted(paths) if (files := files_of(path, ADAPTER_FILES))]
 

@@ -1,7 +1,8 @@
-"""One host pool's pages in tierd: which are there, load, save.
+"""One host pool's pages in tierd: lookup, load, save.
 
-Purpose: keys of SGLang over an EngineStore. Non-purpose: host memory (pages.py). Invariants: nothing raises; what is loaded or saved is counted from the first
-key on; the namespace opens itself as soon as there is a daemon.
+It maps SGLang's keys to an EngineStore; host memory is in pages.py. Nothing raises. Loaded and
+saved pages are counted from the first key on. The namespace opens itself as soon as there is a
+daemon.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from tierd.integrations.sglang.names import about_of
 from tierd.integrations.store import EngineStore
 
 LOAD_PAGES = 64
-"""Pages that are held at one time while they are copied."""
+"""Pages held at a time while they are copied."""
 LOOKUP_PAGES = 1024
-"""Pages that are asked for in one call."""
+"""Pages of one lookup call."""
 
 
 class StoredPages:
-    """Threads may share it. spec, rank: whose pages they are; is_told: whether routers hear what SGLang calls them. Raises InvalidArgument for an impossible spec, later nothing."""
+    """Threads may share it. Raises InvalidArgument for an impossible spec, later nothing.
+
+    spec, rank: the owner of the pages. is_told: whether routers receive SGLang's names of them.
+    """
 
     def __init__(self, store: EngineStore, spec: NamespaceSpec, *, rank: int, is_told: bool) -> None:
         self._store, self._rank, self._is_told = store, rank, is_told
         self._space = store.open(spec)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
-        """Which are stored."""
+        """Whether each page is stored."""
         found: list[bool] = []
         for start in range(0, len(keys), LOOKUP_PAGES):
             part = keys[start : start + LOOKUP_PAGES]
@@ -40,7 +44,7 @@ class StoredPages:
         return found
 
     def leading(self, keys: Sequence[str]) -> int:
-        """How many are stored, from the first on."""
+        """Stored pages, from the first on."""
         count = 0
         for start in range(0, len(keys), LOOKUP_PAGES):
             part = keys[start : start + LOOKUP_PAGES]
@@ -51,7 +55,7 @@ class StoredPages:
         return count
 
     def load(self, keys: Sequence[str], targets: Sequence[Pieces]) -> int:
-        """Copies pages into the targets; how many are good, from the first on."""
+        """Copies pages into the targets; returns how many leading ones are good."""
         good = 0
         for start in range(0, len(keys), LOAD_PAGES):
             part = keys[start : start + LOAD_PAGES]
@@ -65,7 +69,8 @@ class StoredPages:
         return good
 
     def save(self, keys: Sequence[str], sources: Sequence[Pieces], *, before: Sequence[str] = ()) -> int:
-        """Stores pages; how many are stored now, from the first on. before: keys of the pages before the first, from the start of the sequence."""
+        """Stores pages; returns how many leading ones are stored now. before: keys of all preceding
+        pages of the sequence."""
         hashes = self._hashes(keys)
         if len(hashes) < len(keys):  # no daemon
             return 0
@@ -83,5 +88,5 @@ class StoredPages:
 
 
 def leading(good: Sequence[Any]) -> int:
-    """How many hold, from the first on."""
+    """Leading true values."""
     return sum(1 for _ in itertools.takewhile(bool, good))

@@ -1,7 +1,7 @@
-"""tierd for Hugging Face transformers: caches for `generate()` that other processes, and later ones, go on from.
+"""Caches for transformers' `generate()` that other and later processes continue from.
 
-Purpose: the names that a program uses. Non-purpose: anything that can be imported without transformers. Invariant: transformers is imported only when one of
-the names is asked for, and its version is checked before anything of its interfaces is touched.
+Only access to one of the names imports transformers. Its version is checked before any of its
+interfaces is used.
 
     with TierdStore(model) as store:
         cache = TierdCache.restore(store, input_ids)
@@ -22,7 +22,7 @@ __all__ = ["PagedTierdCache", "TierdCache", "TierdStore", "weights_digest"]
 
 
 def __getattr__(name: str) -> Any:
-    """What a program imports by name. Raises Unsupported for a version of transformers that is not known."""
+    """Imports a class by name. Raises Unsupported for an unknown version of transformers."""
     if name not in FACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import transformers  # noqa: PLC0415

@@ -1,7 +1,8 @@
-"""`attn_implementation="tierd_paged"`: attention that reads K and V where they lie, in pages.
+"""`attn_implementation="tierd_paged"`: attention that reads K and V in place, in pages.
 
-Purpose: transformers' attention interface over tierd's paged kernel. Non-purpose: which pages (paged.py hands them over, a layer at a time). Invariants: with a
-cache that has no pages the same kernel reads the K and V that it gives, so any call of the model is right; what the kernel cannot mask is refused.
+It implements transformers' attention interface with tierd's paged kernel; paged.py passes the
+pages, a layer at a time. With a cache without pages, the same kernel reads that cache's K and V, so
+any call of the model is right. A mask that the kernel cannot apply is refused.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from tierd.worker.pages import PageShape
 logger = logging.getLogger(__name__)
 NAME = "tierd_paged"
 UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""What some models ask of attention and the kernel does not do."""
+"""Options of some models' attention that the kernel does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a cache has just written of one layer. pages: of all rows, [2, page_tokens, kv_heads, head_dim] each; tables: per row, which; lengths: tokens of each
-    row."""
+    """The latest K and V that a cache wrote for one layer.
+
+    pages: of all rows, [2, page_tokens, kv_heads, head_dim] each. tables: per row, its pages.
+    lengths: tokens of each row.
+    """
 
     layer: int
     pages: Sequence[Any]
@@ -46,15 +50,16 @@ class Written:
 
 
 WRITTEN: ContextVar[Written | None] = ContextVar("tierd_written", default=None)
-"""From a paged cache's update() to the attention of the same layer, which follows it: transformers does not give the cache to attention."""
+"""Passed from a paged cache's update() to the attention of the same layer, which follows.
+transformers does not pass the cache to attention."""
 PADDING: ContextVar[Any] = ContextVar("tierd_padding", default=None)
-"""From the mask of a call of the model to the caches that are filled in it: bool [rows, columns], or None."""
+"""bool [rows, columns] or None: passed from a model call's mask to the caches filled in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the choice of a kernel depends on. thread: of the caller, since a kernel is of one; kernels: what the environment asks for; place: where pages lie;
-    shape: of pages, with what computes the queries."""
+    """thread: of the caller, since a kernel is for one thread. kernels: from the environment.
+    place: device of the pages. shape: of pages, with the queries' backend."""
 
     thread: int
     kernels: str
@@ -64,9 +69,11 @@ class Asked:
 
 
 def kernel_for(query: torch.Tensor, pages: Sequence[torch.Tensor]) -> PagedAttention:
-    """What attends to pages, [2, page_tokens, kv_heads, head_dim] each, for queries [rows, heads, head_dim]: by TIERD_KERNELS, as in a worker.
+    """The kernel for pages [2, page_tokens, kv_heads, head_dim] and queries [rows, heads,
+    head_dim].
 
-    Raises ConfigError and Unsupported for emulated kernels that cannot attend. Where a GPU's cannot the reference does, which is said once.
+    TIERD_KERNELS chooses it, as in a worker. Raises ConfigError and Unsupported for emulated
+    kernels that cannot attend. If a GPU's cannot, the reference attends and one warning says so.
     """
     kernels = asked_kernels()
     if kernels == REFERENCE or not len(pages):
@@ -74,7 +81,7 @@ def kernel_for(query: torch.Tensor, pages: Sequence[torch.Tensor]) -> PagedAtten
     page = pages[0]
     _, page_tokens, kv_heads, head_dim = page.shape
     geometry = KVGeometry(1, kv_heads, head_dim, str(page.dtype).removeprefix("torch."))
-    # To kernels all multiples are alike; K and V without pages have another length each step.
+    # Kernels treat all multiples alike; K and V without pages change their length each step.
     shape = PageShape(
         geometry, page_tokens if page_tokens % TILE_TOKENS else TILE_TOKENS, Backend("torch", device=str(query.device))
     )
@@ -105,8 +112,9 @@ def _say(text: str) -> None:
 
 
 def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> tuple[Any, None]:
-    """transformers' attention function. query: [rows, heads, tokens, head_dim]; gives [rows, tokens, heads, head_dim]. more: scaling, and what the
-    kernel may not know. Raises Unsupported."""
+    """transformers' attention function. query: [rows, heads, tokens, head_dim]; returns [rows,
+    tokens, heads, head_dim]. more: scaling, and options that the kernel may lack. Raises
+    Unsupported."""
     written = WRITTEN.get()
     WRITTEN.set(None)
     _check(module, attention_mask, more)
@@ -124,9 +132,10 @@ def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *
 
 
 def pass_padding(*, mask_function: Any, attention_mask: Any = None, **_: Any) -> Any:
-    """transformers' mask function: which columns are padding on the left is all that the kernel need be told. Raises Unsupported for any other mask.
+    """transformers' mask function, called at the start of a model call.
 
-    It is asked for where a call of the model begins: what a call has written that did not end is forgotten.
+    The kernel only needs the padding on the left. Raises Unsupported for any other mask. Forgets
+    the writes of a call that did not end.
     """
     WRITTEN.set(None)
     if mask_function is not causal_mask_function:
@@ -152,10 +161,10 @@ def _has_gaps(mask: Any) -> bool:
 
 
 def _loose(key: Any, value: Any, mask: Any) -> Written:
-    """All K and V of a cache that has no pages, one page a row, as long as kernels take them; padding is moved behind the row's tokens."""
+    """All K and V of a cache without pages, one page a row. Padding moves behind the row's tokens."""
     starts = padding_of(mask, len(key))
     both = torch.nn.functional.pad(torch.stack((key, value), dim=1), (0, 0, 0, -key.shape[2] % TILE_TOKENS))
-    # In one tensor, since one call of a kernel reaches no pages that lie far apart.
+    # In one tensor, since one kernel call reaches no pages that lie far apart.
     pages = torch.stack([row.roll(-start, dims=1) for row, start in zip(both.transpose(2, 3), starts, strict=True)])
     return Written(-1, list(pages), [[i] for i in range(len(pages))], [key.shape[2] - start for start in starts])
 

@@ -1,8 +1,8 @@
-"""TierdCache: transformers' own dynamic cache, begun with what tierd has, and stored from.
+"""TierdCache: transformers' own dynamic cache, restored from tierd and saved to it.
 
-Purpose: `restore`, and blocks of contiguous K and V. Non-purpose: how generate() uses a cache: that is transformers' DynamicLayer, so beams, crops, offloading are
-as there. Invariants: every layer holds every token, windows and chunks are left to the masks, so what is stored is all there is to know of a prefix; the last
-token of a prompt is never restored.
+It handles `restore` and blocks of contiguous K and V. transformers' DynamicLayer handles beams,
+crops and offloading. Every layer holds every token, and masks apply windows and chunks. So the
+stored blocks are the whole state of a prefix. The last token of a prompt is never restored.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tierd.integrations.transformers.store import TierdStore
 
 
 class TierdLayer(DynamicLayer):
-    """K and V [rows, kv_heads, tokens, head_dim]. A restored row becomes as many as generate() makes of it: beams, or several answers."""
+    """K and V [rows, kv_heads, tokens, head_dim]. A restored row is repeated for beams or answers."""
 
     def lay(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Begins with these."""
+        """Starts with these K and V."""
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
 
@@ -35,7 +35,8 @@ class TierdLayer(DynamicLayer):
 
 
 class TierdCache(KeptCache):
-    """`past_key_values` for generate(), for any attention implementation: K and V are copied from tierd once, and to it once."""
+    """`past_key_values` for generate(), for any attention implementation. K and V are copied once
+    from tierd, and once to it."""
 
     def __init__(self, store: TierdStore) -> None:
         """Empty."""
@@ -43,10 +44,11 @@ class TierdCache(KeptCache):
 
     @classmethod
     def restore(cls, store: TierdStore, input_ids: Any, attention_mask: Any = None) -> Self:
-        """The longest prefix that tierd has of every row; empty if there is none. Give both to generate() too, whole.
+        """The longest prefix that tierd has of every row, or empty. Give generate() both, whole.
 
-        input_ids: tokens [n] or [rows, n], tensor or list; attention_mask: of a batch padded on the left; without one, what
-        generate() would take for padding is that. Raises InvalidArgument for what is not that.
+        input_ids: tokens [n] or [rows, n], tensor or list.
+        attention_mask: of a batch padded on the left; None: the padding that generate() assumes.
+        Raises InvalidArgument for other inputs.
         """
         cache = cls(store)
         cache._rows = rows_of(input_ids, attention_mask, store.padding)
@@ -56,7 +58,7 @@ class TierdCache(KeptCache):
         return cache
 
     def _load(self, columns: int) -> None:
-        """Makes room, fills it, and keeps what all rows have."""
+        """Allocates room, fills it, and keeps the columns that all rows have."""
         size = self.store.options.tokens_per_block
         counts = [max(0, -(-(columns - row.start) // size)) for row in self._rows]
         width = max(row.start + count * size for row, count in zip(self._rows, counts, strict=True))
@@ -69,7 +71,7 @@ class TierdCache(KeptCache):
         self._keep(columns)
 
     def _keep(self, columns: int) -> None:
-        """Padding must be finite: what is masked is still multiplied."""
+        """Zeroes padding: it must be finite, because masked values are still multiplied."""
         if columns <= min(row.start for row in self._rows):
             self.reset()
             return
@@ -90,7 +92,7 @@ class TierdCache(KeptCache):
         return self.store.save(kept.tokens, lambda n: self._pieces(row, kept.start + n * size))
 
     def _pieces(self, row: int, start: int) -> Pieces:
-        """Of a block: per layer K, then V, each [tokens, kv_heads, head_dim]."""
+        """A block's pieces: per layer K, then V, each [tokens, kv_heads, head_dim]."""
         part = slice(start, start + self.store.options.tokens_per_block)
         return [kv[row, :, part].transpose(0, 1) for layer in self.layers for kv in (layer.keys, layer.values)]
 

@@ -1,7 +1,8 @@
-"""Which K and V a model makes: of what shape, and what decides their bytes.
+"""The shape of a model's K and V, and everything that decides their bytes.
 
-Purpose: a model's NamespaceSpec. Non-purpose: where K and V lie. Invariants: shapes are those that the model itself makes, seen with one token; whatever
-changes K and V for equal tokens is in the namespace: weights, configuration, dtype, attention, release, device; what cannot be told from tokens is refused.
+It builds a model's NamespaceSpec. The model itself shows the shapes by computing one token. The
+namespace contains all that changes K and V for equal tokens: weights, configuration, dtype,
+attention, release, device. A model whose K and V depend on more than tokens is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tierd.integrations.facts import EngineFacts
 from tierd.integrations.transformers.options import StoreOptions
 
 KEPT_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose K and V, kept whole, are all their state."""
+"""Kinds of layers whose whole K and V are all their state."""
 LENGTH_ROPES = ("dynamic", "longrope")
-"""Rotations that follow from how long a whole sequence has become: the same prefix has other K in a longer one."""
+"""Rotations that depend on the whole sequence's length: a prefix has other K in a longer one."""
 UNNAMED = {"_name_or_path", "name_or_path", "transformers_version", "architectures", "use_cache"}
-"""What of a configuration does not change what is computed."""
+"""Entries of a configuration that do not change the computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of K and V."""
+        """Bytes of K and V for one token."""
         return self.kv_heads * (self.head_dim + self.value_dim) * int(self.dtype.itemsize)
 
 
 def check_supported(model: Any) -> None:
-    """Raises Unsupported, before anything is computed, for a model whose state tierd does not keep."""
+    """Raises Unsupported, before anything is computed, for a model whose state tierd does not store."""
     config = model.config
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         raise Unsupported(
@@ -71,14 +72,14 @@ def check_supported(model: Any) -> None:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all layers, or of each kind of them."""
+    """Rope types of all layers, or of each kind."""
     given = getattr(config, "rope_parameters", None) or {}
     parts = [given, *(part for part in given.values() if isinstance(part, dict))]
     return {str(part.get("rope_type")) for part in parts}
 
 
 def shapes_of(model: Any) -> tuple[LayerShape, ...]:
-    """Of each layer, as the model makes them: one token is computed."""
+    """Shapes of each layer, which the model shows by computing one token."""
     seen = DynamicCache()
     token = torch.zeros((1, 1), dtype=torch.long, device=model.get_input_embeddings().weight.device)
     with torch.no_grad():
@@ -90,7 +91,10 @@ def shapes_of(model: Any) -> tuple[LayerShape, ...]:
 
 
 def weights_digest(model: Any) -> str:
-    """Of every parameter and buffer, with names and types: computed once a TierdStore, at about the speed of memory. Raises InvalidArgument for weights on "meta"."""
+    """Digest of every parameter and buffer, with names and types.
+
+    Computed once a TierdStore, at about memory speed. Raises InvalidArgument for weights on "meta".
+    """
     digest = xxhash.xxh3_128()
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda named: named[0]):
         if tensor.is_meta:
@@ -118,7 +122,7 @@ def spec_of(model: Any, shapes: Sequence[LayerShape], options: StoreOptions) -> 
 
 
 def geometry_of(shapes: Sequence[LayerShape]) -> KVGeometry:
-    """Of blocks whose layers are all alike; opaque if they are not."""
+    """Geometry of blocks whose layers are all alike; opaque if they are not."""
     first = shapes[0]
     if any(astuple(shape)[:4] != astuple(first)[:4] for shape in shapes) or first.head_dim != first.value_dim:
         return KVGeometry()
@@ -126,17 +130,17 @@ def geometry_of(shapes: Sequence[LayerShape]) -> KVGeometry:
 
 
 def name_of(model: Any) -> str:
-    """For people."""
+    """A name to display."""
     return Path(model.config.name_or_path).name or str(model.config.model_type)
 
 
 def word_of(dtype: torch.dtype) -> str:
-    """As tierd spells it."""
+    """tierd's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def facts_of(model: Any, shapes: Sequence[LayerShape], options: StoreOptions) -> EngineFacts:
-    """What `tierctl engines` shows."""
+    """The facts that `tierctl engines` shows."""
     return EngineFacts(
         engine="transformers",
         version=transformers.__version__,
@@ -149,7 +153,7 @@ def facts_of(model: Any, shapes: Sequence[LayerShape], options: StoreOptions) ->
 
 
 def _words(model: Any, shapes: Sequence[LayerShape], options: StoreOptions) -> dict[str, Any]:
-    """What else decides a block's bytes."""
+    """Further facts that decide a block's bytes."""
     return {
         "face": "transformers",
         "release": ".".join(transformers.__version__.split(".")[:2]),

@@ -1,7 +1,7 @@
-"""What both caches share: which tokens their rows hold for certain, and `save`.
+"""Common part of both caches: the tokens certainly in their rows, and `save`.
 
-Purpose: nothing is stored under the name of tokens that it does not belong to. Non-purpose: where K and V lie. Invariants: of a row that beams have mixed nothing
-is stored behind the prompt; where a row of tokens stands for several of the cache, only what these have in common.
+Nothing is stored under the names of other tokens. Of a row mixed by beams, only the prompt is
+stored. If a row of tokens stands for several of the cache, only their common part is stored.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from tierd.integrations.transformers.store import TierdStore
 
 
 class KeptCache(Cache):
-    """A cache over a TierdStore. restored: columns of the batch that need not be computed."""
+    """A cache over a TierdStore. restored: columns of the batch that need no computation."""
 
     def __init__(self, store: TierdStore, layers: list[Any]) -> None:
         super().__init__(layers=layers)
         self.store = store
         self.restored = 0
-        self._certain: int | None = None  # columns of which it is known whose they are; None: all
+        self._certain: int | None = None  # columns whose tokens are known; None: all
         self._rows: list[Row] = []
 
     def save(self, tokens: Any, attention_mask: Any = None) -> int:
-        """Stores whole blocks of what was computed; how many tokens of all rows are stored now.
+        """Stores whole computed blocks; returns how many tokens of all rows are stored now.
 
-        tokens: those that the cache was filled with, one row for each of its rows or for each prompt: what generate() returned, or the prompt; attention_mask: as
-        generate() was given it. Blocks end where the tokens do, or where beams were mixed. Raises InvalidArgument for tokens that cannot be these.
+        tokens: generate()'s result, or the prompts; one row for each of the cache's or each prompt.
+        attention_mask: as given to generate(). Blocks end with the tokens or at mixed beams.
+        Raises InvalidArgument for tokens that do not fit the cache.
         """
         rows = rows_of(tokens, attention_mask, self.store.padding)
         held = self._held_rows()
@@ -42,18 +43,18 @@ class KeptCache(Cache):
         return sum(self._save_row(row, i * copies, copies) for i, row in enumerate(rows)) if held else 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Beams: whose tokens a row holds from here on, only the search knows."""
+        """Reorders beams; from here on only the search knows each row's tokens."""
         self._doubt()
         self._choose(beam_idx)
         super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows, in this order: numbers, or a bool of each row."""
+        """Keeps only these rows, in this order: numbers, or a bool of each row."""
         self._choose(indices)
         super().batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
-        """Assisted decoding begins: it computes the whole prompt even where a cache holds some of it, so that what was restored has to go."""
+        """Starts assisted decoding, which computes the whole prompt, so a restored prefix is dropped."""
         if self.restored and self.get_seq_length() == self.restored:
             self.reset()
         elif self.get_seq_length():
@@ -61,12 +62,12 @@ class KeptCache(Cache):
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As transformers' own; what was restored and is gone binds nobody any more."""
+        """As transformers' own. Removed columns are no longer restored ones."""
         super().crop(tokens_to_remove)
         self.restored = min(self.restored, self.get_seq_length())
 
     def reset(self) -> None:
-        """Empty again."""
+        """Empties the cache."""
         super().reset()
         self._certain, self._rows, self.restored = None, [], 0
 
@@ -76,11 +77,11 @@ class KeptCache(Cache):
 
     @abstractmethod
     def _first_keys(self, row: int, start: int) -> Any:
-        """Of the first layer, [tokens, ...], without the row's padding, which ends at column `start`."""
+        """Keys of the first layer, [tokens, ...], without the row's padding, which ends at column `start`."""
 
     @abstractmethod
     def _store(self, row: int, kept: Row) -> int:
-        """Stores whole blocks of a row; how many tokens are stored now. kept: as many of its tokens as are certain."""
+        """Stores whole blocks of a row; returns how many tokens are stored. kept: its certain tokens."""
 
     def _save_row(self, row: Row, first: int, copies: int) -> int:
         length = self.get_seq_length()
@@ -95,14 +96,15 @@ class KeptCache(Cache):
         self._certain = length if self._certain is None else min(self._certain, length)
 
     def _choose(self, indices: torch.Tensor) -> list[int]:
-        """Numbers of the cache's rows that stay, in their order; what was restored goes with them."""
+        """Numbers of the remaining rows, in their order; also selects the restored rows."""
         held = self._held_rows()
         chosen: list[int] = torch.arange(held)[indices.cpu()].tolist() if held else []
         self._rows = [self._rows[i * len(self._rows) // held] for i in chosen if self._rows]
         return chosen
 
     def _check_same(self, rows: list[Row], held: int) -> None:
-        """What was restored was restored for certain tokens. held: rows of the cache, of which several may be one of tokens, or were one when it was restored."""
+        """Raises InvalidArgument if the rows differ from the restored ones. Several of the `held`
+        cache rows may share one row of tokens, or may have done so when restored."""
         for at in range(held) if self.restored else ():
             i = at * len(rows) // held
             row, known = rows[i], self._rows[at * len(self._rows) // held]
@@ -114,6 +116,6 @@ class KeptCache(Cache):
 
 
 def _common(first: Any, second: Any) -> int:
-    """Tokens from the first on of which two rows of the first layer's keys are the same: those keys follow from the token alone."""
+    """Leading tokens with equal keys in two rows of the first layer; these keys depend on the token alone."""
     same = (first[: len(second)] == second[: len(first)]).flatten(1).all(dim=1)
     return int(same.long().cumprod(0).sum())

@@ -1,6 +1,6 @@
-"""What a program may set when it makes a TierdStore.
+"""Options of a TierdStore.
 
-Purpose: names and bounds. Non-purpose: what generate() is told. Invariant: as tierd.integrations.options.
+Names and bounds are checked as in tierd.integrations.options. Options of generate() are not here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from tierd.integrations.options import Options
 
 
 class StoreOptions(Options):
-    """tokens_per_block: of each block, and so the step in which prefixes are found; adapter: which of several adapters is switched on, where they are switched at
-    run time; salt: separates what equal models must not share. threads and queue_limit have no use here: whoever asks for a cache waits for it."""
+    """tokens_per_block: the step in which prefixes are found. salt: separates equal models.
+    adapter: the active adapter, if adapters are switched at run time.
+    The caller waits for a cache, so threads and queue_limit have no use."""
 
     tokens_per_block: int = Field(default=32, ge=1, le=4096)
     adapter: str = ""

@@ -1,8 +1,8 @@
-"""PagedTierdCache: K and V stay in tierd's pages from the first token on, and are attended to there.
+"""PagedTierdCache: K and V stay in tierd's pages and attention reads them there.
 
-Purpose: block tables behind transformers' cache interface, for attn_implementation="tierd_paged". Non-purpose: attention (attention.py), pages themselves
-(tierd.worker). Invariants: nothing is copied to restore or to save but what finds no room; update() gives back only the new K and V; a page with a name is never
-written. One thread a store.
+Block tables implement transformers' cache interface, for attn_implementation="tierd_paged". Restore
+and save copy only what finds no room. update() returns only the new K and V; a page with a name is
+never written. One thread a store.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class PagedLayer(CacheLayerMixin):
         self.cache, self.index, self.columns = cache, index, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: pages come with tokens."""
+        """Does nothing: pages come with tokens."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Writes K and V [rows, kv_heads, new tokens, head_dim] into pages; gives them back as they are."""
+        """Writes K and V [rows, kv_heads, new tokens, head_dim] into pages; returns them unchanged."""
         self.cache.write(self, key_states, value_states)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens with those to come, 0)."""
+        """(cached and new tokens, 0)."""
         return self.columns + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -51,12 +51,12 @@ class PagedLayer(CacheLayerMixin):
         return self.columns
 
     def get_max_length(self) -> int:
-        """No end."""
+        """Unlimited."""
         return -1
 
 
 class PagedTierdCache(KeptCache):
-    """`past_key_values` for a model whose attn_implementation is "tierd_paged". Raises InvalidArgument for another one."""
+    """`past_key_values` for attn_implementation="tierd_paged". Raises InvalidArgument for another one."""
 
     def __init__(self, store: TierdStore) -> None:
         """Empty."""
@@ -82,7 +82,7 @@ class PagedTierdCache(KeptCache):
         return cache
 
     def write(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """New K and V of one layer, [rows, kv_heads, tokens, head_dim]; the attention of that layer finds its pages."""
+        """Writes a layer's new K and V, [rows, kv_heads, tokens, head_dim]; passes its pages to attention."""
         rows, new = keys.shape[0], keys.shape[2]
         if not self.tables:
             self.tables = [BlockTable(self.store.pages) for _ in range(rows)]
@@ -101,26 +101,27 @@ class PagedTierdCache(KeptCache):
         WRITTEN.set(self._written(layer.index, lengths))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Tables of the same pages; whoever writes first into the last page copies it."""
+        """Gives rows tables of the same pages; the first writer to a shared last page copies it."""
         self._doubt()
         self._take(self._choose(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row so many times."""
+        """Repeats every row so many times."""
         self._take([i for i in range(len(self.tables)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these rows."""
+        """Keeps only these rows."""
         self._take(self._choose(indices))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes so many tokens away, given as a negative number. Raises ValueError for a positive one, as transformers does since 5.20."""
+        """Removes so many tokens, given as a negative number. Raises ValueError for a positive one,
+        as transformers does since 5.20."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop: {tokens_to_remove} is positive; give minus the number of tokens to take away")
         self._cut(max(0, self.get_seq_length() + tokens_to_remove))
 
     def reset(self) -> None:
-        """Empty again."""
+        """Empties the cache."""
         for table in self.tables:
             table.release()
         self.tables, self._starts = [], []
@@ -145,7 +146,7 @@ class PagedTierdCache(KeptCache):
             table.crop(max(0, columns - start))
 
     def _take(self, rows: Iterable[int]) -> None:
-        """These rows, in this order, some perhaps more than once."""
+        """Takes these rows, in this order, possibly repeated."""
         before, chosen = self.tables, list(rows)
         self.tables, self._starts = [before[i].fork() for i in chosen], [self._starts[i] for i in chosen]
         for table in before:

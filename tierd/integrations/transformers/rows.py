@@ -1,8 +1,9 @@
-"""The sequences of a batch, apart from their padding.
+"""The sequences of a batch without their padding.
 
-Purpose: input_ids and attention_mask as sequences of tokens, each with where it begins. Non-purpose: K and V. Invariants: a sequence is without gaps; what is
-not left padding is refused; without a mask padding is what generate() would take for it, and where that cannot be told it is asked for; a row ends where
-generate() would mask a token amid it, since what follows is not told by tokens alone.
+They come from input_ids and attention_mask, each with its start. A sequence has no gaps; padding
+not on the left is refused. Without a mask, padding is the one that generate() would assume; if that
+is ambiguous, a mask is required. A row ends if generate() would mask a token amid it: tokens alone
+do not determine the rest.
 """
 
 from __future__ import annotations
@@ -26,21 +27,25 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """token: of padding, -1 if the model has none; is_told: it stands for nothing else, so that generate() masks it without being told."""
+    """token: of padding, -1 if the model has none. is_told: used for padding alone, so generate()
+    masks it."""
 
     token: int = -1
     is_told: bool = False
 
 
 def padding_of(model: Any) -> Padding:
-    """As generate() sees it."""
+    """The padding that generate() assumes."""
     config = getattr(model, "generation_config", None) or model.config
     pad, eos = config.pad_token_id, config.eos_token_id
     return Padding() if pad is None else Padding(pad, pad not in (eos if isinstance(eos, list) else [eos]))
 
 
 def rows_of(input_ids: Any, attention_mask: Any, padding: Padding) -> list[Row]:
-    """Of a list of tokens, or a tensor or list [n] or [rows, n], and its mask. Raises InvalidArgument for gaps, and for padding on the right or untold."""
+    """Rows of a list of tokens, or a tensor or list [n] or [rows, n], and its mask.
+
+    Raises InvalidArgument for gaps, and for padding on the right or ambiguous padding.
+    """
     ids = _matrix(input_ids, "input_ids")
     starts = _guessed(ids, padding) if attention_mask is None else _told(ids, _matrix(attention_mask, "attention_mask"))
     ends = _ends(ids, starts, padding) if attention_mask is None else np.full(len(ids), ids.shape[1])
@@ -59,7 +64,7 @@ def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
 
 
 def _ends(ids: NDArray[np.int64], starts: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
-    """Where each row's padding comes again, which generate() would mask: its end, and the row's."""
+    """Each row's end: the next padding after its start, which generate() would mask, or the row's end."""
     again = (ids == padding.token) & (np.arange(ids.shape[1]) >= starts[:, None]) & padding.is_told
     return np.asarray(np.where(again.any(axis=1), again.argmax(axis=1), ids.shape[1]))
 

@@ -1,7 +1,8 @@
-"""tierd for one model: what there is of a sequence, load it, save it.
+"""tierd for one loaded model: find, load and save a sequence.
 
-Purpose: an EngineStore and the namespace of a model that is loaded. Non-purpose: where K and V lie in this process (cache.py). Invariants: nothing but a
-wrong call raises once it is made, and nothing outlasts its timeout: a failure is a smaller number; the weights are those of when it was made.
+It combines an EngineStore with the model's namespace; K and V in this process are in cache.py. Once
+it is made, only a wrong call raises and nothing outlasts its timeout: a failure is a smaller
+number. The weights are those of when it was made.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ Tokens = NDArray[np.int64]
 
 
 class TierdStore:
-    """TierdStore(model, target=..., tokens_per_block=...): see StoreOptions. A context manager; threads may share it.
+    """TierdStore(model, target=..., tokens_per_block=...): see StoreOptions. A context manager;
+    threads may share it.
 
-    Make another one after weights were changed. Raises Unsupported for a model that tierd cannot keep, ConfigError for a wrong option, InvalidArgument as weights_digest.
+    Make another one after changes of weights. Raises Unsupported for a model that tierd cannot
+    store, ConfigError for a wrong option, InvalidArgument as weights_digest.
     """
 
     def __init__(self, model: Any, **options: Any) -> None:
@@ -47,23 +50,23 @@ class TierdStore:
 
     @cached_property
     def pages(self) -> TierdPages:
-        """Pages to be written and read in place, of one thread. Raises Unsupported where layers differ."""
+        """Pages written and read in place, by one thread. Raises Unsupported if layers differ."""
         if not self.spec.geometry.layers:
             raise Unsupported("PagedTierdCache: the model's layers have K and V of different shapes; use TierdCache")
         shape = PageShape(self.spec.geometry, self.options.tokens_per_block, Backend("torch"))
         return TierdPages(self.engine.client, self.spec, shape=shape, options=TierdOptions(keeps_copies=True))
 
     def find(self, tokens: Tokens) -> int:
-        """Tokens from the first on that are worth loading: whole blocks, and at least one token is left to compute."""
+        """Leading tokens worth loading: whole blocks; at least one token remains to compute."""
         hashes = self._hash(tokens)
         found = self.engine.lookup([Group(self._opened, hashes)]).tokens if len(hashes) else 0
         match = Match(found, computed=0, prompt=len(tokens))
         return claim(match, tokens_per_block=self.options.tokens_per_block, least_tokens=self.options.least_load_tokens)
 
     def load(self, tokens: Tokens, targets: Sequence[Pieces]) -> int:
-        """Copies the first len(targets) blocks; how many tokens are there, from the first on."""
+        """Copies the first len(targets) blocks; returns how many leading tokens were loaded."""
         hashes, done = self._hash(tokens)[: len(targets)], 0
-        while done < len(hashes):  # what does not fit into the near tier at one time comes in parts
+        while done < len(hashes):  # parts, since the near tier may not hold all at once
             good = self.engine.load([Group(self._opened, hashes[done:])], [targets[done:]]).good[0]
             if not good:
                 break
@@ -71,7 +74,7 @@ class TierdStore:
         return done * self.options.tokens_per_block
 
     def save(self, tokens: Tokens, pieces: Callable[[int], Pieces]) -> int:
-        """Stores whole blocks; how many tokens are stored now. pieces: of block i, asked for only where it is not stored yet."""
+        """Stores whole blocks; returns the tokens stored now. Calls `pieces` only for blocks not yet stored."""
         hashes = self._hash(tokens)
         stored = (
             self.engine.lookup([Group(self._opened, hashes)]).tokens // self.options.tokens_per_block
@@ -95,11 +98,11 @@ class TierdStore:
         self.close()
 
     def __deepcopy__(self, _: object) -> Self:
-        """A copied cache, as transformers' guides make them to use a prompt twice, has the same store."""
+        """A copied cache has the same store; transformers' guides copy caches to use a prompt twice."""
         return self
 
     def _hash(self, tokens: Tokens) -> NDArray[np.uint8]:
-        """Of whole blocks; none while there is no daemon."""
+        """Hashes of whole blocks; none while there is no daemon."""
         if not self._opened.is_open:
             self._opened = self.engine.open(self.spec)
         return self._opened.hash(tokens)

@@ -1,7 +1,7 @@
-"""tierd for vLLM: what its configuration names.
+"""The classes that vLLM's configuration names.
 
-Purpose: `module_path` and `kv_connector_module_path` of vLLM point here. Non-purpose: anything that can be imported without vLLM. Invariant: vLLM is imported
-only when one of the names is asked for, and its version is checked before anything of its interfaces is touched.
+vLLM's `module_path` and `kv_connector_module_path` point here. Only access to one of the names
+imports vLLM. Its version is checked before any of its interfaces is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["TierdConnector", "TierdTier"]
 
 
 def __getattr__(name: str) -> Any:
-    """What vLLM loads by name. Raises Unsupported for a version of vLLM that is not known."""
+    """Loads a class for vLLM by name. Raises Unsupported for an unknown version of vLLM."""
     if name not in FACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm  # noqa: PLC0415

@@ -1,8 +1,10 @@
-"""vLLM's offloaded chunks as tierd's blocks: which namespace they are in, what they are called, what stands before them.
+"""vLLM's offloaded chunks as tierd's blocks: their namespace, name and predecessor.
 
-Purpose: an OffloadKey (block hash, then group in 4 bytes) becomes a name in the group's namespace. Non-purpose: when chunks move (tier.py).
-Invariants: whatever changes the bytes of a row of vLLM's host tier is in the namespace; it is opened only when vLLM has chosen its hash seed, which is after
-the tier was made; what model is served is looked at when the tier is made. A key carries no parent; the request's own record of positions has it, and where that has a gap the chunk begins a chain of its own.
+An OffloadKey (block hash, then group in 4 bytes) becomes a name in the group's namespace. tier.py
+decides when chunks move. The namespace contains everything that changes the bytes of a row of
+vLLM's host tier. It opens only after vLLM has chosen its hash seed, later than the tier is made.
+The model is determined when the tier is made. A key carries no parent; the request's record of
+positions does. If that record has a gap, the chunk begins its own chain.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.identity import engine_words, files_of, model_words
 
 UNKNOWN = -1
-"""Place of a chunk that the request does not know."""
+"""Position of a chunk that the request does not know."""
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Of a transfer job. keys: as vLLM names them; rows: of its host tier, one a key; ends: of all that the request knows, where a key's tokens end."""
+    """Chunks of a transfer job. `keys` are vLLM's names; `rows`, one a key, are of its host tier.
+    For each key that the request knows, `ends` is where its tokens end."""
 
     keys: Sequence[OffloadKey]
     rows: Sequence[int]
@@ -47,7 +50,8 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Chunks of one group that follow each other. members: indices into the job; before: key of the chunk before the first, if it is known."""
+    """Consecutive chunks of one group. members: indices into the job; before: key of the chunk
+    before the first, if it is known."""
 
     group: int
     position: int
@@ -56,7 +60,8 @@ class Run:
 
 
 class ChunkNames:
-    """Namespaces of all groups over one store. Threads may share it. spec: vLLM's OffloadingSpec; row_bytes: of a chunk in the host tier."""
+    """Namespaces of all groups over one store; threads may share it. `spec` is vLLM's
+    OffloadingSpec, row_bytes the size of a chunk in the host tier."""
 
     def __init__(self, store: EngineStore, spec: Any, *, row_bytes: int, options: Options) -> None:
         self._store, self._spec, self._row_bytes, self._options = store, spec, row_bytes, options
@@ -68,12 +73,12 @@ class ChunkNames:
         self._turn = threading.Lock()
 
     def group(self, keys: Sequence[OffloadKey], *, group: int) -> Group:
-        """To be found or loaded; without hashes while there is no daemon."""
+        """Chunks to look up or load; without hashes while there is no daemon."""
         space = self._space(group)
         return Group(space, space.fold([get_offload_block_hash(key) for key in keys]))
 
     def put_group(self, chunks: Chunks, run: Run) -> PutGroup:
-        """To be stored, with vLLM's names for routers; its tokens are not known here."""
+        """Chunks to store, with vLLM's names for routers. Their tokens are unknown here."""
         space = self._space(run.group)
         names = [get_offload_block_hash(chunks.keys[i]) for i in run.members]
         before = b"" if run.before is None else get_offload_block_hash(run.before)
@@ -94,7 +99,7 @@ class ChunkNames:
         return [Run(*places[part[0]], tuple(part), before.get(places[part[0]])) for part in parts]
 
     def _before(self, chunks: Chunks, places: Collection[tuple[int, int]]) -> dict[tuple[int, int], OffloadKey]:
-        """Which keys the request knows to stand before these places."""
+        """The keys that the request knows to precede these positions."""
         ends = {position * self._tokens[group] for group, position in places if position > 0}
         known = ((*self._place(key, chunks), key) for key, end in chunks.ends.items() if end in ends)
         return {(group, position + 1): key for group, position, key in known}
@@ -127,9 +132,11 @@ class ChunkNames:
 
 
 def salt_of(spec: Any, model: Mapping[str, Any]) -> str:
-    """Digest of what else decides the bytes of a row: what vLLM's own file tier goes by, the physical layout, the release, the beginning of its hashes, the model.
+    """Digest of all else that decides a row's bytes.
 
-    Topologies share rows only where vLLM has certified the layout (canonical) or keeps one copy (replicated).
+    These are the words of vLLM's own file tier, the physical layout, the release, the start of its
+    hashes, and the model. Topologies share rows only if vLLM certified the layout (canonical) or
+    keeps one copy (replicated).
     """
     config = spec.config
     shared = bool(config.canonical_layout or config.replicated_layout)
@@ -140,20 +147,20 @@ def salt_of(spec: Any, model: Mapping[str, Any]) -> str:
 
 
 def hash_algorithm() -> str:
-    """The algorithm that vLLM began its hashes with; "" before it has."""
+    """vLLM's hash algorithm; "" before vLLM has started its hashes."""
     found = getattr(kv_cache_utils, "NONE_HASH", None)
     seed = kv_cache_utils.get_none_hash_seed()
     for name in ALGORITHMS if found else ():
         try:
             if get_hash_fn_by_name(name)(seed) == found:
                 return name
-        except ImportError:  # xxhash, which vLLM does without
+        except ImportError:  # xxhash, optional for vLLM
             continue
     return ""
 
 
 def facts_of(spec: Any) -> EngineFacts:
-    """What is known now; the hash algorithm only when vLLM has begun."""
+    """The facts known now; the hash algorithm is known only after vLLM has started its hashes."""
     config = spec.config
     return EngineFacts(
         engine="vllm",
@@ -171,7 +178,7 @@ def facts_of(spec: Any) -> EngineFacts:
 
 
 def _model_words(spec: Any, options: Options) -> dict[str, Any]:
-    """As the connector's, where vLLM's configuration is to be had; else what the checkpoint's place tells."""
+    """The connector's words if vLLM's configuration is available, else those of the checkpoint's files."""
     config = _config_behind(spec)
     if config is not None:
         return model_words(config, options)
@@ -182,8 +189,9 @@ def _model_words(spec: Any, options: Options) -> dict[str, Any]:
 
 
 def _config_behind(spec: Any) -> Any:
-    """The VllmConfig of the engine that makes a tier. vLLM hands its tiers a name, a type and sizes, and keeps to itself what the user has overridden of the model:
-    it is found among the calls that led here, as the one with the spec's engine_id; None if none has it."""
+    """The VllmConfig of the engine that makes a tier; None if no caller has it. vLLM passes its
+    tiers a name, a type and sizes, but not the user's overrides of the model. So this searches
+    the calling frames for the configuration with the spec's engine_id."""
     frame = inspect.currentframe()
     while frame is not None:
         config = frame.f_locals.get("vllm_config")

@@ -1,7 +1,9 @@
-"""tierd as vLLM's KV connector: `--kv-transfer-config '{"kv_connector":"TierdConnector","kv_role":"kv_both",...}'`.
+"""tierd's KV connector: `--kv-transfer-config
+'{"kv_connector":"TierdConnector","kv_role":"kv_both",...}'`.
 
-Purpose: vLLM's interface, once for the scheduler and once for each worker. Non-purpose: doing; scheduler.py and worker.py do. Invariants: loads are
-asynchronous, so the hooks in attention layers have nothing to do and whole CUDA graphs may run; a request whose blocks do not come is computed.
+It implements vLLM's interface, once for the scheduler and once for each worker; scheduler.py and
+worker.py do the work. Loads are asynchronous: the hooks in attention layers do nothing, and whole
+CUDA graphs may run. A request whose blocks fail to load is computed.
 """
 
 from __future__ import annotations
@@ -50,16 +52,16 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a later miss, no more."""
+        """A dropped save only causes a later miss."""
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 -- as 0.33 asks it
-        """KV memory that moves is not followed (0.33)."""
+        """False: tierd does not follow KV memory that moves (0.33)."""
         return False
 
     def shutdown(self) -> None:
-        """Ends what is under way, with a deadline."""
+        """Ends running transfers, with a deadline."""
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
@@ -67,7 +69,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Where KV lies in this worker."""
+        """Records the location of KV in this worker."""
         self._of_worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -75,17 +77,17 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads have ended before a request is computed."""
+        """Does nothing: loads have ended before a request is computed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole blocks are saved, after the step."""
+        """Does nothing: whole blocks are saved after the step."""
 
     def wait_for_save(self) -> None:
-        """Begins saves and does not wait: their blocks are retained by the scheduler."""
+        """Starts saves without waiting: the scheduler retains their blocks."""
         self._of_worker.begin_saves(self._orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended, and those of several groups that miss blocks."""
+        """Loads that have ended, and failed ones of several groups."""
         self._ended = self._of_worker.take_loads()
         return KVConnectorTransferResults(finished_recving=self._ended.requests, failed_recving=self._ended.failed)
 
@@ -94,7 +96,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         return None, self.get_transfer_results(finished_req_ids).finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of one group that do not hold what they should."""
+        """Blocks of one group whose load failed."""
         blocks, self._ended.blocks = self._ended.blocks, set()
         return blocks
 
@@ -105,26 +107,26 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Whose blocks are retained while they are saved."""
+        """Takes the manager whose blocks are retained while they are saved."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._of_scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """The lookup begins here, before the scheduler asks."""
+        """Starts the lookup here, before the scheduler asks."""
         if not self._of_scheduler.is_off:
             self._of_scheduler.begin(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """What tierd has beyond vLLM's own hit; None: not known yet."""
+        """The tokens that tierd has beyond vLLM's own hit; None if not known yet."""
         tokens = self._of_scheduler.match(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """From memory or from a store."""
+        """Splits a hit into tokens from memory and from a store."""
         return sources_of(self._of_scheduler.sources(request, num_external_tokens))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """There are blocks to load into."""
+        """Takes the blocks to load into."""
         if num_external_tokens:
             self._of_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -133,35 +135,35 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers have ended."""
+        """Takes the workers' ended transfers."""
         self._of_scheduler.reported(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As request_finished_all_groups, of one group."""
+        """As request_finished_all_groups, for one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may go at once: what is being saved is retained by the pool's own count."""
+        """Releases its blocks at once: the pool's own count retains those that are being saved."""
         self._of_scheduler.finished(request, block_ids)
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        """Whether waiting for saves gives blocks back."""
+        """Whether waiting for saves releases blocks."""
         return self._of_scheduler.is_retaining
 
     def has_pending_push_work(self) -> bool:
-        """Saves end with a step."""
+        """True while saves run: they end with a step."""
         return self._of_scheduler.is_retaining
 
     def reset_cache(self) -> bool | None:
-        """The engine no longer finds what was stored before."""
+        """The engine no longer finds previously stored blocks."""
         self._of_scheduler.forget()
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """None: the daemon knows what it holds (tierd.integrations.events)."""
+        """None: the daemon publishes events (tierd.integrations.events)."""
         return ()
 
     # -- metrics
@@ -174,7 +176,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierdStats:
-        """As they come from another process."""
+        """Stats that come from another process."""
         return TierdStats(data=data or {})
 
     @classmethod

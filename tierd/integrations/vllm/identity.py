@@ -1,7 +1,9 @@
-"""What decides, beside tokens, which bytes vLLM has in a block of KV: weights, positions, types, kernels, and how its hashes begin.
+"""Everything besides tokens that decides the bytes of a vLLM block.
 
-Purpose: words for namespaces, the same for both faces. Non-purpose: groups and layouts (spaces.py, tcp/chunks.py). Invariants: what is left out changes no byte of a
-block, nor the meaning of its hash; an engine's words stay what they were when it began; adapters' files are in the names of blocks, not here.
+These are weights, positions, types, kernels, and the start of vLLM's hashes. Both integrations use
+them as words of namespaces. Groups and layouts are in spaces.py and chunks.py. An omitted word
+changes neither a block's bytes nor its hash's meaning. An engine's words never change after its
+start. Files of adapters are part of block names and not of these words.
 """
 
 from __future__ import annotations
@@ -22,21 +24,22 @@ from tierd.integrations import checkpoint
 from tierd.integrations.options import Options
 
 ADAPTERS_MAX = 4096
-"""Of which it is remembered what their files were."""
+"""The most adapters whose files are remembered."""
 ELSEWHERE = ("_name_or_path", "transformers_version")
-"""Of a checkpoint's configuration, what says nothing of its KV."""
+"""Entries of a checkpoint's configuration that do not affect its KV."""
 
 
 class AdapterFiles:
-    """What the files of LoRA adapters were when this engine first met them, which are those that it goes on with: vLLM's hashes know an adapter's name and path
-    only, and what is stored outlives both. Where a weights_digest was given it stands for adapters too."""
+    """LoRA adapters' files as this engine first met them; it keeps using those. Hashes of vLLM
+    contain only an adapter's name and path, and stored blocks outlive both. A weights_digest, if
+    given, covers adapters too."""
 
     def __init__(self, options: Options) -> None:
         self._is_told = bool(options.weights_digest)
         self._met: dict[tuple[str, int, str], bytes] = {}
 
     def stamp(self, adapter: Any) -> bytes:
-        """To be added to the names of a request's blocks. adapter: its LoRARequest; b"" without one."""
+        """Bytes to add to the names of a request's blocks; b"" without an adapter, its LoRARequest."""
         if adapter is None or self._is_told:
             return b""
         key = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
@@ -48,13 +51,13 @@ class AdapterFiles:
 
 
 def engine_words() -> dict[str, Any]:
-    """Of every engine of this process."""
+    """Words of every engine in this process."""
     none_hash = bytes(getattr(kv_cache_utils, "NONE_HASH", b""))
     return {"release": ".".join(vllm.__version__.split(".")[:2]), "kernels": kernels(), "none_hash": none_hash.hex()}
 
 
 def model_words(config: Any, options: Options) -> dict[str, Any]:
-    """Of a VllmConfig's model."""
+    """Words for the model of a VllmConfig."""
     model = config.model_config
     return {
         "revision": model.revision,
@@ -68,8 +71,9 @@ def model_words(config: Any, options: Options) -> dict[str, Any]:
 
 @cache
 def kernels() -> str:
-    """What decides how vLLM's kernels order the bytes inside of a block, which no layout's name tells: on CPUs the instructions that there are (AMX has K and V in
-    tiles, others have K by columns), on ROCm the settings of vLLM's that choose a backend, or shuffle."""
+    """Facts that decide the order of bytes inside a block and that no layout's name shows. On CPUs
+    these are the instructions: AMX keeps K and V in tiles, others K by columns. On ROCm they are
+    vLLM's settings that choose a backend or shuffle."""
     said: dict[str, Any] = {"device": current_platform.device_name}
     if current_platform.is_cpu():
         said |= torch.cpu.get_capabilities()
@@ -80,27 +84,29 @@ def kernels() -> str:
 
 @cache
 def files_of(model: str) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of a local checkpoint's files, whose place may come to hold others; () of a model that is known by its name.
+    """Name, size and time of a local checkpoint's files; () for a model known only by its name.
 
-    As they were when they were first asked for: an engine goes on with what it has loaded.
+    The directory may come to hold other files, but an engine keeps what it loaded. So the result of
+    the first call is kept.
     """
     return checkpoint.files_of(model)
 
 
 def dtype_of(config: Any) -> str:
-    """Of the model and of its KV."""
+    """Types of the model and of its KV."""
     return f"{config.model_config.dtype}/{config.cache_config.cache_dtype}".replace("torch.", "")
 
 
 def _commit_of(model: Any) -> str:
-    """Of a checkpoint from a hub, where it is known: no revision means its newest one."""
+    """The commit of a checkpoint from a hub, if known: without a revision the hub serves its newest."""
     return str(getattr(getattr(model, "hf_config", None), "_commit_hash", None) or "")
 
 
 def _config_words(model: Any) -> str:
-    """The checkpoint's configuration with what the user has overridden of it: keys are stored with their positions, so rotary scaling is in the bytes.
+    """The checkpoint's configuration with the user's overrides.
 
-    Not where it came from, nor how long a sequence may be, but where that chooses the scaling (longrope).
+    Keys are stored with their positions, so rotary scaling changes the bytes. The checkpoint's
+    origin and the longest sequence are excluded, unless the length chooses the scaling (longrope).
     """
     config = getattr(model, "hf_config", None)
     if config is None:
@@ -111,7 +117,7 @@ def _config_words(model: Any) -> str:
 
 
 def _digest_of(adapter: str) -> bytes:
-    """Of an adapter's files; of nobody else's where they cannot be looked at."""
+    """Digest of an adapter's files; a random one if they cannot be read."""
     try:
         files = json.dumps(checkpoint.files_of(adapter, checkpoint.ADAPTER_FILES))
     except OSError:

@@ -1,8 +1,8 @@
-"""vLLM's KV memory, a block at a time: where each layer's part of a block lies.
+"""vLLM's KV memory by block: the location of each layer's part of a block.
 
-Purpose: pieces for the store, one a layer, as long runs of bytes. Non-purpose: knowing what they mean. Invariants: nothing is assumed of the order of axes,
-only strides are read; a piece's bytes are in the order in which they lie in memory, were a block cut into no parts, and the layout's name is in the namespace;
-layers follow in the group's own order.
+A block has one piece a layer, in the group's order, as long runs of bytes. Only strides are read;
+no order of axes is assumed. A piece's bytes are in memory order, as if kernels did not cut the
+block. The layout's name is in the namespace.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tierd.integrations.vllm.spaces import block_bytes
 
 
 class KVMemory:
-    """caches: layer -> tensor with blocks first, as vLLM registers them; kv: the KVCacheConfig. Raises Unsupported for tensors that are not what the
-    configuration says."""
+    """`caches` maps layers to tensors with blocks first, as vLLM registers them; `kv` is the
+    KVCacheConfig. Raises Unsupported if the tensors contradict it."""
 
     def __init__(self, caches: Mapping[str, Any], kv: Any) -> None:
         self._groups = [
@@ -40,7 +40,8 @@ class KVMemory:
 
 
 class _Layer:
-    """One tensor: [blocks, ..., tokens, content], or kernels' blocks of which so many are one of vLLM's. However kernels cut a block, it is the same bytes."""
+    """One tensor: [blocks, ..., tokens, content]. Kernels may cut each of vLLM's blocks into
+    several of theirs; the bytes are the same."""
 
     def __init__(self, tensor: Any, blocks: int) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.shape[0] % blocks:
@@ -53,12 +54,12 @@ class _Layer:
         self.is_on_device = tensor.device.type != "cpu"
 
     def piece(self, block: int) -> Piece:
-        """Its bytes of a block."""
+        """The layer's bytes of a block."""
         return self._ordered[block] if self._rows is None else self._rows[block]
 
 
 def _ordered(tensor: Any, blocks: int) -> Any:
-    """[blocks, axes as they lie in memory], the parts into which kernels cut a block's tokens right before those."""
+    """[blocks, axes in memory order]; the parts into which kernels cut a block's tokens precede those."""
     whole, tokens = tensor.unflatten(0, (blocks, -1)), max(1, tensor.dim() - 2)
     order = sorted(range(1, tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
     axes = [part for axis in order for part in ((1, axis + 1) if axis == tokens else (axis + 1,))]
@@ -67,7 +68,7 @@ def _ordered(tensor: Any, blocks: int) -> Any:
 
 
 def _rows(ordered: Any) -> Any:
-    """uint8 [blocks, bytes] over the same memory (numpy where it is the host's), or None if a block's bytes do not lie together."""
+    """uint8 [blocks, bytes] over the same memory (numpy on the host). None if a block is not contiguous."""
     shape, strides = list(ordered.shape[1:]), list(ordered.stride()[1:])
     if strides != _dense(shape):
         return None

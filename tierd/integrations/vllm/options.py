@@ -1,6 +1,6 @@
-"""What a user may set in `kv_connector_extra_config` of TierdConnector.
+"""Options of TierdConnector in vLLM's `kv_connector_extra_config`.
 
-Purpose: names and bounds. Non-purpose: what vLLM's own configuration says. Invariant: as tierd.integrations.options.
+Names and bounds are checked as in tierd.integrations.options.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from tierd.integrations.options import Options
 
 
 class ConnectorOptions(Options):
-    """lookup_grace_s: what the scheduler waits in a step for answers about new requests before it asks again with the next one (0: never waits);
-    load_grace_s: what an engine with nothing else to do waits in a step for loads to end; save_generated: whether blocks that hold generated tokens are stored;
-    retained_share: of vLLM's blocks, the most that may be kept from reuse while they are copied to tierd; what is beyond it waits for
-    a later step of its request, or is not stored."""
+    """lookup_grace_s: longest wait of the scheduler in a step for lookups; it asks again in the next.
+    load_grace_s: an idle engine's longest wait in a step for loads.
+    save_generated: whether to store blocks with generated tokens.
+    retained_share: the most of vLLM's blocks kept from reuse while copied. Saves beyond it wait for
+    a later step of their request, or are dropped."""
 
     lookup_grace_s: float = Field(default=0.002, ge=0, le=1)
     load_grace_s: float = Field(default=0.005, ge=0, le=1)

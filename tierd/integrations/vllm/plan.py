@@ -1,7 +1,7 @@
-"""What the scheduler's side of the connector tells the workers' side, and what comes back.
+"""Messages between the connector's scheduler and its workers.
 
-Purpose: plain values, pickled with every step: vLLM's own hashes, block ids and tokens, nothing longer. Non-purpose: deciding. Invariant: a plan names each block by
-vLLM's hash of it; every worker folds these into names of its own rank.
+They are plain values, pickled with every step: vLLM's hashes, block ids and tokens. A plan names
+each block by vLLM's hash; every worker folds these into names of its own rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """Of one group. names: of all its blocks from the first of the sequence, stamped; first: number of the first one to be filled; ids: of vLLM's blocks that
-    take those from `first` on, NULL_BLOCK where it is not wanted."""
+    """names: of all its blocks from the sequence's first, stamped. first: number of the first to fill.
+    ids: vLLM's blocks to fill from `first` on, NULL_BLOCK for unwanted ones."""
 
     names: tuple[bytes, ...]
     first: int
@@ -37,8 +37,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Stores consecutive blocks of one group. number: of this save; before: name of the block before the first, b"" for the first of a sequence; tokens: of all
-    of them, for routers; stamp: of the adapter, which tierd's names have and vLLM's have not."""
+    """Stores consecutive blocks of one group. It has a number of its own.
+
+    before: name of the preceding block, b"" at a sequence's start. tokens: of all, for routers.
+    stamp: of the adapter, which is part of tierd's names but not vLLM's.
+    """
 
     number: int
     group: int
@@ -52,7 +55,7 @@ class Save:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Of one step. spaces: where both happen; is_idle: the step computes nothing."""
+    """Loads and saves of one step. `spaces` are their namespaces; `is_idle`: the step computes nothing."""
 
     spaces: tuple[Space, ...] = ()
     loads: list[Load] = field(default_factory=list)
@@ -62,12 +65,12 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Done(KVConnectorWorkerMetadata):
-    """saves: number -> of how many workers it has ended."""
+    """saves: number -> how many workers have ended it."""
 
     saves: Mapping[int, int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Both workers' together."""
+        """Adds up the workers' counts."""
         assert isinstance(other, Done)
         numbers = {*self.saves, *other.saves}
         return Done({number: self.saves.get(number, 0) + other.saves.get(number, 0) for number in numbers})

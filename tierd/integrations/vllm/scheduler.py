@@ -1,9 +1,11 @@
-"""The connector in vLLM's scheduler: what tierd has of a request, which blocks are loaded, which are saved, which must not be reused yet.
+"""The connector in vLLM's scheduler: lookups, loads, saves, and blocks that must not be reused yet.
 
-Purpose: decisions, from vLLM's own hashes and block ids. Non-purpose: KV bytes (worker.py). Invariants: one lookup a request, made by a thread; the scheduler
-waits lookup_grace_s a step at most, and asks again with later steps until the lookup's own deadline, after which it is a miss; what is claimed is asked of
-match.claim, once a request; a block that is being saved is retained in vLLM's pool until every worker has reported, so that neither the end of a request, nor
-its preemption, nor a sliding window gives it to another one; the blocks retained are bounded.
+It decides from vLLM's own hashes and block ids; worker.py handles KV bytes. A thread makes one
+lookup a request. The scheduler waits at most lookup_grace_s a step for it and asks again in later
+steps. At the lookup's own deadline it is a miss. Claims are bounded by match.claim, once a request.
+The pool of vLLM retains a block being saved until every worker has reported. So no end of a
+request, preemption or sliding window gives it to another request. The number of retained blocks is
+bounded.
 """
 
 from __future__ import annotations
@@ -37,14 +39,18 @@ from tierd.integrations.vllm.spaces import (
 from tierd.integrations.vllm.stats import medium_of
 
 END_S = 2.0
-"""What a shutdown waits for lookups in flight."""
+"""Seconds that a shutdown waits for lookups in flight."""
 
 
 @dataclass
 class Entry:
-    """What is known of a request. stamp: of its adapter; number: of its lookup; found: None until that has ended; computed: tokens that vLLM had when a match
-    was claimed; is_spent: it was told of a match once; is_loading: its blocks do not hold yet what they will; saved: per group, blocks from the first on that
-    are stored or were handed to a save."""
+    """State of a request.
+
+    stamp: of its adapter. number: of its lookup. found: None until that ends.
+    computed: tokens that vLLM had at the claim. is_spent: it had a match once.
+    is_loading: its blocks are not filled yet.
+    saved: per group, leading blocks that are stored or handed to a save.
+    """
 
     request: Any
     stamp: bytes = b""
@@ -82,7 +88,8 @@ class SchedulerSide:
         role = config.kv_transfer_config
         self._may_load, self._may_save = role.is_kv_consumer, role.is_kv_producer
         self._is_off = not config.cache_config.enable_prefix_caching
-        """vLLM goes on from no prefix, by choice or because this backend cannot (latent attention on the CPU): what was loaded would be passed over."""
+        """Prefix caching is off, by choice or because the backend lacks it (latent attention on the
+        CPU). vLLM would ignore loaded blocks."""
 
     @property
     def is_off(self) -> bool:
@@ -90,13 +97,13 @@ class SchedulerSide:
         return self._is_off
 
     def bind(self, cache: Any) -> None:
-        """vLLM's KVCacheManager."""
+        """Takes vLLM's KVCacheManager."""
         self._cache = cache
 
     # -- lookups
 
     def begin(self, request: Any) -> Entry:
-        """A request is new, was preempted, or its first answer is no longer true: looks it up."""
+        """Looks up a request that is new, was preempted, or whose first answer is stale."""
         self._begin_hashes()
         self._lookups += 1
         stamp = self._adapters.stamp(request.lora_request)
@@ -130,7 +137,7 @@ class SchedulerSide:
         return claim(seen, tokens_per_block=step_tokens(self._spaces), least_tokens=self._options.least_load_tokens)
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
-        """Of tokens that are loaded, how many from which tier, by its name; to be asked right after `allocated`."""
+        """Splits loaded tokens by the name of their tier. Call it right after `allocated`."""
         entry = self._entries.get(request.request_id)
         if entry is None or entry.found is None or not entry.found.tier_of:
             return {}
@@ -144,7 +151,7 @@ class SchedulerSide:
     # -- a step
 
     def allocated(self, request: Any, ids: Sequence[Sequence[int]], tokens: int) -> None:
-        """vLLM has blocks for so many tokens that are to be loaded."""
+        """vLLM has allocated blocks for so many tokens to load."""
         entry = self._entries.get(request.request_id)
         if entry is None or not tokens:
             return
@@ -161,7 +168,7 @@ class SchedulerSide:
         self._orders.loads.append(Load(request.request_id, tuple(loads)))
 
     def orders(self, output: Any) -> Orders:
-        """What the workers do with this step's SchedulerOutput."""
+        """The workers' orders for this step's SchedulerOutput."""
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -176,13 +183,14 @@ class SchedulerSide:
         return orders
 
     def finished(self, request: Any, ids: Sequence[Sequence[int]]) -> None:
-        """Saves what the last steps completed; its blocks may go back at once, those being saved are retained."""
+        """Saves the blocks completed by the last steps. The request's blocks may be freed at once;
+        those being saved are retained."""
         entry = self._entries.pop(request.request_id, None)
         if entry is not None and not entry.is_loading:
             self._save(entry, ids, request.num_computed_tokens - request.num_output_placeholders)
 
     def reported(self, output: Any) -> None:
-        """A step's KVConnectorOutput: gives back what has been saved, and saves anew what could not be loaded."""
+        """Takes a step's KVConnectorOutput: releases saved blocks and saves failed loads again."""
         done = output.kv_connector_worker_meta
         if isinstance(done, Done):
             for number, workers in done.saves.items():
@@ -190,7 +198,7 @@ class SchedulerSide:
                 if self._ended[number] >= self._config.parallel_config.world_size:
                     self._release(number)
         if output.invalid_block_ids or output.failed_recving:
-            # Of several ranks one may tell of it steps before the others have ended.
+            # One of several ranks may report a failure steps before the others have ended.
             for entry in self._entries.values():
                 entry.saved = [0] * len(self._spaces) if entry.is_loading else entry.saved
         for request_id in output.finished_recving or ():
@@ -203,7 +211,8 @@ class SchedulerSide:
         return bool(self._retained)
 
     def forget(self) -> None:
-        """What was stored so far is no longer to be found by this engine, whose weights may have changed; saves that were not begun are dropped."""
+        """Makes all blocks stored so far invisible to this engine, whose weights may have changed.
+        Drops saves that have not begun."""
         for save in self._orders.saves:
             self._release(save.number)
         self._orders.saves.clear()
@@ -211,11 +220,12 @@ class SchedulerSide:
         self._spaces, self._opened = spaces_of(self._config, self._kv, self._options, salt=self._salt), {}
         known, self._entries = self._entries, {}
         for entry in known.values():
-            if entry.request.num_computed_tokens == 0:  # what others compute stands on the old weights: it is not saved
+            # others compute on the old weights: not saved
+            if entry.request.num_computed_tokens == 0:
                 self.begin(entry.request)
 
     def take_counts(self) -> Counter[str]:
-        """Since the last time."""
+        """Counts since the last call."""
         counts, self._counts = self._store.take_counts() + self._counts, Counter()
         return counts
 
@@ -227,14 +237,14 @@ class SchedulerSide:
     # -- inside
 
     def _begin_hashes(self) -> None:
-        """vLLM chooses what its hashes begin with after it made the connector, and before the first request."""
+        """vLLM chooses the start of its hashes after it makes the connector, before the first request."""
         if not self._has_begun:
             self._has_begun = True
             self._spaces = spaces_of(self._config, self._kv, self._options)
             self._store.introduce(facts_of(self._config, self._kv, role="scheduler"))
 
     def _look(self, spaces: tuple[Space, ...], names: Sequence[tuple[bytes, ...]]) -> Found:
-        """In the courier's thread."""
+        """Runs in the courier's thread."""
         opened = [self._space(space) for space in spaces]
         ranks = tuple(range(self._ranks))
         return self._store.lookup(
@@ -248,7 +258,7 @@ class SchedulerSide:
         return found
 
     def _await(self, entry: Entry) -> bool:
-        """Whether the request's lookup has ended, one way or another. However many requests ask in a step, they wait for what is left of its grace."""
+        """Whether the request's lookup has ended, in any way. All requests of a step share its grace."""
         self._collect()
         if entry.found is None and self._grace_s > 0:
             began = time.monotonic()
@@ -269,11 +279,11 @@ class SchedulerSide:
                     entry.saved = self._blocks_found(entry.found)
 
     def _blocks_found(self, found: Found) -> list[int]:
-        """Per group, blocks from the first on that need no saving: what a window needs none of may not be there."""
+        """Per group, leading blocks that need no saving. A window's unneeded blocks may be missing."""
         return self._known([found.tokens // space.tokens if not space.need else 0 for space in self._spaces])
 
     def _known(self, blocks: list[int]) -> list[int]:
-        """None where routers are told: a daemon that was started anew has blocks, and has forgotten what vLLM calls them."""
+        """Zeros if routers receive events: a restarted daemon has blocks but has lost vLLM's names for them."""
         return [0] * len(blocks) if self._store.tells_events else blocks
 
     def _savable(self, request: Any, tokens: int) -> int:
@@ -282,13 +292,13 @@ class SchedulerSide:
         return tokens if self._options.save_generated else min(tokens, request.num_prompt_tokens)
 
     def _has_unsaved(self, entry: Entry, tokens: int) -> bool:
-        """Whether a block is full once so many tokens are computed that was not; cheap, for every request in every step."""
+        """Whether computing so many tokens fills an unsaved block. Cheap: called for every request and step."""
         hashes, tokens = entry.request.block_hashes, self._savable(entry.request, tokens)
         pairs = zip(self._spaces, entry.saved, strict=True)
         return any(space.blocks(hashes, tokens=tokens) > saved for space, saved in pairs)
 
     def _save(self, entry: Entry, ids: Sequence[Sequence[int]], tokens: int) -> None:
-        """Orders saves of all blocks that are full once so many tokens are computed, and retains them."""
+        """Orders saves of all blocks full after so many computed tokens, and retains them."""
         request = entry.request
         tokens = self._savable(request, tokens)
         for at, space in enumerate(self._spaces):
@@ -335,7 +345,7 @@ class SchedulerSide:
 
 
 def _runs(ids: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:
-    """Stretches of [start, stop) without a null block."""
+    """Ranges within [start, stop) without a null block."""
     runs: list[tuple[int, int]] = []
     for i in range(start, stop):
         if ids[i] == NULL_BLOCK:

@@ -1,8 +1,9 @@
-"""vLLM's KV cache groups as namespaces: what decides whether two blocks of equal hash hold equal bytes.
+"""vLLM's KV cache groups as namespaces, which decide if blocks of equal hash hold equal bytes.
 
-Purpose: one NamespaceSpec a group, and what of a group must be there to serve N tokens. Non-purpose: where blocks lie (memory.py). Invariants: whatever
-changes a block's bytes, or what vLLM's hash of it means, is in the namespace; tokens, `cache_salt`, names and paths of LoRA
-adapters and pictures are in vLLM's hashes; what an adapter's files were is in tierd's names.
+Each group has one NamespaceSpec and a rule for the blocks needed to serve N tokens. Locations of
+blocks are in memory.py. The namespace contains everything that changes a block's bytes or the
+meaning of vLLM's hash. These hashes contain tokens, `cache_salt`, pictures and the names and paths
+of LoRA adapters. The state of an adapter's files is in tierd's names.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ WHOLE = (
     KVCacheSpecKind.SINK_FULL_ATTENTION,
     KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION,
 )
-"""Kinds of which every block is asked for."""
+"""Kinds that need every block."""
 WINDOWS = (KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 """Kinds that every tensor parallel rank holds whole."""
@@ -45,7 +46,7 @@ REPLICATED = (KVCacheSpecKind.MLA_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW_MLA)
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Of one group: its number in vLLM, its namespace, and what must be there of it. hashes_per_block: of vLLM's block hashes."""
+    """A group's number in vLLM, namespace and needed blocks. hashes_per_block: of vLLM's block hashes."""
 
     index: int
     spec: NamespaceSpec
@@ -55,7 +56,7 @@ class Space:
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """Tokens of a block."""
         return self.spec.tokens_per_block
 
     def blocks(self, hashes: Sequence[bytes], *, tokens: int) -> int:
@@ -63,17 +64,18 @@ class Space:
         return min(len(hashes) // self.hashes_per_block, tokens // self.tokens)
 
     def names(self, hashes: Sequence[bytes], *, tokens: int) -> tuple[bytes, ...]:
-        """vLLM's own names of these blocks: a block's is that of the last piece that vLLM hashed of it."""
+        """vLLM's names of these blocks. A block's name is the hash of its last hashed piece."""
         size = self.hashes_per_block
         return tuple(hashes[size - 1 : self.blocks(hashes, tokens=tokens) * size : size])
 
     def group(self, opened: OpenedNamespace, names: Sequence[bytes], *, ranks: tuple[int, ...]) -> Group:
-        """To be found or loaded; without hashes while there is no daemon."""
+        """Blocks to look up or load; without hashes while there is no daemon."""
         return Group(opened, opened.fold(names), ranks=ranks, need=self.need, need_tokens=self.need_tokens)
 
 
 def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = "") -> tuple[Space, ...]:
-    """One of each group of a KVCacheConfig. salt: more that divides. Raises Unsupported for what tierd does not keep."""
+    """One Space for each group of a KVCacheConfig. `salt` separates further. Raises Unsupported for
+    kinds that tierd does not store."""
     check_supported(config, kv)
     words = _words(config, kv, options) | {"salt": salt}
     return tuple(
@@ -82,12 +84,12 @@ def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = ""
 
 
 def stamped(names: Sequence[bytes], stamp: bytes) -> tuple[bytes, ...]:
-    """vLLM's names of blocks as tierd has them."""
+    """tierd's names of blocks, from vLLM's."""
     return tuple(name + stamp for name in names)
 
 
 def check_supported(config: Any, kv: Any) -> None:
-    """Raises Unsupported, before anything is stored, for what would not come back as it was."""
+    """Raises Unsupported, before anything is stored, if KV would not load back unchanged."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         raise Unsupported(
@@ -125,24 +127,26 @@ def is_replicated(kv: Any) -> bool:
 
 
 def is_kept_by_blocks(kv: Any) -> bool:
-    """Whether a request whose later blocks did not come can go on from its first ones: there is one group, and no window that has passed them."""
+    """Whether a request can continue from its first blocks if later ones fail to load: it has one
+    group and no sliding window."""
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in kv.kv_cache_groups]
     return len(kinds) == 1 and kinds[0] not in WINDOWS
 
 
 def step_tokens(spaces: Sequence[Space]) -> int:
-    """Tokens at whose multiples all groups' blocks end."""
+    """The least number of tokens at whose multiples all groups' blocks end."""
     return math.lcm(*(space.tokens for space in spaces))
 
 
 def tokens_of(request: Any, start: int, stop: int) -> tuple[int, ...]:
-    """Of a vLLM request, for routers; none where tokens alone do not say what a block holds, and a router that goes by them would be misled."""
+    """Tokens of a vLLM request, for routers. Empty if tokens alone do not determine a block's
+    content; they would mislead routers."""
     is_more = request.lora_request or request.cache_salt or request.mm_features or request.prompt_embeds is not None
     return () if is_more else tuple(request.all_token_ids[start:stop])
 
 
 def facts_of(config: Any, kv: Any, *, role: str, rank: int = 0) -> EngineFacts:
-    """What `tierctl engines` shows."""
+    """The facts that `tierctl engines` shows."""
     transfer, cache = config.kv_transfer_config, config.cache_config
     return EngineFacts(
         engine="vllm",
@@ -185,12 +189,12 @@ def _hash_tokens(config: Any, kv: Any) -> int:
 
 
 def _kept_longer(spec: Any) -> int:
-    """Tokens before its window that vLLM wants too: those which drafting computes again."""
+    """Tokens before its window that vLLM also needs: drafting computes them again."""
     return max(getattr(layer, "extra_retained_tokens", 0) for layer in iter_layer_specs(spec))
 
 
 def _words(config: Any, kv: Any, options: ConnectorOptions) -> dict[str, Any]:
-    """What else decides a block's bytes, or what its hash means."""
+    """Further facts that decide a block's bytes or the meaning of its hash."""
     return {
         "face": "TierdConnector",
         "layout": kv.kv_cache_layout,

@@ -1,7 +1,7 @@
-"""What the connector counts, for vLLM's logs and its Prometheus endpoint.
+"""The connector's counts, for vLLM's logs and its Prometheus endpoint.
 
-Purpose: sums of a step's counts over workers and steps. Non-purpose: counting (tierd.integrations.store). Invariant: names are those of COUNTERS, others
-are not shown.
+They are summed over workers and steps; tierd.integrations.store counts. Only names in COUNTERS are
+shown.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TierdStats(KVConnectorStats):
     """data: name of COUNTERS -> amount."""
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Clears the counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> TierdStats:
@@ -46,7 +46,7 @@ class TierdStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """As the log shows it."""
+        """The counts as the log shows them."""
         return {name: self.data[name] for name in COUNTERS if name in self.data}
 
     def is_empty(self) -> bool:
@@ -70,19 +70,19 @@ class TierdMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Adds what an engine's step counted."""
+        """Adds the counts of an engine's step."""
         for name, amount in transfer_stats_data.items():
             if name in self._counters and amount:
                 self._counters[name][engine_idx].inc(amount)
 
 
 def medium_of(tier: str) -> str:
-    """host or disk, of a tier's name."""
+    """host or disk, from a tier's name."""
     return "host" if tier.startswith(("host", "device")) else "disk"
 
 
 def sources_of(tokens: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by tier, as vLLM names sources; {} on a release that does not."""
+    """Tokens by tier, under vLLM's names of sources; {} on a release without them."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
     except ImportError:  # 0.31

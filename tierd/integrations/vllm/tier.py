@@ -1,9 +1,10 @@
-"""tierd beneath vLLM's own offloading: vLLM keeps GPU memory and pinned host memory, tierd has the rest.
+"""tierd beneath vLLM's own offloading of GPU memory to pinned host memory.
 
-Purpose: a SecondaryTierManager for TieringOffloadingSpec; one copy between vLLM's mapping and the daemon's pages, made by threads of the engine's process.
-Non-purpose: what is offloaded and when, how much of a match is taken (vLLM's OffloadingConnector decides). Invariants: no call of vLLM's waits for the daemon
-but drain_jobs and shutdown, which have a deadline; each job is reported once; a chunk that is reported as loaded holds what was stored under its key; after
-shutdown nothing refers to vLLM's mapping.
+It is a SecondaryTierManager for TieringOffloadingSpec. Threads of the engine's process copy once
+between vLLM's mapping and the daemon's pages. The OffloadingConnector of vLLM decides which blocks
+move, when, and how much of a match is used. Only drain_jobs and shutdown wait for the daemon, with
+a deadline. Each job is reported once. A chunk reported as loaded holds the bytes stored under its
+key. After shutdown nothing refers to vLLM's mapping.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.chunks import ChunkNames, Chunks, facts_of
 
 LOAD_BLOCKS = 64
-"""Chunks that are held at one time while they are copied."""
+"""Chunks held at a time while they are copied."""
 COUNTERS = {
     "lookups": "Lookups sent to tierd",
     "loaded_blocks": "Chunks loaded from tierd",
@@ -55,9 +56,10 @@ logger = init_logger(__name__)
 
 
 class TierOptions(Options):
-    """What stands beside `type` and `module_path` in an entry of secondary_tiers. enable_kv_events: tell of chunks stored (vLLM's own switch must be on too);
-    locality: what those events say of it; drain_timeout_s: how long a reset of the cache, and the end, wait for transfers. least_load_tokens is without
-    effect: vLLM claims the match."""
+    """Options beside `type` and `module_path` in an entry of secondary_tiers. enable_kv_events:
+    report stored chunks, if vLLM's own switch is on too. locality: of those events.
+    drain_timeout_s: how long a cache reset and the shutdown wait for transfers.
+    least_load_tokens has no effect: vLLM claims the match."""
 
     enable_kv_events: bool = False
     locality: Literal["LOCAL", "REMOTE"] | None = "LOCAL"
@@ -65,7 +67,7 @@ class TierOptions(Options):
 
 
 class ChunkLookups(AsyncLookupManager):
-    """Lookups that are on their way, one call to the daemon for all that a request asks in a step."""
+    """Lookups in flight, one call to the daemon for all of a request's keys in a step."""
 
     def __init__(self, present: Callable[[Sequence[OffloadKey]], list[bool]], tier_type: str) -> None:
         self._present = present
@@ -76,14 +78,15 @@ class ChunkLookups(AsyncLookupManager):
         return self._present(keys)
 
     def mark_miss(self, keys: Collection[OffloadKey]) -> None:
-        """Keys that could not be loaded; a newer lookup of one that is still on its way stands (before 0.33 vLLM would trip over it)."""
+        """Marks failed keys, except those with a newer lookup in flight (vLLM before 0.33 fails on it)."""
         states = ((key, self._lookup_state.get(key)) for key in keys)
         super().mark_miss([key for key, state in states if state and state.phase is LookupPhase.RESOLVED])
 
 
 class TierdTier(SecondaryTierManager):
-    """`{"type": "TierdTier", "module_path": "tierd.integrations.vllm", "target": ...}`. Raises ConfigError, Unsupported while the engine starts; later nothing
-    but Unavailable from `shutdown`, when a transfer would not end and vLLM must keep the mapping."""
+    """`{"type": "TierdTier", "module_path": "tierd.integrations.vllm", "target": ...}`. At start it
+    raises ConfigError, Unsupported; later only `shutdown` raises Unavailable, if a transfer does
+    not end and vLLM must keep the mapping."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -110,7 +113,7 @@ class TierdTier(SecondaryTierManager):
         self._told: Counter[str] = Counter()
         self._events: list[OffloadingEvent] | None = [] if self._wants_events() else None
 
-    # -- what vLLM asks of a tier
+    # -- the interface of a tier in vLLM
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Chunks as they come."""
@@ -124,7 +127,7 @@ class TierdTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Sends what was asked in this step."""
+        """Sends the step's lookups."""
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -132,39 +135,40 @@ class TierdTier(SecondaryTierManager):
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Takes the job, or drops it if too many wait."""
+        """Accepts the job, or drops it if too many wait."""
         self._submit(self._saves, job_metadata, self._save)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Takes the job, or reports it as a miss if too many wait."""
+        """Accepts the job, or reports it as a miss if too many wait."""
         self._submit(self._loads, job_metadata, self._load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """What has ended since the last call."""
+        """Jobs that have ended since the last call."""
         refused, self._refused = self._refused, []
         ended = [*self._loads.finished(), *self._saves.finished()]
         return [*(self._result(job, (), None) for job in refused), *(self._outcome(one) for one in ended)]
 
     def has_pending_work(self) -> bool:
-        """Whether jobs fly."""
+        """Whether jobs are in flight."""
         return bool(self._jobs)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Chunks stored by this engine; tierd's own events (`Client.watch`) tell what it removes."""
+        """Chunks stored by this engine. tierd's own events (`Client.watch`) report removals."""
         taken: list[OffloadingEvent] = self._events or []
         if taken:
             self._events = []
         return taken
 
     def drain_jobs(self) -> None:
-        """Waits until no job flies; those that have not begun after drain_timeout_s end at once."""
+        """Waits until no job is in flight; jobs not begun after half of drain_timeout_s end at once."""
         if not self._drained():
             logger.error(
                 "tierd: transfers did not end in %s s; vLLM cannot reset its cache", self._options.drain_timeout_s
             )
 
     def shutdown(self) -> None:
-        """Ends what flies and lets go of vLLM's mapping. Raises Unavailable if a transfer would not end: then the mapping must stay."""
+        """Ends jobs in flight and releases vLLM's mapping. Raises Unavailable if a transfer does
+        not end: then the mapping must stay."""
         ended = self._drained()
         self._hurry.set()
         self._lookups.shutdown()
@@ -178,7 +182,7 @@ class TierdTier(SecondaryTierManager):
         self._rows = self._primary_kv_view = None
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What was counted since the last call."""
+        """Counts since the last call."""
         counts = Counter({name: self._store.counts[name] for name in COUNTERS} | {"refused_jobs": self._refusals})
         stats = OffloadingConnectorStats()
         for name, amount in (counts - self._told).items():
@@ -205,7 +209,7 @@ class TierdTier(SecondaryTierManager):
         return [present[key] for key in keys]
 
     def _load(self, chunks: Chunks) -> list[OffloadKey]:
-        """The keys that were loaded: of each group those before the first that was not."""
+        """The loaded keys: of each group those before the first failure."""
         rows = dict(zip(chunks.keys, chunks.rows, strict=True))
         loaded: list[OffloadKey] = []
         for group, members in _by_group(chunks.keys).items():
@@ -267,7 +271,7 @@ class TierdTier(SecondaryTierManager):
         return JobResult(job_id, is_whole, some, seconds, len(done) * self.block_size_bytes)
 
     def _drained(self) -> bool:
-        """Half of the time for everything, half for what has begun."""
+        """Half of the time is for all jobs, half for jobs that have begun."""
         for hurry in (False, True):
             if hurry:
                 self._hurry.set()

@@ -1,8 +1,8 @@
-"""The connector in vLLM's workers: KV bytes between vLLM's blocks and tierd's pages.
+"""The connector in vLLM's workers: copies KV between vLLM's blocks and tierd's pages.
 
-Purpose: carries out Orders in threads. Non-purpose: deciding what. Invariants: nothing here waits for the daemon but shutdown, which has a deadline; an engine
-with nothing else to do waits load_grace_s a step for loads; each load is reported once, with every block that does not hold what it should; each save is
-reported once, when its blocks are no longer read.
+Threads carry out Orders; the scheduler decides. Only shutdown waits for the daemon, with a
+deadline. An idle engine waits load_grace_s a step for loads. Each load is reported once, with every
+block that it failed to fill. Each save is reported once, when its blocks are no longer read.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from tierd.integrations.vllm.spaces import (
 )
 
 END_S = 10.0
-"""What a shutdown waits for transfers in flight."""
+"""Seconds that a shutdown waits for transfers in flight."""
 SAVE_GRACE_S = 0.001
-"""The same for saves, for which nobody waits."""
+"""As load_grace_s, for saves, which no request waits for."""
 
 
 @dataclass
 class Ended:
-    """Loads since the last report. requests: all; failed: those of them that miss blocks and begin anew; blocks: the missing ones of the others, which go on before
-    them."""
+    """Loads since the last report.
+
+    requests: all. failed: those that miss blocks and start over.
+    blocks: missing blocks of the others, which continue before them.
+    """
 
     requests: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -68,11 +71,12 @@ class WorkerSide:
         self._is_idle = False
 
     def register(self, caches: Any) -> None:
-        """vLLM's KV memory, by layer."""
+        """Takes vLLM's KV memory, by layer."""
         self._memory = KVMemory(caches, self._kv)
 
     def begin_loads(self, orders: Orders) -> None:
-        """The step's loads, in threads, into blocks that steps which the device has not come to the end of may still read for who had them before."""
+        """Starts the step's loads in threads. Unfinished device steps may still read the target
+        blocks for their previous owners."""
         self._is_idle = orders.is_idle
         ready = self._so_far() if orders.loads else None
         for load in orders.loads:
@@ -80,7 +84,7 @@ class WorkerSide:
                 self._refused.append(load)
 
     def begin_saves(self, orders: Orders) -> None:
-        """The step's KV is written, or will be once the device has come so far."""
+        """Starts saves of the step's KV, which the device may still be writing."""
         ready = self._so_far() if orders.saves else None
         for save in orders.saves:
             work = partial(self._save, orders.spaces[save.group], save, ready)
@@ -88,7 +92,7 @@ class WorkerSide:
                 self._saved.append(save.number)
 
     def take_loads(self) -> Ended:
-        """What has ended; waits a little if there is nothing else to do."""
+        """Loads that have ended; an idle engine waits briefly."""
         if self._is_idle and not self._refused:
             self._rest()
         ended = Ended()
@@ -100,17 +104,17 @@ class WorkerSide:
         return ended
 
     def take_saves(self) -> Done | None:
-        """Numbers of saves that have ended, well or not."""
+        """Numbers of saves that have ended, successful or not."""
         numbers = self._saved + [outcome.key for outcome in self._saving.finished()]
         self._saved = []
         return Done(dict.fromkeys(numbers, 1)) if numbers else None
 
     def take_counts(self) -> Counter[str]:
-        """Since the last time."""
+        """Counts since the last call."""
         return self._store.take_counts()
 
     def close(self) -> None:
-        """Lets transfers end, then the session."""
+        """Waits for transfers, then ends the session."""
         self._loading.close(timeout_s=END_S)
         self._saving.close(timeout_s=END_S)
         self._store.close()
@@ -157,20 +161,22 @@ class WorkerSide:
         return self._memory.pieces(group, block)
 
     def _so_far(self) -> Any:
-        """An event after all that the device has been given so far; None where KV memory is not a device's."""
+        """An event after all work given to the device so far; None if KV memory is on the host."""
         return _now() if self._memory and self._memory.is_on_device else None
 
     # -- reports
 
     def _rest(self) -> None:
-        """A step that computes nothing is the last one for a while if nothing ends: vLLM asks again at once, and would take the interpreter from the threads."""
+        """Waits in an idle step until a transfer ends. vLLM would call again at once and take the
+        interpreter from the threads."""
         if self._loading.unfinished:
             self._loading.await_any(timeout_s=self._options.load_grace_s)
         elif self._saving.unfinished:
             self._saving.await_any(timeout_s=min(SAVE_GRACE_S, self._options.load_grace_s))
 
     def _note(self, ended: Ended, load: Load, missing: Sequence[int]) -> None:
-        """vLLM takes blocks that are bad only where they are of one group, and would go on before them; where that cannot be, the whole request is."""
+        """Reports missing blocks. vLLM accepts single bad blocks only for one group and continues
+        before them; otherwise the whole request fails."""
         ended.requests.add(load.request)
         if missing and not self._is_kept_by_blocks:
             ended.failed.add(load.request)
@@ -179,7 +185,7 @@ class WorkerSide:
 
 
 def _missing(part: GroupLoad, loaded: Loaded, group: int) -> list[int]:
-    """Wanted blocks outside of what was copied and is good."""
+    """Wanted blocks that were not copied or are not good."""
     good = loaded.good[group] if group < len(loaded.good) else 0
     first = loaded.first[group] if group < len(loaded.first) else 0
     return [
@@ -192,7 +198,7 @@ def _all_of(load: Load) -> list[int]:
 
 
 def _now() -> Any:
-    """An event of the device's current stream, on which the engine computes, after all that was begun."""
+    """An event on the device's current stream, where the engine computes, after all started work."""
     import torch  # noqa: PLC0415
 
     event = torch.cuda.Event()
