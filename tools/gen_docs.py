@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -352,8 +352,7 @@ def _of_member(name: str, thing: Any) -> Iterator[str]:
     yield from _signature(name, _of_source(getattr(thing, "__func__", thing)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """As it stands in the source: parameters without self, what comes back, whether it is awaited."""
 
     parameters: list[str]

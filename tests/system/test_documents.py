@@ -55,11 +55,16 @@ def test_a_page_is_typed_as_it_stands(page: str, place: Path) -> None:
     (place / "default.toml").write_text(DEFAULT, encoding="utf-8")
     own = {"TIERD_RUNTIME_DIR": str(place / "run"), "TIERD_STATE_DIR": str(place / "state"), "PYTHONPATH": str(ROOT)}
     own["TIERD_CONFIG"] = str(place / "default.toml")
-    instead = {name: str(place / name[1:]) for name in ("/etc/tierd", "/mnt", "/tmp")}
-    with Shell(str(place / "run"), instead | {port: str(free_port()) for port in PORTS}, **own) as shell:
-        (place / "tmp").mkdir()
-        type_all(shell, blocks)
-    purge(own | {"TIERD_CONFIG": str(written)} if (written := place / "etc/tierd/tierd.toml").exists() else own)
+    instead = {
+        name: str(place / name[1:]) for name in ("/tmp", "/etc/tierd", "/mnt")
+    }  # in this order: the others get a /tmp
+    try:
+        with Shell(str(place / "run"), instead | {port: str(free_port()) for port in PORTS}, **own) as shell:
+            (place / "tmp").mkdir()
+            type_all(shell, blocks)
+    finally:
+        written = place / "etc/tierd/tierd.toml"
+        purge(own | {"TIERD_CONFIG": str(written)} if written.exists() else own)
 
 
 def type_all(shell: Shell, blocks: list[Block]) -> None:
