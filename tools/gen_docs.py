@@ -217,10 +217,22 @@ _EVERYWHERE = ("target", "as_json")
 
 def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    value = "" if option.is_flag else f" {option.make_metavar(context)}"
     default = option.get_default(context)
     is_plain = isinstance(default, str | int | float) and not isinstance(default, bool | enum.Enum)
-    return f"{names}{value}", f"`{default}`" if is_plain and default != "" else "", option.help or ""
+    return f"{names}{_value_of(option)}", f"`{default}`" if is_plain and default != "" else "", option.help or ""
+
+
+def _value_of(option: click.Option) -> str:
+    """What follows the option's name: a word, choices, or a number and its range."""
+    kind = option.type
+    if option.is_flag:
+        return ""
+    if isinstance(kind, click.Choice):
+        return f" {', '.join(f'`{choice}`' for choice in kind.choices)}"
+    if not isinstance(kind, click.IntRange | click.FloatRange):
+        return f" {option.metavar or kind.name.upper()}"
+    least = "" if kind.min is None else f", {'more than ' if kind.min_open else 'from '}{kind.min}"
+    return f" NUMBER{least}{'' if kind.max is None else f' to {kind.max}'}"
 
 
 def _prose(paragraphs: Sequence[str], *, width: int = WIDTH) -> Iterator[str]:
