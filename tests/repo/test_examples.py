@@ -40,7 +40,9 @@ def test_pages_are_run_or_say_that_they_are_not(page: str) -> None:
         return  # signatures and usage, generated
     assert not OTHER_SHELLS & {language for language, _ in FENCE.findall((ROOT / page).read_text(encoding="utf-8"))}
     for block in page_blocks(page):
-        assert block.is_run or block.script.removeprefix(NOT_RUN).partition("\n")[0].strip(), page
+        reason = "" if block.is_run else block.script.removeprefix(NOT_RUN).partition("\n")[0].strip()
+        assert block.is_run or reason, page
+        assert all((ROOT / test).is_file() for test in re.findall(r"tests/\S+\.py", reason)), page
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "connector"), (1, "tier")])
