@@ -22,6 +22,7 @@ PAGES = [
     for page in (path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))
     if "/reference/" not in page and any(block.is_run for block in page_blocks(page))
 ]
+pytestmark = pytest.mark.timeout(600)
 PORTS = ("9440", "9441")
 SERVES = "tierd serve"
 DEFAULT = '[[nvme]]\ncapacity = "4 GiB"\nzero_ahead = false\n'
@@ -69,7 +70,7 @@ def test_a_page_is_typed_as_it_stands(page: str, place: Path) -> None:
 
 def type_all(shell: Shell, blocks: list[Block]) -> None:
     for block in blocks:
-        said = shell.run(block, timeout_s=60.0)
+        said = shell.run(block, timeout_s=120.0)
         assert not block.says or is_said(block, said), f"{block}: the page shows\n{block.says}\nand it printed\n{said}"
 
 
