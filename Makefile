@@ -14,7 +14,7 @@ SPREAD_AT_NIGHT := -n $(or $(WORKERS),$(shell echo $$(($$(nproc) + 2)))) --dist 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench coverage mutate mutate-kernels nightly figures weekly gpu proto reference clean
+.PHONY: help demo test lint format bench coverage mutate mutate-kernels nightly figures weekly gpu proto reference docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {split($$1, name, ":"); printf "make %-14s %s\n", name[1], $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,15 @@ proto: .venv/.dev ## the stubs in tierd/_proto from proto/
 
 reference: .venv/.base ## configs/reference.toml from tierd/settings.py
 	$(BIN)/python tools/gen_reference.py
+
+.venv/.docs: .venv/.base
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]' || \
+		{ echo "make docs: Sphinx, MyST and furo cannot be installed here; deploy/docs reads without them" >&2; exit 1; }
+	touch $@
+
+docs: .venv/.docs ## deploy/docs/reference from the code, and all pages as HTML in build/docs
+	$(BIN)/python tools/gen_docs.py
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --builder html deploy/docs build/docs
 
 # --- long checks: SCALE=0.1 makes them short; figures go to build/figures.jsonl ------------------
 

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = "# not run: "
 SHELLS = ("sh", "console")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+END = "END_OF_THE_FENCE"
 POLL_S, END_S = 0.2, 60.0
 
 
@@ -55,6 +56,28 @@ def shell_blocks(document: str) -> list[Block]:
         for (language, text), (kind, says) in pairwise([*found, ("-", "")])
         if language in SHELLS
     ]
+
+
+def page_blocks(document: str) -> list[Block]:
+    """The same of a page whose examples are files too: Python is run, and TOML whose first line is `# /its/path` is written."""
+    found = FENCE.findall((ROOT / document).read_text(encoding="utf-8"))
+    blocks = []
+    for (language, text), (kind, says) in pairwise([*found, ("-", "")]):
+        if (script := _typed_as(language, text)) is not None:
+            blocks.append(Block(script, says if not kind else ""))
+    return blocks
+
+
+def _typed_as(language: str, text: str) -> str | None:
+    """What a shell is told for it; None: nothing."""
+    if language in SHELLS:
+        return re.sub(r"^\$ ", "", text, flags=re.MULTILINE)
+    if language == "python":
+        return text if text.startswith(NOT_RUN) else f"python - <<'{END}'\n{text}{END}\n"
+    path = re.match(r"# (/\S+)\n", text)
+    if language == "toml" and path:
+        return f"mkdir -p {Path(path[1]).parent}\ncat > {path[1]} <<'{END}'\n{text}{END}\n"
+    return None
 
 
 def run_blocks(document: str) -> list[Block]:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.documented import FENCE, NOT_RUN, ROOT, shell_blocks
+from tests.engines.documented import FENCE, NOT_RUN, ROOT, page_blocks, shell_blocks
 
 FOLDERS = ("deploy/examples", "tierd/integrations")
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*/README.md"))
 ]
+PAGES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "deploy" / "docs").rglob("*.md"))]
 OTHER_SHELLS = {"bash", "shell", "zsh", "shell-session", "powershell"}
 
 
@@ -30,6 +31,18 @@ def test_commands_are_run_or_say_that_they_are_not(document: str) -> None:
     tests = [path for kind in ("engines", "system") for path in (ROOT / "tests" / kind).rglob("test_*.py")]
     names = [path.name for path in tests if f'"{document}"' in path.read_text(encoding="utf-8")]
     assert names or not any(block.is_run for block in blocks), f"no test names {document}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_run_or_say_that_they_are_not(page: str) -> None:
+    """Each block of commands and of Python in deploy/docs is run by tests/system/test_documents.py, or says why no test runs it."""
+    if page.startswith("deploy/docs/reference/"):
+        return  # signatures and usage, generated
+    assert not OTHER_SHELLS & {language for language, _ in FENCE.findall((ROOT / page).read_text(encoding="utf-8"))}
+    for block in page_blocks(page):
+        reason = "" if block.is_run else block.script.removeprefix(NOT_RUN).partition("\n")[0].strip()
+        assert block.is_run or reason, page
+        assert all((ROOT / test).is_file() for test in re.findall(r"tests/\S+\.py", reason)), page
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "connector"), (1, "tier")])

@@ -107,11 +107,3 @@ def test_versions_agree() -> None:
     heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert heading
     assert heading[1] == version == tierd.__version__
-
-
-@pytest.mark.parametrize("name", ["README.md", "tierd/README.md", "deploy/README.md"])
-def test_links_between_files_lead_somewhere(name: str) -> None:
-    """Every relative link in the main documents names a file or folder that exists."""
-    path = ROOT / name
-    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
-    assert [link for link in links if not (path.parent / link).exists()] == []

@@ -72,7 +72,7 @@ def documents() -> list[Path]:
     kinds = ("*.md", "*.toml", "*.service", "Containerfile", "Dockerfile")
     found = [
         path
-        for folder in ("tierd", "configs", "deploy", "tests", "cuda")
+        for folder in ("tierd", "configs", "deploy", "tests", "cuda", "tools")
         for kind in kinds
         for path in (ROOT / folder).rglob(kind)
     ]

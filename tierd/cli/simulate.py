@@ -159,13 +159,8 @@ def tiers_of_each(
     ]
 
 
-<<<<<<< HEAD
 def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Scenario]:
-    """Every trace in its tiers under every policy. Raises InvalidArgument for more than anybody waits for."""
-=======
-def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Run]:
     """Every trace in its tiers under every policy. Raises InvalidArgument for more than RUN_LIMIT runs."""
->>>>>>> c1acdbb7ea85da9599de3c70ced2a018e8d5da62
     if sum(map(len, tiers)) * len(choices) * len(writes) > RUN_LIMIT:
         raise InvalidArgument(f"simulate: more than {RUN_LIMIT} runs; leave out some sizes or policies")
     return [
@@ -188,13 +183,8 @@ def checked_plot(path: Path) -> Path:
     return path
 
 
-<<<<<<< HEAD
 def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> None:
-    """Draws the curves. Raises InvalidArgument where the file cannot be written."""
-=======
-def write_plot(path: Path, runs: Sequence[Run], rows: Sequence[Row]) -> None:
     """Draws the curves. Raises InvalidArgument if the file cannot be written."""
->>>>>>> c1acdbb7ea85da9599de3c70ced2a018e8d5da62
     panels = panels_of(runs, rows)
     try:
         if path.suffix == ".html":

@@ -53,13 +53,8 @@ class Gather:
         """Call it after all copies have ended."""
         self._ends.close()
 
-<<<<<<< HEAD
     def _launch(self, told: KernelColumns, count: int, stream: Any) -> None:
-        """Raises TierFailed whatever the driver says, for it is no fault of the caller's."""
-=======
-    def _launch(self, told: Told, count: int, stream: Any) -> None:
         """Raises TierFailed for any error of the driver, since the caller is not at fault."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         to, of, lengths = (told.buffer(name, count) for name in ROW.names or ())
         try:
             copy_runs(self._device.kernels.into(stream), to, of, lengths=lengths)

@@ -1,10 +1,6 @@
 """Parameters and results of kernels: columns of host memory that the GPU reads and writes in place.
 
-<<<<<<< HEAD
-Purpose: `KernelColumns`. Non-purpose: when a kernel has ended, which is the lane's to say. Invariants: a column stays where it is; columns lie one behind the other in the order of their
-=======
 The lane knows when a kernel has ended. Columns do not move. They are adjacent in the order of their
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 dtype, the widest numbers first, so that each is aligned.
 """
 
@@ -23,13 +19,8 @@ KINDS = {8: "u64", 4: "u32"}
 """Names in kernels."""
 
 
-<<<<<<< HEAD
 class KernelColumns:
-    """rows of a structured dtype of u8 and u4, by columns. Not shared by calls that are under way at one time."""
-=======
-class Told:
     """rows of a structured dtype of u8 and u4, by columns. Calls in flight do not share it."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     def __init__(self, device: Device, dtype: np.dtype[Any], rows: int) -> None:
         """Raises Overloaded."""

@@ -57,13 +57,8 @@ class FoundSegment:
 
 
 @dataclass(frozen=True, slots=True)
-<<<<<<< HEAD
 class Recovered:
-    """segments: kept. highest_segment, highest_generation: of all that was read, kept or not. dropped: why, for people."""
-=======
-class Found:
     """segments: kept. highest_*: of all that were read. dropped: reasons, for people."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     segments: list[FoundSegment]
     highest_segment: int
@@ -71,13 +66,8 @@ class Found:
     dropped: list[str]
 
 
-<<<<<<< HEAD
 def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Recovered:
-    """Read every catalogue, keep what fits the tier, remove the files of the rest. Raises VersionMismatch, OSError."""
-=======
-def recover(tables: Path, data: DataFiles, *, spec: TierSpec, position: int, store: bytes) -> Found:
     """Keep segments that fit, remove other files. Raises VersionMismatch, OSError."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
     catalogues, dropped = _read_catalogues(tables, spec=spec, store=store)
     survivors = {segment: catalogue.survivors() for segment, catalogue in catalogues.items()}
     placed = _place(catalogues, survivors, places=spec.capacity_bytes // spec.segment_bytes)

@@ -67,13 +67,8 @@ class SegmentSupply(Protocol[Given_co]):
 
 
 @dataclass(slots=True)
-<<<<<<< HEAD
 class ArenaSegment(Generic[Memory]):
-    """A segment in use. memory, catalogue: None until there, or for good when fault says why. found: from a former daemon's life."""
-=======
-class Segment(Generic[Memory]):
     """A segment in use. memory, catalogue: None until ready, or with a fault. found: recovered."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     assignment: SegmentAssignment
     catalogue: Catalogue | None = None
@@ -244,13 +239,8 @@ class SegmentBooks(Generic[Memory]):
             raise TierFailed(f"{self.spec.name}: segment {segment} is not prepared {found.fault}")
         return found.memory
 
-<<<<<<< HEAD
     def _rows(self, extents: StructArray) -> Iterator[tuple[ArenaSegment[Memory], NDArray[np.intp]]]:
-        """The rows that lie in this tier, by segment; those of unknown segments are passed over."""
-=======
-    def _rows(self, extents: StructArray) -> Iterator[tuple[Segment[Memory], NDArray[np.intp]]]:
         """The rows in this tier, by segment; rows of unknown segments are skipped."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         mine, segments = extents["tier"] == self.position, extents["segment"]
         for segment_id in kinds(segments if every(mine) else segments[mine]):
             segment = self._segments.get(segment_id)
@@ -258,13 +248,8 @@ class SegmentBooks(Generic[Memory]):
                 yield segment, true_rows(mine & (segments == segment_id))
 
     def _begin(self, assignment: SegmentAssignment) -> None:
-<<<<<<< HEAD
-        """A segment begins a life. What cannot be done now (no spare memory) is left to `prepare`."""
-        segment: ArenaSegment[Memory] = ArenaSegment(replace(assignment, replaces=None, fresh=False))
-=======
         """Begin a segment. If there is no spare memory, `prepare` makes it later."""
-        segment: Segment[Memory] = Segment(replace(assignment, replaces=None, fresh=False))
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
+        segment: ArenaSegment[Memory] = ArenaSegment(replace(assignment, replaces=None, fresh=False))
         with self._turn:  # from here on no thread gives the old one memory
             old = self._segments.pop(assignment.replaces, None) if assignment.replaces is not None else None
         self._segments[assignment.segment] = segment
@@ -278,13 +263,8 @@ class SegmentBooks(Generic[Memory]):
         except OSError as error:
             segment.fault, segment.error = f"because it could not begin: {error}", error
 
-<<<<<<< HEAD
     def _succeed(self, old: ArenaSegment[Memory], new: ArenaSegment[Memory], *, fresh: bool) -> None:
-        """End the old life: its words, its catalogue, then its memory, which the new life inherits if it may."""
-=======
-    def _succeed(self, old: Segment[Memory], new: Segment[Memory], *, fresh: bool) -> None:
         """End the old segment: words, catalogue, then memory, which the new one inherits if it may."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         if old.catalogue is not None:
             old.catalogue.retract_all()
         with contextlib.suppress(OSError):  # a file that remains has no valid page, and the next start removes it
@@ -341,13 +321,8 @@ class SegmentBooks(Generic[Memory]):
                 f"{self.spec.name}: segment {name} cannot be allocated in {self.place}: {error}"
             ) from error
 
-<<<<<<< HEAD
     def _give(self, segment: ArenaSegment[Memory], memory: Memory) -> None:
-        """Memory that was made for a segment: of one whose life has ended meanwhile nobody else would give it up."""
-=======
-    def _give(self, segment: Segment[Memory], memory: Memory) -> None:
         """Hand memory to the segment it was made for; discard it if that segment ended meanwhile."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         name = segment.assignment.segment
         with self._turn:
             is_alive = self._segments.get(name) is segment

@@ -269,13 +269,8 @@ class NvmeStore:
             more_at_most=len(index.metas) + (index.filed.count if index.filed else 0),
         )
 
-<<<<<<< HEAD
     def _found(self, index: StoredIndex) -> Iterator[Callable[[], FoundBlocks]]:
-        """What the index tells, some blocks at a time."""
-=======
-    def _found(self, index: StoredIndex) -> Iterator[Callable[[], Found]]:
         """Blocks of the index, some at a time."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         try:
             for sift in unsifted(index):
                 failpoint("nvme.load.before_piece")

@@ -207,40 +207,24 @@ def matches(found: StructArray, metas: StructArray, extents: StructArray, *, sto
 
 
 @dataclass(frozen=True, slots=True)
-<<<<<<< HEAD
 class SlotRun:
-    """Slots of one segment side by side, moved in one call. rows: which of the batch, in the order of their offsets."""
-=======
-class Run:
     """Adjacent slots of one segment, moved in one call. rows: in the batch, by offset."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
 
     segment: int
     class_bytes: int
     offset: int
     rows: tuple[int, ...]
 
-<<<<<<< HEAD
     def only(self, row: int) -> SlotRun:
-        """The slot of one of its rows."""
-=======
-    def only(self, row: int) -> Run:
         """The run of only one of its rows."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
         place = self.rows.index(row)
         return SlotRun(self.segment, self.class_bytes, self.offset + place * self.class_bytes, (row,))
 
 
-<<<<<<< HEAD
 def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[SlotRun]:
-    """Cuts a batch into runs of so many bytes at most, or of one slot. extents: EXTENT [n] with slots' offsets; class_bytes: of each one's segment, header included."""
-    runs: list[SlotRun] = []
-=======
-def join_runs(extents: StructArray, *, class_bytes: Sequence[int], most_bytes: int) -> list[Run]:
     """Cut a batch into runs of at most most_bytes, or of one slot. extents: EXTENT [n] with slots'
     offsets; class_bytes: of each row's segment, header included."""
-    runs: list[Run] = []
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
+    runs: list[SlotRun] = []
     offsets, segments = extents["offset"].tolist(), extents["segment"].tolist()
     rows: list[int] = []
     for row in np.lexsort((extents["offset"], extents["segment"])).tolist():
@@ -279,13 +263,8 @@ def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> lis
     return [view[:length] for view, length in zip(views, whole, strict=True)]
 
 
-<<<<<<< HEAD
 def vector(run: SlotRun, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
-    """Header, page, filler up to the next slot, header, ...: buffers of one call. headers, pages: of the batch."""
-=======
-def vector(run: Run, headers: Headers, pages: Sequence[memoryview], *, filler: memoryview) -> list[memoryview]:
     """Header, page, filler to the next slot, header, ...: buffers of one call, from the batch."""
->>>>>>> 7cf4ff2e4889095a0a470f3181e7cccf17fba5d6
     heads = headers.data.cast("B")
     buffers = list[memoryview]()
     for row in run.rows:
