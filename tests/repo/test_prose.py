@@ -32,6 +32,7 @@ PENDING = (
     "tierd/settings.py",
     "tierd/tcp/",
     "tierd/units.py",
+    "tierd/cli/",
     "tierd/kernels/",
     "tierd/policies/",
     "tools/",

@@ -162,8 +162,8 @@ class Acquisition:
 
     lease: 0 if nothing can be served; the plan is then empty, or has transfers planned on the way.
     tokens: servable if every transfer succeeds. tier_tokens: as in LookupResult. question: to
-    repeat. whole: False if more is held than could be brought near now. shut: shut tiers hold blocks of it.
-    served: the answer of `settle`, if there is nothing to wait for.
+    repeat. whole: False if more is held than could be brought near now. shut: shut tiers hold
+    blocks of it. served: the answer of `settle`, if there is nothing to wait for.
     """
 
     lease: int
