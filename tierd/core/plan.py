@@ -161,9 +161,10 @@ class Acquisition:
     there is nothing to run).
 
     lease: 0 if nothing can be served; the plan is then empty, or has transfers planned on the way.
-    tokens: servable if every transfer succeeds. tier_tokens: as in LookupResult. question: to
-    repeat. whole: False if more is held than could be brought near now. shut: shut tiers hold
-    blocks of it. served: the answer of `settle`, if there is nothing to wait for.
+    tokens: servable if every transfer succeeds. tier_tokens: as in LookupResult.
+    question: to repeat.
+    whole: False if more is held than could be brought near now. shut: shut tiers hold blocks.
+    served: the answer of `settle`, if there is nothing to wait for.
     """
 
     lease: int
