@@ -1,4 +1,5 @@
-"""What the policy `reuse-index` knows: what was asked for (traffic, ghosts) and what that makes blocks worth (learner)."""
+"""The learning of `reuse-index`: past requests (traffic, ghosts) and what blocks are worth
+(learner)."""
 
 from tierd.policies.reuse.traffic import Traffic
 
