@@ -39,7 +39,6 @@ PENDING = (
     "tierd/integrations/",
     "tierd/kernels/",
     "tierd/native/",
-    "tierd/policies/",
     "tierd/server/",
     "tierd/simulator/",
     "tierd/testing/",
