@@ -27,7 +27,7 @@ _NAMESPACE_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 class Gate:
     """The base of all admission policies: they override `worth`, some also `paid`.
 
-    spec: of the tier; blocks: the core's; chance: of another use, for policies that read it.
+    spec: of the tier. chance: of another use, for policies that read it.
     """
 
     def __init__(self, spec: TierSpec, blocks: Blocks, chance: Chance | None = None) -> None:

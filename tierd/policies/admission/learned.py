@@ -132,10 +132,8 @@ class Learned(Gate):
         return True
 
     def _cost_before(self, block: int) -> float:
-        """Bytes to pay for the blocks before this one.
-
-        The cost of every block on the way is kept: a chain that cannot be paid is walked once.
-        """
+        """Bytes to pay for the blocks before this one. The cost of every block on the way is kept:
+        a chain that cannot be paid is walked once."""
         before = self._missing_before(block, known=self._costs)
         if len(before) >= BEFORE_LIMIT:
             self._costs |= dict.fromkeys(before[: BEFORE_LIMIT // 2].tolist(), math.inf)
@@ -151,10 +149,8 @@ class Learned(Gate):
         return cost
 
     def _missing_before(self, block: int, known: Container[int] = ()) -> Ids:
-        """The blocks that must be written before this one is of use, each once.
-
-        It ends at a block that is known or stored, and after BEFORE_LIMIT. Parents may be cyclic.
-        """
+        """The blocks that must be written before this one is of use, each once. It ends at a block
+        that is known or stored, and after BEFORE_LIMIT. Parents may be cyclic."""
         parent, kept = self._blocks.parent.data, self._blocks.kept.data
         above, found = parent[block], dict.fromkeys((block,))
         while above >= 0 and not kept[above] and above not in found and above not in known:

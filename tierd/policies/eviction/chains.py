@@ -21,11 +21,8 @@ Levels = NDArray[np.uint8]
 
 
 class Uses:
-    """Which touches are uses by a request.
-
-    The core also touches blocks that precede new ones, to keep the order. `Blocks.hits` counts only
-    requests, and does so before policies are called.
-    """
+    """Which touches are uses by a request. The core also touches blocks that precede new ones, to
+    keep the order. `Blocks.hits` counts only requests, and does so before policies are called."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -70,10 +67,8 @@ class Lift:
 
 
 def along(values: NDArray[Number], ids: Ids, blocks: Blocks) -> NDArray[Number]:
-    """For each block, deepest first, the greatest value of it and those after it in `ids`.
-
-    Chains of several namespaces may alternate.
-    """
+    """For each block, deepest first, the greatest value of it and those after it in `ids`. Chains
+    of several namespaces may alternate."""
     spaces = blocks.namespace[ids]
     if (spaces == spaces[:1]).all():
         return _along(values, ids, blocks)

@@ -128,10 +128,8 @@ class UseOrder:
         return np.concatenate(found)
 
     def walk(self, stamps: Stamps, step: int = _SCAN_ENTRIES) -> Iterator[Ids]:
-        """All alive blocks, oldest first, in parts that grow from `step` entries.
-
-        The log must not change meanwhile.
-        """
+        """All alive blocks, oldest first, in parts that grow from `step` entries. The log must not
+        change meanwhile."""
         self._drop_dead_front(stamps)
         for piece in self._pieces:
             at = piece.head

@@ -97,10 +97,8 @@ class PrefixSeparation:
         yield from part(self._queues.walk(SHARED), above)
 
     def _branches(self, blocks: Ids) -> Levels:
-        """1 for each full block whose parent has another full child, else 0.
-
-        Remembers the first that follows each.
-        """
+        """1 for each full block whose parent has another full child, else 0. Remembers the first
+        that follows each."""
         parents, tokens = self._blocks.parent[blocks], self._blocks.tokens
         out = np.zeros(len(blocks), dtype=np.uint8)
         full = np.flatnonzero((parents >= 0) & (tokens[blocks] >= tokens[parents]))

@@ -16,10 +16,8 @@ from tierd.policies.eviction.order import Stamps, UseOrder, grown, stamped
 
 
 class Queues:
-    """queue: by block id, the number of its queue, while `stamps` is not 0.
-
-    sizes: of the queues that are not empty.
-    """
+    """queue: by block id, the number of its queue, while `stamps` is not 0. sizes: of the queues
+    that are not empty."""
 
     def __init__(self) -> None:
         self.stamps = np.zeros(0, dtype=np.int64)

@@ -53,10 +53,8 @@ class ReuseIndex:
     """The clock is that of the last call that gave one."""
 
     def __init__(self, blocks: Blocks, traffic: Traffic, *, is_above: bool = False) -> None:
-        """traffic: has put every block into a group, `blocks.group`.
-
-        is_above: whether the tier is above stores that wear.
-        """
+        """traffic: has put every block into a group, `blocks.group`. is_above: whether the tier is
+        above stores that wear."""
         self._blocks, self._traffic, self._is_above = blocks, traffic, is_above
         if is_above:
             traffic.above.append(self._move)

@@ -40,9 +40,7 @@ _KIN_COST = 5
 
 class Runs:
     """By row: alive, size (members), kin, serial (ascending, over all that began), key, due_s.
-
-    due_s: when to make the key anew. begun: rows without a key yet, all or more than FEW.
-    """
+    due_s: when to make the key anew. begun: rows without a key yet, all or more than FEW."""
 
     def __init__(self, most: int) -> None:
         """most: how many block ids are expected."""

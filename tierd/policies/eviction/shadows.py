@@ -68,10 +68,8 @@ def named(keys: NDArray[np.uint64], **columns: object) -> Names:
 
 
 class Shadows:
-    """leads: whether the order by worth decides. horizon: LRU would hold all stamps from it on.
-
-    The two policies take it for `Blocks`: columns by row instead of id; row 0 is unused.
-    """
+    """leads: whether the order by worth decides. horizon: LRU would hold all stamps from it on. The
+    two policies take it for `Blocks`: columns by row instead of id; row 0 is unused."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.leads, self.horizon, self.most = False, 0, 0

@@ -75,10 +75,8 @@ def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids], trust: Trust =
 
 
 class Logs(NamedTuple):
-    """Logarithms of hazards and of 1 - hazards, float64 [experts, groups, ages] each.
-
-    They are kept since computing them is most of the work of a `blend`.
-    """
+    """Logarithms of hazards and of 1 - hazards, float64 [experts, groups, ages] each. They are kept
+    since computing them is most of the work of a `blend`."""
 
     used: Floats
     spared: Floats

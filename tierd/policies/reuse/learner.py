@@ -121,9 +121,7 @@ class Learner:
         requests: int = REQUESTS,
     ) -> None:
         """experts: float64 [experts, groups, ages], hazards in (0, 1); None: those of `prior.txt`.
-
-        half_life: requests after which a count weighs half. requests: how many are remembered.
-        """
+        half_life: requests after which a count weighs half. requests: how many are remembered."""
         self._experts = Logs.of(prior_hazards() if experts is None else experts)
         self._trust, self._half_life = trust, half_life
         self._used = np.zeros((features.GROUPS, AGES))
@@ -134,10 +132,8 @@ class Learner:
         self._fit()
 
     def hear(self, request: Request, now: float) -> Groups:
-        """A request has come: its known parts count as used. Returns its blocks' groups.
-
-        now: seconds that go on over restarts.
-        """
+        """A request has come: its known parts count as used. Returns its blocks' groups. now:
+        seconds that go on over restarts."""
         before = self._continued(request)
         row, self._heard = self._heard % ROWS, self._heard + 1
         self._close_used(request.parts, now)

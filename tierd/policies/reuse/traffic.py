@@ -69,10 +69,8 @@ class Traffic:
         self._threshold = 0.0
 
     def prices(self, groups: Ids, ages_s: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """The worth of blocks in these groups at these ages, and the ages at which it may change.
-
-        A new `version` may change them too.
-        """
+        """The worth of blocks in these groups at these ages, and the ages at which it may change. A
+        new `version` may change them too."""
         ages = age_of(ages_s)
         worths = self.learner.worth[self._learners(groups), np.minimum(ages, self.learner.worth.shape[1] - 1)]
         worths = np.asarray(worths, np.float32)
@@ -125,10 +123,8 @@ class Traffic:
             hear(blocks)
 
     def _hanging(self, groups: Ids, ages_s: NDArray[np.float64]) -> NDArray[np.float32]:
-        """The share of a use that depends on the tier's having the block.
-
-        A write costs as many uses as the threshold says, and at most what it brings.
-        """
+        """The share of a use that depends on the tier's having the block. A write costs as many
+        uses as the threshold says, and at most what it brings."""
         chances = np.maximum(self.learner.chance(self._learners(groups), ages_s), _LEAST_CHANCE)
         lost = np.where(groups & KEPT, 0.0, np.minimum(self._threshold / chances, 1.0))
         return np.where(groups & ABOVE, READ_SHARE + (1 - READ_SHARE) * lost, 1.0).astype(np.float32)
