@@ -13,7 +13,6 @@ PENDING = (
     "CHANGELOG.md",
     "README.md",
     "cuda/",
-    "deploy/",
     "tests/",
     "tierd/README.md",
     "tierd/cache/",
