@@ -45,7 +45,7 @@ class Lz4Planes:
     _HEAD_BYTES = 4
 
     def __init__(self) -> None:
-        from lz4 import block  # noqa: PLC0415  # an extra: nobody else pays for it
+        from lz4 import block  # noqa: PLC0415  # an optional extra
 
         self._lz4: Any = block
 

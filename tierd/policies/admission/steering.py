@@ -13,8 +13,9 @@ saved. If the rates are wrong by a factor e, the level settles at reserve / e an
 If the budget covers all demand, the threshold is 0. The reserve grows with the span seen. So a
 young daemon spends its level at once, an old one saves a quiet night's refill.
 
-In the bin of the threshold only a share is admitted: the best. CacheLib's DynamicRandomAP admits a
-random share instead (B. Berg et al., "The CacheLib Caching Engine", OSDI 2020, section 4.3).
+In the bin of the threshold only a share is admitted. CacheLib's DynamicRandomAP also steers by the
+daily write budget, but admits a random share, not the best (B. Berg et al., "The CacheLib Caching
+Engine", OSDI 2020, section 4.3).
 """
 
 from __future__ import annotations

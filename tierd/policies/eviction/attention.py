@@ -12,9 +12,9 @@ all sequences compete by the decayed attention mass that kernels report (`Blocks
                       3 also for  the first of a sequence
     to make room:     from the back: credit > 0: to the front, with credit - 1; else evict it
 
-The queue is recency; each round halves the attention that a credit stands for. If no kernel reports
-attention, this is LRU that evicts first blocks late. A block has at least the credit of the blocks
-after it in the request, which cannot be used without it.
+The queue is recency; a credit stands for a doubling of attention, and each round takes one. If no
+kernel reports attention, this is LRU that evicts first blocks late. A block has at least the credit
+of the blocks after it in the request, which cannot be used without it.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ class Learner:
         """The slot of the request that this one continues, or -1.
 
         It is the last that asked for the deepest known block, if only one session asked for that
-        block. Besides, over half of that request's blocks come again, or all that it had asked for
-        before itself. (In the second case an answer or found documents were replaced, so its
+        block. Also, over half of that request's blocks must come again, or all that it had itself
+        asked for before. (In the second case an answer or found documents were replaced, so its
         additions are gone.) A prefix that comes again and again without growing belongs to an
         application, not to a session.
         """
