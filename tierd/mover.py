@@ -140,8 +140,7 @@ class Mover:
         """Of a batch that failed as a whole, until it was reported."""
 
     async def copy(self, batch: StructArray, metas: StructArray) -> NDArray[np.uint16]:
-        """Runs a batch of TRANSFER records of one link; metas: META per transfer. Gives BlockStatus
-        u2[n].
+        """Runs a batch of TRANSFER records of one link, with a META each. Gives BlockStatus u2[n].
 
         Faults are statuses: FAILED (by the tier) or CORRUPT (the source's bytes are wrong).
         """

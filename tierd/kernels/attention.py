@@ -51,11 +51,8 @@ class KernelAttention:
         scale: float | None = None,
         with_mass: bool = False,
     ) -> Attended:
-        """As `reference.paged_attention`. Raises InvalidArgument also if no kernel takes an
-        argument.
-
-        Page masses of a sequence's query rows are the sum over as many decodes, on the host.
-        """
+        """As `reference.paged_attention`. Raises InvalidArgument also if no kernel fits. Page
+        masses of a sequence's query rows are the sum over as many decodes, on the host."""
         return KernelPass(self, _Pool.of(pages), batch).attend(0, q, scale=scale, with_mass=with_mass)
 
     def over(self, pages: Sequence[Array], batch: PagedBatch, *, slots: NDArray[np.int64]) -> KernelPass:

@@ -78,8 +78,7 @@ class Buffer:
         return self
 
     def aligned(self) -> Buffer:
-        """The buffer itself. Raises InvalidArgument unless it and its rows are aligned to 16
-        bytes."""
+        """The buffer itself. Raises InvalidArgument if it or a row is not 16-byte aligned."""
         odd = [step for step in (self.address, *self.strides[:-1]) if step % ALIGNMENT_BYTES]
         if odd:
             raise InvalidArgument(

@@ -1,9 +1,7 @@
-"""Chooses how deep kernels buffer tiles in shared memory: the most that a thread block has room
-for.
+"""Chooses how deep kernels buffer tiles in shared memory: the most that fits a thread block.
 
 `decode_fit` and `prefill_fit` choose before a launch, as in cuda/src. If no depth fits, they refuse
-with an error that names the limit. All built kernels fit the 99 KiB of a block of sm_86, 89 and
-120.
+with an error that names the limit. All kernels fit the 99 KiB of a block of sm_86, 89 or 120.
 """
 
 from __future__ import annotations

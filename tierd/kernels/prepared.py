@@ -31,8 +31,7 @@ class Launch:
 
 
 class Prepared:
-    """Launches in sequence, for one caller at a time. names: of the arrays, ordered as
-    addresses."""
+    """Launches in sequence, for one caller at a time. names: arrays in order of addresses."""
 
     def __init__(self, launches: Sequence[Launch], names: Sequence[str]) -> None:
         self._launches = launches

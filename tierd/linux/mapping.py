@@ -34,8 +34,7 @@ def map_file(fd: int, length: int) -> memoryview:
 def allocate(fd: int, memory: memoryview, start: int, *, huge: bool = True) -> bool:
     """Allocates up to HUGE_BYTES of a mapped file at `start`, a multiple of them. Raises OSError.
 
-    huge: whether to try one huge page, on any tmpfs, whatever `shmem_enabled` says. Returns whether
-    that succeeded.
+    huge: whether to try one huge page, on any tmpfs, despite `shmem_enabled`. Returns the success.
     """
     step = memory[start : start + HUGE_BYTES]
     huge = huge and len(step) == HUGE_BYTES

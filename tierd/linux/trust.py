@@ -17,8 +17,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 def find_stranger(path: str | os.PathLike[str]) -> str:
-    """The first step of a path that a stranger placed, with its owner; "" if none, or if it is
-    missing.
+    """The first step of a path that a stranger placed, with its owner; "" if none or missing.
 
     Strangers are all users but root, this user and the owner of "/". A step of theirs counts in a
     directory that others may write to; a link of theirs counts everywhere. The owner of a directory

@@ -61,8 +61,7 @@ class Codec(Generic[M]):
         return Chunk(head, data)
 
     def _spans(self, raw: bytes) -> list[tuple[int, int, int]] | None:
-        """(start of the field, of its bytes, and end) for each occurrence; None if it is
-        unusual."""
+        """(start of the field, of its bytes, and end) of each occurrence; None if unusual."""
         found, at, end = [], 0, len(raw)
         for _ in range(FIELDS_MAX):
             if at == end:

@@ -36,8 +36,7 @@ def first_token_s(model: Any, ids: torch.Tensor, cache: TierdCache | None) -> fl
 
 
 def main(document: Path, name: str = "") -> None:
-    """Reads the document, or restores the work of another process; then reads it anew, to
-    compare."""
+    """Reads or restores the document; then reads it anew, to compare."""
     text = document.read_text(encoding="utf-8", errors="replace")
     if name:
         model = AutoModelForCausalLM.from_pretrained(name).eval()

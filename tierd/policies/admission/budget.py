@@ -2,8 +2,7 @@
 
 It bounds how much is written, not what. Over any span of time, the bytes spent within the level are
 at most the burst plus rate x time. The level starts at zero, so a daemon that restarts often writes
-no more either. Only durable writes cannot be refused. They take the level below zero and are paid
-off first.
+no more either. Durable writes, never refused, take the level below zero and are paid off first.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from tierd.core.plan import Ids
 
 
 class Budget:
-    """rate_bytes_per_s 0.0: no budget, every write is allowed. burst_s: how long an unused refill
-    is saved."""
+    """rate_bytes_per_s 0.0: no budget. burst_s: how long an unused refill is saved."""
 
     def __init__(self, rate_bytes_per_s: float, *, burst_s: float) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
@@ -51,8 +49,7 @@ class Budget:
         return chosen
 
     def allow(self, sizes_bytes: Sizes) -> None:
-        """Raises the burst to the largest of these sizes: a smaller burst would never admit that
-        block."""
+        """Raises the burst to the largest of these sizes: a smaller one never admits that block."""
         if len(sizes_bytes) and self:
             self._burst_bytes = max(self._burst_bytes, float(sizes_bytes.max()))
 

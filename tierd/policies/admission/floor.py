@@ -41,8 +41,7 @@ class Floor:
         return outcomes >= LEAST and self._used < self._least * outcomes
 
     def offered(self, names: Names, is_low: Mask, sizes_bytes: Sizes) -> None:
-        """Blocks with these names came up for a write; `is_low`: the learner put them below the
-        floor."""
+        """Blocks with these names came up for a write; `is_low`: below the floor."""
         self._offered_bytes += float(sizes_bytes.sum())
         for name in self._sampled(names[is_low]):
             self._waiting.pop(name, None)

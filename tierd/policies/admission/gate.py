@@ -1,5 +1,4 @@
-"""The common part of admission policies: short blocks are refused, and the wear budget decides
-last.
+"""The common part of admission policies: refuses short blocks; the wear budget decides last.
 
 A verdict has two questions: is the write worth it, and does the budget pay for it. Each policy
 answers the first.
@@ -25,10 +24,8 @@ _NAMESPACE_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 class Gate:
-    """The base of all admission policies: they override `worth`, some also `paid`.
-
-    spec: of the tier. chance: of another use, for policies that read it.
-    """
+    """The base of all admission policies: they override `worth`, some also `paid`. spec: of the
+    tier. chance: of another use, for policies that read it."""
 
     def __init__(self, spec: TierSpec, blocks: Blocks, chance: Chance | None = None) -> None:
         self._blocks = blocks
@@ -41,8 +38,7 @@ class Gate:
         self._budget.advance(now)
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """Above 0 for each full block that deserves a write: its rank among the others. Coldest
-        first."""
+        """The rank of each full block, above 0 if it deserves a write. Coldest first."""
         return np.ones(len(blocks))
 
     def admit(self, blocks: Ids, sizes_bytes: Sizes, now: float) -> Verdicts:
@@ -57,8 +53,7 @@ class Gate:
         return verdicts
 
     def paid(self, blocks: Ids, worth: Worth, sizes_bytes: Sizes, now: float) -> Mask:
-        """Pays for the worthiest first; of a chain its head first, which is of use without its
-        tail."""
+        """Pays for the worthiest first; of a chain its head, which is of use without a tail."""
         order = np.lexsort((self._blocks.position[blocks], -worth))
         return self._budget.afforded(order, sizes_bytes, now)
 

@@ -97,8 +97,7 @@ class Duel:
             self._go_on(now)
 
     def _used(self, start: int, stop: int) -> tuple[Ids, Ids]:
-        """The blocks whose last use has a stamp in [start, stop), and the stamps; start >=
-        `_ripe`."""
+        """Blocks whose last use has a stamp in [start, stop), and these; start >= `_ripe`."""
         blocks, stamps = self._recent[start - self._base : stop - self._base].astype(np.int64), np.arange(start, stop)
         alive = self._lru.stamps[blocks] == stamps
         return blocks[alive], stamps[alive]

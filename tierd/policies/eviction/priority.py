@@ -1,5 +1,4 @@
-"""Priority with retention time: evicts the lowest priority first, within it the least recently
-used.
+"""Priority with retention time: evicts the lowest priority first, within it by LRU.
 
 As in TensorRT-LLM (KvCacheRetentionConfig and its eviction policy, with the same default of 35).
 Puts give the priorities (`tierd.core.index.priorities`):

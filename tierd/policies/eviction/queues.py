@@ -74,8 +74,7 @@ class Queues:
         return order.walk(self.stamps) if order else iter(())
 
     def until(self, queue: int, stamp: int, stamps: Stamps | None = None) -> Ids:
-        """Blocks of a queue older than a stamp, oldest first. stamps: by id, default the
-        queue's."""
+        """Blocks of a queue older than a stamp, oldest first. stamps: default the queue's."""
         found, stamps = [np.zeros(0, dtype=np.int64)], self.stamps if stamps is None else stamps
         for blocks in self.walk(queue):
             found.append(blocks[stamps[blocks] < stamp])

@@ -55,8 +55,7 @@ class Ends:
         return np.unique(np.concatenate(found)).astype(np.int64) if len(found) > 1 else found[0].astype(np.int64)
 
     def trim(self, most: int, is_right: Callable[[Ids, int], Mask]) -> None:
-        """Drops wrong notes, if there are too many for `most` blocks. is_right: which blocks end in
-        that second."""
+        """Drops wrong notes if too many for `most` blocks. is_right: which end in that second."""
         if self._size <= 2 * most + _SPARE:
             return
         for second in list(self._at):

@@ -7,8 +7,7 @@ then, in any tier. Demotion into a tier is no use. The package `tierd.policies.r
 table of worths, which all tiers of a core share. A worth is a Gittins index: J. C. Gittins, "Bandit
 Processes and Dynamic Allocation Indices", Journal of the Royal Statistical Society B 41(2), 1979.
 For a cache it is the hit density of N. Beckmann, H. Chen, A. Cidon, "LHD: Improving Cache Hit Rate
-by Maximizing Hit Density", NSDI 2018, section 3, with the best horizon instead of one for the whole
-cache.
+by Maximizing Hit Density", NSDI 2018, section 3, with the best horizon per block.
 
 Blocks of one group that were used and came in the same tick form a run (`runs.py`) and are worth
 the same. So some thousand runs are sorted (`ranking.py`), not blocks. The order is that of the last
@@ -42,8 +41,7 @@ _SORTED_RUNS = 2048
 _STEPS = 16
 """Members looked at one by one, before numpy looks at many."""
 SERIAL_BITS = 33
-"""Of a key; the bits above are the worth as float32, which compare alike as it is never
-negative."""
+"""Of a key; the bits above are the worth as float32, never negative, so bits compare alike."""
 _EARLY_S = 1e-3
 """A worth is looked up this long before it changes, so rounding makes it never late."""
 _FLOAT, _BITS = struct.Struct("=f"), struct.Struct("=I")

@@ -23,8 +23,7 @@ from tierd.policies.eviction.queues import Queues
 
 
 class Rounds:
-    """It is one of the queues of its policy. credit: by block id, also that of blocks elsewhere, at
-    most `most`."""
+    """A queue of its policy. credit: by block id, also of blocks elsewhere, at most `most`."""
 
     def __init__(self, queues: Queues, number: int, *, most: int) -> None:
         self.credit = np.zeros(0, dtype=np.uint8)

@@ -2,8 +2,8 @@
 
 G. Cormode, S. Muthukrishnan, "An Improved Data Stream Summary: the Count-Min Sketch", 2005, with
 conservative update (C. Estan, G. Varghese, 2002). Counters are at most 15 and are halved with time:
-G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS
-2017, section 3.
+G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", TOS 2017,
+section 3.
 
 Differences. The paper halves all counters after so many uses. Here each use halves some, each
 counter equally often, so no use pays for the whole. The table doubles when more blocks come: one

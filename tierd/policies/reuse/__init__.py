@@ -1,5 +1,4 @@
-"""The learning of `reuse-index`: past requests (traffic, ghosts) and what blocks are worth
-(learner)."""
+"""The learning of `reuse-index`: past requests (traffic, ghosts) and blocks' worth (learner)."""
 
 from tierd.policies.reuse.traffic import Traffic
 

@@ -51,11 +51,8 @@ def first_group(new_blocks: int) -> int:
 
 
 def later_group(turn: int, pace: float, new_blocks: int, *, old: bool) -> int:
-    """The group of blocks of a session's later request: asked for again (old), or for the first
-    time.
-
-    pace: mean log2(1 + seconds) between its requests.
-    """
+    """The group of blocks of a session's later request: asked for again (old), or new. pace: mean
+    log2(1 + seconds) between its requests."""
     step = bisect_right(_PACE_EDGES, pace)
     size = min(bisect_right(_NEW_BLOCKS, new_blocks), _SIZES_LATER - 1)
     turns = bisect_right(_TURNS, turn)

@@ -88,12 +88,11 @@ class Logs(NamedTuple):
 
 
 def blend(counts: Counts, experts: Logs, nodes: Ids) -> Floats:
-    """One prior of several, by how well each expert predicted a node's counts, and a little all
-    counts.
+    """One prior of several, by how well each expert predicted a node's counts, and all counts.
 
     It is the mean of logarithms, weighted by the likelihood of the counts (Bayesian model
-    averaging). The likelihood is taken to the power 1 / _CAUTION, since parts of one session are
-    not independent.
+    averaging). The likelihood is taken to the power 1 / _CAUTION, since a session's parts are
+    dependent.
     """
     spared = counts.seen - counts.used
     each = np.sum(counts.used * experts.used + spared * experts.spared, axis=2)  # [experts, groups]

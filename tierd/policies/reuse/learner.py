@@ -81,10 +81,8 @@ class Groups:
 
 @dataclass
 class _Rows:
-    """The remembered requests, by row number modulo their count; `state` saves them.
-
-    stuck: times in a row that the session did not grow; size: blocks by part.
-    """
+    """The remembered requests, by row number modulo their count; `state` saves them. The
+    session did not grow `stuck` times in a row; size: blocks by part."""
 
     number: Ids
     at_s: Floats
@@ -255,8 +253,7 @@ class Learner:
         return private + list(features.SHARED)
 
     def _advance(self, now: float) -> None:
-        """Counts waiting parts as seen at the ages they reached since; a backward clock counts
-        none."""
+        """Counts waiting parts as seen at the ages reached since; a backward clock counts none."""
         rows, heard = self._rows, min(self._heard, self._requests)
         ages = np.clip(age_of(now - rows.at_s[:heard]), 0, AGES)
         at, kind = np.nonzero(rows.waiting[:heard] < ages.astype(np.int8)[:, None])

@@ -1,5 +1,4 @@
-"""Reads and writes prior.txt: initial hazards that `tools/learn_prior.py` learnt on the developers'
-traces.
+"""Reads and writes prior.txt: hazards of the developers' traces, by `tools/learn_prior.py`.
 
 `hazard.blend` chooses between the experts. The file has a line per group, with a character per age,
 expert after expert. Characters are logarithmic steps of an eighth from `_LEAST` on.

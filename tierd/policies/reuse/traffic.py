@@ -11,8 +11,7 @@ if the store will refuse it. Otherwise the tier would hold blocks that the store
 those that neither has room for. The ranking of such a tier marks its groups: ABOVE, and KEPT if a
 store has the block.
 
-`Blocks.group` is 0 if nothing is known (found at start, not asked for yet), else the learner's
-group + 1.
+`Blocks.group` is 0 if unknown (found at start, not asked for yet), else the learner's group + 1.
 """
 
 from __future__ import annotations
@@ -141,11 +140,8 @@ class Traffic:
         return groups
 
     def _place(self, request: Asked, padded: NDArray[np.uint16], whole: int) -> None:
-        """Gives blocks of every rank and attention group the group of the first one's block at
-        their end.
-
-        Blocks beyond those are partial.
-        """
+        """Gives blocks of each rank and attention group that of the first one's block at their end.
+        Blocks beyond those are partial."""
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
             if size == request.tokens_per_block[0] and ids.shape[1] == len(request.keys):
                 placed = padded[: len(request.keys)]
