@@ -1,3 +1,3 @@
-"""tierd keeps the KV cache of large language models across GPU memory, host memory, NVMe and an archive."""
+"""tierd keeps the KV cache of LLMs across GPU memory, host memory, NVMe and an archive."""
 
 __version__ = "0.1.0"

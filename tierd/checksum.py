@@ -1,7 +1,7 @@
-"""Checksums of blocks and records: xxh3-64 for each slice and record, xxh3-128 over a block's slice table.
+"""Checksums: xxh3-64 for each slice and record, xxh3-128 over a block's slice table.
 
-Purpose: the one place that names the algorithm. Non-purpose: identity (`tierd.core.formats.block` uses SHA-256); these sums catch
-accidents, not attackers. The sums release the interpreter lock on large buffers.
+Only this module names the algorithm. The sums catch accidents, not attackers;
+`tierd.core.formats.block` identifies blocks by SHA-256. On large buffers they release the GIL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tierd.errors import InvalidArgument
 DIGEST_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview | NDArray[Any]
-"""What can be summed: contiguous bytes."""
+"""Types that can be summed: contiguous bytes."""
 
 
 def _memory(buffer: Buffer) -> memoryview:
@@ -27,15 +27,13 @@ def _memory(buffer: Buffer) -> memoryview:
 
 
 def record_checksum(data: Buffer) -> int:
-    """xxh3-64 of a record, as `tierd.core.formats.meta.seal` and `intact` want it."""
+    """xxh3-64 of a record, for `tierd.core.formats.meta.seal` and `intact`."""
     return xxhash.xxh3_64_intdigest(cast(bytes, data))
 
 
 def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
     """xxh3-64 of consecutive slices of view: u64 [slices]. lengths: bytes of each slice, in order.
-
-    Raises InvalidArgument when view is shorter than the slices together.
-    """
+    Raises InvalidArgument if view is shorter than the slices together."""
     memory = _memory(view)
     total = sum(lengths)
     if memory.nbytes < total:
@@ -50,7 +48,7 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
 
 
 def sums_of_views(views: Sequence[memoryview], cuts: Sequence[Sequence[int]]) -> list[NDArray[np.uint64]]:
-    """`slice_sums` of each. It is quicker for views of one slice each."""
+    """`slice_sums` of each; faster for views of one slice each."""
     if any(len(cut) != 1 or len(view) < cut[0] for view, cut in zip(views, cuts, strict=True)):
         return [slice_sums(view, cut) for view, cut in zip(views, cuts, strict=True)]
     sums = [xxhash.xxh3_64_intdigest(view[: cut[0]]) for view, cut in zip(views, cuts, strict=True)]
@@ -63,12 +61,13 @@ def raw_tables(tables: Sequence[NDArray[np.uint64]]) -> list[bytes]:
 
 
 def table_digests(tables: Sequence[bytes]) -> NDArray[np.uint8]:
-    """xxh3-128 over each slice table, given as its bytes (little-endian u64 in order), in canonical order: the blocks' checksums. u8 [n, 16]."""
+    """The blocks' checksums, u8 [n, 16]: xxh3-128 over each slice table, in canonical order.
+    tables: bytes of little-endian u64."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, tables)), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 def verify(view: Buffer, sums: NDArray[np.uint64], lengths: Sequence[int]) -> bool:
-    """Whether the slices of view have exactly these sums. A table or view of the wrong size is not verified."""
+    """Whether the slices of view have exactly these sums; False if sizes do not fit."""
     if len(sums) != len(lengths) or _memory(view).nbytes < sum(lengths):
         return False
     return bool(np.array_equal(slice_sums(view, lengths), sums))

@@ -1,7 +1,8 @@
 """The daemon's clock: real time, or a trace's own.
 
-The core takes "now" as an argument; this is where the daemon gets it. Seconds, never going back; the wall clock, which may jump, says
-when a block was committed and decides nothing else. Deadlines of calls are in the event loop's time.
+The core takes "now" as an argument; the daemon gets it here, in seconds that never go back. The
+wall clock may jump. It only dates commits and decides nothing else. Deadlines of calls are in the
+event loop's time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class MonotonicClock:
         """Ignored."""
 
     def wall_ms(self) -> int:
-        """As the machine says."""
+        """The machine's wall clock."""
         return time.time_ns() // 1_000_000
 
 
@@ -62,5 +63,5 @@ class ReplayClock:
         self._now = max(self._now, now)
 
     def wall_ms(self) -> int:
-        """As the machine says."""
+        """The machine's wall clock."""
         return time.time_ns() // 1_000_000

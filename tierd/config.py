@@ -1,11 +1,10 @@
-"""The daemon's configuration: read once, at the edge, and checked before anything opens.
+"""The daemon's configuration: read once, and checked before anything opens.
 
-Purpose: TOML in, one frozen `Config` out. Non-purpose: opening, creating or measuring anything; whether the memory or the disk
-is really there is asked by the tiers, whether an eviction policy exists by the lifecycle. Invariants: an unknown key is an error
-that names its nearest neighbour; `load_config` answers a config in which nothing is left open but `host.arena_dir`, which
-depends on what the machine offers.
+TOML in, one frozen `Config` out. Nothing is opened, created or measured here. The tiers check that
+memory and disk exist, the lifecycle that an eviction policy exists. An unknown key is an error that
+names its nearest neighbour. `load_config` fills in everything but the machine's `host.arena_dir`.
 
-    TOML -- read_config --> Config as written -- resolve --> Config with every directory and segment size filled in, checked
+    TOML -- read_config --> Config as written -- resolve --> every directory and size set, checked
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ MIB = 1 << 20
 SEGMENT_MIN_BYTES = MIB
 SEGMENT_MAX_BYTES = 1 << 30
 SEGMENT_WANTED_BYTES = 16 * MIB
-"""Below this, blocks of large models do not fit in a segment."""
+"""In smaller segments, blocks of large models do not fit."""
 SEGMENTS_WANTED = 32
-"""How many segments "auto" aims at: each trust domain, size class and writer takes at least one."""
+"""The number that "auto" aims at: each trust domain, size class and writer takes at least one."""
 
 Tier = TypeVar("Tier", DeviceConfig, HostConfig, NvmeConfig)
 
@@ -86,7 +85,7 @@ def load_config(path: str | Path | None = None, *, environ: Mapping[str, str] = 
 
 
 def read_config(text: str) -> Config:
-    """The config as it is written in TOML, defaults filled in, nothing resolved. Raises ConfigError."""
+    """The config as written in TOML, with defaults, nothing resolved. Raises ConfigError."""
     try:
         written = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -99,7 +98,7 @@ def read_config(text: str) -> Config:
 
 
 def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, uid: int | None = None) -> Config:
-    """The config with directories, store paths and segment sizes filled in, checked. Raises ConfigError. Opens nothing."""
+    """Fills in directories, store paths and segment sizes, and checks. Raises ConfigError."""
     uid = os.getuid() if uid is None else uid
     state_dir = config.server.state_dir or places.state_dir(environ, uid=uid)
     resolved = dataclasses.replace(
@@ -123,7 +122,7 @@ def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, uid: int
 
 
 def auto_segment_bytes(capacity_bytes: int) -> int:
-    """What "auto" means for a capacity: a power of two, bytes."""
+    """The size that "auto" means for a capacity: a power of two, bytes."""
     if capacity_bytes < SEGMENT_MIN_BYTES:
         return max(capacity_bytes, PAGE_ALIGN_BYTES) // PAGE_ALIGN_BYTES * PAGE_ALIGN_BYTES
     wanted = max(capacity_bytes // SEGMENTS_WANTED, min(SEGMENT_WANTED_BYTES, capacity_bytes // 8))
@@ -131,7 +130,7 @@ def auto_segment_bytes(capacity_bytes: int) -> int:
 
 
 def check(config: Config) -> None:
-    """Refuses what cannot work, before anything opens. Raises ConfigError with thing, fault, value, limit and remedy."""
+    """Refuses impossible settings. Raises ConfigError: thing, fault, value, limit, remedy."""
     _check_paths(config)
     _check_server(config.server)
     _check_identity(config.identity)
@@ -202,7 +201,7 @@ def _check_devices(config: Config) -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Every directory and file is where it is for whatever starts the daemon, wherever from."""
+    """Refuses relative paths: they would depend on the directory in which the daemon starts."""
     tables = [(name, getattr(config, name)) for name in SECTIONS if name not in TIER_SECTIONS]
     for name, table in (*tables, *_tiers(config)):
         for key, field in type(table).__pydantic_fields__.items():
@@ -346,7 +345,7 @@ def _refuse_key(key: str, *, among: Sequence[str]) -> NoReturn:
 
 
 def _fault(error: ValidationError) -> str:
-    """The first fault in the words of the house: thing, fault, value, limit, remedy."""
+    """The first fault in tierd's form: thing, fault, value, limit, remedy."""
     fault = error.errors()[0]
     thing = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
     text = str(fault.get("ctx", {}).get("error") or f"{fault['input']!r}: {fault['msg']}")

@@ -22,16 +22,17 @@
         ├── TierFailed           a tier cannot read or write
         └── CorruptRecord        stored bytes are not what was committed
 
-A message names the thing, the fault, the value, the limit and the remedy. A miss, a rejected put and a short prefix are
-results, not errors. `GRPC_STATUS` maps each class to the name of its gRPC status code; the class name travels in the
-trailing metadata under `ERROR_KEY`, so that the client raises what the daemon raised.
+A message names the thing, the fault, the value, the limit and the remedy. A miss, a rejected put
+and a short prefix are results, not errors. The dict `GRPC_STATUS` maps each class to the name of
+its gRPC status code. The class name travels in the trailing metadata under `ERROR_KEY`, so the
+client raises the daemon's error.
 """
 
 from __future__ import annotations
 
 ERROR_KEY = "tierd-error"
 RETRY_KEY = "tierd-retry-ms"
-"""Beside it, of an Overloaded that knows when there may be room: `retry_after_s` in milliseconds."""
+"""The trailer of an Overloaded with a `retry_after_s`, in milliseconds."""
 
 
 class TierdError(Exception):
@@ -51,7 +52,7 @@ class NotFound(CallError):
 
 
 class StaleHandle(CallError):
-    """The page behind a handle has been given to another block, or its epoch has ended."""
+    """The page behind a handle now holds another block, or its epoch has ended."""
 
 
 class NotPermitted(CallError):
@@ -99,7 +100,7 @@ class DeadlineExceeded(RetryError):
 
 
 class Overloaded(RetryError):
-    """A queue, a batch bound or a session's share is full. retry_after_s: when there may be room; 0: nobody knows."""
+    """A queue, a batch bound or a session's share is full. retry_after_s: 0 if unknown."""
 
     def __init__(self, message: str = "", *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -111,7 +112,7 @@ class SessionLost(RetryError):
 
 
 class OperatorError(TierdError):
-    """Somebody must look at the machine."""
+    """An operator must look at the machine."""
 
 
 class TierFailed(OperatorError):

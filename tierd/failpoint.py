@@ -1,18 +1,19 @@
-"""Fault points: named places where a test can make the process die, an error come back, or time pass.
+"""Fault points: named places where a test can kill the process, raise an error, or delay.
 
     failpoint("nvme.journal.before_sync")
 
-Purpose: one line in production code, at most one for each batch or transfer, that costs nothing while no fault is armed. Non-purpose:
-faults of single system calls (tests/system lays a shim under the daemon for these). Invariants: every point stands once in the code
-and once in POINTS; nothing is armed unless TIERD_FAILPOINTS or TIERD_FAILPOINT_SOCKET was in the environment at start, or a test in the
-same process called `arm`.
+One line in production code, at most one for each batch or transfer, which costs nothing while no
+fault is armed. Faults of single system calls are injected by a shim (tests/system). Every point
+stands once in the code and once in POINTS. Faults are armed only by TIERD_FAILPOINTS or
+TIERD_FAILPOINT_SOCKET in the environment at start, or by `arm` in a test's process.
 
 A fault is written as `action[:argument][@first][xtimes]`:
 
     kill             SIGKILL to this process              error:EIO        OSError with this errno
     delay:0.5        seconds of sleep, in this thread     count            nothing but counted
 
-from the first hit on unless @ says which, for ever unless x says how often. TIERD_FAILPOINTS holds `point=fault`, several with semicolons.
+It lasts from the first hit, or that after @, for as many hits as x says, else forever.
+TIERD_FAILPOINTS holds `point=fault`, separated by semicolons.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ _FAULT = re.compile(r"(kill|error|delay|count)(?::([A-Z0-9.]+))?(?:@(\d+))?(?:x(
 
 @dataclass(slots=True)
 class _Fault:
-    """first: the hit at which it begins, from 1; times: hits that it lasts, 0 for ever; hits: so far."""
+    """first: the hit at which it begins, from 1; times: hits that it lasts, 0 forever."""
 
     action: str
     argument: float
@@ -132,7 +133,7 @@ _watchers: list[Callable[[str], None]] = []
 
 
 def failpoint(name: str) -> None:
-    """Nothing, unless a fault is armed here. Raises OSError where that is the fault."""
+    """Does nothing unless a fault is armed here. Raises OSError if that is the fault."""
     if _armed:
         _hit(name)
     if _watchers:
@@ -140,7 +141,7 @@ def failpoint(name: str) -> None:
 
 
 def watch(see: Callable[[str], None] | None) -> None:
-    """Calls see at every point that is passed, until None is given: for simulations, whose faults are raised from there."""
+    """Calls `see` at every point passed, until None is given. Simulations raise faults there."""
     _watchers[:] = [see] if see else []
 
 
@@ -154,7 +155,7 @@ def arm(name: str, fault: str) -> None:
 
 
 def disarm(name: str = "") -> None:
-    """Takes the fault of one point away, or of all. Hits are forgotten."""
+    """Removes the fault of one point, or of all. Hits are forgotten."""
     with _changed:
         if name:
             _armed.pop(name, None)
@@ -169,13 +170,13 @@ def hits() -> dict[str, int]:
 
 
 def await_hits(name: str, *, count: int, timeout_s: float) -> bool:
-    """Waits until an armed point was passed so often; False if time ran out."""
+    """Waits until an armed point was passed so often; False on timeout."""
     with _changed:
         return _changed.wait_for(lambda: name in _armed and _armed[name].hits >= count, timeout_s)
 
 
 def arm_from(environ: Mapping[str, str] = os.environ) -> None:
-    """Arms what TIERD_FAILPOINTS says. Raises InvalidArgument."""
+    """Arms the faults in TIERD_FAILPOINTS. Raises InvalidArgument."""
     for text in filter(None, environ.get("TIERD_FAILPOINTS", "").split(";")):
         name, _, fault = text.partition("=")
         arm(name.strip(), fault.strip())

@@ -1,9 +1,9 @@
 """Log lines: one event name in plain words, values as fields, for people or as JSON.
 
-Purpose: `configure` once at start, `get_logger` anywhere, `request` around the handling of a call so that each line in it carries
-the call's id. Non-purpose: deciding what is worth a line. Invariants: lines go to stderr, never to stdout; lines of other
-libraries (grpc, asyncio) take the same road; a line holds no token, no credential and no hash of more than 8 bytes; who says
-something never fails because it cannot be written: a full disk or a closed pipe costs the line alone.
+`configure` runs once at start, `get_logger` anywhere. `request` wraps the handling of a call, so
+each of its lines carries the call's id. Lines go to stderr, never to stdout, also those of other
+libraries (grpc, asyncio). A line holds no token, no credential and no hash of more than 8 bytes.
+Logging never raises: on a full disk or a closed pipe, only the line is lost.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from structlog.contextvars import bound_contextvars, merge_contextvars
 from structlog.typing import FilteringBoundLogger, Processor
 
 _TRACEBACK = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
-"""Without the values of variables, here and on the console: they hold tokens and bytes of blocks, and to print them takes seconds."""
+"""Without the values of variables, here and on the console: they hold tokens and bytes of blocks,
+and printing takes seconds."""
 _LEVELS = logging.getLevelNamesMapping()
 
 
 def configure(*, style: Literal["console", "json"], level: str, stream: TextIO | None = None) -> None:
-    """Sets up the process's logs. level: debug, info, warning or error. stream: stderr unless given."""
+    """Sets up the process's logs. level: debug, info, warning or error. stream: default stderr."""
     stream = sys.stderr if stream is None else stream
     structlog.configure(
         processors=_processors(style=style, is_terminal=stream.isatty()),
@@ -63,24 +64,24 @@ def _processors(*, style: str, is_terminal: bool) -> list[Processor]:
 
 
 class _Forgiving:
-    """A stream that takes every line and loses those that cannot be written."""
+    """A stream that drops lines that cannot be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        """Writes the text if it can be written."""
-        with suppress(OSError, ValueError):  # of a stream that is closed, or cannot say such letters
+        """Writes the text if possible."""
+        with suppress(OSError, ValueError):  # a closed stream, or characters outside its encoding
             self._stream.write(text)
 
     def flush(self) -> None:
-        """Sends on what was written if it can be sent."""
+        """Flushes if possible."""
         with suppress(OSError, ValueError):
             self._stream.flush()
 
 
 class _Forward(logging.Handler):
-    """Lines of the standard library's logging, sent on with the name of their logger as the part."""
+    """Forwards the standard library's log lines, with the logger's name as the part."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes the record; an exception in it comes as the traceback's text."""

@@ -1,9 +1,9 @@
 """Name, unit and meaning of every metric.
 
-Purpose: one table, and one `Metrics` object whose attributes are the table's rows, with a registry of its own. Non-purpose:
-knowing when something happens; the parts that know say so. Invariants: every row is an attribute and every attribute a row;
-the name of a metric ends in its unit, counters in _total; a label's values are few: tier names
-such as "host.0", links such as "nvme.0>host.0", names of enum members, method and error names.
+One table, and one `Metrics` object with its own registry. Each row is an attribute, and each
+attribute a row; other parts count. A metric's name ends in its unit, counters in _total. A label
+has few values: tiers such as "host.0", links such as "nvme.0>host.0", names of enum members,
+methods and errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric: what kind, in which unit, meaning what, told apart by which labels."""
+    """One metric: its kind, unit, meaning and labels."""
 
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
@@ -116,9 +116,10 @@ METRICS: Mapping[str, Row] = {
 
 
 class Metrics:
-    """All metrics of one daemon. Attributes are prometheus_client objects: `metrics.tokens_hit.labels(tier="host.0").inc(512)`.
+    """All metrics of one daemon, as prometheus_client objects. Safe to use from threads.
 
-    Several may live in one process; nothing is global. Safe to use from threads.
+    Example: `metrics.tokens_hit.labels(tier="host.0").inc(512)`. Several may live in one process;
+    nothing is global.
     """
 
     def __init__(self) -> None:
@@ -160,15 +161,15 @@ class Metrics:
         ProcessCollector(namespace="tierd", registry=self.registry)
 
     def notice(self, what: str) -> None:
-        """The machine lacks something and something else is used instead."""
+        """Reports that the machine lacks something and something else is used instead."""
         self.notices.labels(what=what).set(1)
 
     def render(self) -> bytes:
-        """Everything in the text format of Prometheus."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def counters(self) -> dict[str, int]:
-        """Every counter that has counted, by name and labels: `tierd_tokens_hit_total{tier="host.0"}`."""
+        """Every counter above 0, by name and labels: `tierd_tokens_hit_total{tier="host.0"}`."""
         counted = {}
         for family in self.registry.collect():
             if family.name + "_total" not in METRICS:
@@ -193,24 +194,22 @@ class Metrics:
 
 
 class Reader(WSGIRequestHandler):
-    """One who reads metrics: each has a thread, and for as long only as the request comes."""
+    """A metrics request: it has a thread, only for as long as the request takes."""
 
     timeout = 5.0
 
     def handle(self) -> None:
-        """Serves the request; one that does not come in time ends with its connection."""
+        """Serves the request; a request that times out ends with its connection."""
         with contextlib.suppress(TimeoutError):
             super().handle()
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a request is no news."""
+        """Logs nothing for a request."""
 
 
 class Listener:
-    """Serves /metrics in a thread of its own from its making until `close`. Raises OSError if the address is taken.
-
-    port: the one that it listens on, which port 0 leaves to the system.
-    """
+    """Serves /metrics in its own thread until `close`. Raises OSError if the address is taken.
+    port: the one that it listens on; the system chooses it for port 0."""
 
     def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
         self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)

@@ -1,10 +1,12 @@
 """The mover: runs transfers, and hashes.
 
-Purpose: bytes from page to page, verified on the way, in batches, bounded per link, demand before prefetch before demotion. What moves between
-a device and mapped memory its GPU copies and, on the device, sums; so does what it reads from a store directly.
-Non-purpose: deciding what moves (core) or what a failure means (cache). Invariants: nothing is reported READY that was not verified
-against the block's digest on this very copy; the event loop hashes and copies AT_ONCE_BYTES at one time at most. A batch has no deadline of its own: a read that
-hangs may still write into its target page, so the page stays reserved until the tier lets go; those who wait for it have deadlines.
+It moves bytes from page to page in batches, verified on the way, bounded per link, demand before
+prefetch before demotion. The GPU copies between device and mapped memory, and sums on the device;
+so it does with direct reads from a store. The core decides the transfers; the cache handles
+failures. A page is reported READY only if this copy was verified against the block's digest. The
+event loop hashes and copies at most AT_ONCE_BYTES at a time. A batch has no deadline: a hung read
+may still write into its target page, so the page stays reserved until the tier releases it. Waiting
+calls have deadlines.
 """
 
 from __future__ import annotations
@@ -47,15 +49,15 @@ Result = TypeVar("Result")
 
 PRIORITY = {Reason.DEMAND: 0, Reason.DURABLE: 0, Reason.PREFETCH: 1, Reason.DEMOTION: 2}
 LAST = 3
-"""The priority of what nobody waits for."""
+"""The priority of transfers that no call waits for."""
 AT_ONCE_BYTES = 2 << 20
-"""So much, or less, is hashed or copied on the event loop: 0.1 ms, when to wake a thread and be woken by it takes 0.2."""
+"""Up to this size the event loop hashes or copies itself: 0.1 ms, against 0.2 to wake a thread."""
 BEGIN_S = 10.0
-"""Within which the threads that hash have begun."""
+"""The threads that hash must start within this time."""
 PIECE_BYTES = 1 << 20
-"""What is copied and hashed is hashed piece by piece, while it is still in the processor's caches."""
+"""Copied bytes are hashed piece by piece, while they are still in the processor's caches."""
 HASH_SPLIT_BYTES = 4 << 20
-"""A batch smaller than this is hashed in one thread; waking a second one costs more than it saves."""
+"""Smaller batches are hashed in one thread: waking a second costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,13 @@ class Hashed:
 
 @dataclass
 class Link:
-    """One direction between two tiers: so many batches at once, of those that nobody waits for half as many, the rest in order of priority."""
+    """One direction between two tiers: at most `limit` batches at once, in order of priority.
+    Batches that no call waits for get at most half of them."""
 
     limit: int
     active: int = 0
     unawaited: int = 0
-    """Of the active, those that nobody waits for."""
+    """Active batches that no call waits for."""
     waiting: list[tuple[int, int, asyncio.Future[None]]] = field(default_factory=list)
     ticket: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -100,7 +103,7 @@ class Link:
             raise
 
     def refuse(self, error: TierFailed) -> None:
-        """Whoever waits for the link hears of this instead."""
+        """Raises the error in all that wait for the link."""
         while self.waiting:
             turn = heapq.heappop(self.waiting)[2]
             if not turn.done():
@@ -124,10 +127,7 @@ class Link:
 
 
 class Mover:
-    """Copies batches of blocks between tiers.
-
-    link_limit: batches at once on each link.
-    """
+    """Copies batches of blocks between tiers. link_limit: batches at once on each link."""
 
     def __init__(self, tiers: Sequence[Tier], *, hash_threads: int, link_limit: int) -> None:
         self._tiers = tiers
@@ -137,12 +137,12 @@ class Mover:
         self._links: dict[tuple[int, int], Link] = {}
         self._link_limit = link_limit
         self.last_error = ""
-        """Of a batch that failed as a whole, until it was told."""
+        """Of a batch that failed as a whole, until it was reported."""
 
     async def copy(self, batch: StructArray, metas: StructArray) -> NDArray[np.uint16]:
-        """Runs a batch of TRANSFER records of one link; metas: META per transfer. Gives BlockStatus u2[n].
+        """Runs a batch of TRANSFER records of one link, with a META each. Gives BlockStatus u2[n].
 
-        Everything that goes wrong is a status: FAILED (the tier could not) or CORRUPT (the source's bytes are not the block's).
+        Faults are statuses: FAILED (by the tier) or CORRUPT (the source's bytes are wrong).
         """
         source, target = int(batch["source"]["tier"][0]), int(batch["target"]["tier"][0])
         link = self._links.setdefault((source, target), Link(self._link_limit))
@@ -156,7 +156,7 @@ class Mover:
 
     @asynccontextmanager
     async def last_turn(self, source: int) -> AsyncIterator[None]:
-        """A place on the busiest link out of a tier, behind all who wait for it: for reads of the daemon's own."""
+        """A place on the busiest link out of a tier, after all waiting: for the daemon's reads."""
         links = [link for (origin, _), link in self._links.items() if origin == source]
         if not links:
             yield
@@ -177,7 +177,7 @@ class Mover:
             return await self._to_device(batch, metas, source, target)
         if is_device(source) and is_mapped(target):
             return await self._from_device(batch, metas, source, target)
-        # From device to store there is none: the core's plans lead over a host tier, without which neither is configured.
+        # The core plans device-to-store moves over a host tier, which both kinds require.
         raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
 
     async def _copy_mapped(
@@ -187,7 +187,7 @@ class Mover:
         views = _views(source, batch["source"], metas)
         targets = _views(target, batch["target"], metas)
         await self._in_threads(_copy_views, views, targets)
-        # The copy is what is verified: the source may be a page that a writer can still reach.
+        # Only the copy is verified: a writer may still reach the source page.
         return self._publish(batch, metas, target, await self.hash(targets, metas))
 
     async def _store(
@@ -241,13 +241,13 @@ class Mover:
             target.read(batch["target"], metas, source=source, sources=batch["source"]),
         )
         statuses, rows = heads.copy(), np.flatnonzero(heads == BlockStatus.READY)
-        if len(rows):  # what did not come has no sums, and so a wrong digest
+        if len(rows):  # blocks that did not arrive have no sums, and so a wrong digest
             hashed = _hashed([came.slices[row] for row in rows.tolist()])
             statuses[rows] = self._publish(batch[rows], metas[rows], target, hashed)
         for row in rows[statuses[rows] != BlockStatus.READY].tolist():
             statuses[row] = await self._ask_store(batch[row : row + 1], metas[row : row + 1], source)
             if statuses[row] == BlockStatus.READY:
-                # The block is right and what was read directly is not: nobody knows what else that way gives.
+                # The stored block is right, the direct read is wrong: stop trusting direct reads.
                 statuses[row] = BlockStatus.FAILED
                 target.distrust(
                     source.position, came.faults.get(row, "a block came with bytes that the store does not have")
@@ -255,7 +255,7 @@ class Mover:
         return statuses
 
     async def _ask_store(self, transfer: StructArray, metas: StructArray, source: StoredTier) -> int:
-        """What the store says of one block, read into memory of this process."""
+        """The store's status of one block, read into memory of this process."""
         length = int(metas["stored_length"][0])
         view = memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
         status = int((await source.read(transfer["source"], [view], metas)).statuses[0])
@@ -280,12 +280,12 @@ class Mover:
         return statuses
 
     async def hash(self, views: Sequence[memoryview], metas: StructArray) -> Hashed:
-        """Slice sums and digests of blocks, computed in threads. metas: META per view, for stored_length and layers."""
+        """Slice sums and digests of blocks, in threads. metas: META per view, for the slices."""
         cuts = [slice_lengths(len(v), int(layers)) for v, layers in zip(views, metas["layers"], strict=True)]
         return _hashed(await self._in_threads(slice_sums, views, cuts))
 
     async def hash_pages(self, extents: StructArray, metas: StructArray) -> Hashed:
-        """As `hash`, of pages where they lie: the daemon's threads hash memory that it maps, a GPU its own. Raises TierFailed."""
+        """As `hash`, in place: threads hash mapped memory, a GPU its own. Raises TierFailed."""
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(extents)
         for position in np.unique(extents["tier"]).tolist():
             rows = np.flatnonzero(extents["tier"] == position)
@@ -295,7 +295,8 @@ class Mover:
         return _hashed(slices)
 
     async def seal(self, sources: StructArray, extents: StructArray, metas: StructArray) -> Hashed:
-        """Copies staging pages into others, in which no client can write, and hashes these. Raises TierFailed where a writer has cut his memory short."""
+        """Copies staging pages into pages that no client can write, and hashes those. Raises
+        TierFailed if a writer has truncated its memory."""
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
         lengths = metas["stored_length"].tolist()
         views = [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]
@@ -303,7 +304,7 @@ class Mover:
         return _hashed(await self._in_threads(_copy_and_sum, views, staging, passes=2))
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
-        """Which pages of shared tiers hold exactly the blocks that metas describe. Raises TierFailed."""
+        """Which pages of shared tiers hold exactly the blocks of metas. Raises TierFailed."""
         hashed = await self.hash_pages(extents, metas)
         return np.asarray((hashed.digests == metas["digest"]).all(axis=1))
 
@@ -321,9 +322,10 @@ class Mover:
         *,
         passes: int = 1,
     ) -> list[Result]:
-        """[work(a, b) for a, b in zip(first, second)], at once where it is little, in one thread, or in several where it is much. passes: over the bytes of `first`.
+        """[work(a, b) for a, b in zip(first, second)], inline, in one thread or several, by size.
 
-        Ends when the last thread has let go of the pages, also where one has failed. Raises TierFailed where none can be started.
+        passes: over the bytes of `first`. Ends when the last thread has released the pages, also
+        after a failure. Raises TierFailed if no thread can be started.
         """
         size = sum(map(len, first)) * passes
         if size <= AT_ONCE_BYTES:
@@ -338,14 +340,14 @@ class Mover:
         return [result for job in jobs for result in job.result()]
 
     def _in_thread(self, work: Callable[..., Result], *given: Any) -> asyncio.Future[Result]:
-        """Work in one of the threads that hash. Raises TierFailed where they cannot be started."""
+        """Work in one of the threads that hash. Raises TierFailed if they cannot be started."""
         if not self._have_begun:
             _begin(self._threads, self._hash_threads)
             self._have_begun = True
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     def refuse(self, tier: int) -> None:
-        """The tier serves nothing any more: what waits for a link to or from it fails at once; what is on one goes on."""
+        """Fails all that wait for a link of this tier: it is out of service. Active ones go on."""
         for (source, target), link in self._links.items():
             if tier in (source, target):
                 link.refuse(TierFailed(f"{self._tiers[tier].spec.name}: out of service; see `tierctl tiers`"))
@@ -360,7 +362,7 @@ class Mover:
 
 
 async def _both(first: Awaitable[Result], second: Awaitable[Second]) -> tuple[Result, Second]:
-    """What the two give, when both have ended. Raises what one of them raises."""
+    """Both results, when both have ended. Raises the error of one of them."""
     done = await asyncio.gather(first, second, return_exceptions=True)
     for each in done:
         if isinstance(each, BaseException):
@@ -369,10 +371,8 @@ async def _both(first: Awaitable[Result], second: Awaitable[Second]) -> tuple[Re
 
 
 def _begin(threads: ThreadPoolExecutor, count: int) -> None:
-    """Starts them all: a pool that fails to start one for some work has taken the work in already, and another thread does it when nobody waits any more.
-
-    Raises TierFailed.
-    """
+    """Starts all threads now, else raises TierFailed. A pool that fails to start a thread has
+    already queued the work, which would then run late."""
     all_here = threading.Barrier(count + 1)
     try:
         for _ in range(count):
@@ -396,7 +396,7 @@ def _copy_views(source: memoryview, target: memoryview) -> None:
 
 
 def _copy_and_sum(target: memoryview, staging: tuple[MappedTier, np.void, list[int]]) -> SliceTable:
-    """Sums of what has come to the target: the source may change at any time."""
+    """Sums of the target's bytes: the source may change at any time."""
     tier, source, cuts = staging
     tables, piece, begun, end = list[SliceTable](), list[int](), 0, 0
     for length in cuts:
@@ -422,7 +422,7 @@ def _cuts(metas: StructArray) -> list[list[int]]:
 
 
 def _known(tables: Sequence[SliceTable | None], digests: NDArray[np.uint8]) -> list[SliceTable | None]:
-    """The tables that are those of the blocks. digests: u1[n, 16]."""
+    """The tables that match the blocks' digests, else None. digests: u1[n, 16]."""
     found = table_digests(raw_tables([np.zeros(0, np.uint64) if table is None else table for table in tables]))
     good = (found == digests).all(axis=1).tolist()
     return [table if is_good else None for table, is_good in zip(tables, good, strict=True)]

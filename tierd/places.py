@@ -1,7 +1,7 @@
-"""Where a daemon's directories are, by the environment.
+"""A daemon's directories, from the environment.
 
-Purpose: one rule for the daemon and for whoever looks for it. Non-purpose: creating directories or proving who owns them.
-Invariant: standard library only, so that the SDK may import it.
+Daemon and clients share this rule. It creates no directories and checks no owners. Standard library
+only, so the SDK may import it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ SOCKET_NAME = "tierd.sock"
 SESSION_SOCKET_NAME = "session.sock"
 """The session socket."""
 SOCKET_PATH_MAX_BYTES = 107
-"""What fits into sun_path beside its closing zero."""
+"""The size of sun_path without its final zero."""
 
 
 def runtime_dir(environ: Mapping[str, str], *, uid: int) -> str:
-    """The directory of the sockets: TIERD_RUNTIME_DIR, else $XDG_RUNTIME_DIR/tierd, else /run/tierd, else /tmp/tierd-<uid>."""
+    """The directory of the sockets. TIERD_RUNTIME_DIR, else $XDG_RUNTIME_DIR/tierd, else
+    /run/tierd, else /tmp/tierd-<uid>."""
     return (
         environ.get("TIERD_RUNTIME_DIR")
         or _below(environ.get("XDG_RUNTIME_DIR"))
@@ -28,7 +29,8 @@ def runtime_dir(environ: Mapping[str, str], *, uid: int) -> str:
 
 
 def state_dir(environ: Mapping[str, str], *, uid: int) -> str:
-    """The directory of stores and identity: TIERD_STATE_DIR, else $XDG_STATE_HOME/tierd, else /var/lib/tierd, else a user's own."""
+    """The directory of stores and identity. TIERD_STATE_DIR, else $XDG_STATE_HOME/tierd, else
+    /var/lib/tierd, else in the user's home."""
     return (
         environ.get("TIERD_STATE_DIR")
         or _below(environ.get("XDG_STATE_HOME"))
@@ -42,5 +44,5 @@ def _below(directory: str | None) -> str:
 
 
 def _usable(directory: str, *, uid: int) -> str:
-    """The directory if this user may write there (root creates it), else nothing."""
+    """The directory if this user may write there (root creates it), else ""."""
     return directory if uid == 0 or os.access(directory, os.W_OK | os.X_OK) else ""

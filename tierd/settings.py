@@ -1,8 +1,8 @@
 """Every setting of the daemon: its name, default, bounds, unit and meaning.
 
-Purpose: the one table of settings, as frozen dataclasses. Non-purpose: reading files and checking settings against each other
-(config.py). Invariants: sizes are bytes and durations seconds by the time that anybody sees them; each field has a
-description, and a unit where a number or a text has one.
+The one table of settings, as frozen dataclasses; config.py reads files and checks settings against
+each other. Sizes are read as bytes and durations as seconds. Each field has a description, and a
+unit if a number or a text has one.
 
 `configs/reference.toml` is rendered from this module by tools/gen_reference.py.
 """
@@ -29,14 +29,14 @@ SegmentSize = Annotated[int, BeforeValidator(lambda value: AUTO if value == "aut
 AUTO = -1
 
 RATED_YEARS = 5.0
-"""What makers rate drive writes per day over."""
+"""The years over which makers rate drive writes per day."""
 DAYS_PER_YEAR = 365.0
 
 _CLOSED = ConfigDict(extra="forbid", validate_default=True)
 
 
 def _key(default: Any, meaning: str, *, unit: str = "", least: float | None = None, most: float | None = None) -> Any:
-    """A setting: its default as one would write it in TOML, its meaning, its unit, its bounds (both inclusive)."""
+    """A setting: its default as written in TOML, meaning, unit and bounds (both inclusive)."""
     strict = True if isinstance(default, int | float) else None  # no "3" for 3, no 1 for true
     return Field(
         default=default, strict=strict, description=meaning, ge=least, le=most, json_schema_extra={"unit": unit}
@@ -178,7 +178,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, config=_CLOSED)
 class IdentityConfig:
-    """Who a client is. The tenant comes from here, never from a request."""
+    """The identity of clients. The tenant comes from here, never from a request."""
 
     tenants: dict[int, str] = Field(
         default_factory=dict,
@@ -348,7 +348,7 @@ class NvmeConfig:
 
     @property
     def endurance_bytes(self) -> float:
-        """What may be written to the store in its life, by the drive's rating; 0.0 if that is not known."""
+        """Writes to the store in its life, by the drive's rating; 0.0 if unknown."""
         return self.endurance_tbw * 1e12 or self.endurance_dwpd * self.capacity * RATED_YEARS * DAYS_PER_YEAR
 
     @property
@@ -387,7 +387,7 @@ class MoverConfig:
 
 @dataclass(frozen=True, config=_CLOSED)
 class ScrubConfig:
-    """The background check of everything that is held, and what becomes of pages that are found bad."""
+    """The background check of all held pages, and the handling of bad ones."""
 
     period: Seconds = _key(
         "24 h",
@@ -411,7 +411,7 @@ class ScrubConfig:
 
 @dataclass(frozen=True, config=_CLOSED)
 class EventsConfig:
-    """KV events: routers are told which tier holds which of an engine's blocks. Who can connect learns the tokens of every tenant."""
+    """KV events tell routers where blocks lie. Any subscriber learns every tenant's tokens."""
 
     enabled: bool = _key(False, "Publish them. Needs pyzmq: pip install 'tierd[events]'.", unit="")
     bind: str = _key(

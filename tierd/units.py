@@ -1,8 +1,8 @@
 """Sizes and durations as people write them: "512 MiB", "1.5 GB", "250 ms".
 
-Purpose: one reader for both, and a writer for sizes. Non-purpose: knowing which setting a value belongs to. Invariants: a size is a whole
-number of bytes, never negative; `parse(format(x)) == x` for sizes; a value that is refused raises ValueError with fault, value and
-remedy, and the caller puts the thing's name in front.
+One reader for both, and a writer for sizes. A size is a whole number of bytes, never negative.
+`parse(format(x)) == x` for sizes. A refused value raises ValueError with fault, value and remedy;
+the caller puts the setting's name in front.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SECOND_UNITS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60
 
 BYTES_LIMIT = 1 << 60
 SECONDS_LIMIT = 10 * 365 * 86400.0
-"""An EiB, and ten years: nothing has more, and what reckons with them takes that much."""
+"""An EiB, and ten years: larger values are refused, and calculations stay within these."""
 
 _QUANTITY = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
 
@@ -89,5 +89,5 @@ def _scaled(value: object, units: Mapping[str, float], *, example: str) -> float
 
 
 def _exact(number: str, scale: float) -> float:
-    """Multiplied without rounding where the number is whole, so that sizes above 2**53 bytes stay exact."""
+    """Multiplies whole numbers without rounding, so sizes above 2**53 bytes stay exact."""
     return int(number) * scale if number.isdecimal() and len(number) < 20 else float(number) * scale

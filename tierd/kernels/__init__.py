@@ -1,4 +1,4 @@
-"""Attention over pages. `reference` is the plain version that runs anywhere and that every faster kernel is checked against."""
+"""Attention over pages. `reference` runs anywhere; tests check every faster kernel against it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What calls of attention are given, checked one by one: each error names the argument.
+"""Checks the arguments of attention calls one by one: each error names the argument.
 
-Purpose: `Arguments`. Non-purpose: what is done with them. Invariants: nothing is launched, made or read back here.
+Nothing is launched, allocated or read back here.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ HEAD_DIMS = (64, 96, 128, 256)
 GROUP_LIMIT = 16
 """As in cuda/src."""
 LONGEST = 2**31 - TILE_TOKENS
-"""Tokens that kernels count: a longer window, or more sinks, is of all of them."""
+"""Tokens that kernels count: a longer window, or more sinks, covers all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """What `reference.PagedBatch` says, in arrays where the kernel runs.
+    """The content of a `reference.PagedBatch`, in arrays on the kernel's device.
 
-    kv_lens: i32 [n]. tables: i32 [n, pages]; behind a sequence's length anything. subsets: None, or i32 [n, kv_heads, most], none twice of a head; subset_sizes: i32 [n, kv_heads].
-    scale: of the scores, 1 / sqrt(head_dim) if not given.
+    kv_lens: i32 [n]. tables: i32 [n, pages]; entries behind a sequence's length are ignored.
+    subsets: None, or i32 [n, kv_heads, most], distinct within a head; subset_sizes: i32 [n,
+    kv_heads]. scale: of the scores, 1 / sqrt(head_dim) by default.
     """
 
     kv_lens: Array
@@ -40,7 +41,8 @@ class DeviceBatch:
 
 @dataclass(slots=True)
 class Arguments:
-    """Of one call. kv_type, k_scales, v_scales: known after `pool`. Each method raises InvalidArgument, naming the argument."""
+    """Of one call. Each method raises InvalidArgument, naming the argument. kv_type, k_scales,
+    v_scales: set by `pool`."""
 
     device: str
     requests: int
@@ -59,7 +61,7 @@ class Arguments:
         return found
 
     def pool(self, pages: KvPages) -> params.Pool:
-        """The pool of pages, for queries that were looked at before."""
+        """The pool of pages; call `queries` first."""
         found = checked_pages(pages, (self.kv_heads, self.dim), KV_TYPES[self.q_type], device=self.device)
         k, page_tokens = found.k, found.k.shape[1]
         if page_tokens % TILE_TOKENS:
@@ -68,7 +70,7 @@ class Arguments:
         return params.Pool(k.address, found.v.address, *k.strides[:3], page_tokens, k.shape[0])
 
     def batch(self, batch: DeviceBatch, n: int) -> params.Batch:
-        """Lengths, tables and what of them is attended to, of n sequences."""
+        """Lengths, tables, sinks, window and subsets of n sequences."""
         lens = Buffer.of("batch.kv_lens", batch.kv_lens).checked((n,), "i32", device=self.device)
         tables = Buffer.of("batch.tables", batch.tables).checked((n, None), "i32", device=self.device)
         if min(batch.sinks, batch.window) < 0 or (batch.window and batch.subsets is not None):
@@ -109,7 +111,7 @@ class Arguments:
 
 
 def group_of(q_heads: int, kv_heads: int, head_dim: int) -> int:
-    """Query heads for each kv head. Raises InvalidArgument for what no kernel has."""
+    """Query heads for each kv head. Raises InvalidArgument if no kernel has them."""
     group, rest = divmod(q_heads, kv_heads) if kv_heads else (0, 1)
     if rest or not 1 <= group <= GROUP_LIMIT:
         raise InvalidArgument(

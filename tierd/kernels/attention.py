@@ -1,8 +1,9 @@
-"""The kernels of cuda/ behind the signature of `reference.paged_attention`: pages as they lie in mapped memory, and lists for tables.
+"""The kernels of cuda/ with the signature of `reference.paged_attention`.
 
-Purpose: `KernelAttention`, which a worker uses in place of the reference. Non-purpose: captured graphs, whose caller keeps its arrays on the device and uses
-`paged` itself. Invariants: no page is copied; queries are rounded to the type of the pages, beside pages of e4m3 to 16 bits; what comes out has the type of the queries
-and lies beside them.
+A worker uses `KernelAttention` instead of the reference: pages stay in mapped memory, tables are
+lists. For captured graphs, callers keep their arrays on the device and use `paged`. No page is
+copied. Queries are rounded to the type of the pages, beside pages of e4m3 to 16 bits. The output
+has the type and device of the queries.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ Array = Any
 
 
 class KernelAttention:
-    """Attention by a library of kernels that runs where the arrays lie: numpy's, torch's, or others that name their namespace of the array API (`asarray`, `empty`,
-    `empty_like`, `astype`); of torch in its current stream. One caller thread."""
+    """Attention by a library of kernels, on the device of the arrays. One caller thread.
+
+    Arrays are numpy's, torch's (in its current stream), or others with a namespace of the array API
+    (`asarray`, `empty`, `empty_like`, `astype`).
+    """
 
     def __init__(self, library: Library) -> None:
-        """library: of the device of all that it will be given."""
+        """library: for the device of all arrays."""
         self.library = library
         self._decodes: dict[DecodeShape, PagedDecode] = {}
         self._scales: tuple[NDArray[np.float32] | None, Array] = None, None
@@ -47,16 +51,16 @@ class KernelAttention:
         scale: float | None = None,
         with_mass: bool = False,
     ) -> Attended:
-        """As `reference.paged_attention`. Raises InvalidArgument also for what no kernel takes, naming it.
-
-        Page masses of several query rows of a sequence are those of as many decodes, added up, and lie on the host.
-        """
+        """As `reference.paged_attention`. Raises InvalidArgument also if no kernel fits. Page
+        masses of a sequence's query rows are the sum over as many decodes, on the host."""
         return KernelPass(self, _Pool.of(pages), batch).attend(0, q, scale=scale, with_mass=with_mass)
 
     def over(self, pages: Sequence[Array], batch: PagedBatch, *, slots: NDArray[np.int64]) -> KernelPass:
-        """One pass of a model. pages: [layers, 2, page_tokens, kv_heads, head_dim] each, layers one behind the other; or ScaledPages of such.
+        """One pass of a model. Raises InvalidArgument.
 
-        slots: i64 [tokens], where `store` writes: a page's place in `pages` * page_tokens + offset; negative: nowhere. Raises InvalidArgument.
+        pages: [layers, 2, page_tokens, kv_heads, head_dim] each, contiguous layers; or ScaledPages.
+        slots: i64 [tokens], where `store` writes: a page's place in `pages` * page_tokens + offset;
+        negative: nowhere.
         """
         return KernelPass(self, _Pool.of(pages), batch, slots=slots)
 
@@ -71,14 +75,15 @@ class KernelAttention:
         return self._decodes[shape](q, kv, batch, to)
 
     def beside(self, scales: NDArray[np.float32], array: Array) -> Array:
-        """These scales where an array lies: placed once, for as long as the same ones are asked for."""
+        """These scales on an array's device: placed once while the same ones are asked for."""
         if self._scales[0] is not scales:
             self._scales = scales, _placed(scales, array)
         return self._scales[1]
 
 
 class KernelPass:
-    """New tokens into pages and attention to them, layer after layer: what says where they lie is made and placed once. In one stream."""
+    """Stores new tokens and attends to pages, layer after layer, in one stream. The tables and
+    slots are made and placed once."""
 
     def __init__(
         self, attention: KernelAttention, pool: _Pool, batch: PagedBatch, *, slots: NDArray[np.int64] | None = None
@@ -92,7 +97,7 @@ class KernelPass:
         self._stored: Array = None
 
     def store(self, layer: int, k: Array, v: Array) -> None:
-        """Writes the new tokens of one layer, [tokens, kv_heads, head_dim] each, into their slots. Raises InvalidArgument."""
+        """Writes a layer's new tokens [tokens, kv_heads, head_dim]. Raises InvalidArgument."""
         if self._stored is None:
             self._stored = _placed(self._pool.slots(self._slots), k)
         keys, values = (self._pool.cast(array) for array in (k, v))
@@ -114,12 +119,12 @@ class KernelPass:
         return Attended(_cast(done.out, q.dtype), done.lse, mass)
 
     def _layer(self, layer: int, array: Array) -> KvPages:
-        """Of the pool; its scales, if it has any, beside an array."""
+        """One layer of the pool, with its scales, if any, on the array's device."""
         scales = self._pool.scales
         return self._pool.layer(layer, None if scales is None else self._attention.beside(scales, array))
 
     def _nothing(self, q: Array, *, with_mass: bool) -> Attended:
-        """What no rows at all give."""
+        """The result for no rows at all."""
         masses = np.zeros((0, q.shape[1], max(map(len, self._batch.tables), default=0)), np.float32)
         return replace(_room(q), mass=_masses(masses, self._batch, self._pool.page_tokens) if with_mass else None)
 
@@ -139,8 +144,11 @@ class KernelPass:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Pages at multiples of one step from the lowest of them. first: that one, [layers, 2, page_tokens, kv_heads, head_dim]; dtype: as its array names it;
-    numbers: int64 [pages], which multiple each is. scales: of pages of e4m3, f32 [layers, 2, kv_heads]."""
+    """Pages at multiples of one step from the lowest.
+
+    first: the lowest, [layers, 2, page_tokens, kv_heads, head_dim]; dtype: as its array names it;
+    numbers: int64 [pages], each one's multiple. scales: of e4m3 pages, f32 [layers, 2, kv_heads].
+    """
 
     first: Buffer
     step: int
@@ -150,7 +158,8 @@ class _Pool:
 
     @classmethod
     def of(cls, pages: Sequence[Array]) -> _Pool:
-        """pages: [2, page_tokens, kv_heads, head_dim] each, or several layers of that. Raises InvalidArgument for pages that are not alike, or too far apart."""
+        """pages: [2, page_tokens, kv_heads, head_dim] each, or several layers of that. Raises
+        InvalidArgument for pages that are not alike, or too far apart."""
         if not len(pages):
             raise InvalidArgument("pages: there are none; kernels need an address")
         if isinstance(pages, ScaledPages):
@@ -173,7 +182,7 @@ class _Pool:
 
     @property
     def page_tokens(self) -> int:
-        """Of a page."""
+        """Tokens of a page."""
         return self.first.shape[2]
 
     def cast(self, array: Array) -> Array:
@@ -183,7 +192,7 @@ class _Pool:
         return array if str(array.dtype).removeprefix("torch.") in ("bfloat16", "float16") else _cast(array, "float16")
 
     def layer(self, layer: int, scales: Array) -> KvPages:
-        """K and V of one. scales: those of the pool, placed."""
+        """K and V of one layer. scales: those of the pool, placed."""
         first = self.first
         shape, strides = (int(self.numbers.max()) + 1, *first.shape[2:]), (self.step, *first.strides[2:])
         k = replace(first, address=first.address + layer * first.strides[0], shape=shape, strides=strides)
@@ -198,7 +207,7 @@ class _Pool:
         return KvPages(k, v, k_scales, replace(k_scales, address=k_scales.address + heads * BYTES["f32"]))
 
     def slots(self, slots: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """Those of pages by their place in the list as slots of the pool. Raises InvalidArgument for none, or one in no page."""
+        """Turns slots by place in the list into slots of the pool. Raises InvalidArgument."""
         if slots is None:
             raise InvalidArgument("slots: not given; say where new tokens go")
         pages, offsets = np.divmod(slots, self.page_tokens)
@@ -206,7 +215,7 @@ class _Pool:
         return np.where(slots < 0, -1, numbers * self.page_tokens + offsets)
 
     def batch(self, batch: PagedBatch, q: Array) -> DeviceBatch:
-        """The same in arrays beside the queries; behind a sequence's length stands page 0. Raises InvalidArgument for a page that is not there."""
+        """The batch in arrays beside the queries, tables padded with 0. Raises InvalidArgument."""
         tables = np.zeros((len(batch.tables), max(1, *map(len, batch.tables))), np.int32)
         for i, length in enumerate(batch.kv_lens):
             used = np.asarray(batch.tables[i][: -(-length // self.page_tokens)], np.int64)
@@ -216,7 +225,7 @@ class _Pool:
         return DeviceBatch(_placed(lens, q), _placed(tables, q), batch.sinks, batch.window, subsets, sizes)
 
     def _scaled(self, scales: NDArray[np.float32]) -> _Pool:
-        """The same with scales. Raises InvalidArgument for those of other pages."""
+        """The same with scales. Raises InvalidArgument if they do not fit these pages."""
         layers, kinds, _, heads, _ = self.first.shape
         if scales.size != layers * kinds * heads or scales.dtype != np.float32 or not scales.flags.c_contiguous:
             raise InvalidArgument(
@@ -225,7 +234,7 @@ class _Pool:
         return replace(self, scales=scales)
 
     def _numbers_of(self, name: str, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of pages by their place in the list. Raises InvalidArgument."""
+        """Numbers of pages by their place in the list. Raises InvalidArgument."""
         for bad in places[(places < 0) | (places >= len(self.numbers))].tolist():
             raise InvalidArgument(f"{name}: page {bad} of {len(self.numbers)}; give all that are named, from 0 on")
         return self.numbers[places]
@@ -247,11 +256,11 @@ class _Rows:
 
     @property
     def are_single(self) -> bool:
-        """Whether no sequence has two."""
+        """Whether no sequence has two rows."""
         return len(np.unique(self.sequences)) == len(self.sequences)
 
     def as_requests(self, batch: PagedBatch) -> PagedBatch:
-        """Each a sequence of its own, which ends with it."""
+        """Makes each row a sequence of its own, which ends with it."""
         return PagedBatch(
             range(len(self.sequences) + 1),
             self.lengths.tolist(),
@@ -263,7 +272,7 @@ class _Rows:
 
 
 def _as_e4m3(number: int, page: Array) -> Buffer:
-    """A page of which numpy says that it is of bytes. Raises InvalidArgument for one of wider values."""
+    """A page stored as bytes, as e4m3. Raises InvalidArgument for wider values."""
     found = Buffer.of(f"pages[{number}]", page)
     if found.dtype not in ("u8", "e4m3"):
         raise InvalidArgument(f"{found.name}: has type {found.dtype}; pages with scales are of e4m3, or of bytes")
@@ -280,7 +289,7 @@ def _check_alike(page: Buffer, first: Buffer) -> None:
 
 
 def _masses(mass: Array, batch: PagedBatch, page_tokens: int) -> list[Array]:
-    """mass: f32 [rows, q_heads, pages]. Summed over each sequence's rows: f32 [q_heads, pages that hold its tokens]."""
+    """mass: f32 [rows, q_heads, pages]. Returns the sums per sequence: f32 [q_heads, its pages]."""
     starts = batch.query_starts
     return [
         mass[starts[i] : starts[i + 1], :, : -(-length // page_tokens)].sum(0) for i, length in enumerate(batch.kv_lens)
@@ -311,18 +320,18 @@ def _dense(array: Array) -> Array:
 
 
 def _placed(array: NDArray[Any] | None, q: Array) -> Array:
-    """An array of the library of these queries, where they lie."""
+    """The array in the library and on the device of these queries."""
     return None if array is None else array_namespace(q).asarray(array, device=device(q))
 
 
 def _beside(q: Array) -> Callable[[tuple[int, ...], str], Array]:
-    """What makes empty arrays where these queries lie."""
+    """A maker of empty arrays on the device of these queries."""
     xp, place = array_namespace(q), device(q)
     return lambda shape, dtype: xp.empty(shape, dtype=getattr(xp, dtype), device=place)
 
 
 def _room(q: Array, *, mass_pages: int | None = None) -> Attended:
-    """What a kernel fills for these queries."""
+    """Empty outputs for these queries."""
     rows, q_heads, _ = q.shape
     empty, xp = _beside(q), array_namespace(q)
     mass = None if mass_pages is None else empty((rows, q_heads, mass_pages), "float32")

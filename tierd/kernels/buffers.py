@@ -1,7 +1,8 @@
-"""Arrays as kernels see them: an address, a shape, strides. Whatever does not fit is refused by name before anything is launched.
+"""Arrays as kernels see them: an address, a shape, strides. Bad ones are refused before a launch.
 
-Purpose: `Buffer.of` for numpy, torch and anything with the CUDA array interface; `Buffer.checked`. Non-purpose: owning memory. Invariants: nothing is
-copied or moved, and a kernel gets no address that was not checked for its shape, type, place and alignment.
+`Buffer.of` takes numpy, torch and anything with the CUDA array interface. It does not own memory,
+and copies and moves nothing. `Buffer.checked` checks shape, type, device and alignment; kernels get
+only checked addresses.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 from tierd.errors import InvalidArgument
 
 Array = Any
-"""A numpy array, a torch tensor, another array on a GPU, or a Buffer: memory that is told by its address."""
+"""A numpy array, a torch tensor, another array on a GPU, or a Buffer (memory by its address)."""
 Layout = tuple[Any, ...]
-"""How its address is aligned, shape, strides, type and place, as the array's library tells them: compared with others, and made sense of by `Buffer.of`."""
+"""Alignment, shape, strides, type and place as the array's library gives them, to compare."""
 DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -34,7 +35,8 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """name: of the argument, for errors. strides: bytes. dtype: of DTYPES' values. device: "cpu" or such as "cuda:0"."""
+    """name: of the argument, for errors. strides: bytes. dtype: of DTYPES' values. device: "cpu" or
+    such as "cuda:0"."""
 
     name: str
     address: int
@@ -45,7 +47,7 @@ class Buffer:
 
     @classmethod
     def of(cls, name: str, array: Array) -> Buffer:
-        """Of a Buffer the same under this name. Raises InvalidArgument for what is no array, or of a type that no kernel takes."""
+        """The buffer of an array. Raises InvalidArgument for other objects or unknown types."""
         if isinstance(array, Buffer):
             return replace(array, name=name)
         address, (_, shape, strides, kind, place) = seen(name, array)
@@ -54,10 +56,8 @@ class Buffer:
         return cls(name, address, tuple(shape), strides, _dtype(name, str(kind).removeprefix("torch.")), str(place))
 
     def checked(self, shape: Sequence[int | None], *dtypes: str, device: str, dense_from: int = 0) -> Buffer:
-        """The buffer itself. Raises InvalidArgument where it differs.
-
-        shape: None for any length. dense_from: from this axis on elements follow each other without gaps.
-        """
+        """The buffer itself. Raises InvalidArgument if it differs. shape: None for any length.
+        dense_from: from this axis on elements have no gaps."""
         if self.device != device:
             raise InvalidArgument(f"{self.name}: is on {self.device}, the kernel runs on {device}; move it there")
         if dtypes and self.dtype not in dtypes:
@@ -78,7 +78,7 @@ class Buffer:
         return self
 
     def aligned(self) -> Buffer:
-        """The buffer itself. Raises InvalidArgument if its beginning or a row of it is not at a multiple of 16 bytes."""
+        """The buffer itself. Raises InvalidArgument if it or a row is not 16-byte aligned."""
         odd = [step for step in (self.address, *self.strides[:-1]) if step % ALIGNMENT_BYTES]
         if odd:
             raise InvalidArgument(
@@ -88,7 +88,7 @@ class Buffer:
 
 
 def seen(name: str, array: Array) -> tuple[int, Layout]:
-    """Where an array lies, and all else of it that a check depends on. Raises InvalidArgument for what is no array."""
+    """An array's address, and all else that checks need. Raises InvalidArgument if it is none."""
     if isinstance(array, Buffer):
         at, shape, strides, place = array.address, array.shape, array.strides, array.device
     elif hasattr(array, "data_ptr"):
@@ -108,7 +108,7 @@ def seen(name: str, array: Array) -> tuple[int, Layout]:
 
 
 def address_of(buffer: Buffer | None) -> int | None:
-    """None for what is not given: a null pointer."""
+    """The buffer's address; for None a null pointer."""
     return buffer.address if buffer else None
 
 

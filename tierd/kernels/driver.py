@@ -1,7 +1,7 @@
-"""NVIDIA's driver by its own bindings: what it answers becomes a value, or an error of ours.
+"""NVIDIA's driver through its own bindings: results become values, or errors of tierd.
 
-Purpose: `bindings`, which are there or not, and `call`. Non-purpose: what is asked of it. Invariants: nothing is imported and no driver is loaded before
-`bindings` is called; whoever calls it has a GPU, a driver and the extra `gpu`.
+Nothing is imported and no driver is loaded before `bindings` is called. Its callers need a GPU, a
+driver and the extra `gpu`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tierd.errors import InvalidArgument, Overloaded, TierdError, TierFailed, Unsupported
 
 OLDEST_VERSION = 13000
-"""Of the driver (CUDA 13.0): fatbins are of nvcc 13."""
+"""Of the driver (CUDA 13.0): nvcc 13 makes the fatbins."""
 FAULTS: dict[str, tuple[type[TierdError], str]] = {
     "CUDA_ERROR_INVALID_VALUE": (InvalidArgument, "a size, an address or a flag is not what the driver takes"),
     "CUDA_ERROR_INVALID_HANDLE": (InvalidArgument, "a stream, an event or a kernel is gone, or of another context"),
@@ -33,12 +33,12 @@ FAULTS: dict[str, tuple[type[TierdError], str]] = {
         "a forked child cannot use the driver of its parent; start it by spawn",
     ),
 }
-"""What can be done about it. Any other error is taken for one of the device, after which nothing of this process runs on it."""
+"""Remedies. Any other error counts as one of the device, after which this process cannot use it."""
 REMEDY = "nothing of this process runs on the GPU any more; end it and look at dmesg"
 
 
 def bindings() -> Any:
-    """cuda.bindings.driver, with the driver begun. Raises Unsupported if either is missing or too old."""
+    """cuda.bindings.driver, initialized. Raises Unsupported if either is missing or too old."""
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -59,7 +59,7 @@ def bindings() -> Any:
 
 
 def call(function: Callable[..., tuple[Any, ...]], *given: Any, what: str) -> Any:
-    """What the function answers: nothing, a value or several. what: it is about, for errors. Raises what `fault` makes."""
+    """Calls the driver; returns 0, 1 or more values. what: for errors. Raises as `fault`."""
     result, *answers = function(*given)
     if result:
         raise fault(result, f"{what}: {function.__name__}")
@@ -67,6 +67,6 @@ def call(function: Callable[..., tuple[Any, ...]], *given: Any, what: str) -> An
 
 
 def fault(result: Any, what: str) -> TierdError:
-    """An error that names the thing, the driver's code and what to do."""
+    """An error that names the thing, the driver's code and the remedy."""
     kind, remedy = FAULTS.get(result.name, (TierFailed, REMEDY))
     return kind(f"{what} gave {result.name} ({int(result)}): {remedy}")

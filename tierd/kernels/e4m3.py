@@ -1,8 +1,9 @@
-"""Pages of e4m3, a byte a value: what the bytes mean, with and without a library that has such a type.
+"""Pages of e4m3, a byte a value: encodes and decodes them, also in libraries without such a type.
 
-Purpose: `encoded`, `decoded`, and `ScaledPages`, which attention is given in place of pages of wider values. Non-purpose: choosing scales. Invariants: a value is the
-stored one times its head's scale; it is rounded to the nearest, ties to even, as the store kernel rounds; what is beyond the greatest becomes that, and NaN stays NaN.
-numpy has no such type: there pages are uint8. Format: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), E4M3 without infinities.
+Attention takes `ScaledPages` instead of pages of wider values. A value is the stored one times its
+head's scale. Rounding is to the nearest, ties to even, as in the store kernel. Larger values become
+the greatest, and NaN stays NaN. numpy has no such type: there pages are uint8. Format: Micikevicius
+et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433), E4M3 without infinities.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ E4M3_MOST = 448.0
 """The greatest finite value."""
 LEAST_NORMAL = 2.0**-6
 STEPS = 512
-"""Of values below the least normal one: so many to 1."""
+"""Steps per 1 of values below the least normal one."""
 NAN = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledPages(Sequence[Array]):
-    """Pages of e4m3 as `reference.paged_attention` takes any: each is decoded when it is asked for. Kernels take the stored ones, and the scales.
+    """Pages of e4m3 for `reference.paged_attention`: each is decoded when it is read.
 
-    stored: [2, page_tokens, kv_heads, head_dim] each, on a GPU or for kernels also several layers of that. scales: f32 [2, kv_heads] of keys and of values, or
-    [layers, 2, kv_heads], in numpy.
+    Kernels take the stored pages and the scales.
+    stored: [2, page_tokens, kv_heads, head_dim] each; on a GPU or for kernels also several layers.
+    scales: f32 [2, kv_heads] of keys and of values, or [layers, 2, kv_heads], in numpy.
     """
 
     stored: Sequence[Array]
@@ -46,7 +48,8 @@ class ScaledPages(Sequence[Array]):
 
 
 def encoded(values: Array, scales: NDArray[np.float32]) -> Array:
-    """values [..., kv_heads, head_dim] divided by scales f32 [..., kv_heads], as e4m3: uint8 in numpy, its own type in torch."""
+    """Divides values [..., kv_heads, head_dim] by scales f32 [..., kv_heads] and encodes them.
+    Returns uint8 in numpy, torch's own type in torch."""
     xp = array_namespace(values)
     divided = xp.astype(values, xp.float32) / xp.asarray(scales, device=device(values))[..., None]
     capped = xp.clip(divided, -E4M3_MOST, E4M3_MOST)
@@ -54,17 +57,17 @@ def encoded(values: Array, scales: NDArray[np.float32]) -> Array:
 
 
 def decoded(stored: Array, scales: NDArray[np.float32]) -> Array:
-    """The values, float32, of what `encoded` gave, or of an array of ml_dtypes."""
+    """The values, float32, of the output of `encoded`, or of an array of ml_dtypes."""
     xp = array_namespace(stored)
     values = xp.astype(stored, xp.float32) if hasattr(xp, E4M3) else VALUES[stored.view(np.uint8)]
     return values * xp.asarray(scales, device=device(stored))[..., None]
 
 
 def _bytes_of(capped: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Of values that are not beyond the greatest."""
+    """For values within the greatest."""
     size = np.abs(capped)
     bits = size.view(np.uint32)
-    # Of a float32 the upper 3 bits of the fraction stay; the exponent counts from 7 in place of 127.
+    # Of a float32 the upper 3 bits of the fraction stay; the exponent's bias is 7 instead of 127.
     normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - ((127 - 7) << 3)
     small = np.rint(np.fmin(size, LEAST_NORMAL) * STEPS).astype(np.uint32)  # 8 is the least normal value
     code = np.where(np.isnan(size), NAN, np.where(size < LEAST_NORMAL, small, normal))
@@ -72,7 +75,7 @@ def _bytes_of(capped: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _values() -> NDArray[np.float32]:
-    """Of each byte."""
+    """The value of each byte."""
     code = np.arange(256)
     exponent, fraction = code >> 3 & 15, code & 7
     values = np.where(exponent == 0, fraction / STEPS, (1 + fraction / 8) * 2.0 ** (exponent - 7))

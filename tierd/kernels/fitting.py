@@ -1,7 +1,7 @@
-"""How deep kernels buffer tiles in shared memory: as deep as a thread block of this GPU has room for.
+"""Chooses how deep kernels buffer tiles in shared memory: the most that fits a thread block.
 
-Purpose: `decode_fit` and `prefill_fit`, which choose before anything is launched. Non-purpose: launching. Invariants: as in cuda/src; the deepest that fits is taken, and
-what fits nowhere is refused by name. With the 99 KiB of a block of sm_86, 89 and 120 all that kernels are built for fits.
+`decode_fit` and `prefill_fit` choose before a launch, as in cuda/src. If no depth fits, they refuse
+with an error that names the limit. All kernels fit the 99 KiB of a block of sm_86, 89 or 120.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tierd.kernels.library import Library
 
 TILE_TOKENS = 16
 WIDE_DIM = 128
-"""Head dims above it have half the warps in decode."""
+"""Larger head dims have half the warps in decode."""
 RINGS = (3, 2)
-"""Tiles of K and V that a warp of decode has: one that is worked on, the others under way. The deepest first, as below."""
+"""Tiles of K and V that a warp of decode has: one in use, the others in flight. Deepest first."""
 SHARE_BYTES = 32
-"""An int for each warp of decode and two more, in which its threads find their block's share; and the number of the launch."""
+"""An int for each warp of decode and two more, to find a block's share, and the launch's number."""
 PADDING = 4
-"""Floats behind each output of a warp of decode, so that heads lie in other banks."""
+"""Floats after each output of a warp of decode, so that heads lie in other banks."""
 STAGE_TILES = (4, 2)
-"""Tiles of K and V of a stage of prefill, of which there are two."""
+"""Tiles of K and V of a stage of prefill, of which there are two. Deepest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Fit:
 
 
 def decode_fit(library: Library, head_dim: int, group: int, kv_type: str) -> Fit:
-    """group: query heads for each kv head; kv_type: as keys and values are stored. Raises InvalidArgument."""
+    """group: query heads for each kv head; kv_type: of stored keys. Raises InvalidArgument."""
     warps = 2 if head_dim > WIDE_DIM else 4
     tile = _tile_bytes(head_dim, kv_type)
     joined = 4 * group * (head_dim + PADDING + 3)  # a warp's outputs and three sums of each head, for the others

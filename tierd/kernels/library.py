@@ -1,7 +1,8 @@
-"""A built set of kernels, and how one is launched.
+"""A built set of kernels, and how to launch one.
 
-Purpose: `open_library`, which chooses; `Emulated`, the kernels' own source compiled for the CPU (cuda/emulator). Non-purpose: what a kernel computes; a GPU,
-which `loaded` knows. Invariants: a kernel gets its parameters as one struct, whose size both sides agree on; a launch on the CPU has ended when the call returns.
+`open_library` chooses; `Emulated` is the kernels' source compiled for the CPU (cuda/emulator).
+`loaded` knows the GPU. A kernel gets its parameters as one struct whose size both sides agree on. A
+launch on the CPU has ended when the call returns.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.kernels.loaded import Loaded, fatbins_folder
 
 KERNELS = "TIERD_KERNELS"
-"""Environment: `emulated` for kernels on a CPU, `reference` for none there; empty: the GPU's on a GPU, none elsewhere."""
+"""Environment: `emulated` for kernels on a CPU, `reference` for none there. Empty: the GPU's on a
+GPU, none elsewhere."""
 EMULATED, REFERENCE = "emulated", "reference"
 KERNELS_LIBRARY = "TIERD_KERNELS_LIBRARY"
 """Environment: the path that `python -m tools.kernels emulator` printed."""
 H100_SHARED_BYTES = 232_448
-"""Of a block, 227 KiB: what the emulator has if nothing else is said."""
+"""Of a block, 227 KiB: the emulator's default."""
 
 
 class Library(Protocol):
-    """device: where its kernels run and their buffers must lie. block_shared_bytes: the most shared memory of a thread block."""
+    """device: where its kernels run and their buffers must lie. block_shared_bytes: the most shared
+    memory of a thread block."""
 
     device: str
     block_shared_bytes: int
 
     def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
-        """Launches a kernel by its symbol. grid: blocks in x, y, z; the threads of a block are the kernel's own, the stream is the current one."""
+        """Launches a kernel by its symbol on the current stream. grid: blocks in x, y, z. The
+        kernel defines its block's threads."""
         ...
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
@@ -40,7 +44,7 @@ class Library(Protocol):
 
 
 class Emulated:
-    """The library that `python -m tools.kernels emulator` built. Raises Unsupported if there is none."""
+    """The library that `python -m tools.kernels emulator` built. Raises Unsupported without one."""
 
     device = "cpu"
 
@@ -54,7 +58,7 @@ class Emulated:
         self._known: dict[str, int] = {}
 
     def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
-        """As Library says. Raises InvalidArgument."""
+        """As in Library. Raises InvalidArgument."""
         size = self._size_of(kernel)
         if size != ctypes.sizeof(params):
             raise InvalidArgument(
@@ -68,7 +72,7 @@ class Emulated:
             self._library[kernel](*grid, shared_bytes, ctypes.byref(params))
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
-        """A few, so that a row is cut and merged as on a GPU, though one runs after another."""
+        """A few, so a row is cut and merged as on a GPU, though blocks run one after another."""
         return 8
 
     def _size_of(self, kernel: str) -> int:
@@ -83,7 +87,7 @@ class Emulated:
 
 
 def asked_kernels() -> str:
-    """What the environment says: EMULATED, REFERENCE, or nothing. Raises ConfigError for anything else."""
+    """EMULATED, REFERENCE or "" from the environment. Raises ConfigError for anything else."""
     asked = os.environ.get(KERNELS, "")
     if asked not in ("", EMULATED, REFERENCE):
         raise ConfigError(
@@ -93,10 +97,8 @@ def asked_kernels() -> str:
 
 
 def open_library(*, ordinal: int = 0) -> Library:
-    """The kernels that the environment asks for: on a GPU those that tierd was built with, or emulated ones.
-
-    ordinal: of the GPU. Raises Unsupported, which says what is missing, and ConfigError.
-    """
+    """The kernels that the environment asks for: the built ones on a GPU, or emulated ones.
+    ordinal: of the GPU. Raises Unsupported, which names the missing part, and ConfigError."""
     asked = asked_kernels()
     if asked == REFERENCE:
         raise ConfigError(f"{KERNELS}: is {asked!r}, which is no library of kernels; unset it for those of the GPU")

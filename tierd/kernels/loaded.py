@@ -1,7 +1,8 @@
-"""The kernels of cuda/ on a GPU: fatbins loaded and launched by NVIDIA's driver.
+"""The kernels of cuda/ on a GPU: NVIDIA's driver loads and launches the fatbins.
 
-Purpose: `Loaded`, a Library. Non-purpose: memory, streams and events, which are their owner's. Invariants: a launch allocates nothing, waits for nothing and
-goes to the current stream of its GPU, whichever context the thread has, which it keeps; what is launched was checked: parameters by their size, shared memory by its limit.
+`Loaded` is a Library. It does not own memory, streams or events. A launch allocates nothing, does
+not wait, and goes to the current stream of its GPU. It works in any context of the thread and
+restores it. Parameters are checked by size, shared memory by its limit.
 """
 
 from __future__ import annotations
@@ -20,19 +21,17 @@ from tierd.errors import InvalidArgument, Unsupported
 from tierd.kernels.driver import bindings, call, fault
 
 FATBINS = Path(__file__).parent / "fatbins"
-"""Where a wheel has them, and where `tierd kernels build` puts them."""
+"""The folder in a wheel; `tierd kernels build` writes here."""
 FATBINS_FOLDER = "TIERD_FATBINS_FOLDER"
-"""Environment: where they are instead."""
+"""Environment: another folder."""
 
 
 class Loaded:
-    """The fatbins of a folder on one GPU. Threads may share it.
-
-    stream: gives the current stream as an integer; none: torch's where torch is loaded, else the legacy default stream.
-    """
+    """The fatbins of a folder on one GPU. Threads may share it. stream: gives the current stream as
+    an integer. By default torch's if torch is loaded, else the legacy default stream."""
 
     def __init__(self, folder: Path = FATBINS, *, ordinal: int = 0, stream: Callable[[], int] | None = None) -> None:
-        """ordinal: of the GPU. Raises Unsupported for whatever is missing: driver, bindings, GPU, fatbins."""
+        """ordinal: of the GPU. Raises Unsupported without driver, bindings, GPU or fatbins."""
         files = sorted(folder.glob("*.fatbin"))
         self._cuda = cuda = bindings()
         if not files:
@@ -52,7 +51,8 @@ class Loaded:
         self._cell = _Cell()
 
     def launch(self, kernel: str, grid: Sequence[int], params: ctypes.Structure, *, shared_bytes: int = 0) -> None:
-        """As Library says. The parameters are copied. Raises InvalidArgument, and TierFailed for what went wrong on the GPU before."""
+        """As in Library. The parameters are copied. Raises InvalidArgument, and TierFailed for an
+        earlier error of the GPU."""
         function = self._functions.get(kernel) or self._found(kernel)
         if ctypes.sizeof(params) != function.param_bytes:
             raise InvalidArgument(
@@ -65,7 +65,8 @@ class Loaded:
         cell = self._cell
         cell.pointer[0] = ctypes.addressof(params)
         given = (*grid, function.threads, 1, 1, shared_bytes, self._stream(), cell.address, 0)
-        # A kernel and stream 0 are of the context that is current: a thread may have none, or another GPU's.
+        # A kernel and stream 0 belong to the current context: a thread may have none, or another
+        # GPU's.
         _, current = self._cuda.cuCtxGetCurrent()
         with nullcontext() if int(current) == self._number else self._entered():
             (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
@@ -74,7 +75,7 @@ class Loaded:
             raise fault(result, f"{function.name}: a launch of {told}")
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
-        """How many blocks the whole GPU runs at once: what `PagedDecode` is best given. Raises InvalidArgument."""
+        """Blocks that the GPU runs at once: best for `PagedDecode`. Raises InvalidArgument."""
         cuda, function = self._cuda, self._functions.get(kernel) or self._found(kernel)
         if shared_bytes > function.shared_limit:
             self._allow(function, shared_bytes)
@@ -84,7 +85,7 @@ class Loaded:
         return int(each) * self._attribute("MULTIPROCESSOR_COUNT")
 
     def close(self) -> None:
-        """Gives back the code and the context. Nothing may be launched after it."""
+        """Releases the code and the context. No launch may follow."""
         cuda, self._functions, self._kernels = self._cuda, {}, {}
         while self._libraries:
             call(cuda.cuLibraryUnload, self._libraries.pop(), what=self.device)
@@ -102,7 +103,7 @@ class Loaded:
         return [(call(cuda.cuKernelGetName, kernel, what=self.device).decode(), kernel) for kernel in kernels]
 
     def _found(self, kernel: str) -> _Function:
-        """Known from now on; the driver brings its code to the GPU."""
+        """Looks a kernel up once; the driver brings its code to the GPU."""
         if kernel not in self._kernels:
             raise InvalidArgument(
                 f"{kernel}: the fatbins have no such kernel; shapes and types that they have are in cuda/README.md"
@@ -110,7 +111,7 @@ class Loaded:
         cuda = self._cuda
         with self._entered():
             handle = call(cuda.cuKernelGetFunction, self._kernels[kernel], what=kernel)
-            # The launch bound that its source gives it.
+            # The launch bound of its source.
             bound = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
             threads = call(cuda.cuFuncGetAttribute, bound, handle, what=kernel)
         _, param_bytes = call(cuda.cuKernelGetParamInfo, self._kernels[kernel], 0, what=kernel)
@@ -118,7 +119,7 @@ class Loaded:
         return self._functions.setdefault(kernel, _Function(kernel, handle, param_bytes, threads, shared_limit))
 
     def _allow(self, function: _Function, shared_bytes: int) -> None:
-        """Above 48 KiB a kernel must be told beforehand; told once, it may have all that the GPU gives a block."""
+        """Allows a kernel all shared memory of a block: above 48 KiB this must be set before."""
         most = self.block_shared_bytes
         if shared_bytes > most:
             raise InvalidArgument(
@@ -144,21 +145,21 @@ class Loaded:
 
 
 def current_stream(ordinal: int) -> int:
-    """Of a GPU, as an integer: torch's current one where torch is loaded, else the legacy default stream."""
+    """A GPU's current stream as an integer: torch's if torch is loaded, else the legacy default."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         return 0
-    # As torch's own compiled code asks: a tenth of the time of torch.cuda.current_stream().cuda_stream.
+    # As torch's compiled code does: a tenth of the time of torch.cuda.current_stream().cuda_stream.
     return int(torch._C._cuda_getCurrentRawStream(ordinal))
 
 
 def fatbins_folder() -> Path:
-    """Where the fatbins are: as the environment says, else those that tierd was built with."""
+    """The folder of the fatbins: from the environment, else the one in tierd."""
     return Path(os.environ.get(FATBINS_FOLDER) or FATBINS)
 
 
 class _Cell(threading.local):
-    """A thread's own array of one pointer, to the parameters: cheaper than to have the bindings make one for each launch."""
+    """A thread's own pointer to the parameters: the bindings would make one per launch."""
 
     def __init__(self) -> None:
         self.pointer = (ctypes.c_void_p * 1)()
@@ -167,7 +168,7 @@ class _Cell(threading.local):
 
 @dataclass(slots=True)
 class _Function:
-    """A kernel in the context. threads: of a block; shared_limit: bytes that it may be launched with."""
+    """A kernel in the context. threads: of a block; shared_limit: bytes allowed at launch."""
 
     name: str
     handle: Any

@@ -1,7 +1,8 @@
 """Paged attention by the kernels of cuda/: decode, prefill and the merge of partial results.
 
-Purpose: check what is given, fill in parameters, launch. Non-purpose: what is computed, which `reference` says in plain words and tests compare. Invariants: no
-memory is made after a `PagedDecode` was (for page masses: after their first use, and with longer tables), none is given back before it goes, and nothing is read back, so that a
+It checks arguments, fills in parameters and launches. `reference` defines the results, and tests
+compare. After a `PagedDecode` was made it allocates nothing, except for page masses: at first use
+and for longer tables. It releases nothing before it is deleted, and reads nothing back. So a
 captured graph may replay it with other lengths and tables in the same arrays.
 """
 
@@ -26,7 +27,7 @@ BLOCK_ROWS = 64
 MERGE_THREADS = MASS_THREADS = CLEAR_THREADS = 128
 """As in cuda/src."""
 NARROW_GROUP = 8
-"""The most query heads for a kv head of decode's quicker kernels."""
+"""The most query heads per kv head of decode's faster kernels."""
 ARGUMENTS = (
     "q",
     "pages.k",
@@ -41,7 +42,7 @@ ARGUMENTS = (
     "lse",
     "mass",
 )
-"""Arrays of a call of PagedDecode; below, where parameters have their addresses."""
+"""Arrays of a call of PagedDecode. Below: the fields of parameters with their addresses."""
 ABSENT: tuple[int, tuple[Any, ...]] = (0, ())
 OF_BATCH = {name: name for name in ARGUMENTS if name.startswith("batch.")}
 OF_POOL = {"pool.k": "pages.k", "pool.v": "pages.v", "k_scales": "pages.k_scales", "v_scales": "pages.v_scales"}
@@ -61,8 +62,11 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim]. starts: i32 [n + 1]. longest: the most tokens of a sequence;
-    what it has more is NaN, up to a block's rows."""
+    """Query tokens of several sequences. q: bf16 or f16 [tokens, q_heads, head_dim].
+
+    starts: i32 [n + 1]. longest: the most tokens of a sequence. Outputs of tokens beyond it are
+    NaN, up to a block's rows.
+    """
 
     q: Array
     starts: Array
@@ -70,14 +74,16 @@ class Chunks:
 
 
 class PagedDecode:
-    """Attention of one query token of each sequence, for up to `requests` of them, one call after another in a stream: they share the arrays that it keeps.
+    """Attention of one query token of each of up to `requests` sequences. Raises InvalidArgument.
 
-    Raises InvalidArgument for shapes that no kernel has.
+    blocks: thread blocks that share the work; best as many as fit the GPU at once.
+        allocate: makes its arrays from a shape and a dtype name, at multiples of 16 bytes.
 
-    blocks: how many thread blocks share the work; as many as fit the GPU at once. allocate(shape, dtype name): makes the arrays that it keeps, at multiples of 16 bytes.
-
-    Two of them count launches and what blocks have brought, and are cleared by launches into the current stream: make this in the stream of its calls, or wait for these before the first,
-    and never while a graph is captured. Lengths must stay as they are while a call runs, and no two calls may run at once: what such calls give is wrong, what later ones give is right.
+    Calls share these arrays, so they run one after another in a stream. Two arrays count launches
+    and the parts of blocks. The constructor clears them in the current stream: use the stream of
+    the calls, or wait before the first. Do not construct it during a graph capture. Lengths must
+    not change during a call, and calls must not overlap. Else their results are wrong, but those of
+    later calls are right.
     """
 
     def __init__(
@@ -97,10 +103,11 @@ class PagedDecode:
         self._kept = Kept()
 
     def __call__(self, q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
-        """Fills `to`: out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), mass f32 [n, q_heads, pages of a table] if it is given.
+        """Fills `to`: out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), and mass.
 
-        q: bf16 or f16 [n, q_heads, head_dim]. Raises InvalidArgument, naming the argument that does not fit. Every call's arguments are looked at; what
-        their layouts come to is worked out for the first call that has them.
+        mass: f32 [n, q_heads, pages of a table], if given. q: bf16 or f16 [n, q_heads, head_dim].
+        Raises InvalidArgument, naming the argument. Every call checks its arguments; the launches
+        of a layout are prepared at its first call.
         """
         addresses, layout = _looked_at(q, pages, batch, to)
         self._kept.find_or_make(layout, lambda: self._prepared(q, pages, batch, to)).launch(self._library, addresses)
@@ -143,7 +150,7 @@ class PagedDecode:
 
     def _tiles(self, tiles: int) -> int:
         if not self._tile_lses or self._tile_lses[-1].shape[2] < tiles:
-            room = 1 << (tiles - 1).bit_length()  # so that all of them together are at most twice the last
+            room = 1 << (tiles - 1).bit_length()  # all of them together are at most twice the last
             self._tile_lses.append(self._allocate((self._shape.requests, self._shape.q_heads, room), "float32"))
         return self._address(self._tile_lses[-1])
 
@@ -154,7 +161,8 @@ class PagedDecode:
 
 
 def decode_blocks(library: Library, shape: DecodeShape, *, q_type: str, kv_type: str) -> int:
-    """How many blocks a PagedDecode is best given: as many as the device runs at once. Types as in `buffers.DTYPES`. Raises InvalidArgument."""
+    """The best `blocks` of a PagedDecode: as many as the device runs at once. Types as in
+    `buffers.DTYPES`. Raises InvalidArgument."""
     group = group_of(shape.q_heads, shape.kv_heads, shape.head_dim)
     shared_bytes = decode_fit(library, shape.head_dim, group, kv_type).shared_bytes
     return library.resident_blocks(_decode_kernel(q_type, kv_type, shape.head_dim, group), shared_bytes=shared_bytes)
@@ -166,10 +174,8 @@ def _decode_kernel(q_type: str, kv_type: str, head_dim: int, group: int) -> str:
 
 
 def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
-    """Causal attention of the last tokens of each sequence: a prompt, or what is appended to one.
-
-    Fills `to`: out as the queries, lse f32 [tokens, q_heads] (natural). Raises InvalidArgument.
-    """
+    """Causal attention of the last tokens of each sequence: a prompt, or tokens appended to one.
+    Fills `to`: out as the queries, lse f32 [tokens, q_heads] (natural). Raises InvalidArgument."""
     tokens, q_heads, head_dim = _shape_of("q", chunks.q, 3, library)
     kv_heads, n = _shape_of("pages.k", pages.k, 4, library)[2], _shape_of("batch.kv_lens", batch.kv_lens, 1, library)[0]
     group = group_of(q_heads, kv_heads, head_dim)
@@ -201,7 +207,8 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
 
 
 def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Attended:
-    """Attention over a union of keys from outs [parts, rows, heads, dim] and lses f32 [parts, rows, heads] (natural). Raises InvalidArgument."""
+    """Attention over a union of keys. Raises InvalidArgument. outs: [parts, rows, heads, dim].
+    lses: f32 [parts, rows, heads] (natural)."""
     device = library.device
     given = Buffer.of("outs", outs).checked((None,) * 4, "bf16", "f16", "f32", device=device)
     parts, rows, heads, dim = given.shape
@@ -214,10 +221,8 @@ def merge_parts(library: Library, outs: Array, lses: Array, to: Attended) -> Att
 
 
 def merge_scattered(library: Library, parts: Sequence[Attended], addresses: Array, to: Attended) -> Attended:
-    """The same of parts in arrays of their own: out [rows, heads, dim] and lse f32 [rows, heads] each.
-
-    addresses: i64 [2, parts], `part_addresses` of them, where the kernel runs. Raises InvalidArgument.
-    """
+    """The same of parts in separate arrays: out [rows, heads, dim] and lse f32 [rows, heads] each.
+    addresses: i64 [2, parts], `part_addresses` on the kernel's device. Raises InvalidArgument."""
     outs, _ = _parts(parts)
     count, device = len(outs), library.device
     first = outs[0].checked(outs[0].shape, device=device)
@@ -237,12 +242,12 @@ def _merge_blocks(merge: params.Merge, dtype: str) -> int:
 
 
 def part_addresses(parts: Sequence[Attended]) -> list[list[int]]:
-    """What `merge_scattered` takes beside them. Raises InvalidArgument where one is not like the first."""
+    """The addresses for `merge_scattered`. Raises InvalidArgument if a part is unlike the first."""
     return [[buffer.address for buffer in buffers] for buffers in _parts(parts)]
 
 
 def _parts(parts: Sequence[Attended]) -> tuple[list[Buffer], list[Buffer]]:
-    """Outputs and log-sum-exps, all in one place. Raises InvalidArgument."""
+    """Outputs and log-sum-exps, all on one device. Raises InvalidArgument."""
     outs: list[Buffer] = []
     lses: list[Buffer] = []
     shape: tuple[int | None, ...] = (None, None, None)
@@ -281,7 +286,7 @@ def _looked_at(q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> tu
 
 
 def _shape_of(name: str, array: Array, axes: int, library: Library) -> tuple[int, ...]:
-    """Of an array of so many axes. Raises InvalidArgument."""
+    """The shape of an array of so many axes. Raises InvalidArgument."""
     return Buffer.of(name, array).checked((None,) * axes, device=library.device, dense_from=axes).shape
 
 

@@ -1,8 +1,10 @@
-"""Pages of a pool: new tokens into them, whole pages between two layouts, runs of bytes, and bounds of their keys.
+"""Pages of a pool: stores new tokens, copies pages between layouts and runs of bytes, bounds keys.
 
-Purpose: check what is given, fill in parameters, launch. Non-purpose: what is computed, which `reference` says in plain words and tests compare. Invariants:
-no memory is made and nothing is read back, so that a captured graph may replay it with other pages in the same arrays. What stands in arrays of page ids, slots
-and token counts is therefore the caller's duty: ids below the number of pages, no target twice, no more tokens than a page has, addresses that the device has mapped.
+It checks arguments, fills in parameters and launches. `reference` defines the results, and tests
+compare. Nothing is allocated or read back, so a captured graph may replay it with other pages in
+the same arrays. So the content of arrays of page ids, slots and token counts is the caller's duty.
+Ids are below the number of pages, and no target occurs twice. No page gets too many tokens, and the
+device has mapped all addresses.
 """
 
 from __future__ import annotations
@@ -17,20 +19,21 @@ from tierd.kernels.buffers import ALIGNMENT_BYTES, BYTES, Array, Buffer, address
 from tierd.kernels.library import Library
 
 KV_TYPES = {"bf16": ("bf16", "e4m3"), "f16": ("f16", "e4m3")}
-"""How keys and values may be stored, by the type of the queries and of new tokens."""
+"""The types of stored keys and values, by the type of the queries and of new tokens."""
 COPY_THREADS = 256
 """As in cuda/src."""
 RUNS_KERNEL = "copy_runs"
 STORED = ("bf16", "f16", "e4m3")
 COPY_BLOCKS = 64
-"""As many as keep a link to the host busy, and leave most of a GPU to what computes beside."""
+"""Enough to keep a link to the host busy; most of a GPU stays free to compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """Keys and values of one layer in a pool. k, v: [pages, page_tokens, kv_heads, head_dim], any strides but in the last axis.
+    """Keys and values of one layer in a pool.
 
-    k_scales, v_scales: f32 [kv_heads], by which stored e4m3 values are multiplied; None: 1.
+    k, v: [pages, page_tokens, kv_heads, head_dim], any strides but in the last axis. k_scales,
+    v_scales: f32 [kv_heads], factors of stored e4m3 values; None: 1.
     """
 
     k: Array
@@ -41,7 +44,7 @@ class KvPages:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPages:
-    """What kernels take of KvPages. v differs from k in its address alone; scales: addresses."""
+    """KvPages for kernels. v differs from k only in its address; scales: addresses."""
 
     k: Buffer
     v: Buffer
@@ -53,11 +56,13 @@ class CheckedPages:
 class Place:
     """K and V of pages on one side of a copy.
 
-    array: [pages, layers, 2, tokens, kv_heads, head_dim], a view with any strides but in the last axis, so that NHD, HND and layers outside or inside of
-    pages are one to the kernel; or a sequence of tensors [pages, 2, tokens, kv_heads, head_dim], one a layer. Who has tensors for K and others for V counts each as
-    a layer of its own, with 1 in place of 2.
-    pages: i32 [count], which pages; None: all in order. addresses: for a sequence of tensors i64 [layers], `layer_addresses` of them.
-    is_mapped: in host memory that the GPU has mapped.
+    array: [pages, layers, 2, tokens, kv_heads, head_dim], a view with any strides but in the last
+    axis. So NHD, HND and layers outside or inside of pages are all the same to the kernel. Or a
+    sequence of tensors [pages, 2, tokens, kv_heads, head_dim], one a layer. An engine with separate
+    tensors for K and V counts each as a layer, with 1 in place of 2.
+    pages: i32 [count], which pages; None: all in order.
+    addresses: for a sequence of tensors i64 [layers], their `layer_addresses`.
+    is_mapped: whether it is host memory that the GPU has mapped.
     """
 
     array: Array
@@ -84,7 +89,7 @@ def checked_pages(pages: KvPages, heads: tuple[int, int], types: Sequence[str], 
 
 
 def check_blocks(blocks: int) -> None:
-    """Raises InvalidArgument for none, which would do nothing in silence, and for more than kernels count."""
+    """Raises InvalidArgument for none, which would do nothing, and above the kernels' limit."""
     if blocks < 1:
         raise InvalidArgument(f"blocks: {blocks} thread blocks do nothing; give 1 or more")
     if blocks >= 1 << 24:  # simt.h's kLaunch
@@ -92,10 +97,10 @@ def check_blocks(blocks: int) -> None:
 
 
 def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPages) -> None:
-    """Writes new tokens into pages, in the type of these.
+    """Writes new tokens into pages, in the pages' type. Raises InvalidArgument.
 
-    k, v: bf16 or f16 [tokens, kv_heads, head_dim], any stride between tokens. slots: i64 [tokens], page * page_tokens + offset; negative: not stored.
-    Raises InvalidArgument.
+    k, v: bf16 or f16 [tokens, kv_heads, head_dim], any stride between tokens. slots: i64 [tokens],
+    page * page_tokens + offset; negative: not stored.
     """
     keys = Buffer.of("k", k).checked((None, None, None), *KV_TYPES, device=library.device, dense_from=1)
     values = Buffer.of("v", v).checked(keys.shape, keys.dtype, device=library.device, dense_from=1)
@@ -121,10 +126,8 @@ def store_tokens(library: Library, k: Array, v: Array, slots: Array, pages: KvPa
 
 
 def copy_pages(library: Library, source: Place, target: Place, *, blocks: int = COPY_BLOCKS) -> None:
-    """Page i of one place becomes page i of another, bit by bit: a gather, a scatter, a change of layout. The two must not overlap.
-
-    blocks: how many thread blocks do it at most. Raises InvalidArgument.
-    """
+    """Copies page i of one place to page i of another, bit by bit. The two must not overlap. It
+    gathers, scatters or changes a layout. blocks: thread blocks at most. Raises InvalidArgument."""
     check_blocks(blocks)
     of, to = (_side(name, place, library.device) for name, place in (("source", source), ("target", target)))
     for name, mine, other in (("array", to.buffer.shape[1:], of.buffer.shape[1:]), ("pages", (to.count,), (of.count,))):
@@ -144,10 +147,11 @@ def copy_pages(library: Library, source: Place, target: Place, *, blocks: int = 
 
 
 def copy_runs(library: Library, targets: Array, sources: Array, *, lengths: Array, blocks: int = COPY_BLOCKS) -> None:
-    """Copies n runs of bytes that must not overlap, from anywhere to anywhere that the kernel's device has mapped: host memory too.
+    """Copies n runs of bytes that must not overlap. Raises InvalidArgument.
 
-    targets, sources: u64 [n], addresses of any alignment; runs with both at multiples of 16 are much the fastest. lengths: u32 [n], bytes.
-    blocks: how many thread blocks do it at most. Raises InvalidArgument.
+    targets, sources: u64 [n], addresses of any alignment that the device has mapped, host memory
+    too. Runs with both at multiples of 16 are by far the fastest. lengths: u32 [n], bytes. blocks:
+    thread blocks at most.
     """
     check_blocks(blocks)
     to = Buffer.of("targets", targets).checked((None,), "u64", device=library.device, dense_from=0)
@@ -161,15 +165,15 @@ def copy_runs(library: Library, targets: Array, sources: Array, *, lengths: Arra
 
 
 def layer_addresses(tensors: Sequence[Array]) -> list[int]:
-    """What `Place.addresses` holds for an engine's tensors. Raises InvalidArgument where one is not like the first."""
+    """`Place.addresses` for an engine's tensors. Raises InvalidArgument if they are unlike."""
     return [buffer.address for buffer in _alike("tensors", tensors)]
 
 
 def summarize_pages(library: Library, keys: Array, pages: Array, *, tokens: Array, to: Array) -> Array:
-    """Fills `to`, f32 [n, kv_heads, 2, head_dim], with the least and the greatest of each channel of the keys of n pages; inf and -inf for no tokens.
+    """Fills `to` with the least and greatest key per channel of n pages; inf, -inf for no tokens.
 
-    keys: [pages, page_tokens, kv_heads, head_dim], of values as they are stored. pages: i32 [n]. tokens: i32 [n], how many of each are there.
-    Raises InvalidArgument.
+    keys: [pages, page_tokens, kv_heads, head_dim], as stored. pages: i32 [n]. tokens: i32 [n], how
+    many of each are there. to: f32 [n, kv_heads, 2, head_dim]. Raises InvalidArgument.
     """
     found = Buffer.of("keys", keys).checked((None, None, None, None), *STORED, device=library.device, dense_from=3)
     ids = Buffer.of("pages", pages).checked((None,), "i32", device=library.device, dense_from=0)
@@ -190,7 +194,8 @@ def summarize_pages(library: Library, keys: Array, pages: Array, *, tokens: Arra
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A Place, checked. buffer: with all six axes; where layers have addresses, without a stride between them. count: of pages to copy."""
+    """A Place, checked. count: of pages to copy. buffer: with all six axes; if layers have
+    addresses, without a stride between them."""
 
     buffer: Buffer
     pages: Buffer | None
@@ -207,7 +212,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """counts: of pages, layers, kinds, tokens and heads, 1 where such an axis is part of a row."""
+    """counts: of pages, layers, kinds, tokens and heads; 1 if such an axis is part of a row."""
 
     counts: tuple[int, ...]
     row_bytes: int
@@ -232,7 +237,7 @@ def _side(name: str, place: Place, device: str) -> _Side:
 
 
 def _alike(name: str, tensors: Sequence[Array]) -> list[Buffer]:
-    """Tensors that differ in their addresses alone."""
+    """Tensors that differ only in their addresses."""
     found = [Buffer.of(f"{name}[{i}]", tensor).aligned() for i, tensor in enumerate(tensors)]
     if not found:
         raise InvalidArgument(f"{name}: no tensors; give one for each layer")
@@ -254,7 +259,7 @@ def _layered(name: str, tensors: Sequence[Array]) -> Buffer:
 
 
 def _rows(of: _Side, to: _Side) -> _Rows:
-    """The longest rows that are contiguous on both sides. Raises InvalidArgument for rows that are not copied in pieces of 16 bytes."""
+    """The longest rows contiguous on both sides, in pieces of 16 bytes. Raises InvalidArgument."""
     counts, row_bytes = [of.count, *of.buffer.shape[1:5]], of.buffer.shape[5] * BYTES[of.buffer.dtype]
     if row_bytes % ALIGNMENT_BYTES:
         raise InvalidArgument(

@@ -1,4 +1,7 @@
-"""The structs that kernels take, field by field as in cuda/src. `Library.launch` compares sizes; tests compare what comes out."""
+"""The structs that kernels take, field by field as in cuda/src.
+
+`Library.launch` compares sizes; tests compare results.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 
 
 def word_of(kind: type[ctypes.Structure], path: str) -> int:
-    """Which 8 bytes of a struct an address stands in. path: of its field, such as `batch.tables`."""
+    """The 8 bytes of a struct that hold an address. path: of its field, such as `batch.tables`."""
     at = 0
     for name in path.split("."):
         at += getattr(kind, name).offset
@@ -78,7 +81,7 @@ class Prefill(ctypes.Structure):
 
 
 class Merge(ctypes.Structure):
-    """merge.cu; of parts in arrays of their own outs and lses are arrays of addresses"""
+    """merge.cu; for parts in separate arrays, outs and lses are arrays of addresses"""
 
     _fields_ = [*((name, _P) for name in ("outs", "lses", "out", "lse")), ("rows", _L), ("parts", _I), ("dim", _I)]
 

@@ -1,7 +1,8 @@
-"""Launches that are kept from one call to the next: all is settled but addresses.
+"""Launches that are kept from one call to the next; only addresses change.
 
-Purpose: `Prepared`, and `Kept`, a bounded number of them by what their arguments looked like. Non-purpose: checks, which are made when a launch is prepared. Invariant:
-what was prepared for a layout serves every call whose arrays and numbers have that layout, since nothing but the addresses of arrays may differ.
+`Kept` holds a bounded number of `Prepared`, by the layout of their arguments. Checks happen when a
+launch is prepared. Calls whose arrays and numbers have a known layout reuse it, since only the
+arrays' addresses may differ.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from tierd.kernels.library import Library
 from tierd.kernels.params import word_of
 
 KEPT = 256
-"""Layouts: a decode has one for each number of sequences and length of tables; the oldest goes."""
+"""Layouts: a decode has one per number of sequences and length of tables; the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """As `Library.launch` takes it. arrays: the fields of its parameters that hold a caller's address, and whose."""
+    """As `Library.launch` takes it. arrays: the fields of its parameters that hold a caller's
+    address, and the array's name."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -29,7 +31,7 @@ class Launch:
 
 
 class Prepared:
-    """Launches one after another, for one caller at a time. names: of the arrays, in the order in which their addresses will be given."""
+    """Launches in sequence, for one caller at a time. names: arrays in order of addresses."""
 
     def __init__(self, launches: Sequence[Launch], names: Sequence[str]) -> None:
         self._launches = launches
@@ -40,7 +42,7 @@ class Prepared:
                 self._places.append((words, word_of(type(launch.params), field), names.index(name)))
 
     def launch(self, library: Library, addresses: Sequence[int]) -> None:
-        """With these addresses; 0 for what is not given. Raises what the library does."""
+        """Launches with these addresses; 0 for arrays not given. Raises the library's errors."""
         for words, at, which in self._places:
             words[at] = addresses[which]
         for one in self._launches:
@@ -54,7 +56,7 @@ class Kept:
         self._known: dict[Hashable, Prepared] = {}
 
     def find_or_make(self, layout: Hashable, make: Callable[[], Prepared]) -> Prepared:
-        """The one of this layout, made if there is none; what `make` raises is not kept."""
+        """The one of this layout, made if there is none. An error of `make` is not kept."""
         found = self._known.get(layout)
         if found is None:
             found = make()

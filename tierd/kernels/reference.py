@@ -1,10 +1,10 @@
 """Paged attention in plain array operations, on numpy and torch alike.
 
-Purpose: say exactly what a paged-attention kernel computes; fast enough for small models on a CPU. Non-purpose: speed on
-a GPU. Invariants: nothing of a page behind `kv_lens` is ever read, so stale tails and unused table entries may hold
-anything, NaN too; sums are taken in float32 (float64 for float64 queries); a query that sees no key gives zeros and a
-log-sum-exp of -inf, and no other one does but where every score is -inf; what is NaN of what is seen makes the result NaN, and so does
-a query that is not finite. Log-sum-exps are natural logarithms.
+It defines exactly a paged-attention kernel's results, and is fast enough for small models on a CPU.
+It reads nothing of a page behind `kv_lens`, so stale tails and unused table entries may hold
+anything, NaN too. Sums are in float32 (float64 for float64 queries). A query that sees no key gives
+zeros and a log-sum-exp of -inf; so does one whose scores are all -inf, and no other. A visible NaN
+makes the result NaN, and so does a query that is not finite. Log-sum-exps are natural logarithms.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Array = Any
 class PagedBatch:
     """Which rows of the queries attend to which pages; one entry per sequence.
 
-    query_starts: [n + 1]; sequence i owns query rows query_starts[i] to query_starts[i + 1], the last positions of its
-    kv_lens[i] tokens (decode: one row; prefill or append: several, causal with the offset that follows from this).
+    query_starts: [n + 1]; sequence i owns query rows query_starts[i] to query_starts[i + 1]. They
+    are the last of its kv_lens[i] tokens (decode: one row; prefill or append: several, causal).
     tables: per sequence the ids of its pages, in order; each but the last is full.
-    sinks, window: a query sees the first `sinks` tokens and the last `window` ones up to its own (StreamingLLM, arXiv 2309.17453); window 0: all.
-    subsets: per sequence and kv head the ordinals of the pages that are seen (Quest, arXiv 2406.10774); None: all.
+    window: a query sees the first `sinks` tokens and the last `window` ones up to its own; 0: all
+    (StreamingLLM, arXiv 2309.17453).
+    subsets: per sequence and kv head the visible pages' ordinals (Quest, arXiv 2406.10774).
     """
 
     query_starts: Sequence[int]
@@ -44,7 +45,7 @@ class PagedBatch:
     subsets: Sequence[Sequence[Sequence[int]]] | None = None
 
     def checked(self, rows: int, page_tokens: int) -> PagedBatch:
-        """The batch itself. Raises InvalidArgument when it does not fit so many query rows or pages so long."""
+        """The batch itself. Raises InvalidArgument if query rows or page length do not fit."""
         starts = list(self.query_starts)
         if starts[:1] != [0] or starts[-1] != rows or any(a > b for a, b in itertools.pairwise(starts)):
             raise InvalidArgument(f"query_starts: {starts} must rise from 0 to {rows}, the number of query rows")
@@ -65,7 +66,7 @@ class PagedBatch:
         return self
 
     def _check_subsets(self) -> None:
-        """Each names pages of its sequence's table, and none twice, which would be weighed twice. Raises InvalidArgument."""
+        """Checks that each names distinct pages of its sequence's table. Raises InvalidArgument."""
         subsets = [[]] * len(self.tables) if self.subsets is None else self.subsets
         if len(subsets) != len(self.tables):
             raise InvalidArgument(f"subsets: of {len(subsets)} sequences, there are {len(self.tables)}")
@@ -78,7 +79,7 @@ class PagedBatch:
                     )
 
     def hidden(self, sequence: int, rows: int, *, page_tokens: int, kv_heads: int) -> np.ndarray | None:
-        """bool [1 or kv_heads, rows, tokens]: which tokens its queries do not see; None: each sees all."""
+        """bool [1 or kv_heads, rows, tokens]: tokens hidden from its queries; None: no token."""
         count = self.kv_lens[sequence]
         if rows == 1 and not self.window and self.subsets is None:
             return None
@@ -94,10 +95,10 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What attention gives.
+    """The result of attention. out: [rows, q_heads, head_dim] in the dtype of the queries.
 
-    out: [rows, q_heads, head_dim] in the dtype of the queries. lse: [rows, q_heads], natural log-sum-exp of the scaled scores.
-    mass: per sequence [q_heads, pages that hold its tokens], the attention weight on each page summed over its query rows.
+    lse: [rows, q_heads], natural log-sum-exp of the scaled scores.
+    mass: per sequence [q_heads, its pages], the attention weight on each, summed over query rows.
     """
 
     out: Array
@@ -106,7 +107,7 @@ class Attended:
 
 
 class PagedAttention(Protocol):
-    """What `paged_attention` computes, by whatever does it."""
+    """Any implementation of `paged_attention`."""
 
     def __call__(
         self,
@@ -131,9 +132,9 @@ def paged_attention(
 ) -> Attended:
     """Causal grouped-query attention of one layer over block tables.
 
-    q: [rows, q_heads, head_dim]. pages: anything that gives [2, page_tokens, kv_heads, head_dim] (K, then V) for a page id: a
-    list of arrays, or one array [pages, 2, ...]. scale: of the scores, 1 / sqrt(head_dim) if not given.
-    Raises InvalidArgument for a batch that does not fit.
+    q: [rows, q_heads, head_dim]. pages: page id -> [2, page_tokens, kv_heads, head_dim] (K, V): a
+    list, or an array [pages, 2, ...]. scale: of the scores, 1 / sqrt(head_dim) by default. Raises
+    InvalidArgument for a batch that does not fit.
     """
     xp = array_namespace(q)
     batch.checked(q.shape[0], pages[0].shape[1] if len(pages) else 0)
@@ -150,7 +151,7 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """K and V of one sequence, [tokens, kv_heads, head_dim] each, and how many tokens a page held."""
+    """K and V of one sequence, [tokens, kv_heads, head_dim] each, and the tokens per page."""
 
     k: Array
     v: Array
@@ -158,7 +159,7 @@ class _Keys:
 
 
 def _gather(q: Array, pages: Sequence[Array], table: Sequence[int], length: int) -> _Keys:
-    """The first `length` tokens of a block table, in the dtype of the sums and beside the queries."""
+    """The first `length` tokens of a block table, in the sums' dtype, beside the queries."""
     xp = array_namespace(q)
     if length == 0:
         empty = xp.zeros(
@@ -181,7 +182,8 @@ def _attend(q: Array, keys: _Keys, scale: float, *, hidden: np.ndarray | None, w
     count, kv_heads = keys.k.shape[:2]
     if rows == 0 or count == 0:
         return _nothing(q, keys)
-    # One matrix product per kv head over all the query heads of its group: [kv_heads, group * rows, head_dim].
+    # One matrix product per kv head over the query heads of its group: [kv_heads, group * rows,
+    # dim].
     grouped = xp.permute_dims(xp.reshape(q, (rows, kv_heads, q_heads // kv_heads, head_dim)), (1, 2, 0, 3))
     grouped = xp.astype(xp.reshape(grouped, (kv_heads, -1, head_dim)), _sum_dtype(q), copy=False) * scale
     grouped = xp.where(xp.isfinite(grouped), grouped, math.nan)
@@ -194,7 +196,7 @@ def _attend(q: Array, keys: _Keys, scale: float, *, hidden: np.ndarray | None, w
 
 
 def _nothing(q: Array, keys: _Keys) -> Attended:
-    """What no rows, or rows without any key, give."""
+    """The result for no rows, or for rows without any key."""
     xp = array_namespace(q)
     where = {"dtype": keys.k.dtype, "device": device(q)}
     mass = xp.zeros((q.shape[1], -(-keys.k.shape[0] // keys.page_tokens)), **where)
@@ -202,12 +204,12 @@ def _nothing(q: Array, keys: _Keys) -> Attended:
 
 
 def _masked(scores: Array, hidden: np.ndarray) -> Array:
-    """Scores [heads, rows, keys] with -inf where a query does not see a key; hidden: bool [1 or kv_heads, rows, keys]."""
+    """Scores [heads, rows, keys], -inf where hidden: bool [1 or kv_heads, rows, keys]."""
     xp = array_namespace(scores)
     columns = np.asarray(hidden.any(axis=(0, 1)))
     first = (
         int(np.argmax(columns)) if columns.any() else len(columns)
-    )  # a few queries with a long past hide the last keys alone
+    )  # few queries with a long past: only the last keys are hidden
     where = hidden[:, :, first:]
     if len(where) > 1:
         where = np.repeat(where, scores.shape[0] // len(where), axis=0)
@@ -230,7 +232,7 @@ def _softmax(scores: Array) -> tuple[Array, Array]:
 
 
 def _page_mass(weights: Array, page_tokens: int) -> Array:
-    """Weights [heads, rows, keys] summed over rows and over the keys of each page: [heads, pages]."""
+    """Weights [heads, rows, keys] summed over rows and each page's keys: [heads, pages]."""
     xp = array_namespace(weights)
     per_key = xp.sum(weights, axis=1)
     count = per_key.shape[1]
@@ -243,8 +245,8 @@ def _page_mass(weights: Array, page_tokens: int) -> Array:
 def merge_attention(outs: Array, lses: Array) -> Attended:
     """Attention over a union of keys, from attention over its parts (splits, tiers, ring hops).
 
-    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural; or sequences of as many arrays. A part that saw nothing (-inf) has no say; one
-    whose log-sum-exp is NaN or +inf makes the result NaN.
+    outs: [parts, rows, heads, head_dim]; lses: [parts, rows, heads], natural; or sequences of as
+    many arrays. A part that saw nothing (-inf) is ignored. One of NaN or +inf makes the result NaN.
     """
     if isinstance(outs, Sequence):
         stack = array_namespace(*outs, *lses).stack
@@ -265,9 +267,10 @@ def merge_attention(outs: Array, lses: Array) -> Attended:
 def store_tokens(new: Array, slots: Sequence[int], pages: Array, scales: Array = None) -> None:
     """Writes new tokens' keys, or their values, into pages; numpy alone.
 
-    new: [tokens, kv_heads, head_dim]. slots: per token page * page_tokens + offset; negative: not stored.
-    pages: [pages, page_tokens, kv_heads, head_dim] of one layer. scales: [kv_heads], what is stored is the value divided by it; None: 1.
-    What is beyond e4m3 becomes its greatest.
+    new: [tokens, kv_heads, head_dim]. pages: [pages, page_tokens, kv_heads, head_dim] of one layer.
+    slots: per token page * page_tokens + offset; negative: not stored.
+    scales: [kv_heads],
+    divisors of stored values; None: 1. Values beyond e4m3 become its greatest.
     """
     for token, slot in zip(new, slots, strict=True):
         if slot < 0:
@@ -279,15 +282,17 @@ def store_tokens(new: Array, slots: Sequence[int], pages: Array, scales: Array =
 
 
 def copy_pages(source: Array, target: Array, *, of_source: Sequence[int], of_target: Sequence[int]) -> None:
-    """Page of_source[i] of one array becomes page of_target[i] of another, bit by bit; both [pages, ...] with the same axes behind, in numpy."""
+    """Copies page of_source[i] of one array to page of_target[i] of another, bit by bit. Both are
+    [pages, ...] in numpy, with the same other axes."""
     target.view(np.uint8)[of_target] = source.view(np.uint8)[of_source]
 
 
 def summarize_pages(keys: Array, pages: Sequence[int], tokens: Sequence[int]) -> Array:
-    """The least and the greatest of each channel of pages' keys (Quest, arXiv 2406.10774, section 3.2); numpy alone.
+    """The least and greatest key per channel of pages; numpy alone.
 
-    keys: [pages, page_tokens, kv_heads, head_dim]. tokens: how many of each of the pages are there. Gives f32 [len(pages), kv_heads, 2, head_dim]:
-    values as they are stored, without scales; inf and -inf for no tokens, NaN where one is.
+    See Quest, arXiv 2406.10774, section 3.2. keys: [pages, page_tokens, kv_heads, head_dim].
+    tokens: how many of each page are there. Returns f32 [len(pages), kv_heads, 2, head_dim]: stored
+    values, without scales; inf and -inf for no tokens, NaN if one is.
     """
     bounds = np.empty((len(pages), keys.shape[2], 2, keys.shape[3]), np.float32)
     for i, (page, count) in enumerate(zip(pages, tokens, strict=True)):
@@ -297,6 +302,6 @@ def summarize_pages(keys: Array, pages: Sequence[int], tokens: Sequence[int]) ->
 
 
 def _sum_dtype(q: Array) -> Any:
-    """float64 stays; everything narrower is summed in float32."""
+    """float64 stays; all narrower types are summed in float32."""
     xp = array_namespace(q)
     return xp.float64 if q.dtype == xp.float64 else xp.float32

@@ -1,9 +1,11 @@
-"""Checksums of slices of blocks by the kernel of cuda/src/hash.cu: xxh3-64 of each, as `tierd.checksum` has them on the host.
+"""Checksums of slices of blocks by cuda/src/hash.cu: the xxh3-64 of `tierd.checksum` on the host.
 
-Purpose: cut pages into slices, check what is given, launch. Non-purpose: the digest over a block's sums, and what a sum is compared with. Invariants: no memory is
-made and nothing is read back; a slice of no bytes is not read, of any other nothing but the granules of 16 bytes that it touches. What stands in the arrays of
-addresses and lengths is the caller's duty: memory that the kernel's device has mapped.
-XXH3 is by Yann Collet: "xxHash fast digest algorithm", doc/xxhash_spec.md of github.com/Cyan4973/xxHash; here with its default secret and seed 0.
+It cuts pages into slices, checks arguments and launches. Callers compute the digest over a block's
+sums and compare. Nothing is allocated or read back. An empty slice is not read; of others only the
+granules of 16 bytes that they touch. The device must have mapped the memory that the arrays name:
+the caller's duty.
+XXH3 is by Yann Collet: "xxHash fast digest algorithm", doc/xxhash_spec.md of
+github.com/Cyan4973/xxHash; here with its default secret and seed 0.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from tierd.kernels.library import Library
 
 KERNEL = "slice_sums"
 SHAPES_KEPT = 64
-"""Of pages whose cuts are remembered: nearly all pages of a daemon are alike."""
+"""Page shapes whose cuts are remembered: nearly all pages of a daemon are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The slices of pages, page by page. addresses: u64 [slices]; lengths: u32 [slices], bytes; ends: i64 [pages], where in them each page's slices end."""
+    """The slices of pages, page by page. addresses: u64 [slices]; lengths: u32 [slices], bytes;
+    ends: i64 [pages], each page's end."""
 
     addresses: NDArray[np.uint64]
     lengths: NDArray[np.uint32]
@@ -40,7 +43,8 @@ class Slices:
 
 
 def cut_pages(addresses: Iterable[int], lengths: Iterable[int], layers: Iterable[int]) -> Slices:
-    """Slices of pages as `tierd.core.formats.block.slice_lengths` cuts the blocks in them. lengths: bytes of each block; layers: of each, 0 for an opaque one."""
+    """Slices of pages as `tierd.core.formats.block.slice_lengths` cuts the blocks in them. lengths:
+    bytes of each block; layers: of each, 0 for an opaque one."""
     cuts = [_cut(int(length), int(count)) for length, count in zip(lengths, layers, strict=True)]
     starts = [np.uint64(address) + offsets for address, (offsets, _) in zip(addresses, cuts, strict=True)]
     return Slices(
@@ -51,10 +55,8 @@ def cut_pages(addresses: Iterable[int], lengths: Iterable[int], layers: Iterable
 
 
 def slice_sums(library: Library, addresses: Array, lengths: Array, out: Array) -> Array:
-    """Fills `out`, u64 [slices], with the xxh3-64 of each slice.
-
-    addresses: u64 [slices], of any alignment; those at multiples of 16 are the fastest. lengths: u32 [slices], bytes. Raises InvalidArgument.
-    """
+    """Fills `out`, u64 [slices], with the xxh3-64 of each slice. Raises InvalidArgument. addresses:
+    u64 [slices], of any alignment; multiples of 16 are the fastest. lengths: u32, bytes."""
     places = Buffer.of("addresses", addresses).checked((None,), "u64", device=library.device, dense_from=0)
     sums = params.Sums(
         places.address,

@@ -1,8 +1,8 @@
-"""Processes that a daemon starts for itself and that end with it: the GPU process.
+"""Child processes of a daemon that end with it: the GPU process.
 
-Purpose: how one is started, and what it does first. Non-purpose: what it is for. Invariants: it ends with its parent, whatever its threads wait for; signals that a terminal or a
-supervisor sends to all processes of a daemon are the daemon's to answer; other processes of the user cannot reach its memory or its descriptors through /proc; its Python
-finds what ours has found.
+A child ends with its parent, whatever its threads wait for. It ignores signals that a terminal or a
+supervisor sends to all processes of a daemon: the daemon handles them. Other processes of the user
+cannot reach its memory or descriptors through /proc. Its Python has the daemon's module path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def start(module: str, *arguments: str, kind: socket.SocketKind) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Runs `python -m module FD arguments`, in this thread: the kernel ends the child with the thread that began it. Our end of the pair does not block. Raises OSError."""
+    """Runs `python -m module FD arguments` in this thread. Raises OSError. The kernel ends the
+    child with the thread that started it. The daemon's end of the pair does not block."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
@@ -33,7 +34,7 @@ def start(module: str, *arguments: str, kind: socket.SocketKind) -> tuple[subpro
 
 
 def begun_by_daemon(descriptor: int) -> socket.socket:
-    """What such a process does first; its end of the pair."""
+    """The first call in such a process; returns its end of the pair."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Where a mapping must begin so that what lies in huge pages is mapped as such.
+"""Chooses the start of a mapping so that huge pages are mapped as such.
 
-Purpose: one hint for daemon, its hash process and clients, and a mapping made at it. Non-purpose: making huge pages (linux/mapping.py). Invariant: it is a mere hint, since another thread
-may map there first.
+The daemon, its hash process and clients share this hint; linux/mapping.py makes huge pages. It is
+only a hint, since another thread may map there first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import weakref
 
 HUGE_BYTES = 2 << 20
-"""A huge page. Where it is another size nothing collapses, and all goes on in small ones."""
+"""A huge page. If the kernel has another size, all mappings use small pages."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -23,7 +23,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def free_boundary(length: int) -> int | None:
-    """An address on a boundary of huge pages at which so much is free; None: it is less than one, or nothing is free."""
+    """A free address on a huge page boundary; None if length is smaller or no address is free."""
     if length < HUGE_BYTES:
         return None
     room = _libc.mmap(None, length + HUGE_BYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -34,10 +34,8 @@ def free_boundary(length: int) -> int | None:
 
 
 def map_shared(fd: int, length: int, protection: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The first length bytes of the file, left out of core dumps; unmapped with the array. The caller may close fd at once.
-
-    Raises OSError (ENOMEM: too many mappings or no huge pages left).
-    """
+    """Maps the first length bytes of the file, left out of core dumps; unmapped with the array. The
+    caller may close fd at once. Raises OSError (ENOMEM: too many mappings, no huge pages left)."""
     address = _libc.mmap(free_boundary(length), length, protection, mmap.MAP_SHARED, fd, 0)
     if address == _FAILED:
         code = ctypes.get_errno()

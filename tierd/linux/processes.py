@@ -1,7 +1,6 @@
-"""Processes that others have: found again by number and start time, and watched until they are gone.
+"""Other processes: identified by number and start time, and watched until they end.
 
-Purpose: `open_process`, `has_ended`, `find_start_time`. Non-purpose: who they are. Invariant: a pidfd given out here is of the process that was asked for, not of
-a later one with its number.
+A returned pidfd is of the requested process, not of a later one with its number.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def open_process(pid: int, *, start_time: int) -> int | None:
 
 
 def has_ended(pidfd: int, *, within_s: float = 0.0) -> bool:
-    """Whether the process is gone, at the latest so long from now: it has exited, and with it its memory and descriptors."""
+    """Whether the process has exited, with its memory and descriptors; waits up to within_s."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, within_s) * 1000))

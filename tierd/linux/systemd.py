@@ -1,7 +1,7 @@
-"""Tells systemd how the daemon is: READY, WATCHDOG, STOPPING, over the datagram socket that NOTIFY_SOCKET names.
+"""Reports to systemd: READY, WATCHDOG, STOPPING, over the datagram socket in NOTIFY_SOCKET.
 
-Purpose: `Type=notify` and `WatchdogSec=` of deploy/tierd.service. Non-purpose: any other service manager; without NOTIFY_SOCKET
-every call does nothing. Invariant: never raises and never waits, since a daemon must not fall over its supervisor.
+For `Type=notify` and `WatchdogSec=` of deploy/tierd.service. Without NOTIFY_SOCKET every call does
+nothing. Calls never raise or wait: a daemon must not fail because of its supervisor.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import socket
 
 
 def ready() -> bool:
-    """Serving: what is ordered after the unit may start. True if somebody was told."""
+    """Serving: units ordered after this one may start. True if systemd was told."""
     return _send("READY=1\nSTATUS=serving")
 
 
 def loading() -> bool:
-    """Serving what is in memory; what is ordered after the unit still waits. True if somebody was told."""
+    """Serving from memory; units ordered after this one still wait. True if systemd was told."""
     return _send("STATUS=serving from memory, the stores are loading")
 
 
 def alive() -> bool:
-    """The event loop turns; to be said every `watchdog_interval_s`. True if somebody was told."""
+    """The event loop runs; call it every `watchdog_interval_s`. True if systemd was told."""
     return _send("WATCHDOG=1")
 
 
 def stopping() -> bool:
-    """Shutdown has begun. True if somebody was told."""
+    """Shutdown has begun. True if systemd was told."""
     return _send("STOPPING=1\nSTATUS=draining")
 
 
 def watchdog_interval_s() -> float | None:
-    """Seconds between two `alive`: half of what systemd allows this process. None: nobody watches it."""
+    """Seconds between calls of `alive`: half of systemd's limit. None: there is no watchdog."""
     meant = os.environ.get("WATCHDOG_PID", "")
     limit_us = os.environ.get("WATCHDOG_USEC", "")
     if not limit_us.isdecimal() or meant not in ("", str(os.getpid())):

@@ -1,6 +1,6 @@
-"""Who laid what lies at a path, and who answers there.
+"""Detects files that other users placed on a path, in /tmp say, and the peer of a unix socket.
 
-Purpose: to notice what another user put in our way, in /tmp say. Non-purpose: what is done about it. Invariant: nothing is created; standard library only.
+The callers decide what to do. Nothing is created; standard library only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 def find_stranger(path: str | os.PathLike[str]) -> str:
-    """The first step on the way to a path that a stranger laid, with its owner; empty: none did. What is missing nobody laid.
+    """The first step of a path that a stranger placed, with its owner; "" if none or missing.
 
-    Strangers are all but root, this user and the owner of "/". They lay what is theirs in a directory that others may write to, and every link of theirs. Whom root or this user gave
-    a directory elsewhere is no stranger below it.
+    Strangers are all users but root, this user and the owner of "/". A step of theirs counts in a
+    directory that others may write to; a link of theirs counts everywhere. The owner of a directory
+    that root or this user made elsewhere is no stranger below it.
     """
     base = os.lstat("/")
     ours = {0, os.geteuid(), base.st_uid}
@@ -53,7 +54,7 @@ def find_stranger(path: str | os.PathLike[str]) -> str:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process id and uid of who connected, or began to listen, at the other end of a unix socket."""
+    """Process id and uid of the peer of a unix socket, or of its listener."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return pid, uid

@@ -1,6 +1,6 @@
 """Policies by the names in the tiers' specs, over one Traffic for all that learn.
 
-Purpose: what a daemon and a simulation make alike. Non-purpose: which names there are (the dicts of the families).
+A daemon and a simulation make them alike. The dicts of the families define the names.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tierd.policies.reuse.learner import Learner
 
 
 class NamedPolicies:
-    """See the module; keeps `tierd.core.index.policies.Policies`. One object serves one core."""
+    """Keeps `tierd.core.index.policies.Policies`. One object serves one core."""
 
     def __init__(self, learner: Learner | None = None) -> None:
-        """learner: what was learnt in a former life."""
+        """learner: the state of a previous run."""
         self._learner = learner
         self.traffic: Traffic | None = None
 
     def eviction(self, spec: TierSpec, blocks: Blocks) -> Eviction:
-        """By `spec.eviction`."""
+        """Makes the policy that `spec.eviction` names."""
         if spec.eviction == "reuse-index":
             return Duel(blocks, self._shared(blocks), spec.kind)
         return EVICTION[spec.eviction](blocks)
 
     def admission(self, spec: TierSpec, blocks: Blocks) -> Admission:
-        """By `spec.admission`."""
+        """Makes the policy that `spec.admission` names."""
         if spec.admission != "learned":
             return ADMISSION[spec.admission](spec, blocks, None)
         traffic = self._shared(blocks)
@@ -42,7 +42,7 @@ class NamedPolicies:
         return policy
 
     def listener(self, blocks: Blocks) -> Listener | None:
-        """The Traffic, if anything goes by it."""
+        """The Traffic, if a policy uses it."""
         return self.traffic
 
     def _shared(self, blocks: Blocks) -> Traffic:

@@ -1,6 +1,7 @@
 """The credential of TCP, as both sides read it from a file.
 
-Purpose: one rule for what it may be, so that what the daemon takes a client can send. Non-purpose: comparing (server/grpc/guard.py), credentials of the session socket (server/session/identity.py).
+One rule for its form, so clients can send every credential that the daemon accepts. The daemon
+compares it in server/grpc/guard.py; server/session/identity.py is for the session socket.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _SENDABLE = re.compile(r"[ -~]*")
 
 
 def read_bearer(path: str, *, setting: str) -> str:
-    """What the file holds, without the blanks around it. setting: which gave the path. Raises ConfigError."""
+    """The file's text without surrounding blanks. setting: names the path. Raises ConfigError."""
     try:
         bearer = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:

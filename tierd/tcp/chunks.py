@@ -1,8 +1,8 @@
-"""Chunks of blocks on the wire: messages with one long field of bytes, which is copied once on its way out and not at all on its way in.
+"""Chunks of blocks on the wire: messages with one long bytes field, copied once out, never in.
 
-Purpose: bytes that protobuf would read, and bytes that protobuf would send, read where they arrived. Non-purpose: what a chunk means, its checksum.
-Invariants: fields may come in any order, more than once, and unknown ones too; whatever is out of the ordinary is left to protobuf, so it alone says
-what is malformed; a message of many fields is too, so that nobody can keep this module counting.
+The bytes are protobuf's, and incoming ones are read in place. Fields may come in any order,
+repeated, and unknown ones too. All unusual messages are left to protobuf, so it alone decides what
+is malformed. So are messages of many fields, which bounds the work here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 CHUNK_BYTES = 1 << 20
 """Of a block, in one chunk, at most."""
 FIELDS_MAX = 16
-"""That are looked at."""
+"""Fields that are looked at."""
 VARINT_MAX_BYTES, TAG_MAX_BYTES = 10, 5
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
@@ -23,14 +23,14 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[M]):
-    """head: the message without its bytes; data: those, good for as long as anybody holds them."""
+    """head: the message without its bytes; data: the bytes, valid while referenced."""
 
     head: M
     data: memoryview
 
 
 class Codec(Generic[M]):
-    """How messages of one kind travel, whose bytes are their field `data`."""
+    """Encodes and decodes messages of one kind, whose bytes are their field `data`."""
 
     def __init__(self, kind: type[M]) -> None:
         self._kind = cast(Any, kind)
@@ -38,12 +38,12 @@ class Codec(Generic[M]):
         self._tag = _varint(self._tag_number)
 
     def encode(self, head: M, data: Any) -> bytes:
-        """A message on the wire. head: without bytes; data: anything contiguous, of bytes."""
+        """A message on the wire. head: without bytes; data: contiguous bytes of any kind."""
         given: Any = head
         return b"".join((given.SerializeToString(), self._tag, _varint(len(data)), data))
 
     def decode(self, raw: bytes) -> Chunk[M]:
-        """The message of these bytes. Raises google.protobuf.message.DecodeError."""
+        """Decodes a message. Raises google.protobuf.message.DecodeError."""
         spans = self._spans(raw)
         if spans is None:
             return self._left_to_protobuf(raw)
@@ -61,7 +61,7 @@ class Codec(Generic[M]):
         return Chunk(head, data)
 
     def _spans(self, raw: bytes) -> list[tuple[int, int, int]] | None:
-        """(where the field begins, its bytes begin, and end) for each time that it is there; None where that is not plain to see."""
+        """(start of the field, of its bytes, and end) of each occurrence; None if unusual."""
         found, at, end = [], 0, len(raw)
         for _ in range(FIELDS_MAX):
             if at == end:
@@ -77,7 +77,7 @@ class Codec(Generic[M]):
 
 
 def _skip(raw: bytes, at: int, *, kind: int) -> tuple[int, int]:
-    """Where a field's value begins and ends: beyond the end of raw where it is cut off, or of no known kind."""
+    """A value's start and end: beyond the end of raw if it is cut off or of unknown kind."""
     if kind == _VARINT:
         return at, _read_varint(raw, at)[1]
     if kind == _BYTES:
@@ -96,7 +96,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A number and where it ends: beyond the end of raw where it is cut off or too long."""
+    """A number and its end: beyond the end of raw if it is cut off or too long."""
     value = 0
     for shift, byte in enumerate(raw[at : at + VARINT_MAX_BYTES]):
         value |= (byte & 0x7F) << 7 * shift

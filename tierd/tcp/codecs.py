@@ -1,8 +1,8 @@
-"""Codecs of the wire: how the bytes of a chunk may travel between the daemon and clients over TCP, so that fewer of them do.
+"""Codecs of the wire: encodings of a chunk between daemon and TCP clients, to send fewer bytes.
 
-Purpose: bytes in, bytes out, one codec a class, each by its name. Non-purpose: how messages are laid out (tcp/chunks.py), how tiers store blocks, whether
-bytes are right: the checksum of a chunk is of its plain bytes, and whoever decodes verifies it. Invariants: no more than CHUNK_BYTES of plain bytes come
-of any data, however it was made; what a codec needs is loaded with the codec.
+Bytes in, bytes out, one codec a class, each by its name. tcp/chunks.py defines the messages. A
+chunk's checksum is of its plain bytes, and the decoding side verifies it. No data decodes to more
+than CHUNK_BYTES. A codec's package is loaded with the codec.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ class WireCodec(Protocol):
     name: str
 
     def encode(self, plain: Bytes) -> bytes:
-        """May be longer than what it was made of."""
+        """The encoded bytes; they may be longer than `plain`."""
         ...
 
     def decode(self, data: Bytes, *, length: int) -> memoryview:
-        """Plain bytes, exactly so many. Raises CorruptRecord."""
+        """Exactly `length` plain bytes. Raises CorruptRecord."""
         ...
 
 
 class Lz4Planes:
-    """Even and odd bytes apart, each of the two planes by LZ4 where that is shorter: of 16-bit floats in little endian the odd bytes
-    have sign and exponent, which repeat, the even ones mantissa, which does not, and mixed neither would be shorter.
+    """Splits even and odd bytes into two planes, each compressed by LZ4 if that is shorter.
 
-    Length of the even plane's part u32 little endian | that part | the odd plane's part. A part as long as its plane is the plane, a shorter one an LZ4 block.
+    In little-endian 16-bit floats the odd bytes hold sign and exponent, which repeat; the even ones
+    hold mantissa bits, which do not. Mixed, neither would get shorter. Format: length of the even
+    plane's part, u32 little endian | that part | the odd plane's part. A part as long as its plane
+    is the plane, a shorter one an LZ4 block.
     """
 
     name = "lz4"
     _HEAD_BYTES = 4
 
     def __init__(self) -> None:
-        from lz4 import block  # noqa: PLC0415  # an extra: nobody else pays for it
+        from lz4 import block  # noqa: PLC0415  # an optional extra
 
         self._lz4: Any = block
 
@@ -86,7 +88,8 @@ WIRE_CODECS: dict[str, type[WireCodec]] = {Lz4Planes.name: Lz4Planes}
 
 
 def open_codec(name: str, *, whose: str) -> WireCodec | None:
-    """The codec of this name; none for "". whose: which side lacks what is missing. Raises InvalidArgument, and Unsupported where its package is missing."""
+    """The codec of this name; None for "". whose: the side to name in errors. Raises
+    InvalidArgument, and Unsupported if its package is missing."""
     if not name:
         return None
     if name not in WIRE_CODECS:
@@ -102,6 +105,6 @@ def open_codec(name: str, *, whose: str) -> WireCodec | None:
 
 
 def shortest(codec: WireCodec, plain: Bytes) -> tuple[Bytes, int]:
-    """What travels of these bytes, and the chunk's `plain_length`: 0 where they go as they are, since encoded they were no shorter."""
+    """The bytes to send, and the chunk's `plain_length`: 0 if encoding does not shorten them."""
     encoded = codec.encode(plain)
     return (encoded, len(plain)) if len(encoded) < len(plain) else (plain, 0)

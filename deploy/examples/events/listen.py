@@ -1,7 +1,7 @@
-"""A router's view of tierd: which media hold which blocks, as KV events tell it.
+"""A router's view of tierd, from KV events: which media hold which blocks.
 
-Purpose: what a router does with the events. Non-purpose: routing. `python deploy/examples/events/listen.py ADDRESS REPLAY BLOCKS` ends once it knows of so many
-blocks; ADDRESS and REPLAY: `bind` and `replay_bind` of the daemon's [events].
+`python deploy/examples/events/listen.py ADDRESS REPLAY BLOCKS` ends once it knows so many blocks.
+ADDRESS and REPLAY: `bind` and `replay_bind` of the daemon's [events].
 """
 
 from __future__ import annotations

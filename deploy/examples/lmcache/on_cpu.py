@@ -1,6 +1,7 @@
-"""LMCache's storage manager on tierd without a GPU: its own options, controllers and memory, objects of random bits instead of a model's.
+"""LMCache's storage manager on tierd without a GPU, with objects of random bits.
 
-Purpose: the adapter beside this file, run. Non-purpose: speed. `PYTHONPATH=. python deploy/examples/lmcache/on_cpu.py JSON`, with `tierd serve` running.
+It uses LMCache's own options, controllers and memory, and the adapter beside this file. Run
+`PYTHONPATH=. python deploy/examples/lmcache/on_cpu.py JSON` beside a `tierd serve`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 
 
 def main(entry: str) -> None:
-    """Stores objects, has LMCache forget them, fetches them."""
+    """Stores objects, clears LMCache's memory, fetches them."""
     from tests.engines.lmcache.managed import fetch, forget, manager, saved, write
     from tests.engines.lmcache.plugin import key
     from tests.system.blocks import await_true

@@ -1,7 +1,7 @@
-"""SGLang's HiCache storage on tierd without a GPU: its own configuration, factory and host pool, pages of random bits instead of a model's.
+"""SGLang's HiCache storage on tierd without a GPU, with pages of random bits.
 
-Purpose: the configuration beside this file, run. Non-purpose: speed. `PYTHONPATH=. python deploy/examples/sglang/on_cpu.py CONFIG.json`, with `tierd serve`
-running.
+It uses SGLang's factory and host pool, and the configuration beside this file. Run `PYTHONPATH=.
+python deploy/examples/sglang/on_cpu.py CONFIG.json` beside a `tierd serve`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A question about a long document, answered by one process after another: what the first one read, the others restore.
+"""A question about a long document: the first process reads it, the next ones restore it.
 
-Purpose: what a program does with tierd around `generate()`. Non-purpose: a good answer. `python deploy/examples/transformers/document.py FILE [MODEL]`, with
-`tierd serve` running; MODEL: a directory or a name that transformers loads; without one, random weights that read bytes.
+It shows the calls of tierd around `generate()`. Run `python
+deploy/examples/transformers/document.py FILE [MODEL]` beside a `tierd serve`. MODEL: a directory or
+a name that transformers loads; without one, random weights that read bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def first_token_s(model: Any, ids: torch.Tensor, cache: TierdCache | None) -> fl
 
 
 def main(document: Path, name: str = "") -> None:
-    """Reads the document, or restores what another process read of it; then reads it anew, to compare."""
+    """Reads or restores the document; then reads it anew, to compare."""
     text = document.read_text(encoding="utf-8", errors="replace")
     if name:
         model = AutoModelForCausalLM.from_pretrained(name).eval()

@@ -1,7 +1,7 @@
 """vLLM on the CPU with tierd: one prompt, twice, and how much of it was not computed.
 
-Purpose: the configurations beside this file, run. Non-purpose: speed. `PYTHONPATH=. python deploy/examples/vllm/on_cpu.py {connector,tier} MODEL_DIR`,
-with `tierd serve` running.
+It uses the configurations beside this file. Run `PYTHONPATH=. python deploy/examples/vllm/on_cpu.py
+{connector,tier} MODEL_DIR` beside a `tierd serve`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 ON_CPU = {"spec_name": "CpuTiering", "spec_module_path": "tests.engines.vllm.cpu_tiering", "cpu_bytes_to_use": 16 << 20}
-"""In place of TieringOffloadingSpec, whose copies need a GPU."""
+"""Replaces TieringOffloadingSpec, whose copies need a GPU."""
 
 
 def engine(face: str, model: Path) -> Any:
@@ -53,7 +53,7 @@ def main(face: str, model: Path) -> None:
             f"{turn}: {said.num_cached_tokens or 0} of 400 tokens were not computed; said {list(said.outputs[0].token_ids)}"
         )
         core = llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests():  # until what was computed is with tierd
+        while core.scheduler.has_requests():  # until tierd has all that was computed
             llm.llm_engine.step()
         llm.reset_prefix_cache(reset_connector=face == "tier")
     llm.llm_engine.engine_core.shutdown()

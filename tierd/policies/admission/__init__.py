@@ -1,6 +1,7 @@
-"""Admission policies by the names that settings use. The contract they keep is `tierd.core.admission.Admission`.
+"""Admission policies by the names in settings. They keep `tierd.core.admission.Admission`.
 
-A new one is a file here, a line in ADMISSION, and passes `tests/contract/test_admission.py`, which runs over the dict.
+A new one is a file here, a line in ADMISSION, and passes `tests/contract/test_admission.py`, which
+runs over the dict.
 """
 
 from __future__ import annotations
@@ -21,4 +22,4 @@ ADMISSION: dict[str, Callable[[TierSpec, Blocks, Chance | None], Admission]] = {
     "second-touch": SecondTouch,
     "tinylfu": TinyLfu,
 }
-"""Name -> maker. The chance of another use comes from a learner; None stands for certainty."""
+"""Name -> maker. A learner gives the chance of another use; None stands for certainty."""

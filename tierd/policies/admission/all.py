@@ -1,4 +1,4 @@
-"""Everything is written but short last blocks: the admission of a drive that nobody has to spare."""
+"""All: writes every block but short last ones, for drives whose wear does not matter."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from tierd.policies.admission.gate import Gate
 
 
 class All(Gate):
-    """Whatever is full, within the wear budget."""
+    """Writes every full block, within the wear budget."""

@@ -1,8 +1,8 @@
 """A wear budget as a token bucket: bytes that may be written, refilled evenly, saved up to a burst.
 
-Purpose: how much may be written now. Non-purpose: what. Invariants: over any span of time what was spent within the level is at most the burst plus
-rate x time; the level starts at nothing, so a daemon that is started over and over writes no more either. Only durable
-writes, which nobody may refuse, take the level below zero, and are paid off first.
+It bounds how much is written, not what. Over any span of time, the bytes spent within the level are
+at most the burst plus rate x time. The level starts at zero, so a daemon that restarts often writes
+no more either. Durable writes, never refused, take the level below zero and are paid off first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierd.core.plan import Ids
 
 
 class Budget:
-    """rate_bytes_per_s 0.0: no budget, and everything is within it. burst_s: for so long an unused refill is saved."""
+    """rate_bytes_per_s 0.0: no budget. burst_s: how long an unused refill is saved."""
 
     def __init__(self, rate_bytes_per_s: float, *, burst_s: float) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
@@ -27,7 +27,7 @@ class Budget:
         self._at: float | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a budget."""
         return self.rate_bytes_per_s > 0
 
     def level(self, now: float) -> float:
@@ -35,12 +35,12 @@ class Budget:
         return self.balance(now).level_bytes if self else math.inf
 
     def advance(self, now: float) -> None:
-        """Time has come to `now`; the first time that is told begins the refill."""
+        """Moves the time to `now`; the refill begins with the first call."""
         self._level_bytes = self.balance(now).level_bytes
         self._at = now
 
     def afforded(self, order: Ids, sizes_bytes: Sizes, now: float) -> Mask:
-        """Which of the blocks can be paid for, as far as the level reaches in this order (rows of sizes_bytes)."""
+        """The blocks that the level pays for, in this order (rows of sizes_bytes)."""
         chosen = np.zeros(len(sizes_bytes), bool)
         self.allow(sizes_bytes[order])
         self.advance(now)
@@ -49,23 +49,23 @@ class Budget:
         return chosen
 
     def allow(self, sizes_bytes: Sizes) -> None:
-        """Blocks of these sizes are asked about: a burst below one block would keep that block out for ever."""
+        """Raises the burst to the largest of these sizes: a smaller one never admits that block."""
         if len(sizes_bytes) and self:
             self._burst_bytes = max(self._burst_bytes, float(sizes_bytes.max()))
 
     def spend(self, size_bytes: int, now: float) -> None:
-        """So much is written."""
+        """Takes the bytes of a write from the level."""
         self.advance(now)
         self._level_bytes -= size_bytes if self else 0
 
     def balance(self, now: float) -> Balance:
-        """As it stands."""
+        """The budget's state at `now`."""
         gone_s = 0.0 if self._at is None else max(0.0, now - self._at)
         level = min(self._burst_bytes, self._level_bytes + gone_s * self.rate_bytes_per_s)
         return Balance(self.rate_bytes_per_s, self._burst_bytes, level)
 
     def resume(self, level_bytes: float, now: float) -> None:
-        """It stood so in a former life; what that one had saved beyond the burst of this one is lost."""
+        """Restores the level of a previous run, cut to this one's burst."""
         if self:
             self._level_bytes = min(level_bytes, self._burst_bytes)
         self._at = now

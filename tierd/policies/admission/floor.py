@@ -1,12 +1,10 @@
-"""Floor: whether blocks that the learner gives little chance are indeed seldom used again, so that a write of them
-is waste.
+"""Floor: checks that blocks with a low learnt chance are seldom used again, so a write is waste.
 
-Purpose: a check of the learner by what happens. Non-purpose: the chance itself.
-Each block below the floor that comes up for a write is remembered. It is used again, or as much has come up since as
-the tier holds.
-The floor stands while fewer than that share are used again. It does not stand until LEAST of them have shown it.
-A name is in the sample if so many first bits of its number are 0: one more whenever more than SAMPLED wait.
-Invariants: memory is bounded; equal calls give equal answers.
+The policy remembers each block below the floor that comes up for a write. Its outcome is *used* if
+it is used again. It is *unused* once as many bytes have come up as the tier holds.
+The floor stands while the used share is below `least`, and not before LEAST outcomes. A name is in
+the sample if its number's first bits are 0. When more than SAMPLED names wait, one more bit counts.
+Memory is bounded; equal calls give equal answers.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from tierd.policies.admission.gate import Names
 SAMPLED = 4096
 """Names that wait at most."""
 LEAST, REMEMBERED = 64, 1024
-"""Outcomes that the floor needs, and those that count: when there are more, each counts half."""
+"""Outcomes that the floor needs, and those that are counted: above that, all counts are halved."""
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 class Floor:
-    """See the module. least: the share. capacity_bytes: of the tier."""
+    """least: the share of used blocks. capacity_bytes: of the tier."""
 
     def __init__(self, least: float, capacity_bytes: int) -> None:
         self._least, self._capacity_bytes = least, capacity_bytes
-        self._waiting = dict[int, float]()  # names and how much had come up by then, in bytes
+        self._waiting = dict[int, float]()  # names -> bytes that had come up by then
         self._offered_bytes, self._bits = 0.0, 0
         self._used, self._unused = 0.0, 0.0
 
@@ -43,7 +41,7 @@ class Floor:
         return outcomes >= LEAST and self._used < self._least * outcomes
 
     def offered(self, names: Names, is_low: Mask, sizes_bytes: Sizes) -> None:
-        """Blocks with these names came up for a write; `is_low`: the learner put them below the floor."""
+        """Blocks with these names came up for a write; `is_low`: below the floor."""
         self._offered_bytes += float(sizes_bytes.sum())
         for name in self._sampled(names[is_low]):
             self._waiting.pop(name, None)

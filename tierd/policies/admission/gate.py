@@ -1,6 +1,7 @@
-"""What the admission policies share: short blocks stay out, and the wear budget has the last word.
+"""The common part of admission policies: refuses short blocks; the wear budget decides last.
 
-Purpose: verdicts from two questions, is it worth a write and can it be paid for. Non-purpose: the first of them, which each policy answers.
+A verdict has two questions: is the write worth it, and does the budget pay for it. Each policy
+answers the first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _NAMESPACE_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 class Gate:
-    """A policy derives from it and gives `worth`, and perhaps `paid`. spec: of the tier; blocks: the core's; chance: of another use, for who looks at it."""
+    """The base of all admission policies: they override `worth`, some also `paid`. spec: of the
+    tier. chance: of another use, for policies that read it."""
 
     def __init__(self, spec: TierSpec, blocks: Blocks, chance: Chance | None = None) -> None:
         self._blocks = blocks
@@ -36,11 +38,11 @@ class Gate:
         self._budget.advance(now)
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """Which of these full blocks deserve a write (above 0), and how much more than others. Coldest first."""
+        """The rank of each full block, above 0 if it deserves a write. Coldest first."""
         return np.ones(len(blocks))
 
     def admit(self, blocks: Ids, sizes_bytes: Sizes, now: float) -> Verdicts:
-        """Full blocks that are worth it, as far as the budget reaches."""
+        """Admits full blocks that are worth it, as far as the budget reaches."""
         self._budget.advance(now)
         verdicts = np.full(len(blocks), Verdict.PARTIAL, np.uint8)
         full = np.flatnonzero(~self._tails.are_short(blocks))
@@ -51,20 +53,20 @@ class Gate:
         return verdicts
 
     def paid(self, blocks: Ids, worth: Worth, sizes_bytes: Sizes, now: float) -> Mask:
-        """The worthiest first, and of a chain its head, which serves without its tail."""
+        """Pays for the worthiest first; of a chain its head, which is of use without a tail."""
         order = np.lexsort((self._blocks.position[blocks], -worth))
         return self._budget.afforded(order, sizes_bytes, now)
 
     def wrote(self, size_bytes: int, now: float) -> None:
-        """So much is being written."""
+        """Takes a write that has begun from the budget."""
         self._budget.spend(size_bytes, now)
 
     def balance(self, now: float) -> Balance:
-        """How the budget stands."""
+        """The budget's state."""
         return self._budget.balance(now)
 
     def resume(self, level_bytes: float, now: float) -> None:
-        """How it stood in a former life."""
+        """Restores the budget's level of a previous run."""
         self._budget.resume(level_bytes, now)
 
 
@@ -74,7 +76,7 @@ def names_of(blocks: Blocks, ids: Ids) -> Names:
 
 
 def names_before(blocks: Blocks, ids: Ids) -> Names:
-    """uint64 [n]: the number of each block's parent; nobody's where it is not known."""
+    """uint64 [n]: the number of each block's parent; an unused number if the parent is unknown."""
     parents = blocks.parent[ids]
     return _numbers(blocks, np.where(parents < 0, np.uint64(0), blocks.hash[parents, 0]), ids)
 

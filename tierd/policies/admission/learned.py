@@ -1,15 +1,18 @@
-"""Learned: a block is written if another use is likely enough, and how likely that is follows from the wear budget.
+"""Learned: writes a block if its chance of another use is above a threshold; the budget sets that.
 
-Purpose: ours. The chance of another use comes from whoever learns reuse (`chance`); with a budget the threshold is steered so that just as much passes
-as may be written, the best of it (steering.py); without one it is FLOOR, below which a write is waste whatever the
-drive,
-while blocks below it are as seldom used again as the learner says (floor.py).
-The aim is Flashield's (A. Eisenman et al., "Flashield: a Hybrid Key-value Cache that Controls Flash Write Amplification", NSDI 2019, section 4): flash
-is for what memory has shown to be worth it.
+A learner of reuse gives the chance (`chance`). With a wear budget, the threshold is steered so that
+the best blocks pass and the budget is just met (steering.py). Without one it is FLOOR. Below FLOOR
+a write is waste on any drive, while such blocks are as seldom used as was learnt (floor.py).
 
-A block is used whenever one after it is, so it is worth at least as much; but a learner need not say so, and a budget that ends in the middle
-of a chain could leave a tail without its head. So a block passes if all before it can be paid too, which is *due* for this moment, since heads
-are asked about after their tails; and the parent of what passes is *promised*: whenever it is asked about, it passes the threshold too.
+The aim is Flashield's: flash is for blocks that have shown in memory that they are worth it (A.
+Eisenman et al., "Flashield: a Hybrid Key-value Cache that Controls Flash Write Amplification", NSDI
+2019, section 4).
+
+Any use of a block uses all blocks before it, so those are worth at least as much. A learner need
+not say so, and a budget that runs out within a chain could write a tail without its head. So a
+block passes only if the budget also pays for all blocks before it. That sum is *due* for this
+moment, since heads are asked about after their tails. The parent of a block that passes is
+*promised*: it passes the threshold too, whenever it is asked about.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ from tierd.policies.admission.gate import Gate, Worth, names_before, names_of
 from tierd.policies.admission.steering import Steering
 
 FLOOR = 0.2
-"""A chance below it is worth no write on any drive: on the developers' traces such blocks cost more hits by what they displace than they bring."""
+"""Below it no write pays: on the developers' traces such blocks cost more hits than they bring."""
 _LEAST_WORTH = 1e-9
 BEFORE_LIMIT = 1 << 14
-"""Blocks before one that are counted up. A block with half as many or more to be paid may not be paid: it waits until the head of its chain is written."""
+"""How many blocks before one are counted. A block with half as many or more unpaid blocks before it
+may be refused. It then waits until the head of its chain is written."""
 PROMISES = 65536
-"""Names of parents that are remembered, the latest: as many chains on their way out at one time."""
+"""The latest names of parents that are remembered: as many chains may be evicted at one time."""
 
 
 class Learned(Gate):
-    """See the module. chance: None stands for certainty."""
+    """chance: None stands for certainty."""
 
     def __init__(self, spec: TierSpec, blocks: Blocks, chance: Chance | None = None) -> None:
         super().__init__(spec, blocks, chance)
@@ -47,15 +51,15 @@ class Learned(Gate):
         self._promised: dict[int, None] = {}
         self._owed_bytes = 0.0
         self._due_bytes: dict[int, int] = {}
-        self._costs: dict[int, float] = {}  # by block id, what it and all before it cost; of one call
+        self._costs: dict[int, float] = {}  # block id -> bytes to pay for it and all before it, within one call
         self._left_bytes, self._moment = 0.0, -math.inf
 
     def price(self) -> float:
-        """The least chance that passed when it was asked last; 0.0 where the budget covers all."""
+        """The least chance that passed in the last call; 0.0 if the budget covers all."""
         return self._steering.price
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """The chance of each, 0 below the floor while that stands."""
+        """The chance of each block; 0 below the floor while that stands."""
         if self._chance is None:
             return np.ones(len(blocks))
         chances = np.clip(self._chance(blocks, now), 0.0, 1.0)
@@ -70,7 +74,7 @@ class Learned(Gate):
             self._floor.used(names_of(self._blocks, blocks))
 
     def paid(self, blocks: Ids, worth: Worth, sizes_bytes: Sizes, now: float) -> Mask:
-        """What the threshold lets through, as far as the level pays for it and for all before it."""
+        """Blocks above the threshold, if the level pays for them and all before them."""
         shares = self._steering.shares(worth, sizes_bytes, now)
         if not self._budget:
             return np.ones(len(blocks), bool)
@@ -81,7 +85,7 @@ class Learned(Gate):
         return chosen
 
     def _open(self, sizes_bytes: Sizes, now: float) -> None:
-        """What is left of the level, beside what is due for heads of this very moment."""
+        """Computes the level less the bytes that are due for heads of this moment."""
         if now != self._moment:
             self._due_bytes.clear()
         self._moment = now
@@ -90,7 +94,7 @@ class Learned(Gate):
         self._left_bytes = self._budget.level(now) - sum(self._due_bytes.values())
 
     def _passed(self, blocks: Ids, sizes_bytes: Sizes, shares: Worth) -> Mask:
-        """What is promised, what passes whole, and of what passes in part a run as long as is owed."""
+        """Blocks that are promised or pass whole, and as many at the threshold as are owed."""
         names, parents = names_of(self._blocks, blocks).tolist(), names_before(self._blocks, blocks).tolist()
         passed = np.zeros(len(blocks), bool)
         for row, (name, size, share) in enumerate(zip(names, sizes_bytes.tolist(), shares.tolist(), strict=True)):
@@ -109,7 +113,7 @@ class Learned(Gate):
         return passed
 
     def _pays(self, block: int, name: int, size_bytes: int) -> bool:
-        """Whether the block can be paid with what is before it; then that is due."""
+        """Whether the budget pays for the block and all before it; if so, those are due."""
         if self._due_bytes.pop(name, 0):
             return True
         if size_bytes + self._cost_before(block) > self._left_bytes:
@@ -128,7 +132,8 @@ class Learned(Gate):
         return True
 
     def _cost_before(self, block: int) -> float:
-        """Bytes to be paid for what is before the block. Known of every block on the way from then on: a chain that cannot be paid is walked once."""
+        """Bytes to pay for the blocks before this one. The cost of every block on the way is kept:
+        a chain that cannot be paid is walked once."""
         before = self._missing_before(block, known=self._costs)
         if len(before) >= BEFORE_LIMIT:
             self._costs |= dict.fromkeys(before[: BEFORE_LIMIT // 2].tolist(), math.inf)
@@ -144,8 +149,8 @@ class Learned(Gate):
         return cost
 
     def _missing_before(self, block: int, known: Container[int] = ()) -> Ids:
-        """What must be written before the block is of use: the blocks before it, up to one that a store has, or is known, BEFORE_LIMIT at most. Each once: parents
-        are what clients say, and may go round."""
+        """The blocks that must be written before this one is of use, each once. It ends at a block
+        that is known or stored, and after BEFORE_LIMIT. Parents may be cyclic."""
         parent, kept = self._blocks.parent.data, self._blocks.kept.data
         above, found = parent[block], dict.fromkeys((block,))
         while above >= 0 and not kept[above] and above not in found and above not in known:

@@ -1,11 +1,13 @@
 """Second touch: a block is written once it was used twice.
 
-The plainest filter of flash caches: LARC (S. Huang, Q. Wei, J. Chen, C. Chen, D. Feng, "Improving Flash-based Disk Cache with Lazy Adaptive
-Replacement", MSST 2013, section III), and "reject first" in CacheLib (B. Berg et al., "The CacheLib Caching Engine", OSDI 2020).
-What it costs here: a chat's first turn has been used once by definition, so its second turn never finds it on the disk.
+The simplest filter of flash caches: LARC (S. Huang, Q. Wei, J. Chen, C. Chen, D. Feng, "Improving
+Flash-based Disk Cache with Lazy Adaptive Replacement", MSST 2013, section III), and "reject first"
+in CacheLib (B. Berg et al., "The CacheLib Caching Engine", OSDI 2020). Its cost here: a chat's
+first turn has been used only once, so its second turn always misses on disk.
 
-A block was used twice if it was used since it came, or was declined before and has come again. Declined names are kept in a table with one place
-for each, where a later name overwrites an earlier one: bounded, and wrong only towards a write less.
+A block counts as used twice if it was used since it came, or if it was declined before and has come
+again. Declined names are kept in a table with one place each; a later name overwrites an earlier
+one. The table is bounded, and its errors only cause fewer writes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class SecondTouch(Gate):
         self._declined = np.zeros(PLACES, np.uint64)
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """Used since they came, or come again."""
+        """1 for blocks that were used since they came, or have come again."""
         names = names_of(self._blocks, blocks)
         places = (names % np.uint64(PLACES)).astype(np.int64)
         again = (self._blocks.hits[blocks] > 0) | (self._declined[places] == names)

@@ -1,21 +1,21 @@
-"""The threshold that a wear budget affords: of all that is asked for, the best, and just so much.
+"""The threshold that a wear budget affords: the best of the blocks that are asked for, no more.
 
-Purpose: a controller from the stream of chances and a budget's rate and level to the least chance that is let through. Non-purpose: where the chances
-come from; refusing what the level cannot pay (budget.py).
+A controller: from the stream of chances and a budget's rate and level it computes the least chance
+to admit. The learner gives the chances; budget.py refuses blocks that the level cannot pay.
 
-How. The bytes that are asked for are counted by chance in BINS bins, and fade with MEMORY_S, so the counts over their span are a rate for each bin. The
-threshold lies where the rates from the best bin down add up to
+Bytes asked for are counted by chance in BINS bins, and fade with MEMORY_S. So the counts over their
+span are a rate for each bin. The threshold lies where the rates from the best bin down add up to
 
     rate x level / reserve,    reserve = rate x (the span / SPANS_PER_RESERVE, within bounds)
 
-that is, to the refill rate when the level is at the reserve. A level above it is spent, one below it saves; with rates that are wrong by a
-factor e the level settles at reserve / e instead of running dry, and a demand that the budget covers altogether brings the threshold to 0. As the
-reserve grows with what was seen, a young daemon spends what it has, and an old one carries a quiet night's refill into the day.
+That is the refill rate when the level equals the reserve. A higher level is spent, a lower one
+saved. If the rates are wrong by a factor e, the level settles at reserve / e and does not run dry.
+If the budget covers all demand, the threshold is 0. The reserve grows with the span seen. So a
+young daemon spends its level at once, an old one saves a quiet night's refill.
 
-In the bin of the threshold only a share is let through.
-
-The idea of steering an admission by what may be written a day is that of CacheLib's DynamicRandomAP (B. Berg et al., "The CacheLib Caching Engine",
-OSDI 2020, section 4.3), which lets a random share through; here it is the best share.
+In the bin of the threshold only a share is admitted. CacheLib's DynamicRandomAP also steers by the
+daily write budget, but admits a random share, not the best (B. Berg et al., "The CacheLib Caching
+Engine", OSDI 2020, section 4.3).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MEMORY_S = 86400.0
 SPANS_PER_RESERVE = 128.0
 LEAST_RESERVE_S = 10.0
 RESERVE_SHARE = 0.25
-"""Of the burst, the most that the reserve is."""
+"""The largest reserve, as a share of the burst."""
 
 
 class Steering:
-    """budget: the one that is to be met."""
+    """budget: the one to meet."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -48,10 +48,10 @@ class Steering:
         self._span_s = 0.0
         self._at: float | None = None
         self.price = 0.0
-        """The threshold when it was last asked."""
+        """The threshold of the last call."""
 
     def shares(self, chances: Chances, sizes_bytes: Sizes, now: float) -> Chances:
-        """Of what is asked for just now: how much of blocks like each should be let through, 0 to 1. All of it without a budget."""
+        """The share of blocks like each to admit now, 0 to 1; 1 without a budget."""
         shares = np.ones(len(chances))
         if self._budget and len(chances):
             bins = np.minimum((chances * BINS).astype(np.int64), BINS - 1)
@@ -63,7 +63,7 @@ class Steering:
         return shares
 
     def threshold(self, now: float) -> float:
-        """The least chance that is let through now."""
+        """The least chance that is admitted now."""
         return self._edge(now)[0] / BINS
 
     def _note(self, bins: NDArray[np.int64], sizes_bytes: Sizes, now: float) -> None:
@@ -75,7 +75,7 @@ class Steering:
         np.add.at(self._asked_bytes, bins, sizes_bytes)
 
     def _edge(self, now: float) -> tuple[int, float]:
-        """The bin of the threshold, and which share of its bytes is let through."""
+        """The bin of the threshold, and which share of its bytes is admitted."""
         span_s = max(self._span_s, LEAST_RESERVE_S)
         budget = self._budget
         reserve_s = max(LEAST_RESERVE_S, min(span_s / SPANS_PER_RESERVE, RESERVE_SHARE * budget.burst_s))

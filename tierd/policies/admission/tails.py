@@ -1,8 +1,9 @@
-"""Which blocks are short: the last of a sequence, which the next turn fills up under another name.
+"""Finds short blocks: the last of a sequence, which the next turn fills up under another name.
 
-Purpose: what no store should be worn with. Non-purpose: who asked for it. A block does not say how many tokens a full one of its namespace has, so it
-is short if it has fewer than its parent, which is full since something follows it, or fewer than the most that was seen in its namespace. Only a lone short
-block of a namespace of which nothing else was ever seen passes for a full one.
+No store should be worn with them. A block does not say how many tokens a full one of its namespace
+has. So it is short if it has fewer than its parent, which is full because a block follows it. It is
+also short if it has fewer than the most seen in its namespace. Only a lone short block, in a
+namespace of which no other block was seen, counts as full.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tierd.core.index.blocks import Blocks
 from tierd.core.plan import Ids
 
 NAMESPACE_LIMIT = 65536
-"""Namespaces that are remembered: epochs pass, and their namespaces are never seen again."""
+"""Namespaces that are remembered: those of past epochs never come again."""
 
 
 class Tails:
@@ -35,7 +36,7 @@ class Tails:
         return np.asarray(tokens < self._learn(names, most)[rows], bool)
 
     def _learn(self, names: Ids, most: Ids) -> Ids:
-        """The most tokens of each namespace, with what was seen just now."""
+        """The most tokens of each namespace, including the ones just seen."""
         known = self._most_tokens
         for name, tokens in zip(names.tolist(), most.tolist(), strict=True):
             known[name] = max(tokens, known.pop(name, 0))

@@ -1,12 +1,13 @@
-"""TinyLFU: a block is written if it was used often enough lately, by a count-min sketch that ages.
+"""TinyLFU: a block is written if an ageing count-min sketch says that it was used often lately.
 
-G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM Transactions on Storage 13(4), 2017, sections 3.2
-(the sketch) and 3.3 (reset: every `sample` uses all counters are halved). Counters are small and saturate (3.4.1); an update raises only the least of
-a name's counters (conservative update).
+G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS
+13(4), 2017, sections 3.2 (the sketch) and 3.3 (every `sample` uses all counters are halved).
+Counters are small and saturate (3.4.1). An update raises only the least of a name's counters.
 
-Differences. (1) The paper compares a candidate with the victim that it would replace. A store drops its victim long after the write and by another
-policy's choice, so here a candidate is compared with what is asked for on the average: it passes with at least LEAST_USES
-in the sample. (2) There is no doorkeeper: a counter is a byte, and memory is not short.
+Differences. (1) The paper compares a candidate with the victim that it would replace. A store
+evicts its victim long after the write, and another policy chooses it. So a candidate is compared
+with the average demand: it passes with at least LEAST_USES in the sample. (2) There is no
+doorkeeper: a counter is a byte, and memory is not short.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tierd.policies.admission.gate import Gate, Names, Worth, names_of
 ROWS = 4
 LEAST_USES = 2
 MOST_USES = 15
-"""Of a counter, as in the paper: four bits."""
+"""The largest count, as in the paper: four bits."""
 SAMPLE_USES_PER_COUNTER = 8
 _LEAST_WIDTH, _MOST_WIDTH = 1 << 12, 1 << 20
 _BYTES_PER_COUNTER = 1 << 20
@@ -57,7 +58,7 @@ class TinyLfu(Gate):
             self._left = self._sample // 2
 
     def worth(self, blocks: Ids, now: float) -> Worth:
-        """Used at least LEAST_USES times in the sample, as far as the sketch can tell."""
+        """1 for blocks that the sketch saw at least LEAST_USES times in the sample."""
         slots = self._slots(names_of(self._blocks, blocks))
         counts = np.take_along_axis(self._counters, slots, axis=1)
         return np.asarray(counts.min(axis=0, initial=MOST_USES) >= LEAST_USES, np.float64)

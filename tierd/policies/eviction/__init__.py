@@ -1,6 +1,7 @@
-"""Eviction policies by the names that settings use. The contract they keep is `tierd.core.eviction.Eviction`.
+"""Eviction policies by the names in settings. They keep `tierd.core.eviction.Eviction`.
 
-A new one is a file here, a line in EVICTION, and passes `tests/contract/test_eviction.py`, which runs over the dict.
+A new one is a file here, a line in EVICTION, and passes `tests/contract/test_eviction.py`, which
+runs over the dict.
 """
 
 from __future__ import annotations

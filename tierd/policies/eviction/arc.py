@@ -1,16 +1,20 @@
-"""ARC: two LRU lists, of what was used once and of what was used again, whose shares follow the names that come back.
+"""ARC: two LRU lists, for blocks used once and again; their shares follow names that return.
 
-N. Megiddo, D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4, for a cache of c pages:
+N. Megiddo, D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4, for
+a cache of c pages:
 
     on a use of x:    in T1 or T2: to the front of T2
-                      in B1: p := min(c, p + max(|B2| / |B1|, 1)); to the front of T2
-                      in B2: p := max(0, p - max(|B1| / |B2|, 1)); to the front of T2
-                      else: to the front of T1;  |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2 c, or else the last of B1, of B2 goes
-    to make room:     |T1| > p: the last of T1 leaves, its name to the front of B1;  else the last of T2, its name to the front of B2
+                      in B1:  p := min(c, p + max(|B2| / |B1|, 1)); to the front of T2
+                      in B2:  p := max(0, p - max(|B1| / |B2|, 1)); to the front of T2
+                      else:   to the front of T1;  |T1| + |B1| <= c and
+                      |T1| + |T2| + |B1| + |B2| <= 2 c,  or else the last of B1, of B2 goes
+    to make room:     |T1| > p: evict the last of T1, its name goes to the front of B1
+                      else:      evict the last of T2, its name goes to the front of B2
 
-Differences. (1) c is the most blocks that were ever tracked. (2) Room is made before the core tells who comes, so it is made with p as it was, and without the
-paper's preference when |T1| = p and x is in B2. (3) A touch that is no use by a request moves a block to the front of its own list.
-(4) If T2 is empty, T1 serves on. (5) Whatever leaves is remembered, also what an operator dropped.
+Differences. (1) c is the most blocks that were ever tracked. (2) The core makes room before it
+tells which blocks come. So p is as before, and the paper's preference for |T1| = p and x in B2 is
+missing. (3) A touch that is no use by a request moves a block to the front of its own list. (4) If
+T2 is empty, T1 is evicted further. (5) Names of all blocks that leave are remembered.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ ONCE, AGAIN = 0, 1
 
 
 class Arc:
-    """Adaptive replacement. `now` is not looked at."""
+    """Adaptive replacement. Ignores `now`."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: for names and uses."""
@@ -62,14 +66,14 @@ class Arc:
         self._queues.put(blocks[again], AGAIN)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were evicted."""
         queues = self._queues.queue[blocks]
         for number in (ONCE, AGAIN):
             self._left.remember(self._blocks.keys(blocks[queues == number]), number)
         self._queues.remove(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """What T1 has above its share, oldest first; then T2; then the rest of T1."""
+        """Blocks of T1 above its share, oldest first; then T2; then the rest of T1."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _order(self) -> Iterator[Ids]:
@@ -79,7 +83,7 @@ class Arc:
         yield from part(self._queues.walk(ONCE), above)
 
     def _adapt(self, number: int, sizes: list[int]) -> None:
-        """One name came back from a list of ghosts. sizes: of both before it did."""
+        """A name came back from a list of ghosts. sizes: of both lists before that."""
         step = max(1.0, sizes[1 - number] / sizes[number])
         self._share = min(self._most, self._share + step) if number == ONCE else max(0.0, self._share - step)
         sizes[number] -= 1

@@ -1,15 +1,20 @@
-"""Attention-aware: what much attention went to stays for more rounds of an LRU queue, and so do the first blocks of sequences.
+"""Attention: blocks with much attention, and first blocks, stay for more rounds of an LRU queue.
 
-Z. Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", NeurIPS 2023, section 4.2 (algorithm 1): keep the recent, and those
-with the greatest accumulated attention. G. Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024, section 3.2: keep the first tokens. Both speak of
-tokens of one sequence; here blocks of all sequences compete, by the attention mass that kernels report (`Blocks.attention`), decayed:
+Z. Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
+Models", NeurIPS 2023, section 4.2, algorithm 1. It keeps the recent, and those with the greatest
+accumulated attention. G. Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
+ICLR 2024, section 3.2: keep the first tokens. Both speak of tokens of one sequence. Here blocks of
+all sequences compete by the decayed attention mass that kernels report (`Blocks.attention`):
 
-    on a use of i:    A_i := A_i / 2^(t / half-life) + what was reported since;  to the front of the queue, with a credit of
-                      0 if A_i is below the mean of those used lately, 1 up to twice the mean, 2 up to four times, else 3; 3 also for the first of a sequence
-    to make room:     from the back of the queue: credit > 0: to the front, with credit - 1; else it leaves
+    on a use of i:    A_i := A_i / 2^(t / half-life) + mass reported since;  to the front of the
+                      queue, with a credit of  0 if A_i is below the mean of those used lately,
+                      1 up to twice the mean,  2 up to four times,  else 3;
+                      3 also for  the first of a sequence
+    to make room:     from the back: credit > 0: to the front, with credit - 1; else evict it
 
-Recency is the queue; the credit is halved attention for each round. Where no kernel reports anything this is LRU that lets go of first blocks late. A block has the credit of
-what follows it in the request, if that is more: it cannot be used without.
+The queue is recency; a credit stands for a doubling of attention, and each round takes one. If no
+kernel reports attention, this is LRU that evicts first blocks late. A block has at least the credit
+of the blocks after it in the request, which cannot be used without it.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from tierd.policies.eviction.rounds import Rounds
 HALF_LIFE_S = 600.0
 MOST_CREDIT = 3
 MEAN_OVER = 4096
-"""Blocks with attention over which the mean is taken, those used lately counting most."""
+"""Blocks with attention over which the mean is taken; those used lately count most."""
 
 
 class Attention:
@@ -41,7 +46,7 @@ class Attention:
         self._queues = Queues()
         self._rounds = Rounds(self._queues, 0, most=MOST_CREDIT)
         self._mass = np.zeros(0, dtype=np.float32)  # A
-        self._reported = np.zeros(0, dtype=np.float32)  # of it, what was reported by the last use
+        self._reported = np.zeros(0, dtype=np.float32)  # the part of it that was reported by the last use
         self._time_s = np.zeros(0, dtype=np.float32)  # of the last use, since the first of all
         self._begin: float | None = None
         self._mean = 0.0
@@ -51,7 +56,7 @@ class Attention:
         return len(self._queues)
 
     def track(self, blocks: Ids, now: float) -> None:
-        """The blocks have come; what attention went to them elsewhere counts."""
+        """The blocks have come; attention that was reported for them elsewhere counts."""
         size = int(blocks.max(initial=-1)) + 1
         columns = (self._mass, self._reported, self._time_s)
         self._mass, self._reported, self._time_s = (grown(column, size) for column in columns)
@@ -64,18 +69,18 @@ class Attention:
         self._rounds.put(blocks, self._credit(blocks, now))
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left; those that were passed for it pay."""
+        """The blocks were evicted; those passed over for them lose credit."""
         self._rounds.leave(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` that the rounds would come to next, or None."""
+        """The next `count` in the order of the rounds, or None."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _order(self) -> Iterator[Ids]:
         return (blocks for _, blocks in self._rounds.walk())
 
     def _credit(self, blocks: Ids, now: float) -> Levels:
-        """What the blocks, deepest first, have earned by now."""
+        """The credit of the blocks, deepest first, at `now`."""
         mass = self._heard(blocks, now)
         if self._mean > 0:
             credit = np.clip(1 + np.floor(np.log2(np.maximum(mass, 1e-30) / self._mean)), 0, MOST_CREDIT)
@@ -85,7 +90,7 @@ class Attention:
         return along(credit, blocks, self._blocks).astype(np.uint8)
 
     def _heard(self, blocks: Ids, now: float) -> NDArray[np.float32]:
-        """A of each, with what was reported since the last use."""
+        """A of each, with the mass reported since the last use."""
         self._begin = now if self._begin is None else self._begin
         time_s = np.float32(now - self._begin)
         reported = self._blocks.attention[blocks]

@@ -1,8 +1,8 @@
-"""What policies know of chains: which touches are uses, and what must not be colder than blocks that follow it.
+"""Chains for policies: which touches are uses, and which blocks must not be colder than later ones.
 
-Purpose: papers know single objects; here a request uses a chain of blocks, hands it over last block first, and the core drops no block before its
-children. A policy whose own order says otherwise would keep the core waiting for children all the time, so it lifts a block
-above those that follow it. Non-purpose: an order.
+Papers know single objects. Here a request uses a chain of blocks, passed last block first, and the
+core evicts no block before its children. A policy with another order would make the core wait for
+children all the time. So it lifts a block above those that follow it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ Levels = NDArray[np.uint8]
 
 
 class Uses:
-    """Which touches are uses by a request.
-
-    The core also touches what precedes blocks that came, for the sake of order; `Blocks.hits` counts requests alone, before policies hear of them.
-    """
+    """Which touches are uses by a request. The core also touches blocks that precede new ones, to
+    keep the order. `Blocks.hits` counts only requests, and does so before policies are called."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -36,7 +34,7 @@ class Uses:
         self._seen[ids] = self._blocks.hits[ids]
 
     def of(self, ids: Ids) -> Mask:
-        """Which of the blocks were used since they came or since this was asked."""
+        """Which of the blocks were used since they came or since the last call."""
         hits = self._blocks.hits[ids].astype(np.uint8)
         used: Mask = hits != self._seen[ids]
         self._seen[ids] = hits
@@ -44,14 +42,14 @@ class Uses:
 
 
 class Lift:
-    """How far blocks that came lift those that precede them, told once: a level above 0 by block id."""
+    """How far new blocks lift those that precede them, read once: a level above 0 by block id."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._levels = np.zeros(0, dtype=np.uint8)
 
     def begin(self, ids: Ids, levels: Levels | None = None) -> None:
-        """The blocks have come, deepest first; what precedes them is touched next. levels: 1 if not told."""
+        """The blocks have come, deepest first; those before are touched next. levels: default 1."""
         parents = self._blocks.parent[ids]
         levels = np.ones(len(ids), dtype=np.uint8) if levels is None else levels
         self._levels = grown(self._levels, 1 + max(int(ids.max(initial=-1)), int(parents.max(initial=-1))))
@@ -60,7 +58,7 @@ class Lift:
         self._levels[ids] = 0
 
     def of(self, ids: Ids) -> Levels:
-        """For each of the blocks, deepest first, the greatest level of what came after it, 0 if nothing did."""
+        """For each block, deepest first, the greatest level of new blocks after it, or 0."""
         levels = self._levels[ids]
         if not levels.any():
             return levels
@@ -69,7 +67,8 @@ class Lift:
 
 
 def along(values: NDArray[Number], ids: Ids, blocks: Blocks) -> NDArray[Number]:
-    """For each block, deepest first, the greatest value of it and what follows it in `ids`; chains of several namespaces may alternate."""
+    """For each block, deepest first, the greatest value of it and those after it in `ids`. Chains
+    of several namespaces may alternate."""
     spaces = blocks.namespace[ids]
     if (spaces == spaces[:1]).all():
         return _along(values, ids, blocks)
@@ -83,7 +82,7 @@ def _along(values: NDArray[Number], ids: Ids, blocks: Blocks) -> NDArray[Number]
     starts = np.flatnonzero(blocks.parent[ids[:-1]] != ids[1:]) + 1
     if not len(starts):
         return np.maximum.accumulate(values)
-    # Each chain gets a range of ranks of its own, so that one running maximum serves all.
+    # Each chain gets its own range of ranks, so one running maximum serves all.
     ranks = np.unique(values, return_inverse=True)[1].astype(np.int64)
     base = np.zeros(len(values), dtype=np.int64)
     base[starts] = len(values)

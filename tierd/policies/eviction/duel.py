@@ -1,12 +1,13 @@
-"""Duel: by worth where that finds more than LRU on what is happening now, else LRU; and what is new stays for a while either way.
+"""Duel: evicts by worth if that finds more than LRU in current traffic, else by LRU.
 
-Purpose: a learnt order (reuse_index.py) that costs no more than a hair where it is wrong. Non-purpose: who finds more (shadows.py). Blocks come into the order by worth when they have waited:
-- in a window, the tier's last uses, WINDOW_SHARE of its blocks, as in W-TinyLFU (G. Einziger, R. Friedman, B. Manes, ACM
-  TOS 13(4), 2017, section 4);
-- in a store, what somebody asked to be durable, for as long as LRU would keep it.
-So nothing that looks for victims passes over those that wait. `_go_on` moves the window's end and tells the shadows, many
-uses at a time: one by one that costs ten times as much.
-Invariant: a tracked block is in `_kept`, or its stamp in `_lru` is `_ripe` or more, or it is in the order by worth.
+A learnt order (reuse_index.py) thus costs very little when it is wrong. shadows.py measures which
+order finds more. Some blocks wait before they enter the order by worth:
+- in a window, the tier's last uses, WINDOW_SHARE of its blocks, as in W-TinyLFU (G. Einziger, R.
+  Friedman, B. Manes, ACM TOS 13(4), 2017, section 4);
+- in a store, blocks that a client asked to be durable, for as long as LRU would keep them. So no
+  search for victims passes over waiting blocks. The method `_go_on` moves the window's end and
+  reports uses to the shadows in batches: one by one costs ten times as much. Each tracked block is
+  in `_kept`, has a stamp in `_lru` of at least `_ripe`, or is ordered by worth.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tierd.policies.eviction.shadows import Shadows, named
 from tierd.policies.reuse import Traffic
 
 WINDOW_SHARE = 1 / 256
-"""A window of a hundredth costs 0.01 to 0.08 points more on the developers' chat trace."""
+"""A window of 1/100 costs 0.01 to 0.08 points more on the developers' chat trace."""
 MOST_UNTOLD, UNTOLD_SHARE = 256, 1 / 512
-"""The shadows hear of uses in batches of so many, or of this share of the tier's blocks where that is less."""
+"""The shadows get uses in batches of 256, or of 1/512 of the tier's blocks if that is less."""
 
 
 class Duel:
@@ -59,12 +60,12 @@ class Duel:
         self._use(blocks, now)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were evicted."""
         self._leave(blocks)
         self._lru.forget(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The `count` that are worth least or, while LRU decides, were used longest ago, and are not pinned; or None."""
+        """The `count` coldest unpinned blocks, by worth or, while it leads, by LRU; or None."""
         if count > len(self) or not self._shadows.leads:
             return self._lru.victims(count, pinned)
         found = self._worth.some(count, pinned)
@@ -75,7 +76,7 @@ class Duel:
         return found if len(found) == count else None
 
     def _leave(self, blocks: Ids) -> None:
-        """The blocks leave the order by worth, or what keeps them from it."""
+        """Removes the blocks from the order by worth, or from those that wait."""
         old = blocks[self._lru.stamps[blocks] < self._ripe]
         if len(self._kept):
             kept = self._kept.has(old)
@@ -96,13 +97,13 @@ class Duel:
             self._go_on(now)
 
     def _used(self, start: int, stop: int) -> tuple[Ids, Ids]:
-        """The blocks whose last use has a stamp from `start` to `stop` - 1, `_ripe` or more, and those stamps."""
+        """Blocks whose last use has a stamp in [start, stop), and these; start >= `_ripe`."""
         blocks, stamps = self._recent[start - self._base : stop - self._base].astype(np.int64), np.arange(start, stop)
         alive = self._lru.stamps[blocks] == stamps
         return blocks[alive], stamps[alive]
 
     def _go_on(self, now: float) -> None:
-        """Tells the shadows of the uses since the last time; what has waited comes into the order by worth."""
+        """Reports new uses to the shadows; blocks that waited enter the order by worth."""
         known, stop = self._blocks, self._lru.next_stamp
         used, stamps = self._used(self._told, stop)
         self._told, spread = stop, known.hash[used, 0]

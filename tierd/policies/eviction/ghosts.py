@@ -1,7 +1,8 @@
-"""Ghosts: the names of blocks that have left, in lists from the oldest to the newest.
+"""Ghosts: the names of evicted blocks, in lists from the oldest to the newest.
 
-Purpose: a policy recognises what comes back. Non-purpose: what that means. A name is `Blocks.keys`, 64 bits of a keyed hash: ids are reused, keys are not; of ten
-million names two meet in one key once in ten thousand lives of a daemon, and then a stranger is welcomed back. Invariant: a key is in one list at most.
+They let a policy recognize blocks that return. A name is `Blocks.keys`, 64 bits of a keyed hash:
+ids are reused, keys are not. Among ten million names two collide once in ten thousand runs of a
+daemon; a new block then counts as returned. A key is in one list at most.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tierd.policies.eviction.queues import Queues
 
 
 class Ghosts:
-    """See the module. Lists are numbered by the policy."""
+    """See the module. The policy numbers the lists."""
 
     def __init__(self) -> None:
         self._keys = np.zeros(0, dtype=np.uint64)
@@ -41,7 +42,7 @@ class Ghosts:
         self._lists.put(rows, number)
 
     def recall(self, keys: Keys) -> Ids:
-        """The number of the list that each key was in, -1 for none; they are in none any more."""
+        """The number of each key's list, -1 if it is in none; removes the keys from their lists."""
         rows = self._table.find(keys, lambda asked, found: np.asarray(keys[asked] == self._keys[found], np.bool_))
         out = np.full(len(keys), -1, dtype=np.int64)
         known = rows >= 0
@@ -50,7 +51,7 @@ class Ghosts:
         return out
 
     def trim(self, limit: int, number: int = 0) -> None:
-        """The oldest of a list are let go until `limit` are left."""
+        """Forgets the oldest of a list until `limit` are left."""
         extra = self.size(number) - max(0, limit)
         found: list[Ids] = []
         for rows in self._lists.walk(number) if extra > 0 else ():

@@ -1,7 +1,8 @@
-"""Late: blocks that come into an order of uses after others that were used later.
+"""Late: blocks that enter an order of uses after others that were used later.
 
-Purpose: what `Queues` cannot take, because a queue only grows at its newest end. Non-purpose: when a block is late. Its blocks are kept sorted by their last use; those that are
-removed stay as dead entries, which are dropped from the front, and all when they are the most. Invariant: what comes in has no entry, not even a dead one.
+`Queues` cannot take them, because a queue only grows at its newest end. Blocks are sorted by their
+last use. Removed ones stay as dead entries. Those at the front are dropped, and all of them when
+they are the majority. A block that enters has no entry, not even a dead one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Late:
 
 
 def merged(one: Iterator[Ids], other: Iterator[Ids], key: Callable[[Ids], Ids]) -> Iterator[Ids]:
-    """Two orders that come in pieces and ascend by a key, as one."""
+    """Merges two orders that come in pieces and ascend by a key."""
     left, right = next(one, None), next(other, None)
     while left is not None and right is not None:
         keys, others = key(left), key(right)

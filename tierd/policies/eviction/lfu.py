@@ -1,19 +1,23 @@
-"""LFU with dynamic ageing: the block with the fewest uses leaves first, and every eviction ages those that stay.
+"""LFU with dynamic ageing: evicts the block with the fewest uses; every eviction ages the others.
 
-M. Arlitt, L. Cherkasova, J. Dilley, R. Friedrich, T. Jin, "Evaluating Content Management Techniques for Web Proxy Caches",
-HP Laboratories HPL-98-173, 1999 (ACM SIGMETRICS PER 27(4), 2000), the section on replacement policies: LFU with Dynamic Aging
-(LFU-DA), with all sizes and costs equal, as they are for blocks of one size class:
+M. Arlitt, L. Cherkasova, J. Dilley, R. Friedrich, T. Jin, "Evaluating Content Management Techniques
+for Web Proxy Caches", HP Laboratories HPL-98-173, 1999 (ACM SIGMETRICS PER 27(4), 2000), the
+section on replacement policies. This is LFU with Dynamic Aging (LFU-DA) with equal sizes and costs,
+as blocks of one size class have:
 
-    on a use of block i:    F_i := F_i + 1;  K_i := F_i + L        (F_i is 0 when i comes; it is forgotten when i leaves)
-    to make room:           evict the block with the least K, say j;  L := K_j
+    on a use of i:    F_i := F_i + 1;  K_i := F_i + L    (F_i is 0 when i comes)
+    to make room:     evict the block with the least K, say j;  L := K_j
 
-Without L, plain LFU never lets go of what was popular once. L starts at 0 and never falls. Ties: the least recently used first.
+Without L, plain LFU never evicts blocks that were popular once. L starts at 0 and never falls.
+Ties: the least recently used first.
 
-Differences. (1) `victims` is a question here, so L moves when the core forgets blocks. (2) A forgotten block need not have been the coldest
-(pinned ones are passed over, an operator may name any): L becomes the least K that was tracked, so that dropping a hot block does
-not age all others at once. Where the victim is the coldest, as in the paper, both are the same.
+Differences. (1) `victims` only asks, so L moves when the core forgets blocks. (2) A forgotten block
+need not be the coldest: pinned ones are passed over, an operator may name any. L becomes the least
+K that was tracked, so dropping a hot block does not age all others at once. If the victim is the
+coldest, as in the paper, both are the same.
 
-Blocks of equal K form a level, each with its own order of uses; a chain's blocks lie on few levels, so a use costs a few numpy calls.
+Blocks of equal K form a level with its own order of uses. A chain's blocks lie on few levels, so a
+use costs a few numpy calls.
 """
 
 from __future__ import annotations
@@ -29,10 +33,10 @@ from tierd.policies.eviction.order import UseOrder, grown
 
 
 class AgedLfu:
-    """Least frequently used with dynamic ageing. `now` is not looked at: age is counted in evictions."""
+    """Least frequently used with dynamic ageing. Ignores `now`: age is counted in evictions."""
 
     def __init__(self, blocks: Blocks) -> None:
-        """blocks: not looked at."""
+        """blocks: ignored."""
         self._stamps = np.zeros(0, dtype=np.int64)
         self._uses = np.zeros(0, dtype=np.int64)  # F
         self._keys = np.zeros(0, dtype=np.int64)  # K
@@ -64,7 +68,7 @@ class AgedLfu:
         self._use(blocks)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left; the rest age."""
+        """The blocks were evicted; the others age."""
         for key, count in _counted(self._keys[blocks]):
             self._age = max(self._age, self._ascending[0])
             self._leave_level(key, count)

@@ -1,7 +1,7 @@
-"""LRU: the block that was not used for longest leaves first.
+"""LRU: evicts the least recently used block first.
 
-What it does to prefixes: the core hands a request's blocks over last to first, so a chain loses its tail before its root. That equals
-the leaf-first LRU of a radix tree, without the tree. Uses are kept as a log (`order.py`).
+The core passes a request's blocks last to first, so a chain loses its tail before its root. That
+equals the leaf-first LRU of a radix tree, without the tree. Uses are kept as a log (`order.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from tierd.policies.eviction.order import UseOrder, grown, stamped
 
 
 class Lru:
-    """Least recently used. The order of calls is the order of uses; `now` is not looked at. stamps: the number of each block's last use, by id, 0 if it is not tracked."""
+    """Least recently used. The order of calls is the order of uses; `now` is ignored.
+
+    stamps: the number of each block's last use, by id, 0 if it is not tracked.
+    """
 
     def __init__(self, blocks: Blocks) -> None:
-        """blocks: not looked at."""
+        """blocks: ignored."""
         self.stamps = np.zeros(0, dtype=np.int64)
         self.next_stamp = 1
         self._order = UseOrder()
@@ -47,7 +50,7 @@ class Lru:
         self.next_stamp = stop
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were evicted."""
         self.stamps[blocks] = 0
         self._count -= len(blocks)
 

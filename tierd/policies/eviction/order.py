@@ -1,12 +1,13 @@
 """UseOrder: blocks from the least to the most recently used, kept as a log instead of a sorted set.
 
-Purpose: what LRU is, and what breaks ties elsewhere. Non-purpose: knowing which blocks are tracked; that is the column of stamps
-which the policy passes in. Invariants: stamps in the log ascend; an entry is alive while it carries the stamp that the
-column has for its block, so at most one entry of a block is.
+LRU is this order; elsewhere it breaks ties. The policy passes in a column of stamps, which says
+which blocks are tracked. Stamps in the log ascend. An entry is alive while its stamp is the one in
+the column for its block, so at most one entry of a block is.
 
-Using a block appends an entry and leaves the old one dead in its place; so a use costs the same whatever the number of blocks, and no sort
-is ever needed. The log is a list of pieces. Dead entries are dropped from the front when victims are sought, from the last piece when it is full,
-and from the others piece by piece, in a round that goes on with the uses; so no call pays for the whole log.
+A use appends an entry, and the old entry is dead from then on. So a use costs the same for any
+number of blocks, and no sort is needed. The log is a list of pieces. Dead entries are dropped from
+the front during a search for victims, and from the last piece when it is full. A round that
+advances with the uses packs the other pieces one by one, so no call pays for the whole log.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Stamps = NDArray[np.int64]
 FIRST_ENTRIES = 64
 PIECE_ENTRIES = 1 << 14
 ROUND_ENTRIES = 2
-"""Entries that the round looks at for each that is appended."""
+"""Entries that the round looks at for each one appended."""
 _SCAN_ENTRIES = 64
-"""Least number of entries looked at in one numpy step: below it the call's overhead dominates."""
+"""Least number of entries per numpy step: below it the call's overhead dominates."""
 _STEPS = 4
-"""Entries at the front that are looked at one by one, which is cheaper where one leaves at a time."""
+"""Entries at the front that are looked at one by one: cheaper if one is evicted at a time."""
 _SPAN = (1 << 31) - 1
-"""Stamps lie in a piece as uint32, counted from its base: as many until another begins, and as many between the bases of two that are joined."""
+"""The largest stamp in a piece, as uint32 above its base, and distance of two joined bases."""
 
 
 def grown(column: NDArray[Item], size: int) -> NDArray[Item]:
@@ -60,7 +61,7 @@ class _Piece:
         self.blocks, self.offsets = np.zeros(FIRST_ENTRIES, np.int32), np.zeros(FIRST_ENTRIES, np.uint32)
 
     def alive(self, start: int, stop: int, stamps: Stamps) -> Mask:
-        """Which of the entries are."""
+        """Which of the entries are alive."""
         alive: Mask = stamps[self.blocks[start:stop]] == self.offsets[start:stop] + np.int64(self.base)
         return alive
 
@@ -71,14 +72,14 @@ class _Piece:
         self.blocks[: self.size], self.offsets[: self.size] = self.blocks[rows], self.offsets[rows]
 
     def put(self, blocks: Ids, stamp: int) -> None:
-        """Appends entries for which there is room."""
+        """Appends entries; the caller checked that there is room."""
         stop = self.size + len(blocks)
         self.blocks[self.size : stop] = blocks
         self.offsets[self.size : stop] = np.arange(stamp - self.base, stamp - self.base + len(blocks))
         self.size = stop
 
     def trim(self) -> None:
-        """Gives back the memory beyond the entries."""
+        """Releases the memory beyond the entries."""
         self.blocks, self.offsets = (
             self.blocks[self.head : self.size].copy(),
             self.offsets[self.head : self.size].copy(),
@@ -97,11 +98,11 @@ class UseOrder:
         self._due = 0  # entries that it should have looked at
 
     def __len__(self) -> int:
-        """Entries, alive or dead, that there is memory for."""
+        """Entries, alive or dead, that memory is allocated for."""
         return sum(len(piece.blocks) for piece in self._pieces)
 
     def append(self, blocks: Ids, first_stamp: int, stamps: Stamps) -> None:
-        """Adds entries stamped first_stamp, first_stamp + 1, ...; `stamps` decides which of the older ones are dead."""
+        """Adds entries stamped first_stamp, first_stamp + 1, ...; by `stamps` older ones die."""
         at = 0
         while at < len(blocks):
             piece = self._last(first_stamp + at, stamps)
@@ -127,7 +128,8 @@ class UseOrder:
         return np.concatenate(found)
 
     def walk(self, stamps: Stamps, step: int = _SCAN_ENTRIES) -> Iterator[Ids]:
-        """All blocks that are alive, oldest first, in parts that grow from `step` entries. The log must not change meanwhile."""
+        """All alive blocks, oldest first, in parts that grow from `step` entries. The log must not
+        change meanwhile."""
         self._drop_dead_front(stamps)
         for piece in self._pieces:
             at = piece.head
@@ -154,7 +156,7 @@ class UseOrder:
         return piece
 
     def _go_on(self, stamps: Stamps) -> None:
-        """The round: the dead go, and a piece that is small is joined to the one before."""
+        """The round: drops the dead, and joins a small piece to the one before."""
         self._drop_dead_front(stamps)
         while self._due >= PIECE_ENTRIES and len(self._pieces) > 1:
             self._due -= PIECE_ENTRIES

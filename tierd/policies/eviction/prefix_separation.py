@@ -1,15 +1,19 @@
-"""Prefix separation: LRU, with a reserve for prefixes that several conversations share, as large as names which come back ask for.
+"""Prefix separation: LRU with a reserve for shared prefixes, sized by the names that come back.
 
-The idea of keeping shared prefixes (system prompts, tool definitions) apart from conversation tails is that of serving engines with pinned or static prefixes (SGLang,
-section 3 of L. Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024, reuses them by their tree); a
-fixed reserve loses, because recency keeps them anyway. So the reserve is learnt as ARC learns its p (N. Megiddo, D. Modha, FAST 2003, section III.B):
+Serving engines with pinned or static prefixes also keep shared prefixes (system prompts, tool
+definitions) apart from conversation tails. SGLang reuses them by its tree (L. Zheng et al.,
+"SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024, section 3). A
+fixed reserve loses, because recency keeps them anyway. So the reserve is learnt as ARC learns its p
+(N. Megiddo, D. Modha, FAST 2003, section III.B):
 
-    a block is shared    from when a second full block follows it, or one that follows it in its chain; until it leaves
-    to make room:        the least recently used leaves, of tails and of what is shared; but the newest r shared blocks are passed over
-    a name comes back    among those of shared blocks that left: r := min(c / 4, r + max(|Bt| / |Bs|, 1));  of tails: r := max(0, r - max(|Bs| / |Bt|, 1))
+    a block is shared    once a second full block follows it or one that follows it in its chain
+    to make room:        evict the least recently used; but pass over the newest r shared blocks
+    a name comes back    of evicted shared blocks: r := min(c / 4, r + max(|Bt| / |Bs|, 1))
+                         of tails: r := max(0, r - max(|Bs| / |Bt|, 1))
 
-c is the most blocks that were ever tracked; Bs and Bt are the names that left, c / 2 at most of each. With r = 0 this is LRU. A short block at the end of a conversation
-is replaced by a full one in the next turn, so short ones count for nothing.
+c is the most blocks that were ever tracked; Bs and Bt are the evicted names, c / 2 at most of each.
+A block stays shared until it is evicted. With r = 0 this is LRU. The next turn replaces a short
+block at a conversation's end by a full one, so short ones count for nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ RESERVE_PART = 4
 
 
 class PrefixSeparation:
-    """Shared prefixes apart from tails. `now` is not looked at."""
+    """Shared prefixes apart from tails. Ignores `now`."""
 
     def __init__(self, blocks: Blocks) -> None:
         """blocks: for names and chains."""
@@ -67,14 +71,14 @@ class PrefixSeparation:
         self._queues.put(blocks[shared], SHARED)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were evicted."""
         queues = self._queues.queue[blocks]
         for number in (TAILS, SHARED):
             self._left.remember(self._blocks.keys(blocks[queues == number]), number)
         self._queues.remove(blocks)
 
     def victims(self, count: int, pinned: Mask) -> Ids | None:
-        """The least recently used, what is in the reserve last; or None."""
+        """The least recently used, those in the reserve last; or None."""
         return first_free(self._order(), count, pinned) if count <= len(self) else None
 
     def _order(self) -> Iterator[Ids]:
@@ -93,7 +97,8 @@ class PrefixSeparation:
         yield from part(self._queues.walk(SHARED), above)
 
     def _branches(self, blocks: Ids) -> Levels:
-        """1 for each full block whose parent is followed by another full one, else 0. Remembers the first that follows each."""
+        """1 for each full block whose parent has another full child, else 0. Remembers the first
+        that follows each."""
         parents, tokens = self._blocks.parent[blocks], self._blocks.tokens
         out = np.zeros(len(blocks), dtype=np.uint8)
         full = np.flatnonzero((parents >= 0) & (tokens[blocks] >= tokens[parents]))
@@ -106,7 +111,7 @@ class PrefixSeparation:
         return out
 
     def _adapt(self, number: int, sizes: list[int]) -> None:
-        """One name came back from a list of ghosts. sizes: of both before it did."""
+        """A name came back from a list of ghosts. sizes: of both lists before that."""
         step = max(1.0, sizes[1 - number] / sizes[number])
         most = self._most / RESERVE_PART
         self._reserve = min(most, self._reserve + step) if number == SHARED else max(0.0, self._reserve - step)

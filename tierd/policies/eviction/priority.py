@@ -1,16 +1,20 @@
-"""Priority with retention time: the lowest priority leaves first, and within a priority what was used least recently.
+"""Priority with retention time: evicts the lowest priority first, within it by LRU.
 
-As TensorRT-LLM has it (KvCacheRetentionConfig and its eviction policy; the default is the same 35), with what puts say of blocks (`tierd.core.index.priorities`):
+As in TensorRT-LLM (KvCacheRetentionConfig and its eviction policy, with the same default of 35).
+Puts give the priorities (`tierd.core.index.priorities`):
 
-    level of a block     its priority while it is retained; the default where nothing was said, or the time has run out
-    to make room:        from the lowest level on, the least recently used
+    level of a block     its priority while it is retained; else, or if none was given, the default
+    to make room:        evict from the lowest level on, the least recently used
 
-Two differences. There a block whose time runs out goes to the back of the queue of the default as if it had just been used; here it is in its place by its last use, so the order is
-a plain sort by (level, last use). And there the time begins anew with each use that says so, and a use that says nothing makes a priority last for good; here a get says nothing
-and changes nothing: the time is that of the put. What is used often needs no priority when its time has run out: it is recent among the rest.
+Two differences. (1) In TensorRT-LLM, a block whose time runs out counts as just used. Here its
+place is that of its last use, so the order is a plain sort by (level, last use). (2) There, each
+use that names a priority restarts the time, and one that names none makes it last forever. Here a
+get changes nothing: the time is that of the put. A block that is used often is recent, so it needs
+no priority then.
 
-Each level is a queue. Whose time runs out goes from its queue to `Late`, which is sorted, and is merged with the default's; so that costs in proportion to what has run out and was
-not used since, once a second at most.
+Each level is a queue. A block whose time runs out moves from its queue to `Late`, which is sorted
+and merged with the default's. That costs in proportion to the blocks that ran out and were not used
+since, at most once a second.
 """
 
 from __future__ import annotations
@@ -30,15 +34,15 @@ from tierd.policies.eviction.retention import Ends
 
 
 class Priority:
-    """See the module; keeps `tierd.core.eviction.Heeding` too."""
+    """Keeps `tierd.core.eviction.Heeding` too."""
 
     def __init__(self, blocks: Blocks) -> None:
-        """blocks: for what is said of them."""
+        """blocks: for their priorities."""
         self._blocks = blocks
         self._queues, self._late, self._ends = Queues(), Late(), Ends()
         self._uses = np.zeros(0, dtype=np.int64)  # by block id, the number of its last use
         self._next_use = 1
-        self._time_s = 0.0  # Unix time, of the last call that told one
+        self._time_s = 0.0  # Unix time of the last call that gave one
 
     def __len__(self) -> int:
         """How many blocks are tracked."""
@@ -57,18 +61,18 @@ class Priority:
         self._put(blocks)
 
     def said(self, blocks: Ids, now: float) -> None:
-        """Something else is said of the blocks; a use."""
+        """The blocks' priorities changed; a use."""
         self.touch(blocks, now)
         self._note(blocks)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were evicted."""
         late = self._late.has(blocks)
         self._late.remove(blocks[late])
         self._queues.remove(blocks[~late])
 
     def pass_time(self, now: float) -> None:
-        """Those whose time has run out come down to the default, each to its place by its last use."""
+        """Moves blocks whose time has run out to the default, each to the place of its last use."""
         self._time_s = self._blocks.unix_s + now
         due = self._ends.due(self._time_s)
         if not len(due):
@@ -101,7 +105,7 @@ class Priority:
             self._queues.put(blocks[levels == level], level)
 
     def _note(self, blocks: Ids) -> None:
-        """When the time of those that are retained runs out."""
+        """Notes when the time of retained blocks runs out."""
         until_s = self._blocks.until_s[blocks]
         rows = until_s > self._time_s
         self._ends.note(blocks[rows], until_s[rows])

@@ -1,7 +1,8 @@
-"""Queues: blocks in some queues, each in the order in which they were put there; a block is in one at most.
+"""Queues: numbered queues of blocks, each ordered by when blocks were put there.
 
-Purpose: what 2Q, ARC, S3-FIFO and their kin are made of. Non-purpose: which queue a block belongs in, and who leaves. Queues are numbered from 0 by their
-policy and made when they are first used. Invariant: `stamps` is 0 for what is in no queue, and grows with each block that is put anywhere.
+2Q, ARC, S3-FIFO and similar policies are built from them; the policy chooses the queue. Queue
+numbers start at 0, and a queue is made when it is first used. A block is in one queue at most. Its
+stamp in `stamps` is 0 for a block in no queue, and grows with each block that is put anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from tierd.policies.eviction.order import Stamps, UseOrder, grown, stamped
 
 
 class Queues:
-    """See the module. queue: by block id, the number of its queue, while `stamps` is not 0. sizes: of the queues that are not empty."""
+    """queue: by block id, the number of its queue, while `stamps` is not 0. sizes: of the queues
+    that are not empty."""
 
     def __init__(self) -> None:
         self.stamps = np.zeros(0, dtype=np.int64)
@@ -34,7 +36,7 @@ class Queues:
         return stamped(self.stamps, blocks)
 
     def size(self, queue: int) -> int:
-        """How many are in one."""
+        """How many blocks are in one queue."""
         return self.sizes.get(queue, 0)
 
     def put(self, blocks: Ids, queue: int) -> None:
@@ -53,7 +55,7 @@ class Queues:
         self.sizes[queue] = self.size(queue) + len(blocks)
 
     def remove(self, blocks: Ids) -> None:
-        """The blocks are in no queue."""
+        """Removes the blocks from their queues."""
         if not len(blocks):
             return
         queues = self.queue[blocks]
@@ -72,7 +74,7 @@ class Queues:
         return order.walk(self.stamps) if order else iter(())
 
     def until(self, queue: int, stamp: int, stamps: Stamps | None = None) -> Ids:
-        """The blocks of a queue that are older than a stamp, oldest first. stamps: by id, if not the queue's own."""
+        """Blocks of a queue older than a stamp, oldest first. stamps: default the queue's."""
         found, stamps = [np.zeros(0, dtype=np.int64)], self.stamps if stamps is None else stamps
         for blocks in self.walk(queue):
             found.append(blocks[stamps[blocks] < stamp])
@@ -97,13 +99,13 @@ def part(pieces: Iterable[Ids], start: int, stop: int | None = None) -> Iterator
 
 
 def first_free(pieces: Iterable[Ids], count: int, pinned: Mask) -> Ids | None:
-    """The first `count` blocks of an order that are not pinned; None if there are not so many."""
+    """The first `count` unpinned blocks of an order; None if there are fewer."""
     found = some_free(pieces, count, pinned)
     return found if len(found) == count else None
 
 
 def some_free(pieces: Iterable[Ids], count: int, pinned: Mask) -> Ids:
-    """The first `count` blocks of an order that are not pinned, or all that there are."""
+    """The first `count` unpinned blocks of an order, or all if there are fewer."""
     found = [np.zeros(0, dtype=np.int64)]
     missing = count
     for blocks in pieces if count else ():

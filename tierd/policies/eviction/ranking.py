@@ -1,10 +1,12 @@
 """Ranking: rows in the order of their keys, some of which change.
 
-Purpose: which run is worth least. Non-purpose: what a key says. An entry is a row with the key that it had when it was put here; when the row's key in the column
-has changed since, the entry is stale and passed over. So a change is an insertion, and what has ended needs none at all.
-Single rows go into a short sorted list beside the long arrays, which it is merged into when it is full.
+It finds the run that is worth least. An entry is a row with the key that it had when it was
+inserted. If the row's key in the column has changed since, the entry is stale and skipped. So a
+change is an insertion, and a run that ends needs no work. Single rows go into a short sorted list
+beside the long arrays, and are merged into them when it is full.
 
-Invariants: keys ascend; 0 is the key of nothing; each row has one entry at most that is not stale; no entry before `_head` is anything but stale.
+Keys ascend; 0 means no key. Each row has at most one entry that is not stale. All entries before
+`_head` are stale.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ class Ranking:
         self._set(np.zeros(0, np.uint64), np.zeros(0, np.int64))
 
     def renew(self, rows: NDArray[np.int64], key: Column) -> None:
-        """These rows and no others are in it. key: by row."""
+        """Replaces the content by these rows. key: by row."""
         keys = key[rows]
         order = np.argsort(keys)
         self._single.clear()
         self._set(keys[order], rows[order])
 
     def insert(self, rows: NDArray[np.int64], key: Column) -> None:
-        """Rows that have got their keys since they were put here, if ever."""
+        """Inserts rows whose keys changed since they were inserted, or that are new."""
         single = [row for known, row in self._single if key.item(row) == known]
         fresh = np.concatenate((np.array(single, np.int64), rows))
         fresh = fresh[np.argsort(key[fresh])]
@@ -48,13 +50,13 @@ class Ranking:
         self._set(np.insert(keys, at, key[fresh]), np.insert(self.rows[keep], at, fresh))
 
     def insert_one(self, row: int, key: Column) -> None:
-        """The same for one."""
+        """Inserts one row."""
         insort(self._single, (key.item(row), row))
         if len(self._single) > MOST_SINGLE:
             self.settle(key)
 
     def settle(self, key: Column) -> None:
-        """Brings what was put here singly into `keys` and `rows`."""
+        """Moves single rows into `keys` and `rows`."""
         if self._single:
             self.insert(np.zeros(0, np.int64), key)
 
@@ -68,7 +70,7 @@ class Ranking:
         return self._rows_at[self._head]
 
     def walk(self, key: Column) -> Iterator[int]:
-        """The rows from the least key on; nothing may be put here meanwhile."""
+        """The rows from the least key on; no row may be inserted meanwhile."""
         self._drop_stale(key)
         at, single = self._head, iter(self._single)
         one = next(single, _END)

@@ -1,7 +1,8 @@
 """Ends: when the time of retained blocks runs out.
 
-Purpose: asked at a time, the blocks whose time may have run out since it was last asked. Non-purpose: whether it has: a block may have left or been given more time, so who asks looks.
-Invariant: a block's last end is noted. Ends are in whole seconds, of which each has the blocks that end in it, so noting is cheap and nothing is sorted but the seconds.
+Gives the blocks whose time may have run out since the last call. The caller checks: a block may
+have been evicted or been given more time. A block's last end is always noted. Ends are whole
+seconds, each with its blocks, so noting is cheap and only the seconds are sorted.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from tierd.core.arrays.columns import runs
 from tierd.core.eviction import Ids, Mask
 
 DUE_LIMIT = 8192
-"""Blocks, or those of one note, whose time has run out that are given out at once; the others are still due."""
+"""Blocks returned by one call, or those of one note; the others stay due."""
 _SPARE = 4096
-"""Notes above twice what there can be before those that are no longer right are dropped."""
+"""Notes above twice the possible number before wrong ones are dropped."""
 
 
 class Ends:
@@ -26,7 +27,7 @@ class Ends:
 
     def __init__(self) -> None:
         self._at: dict[int, list[NDArray[np.int32]]] = {}
-        self._seconds: list[int] = []  # a heap of what is in _at
+        self._seconds: list[int] = []  # a heap of the keys of _at
         self._size = 0
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class Ends:
         self._size += len(blocks)
 
     def due(self, time_s: float) -> Ids:
-        """The blocks noted for up to this time, some DUE_LIMIT of them, which are forgotten here."""
+        """Removes and returns about DUE_LIMIT of the blocks noted for up to this time."""
         found, count = [np.zeros(0, np.int32)], 0
         while self._seconds and self._seconds[0] <= time_s and count < DUE_LIMIT:
             found.append(self._at[self._seconds[0]].pop())
@@ -54,7 +55,7 @@ class Ends:
         return np.unique(np.concatenate(found)).astype(np.int64) if len(found) > 1 else found[0].astype(np.int64)
 
     def trim(self, most: int, is_right: Callable[[Ids, int], Mask]) -> None:
-        """Drops notes that are not right, if there are too many for `most` blocks. is_right: which blocks end in that second."""
+        """Drops wrong notes if too many for `most` blocks. is_right: which end in that second."""
         if self._size <= 2 * most + _SPARE:
             return
         for second in list(self._at):

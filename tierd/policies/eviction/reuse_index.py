@@ -1,17 +1,19 @@
-"""Reuse index: the block of which the least use can be expected per second of keeping it leaves first.
+"""Reuse index: evicts the block with the least expected use per second of keeping it.
 
-The setting `reuse-index` is duel.py, which goes by this order or by LRU.
+The setting `reuse-index` is duel.py, which uses this order or LRU.
 
-What a block is worth follows from its group (what is known of the request that used it last) and its age since then, wherever it lies: coming into a
-tier by demotion is no use. The table of worths is learned by
-`tierd.policies.reuse`, which all tiers of a core share, and is a Gittins index: J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", Journal of
-the Royal Statistical Society B 41(2), 1979; for a cache, the hit density of N. Beckmann, H. Chen, A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit
-Density", NSDI 2018, section 3, with the best horizon in place of one that the whole cache shares.
+A block's worth follows from its group (features of the request that used it last) and its age since
+then, in any tier. Demotion into a tier is no use. The package `tierd.policies.reuse` learns the
+table of worths, which all tiers of a core share. A worth is a Gittins index: J. C. Gittins, "Bandit
+Processes and Dynamic Allocation Indices", Journal of the Royal Statistical Society B 41(2), 1979.
+For a cache it is the hit density of N. Beckmann, H. Chen, A. Cidon, "LHD: Improving Cache Hit Rate
+by Maximizing Hit Density", NSDI 2018, section 3, with the best horizon per block.
 
-Blocks of one group that were used in the same tick, and came so, form a run (`runs.py`), and are worth the same; so what is sorted (`ranking.py`) is runs, some
-thousand, and not blocks. The order is that at the last tick: within a tick nothing but new runs is put into it. In a run, and between runs worth the same, what
-was used longest ago leaves first. A run's worth is looked up when it could have changed: when its age comes to the next step of the table, or the table is new.
-Nothing is ranked before somebody asks.
+Blocks of one group that were used and came in the same tick form a run (`runs.py`) and are worth
+the same. So some thousand runs are sorted (`ranking.py`), not blocks. The order is that of the last
+tick: within a tick only new runs are added. In a run, and between runs worth the same, the oldest
+use is evicted first. A run's worth is looked up when its age reaches the next step of the table, or
+the table is new. Nothing is ranked before a caller asks.
 """
 
 from __future__ import annotations
@@ -30,26 +32,27 @@ from tierd.policies.reuse import Traffic
 from tierd.policies.reuse.traffic import ABOVE, KEPT
 
 TICK_S = 1.0
-"""How old an order of runs may become."""
+"""The greatest age of an order of runs."""
 _GROUPS = 1 << 16
 _SCANNED_RUNS = 16
 """Least number of runs looked at in one numpy step."""
 _SORTED_RUNS = 2048
-"""So many are sorted faster than some are put between the others."""
+"""Up to so many runs, a full sort is faster than insertions."""
 _STEPS = 16
 """Members looked at one by one, before numpy looks at many."""
 SERIAL_BITS = 33
-"""Of a key; those above are a worth's, as float32, which compare as it does, since none is negative."""
+"""Of a key; the bits above are the worth as float32, never negative, so bits compare alike."""
 _EARLY_S = 1e-3
-"""A worth is looked up so much before it changes, so that no rounding makes it too late."""
+"""A worth is looked up this long before it changes, so rounding makes it never late."""
 _FLOAT, _BITS = struct.Struct("=f"), struct.Struct("=I")
 
 
 class ReuseIndex:
-    """See the module. The clock is that of the last call that told one."""
+    """The clock is that of the last call that gave one."""
 
     def __init__(self, blocks: Blocks, traffic: Traffic, *, is_above: bool = False) -> None:
-        """traffic: the learner that has put every block into a group, `blocks.group`. is_above: of a tier that is above the stores that wear."""
+        """traffic: has put every block into a group, `blocks.group`. is_above: whether the tier is
+        above stores that wear."""
         self._blocks, self._traffic, self._is_above = blocks, traffic, is_above
         if is_above:
             traffic.above.append(self._move)
@@ -76,7 +79,7 @@ class ReuseIndex:
             self._join(blocks, now)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks have left."""
+        """The blocks were evicted."""
         if len(blocks):
             self._runs.forget(blocks)
             self._count -= len(blocks)
@@ -87,7 +90,7 @@ class ReuseIndex:
         return found if len(found) == count else None
 
     def some(self, count: int, pinned: Mask) -> Ids:
-        """The first `count` of them, or all that there are."""
+        """The first `count` of them, or all if there are fewer."""
         if self._runs.begun or self._ranked_s != self._tick_s or self._version != self._traffic.version:
             self._rank()
         found = self._first(count, pinned) if count <= FEW else []
@@ -120,7 +123,7 @@ class ReuseIndex:
             self._runs.join(blocks, kins)
 
     def _move(self, blocks: Ids) -> None:
-        """A store has them from now on, or no longer: they are worth less here, or more."""
+        """A store got or lost these blocks: they are worth less here, or more."""
         if self._traffic.thresholds:
             self.touch(blocks[self._runs.are_in(blocks)][::-1], self._tick_s)
 
@@ -176,7 +179,7 @@ class ReuseIndex:
         self._version, self._ranked_s = self._traffic.version, self._tick_s
 
     def _price(self, rows: Ids) -> Ids:
-        """Writes the keys of runs; those whose key has changed."""
+        """Writes the keys of runs; returns the rows whose key changed."""
         runs, (ticks, groups) = self._runs, np.divmod(self._runs.kin[rows], _GROUPS)
         used_s = ticks * TICK_S
         worths, changes_s = self._traffic.prices(groups, np.maximum(self._tick_s - used_s, 0.0))

@@ -1,11 +1,13 @@
-"""Rounds: a queue that is gone round from its oldest end; who has credit pays one and goes to the newest end, who has none leaves.
+"""Rounds: a queue walked from its oldest end; credit buys another round, no credit means eviction.
 
-Purpose: the main queue of S3-FIFO and every other second chance. F. J. Corbato, "A Paging Experiment with the Multics System", 1968, with a counter
-instead of a bit (GCLOCK). Non-purpose: what earns credit. The next to leave are those without credit, oldest first; then, a round later, those that had one;
-and so on. Asking walks past credit, and `leave` pays what asking showed, so in the long run a block is passed once for each credit that it earned.
+A block with credit pays one and moves to the newest end. This is the main queue of S3-FIFO and
+every other second chance: F. J. Corbato, "A Paging Experiment with the Multics System", 1968, with
+a counter instead of a bit (GCLOCK). The policy gives credit. Blocks without credit are evicted
+first, oldest first; a round later those that had one; and so on. A query passes over credit and
+changes nothing; `leave` pays the credits, so each credit saves a block once.
 
-Difference from a clock that only turns for victims: a block that leaves out of turn (others that are colder are pinned, or an operator dropped it) turns
-nothing if it had more credit than the poorest.
+Unlike a clock that turns only for victims, a block may be evicted out of turn (colder ones are
+pinned, or an operator dropped it). If it had more credit than the poorest, nothing turns.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tierd.policies.eviction.queues import Queues
 
 
 class Rounds:
-    """See the module. It is one of the queues of its policy; credit: by block id, also that of blocks elsewhere, at most `most`."""
+    """A queue of its policy. credit: by block id, also of blocks elsewhere, at most `most`."""
 
     def __init__(self, queues: Queues, number: int, *, most: int) -> None:
         self.credit = np.zeros(0, dtype=np.uint8)
@@ -41,17 +43,17 @@ class Rounds:
         self._count(blocks, 1)
 
     def set(self, blocks: Ids, credit: Levels) -> None:
-        """What they have from now on; they stay where they are."""
+        """Sets the blocks' credit; they stay in their places."""
         self._count(blocks, -1)
         self.credit[blocks] = credit
         self._count(blocks, 1)
 
     def take(self, blocks: Ids) -> None:
-        """The blocks go elsewhere, or to its newest end, and nobody has been passed for it. `Queues` is told by the caller."""
+        """The blocks move, no block was passed over for them. The caller updates `Queues`."""
         self._count(blocks, -1)
 
     def leave(self, blocks: Ids) -> None:
-        """The blocks leave their queue, and who was passed for it pays."""
+        """The blocks leave their queue; those passed over for them pay credit."""
         rest = blocks
         while len(rest):
             poorest = int(np.flatnonzero(self._counts)[0])
@@ -66,13 +68,13 @@ class Rounds:
         self._queues.remove(rest)
 
     def walk(self) -> Iterator[tuple[int, Ids]]:
-        """Its blocks, and their credit, in the order in which they would leave."""
+        """Its blocks, and their credit, in the order of eviction."""
         for credit in np.flatnonzero(self._counts).tolist():
             for blocks in self._queues.walk(self._number):
                 yield credit, blocks[self.credit[blocks] == credit]
 
     def _pass(self, blocks: Ids, poorest: int) -> None:
-        """The poorest leave: all others have paid for whole rounds, those before the last of these once more."""
+        """Evicts the poorest: others pay whole rounds, those before the last of these once more."""
         if poorest:
             for piece in self._queues.walk(self._number):
                 self.credit[piece] -= np.uint8(poorest)

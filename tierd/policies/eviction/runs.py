@@ -1,13 +1,16 @@
 """Runs: blocks that were used in the same tick and are of one group, in the order of their use.
 
-Purpose: what is sorted in the place of blocks, some thousand instead of millions. Non-purpose: what a run is worth (reuse_index.py writes its `key` here), and
-which is worth the least (ranking.py). A run has a row in columns, and a *kin*: the tick and the group as one number. It takes blocks of its kin while it is open,
-and begins anew as another when it is full, so that nothing that looks at a run looks at more than RUN_BLOCKS; it ends with its last block.
+Some thousand runs are sorted instead of millions of blocks. reuse_index.py writes a run's worth as
+its `key` here; ranking.py finds the least. A run has a row in columns, and a *kin*: tick and group
+as one number. It takes blocks of its kin while it is open. A full run is closed and another begins,
+so no step looks at more than RUN_BLOCKS. It ends with its last block.
 
-Calls with a few blocks go through plain numbers, read through memoryviews of the columns: a numpy call on one number costs more than all of it.
+Calls with a few blocks use plain numbers through memoryviews of the columns: a numpy call on one
+number costs more than all of it.
 
-Invariants: a block is in one run at most; a member is alive while its block says this run and this place, so at most one is; `alive` counts them;
-`key` of a row without a run is 0; while a run is open, its members stay where they are.
+A block is in one run at most. A member is alive while its block names this run and place, so at
+most one is; `alive` counts them. The `key` of a row without a run is 0. While a run is open, its
+members keep their places.
 """
 
 from __future__ import annotations
@@ -26,20 +29,21 @@ FEW = 8
 """So many blocks, or fewer, are treated one by one."""
 RUN_BLOCKS = 2048
 SLACK = 64
-"""Members of a closed run that may be gone, beside as many as are there."""
+"""Dead members that a closed run may have, beside as many as are alive."""
 NOWHERE = -1
 SOON, NEVER = -np.inf, np.inf
-"""When a row's key is due: of a run that has none yet, and of a row without a run."""
+"""When a row's key is due: of a run without a key yet, and of a row without a run."""
 _FIRST_RUNS = 64
 _KIN_COST = 5
-"""Blocks that are put one by one in the time that the blocks of one kin take together."""
+"""Blocks that can be put one by one in the time that one kin's blocks take together."""
 
 
 class Runs:
-    """See the module. By row: alive, size (members), kin, serial (ascending, over all that began), key, due_s (when to make the key anew). begun: rows without a key yet, all or more than FEW."""
+    """By row: alive, size (members), kin, serial (ascending, over all that began), key, due_s.
+    due_s: when to make the key anew. begun: rows without a key yet, all or more than FEW."""
 
     def __init__(self, most: int) -> None:
-        """most: ids of blocks that there may be, as far as is known."""
+        """most: how many block ids are expected."""
         self.begun: list[int] = []
         self.alive, self.size = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.kin, self.serial = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -70,7 +74,7 @@ class Runs:
         return np.asarray(known, np.bool_)
 
     def close(self) -> int:
-        """What comes from now on is in other runs. The next of them has this serial."""
+        """Closes all runs; returns the serial of the next."""
         self._open.clear()
         return self._next_serial
 
@@ -81,7 +85,7 @@ class Runs:
         self.serial[rows[np.argsort(self.serial[rows])]] = np.arange(1, self._next_serial)
 
     def leave(self, blocks: Ids) -> None:
-        """The blocks go out of their runs; they are forgotten, or join others."""
+        """The blocks leave their runs; they are forgotten next, or join others."""
         if len(blocks) <= FEW:
             for block in blocks.tolist():
                 self._leave_one(self._run_at[block])
@@ -98,7 +102,7 @@ class Runs:
             self._pack(row)
 
     def forget(self, blocks: Ids) -> None:
-        """The blocks leave, and are in no run."""
+        """Removes the blocks from their runs for good."""
         if len(blocks) <= FEW:
             for block in blocks.tolist():
                 self._leave_one(self._run_at[block])
@@ -113,7 +117,7 @@ class Runs:
             self._join(blocks[start : start + RUN_BLOCKS], kins[start : start + RUN_BLOCKS])
 
     def join_one(self, block: int, kin: int) -> None:
-        """One block does."""
+        """One block joins the run of its kin."""
         row = self._open.get(kin)
         if row is None:
             row = self._begin(kin)
@@ -134,7 +138,7 @@ class Runs:
         return members[head]
 
     def walk(self, row: int) -> Iterator[int]:
-        """The members of a run from the first that is alive on; NOWHERE for one that is not."""
+        """The members of a run from its first alive one on; NOWHERE for dead ones."""
         self.first(row)
         members, run_at, place_at = self._members[row], self._run_at, self._place_at
         for place in range(self._heads[row], len(members)):
@@ -180,7 +184,7 @@ class Runs:
             del self._open[kin]
 
     def _leave_one(self, row: int, count: int = 1) -> None:
-        """So many blocks go out of one run."""
+        """So many blocks leave one run."""
         alive = self._alive_at[row] - count
         self._alive_at[row] = alive
         if not alive:
@@ -208,7 +212,7 @@ class Runs:
         self._free.append(row)
 
     def _pack(self, row: int) -> None:
-        """Drops the members that have gone; the order of the others stays."""
+        """Drops dead members; the order of the others stays."""
         if self._open.get(self._kin_at[row]) == row:
             return
         blocks = np.frombuffer(self._members[row], np.int32)

@@ -1,14 +1,18 @@
-"""Shadows: what LRU and the order by worth would hold of a sample of names, if the tier were theirs alone, and who of them finds more.
+"""Shadows: simulate LRU and the order by worth on a sample of names, to see which finds more.
 
-Purpose: the leaders of set dueling (M. Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA 2007, section 5), which take no place in the tier, as in C. Waldspurger et
-al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017. Non-purpose: the tier's own blocks (duel.py).
+They are the leaders of set dueling (M. Qureshi et al., "Adaptive Insertion Policies for High
+Performance Caching", ISCA 2007, section 5). They take no space in the tier, as in C. Waldspurger et
+al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017. duel.py keeps
+the tier's own blocks.
 
-A name is in the sample if so many first bits of its number are 0: one more whenever the tier outgrows SAMPLED. Shadows hear of all uses and drop their own victims when they hold more than the
-tier would of the sample. LRU decides at first. The duel counts how many more blocks the order that does not decide has
-found, never below 0 (E. Page, "Continuous Inspection Schemes", Biometrika 41, 1954). When that is more than
-chance makes likely, that order decides.
+A name is in the sample if its number's first bits are 0; one more bit counts whenever the tier
+outgrows SAMPLED. Shadows get all uses. They evict their own victims when they hold more than the
+tier would hold of the sample. LRU decides at first. The duel counts how many more blocks the order
+that does not decide has found, never below 0 (E. Page, "Continuous Inspection Schemes", Biometrika
+41, 1954). When chance cannot explain that lead, that order decides.
 
-Invariants: memory is bounded, and work by the sampled names of a call; equal calls give equal answers, whatever the seed of the keys.
+Memory is bounded, and work by the sampled names of a call. Equal calls give equal answers, whatever
+the seed of the keys.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ from tierd.policies.reuse import Traffic
 SAMPLED = 4096
 """Names that a shadow holds at most."""
 UNTOLD = 64
-"""A shadow works on the names that wait when they are 1 in so many of those that it holds."""
-_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # so that names which are plain numbers are spread too
+"""A shadow works on waiting names when they are 1 in so many of those it holds."""
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # spreads names that are plain numbers too
 PROOF, LEAST = 2.5, 1 / 64
-"""A lead is believed from so many standard deviations of chance on, and from this share of what a shadow holds."""
+"""A lead is believed from so many standard deviations on, and this share of a shadow's names."""
 
 
 NAME = np.dtype(
@@ -47,9 +51,9 @@ NAME = np.dtype(
         ("here", "?"),
     ]
 )
-"""A block's name as it is used or asked for: key, number, group now, the tier's stamp of the use, and when it was.
+"""A block's name in a use or request: key, number, current group, the tier's stamp, and time.
 
-counts: it matters whether the tier has it. here: the tier tells of its use itself.
+counts: it matters whether the tier has it. here: the tier reports its use itself.
 """
 Names = NDArray[np.void]
 
@@ -64,10 +68,8 @@ def named(keys: NDArray[np.uint64], **columns: object) -> Names:
 
 
 class Shadows:
-    """See the module. leads: whether the order by worth decides. horizon: the tier's stamp from which on LRU would have all blocks.
-
-    To the two policies it is what `Blocks` are: columns, by row instead of id; row 0 is nobody's.
-    """
+    """leads: whether the order by worth decides. horizon: LRU would hold all stamps from it on. The
+    two policies take it for `Blocks`: columns by row instead of id; row 0 is unused."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.leads, self.horizon, self.most = False, 0, 0
@@ -102,7 +104,7 @@ class Shadows:
     # -- inside
 
     def _hear(self, count: int, now: float) -> None:
-        """So many more names wait. The policies hear of many at once, which costs what one does."""
+        """So many more names wait. The policies take many at once, which costs the same as one."""
         self._untold += count
         if self._untold * UNTOLD >= self._size:
             asks, uses = self._asks, self._uses
@@ -138,7 +140,7 @@ class Shadows:
             policy.touch(firsts(rows[away & has][::-1])[::-1], now)
 
     def _judge(self, gain: int) -> None:
-        """By worth so many more were found than by LRU."""
+        """The order by worth found so many more than LRU."""
         self._against = max(0, self._against + (-gain if self.leads else gain))
         self._squares = self._squares + gain * gain if self._against else 0
         if self._against > max(PROOF * math.sqrt(self._squares), LEAST * self._size):
@@ -148,7 +150,7 @@ class Shadows:
         self.last_used[rows], self.group[rows], self._stamp[rows] = names["used_s"], names["group"], names["stamp"]
 
     def _evict(self, policy: Lru | ReuseIndex, count: int) -> None:
-        """So many of those that are not in use leave one shadow."""
+        """Evicts so many blocks not in use from one shadow."""
         if count > 0:
             gone = policy.victims(count, self._busy)
             assert gone is not None, "a shadow lost count of what it tracks"

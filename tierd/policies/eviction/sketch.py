@@ -1,10 +1,13 @@
 """Sketch: how often a name was seen lately, in four counters of a table that all names share.
 
-G. Cormode, S. Muthukrishnan, "An Improved Data Stream Summary: the Count-Min Sketch", 2005, with conservative update (C. Estan, G. Varghese, 2002) and counters of
-15 at most that are halved as time goes by: G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017, section 3.
+G. Cormode, S. Muthukrishnan, "An Improved Data Stream Summary: the Count-Min Sketch", 2005, with
+conservative update (C. Estan, G. Varghese, 2002). Counters are at most 15 and are halved with time:
+G. Einziger, R. Friedman, B. Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", TOS 2017,
+section 3.
 
-Differences. The paper halves all counters after so many uses; here some are halved with each use, each counter once in as many, so that no use pays
-for the whole. The table doubles when more blocks come: names of one counter are told apart by one bit more, and both counters begin with what was counted.
+Differences. The paper halves all counters after so many uses. Here each use halves some, each
+counter equally often, so no use pays for the whole. The table doubles when more blocks come: one
+more bit separates names of one counter, and both counters start with its count.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ _LEAST_WIDTH = 64
 _MIX = np.array(
     [[0xC3A5C85C97CB3127], [0xB492B66FBE98F273], [0x9AE16A3B2F90404F], [0xCBF29CE484222325]], dtype=np.uint64
 )
-"""Odd factors of no meaning (those of CityHash and FNV); keys are hashed with a secret already."""
+"""Odd factors of CityHash and FNV; keys are hashed with a secret already."""
 _ROW = np.arange(ROWS)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""What the policy `reuse-index` knows: what was asked for (traffic, ghosts) and what that makes blocks worth (learner)."""
+"""The learning of `reuse-index`: past requests (traffic, ghosts) and blocks' worth (learner)."""
 
 from tierd.policies.reuse.traffic import Traffic
 

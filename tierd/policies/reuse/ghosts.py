@@ -1,10 +1,11 @@
-"""Ghosts: what is remembered of blocks by name, whether they are still held or not.
+"""Ghosts: numbers remembered for block names, whether the blocks are still held or not.
 
-Purpose: a few numbers for each of the names that were asked for last. Non-purpose: what the numbers mean (traffic.py). Bounded: names live in
-two halves; a name that is asked for is in the young one; when that is full, it becomes the old one, and what was in the old one is
-forgotten. So at least `limit / 2` names that were asked for last are known, and never more than `limit`.
+traffic.py gives the numbers their meaning. Names live in two halves. A name that is asked for is in
+the young half. When that is full it becomes the old one, and the old one's names are forgotten. So
+at least the last `limit / 2` names are known, and never more than `limit`.
 
-Names are the blocks' keys of 8 bytes (blocks.py): two that meet there share their numbers, which costs a wrong guess and nothing else.
+Names are the blocks' keys of 8 bytes (blocks.py). Two names with one key share their numbers, which
+only causes a wrong guess.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Rows = NDArray[np.int64]
 
 GHOST = np.dtype(
     [
-        ("asked", "<u2"),  # sessions that have asked for it
-        ("group", "<u2"),  # that its last use put it into
-        ("part", "<i4"),  # of the request that used it last, as the learner numbers them; -1 none
+        ("asked", "<u2"),  # Sessions that asked for it.
+        ("group", "<u2"),  # That its last use put it into.
+        ("part", "<i4"),  # Of the request that used it last, as the learner numbers them; -1 none.
     ]
 )
 _UNKNOWN = np.array((0, 0, -1), GHOST)
@@ -32,7 +33,7 @@ _UNKNOWN = np.array((0, 0, -1), GHOST)
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What is remembered of some names: numbers, GHOST [n], and the rows in which the young half has them, -1 for none."""
+    """Remembered numbers of names, GHOST [n], and their rows in the young half (-1: none)."""
 
     numbers: NDArray[np.void]
     rows: Rows
@@ -59,7 +60,7 @@ class Ghosts:
         return self._young.count + self._old.count
 
     def recall(self, keys: Keys) -> Recalled:
-        """GHOST [n] of distinct names: all zero, part -1, of one that is not known."""
+        """GHOST [n] of distinct names; of an unknown name all zero, with part -1."""
         rows = self._young.find(keys)
         young = rows >= 0
         if every(young):
@@ -73,7 +74,7 @@ class Ghosts:
         return Recalled(found, rows)
 
     def note(self, keys: Keys, numbers: NDArray[np.void], rows: Rows | None = None) -> None:
-        """Remembers GHOST [n] of distinct names. rows: where they were recalled from, if nothing was noted since."""
+        """Remembers GHOST [n] of distinct names. rows: as recalled, if still valid."""
         if self._young.count + len(keys) > self._half_limit and self._young.count:
             self._old, self._young, rows = self._young, _Half(self._half_limit), np.full(len(keys), -1, np.int64)
         rows = self._young.find(keys) if rows is None else rows

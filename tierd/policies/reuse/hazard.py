@@ -1,8 +1,8 @@
-"""From counts of what happened to what a group of blocks is worth at each age.
+"""From counts of events to the worth of a group of blocks at each age.
 
-Purpose: the hazard of the next use by group and age, shrunk towards the parent group, and its Gittins index.
-Non-purpose: knowing what a group is (`features.py`) or when something happened (`learner.py`).
-Invariants: all functions are pure; hazards lie in [0, CERTAIN]; arrays are [groups, ages] unless said otherwise.
+The hazard of the next use by group and age, shrunk towards the parent group, and its Gittins index.
+`features.py` defines groups; `learner.py` counts events. All functions are pure; hazards lie in [0,
+CERTAIN]. Arrays are [groups, ages] unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Ids = NDArray[np.int64]
 EDGES_S: Floats = np.append(np.arange(0.0, 18.0, 3.0), 18.0 * 1.2 ** np.arange(34))
 AGES = len(EDGES_S) - 1
 _WIDTHS_S: Floats = np.diff(EDGES_S)
-CERTAIN = 0.9  # a hazard above it would be a belief that a few surprises cannot correct
+CERTAIN = 0.9  # a few surprises could not correct a higher hazard
 
-_NEAR = 2.0  # ages, as the deviation of a bell: what is seen at one age tells of those near it
+_NEAR = 2.0  # ages, as the deviation of a bell: events at one age count for ages near it
 _CAUTION = 4.0
 _ELSEWHERE = 0.1
 _steps = np.arange(AGES, dtype=np.int64)
@@ -33,7 +33,7 @@ _BELL: Floats = np.exp(-0.5 * ((_steps[:, None] - _steps[None, :]) / _NEAR) ** 2
 
 @dataclass(frozen=True)
 class Counts:
-    """Over groups and ages: parts used again at that age, and parts that came to that age and stayed in view."""
+    """Over groups and ages: parts used again at that age, and parts that reached it in view."""
 
     used: Floats
     seen: Floats
@@ -46,23 +46,24 @@ def age_of(idle_s: Floats) -> Ids:
 
 @dataclass(frozen=True)
 class Trust:
-    """In what the level above says, in events: how often overall, and when."""
+    """Trust in the level above, in events: in how often overall, and in when."""
 
     overall: float
     by_age: float
 
 
 ONLINE = Trust(32.0, 64.0)
-"""Of what was learnt elsewhere, against what is seen here: cross-validated from one half of the developers' traces to the other."""
+"""For experts learnt elsewhere; cross-validated between halves of the developers' traces."""
 AFRESH = Trust(8.0, 16.0)
-"""Where nothing was learnt before."""
+"""If nothing was learnt before."""
 
 
 def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids], trust: Trust = ONLINE) -> Floats:
-    """The chance that a part that came to an age is used in it; per group, corrected level by level from `prior`.
+    """The chance that a part that reached an age is used in it, corrected by level from `prior`.
 
-    levels: per level the node of each group. At each, what was seen is held against what the level before expects: first its sum, then by
-    age. A gamma prior of some events around 1 keeps what is rare near to what is common (empirical Bayes).
+    levels: per level the node of each group. At each level the counts are compared with the
+    expectation of the level before: first the sum, then by age. A gamma prior of some events around
+    1 keeps rare groups near common ones (empirical Bayes).
     """
     hazard = prior
     for nodes in levels:
@@ -74,7 +75,8 @@ def hazards(counts: Counts, prior: Floats, levels: Sequence[Ids], trust: Trust =
 
 
 class Logs(NamedTuple):
-    """Logarithms of experts' hazards and of what they leave, float64 [experts, groups, ages] each: to take them is most of the work of a `blend`."""
+    """Logarithms of hazards and of 1 - hazards, float64 [experts, groups, ages] each. They are kept
+    since computing them is most of the work of a `blend`."""
 
     used: Floats
     spared: Floats
@@ -86,10 +88,11 @@ class Logs(NamedTuple):
 
 
 def blend(counts: Counts, experts: Logs, nodes: Ids) -> Floats:
-    """One prior of several: each node believes the experts by how well they foretold what was seen there, and a little by what was seen anywhere.
+    """One prior of several, by how well each expert predicted a node's counts, and all counts.
 
-    The mean is that of logarithms, weighted by the likelihood of the counts (Bayesian
-    model averaging), which is taken to the power 1 / _CAUTION, since parts of one session are no independent witnesses.
+    It is the mean of logarithms, weighted by the likelihood of the counts (Bayesian model
+    averaging). The likelihood is taken to the power 1 / _CAUTION, since a session's parts are
+    dependent.
     """
     spared = counts.seen - counts.used
     each = np.sum(counts.used * experts.used + spared * experts.spared, axis=2)  # [experts, groups]
@@ -106,7 +109,7 @@ def _by_node(values: Floats, nodes: Ids) -> Floats:
 
 @cache
 def _cells(raw: bytes) -> tuple[Ids, int]:
-    """Of nodes int64 [groups], of which there are a few for each version: where each group's ages count, and how many nodes there are."""
+    """For nodes int64 [groups], few per version: the cells of groups' ages, and the node count."""
     nodes = np.frombuffer(raw, np.int64)
     return np.repeat(nodes * AGES, AGES) + np.tile(_steps, len(nodes)), int(nodes.max()) + 1
 
@@ -120,11 +123,12 @@ def tallied(rows: Ids, columns: Ids, shape: tuple[int, int], weights: Floats | N
 def worth(hazard: Floats) -> NDArray[np.float32]:
     """Expected uses per second kept, at the best moment to give up, from the beginning of each age.
 
-    The Gittins index of a job that is served by keeping it: sup over the horizon of P(used by then) / E(time kept until then)
-    (Gittins 1979; Aalto, Ayesta, Righter 2009, "On the Gittins index in the M/G/1 queue", for hazards that rise and fall). With the
-    horizon at an object's whole life it is the hit density of Beckmann and Sanchez, "LHD", NSDI 2018.
+    The Gittins index (Gittins 1979) of a job that is served by keeping it. It is the sup over the
+    horizon of P(used by then) / E(time kept until then). For hazards that rise and fall: Aalto,
+    Ayesta, Righter 2009, "On the Gittins index in the M/G/1 queue". With the horizon at an object's
+    whole life it is the hit density of Beckmann and Sanchez, "LHD", NSDI 2018.
     """
-    used = np.ascontiguousarray(hazard.T)  # [ages, groups], so that all horizons from an age on lie in one piece
+    used = np.ascontiguousarray(hazard.T)  # [ages, groups]: all horizons from an age on are contiguous
     gain, cost, ratio, best = (np.zeros_like(used) for _ in range(4))
     for age in reversed(range(AGES)):
         spared = 1 - used[age]
@@ -137,5 +141,5 @@ def worth(hazard: Floats) -> NDArray[np.float32]:
 
 
 def chances(hazard: Floats) -> Floats:
-    """Of being used at all from the beginning of each age on."""
+    """The chance of any use from the beginning of each age on."""
     return np.asarray(1 - np.cumprod((1 - hazard)[:, ::-1], axis=1)[:, ::-1], dtype=np.float64)

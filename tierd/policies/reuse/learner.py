@@ -1,14 +1,17 @@
-"""What blocks are worth, learnt from requests alone while they come.
+"""Learns from requests alone, as they come, what blocks are worth.
 
-Purpose: per group of blocks and age, the best expected uses per second kept (`worth`), and the chance of another use at all.
-Non-purpose: blocks (the caller knows who asked for which), tiers, sizes: learning depends on none of them, nor on what was evicted.
-Invariants: bounded memory (REQUESTS rows, GROUPS x AGES counts); nothing random, no clock: equal calls give equal answers;
-`worth` changes in `refit` and `restore` alone; only what is known when a request comes is used.
+It gives, per group of blocks and age, the best expected uses per second kept (`worth`), and the
+chance of another use. It does not know blocks (the caller knows who asked for which), tiers or
+sizes, and does not depend on evictions. Memory is bounded (REQUESTS rows, GROUPS x AGES counts).
+There is no randomness and no clock: equal calls give equal answers. Only `refit` and `restore`
+change `worth`, and only facts known at a request's arrival are used.
 
-How it learns. A request splits its whole blocks into parts: those that several sessions asked for, by how many (`shared`), those that its own
-session asked for before (`old`), and `new` ones. A part has a group (`features.py`) and a moment. When a later request, whichever session it is
-of, asks for at least half of it again, the time between is an event of that group; until then the part counts as seen at the ages that it went
-through. Counts fade with the requests that come. `hazard.py` makes hazards of them, starting from `prior.txt`, learnt on the developers' traces.
+A request splits its whole blocks into parts. Several sessions asked for `shared` ones, a part per
+level of how many. Its own session asked for `old` ones before; the others are `new`. A part has a
+group (`features.py`) and a moment. When a later request of any session asks for at least half of
+the part, the time between is an event of that group. Until then the part counts as seen at each age
+it reaches. Counts fade with each request. `hazard.py` makes hazards of them, starting from
+`prior.txt`, which was learnt on the developers' traces.
 """
 
 from __future__ import annotations
@@ -39,26 +42,27 @@ from tierd.policies.reuse.hazard import (
 )
 from tierd.policies.reuse.prior import prior_hazards
 
-ROWS = 1 << 27  # a request's number begins anew after so many
-REQUESTS = 65_536  # remembered; a session that pauses for longer than that many requests begins anew
-REFIT_EVERY = 128  # requests at least; what `refit` wants to be called after
-HALF_LIFE = 20_000.0  # requests after which a count weighs half
-KINDS = 2 + features.SHARED_LEVELS  # parts of a request: new, old, then shared by level
+ROWS = 1 << 27  # Request numbers restart after so many.
+REQUESTS = 65_536  # Remembered; a session that pauses for more requests begins anew.
+REFIT_EVERY = 128  # Requests at least between calls of `refit`.
+HALF_LIFE = 20_000.0  # Requests after which a count weighs half.
+KINDS = 2 + features.SHARED_LEVELS  # Parts of a request: new, old, then shared by level
 NEW, OLD, SHARED = 0, 1, 2
 
 _LAST_PAUSE = 0.6  # its least share in a session's pace
 _EDGES_S = EDGES_S.tolist()
 _KIND_OF = np.append([NEW, NEW], SHARED + features.shared_level(np.arange(2, 2 << features.SHARED_LEVELS)))
-"""Of a block that so many sessions have asked for; one's own may be OLD. More than there are is the last."""
+"""Of a block that so many sessions asked for; the session's own may be OLD. Clipped to the last."""
 _CLOSED = AGES + 1  # a part's next age to count, when it is not waiting (used again, given up, or never was)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller knows of a request when it comes. Blocks are whole ones: a partial last block is in group 0 and no part of anything.
+    """A request at its arrival. A partial last block is in group 0 and in no part.
 
-    blocks: how many. sessions, parts: int64 [known], of the leading blocks that the caller remembers: how many sessions asked for it so far
-    (at least 1), and the part that it was last in (`Groups.parts`), -1 if none.
+    blocks: the number of whole ones. sessions, parts: int64 [known], of the leading blocks that the
+    caller remembers. These are how many sessions asked so far (at least 1), and the block's last
+    part (`Groups.parts`, -1: none).
     """
 
     blocks: int
@@ -68,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Groups:
-    """Where each block of a request is from now on: groups, parts are int64 [blocks]; one session more has asked for blocks[start:]."""
+    """A request's blocks now: groups, parts int64 [blocks]; blocks[start:] got one more session."""
 
     start: int
     groups: Ids
@@ -77,7 +81,8 @@ class Groups:
 
 @dataclass
 class _Rows:
-    """The remembered requests, by row number modulo their count; what `state` saves. stuck: times in a row that the session did not grow; size: blocks by part."""
+    """The remembered requests, by row number modulo their count; `state` saves them. The
+    session did not grow `stuck` times in a row; size: blocks by part."""
 
     number: Ids
     at_s: Floats
@@ -103,7 +108,7 @@ class _Rows:
 
 
 class Learner:
-    """What groups of blocks are worth. Bounded memory; fades."""
+    """The worth of groups of blocks. Bounded memory; fades."""
 
     def __init__(
         self,
@@ -113,10 +118,8 @@ class Learner:
         half_life: float = HALF_LIFE,
         requests: int = REQUESTS,
     ) -> None:
-        """experts: float64 [experts, groups, ages], hazards in (0, 1) to start from; None: what was learnt on the developers' traces.
-
-        half_life: requests after which a count weighs half. requests: how many are remembered.
-        """
+        """experts: float64 [experts, groups, ages], hazards in (0, 1); None: those of `prior.txt`.
+        half_life: requests after which a count weighs half. requests: how many are remembered."""
         self._experts = Logs.of(prior_hazards() if experts is None else experts)
         self._trust, self._half_life = trust, half_life
         self._used = np.zeros((features.GROUPS, AGES))
@@ -127,7 +130,8 @@ class Learner:
         self._fit()
 
     def hear(self, request: Request, now: float) -> Groups:
-        """A request has come: its known parts were used again; what its blocks are now. now: seconds that go on over restarts."""
+        """A request has come: its known parts count as used. Returns its blocks' groups. now:
+        seconds that go on over restarts."""
         before = self._continued(request)
         row, self._heard = self._heard % ROWS, self._heard + 1
         self._close_used(request.parts, now)
@@ -141,7 +145,7 @@ class Learner:
         return Groups(start, self._rows.group[at].take(kinds).astype(np.int64), row * KINDS + kinds)
 
     def refit(self, now: float) -> None:
-        """Makes `worth` of what was heard; to be called after REFIT_EVERY requests, or more."""
+        """Recomputes `worth` from the counts; to be called after REFIT_EVERY requests, or more."""
         self._advance(now)
         fade = 0.5 ** ((self._heard - self._faded) / self._half_life)
         self._faded = self._heard
@@ -150,11 +154,11 @@ class Learner:
         self._fit()
 
     def chance(self, groups: Ids, ages_s: Floats) -> Floats:
-        """Probability of another use at all, given that there was none until that age. int64 [n], float64 [n] -> float64 [n]."""
+        """Probability, float64 [n], of any further use, given none until that age."""
         return self._chance[groups, np.minimum(age_of(ages_s), AGES - 1)]
 
     def counts(self) -> Counts:
-        """What was seen up to the last `refit`, faded; not a copy."""
+        """The counts up to the last `refit`, faded; not a copy."""
         return Counts(self._used, self._seen)
 
     def _fit(self) -> None:
@@ -166,16 +170,18 @@ class Learner:
         self._chance = chances(hazard)
 
     def _slot(self, row: int) -> int:
-        """Where the row is remembered, or -1."""
+        """The slot in which the row is remembered, or -1."""
         at = row % self._requests
         return at if row >= 0 and self._rows.number[at] == row else -1
 
     def _continued(self, request: Request) -> int:
         """The slot of the request that this one continues, or -1.
 
-        It is the last that asked for the deepest known block, if one session alone asked for that block and either over half of that request's
-        blocks come again, or all that it had itself asked for before (an answer or found documents were replaced: what it added is gone). A prefix
-        that comes again and again without growing belongs to an application, not to a session.
+        It is the last that asked for the deepest known block, if only one session asked for that
+        block. Also, over half of that request's blocks must come again, or all that it had itself
+        asked for before. (In the second case an answer or found documents were replaced, so its
+        additions are gone.) A prefix that comes again and again without growing belongs to an
+        application, not to a session.
         """
         known = len(request.parts)
         if not known or request.sessions[-1] > 1:
@@ -191,7 +197,7 @@ class Learner:
         return int(rows.stuck[before]) + 1 if known <= rows.start[before] and known < rows.blocks[before] else 0
 
     def _close_used(self, parts: Ids, now: float) -> None:
-        """A part is used again when at least half of its blocks are, whoever asks."""
+        """A part is used again when any session asks for at least half of its blocks."""
         if not len(parts):
             return
         ends, begin = [*(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(parts)], 0
@@ -228,7 +234,7 @@ class Learner:
         rows.waiting[at] = _CLOSED
 
     def _kinds(self, at: int, request: Request) -> tuple[Ids, int]:
-        """Per block, which part of the request it is in; and where the session's own count begins."""
+        """Per block, its part of the request; and where the session's own count begins."""
         start = int(self._rows.start[at])
         asked = np.ones(request.blocks, dtype=np.int64)
         asked[: len(request.sessions)] = request.sessions
@@ -247,7 +253,7 @@ class Learner:
         return private + list(features.SHARED)
 
     def _advance(self, now: float) -> None:
-        """Waiting parts are seen at the ages that they have gone through since. Few have come to another age; of a clock that went back none."""
+        """Counts waiting parts as seen at the ages reached since; a backward clock counts none."""
         rows, heard = self._rows, min(self._heard, self._requests)
         ages = np.clip(age_of(now - rows.at_s[:heard]), 0, AGES)
         at, kind = np.nonzero(rows.waiting[:heard] < ages.astype(np.int8)[:, None])
@@ -268,7 +274,7 @@ class Learner:
         }
 
     def restore(self, state: dict[str, NDArray[np.generic]]) -> None:
-        """Goes on from a `state`. Raises ValueError if it is of other groups, ages or kinds: begin anew then."""
+        """Goes on from a `state`. Raises ValueError if its groups, ages or kinds differ."""
         fresh = self.state()
         odd = [name for name, column in fresh.items() if name not in state or state[name].shape != column.shape]
         if odd:

@@ -1,8 +1,7 @@
-"""Hazards to start from, learnt on the developers' traces by `tools/learn_prior.py`; prior.txt holds them.
+"""Reads and writes prior.txt: hazards of the developers' traces, by `tools/learn_prior.py`.
 
-Purpose: reads and writes that table. Non-purpose: which expert is right (`hazard.blend`).
-Invariants: a line per group; in it a character per age, expert after expert, in logarithmic steps
-of an eighth from `_LEAST` on.
+`hazard.blend` chooses between the experts. The file has a line per group, with a character per age,
+expert after expert. Characters are logarithmic steps of an eighth from `_LEAST` on.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ TABLE = Path(__file__).with_name("prior.txt")
 
 _LEAST = 1.2e-5
 _STEP = 0.125
-_FIRST = ord("#")  # the printable ones from here to "~", of which `encode` uses no more than it must
+_FIRST = ord("#")  # printable characters from here to "~"; `encode` uses no more than needed
 
 
 def prior_hazards() -> Floats:

@@ -1,14 +1,17 @@
-"""Traffic: hears the requests of a core and puts every block into a group, for the policies that go by what a group is worth.
+"""Traffic: hears a core's requests and puts blocks into groups, for policies that rank by worth.
 
-Purpose: between names and the learner, which knows nothing of blocks. Non-purpose: what groups there are and what they are worth (learner.py). One object
-serves all tiers of a core, so that each learns from all, also from what was evicted or never held.
-Invariants: memory is bounded by the ghosts and the learner; a block's group says nothing of a former block with its id.
+It connects names and the learner, which knows no blocks, defines the groups and computes their
+worth. One object serves all tiers of a core, so each learns from all requests, also for blocks that
+were evicted or never held. The ghosts and the learner bound its memory. A block's group does not
+depend on an earlier block with its id.
 
-Above a store that takes only some blocks, for its wear budget, what a use is worth is what would be lost if the tier let go of the block: of what the store has,
-only the read; of what it will not take, all. Else the tier would hold what the store has too, and what neither has room for would be lost. Who ranks blocks of
-such a tier marks their groups, ABOVE, and KEPT if a store has them.
+A store with a wear budget takes only some blocks. In a tier above it, the value of a use is the
+loss if the tier evicted the block. That is only the read if the store has the block, and everything
+if the store will refuse it. Otherwise the tier would hold blocks that the store also has, and lose
+those that neither has room for. The ranking of such a tier marks its groups: ABOVE, and KEPT if a
+store has the block.
 
-`Blocks.group` is 0 where nothing is known (found at start, before anybody asked for it), else the learner's group + 1.
+`Blocks.group` is 0 if unknown (found at start, not asked for yet), else the learner's group + 1.
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ from tierd.policies.reuse.learner import REFIT_EVERY, Groups, Learner, Request
 GHOST_LIMIT = 1 << 20
 """Names that are remembered, about 30 bytes each."""
 UNKNOWN_BLOCKS = 12
-"""A block that nothing is known of is taken for one of a first request with so many."""
+"""A block without history counts as one of a first request with so many blocks."""
 ABOVE, KEPT = 1 << 14, 1 << 15
 """Marks beside a group."""
 REFIT_PAUSE_S = 1.0
-"""Between two refits, however many requests come: each holds the loop for some milliseconds, and no block's age has changed much meanwhile."""
+"""Least pause between two refits: each holds the loop for milliseconds, and ages change slowly."""
 READ_SHARE = 0.25
-"""What is gained by finding a block in memory and not in the store, of what is gained by finding it at all: about as long is a read, against computing it."""
+"""The gain of a hit in memory over one in the store, as a share of a hit's gain over computing."""
 _LEAST_CHANCE = 1e-9
 _ASKED_LIMIT = np.iinfo(GHOST["asked"]).max
 _NOTHING = NOTHING + 1
@@ -46,29 +49,27 @@ _CHANGES_S = np.append(EDGES_S[1:-1], [np.inf, np.inf])
 
 
 class Traffic:
-    """See the module; keeps `tierd.core.eviction.Listener`."""
+    """Keeps `tierd.core.eviction.Listener`."""
 
     def __init__(self, blocks: Blocks, learner: Learner | None = None) -> None:
-        """learner: what was learnt before; None: what ships with tierd."""
+        """learner: learnt before; None: the one that ships with tierd."""
         self.version = 0
         self.learner = learner or Learner()
         self._blocks = blocks
         self._ghosts = Ghosts(GHOST_LIMIT)
         self._heard, self._refit_s = 0, -np.inf
-        """Requests since the last refit, and when that was."""
+        """Requests since the last refit, and its time."""
         self.thresholds: list[Callable[[], float]] = []
-        """Of each store under a wear budget: the least chance of another use that it takes a block for."""
+        """Of each store under a wear budget: the least chance of another use that it admits."""
         self.above: list[Callable[[Ids], None]] = []
-        """What is to hear that blocks have come to a store or left it."""
+        """Called when blocks came to a store or left it."""
         self.rivals: list[Callable[[SequenceRequest, NDArray[np.uint16], float], None]] = []
-        """What is to hear of requests, and of the groups that their blocks (`SequenceRequest.keys`) are in now."""
+        """Called with requests, and the current groups of their blocks (`SequenceRequest.keys`)."""
         self._threshold = 0.0
 
     def prices(self, groups: Ids, ages_s: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """What blocks in these groups are worth, so long after their last use, and the ages from which on it may be something else.
-
-        Another `version`: it may have changed.
-        """
+        """The worth of blocks in these groups at these ages, and the ages at which it may change. A
+        new `version` may change them too."""
         ages = age_of(ages_s)
         worths = self.learner.worth[self._learners(groups), np.minimum(ages, self.learner.worth.shape[1] - 1)]
         worths = np.asarray(worths, np.float32)
@@ -89,7 +90,7 @@ class Traffic:
         return self.learner.chance(self._learners(self._blocks.group[blocks]), ages)
 
     def asked(self, request: SequenceRequest, now: float) -> None:
-        """Learns from the request, and puts its blocks into groups, those too that are held nowhere."""
+        """Learns from the request, and groups its blocks, also those held nowhere."""
         whole = request.tokens // request.tokens_per_block[0]
         keys = request.keys[:whole]
         recalled = self._ghosts.recall(keys)
@@ -109,19 +110,20 @@ class Traffic:
             hear(request, placed[: len(request.keys)], now)
 
     def stored(self, blocks: Ids, now: float) -> None:
-        """What was asked for has its group; what was not (an answer) goes on as the block before it."""
+        """Blocks that were asked for have groups; others (answers) get that of their parent."""
         groups = self._ghosts.recall(self._blocks.keys(blocks)).numbers["group"]
         self._blocks.group[blocks] = groups
         if not groups.all():
             self._follow(blocks[groups == 0])
 
     def kept(self, blocks: Ids) -> None:
-        """Goes on to those that are to hear it."""
+        """Passes the blocks on to `above`."""
         for hear in self.above:
             hear(blocks)
 
     def _hanging(self, groups: Ids, ages_s: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Which share of a use hangs on the tier's having the block: what a write of it costs is as many uses as the threshold says, and no more than it brings."""
+        """The share of a use that depends on the tier's having the block. A write costs as many
+        uses as the threshold says, and at most what it brings."""
         chances = np.maximum(self.learner.chance(self._learners(groups), ages_s), _LEAST_CHANCE)
         lost = np.where(groups & KEPT, 0.0, np.minimum(self._threshold / chances, 1.0))
         return np.where(groups & ABOVE, READ_SHARE + (1 - READ_SHARE) * lost, 1.0).astype(np.float32)
@@ -138,7 +140,8 @@ class Traffic:
         return groups
 
     def _place(self, request: SequenceRequest, padded: NDArray[np.uint16], whole: int) -> None:
-        """Blocks of every rank and attention group are in the group of the first one's block at their end; what lies beyond is partial."""
+        """Gives blocks of each rank and attention group that of the first one's block at their end.
+        Blocks beyond those are partial."""
         for ids, size in zip(request.ids, request.tokens_per_block, strict=True):
             if size == request.tokens_per_block[0] and ids.shape[1] == len(request.keys):
                 placed = padded[: len(request.keys)]
@@ -152,7 +155,7 @@ class Traffic:
                     self._blocks.group[of_rank[known]] = placed[known]
 
     def _follow(self, blocks: Ids) -> None:
-        """Each block goes on as the one before it, if that is a whole one; those that come before others stand before them."""
+        """Each block gets its parent's group, if that is a whole one. Parents come first."""
         tokens, parents = self._blocks.tokens, self._blocks.parent[blocks].astype(np.int64)
         outer = np.unique(parents[parents >= 0])
         group = dict(zip(outer.tolist(), self._blocks.group[outer].tolist(), strict=True))
@@ -166,7 +169,7 @@ class Traffic:
         self._note_origins(blocks, np.array([origin.get(block, -1) for block in blocks.tolist()], np.int64), outer)
 
     def _note_origins(self, blocks: Ids, rows: Ids, origins: Ids) -> None:
-        """What is remembered of the origins, which the rows say, is so of the blocks."""
+        """The blocks inherit what is remembered of their origins, given as rows."""
         if (rows < 0).all():
             return
         numbers = self._ghosts.recall(self._blocks.keys(origins)).numbers
