@@ -292,7 +292,7 @@ SERVED: tuple[Mutation, ...] = (
         "full-journal",
         "records for which there was no space are written by the next sync, before that says that blocks are durable",
         "tierd/tiers/store/ledger.py",
-        "self._put_back(records)  # true all the same",
+        "self._put_back(records)  # they are still true",
         "pass",
         NVME,
     ),
