@@ -13,7 +13,6 @@ PENDING = (
     "cuda/",
     "deploy/docs/reference/",  # generated
     "tests/",
-    "tierd/README.md",
     "tierd/cli/",
     "tools/",
 )
