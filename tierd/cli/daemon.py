@@ -18,6 +18,7 @@ import click
 
 from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
+from tierd.cli.help import example
 from tierd.cli.kernels import kernels
 
 CONFIG = click.option(
@@ -35,11 +36,12 @@ CONFIG = click.option(
 def cli() -> None:
     """Keeps the KV cache of large language models across device memory, host memory and NVMe.
 
-    Exit codes: 0 ok, 1 failed, 2 usage. `tierctl` talks to a running daemon.
+    Exit codes: 0 ok; 1 failed; 2 a command line or configuration is wrong; 130 ended by Ctrl-C.
+    `tierctl` talks to a running daemon.
     """
 
 
-@cli.command()
+@cli.command(epilog=example("tierd serve --config /etc/tierd/tierd.toml"))
 @CONFIG
 @click.option(
     "--release-on-exit", is_flag=True, help="Free the host memory at the end, so that the next start is cold."
@@ -65,12 +67,18 @@ def run_daemon(config: Path | None, *, release: bool) -> int:
     return asyncio.run(lifecycle.serve(settings, release=release))
 
 
-@cli.command()
+@cli.command(epilog=example("tierd purge --config /etc/tierd/tierd.toml"))
 @CONFIG
-@click.option("--orphans", is_flag=True, help="Also the memory of other instances of this user that no daemon owns.")
-@click.option("--nvme", is_flag=True, help="Also the stores on NVMe, with all their blocks.")
+@click.option(
+    "--orphans", is_flag=True, help="Free the memory of other instances of this user too, if no daemon owns it."
+)
+@click.option("--nvme", is_flag=True, help="Remove the stores on NVMe too, with all their blocks.")
 def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
-    """Frees the host memory that a daemon left behind; what lies on NVMe stays without --nvme."""
+    """Frees the host memory that a daemon which has ended left behind.
+
+    The blocks in that memory are lost; those on NVMe stay, unless --nvme removes them too. purge
+    refuses while the daemon runs: `tierctl evict` empties the tiers of a running one.
+    """
     from tierd.cli.leftovers import free_memory, free_stores  # noqa: PLC0415  # the tiers' imports
     from tierd.config import load_config  # noqa: PLC0415
 
@@ -109,7 +117,7 @@ def _fill_standard_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - for life
 
 
-@cli.command()
+@cli.command(epilog=example("tierd demo --keep"))
 @click.option(
     "--model",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
@@ -118,7 +126,10 @@ def _fill_standard_streams() -> None:
 )
 @click.option("--keep", is_flag=True, help="Leave the daemon's log and directories behind.")
 def demo(model: Path | None, *, keep: bool) -> None:
-    """A worker reads a long text five times: cold, then from each tier, then after a crash of the daemon."""
+    """Shows a worker that reads a long text five times, from another tier each time.
+
+    The first time is cold, the last one after a crash of the daemon.
+    """
     from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
 
     raise click.exceptions.Exit(run_demo(model, keep=keep))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from tierd.cli.help import Listing
 from tierd.errors import InvalidArgument, OperatorError, TierdError, Unavailable
 
 
@@ -27,7 +28,7 @@ class ExitCode(enum.IntEnum):
     """Nobody answers at the target."""
 
 
-class Program(click.Group):
+class Program(Listing):
     """A group of commands whose errors end as one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:

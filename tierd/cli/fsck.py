@@ -18,9 +18,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.ask import Ask, verb
+from tierd.cli.ask import Ask, listing
 from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_bytes, human_count
+from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.scrub import draw_pass, is_clean, run_pass
 from tierd.config import load_config
@@ -42,7 +43,7 @@ PART_COLUMNS = (
 )
 
 
-@click.command()
+@click.command(epilog=example("tierctl fsck --config /etc/tierd/tierd.toml"))
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -54,7 +55,7 @@ PART_COLUMNS = (
 @click.option(
     "--online", is_flag=True, help="Through the running daemon: a scrub of every tier, and an audit of its books."
 )
-@verb
+@listing
 def fsck(ask: Ask, *, config: Path | None, online: bool) -> None:
     """Checks every file and block, while no daemon runs.
 

@@ -23,6 +23,8 @@ from tierd.cli.figures import human_share
 
 GAP_COLUMNS = 2
 """Between two columns of a table."""
+WIDE_COLUMNS = 1000
+"""Of a table that leaves no column out."""
 
 Cell = str | Text
 Row = Sequence[Cell]
@@ -30,17 +32,26 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. right: set right, as numbers are. spare: above 0, it may be left out; the highest goes first."""
+    """One column. right: set right, as numbers are. spare: above 0, it may be left out; the highest goes first.
+
+    is_bar: it holds gauges, which are shown where there is colour.
+    """
 
     name: str
     right: bool = False
     style: str = ""
     spare: int = 0
+    is_bar: bool = False
 
 
-def new_console() -> Console:
-    """The console of this command. NO_COLOR and dumb terminals are respected."""
-    return Console(highlight=False, markup=False, emoji=False)
+def new_console(*, is_wide: bool = False) -> Console:
+    """The console of this command. NO_COLOR and dumb terminals are respected. is_wide: the terminal may break lines."""
+    return Console(highlight=False, markup=False, emoji=False, width=WIDE_COLUMNS if is_wide else None)
+
+
+def has_colour(console: Console) -> bool:
+    """Whether bars can be told from what they do not fill."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row], *, empty: str) -> None:
@@ -49,9 +60,21 @@ def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row],
     if not held:
         console.print(Text(empty, style="dim"))
     elif console.is_terminal:
-        console.print(new_table(columns, held, width=console.width))
+        draw_table(console, columns, held)
     else:
         print("\n".join(plain_lines(columns, held)))
+
+
+def draw_table(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    """Prints the rows on a terminal, and names the columns that it has no room for."""
+    kept = [i for i, column in enumerate(columns) if has_colour(console) or not column.is_bar]
+    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+    shown = fitting(columns, widths_of(columns, rows), width=console.width)
+    console.print(new_table(columns, rows, width=console.width))
+    hidden = [column.name for i, column in enumerate(columns) if i not in shown and column.name]
+    if hidden:
+        said = f"no room for: {', '.join(hidden)} (`-o wide` shows them)"
+        console.print(Text(said, style="dim"))
 
 
 def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> Table:
@@ -84,7 +107,9 @@ def widths_of(columns: Sequence[Column], rows: Sequence[Row]) -> list[int]:
 
 
 def plain_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """The rows as aligned text, two spaces between columns, nothing cut."""
+    """The rows as aligned text, two spaces between columns, nothing cut. Bars are left to colour."""
+    kept = [i for i, column in enumerate(columns) if not column.is_bar]
+    columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
     widths = widths_of(columns, rows)
     lines = [[column.name for column in columns], *([str(cell) for cell in row] for row in rows)]
     return [plain_line(columns, line, widths=widths) for line in lines]

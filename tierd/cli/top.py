@@ -25,6 +25,7 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection
 from tierd.cli.ask import DURATION, Ask, verb
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_share
+from tierd.cli.help import example
 from tierd.cli.look import SESSION_COLUMNS, load_line, session_row, short_counter, status_line
 from tierd.cli.render import Cell, Column, bar, new_table, plain_lines, plain_of, share_text, show_json
 
@@ -83,12 +84,15 @@ class Change:
         return sorted((rate for rate in rates if rate[1] > 0), key=lambda rate: (-rate[1], rate[0]))
 
 
-@click.command()
+@click.command(epilog=example("tierctl top --interval 2s"))
 @click.option("--interval", type=DURATION, default="1 s", show_default=True, help="Between two looks.")
 @click.option("--count", type=click.IntRange(1), default=None, help="Frames until it ends by itself.")
 @verb
 def top(ask: Ask, *, interval: float, count: int | None) -> None:
-    """The daemon, live: tiers, rates, sessions. q or Ctrl-C ends it."""
+    """Shows the daemon live: hit ratio, tiers, rates, sessions.
+
+    q or Ctrl-C ends it. In a pipe it prints one frame after another.
+    """
     with ask.connect() as daemon, contextlib.suppress(KeyboardInterrupt):
         if ask.as_json or not ask.console.is_terminal:
             stream(ask, daemon, interval=interval, count=count or 1)

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.ask import Ask, verb
+from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_rate
+from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, bar, facts, heat, show_table
 
 ASK_S = 60.0
@@ -38,10 +39,10 @@ WEAR_COLUMNS = (
 )
 
 
-@click.command()
-@verb
+@click.command(epilog=example("tierctl wear -o wide"))
+@looking
 def wear(ask: Ask) -> None:
-    """What is written to each store, its wear budget, and how long its drive will last."""
+    """Shows the writes to each store, its wear budget, and its drive's life."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.WearRequest(), timeout_s=ASK_S)
     ask.show(answer, draw_wear)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli import look, top
+from tierd.cli import blocks, look, top
 from tierd.cli.advice import Engine
 from tierd.cli.engines import draw_engines, engine_row
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
@@ -80,10 +80,11 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
     console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
     one = top.Sample(0.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
     console.print(top.frame(top.Change(one, one), width=width, height=30))
-    look.draw_blocks(console, answers["Blocks"], offset=0)  # type: ignore[arg-type]
+    blocks.draw_blocks(console, answers["Blocks"], offset=0)  # type: ignore[arg-type]
     look.draw_tiers(console, answers["Tiers"], classes=True)  # type: ignore[arg-type]
     text = console.export_text()
     assert "…" not in text
+    assert ("no room for: " in text) == (width == 80)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
