@@ -70,6 +70,19 @@ def test_status_tells_what_is_so(run: Run, ask: Ask, started: Daemon) -> None:
     assert f"pid {started.pid}" in shown and "host.0" in shown and "calls" in shown
 
 
+def test_the_hit_ratio_is_what_clients_met(client: Client, run: Run, ask: Ask) -> None:
+    """A get that is served whole, and one that is not, move the ratio by their tokens."""
+    before = ask("status")["hits"]
+    space = client.open_namespace(NamespaceSpec(model=MODEL, tokens_per_block=16, block_bytes=BLOCK_BYTES))
+    assert client.get(space, TOKENS).tokens == TOKENS.size
+    assert client.get(space, TOKENS + 1000).tokens == 0
+    ask("top", "--interval", "50 ms")
+    after = ask("status")["hits"]
+    assert after["tokens_hit"] - before["tokens_hit"] == TOKENS.size
+    assert after["tokens_asked"] - before["tokens_asked"] == 2 * TOKENS.size
+    assert "host.0 " in run("status").stdout.split("hit ratio")[1]
+
+
 def test_tiers_add_up(ask: Ask) -> None:
     """Each tier's pages are within its capacity, and classes show the blocks' size."""
     host, nvme = ask("tiers")["tiers"]

@@ -18,7 +18,8 @@ from tierd._proto.cache_pb2 import TierKind
 from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.help import example
-from tierd.cli.render import Cell, Column, bar, facts, share_text, show_table, state_text
+from tierd.cli.hits import hits_line, hits_of, plain_hits
+from tierd.cli.render import Cell, Column, bar, facts, full_text, plain_of, show_table, state_text
 
 LABEL_VALUE = re.compile(r'="([^"]*)"')
 RESUME_S = 20.0
@@ -28,7 +29,7 @@ TIER_COLUMNS = (
     Column("used", right=True),
     Column("of", right=True),
     Column("full", right=True),
-    Column("", spare=4),
+    Column("", spare=4, is_bar=True),
     Column("blocks", right=True),
     Column("pinned", right=True),
     Column("reserved", right=True, spare=6),
@@ -86,13 +87,17 @@ def status(ask: Ask, *, counters: bool) -> None:
     with ask.connect() as daemon:
         answer = daemon.ask(pb.StatusRequest())
         held = pb.TiersReply() if ask.as_json else daemon.ask(pb.TiersRequest())
-    ask.show(answer, lambda console, reply: draw_status(console, reply, held.tiers, counters=counters))
+    if ask.as_json:
+        ask.show_json(plain_of(answer) | {"hits": plain_hits(hits_of(answer.counters))})
+        return
+    draw_status(ask.console, answer, held.tiers, counters=counters)
 
 
 def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.TierInfo], *, counters: bool) -> None:
     """The state in a few lines, then the tiers, then what the machine lacks."""
     console.print(status_line(reply), soft_wrap=True)
     console.print(load_line(reply), soft_wrap=True)
+    console.print(hits_line(hits_of(reply.counters)), soft_wrap=True)
     console.print()
     show_table(console, TIER_COLUMNS, tier_rows(tiers), empty="no tiers")
     draw_unready(console, tiers)
@@ -180,15 +185,14 @@ def tier_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 
 def tier_row(info: pb.TierInfo) -> list[Cell]:
     """A tier's cells, as TIER_COLUMNS names them."""
-    gauge = bar(info.used_bytes, info.capacity_bytes) if info.serving else Text("off", style="red")
     pages = (info.pages_ready, info.pages_pinned, info.pages_reserved, info.pages_retiring)
     bad = Text(human_count(info.pages_quarantined), style="red" if info.pages_quarantined else "")
     return [
         info.name or TierKind.Name(info.kind).removeprefix("TIER_KIND_").lower(),
         human_bytes(info.used_bytes),
         human_bytes(info.capacity_bytes),
-        share_text(info.used_bytes, info.capacity_bytes),
-        gauge,
+        full_text(info.used_bytes, info.capacity_bytes, is_serving=info.serving),
+        bar(info.used_bytes, info.capacity_bytes),
         *(human_count(count) for count in pages),
         bad,
         human_count(info.evictions),

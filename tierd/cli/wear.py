@@ -15,11 +15,13 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_rate
 from tierd.cli.help import example
-from tierd.cli.render import Cell, Column, bar, facts, heat, show_table
+from tierd.cli.render import Cell, Column, bar, facts, show_table
 
 ASK_S = 60.0
 """Drives are asked, each for some seconds at most."""
 DAYS_PER_YEAR = 365.0
+WORN_PERCENT = 95
+"""Of a drive's endurance: from here on it is to be replaced."""
 SHORT_LIFE_DAYS, LOW_LIFE_DAYS = 90.0, 365.0
 
 WEAR_COLUMNS = (
@@ -31,7 +33,7 @@ WEAR_COLUMNS = (
     Column("rate", right=True),
     Column("budget/day", right=True),
     Column("left", right=True),
-    Column("", spare=5),
+    Column("", spare=5, is_bar=True),
     Column("declined", right=True, spare=2),
     Column("drive", spare=6),
     Column("used", right=True),
@@ -129,7 +131,7 @@ def left_text(store: pb.StoreWear) -> Text:
 def used_text(drives: Iterable[pb.DriveInfo]) -> Text:
     """The percentage used of the most worn drive."""
     used = max((drive.percentage_used for drive in drives if drive.has_health), default=None)
-    return Text("-") if used is None else Text(f"{used} %", style=heat(used / 100))
+    return Text("-") if used is None else Text(f"{used} %", style="red" if used >= WORN_PERCENT else "")
 
 
 def life_text(store: pb.StoreWear) -> Text:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from click.testing import Result
-from fake_admin import HASH, FakeAdmin
+from fake_admin import COUNTERS, HASH, FakeAdmin
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.figures import human_seconds
@@ -75,7 +75,20 @@ def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
     block = json.loads(run("blocks", "--json").stdout)["blocks"][0]
     assert (block["hash"], block["bytes"], block["tiers"]) == (HASH.hex(), 65536, ["host.0", "nvme.0"])
     assert json.loads(run("tiers", "--json").stdout)["tiers"][2]["kind"] == "nvme"
-    assert json.loads(run("status", "--json").stdout)["counters"] == {"tierd_hits": 99, "tierd_idle": 0}
+    assert json.loads(run("status", "--json").stdout)["counters"] == COUNTERS
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("top", "--interval", "1 ms")], ids=lambda words: words[0])
+def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str, ...]) -> None:
+    """status and top show tokens hit of tokens asked for, in all and for each tier; a dash while nobody asks."""
+    assert "hit ratio 80.0 % of 1,000 tokens   host.0 60.0 %   nvme.0 20.0 %" in run(*arguments).stdout
+    hits = json.loads(run(*arguments, "--json").stdout)["hits"]
+    tiers = {"host.0": 600, "nvme.0": 200}
+    assert hits == {"ratio": 0.8, "tokens_hit": 800, "tokens_asked": 1000, "tiers": tiers}
+    answer = admin.answers["Status"]
+    assert isinstance(answer, pb.StatusReply)
+    answer.counters.clear()
+    assert "hit ratio - (no tokens asked for)" in run(*arguments).stdout
 
 
 def test_a_block_shows_its_priority(run: Run, admin: FakeAdmin) -> None:
