@@ -13,6 +13,7 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.help import example
+from tierd.cli.models import Models
 from tierd.cli.render import Cell, Column, facts, show_table, state_text
 from tierd.errors import InvalidArgument
 
@@ -29,16 +30,17 @@ DECLINED = {
 SORTS = ("recent", "hits", "position", "bytes")
 BLOCK_COLUMNS = (
     Column("block", style="cyan"),
-    Column("ns", right=True),
-    Column("no.", right=True),
-    Column("tokens", right=True, spare=1),
+    Column("model"),
+    Column("position", right=True),
+    Column("tokens", right=True, spare=2),
     Column("bytes", right=True),
-    Column("pins", right=True),
+    Column("pins", right=True, spare=1),
     Column("hits", right=True),
     Column("idle", right=True),
     Column("tiers"),
-    Column("prio", right=True, spare=3),
-    Column("parent", style="dim", spare=2),
+    Column("namespace", right=True, spare=5),
+    Column("priority", right=True, spare=3),
+    Column("parent", style="dim", spare=4),
 )
 PAGE_COLUMNS = (
     Column("tier", style="bold"),
@@ -74,13 +76,15 @@ def blocks(ask: Ask, *, namespace: int | None, hash_prefix: str, offset: int, **
         **filters,  # type: ignore[arg-type]  # click has checked their types
     )
     with ask.connect() as daemon:
+        spaces = pb.NamespacesReply() if ask.as_json else daemon.ask(pb.NamespacesRequest())
         answer = daemon.ask(request)
-    ask.show(answer, lambda console, reply: draw_blocks(console, reply, offset=offset))
+    models = Models(spaces.namespaces)
+    ask.show(answer, lambda console, reply: draw_blocks(console, reply, models, offset=offset))
 
 
-def draw_blocks(console: Console, reply: pb.BlocksReply, *, offset: int) -> None:
+def draw_blocks(console: Console, reply: pb.BlocksReply, models: Models, *, offset: int) -> None:
     """The page, and where it stands among all that match."""
-    rows = [block_row(block) for block in reply.blocks]
+    rows = [block_row(block, models) for block in reply.blocks]
     empty = f"no block here; {human_count(reply.total)} match in all" if reply.total else "no block matches"
     show_table(console, BLOCK_COLUMNS, rows, empty=empty)
     last = offset + len(rows)
@@ -89,11 +93,11 @@ def draw_blocks(console: Console, reply: pb.BlocksReply, *, offset: int) -> None
         console.print(Text(f"{offset + 1:,} to {last:,} of {reply.total:,}{more}", style="dim"))
 
 
-def block_row(block: pb.BlockInfo) -> list[Cell]:
+def block_row(block: pb.BlockInfo, models: Models) -> list[Cell]:
     """A block's cells, as BLOCK_COLUMNS names them."""
     return [
         block.hash.hex()[:HASH_DIGITS],
-        str(block.namespace),
+        models.short_name(block.namespace),
         str(block.position),
         str(block.tokens),
         human_bytes(block.bytes),
@@ -101,6 +105,7 @@ def block_row(block: pb.BlockInfo) -> list[Cell]:
         human_count(block.hits),
         human_seconds(block.idle_s),
         " ".join(block.tiers),
+        str(block.namespace),
         priority_text(block),
         parent_text(block.parent),
     ]
@@ -126,11 +131,12 @@ def inspect(ask: Ask, block: str) -> None:
     """
     request = pb.InspectRequest(hash=checked_hash(block))
     with ask.connect() as daemon:
+        spaces = pb.NamespacesReply() if ask.as_json else daemon.ask(pb.NamespacesRequest())
         answer = daemon.ask(request)
-    ask.show(answer, draw_block)
+    ask.show(answer, lambda console, reply: draw_block(console, reply, Models(spaces.namespaces)))
 
 
-def draw_block(console: Console, reply: pb.InspectReply) -> None:
+def draw_block(console: Console, reply: pb.InspectReply, models: Models) -> None:
     """The block's facts, then its pages, then its children."""
     block = reply.block
     console.print(facts((("block", Text(block.hash.hex(), style="cyan")),)), soft_wrap=True)
@@ -138,7 +144,8 @@ def draw_block(console: Console, reply: pb.InspectReply) -> None:
         facts((("parent", block.parent.hex() if any(block.parent) else "root: the first of its sequence"),)),
         soft_wrap=True,
     )
-    counts = (("namespace", str(block.namespace)), ("no.", str(block.position)), ("tokens", str(block.tokens)))
+    console.print(facts((("model", models.name(block.namespace)), ("namespace", str(block.namespace)))), soft_wrap=True)
+    counts = (("position", str(block.position)), ("tokens", str(block.tokens)))
     console.print(facts((*counts, ("bytes", human_bytes(block.bytes)), ("slices", str(reply.slices)))))
     console.print(
         facts(

@@ -19,7 +19,7 @@ from tierd.cli.advice import Advice, Engine, Space, advise
 from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_seconds
 from tierd.cli.help import example
-from tierd.cli.look import spec_of
+from tierd.cli.models import spec_of
 from tierd.cli.render import Cell, Column, plain_of, show_table, state_text
 
 NAMESPACES_SHOWN = 3
@@ -29,7 +29,7 @@ ENGINE_COLUMNS = (
     Column("pid", right=True),
     Column("role", spare=2),
     Column("model", style="cyan"),
-    Column("ns", right=True),
+    Column("namespaces", right=True),
     Column("rank", right=True, spare=3),
     Column("block", right=True, spare=4),
     Column("dtype", spare=5),

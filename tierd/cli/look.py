@@ -5,8 +5,7 @@ Purpose: ask, then show. Non-purpose: changing anything. Invariant: what a table
 
 from __future__ import annotations
 
-import json
-import re
+import os
 from collections.abc import Iterable, Sequence
 
 import click
@@ -15,13 +14,16 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd._proto.cache_pb2 import TierKind
+from tierd.cli.admin import OWN_NAME
 from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.help import example
 from tierd.cli.hits import hits_line, hits_of, plain_hits
+from tierd.cli.models import spec_of
 from tierd.cli.render import Cell, Column, bar, facts, full_text, plain_of, show_table, state_text
 
-LABEL_VALUE = re.compile(r'="([^"]*)"')
+SESSION_DIGITS = 8
+"""Of a session's number, the first ones: the log and `--json` have all, and a search finds them by these."""
 RESUME_S = 20.0
 """For so long is a try waited for: a disk that hangs answers never."""
 TIER_COLUMNS = (
@@ -41,7 +43,7 @@ TIER_COLUMNS = (
     Column("mode", spare=5),
 )
 COUNTER_COLUMNS = (
-    Column("counter"),
+    Column("metric"),
     Column("count", right=True),
 )
 CLASS_COLUMNS = (
@@ -53,7 +55,7 @@ CLASS_COLUMNS = (
     Column("free", right=True),
 )
 SESSION_COLUMNS = (
-    Column("session", right=True, spare=7),
+    Column("session", spare=7),
     Column("name", style="bold"),
     Column("state"),
     Column("pid", right=True),
@@ -63,11 +65,11 @@ SESSION_COLUMNS = (
     Column("reserved", right=True),
     Column("age", right=True, spare=1),
     Column("uid", right=True, spare=5),
-    Column("writing", right=True, spare=4),
+    Column("reservations", right=True, spare=4),
     Column("sdk", spare=6),
 )
 NAMESPACE_COLUMNS = (
-    Column("ns", right=True),
+    Column("id", right=True),
     Column("model", style="bold"),
     Column("tenant"),
     Column("epoch", right=True),
@@ -103,20 +105,13 @@ def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.Tier
     draw_unready(console, tiers)
     draw_trouble(console, tiers)
     if counters:
-        moved = [(short_counter(name), human_count(value)) for name, value in sorted(reply.counters.items()) if value]
+        moved = [(name, human_count(value)) for name, value in sorted(reply.counters.items()) if value]
         console.print()
         show_table(console, COUNTER_COLUMNS, moved, empty="every counter is zero")
     if reply.notices:
         console.print()
     for notice in reply.notices:
         console.print(Text.assemble(("note: ", "yellow"), notice), soft_wrap=not console.is_terminal)
-
-
-def short_counter(name: str) -> str:
-    """`calls Acquire ok` for tierd_calls_total{method="Acquire",outcome="ok"}."""
-    bare, _, labels = name.partition("{")
-    values = LABEL_VALUE.findall(labels)
-    return " ".join([bare.removeprefix("tierd_").removesuffix("_total"), *values])
 
 
 def status_line(reply: pb.StatusReply) -> Text:
@@ -129,9 +124,10 @@ def status_line(reply: pb.StatusReply) -> Text:
 
 def load_line(reply: pb.StatusReply, *, busy: str = "") -> Text:
     """What is open and held, and what it cost: CPU time in all, or the share of a core if that is known."""
-    counts = ("sessions", "leases", "reservations", "blocks")
+    counts = ("leases", "reservations", "blocks")
     pairs = [(name, human_count(getattr(reply, name))) for name in counts]
-    return facts([*pairs, ("cpu", busy or human_seconds(reply.cpu_s))])
+    sessions = ("sessions", human_count(max(0, reply.sessions - 1)))  # one of them is this program's
+    return facts([sessions, *pairs, ("cpu", busy or human_seconds(reply.cpu_s))])
 
 
 @click.command(epilog=example("tierctl tiers -o wide"))
@@ -226,13 +222,19 @@ def sessions(ask: Ask) -> None:
 
 def draw_sessions(console: Console, reply: pb.SessionsReply) -> None:
     """One row for each session."""
-    show_table(console, SESSION_COLUMNS, [session_row(one) for one in reply.sessions], empty="nobody is connected")
+    rows = [session_row(one) for one in others(reply.sessions)]
+    show_table(console, SESSION_COLUMNS, rows, empty="no client is connected")
+
+
+def others(sessions: Iterable[pb.SessionInfo]) -> list[pb.SessionInfo]:
+    """The sessions without the one of this program."""
+    return [one for one in sessions if (one.name, one.pid) != (OWN_NAME, os.getpid())]
 
 
 def session_row(session: pb.SessionInfo) -> list[Cell]:
     """A session's cells, as SESSION_COLUMNS names them."""
     return [
-        str(session.id),
+        str(session.id)[:SESSION_DIGITS],
         session.name or "-",
         state_text(session.state),
         str(session.pid),
@@ -281,13 +283,3 @@ def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
         str(spec.get("group") or "-"),
     ]
     return [Text(cell, style="" if namespace.current else "dim") for cell in cells]
-
-
-def spec_of(text: str) -> dict[str, int | str]:
-    """The spec inside a namespace's canonical JSON; empty if a newer daemon writes it otherwise."""
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        return {}
-    spec = whole.get("spec", whole) if isinstance(whole, dict) else {}
-    return spec if isinstance(spec, dict) else {}

@@ -27,7 +27,7 @@ from tierd.cli.ask import DURATION, Ask, verb
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_share
 from tierd.cli.help import example
 from tierd.cli.hits import Hits, hits_line, hits_of, plain_hits
-from tierd.cli.look import SESSION_COLUMNS, load_line, session_row, short_counter, status_line
+from tierd.cli.look import SESSION_COLUMNS, load_line, others, session_row, status_line
 from tierd.cli.render import Cell, Column, bar, full_text, new_table, plain_lines, plain_of, show_json, without_bars
 
 TOP_COLUMNS = (
@@ -43,7 +43,7 @@ TOP_COLUMNS = (
     Column("evict/s", right=True, spare=1),
 )
 RATE_COLUMNS = (
-    Column("counter", style="bold"),
+    Column("metric", style="bold"),
     Column("per s", right=True),
 )
 RATES_SHOWN = 6
@@ -148,7 +148,9 @@ def frame(console: Console, change: Change) -> Group:
     _status, width, height = change.after.status, console.width, console.height
     tiers = new_table(*without_bars(console, TOP_COLUMNS, tier_rows(change)), width=width)
     room = max(1, min(SESSIONS_SHOWN, height - len(change.after.tiers.tiers) - RATES_SHOWN - 15))
-    open_ones = sorted(change.after.sessions.sessions, key=lambda one: (-one.pinned_bytes - one.reserved_bytes, one.id))
+    open_ones = sorted(
+        others(change.after.sessions.sessions), key=lambda one: (-one.pinned_bytes - one.reserved_bytes, one.id)
+    )
     sessions = new_table(SESSION_COLUMNS, [session_row(one) for one in open_ones[:room]], width=width)
     hidden = f"   {len(open_ones) - room} more" if len(open_ones) > room else ""
     foot = Text(f"q ends{hidden}", style="dim")
@@ -174,7 +176,7 @@ def is_shown(counter: str) -> bool:
 
 def rate_table(change: Change, *, width: int) -> Table | Text:
     """The counters that moved fastest."""
-    rates = [(short_counter(name), human_count(rate)) for name, rate in change.counters()[:RATES_SHOWN]]
+    rates = [(name, human_count(rate)) for name, rate in change.counters()[:RATES_SHOWN]]
     return new_table(RATE_COLUMNS, rates, width=width) if rates else Text("nothing moves", style="dim")
 
 

@@ -15,6 +15,7 @@ from tierd.cli.advice import Engine
 from tierd.cli.engines import draw_engines, engine_row
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
 from tierd.cli.hits import Hits
+from tierd.cli.models import Models
 from tierd.cli.render import Column, bar, draw_table, fitting, plain_lines
 
 
@@ -82,7 +83,7 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
     console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
     one = top.Sample(0.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
     console.print(top.frame(console, top.Change(one, one)))
-    blocks.draw_blocks(console, answers["Blocks"], offset=0)  # type: ignore[arg-type]
+    blocks.draw_blocks(console, answers["Blocks"], Models([]), offset=0)  # type: ignore[arg-type]
     look.draw_tiers(console, answers["Tiers"], classes=True)  # type: ignore[arg-type]
     text = console.export_text()
     assert "…" not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +90,32 @@ def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str
     assert isinstance(answer, pb.StatusReply)
     answer.counters.clear()
     assert "hit ratio - (no tokens asked for)" in run(*arguments).stdout
+
+
+def test_blocks_are_headed_plainly(run: Run) -> None:
+    """blocks says the model and the position of each block, and inspect does."""
+    head, row = run("blocks").stdout.splitlines()[:2]
+    assert head.split()[:3] == ["block", "model", "position"]
+    assert row.split()[:3] == [HASH.hex()[:12], "llama-3-8b", "0"]
+    assert "model llama-3-8b   namespace 1" in run("inspect", "00").stdout
+
+
+def test_counters_have_the_names_of_metrics(run: Run) -> None:
+    """A counter is shown by the name and labels with which /metrics has it."""
+    shown = run("status", "--counters").stdout
+    assert all((name in shown) == bool(count) for name, count in COUNTERS.items())
+
+
+def test_a_session_is_short_and_this_program_is_none(run: Run, admin: FakeAdmin) -> None:
+    """A session shows the first digits of its number; tierctl neither lists nor counts its own."""
+    answer = admin.answers["Sessions"]
+    assert isinstance(answer, pb.SessionsReply)
+    answer.sessions[0].id = 1234567890123456789
+    answer.sessions.add(id=7, name="tierctl", pid=os.getpid())
+    shown = run("sessions").stdout
+    assert "12345678 " in shown and "123456789" not in shown and "tierctl" not in shown
+    assert len(json.loads(run("sessions", "--json").stdout)["sessions"]) == 2
+    assert "sessions 2 " in run("status").stdout
 
 
 def test_a_block_shows_its_priority(run: Run, admin: FakeAdmin) -> None:
