@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +162,31 @@ def test_top_counts_what_happens(ask: Ask) -> None:
     assert {tier["name"] for tier in frame["tiers"]} == {"host.0", "nvme.0"}
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["lines", "json"])
+def test_watch_tells_each_event_until_ctrl_c(started: Daemon, client: Client, words: list[str]) -> None:
+    """watch writes one line for each event as it happens, and Ctrl-C ends it with 130 and no word."""
+    command = [sys.executable, "-m", "tierd.cli.ctl", "watch", "--target", started.target, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()]).start()
+        space = client.open_namespace(NamespaceSpec(model="a/watched", tokens_per_block=16, block_bytes=BLOCK_BYTES))
+        for number in itertools.count():  # events before it listens are not told
+            tokens = np.arange(16, dtype=np.uint32) + 1000 * (number + 1)
+            assert client.put(space, tokens, [bytes(BLOCK_BYTES)])
+            with contextlib.suppress(queue.Empty):
+                line = lines.get(timeout=0.2)
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert process.stderr.read() == ""
+    if words:
+        event = json.loads(line)
+        assert (event["kind"], event["tier"], len(event["hashes"][0])) == ("stored", "host.0", 64)
+    else:
+        assert line.split()[1:6] == ["stored", "host.0", "watched", "1", "block"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -176,7 +206,7 @@ def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], code: int, 
     assert result.stderr.startswith("tierctl: ") and result.stderr.count("\n") == 1 and words in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["status", "top", "blocks", "flush", "replay"])
+@pytest.mark.parametrize("verb", ["status", "top", "watch", "blocks", "flush", "replay"])
 def test_no_daemon_is_exit_code_3(tmp_path: Path, verb: str) -> None:
     """Without a daemon every verb says so in one line that names the place and the remedy."""
     trace = tmp_path / "trace"

@@ -18,6 +18,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
         "status": ("look", "Shows how the daemon is: state, load, hit ratio, tiers, notices."),
         "top": ("top", "Shows the daemon live: hit ratio, tiers, rates, sessions."),
+        "watch": ("watch", "Shows blocks come and go as it happens, one line for each event."),
         "tiers": ("look", "Shows each tier's capacity, use, traffic, place and trouble."),
         "blocks": ("blocks", "Lists blocks: filtered, sorted, a page at a time."),
         "inspect": ("blocks", "Shows one block: its facts, its pages, and the blocks that follow it."),
