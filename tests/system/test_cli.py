@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from click.testing import CliRunner, Result
 from tests.system.warm import Daemon
 from tierd.cli import ctl
 from tierd.cli import daemon as tierd_cli
+from tierd.cli.exits import ExitCode
 from tierd.client import Client, NamespaceSpec
 
 TOKENS = np.arange(16 * 6, dtype=np.uint32)
@@ -254,11 +256,11 @@ def test_purge_of_stores_removes_them_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_bad_configuration_is_one_line(tmp_path: Path) -> None:
-    """`tierd serve` with an unknown key names its nearest neighbour and ends with 1, without a traceback."""
+    """`tierd serve` with an unknown key names its nearest neighbour and ends with 2, without a traceback."""
     config = tmp_path / "bad.toml"
     config.write_text('[server]\nclok = "replay"\n')
     result = CliRunner().invoke(tierd_cli.cli, ["serve", "--config", str(config)], prog_name="tierd")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "server.clock" in result.stderr
 
 
@@ -271,3 +273,23 @@ def test_a_broken_pipe_is_quiet(started: Daemon, client: Client) -> None:
     assert b"Traceback" not in process.stderr.read()
     process.stderr.close()
     process.wait()
+
+
+def test_a_daemon_runs_with_the_sizes_of_its_command_line(tmp_path: Path) -> None:
+    """`tierd serve --memory --disk` without a file has tiers of these sizes in these places."""
+    places = {"TIERD_RUNTIME_DIR": str(tmp_path / "run"), "TIERD_STATE_DIR": str(tmp_path / "state")}
+    words = ["serve", "--release-on-exit", "--memory", "16MiB"]
+    words += [word for name in ("a", "b") for word in ("--disk", f"{tmp_path / name}:8MiB")]
+    command = [sys.executable, "-m", "tierd.cli.daemon", *words]
+    with subprocess.Popen(command, env=os.environ | places, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(600):
+                told = CliRunner().invoke(ctl.cli, ["--json", "tiers", "--target", str(tmp_path / "run")])
+                if told.exit_code != ExitCode.NO_DAEMON:
+                    break
+                time.sleep(0.05)
+        finally:
+            process.terminate()
+    tiers = [(one["capacity_bytes"], one["place"]) for one in json.loads(told.stdout)["tiers"]]
+    assert [size for size, _ in tiers] == [16 << 20, 8 << 20, 8 << 20]
+    assert [place for _, place in tiers[1:]] == [str(tmp_path / "a"), str(tmp_path / "b")]

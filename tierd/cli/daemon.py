@@ -11,24 +11,16 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
+from tierd.cli.configuration import CONFIG, Disk, config, settings_of, sized
 from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
 from tierd.cli.help import example
 from tierd.cli.kernels import kernels
-
-CONFIG = click.option(
-    "--config",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    envvar="TIERD_CONFIG",
-    show_envvar=True,
-    help="TOML file; configs/reference.toml lists every key. Without one, the defaults.",
-)
 
 
 @click.group(cls=Program, name="tierd", context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,28 +33,37 @@ def cli() -> None:
     """
 
 
-@cli.command(epilog=example("tierd serve --config /etc/tierd/tierd.toml"))
+@cli.command(
+    epilog=example(
+        "tierd serve --config /etc/tierd/tierd.toml",
+        "tierd serve --memory 64GiB --disk /mnt/nvme0:1TiB --disk /mnt/nvme1:1TiB",
+    )
+)
 @CONFIG
+@sized
 @click.option(
     "--release-on-exit", is_flag=True, help="Free the host memory at the end, so that the next start is cold."
 )
-def serve(config: Path | None, *, release_on_exit: bool) -> None:
-    """Runs the daemon in the foreground until SIGTERM or SIGINT."""
-    raise click.exceptions.Exit(run_daemon(config, release=release_on_exit))
+def serve(config: Path | None, *, release_on_exit: bool, memory: int | None, disks: Sequence[Disk]) -> None:
+    """Runs the daemon in the foreground until SIGTERM or SIGINT.
+
+    The daemon sets the memory and the disk space aside when it starts. Without --memory, --disk and
+    a file it takes 512 MiB of memory and 4 GiB of disk.
+    """
+    raise click.exceptions.Exit(run_daemon(config, release=release_on_exit, memory=memory, disks=disks))
 
 
-def run_daemon(config: Path | None, *, release: bool) -> int:
-    """The daemon's whole life, with the settings of this file; its exit status."""
+def run_daemon(config: Path | None, *, release: bool, memory: int | None = None, disks: Sequence[Disk] = ()) -> int:
+    """The daemon's whole life, with these settings; its exit status."""
     _fill_standard_streams()
     gc.disable()  # what imports make stays for life: a search of it for garbage takes a good part of the start, and later stops the event loop
     with _withheld("rich"):  # structlog loads it for coloured tracebacks, which `logs` does not print
         from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
-    from tierd.config import load_config  # noqa: PLC0415
     from tierd.server import lifecycle  # noqa: PLC0415
 
     gc.freeze()
     gc.enable()
-    settings = load_config(config)
+    settings = settings_of(config, memory=memory, disks=disks)
     logs.configure(style=settings.server.log_format, level=settings.server.log_level)
     return asyncio.run(lifecycle.serve(settings, release=release))
 
@@ -80,9 +81,8 @@ def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
     refuses while the daemon runs: `tierctl evict` empties the tiers of a running one.
     """
     from tierd.cli.leftovers import free_memory, free_stores  # noqa: PLC0415  # the tiers' imports
-    from tierd.config import load_config  # noqa: PLC0415
 
-    settings = load_config(config)
+    settings = settings_of(config)
     freed = free_memory(settings, orphans=orphans) | (free_stores(settings) if nvme else {})
     for directory, size in freed.items():
         click.echo(f"freed {human_bytes(size)} in {directory}")
@@ -135,6 +135,7 @@ def demo(model: Path | None, *, keep: bool) -> None:
     raise click.exceptions.Exit(run_demo(model, keep=keep))
 
 
+cli.add_command(config)
 cli.add_command(kernels)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from tierd.cli.help import Listing
-from tierd.errors import InvalidArgument, OperatorError, TierdError, Unavailable
+from tierd.errors import ConfigError, InvalidArgument, OperatorError, TierdError, Unavailable
 
 
 class ExitCode(enum.IntEnum):
@@ -23,7 +23,7 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     """The daemon answered, and the answer is no; or a check did not hold."""
     USAGE = 2
-    """The command line itself is wrong."""
+    """The command line, a configuration, or a file that it names is wrong."""
     NO_DAEMON = 3
     """Nobody answers at the target."""
 
@@ -62,4 +62,4 @@ def code_of(error: TierdError) -> ExitCode:
     """The exit code for an error."""
     if isinstance(error, Unavailable):
         return ExitCode.NO_DAEMON
-    return ExitCode.USAGE if isinstance(error, InvalidArgument) else ExitCode.FAILED
+    return ExitCode.USAGE if isinstance(error, InvalidArgument | ConfigError) else ExitCode.FAILED
