@@ -75,9 +75,9 @@ def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
 
 
 @click.command(epilog=example("tierctl drain --deadline 10s"))
-@click.option("--release", is_flag=True, help="Also free the host memory, so that the next start is cold.")
+@click.option("--release", is_flag=True, help="Free the host memory too: the next start is cold.")
 @click.option(
-    "--deadline", type=DURATION, default="30 s", show_default=True, help="How long leases may take to finish."
+    "--deadline", type=DURATION, default="30 s", show_default=True, help="How long the daemon waits for leases to end."
 )
 @verb
 def drain(ask: Ask, *, release: bool, deadline: float) -> None:
@@ -88,11 +88,12 @@ def drain(ask: Ask, *, release: bool, deadline: float) -> None:
     with ask.connect() as daemon:
         answer = daemon.ask(pb.DrainRequest(release=release, deadline_s=deadline), timeout_s=deadline + 10)
     left = answer.leases_left
-    ask.show(answer, said(f"drained, {counted(left, 'lease')} left" if left else "drained; nothing is held any more"))
+    held = f"{counted(left, 'lease')} left" if left else "nothing is held any more"
+    ask.show(answer, said(f"drained; {held}. The daemon takes no work until somebody restarts it."))
 
 
 @click.command(epilog=example("tierctl flush --deadline 120s"))
-@click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long writing may take.")
+@click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long the daemon may write.")
 @verb
 def flush(ask: Ask, *, deadline: float) -> None:
     """Writes blocks that only memory holds to NVMe; drops nothing.
@@ -107,7 +108,7 @@ def flush(ask: Ask, *, deadline: float) -> None:
         if answer.left
         else ""
     )
-    ask.show(answer, said(f"flushed {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}{left}"))
+    ask.show(answer, said(f"wrote {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}, to NVMe{left}"))
     if answer.left:
         raise click.exceptions.Exit(1)
 

@@ -1,6 +1,6 @@
 """A daemon's settings from a file and from the command line, and the commands that show and check them.
 
-Purpose: `--memory` and `--disk` over a file or in place of one; `tierd config`. Non-purpose: rules of
+Purpose: `--memory` and `--disk` over a file or in place of one; the verbs of `config`. Non-purpose: rules of
 settings (tierd.config). Invariants: settings come from here for every command of `tierd`; the modules
 of the daemon are loaded by the command that needs them, so that `--help` is quick.
 """

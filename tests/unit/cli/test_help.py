@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from tierd.cli import exits
 from tierd.cli.ctl import GROUPS
 from tierd.cli.ctl import cli as tierctl
 from tierd.cli.daemon import cli as tierd
@@ -71,3 +73,19 @@ def test_every_verb_has_an_example_that_can_be_typed(words: tuple[str, ...]) -> 
         known = {option for param in command.params for option in param.opts}
         assert {word for word in typed if word.startswith("--")} <= known, line
     assert text
+
+
+def test_the_table_of_exit_codes_is_whole() -> None:
+    """The README's one table of exit codes has each code of `ExitCode`, and Ctrl-C's."""
+    text = (Path(exits.__file__).parent / "README.md").read_text(encoding="utf-8")
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", text.partition("## Exit codes")[2], re.MULTILINE)]
+    assert codes == [*exits.ExitCode, 130]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_shell_can_complete(program: str, shell: str) -> None:
+    """Each program writes the completion that the README names, for each shell."""
+    name = f"_{program.upper()}_COMPLETE"
+    ran = CliRunner(env={name: f"{shell}_source"}).invoke(PROGRAMS[program], prog_name=program)
+    assert ran.exit_code == 0 and program in ran.stdout

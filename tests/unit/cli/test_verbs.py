@@ -27,7 +27,7 @@ SHOWN = {
     ("pin", "00ff"): "pinned 1 block",
     ("unpin", "00ff"): "unpinned 1 block",
     ("drain",): "2 leases left",
-    ("flush",): "flushed 8 blocks",
+    ("flush",): "wrote 8 blocks, 8.00 MiB, to NVMe",
     ("wear",): "install it (package nvme-cli)",
     ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
     ("record", "start", "a"): "recording into /state/a.jsonl.gz, at most 256 MiB and ",
@@ -68,7 +68,13 @@ def test_a_flush_that_left_something_fails(run: Run, admin: FakeAdmin) -> None:
     admin.answers["Flush"] = pb.FlushReply(blocks=8, bytes=8 << 20, left=2)
     result = run("flush")
     assert result.exit_code == 1
-    assert "flushed 8 blocks, 8.00 MiB; 2 blocks could not be" in result.stdout
+    assert "wrote 8 blocks, 8.00 MiB, to NVMe; 2 blocks could not be" in result.stdout
+
+
+def test_a_drain_says_that_it_is_for_good(run: Run) -> None:
+    """drain says in its help and in its answer that only a restart takes it back."""
+    assert "until somebody restarts it" in " ".join(run("drain", "--help").stdout.split())
+    assert "until somebody restarts it" in run("drain").stdout
 
 
 def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
