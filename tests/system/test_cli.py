@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -296,3 +297,38 @@ def test_a_daemon_runs_with_the_sizes_of_its_command_line(tmp_path: Path) -> Non
     tiers = [(one["capacity_bytes"], one["place"]) for one in json.loads(told.stdout)["tiers"]]
     assert [size for size, _ in tiers] == [16 << 20, 8 << 20, 8 << 20]
     assert [place for _, place in tiers[1:]] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_calls_of_tierctl_are_not_in_the_log(tmp_path: Path) -> None:
+    """A daemon's log has no line for a call of tierctl, and one for an engine's session."""
+    with Daemon(root=tmp_path) as daemon:
+        before = daemon.log
+        for verb in ("status", "tiers", "sessions"):
+            assert CliRunner().invoke(ctl.cli, [verb, "--target", daemon.target]).exit_code == 0
+        assert daemon.log == before
+        with Client(daemon.target) as client:
+            client.open_namespace(NamespaceSpec(MODEL, 16, 4096))
+        assert daemon.log.count("session open") == before.count("session open") + 1
+
+
+def test_the_first_lines_of_a_log_say_where_the_daemon_is(tmp_path: Path) -> None:
+    """A log begins with the tiers, their sizes and directories, and every address, ports included."""
+    (tmp_path / "credential").write_text("0123456789abcdef\n")
+    (tmp_path / "credential").chmod(0o600)
+    listen = (
+        f'tcp_listen = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\ntcp_credential_file = "{tmp_path}/credential"'
+    )
+    tiers = f'[[host]]\ncapacity = "16 MiB"\n[[nvme]]\ncapacity = "8 MiB"\npath = "{tmp_path}/store"'
+    with Daemon(f"[server]\n{listen}\n{tiers}", root=tmp_path) as daemon:
+        lines = daemon.log.splitlines()
+        first = "\n".join(lines[:5])
+    for said in (
+        "16 MiB",
+        "8 MiB",
+        f"{tmp_path}/store",
+        f"{daemon.target}/session.sock",
+        f"{daemon.target}/tierd.sock",
+    ):
+        assert said in first, daemon.log
+    ports = re.findall(r"127\.0\.0\.1:(\d+)", first)
+    assert len(ports) == 2 and "0" not in ports, first
