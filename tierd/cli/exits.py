@@ -7,6 +7,7 @@ trust. Non-purpose: wording; errors carry their own messages. Invariant: no trac
 from __future__ import annotations
 
 import enum
+import errno
 import os
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ class Program(Listing):
         except UnicodeEncodeError as error:
             end(self.name or "tierd", InvalidArgument(f"arguments: {error.object!r} is no UTF-8; give text that is"))
         except OSError as error:
-            if error.errno is None:
+            if error.errno in (None, errno.EPIPE):  # click ends quietly if the reader of a pipe has gone
                 raise
             where, whose = error.filename or ctx.invoked_subcommand, f"this process (uid {os.geteuid()})"
             end(

@@ -55,17 +55,17 @@ CLASS_COLUMNS = (
     Column("free", right=True),
 )
 SESSION_COLUMNS = (
-    Column("session", spare=7),
+    Column("session", spare=2),
     Column("name", style="bold"),
     Column("state"),
     Column("pid", right=True),
     Column("tenant", spare=3),
-    Column("leases", right=True, spare=2),
+    Column("leases", right=True, spare=4),
     Column("pinned", right=True),
     Column("reserved", right=True),
     Column("age", right=True, spare=1),
     Column("uid", right=True, spare=5),
-    Column("reservations", right=True, spare=4),
+    Column("reservations", right=True, spare=7),
     Column("sdk", spare=6),
 )
 NAMESPACE_COLUMNS = (

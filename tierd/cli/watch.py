@@ -77,7 +77,7 @@ def line_of(event: Event, tiers: Sequence[str], names: Names) -> str:
     count = len(event.hashes)
     shown = " ".join(row.tobytes().hex()[:HASH_DIGITS] for row in event.hashes[:HASHES_SHOWN])
     more = f" +{count - HASHES_SHOWN}" if count > HASHES_SHOWN else ""
-    why = f"  ({event.reason})" if event.reason else ""
+    why = f"  ({event.reason})" if event.reason not in ("", "none") else ""
     blocks = f"{count} block{'' if count == 1 else 's'}"
     return f"{clock}  {kind:<7}  {tier_of(event, tiers):<8}  {model}  {blocks}  {shown}{more}{why}"
 

@@ -44,7 +44,10 @@ WEAR_COLUMNS = (
 @click.command(epilog=example("tierctl wear -o wide"))
 @looking
 def wear(ask: Ask) -> None:
-    """Shows the writes to each store, its wear budget, and its drive's life."""
+    """Shows the writes to each store, its wear budget, and its drive's life.
+
+    The zeros that the daemon writes ahead into new disk space count as writes.
+    """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.WearRequest(), timeout_s=ASK_S)
     ask.show(answer, draw_wear)

@@ -70,6 +70,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
     Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed before it serves.
     """
     check_platform()
+    log.info("tierd starts", version=tierd.__version__, pid=os.getpid(), state=config.server.state_dir)
     os.umask(0o077)
     heap.keep_freed()
     allow_descriptors()
@@ -189,8 +190,7 @@ async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
 
 
 def _say_what_was_chosen(daemon: Assembly) -> None:
-    """The first lines of a log: who starts, and a line for each tier."""
-    log.info("tierd starts", version=tierd.__version__, pid=os.getpid(), instance=daemon.instance)
+    """Of the first lines of a log: one for each tier."""
     for tier in daemon.tiers:
         size = format_bytes(tier.spec.capacity_bytes)
         log.info("tier", name=tier.spec.name, capacity=size, place=tier.place, mode=tier.mode)
