@@ -15,7 +15,7 @@ import ipaddress
 import itertools
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -70,16 +70,24 @@ Tier = TypeVar("Tier", DeviceConfig, HostConfig, NvmeConfig)
 _ADAPTER = TypeAdapter(Config)
 
 
-def load_config(path: str | Path | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
-    """The resolved config of a file, or the defaults without one. Raises ConfigError."""
+def load_config(
+    path: str | Path | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    change: Callable[[Config], Config] = lambda written: written,
+) -> Config:
+    """The resolved config of a file, or the defaults without one. Raises ConfigError.
+
+    change: what a command line makes of the config as it is written.
+    """
     if path is None:
-        return resolve(Config(), environ=environ)
+        return resolve(change(Config()), environ=environ)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"config {path}: cannot be read ({error}); give the path of a TOML file in UTF-8") from error
     try:
-        return resolve(read_config(text), environ=environ)
+        return resolve(change(read_config(text)), environ=environ)
     except ConfigError as error:
         raise ConfigError(f"config {path}: {error}") from error
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import queue
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from click.testing import CliRunner, Result
 from tests.system.warm import Daemon
 from tierd.cli import ctl
 from tierd.cli import daemon as tierd_cli
+from tierd.cli.exits import ExitCode
 from tierd.client import Client, NamespaceSpec
 
 TOKENS = np.arange(16 * 6, dtype=np.uint32)
@@ -68,6 +76,19 @@ def test_status_tells_what_is_so(run: Run, ask: Ask, started: Daemon) -> None:
     assert (status["pid"], status["state"], status["blocks"]) == (started.pid, "serving", 6)
     shown = run("status", "--counters").stdout
     assert f"pid {started.pid}" in shown and "host.0" in shown and "calls" in shown
+
+
+def test_the_hit_ratio_is_what_clients_met(client: Client, run: Run, ask: Ask) -> None:
+    """A get that is served whole, and one that is not, move the ratio by their tokens."""
+    before = ask("status")["hits"]
+    space = client.open_namespace(NamespaceSpec(model=MODEL, tokens_per_block=16, block_bytes=BLOCK_BYTES))
+    assert client.get(space, TOKENS).tokens == TOKENS.size
+    assert client.get(space, TOKENS + 1000).tokens == 0
+    ask("top", "--interval", "50 ms")
+    after = ask("status")["hits"]
+    assert after["tokens_hit"] - before["tokens_hit"] == TOKENS.size
+    assert after["tokens_asked"] - before["tokens_asked"] == 2 * TOKENS.size
+    assert "host.0 " in run("status").stdout.split("hit ratio")[1]
 
 
 def test_tiers_add_up(ask: Ask) -> None:
@@ -144,6 +165,31 @@ def test_top_counts_what_happens(ask: Ask) -> None:
     assert {tier["name"] for tier in frame["tiers"]} == {"host.0", "nvme.0"}
 
 
+@pytest.mark.parametrize("words", [[], ["--json"]], ids=["lines", "json"])
+def test_watch_tells_each_event_until_ctrl_c(started: Daemon, client: Client, words: list[str]) -> None:
+    """watch writes one line for each event as it happens, and Ctrl-C ends it with 130 and no word."""
+    command = [sys.executable, "-m", "tierd.cli.ctl", "watch", "--target", started.target, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()]).start()
+        space = client.open_namespace(NamespaceSpec(model="a/watched", tokens_per_block=16, block_bytes=BLOCK_BYTES))
+        for number in itertools.count():  # events before it listens are not told
+            tokens = np.arange(16, dtype=np.uint32) + 1000 * (number + 1)
+            assert client.put(space, tokens, [bytes(BLOCK_BYTES)])
+            with contextlib.suppress(queue.Empty):
+                line = lines.get(timeout=0.2)
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert process.stderr.read() == ""
+    if words:
+        event = json.loads(line)
+        assert (event["kind"], event["tier"], len(event["hashes"][0])) == ("stored", "host.0", 64)
+    else:
+        assert line.split()[1:6] == ["stored", "host.0", "watched", "1", "block"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -163,7 +209,7 @@ def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], code: int, 
     assert result.stderr.startswith("tierctl: ") and result.stderr.count("\n") == 1 and words in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["status", "top", "blocks", "flush", "replay"])
+@pytest.mark.parametrize("verb", ["status", "top", "watch", "blocks", "flush", "replay"])
 def test_no_daemon_is_exit_code_3(tmp_path: Path, verb: str) -> None:
     """Without a daemon every verb says so in one line that names the place and the remedy."""
     trace = tmp_path / "trace"
@@ -183,7 +229,10 @@ def test_drain_then_purge(tmp_path: Path) -> None:
         running = purge()
         assert running.exit_code == 1 and "held by process" in running.stderr
         drained = CliRunner().invoke(ctl.cli, ["drain", "--deadline", "2 s", "--target", daemon.target])
-        assert drained.stdout == "drained; nothing is held any more\n"
+        assert (
+            drained.stdout
+            == "drained; nothing is held any more. The daemon takes no work until somebody restarts it.\n"
+        )
         daemon.stop()
         assert "freed" in purge().stdout
         assert purge().stdout == "nothing to free\n"
@@ -211,20 +260,75 @@ def test_purge_of_stores_removes_them_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_bad_configuration_is_one_line(tmp_path: Path) -> None:
-    """`tierd serve` with an unknown key names its nearest neighbour and ends with 1, without a traceback."""
+    """`tierd serve` with an unknown key names its nearest neighbour and ends with 2, without a traceback."""
     config = tmp_path / "bad.toml"
     config.write_text('[server]\nclok = "replay"\n')
     result = CliRunner().invoke(tierd_cli.cli, ["serve", "--config", str(config)], prog_name="tierd")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "server.clock" in result.stderr
 
 
 def test_a_broken_pipe_is_quiet(started: Daemon, client: Client) -> None:
-    """`tierctl blocks | head -1` ends without a traceback."""
+    """`tierctl blocks | head -1` ends without a word."""
     command = [sys.executable, "-m", "tierd.cli.ctl", "blocks", "--target", started.target]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout and process.stderr
     process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
+    assert process.stderr.read() == b""
     process.stderr.close()
     process.wait()
+
+
+def test_a_daemon_runs_with_the_sizes_of_its_command_line(tmp_path: Path) -> None:
+    """`tierd serve --memory --disk` without a file has tiers of these sizes in these places."""
+    places = {"TIERD_RUNTIME_DIR": str(tmp_path / "run"), "TIERD_STATE_DIR": str(tmp_path / "state")}
+    words = ["serve", "--release-on-exit", "--memory", "16MiB"]
+    words += [word for name in ("a", "b") for word in ("--disk", f"{tmp_path / name}:8MiB")]
+    command = [sys.executable, "-m", "tierd.cli.daemon", *words]
+    with subprocess.Popen(command, env=os.environ | places, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(600):
+                told = CliRunner().invoke(ctl.cli, ["--json", "tiers", "--target", str(tmp_path / "run")])
+                if told.exit_code != ExitCode.NO_DAEMON:
+                    break
+                time.sleep(0.05)
+        finally:
+            process.terminate()
+    tiers = [(one["capacity_bytes"], one["place"]) for one in json.loads(told.stdout)["tiers"]]
+    assert [size for size, _ in tiers] == [16 << 20, 8 << 20, 8 << 20]
+    assert [place for _, place in tiers[1:]] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_calls_of_tierctl_are_not_in_the_log(tmp_path: Path) -> None:
+    """A daemon's log has no line for a call of tierctl, and one for an engine's session."""
+    with Daemon(root=tmp_path) as daemon:
+        before = daemon.log
+        for verb in ("status", "tiers", "sessions"):
+            assert CliRunner().invoke(ctl.cli, [verb, "--target", daemon.target]).exit_code == 0
+        assert daemon.log == before
+        with Client(daemon.target) as client:
+            client.open_namespace(NamespaceSpec(MODEL, 16, 4096))
+        assert daemon.log.count("session open") == before.count("session open") + 1
+
+
+def test_the_first_lines_of_a_log_say_where_the_daemon_is(tmp_path: Path) -> None:
+    """A log begins with the tiers, their sizes and directories, and every address, ports included."""
+    (tmp_path / "credential").write_text("0123456789abcdef\n")
+    (tmp_path / "credential").chmod(0o600)
+    listen = (
+        f'tcp_listen = "127.0.0.1:0"\nmetrics_listen = "127.0.0.1:0"\ntcp_credential_file = "{tmp_path}/credential"'
+    )
+    tiers = f'[[host]]\ncapacity = "16 MiB"\n[[nvme]]\ncapacity = "8 MiB"\npath = "{tmp_path}/store"'
+    with Daemon(f"[server]\n{listen}\n{tiers}", root=tmp_path) as daemon:
+        lines = daemon.log.splitlines()
+        first = "\n".join(lines[:5])
+    for said in (
+        "16 MiB",
+        "8 MiB",
+        f"{tmp_path}/store",
+        f"{daemon.target}/session.sock",
+        f"{daemon.target}/tierd.sock",
+    ):
+        assert said in first, daemon.log
+    ports = re.findall(r"127\.0\.0\.1:(\d+)", first)
+    assert len(ports) == 2 and "0" not in ports, first

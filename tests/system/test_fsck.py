@@ -20,6 +20,7 @@ from tests.system.test_corruption import CONFIG, LENGTH, NAMES, flip, flip_bit
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.cli import ctl
+from tierd.cli.exits import ExitCode
 from tierd.config import load_config
 from tierd.errors import AlreadyOwned
 from tierd.server.fsck import check
@@ -75,7 +76,7 @@ def test_where_nothing_is_kept(tmp_path: Path) -> None:
         environ = {"TIERD_STATE_DIR": str(tmp_path / "none"), "TIERD_CONFIG": None}
         result = CliRunner().invoke(ctl.cli, ["fsck", *arguments], env=environ)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert f"nothing is kept in {tmp_path}/none" in result.stderr
+        assert f"there is nothing to check: nothing is kept in {tmp_path}/none" in result.stderr
         assert "--config" in result.stderr
     assert not (tmp_path / "none").exists()
 
@@ -261,12 +262,12 @@ def test_online(daemon: Daemon) -> None:
 
 
 def test_the_command_says_what_it_found(daemon: Daemon) -> None:
-    """0 and one row a part; 1 with place, fault and outcome; 2 where nobody could look. JSON has the same."""
+    """0 and one row a part; 1 with place, fault and outcome; 3 where no daemon answers. JSON has the same."""
     daemon.stop()
     healthy = _run(daemon, "--config", str(_config(daemon)))
-    assert (healthy.exit_code, "as they were written" in healthy.stdout) == (0, True), healthy
+    assert (healthy.exit_code, "blocks and their metadata: no problems." in healthy.stdout) == (0, True), healthy
     flip(daemon.root / "state", BAD, shift=100)
     found = _run(daemon, "--config", str(_config(daemon)))
     assert (found.exit_code, "slot 3: the bytes are not those of its digest" in found.stdout) == (1, True), found
     assert '"clean": false' in _run(daemon, "--config", str(_config(daemon)), "--json").stdout
-    assert _run(daemon, "--online").exit_code == 2
+    assert _run(daemon, "--online").exit_code == ExitCode.NO_DAEMON

@@ -7,6 +7,7 @@ needs an explicit option.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,8 +15,10 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.ask import DURATION, Ask, verb
+from tierd.cli.blocks import checked_hash
 from tierd.cli.figures import human_bytes, human_count
-from tierd.cli.look import checked_hash
+from tierd.cli.help import Listing, example
+from tierd.cli.options import shared
 
 WHOLE_TIMEOUT_S = 600.0
 """For requests over all blocks: ten million take a minute, and a timeout leaves the work half done."""
@@ -31,7 +34,7 @@ def counted(count: int, noun: str) -> str:
     return f"{human_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
-@click.command()
+@click.command(epilog=example("tierctl evict --tier host.0"))
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
 @click.option("--tier", default="", metavar="NAME", help="Only in this tier, such as host.0.")
 @click.option("--all", "everything", is_flag=True, help="Every block of every tier.")
@@ -49,7 +52,7 @@ def evict(ask: Ask, *, hashes: tuple[str, ...], tier: str, everything: bool) -> 
     ask.show(answer, said(f"evicted {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}{stayed}"))
 
 
-@click.command()
+@click.command(epilog=example("tierctl pin 3f9a0c"))
 @click.argument("hashes", nargs=-1, required=True, metavar="HASH...")
 @verb
 def pin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
@@ -60,7 +63,7 @@ def pin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
     ask.show(answer, said(f"pinned {counted(answer.blocks, 'block')}"))
 
 
-@click.command()
+@click.command(epilog=example("tierctl unpin 3f9a0c"))
 @click.argument("hashes", nargs=-1, required=True, metavar="HASH...")
 @verb
 def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
@@ -71,25 +74,33 @@ def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
     ask.show(answer, said(f"unpinned {counted(answer.blocks, 'block')}"))
 
 
-@click.command()
-@click.option("--release", is_flag=True, help="Also free the host memory, so that the next start is cold.")
+@click.command(epilog=example("tierctl drain --deadline 10s"))
+@click.option("--release", is_flag=True, help="Free the host memory too: the next start is cold.")
 @click.option(
-    "--deadline", type=DURATION, default="30 s", show_default=True, help="How long leases may take to finish."
+    "--deadline", type=DURATION, default="30 s", show_default=True, help="How long the daemon waits for leases to end."
 )
 @verb
 def drain(ask: Ask, *, release: bool, deadline: float) -> None:
-    """Refuses new work and lets leases finish."""
+    """Stops the daemon's service for good, until a restart; leases may finish.
+
+    It cannot be undone: the daemon refuses every new session and request until somebody restarts it.
+    """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.DrainRequest(release=release, deadline_s=deadline), timeout_s=deadline + 10)
     left = answer.leases_left
-    ask.show(answer, said(f"drained, {counted(left, 'lease')} left" if left else "drained; nothing is held any more"))
+    held = f"{counted(left, 'lease')} left" if left else "nothing is held any more"
+    ask.show(answer, said(f"drained; {held}. The daemon takes no work until somebody restarts it."))
 
 
-@click.command()
-@click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long writing may take.")
+@click.command(epilog=example("tierctl flush --deadline 120s"))
+@click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long the daemon may write.")
 @verb
 def flush(ask: Ask, *, deadline: float) -> None:
-    """Writes whatever has no copy on NVMe there, synced; ends with exit code 1 if that failed for any block."""
+    """Writes blocks that only memory holds to NVMe; drops nothing.
+
+    Afterwards a restart or a power cut loses none of them. Other programs mean "empty the cache" by
+    flush; here that is `tierctl evict --all`. Exit code 1: some block could not be written.
+    """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.FlushRequest(deadline_s=deadline), timeout_s=deadline + 10)
     left = (
@@ -97,17 +108,18 @@ def flush(ask: Ask, *, deadline: float) -> None:
         if answer.left
         else ""
     )
-    ask.show(answer, said(f"flushed {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}{left}"))
+    ask.show(answer, said(f"wrote {counted(answer.blocks, 'block')}, {human_bytes(answer.bytes)}, to NVMe{left}"))
     if answer.left:
         raise click.exceptions.Exit(1)
 
 
-@click.group()
-def epoch() -> None:
+@click.group(cls=Listing)
+@shared
+def epoch(**_: Any) -> None:
     """Makes what was stored under old weights unreachable."""
 
 
-@epoch.command()
+@epoch.command(epilog=example("tierctl epoch bump --model llama-3-8b"))
 @click.option("--model", default="", help="Every namespace of this model.")
 @click.option("--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Just this namespace id.")
 @verb

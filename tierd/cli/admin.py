@@ -23,6 +23,8 @@ from tierd.client.transport.replies import error_of
 from tierd.client.transport.requests import SESSION_KEY
 from tierd.errors import ERROR_KEY, DeadlineExceeded, NotPermitted, TierdError, Unavailable
 
+OWN_NAME = "tierctl"
+"""Of the sessions of this program."""
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 TIME_KEY = "tierd-time-ms"
@@ -39,7 +41,7 @@ def connect(target: str | None) -> Connection:
         raise NotPermitted(
             f"daemon at {place}: it takes operators' calls on its own machine only; go there and give its runtime directory"
         )
-    session = connect_session(place, name="tierctl", engine={}, credential=None, timeout_s=CONNECT_TIMEOUT_S)
+    session = connect_session(place, name=OWN_NAME, engine={}, credential=None, timeout_s=CONNECT_TIMEOUT_S)
     trusted.check(place.rpc_path)
     channel = grpc.insecure_channel(f"unix:{place.rpc_path}", options=OPTIONS)
 

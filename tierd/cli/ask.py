@@ -7,15 +7,17 @@ on every command.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 from google.protobuf.message import Message
 from rich.console import Console
 
 from tierd.cli.admin import Connection, connect
+from tierd.cli.options import shared
 from tierd.cli.render import new_console, show_json
 from tierd.units import parse_bytes, parse_rate, parse_seconds
 
@@ -30,6 +32,8 @@ class Ask:
     target: str | None
     as_json: bool
     console: Console
+    is_repeated: bool = False
+    """Several answers follow one another: each takes one line of JSON."""
 
     def connect(self) -> Connection:
         """A session of its own with the daemon; a context manager. Raises Unavailable if no daemon answers."""
@@ -38,25 +42,13 @@ class Ask:
     def show(self, answer: Answer, draw: Callable[[Console, Answer], None]) -> None:
         """Shows the answer as JSON if requested, else through draw."""
         if self.as_json:
-            show_json(answer)
+            self.show_json(answer)
         else:
             draw(self.console, answer)
 
-
-def verb(function: Command) -> Callable[..., Any]:
-    """Adds --target and --json, and passes the function an Ask as its first argument."""
-
-    @click.option(
-        "--target",
-        metavar="DIR",
-        help="Runtime directory of the daemon. [default: TIERD_TARGET, else where it would be]",
-    )
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON: raw numbers, whole hashes.")
-    @functools.wraps(function)
-    def command(*args: Any, target: str | None, as_json: bool, **options: Any) -> Any:
-        return function(Ask(target, as_json, new_console()), *args, **options)
-
-    return command
+    def show_json(self, value: Message | Mapping[str, Any]) -> None:
+        """A message, or plain values, as JSON."""
+        show_json(value, indent=None if self.is_repeated else 2)
 
 
 class _Quantity(click.ParamType[Any]):
@@ -75,7 +67,9 @@ class _Quantity(click.ParamType[Any]):
 
 
 def _as_number(value: object) -> object:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not isinstance(value, str) or not value.replace(".", "", 1).isdecimal():
+        return value
+    return float(value) if "." in value else int(value)
 
 
 SIZE = _Quantity("size", parse_bytes)
@@ -84,3 +78,87 @@ RATE = _Quantity("rate", parse_rate)
 """`100 MiB/s`, or a bare number of bytes per second."""
 DURATION = _Quantity("duration", parse_seconds)
 """`5 s`, or a bare number of seconds."""
+LEAST_WATCH_S = 0.1
+OUTPUT = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["table", "wide", "json"]),
+    default="table",
+    show_default=True,
+    help="table: the columns for which there is room; wide: all; json: as --json.",
+)
+
+
+def verb(function: Command) -> Callable[..., Any]:
+    """Adds --target and --json, and hands the function an Ask as its first argument."""
+
+    @shared
+    @functools.wraps(function)
+    def command(*args: Any, target: str | None, as_json: bool, **options: Any) -> Any:
+        return function(new_ask(target, as_json=as_json), *args, **options)
+
+    return command
+
+
+def listing(function: Command) -> Callable[..., Any]:
+    """As `verb`, with -o."""
+
+    @shared
+    @OUTPUT
+    @functools.wraps(function)
+    def command(*args: Any, target: str | None, as_json: bool, output: str, **options: Any) -> Any:
+        return function(new_ask(target, as_json=as_json, output=output), *args, **options)
+
+    return command
+
+
+def looking(function: Command) -> Callable[..., Any]:
+    """As `listing`, with --watch."""
+
+    @shared
+    @OUTPUT
+    @click.option("--watch", "every_s", type=DURATION, metavar="SECONDS", help="Look again every so often.")
+    @functools.wraps(function)
+    def command(*args: Any, target: str | None, as_json: bool, every_s: float | None, **options: Any) -> Any:
+        ask = new_ask(target, as_json=as_json, output=options.pop("output"), is_repeated=every_s is not None)
+        look = functools.partial(function, ask, *args, **options)
+        return look() if every_s is None else repeat(ask, look, every_s=every_s)
+
+    return command
+
+
+def new_ask(target: str | None, *, as_json: bool, output: str = "table", is_repeated: bool = False) -> Ask:
+    """What the options say, those before the verb too."""
+    return Ask(
+        target or said_before("target"),
+        bool(as_json or output == "json" or said_before("as_json")),
+        new_console(is_wide=output == "wide"),
+        is_repeated,
+    )
+
+
+def said_before(name: str) -> Any:
+    """The value of an option that stands before the verb; none if it does not."""
+    context = click.get_current_context().parent
+    while context is not None and not context.params.get(name):
+        context = context.parent
+    return context and context.params[name]
+
+
+def repeat(ask: Ask, look: Callable[[], object], *, every_s: float) -> NoReturn:
+    """Looks again and again until Ctrl-C. A terminal shows the latest look alone; a pipe gets all of them."""
+    if every_s < LEAST_WATCH_S:
+        raise click.UsageError(f"--watch: {every_s:g} s is below {LEAST_WATCH_S:g} s; give more")
+    while True:
+        if ask.as_json or not ask.console.is_terminal:
+            look()
+            if not ask.as_json:
+                print(flush=True)
+        else:
+            with ask.console.capture() as drawn:
+                look()
+            ask.console.clear()
+            ask.console.print(f"{time.strftime('%H:%M:%S')}, every {every_s:g} s; Ctrl-C ends it", style="dim")
+            ask.console.file.write(drawn.get())
+            ask.console.file.flush()
+        time.sleep(every_s)

@@ -11,23 +11,16 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
+from tierd.cli.configuration import CONFIG, Disk, config, settings_of, sized
 from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
+from tierd.cli.help import example
 from tierd.cli.kernels import kernels
-
-CONFIG = click.option(
-    "--config",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=None,
-    envvar="TIERD_CONFIG",
-    show_envvar=True,
-    help="TOML file; configs/reference.toml lists every key. Without one, the defaults.",
-)
 
 
 @click.group(cls=Program, name="tierd", context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,22 +28,33 @@ CONFIG = click.option(
 def cli() -> None:
     """Keeps the KV cache of large language models across device memory, host memory and NVMe.
 
-    Exit codes: 0 ok, 1 failed, 2 usage. `tierctl` talks to a running daemon.
+    Exit codes: 0 ok; 1 failed; 2 a command line or configuration is wrong; 130 ended by Ctrl-C.
+    `tierctl` talks to a running daemon.
     """
 
 
-@cli.command()
+@cli.command(
+    epilog=example(
+        "tierd serve --config /etc/tierd/tierd.toml",
+        "tierd serve --memory 64GiB --disk /mnt/nvme0:1TiB --disk /mnt/nvme1:1TiB",
+    )
+)
 @CONFIG
+@sized
 @click.option(
     "--release-on-exit", is_flag=True, help="Free the host memory at the end, so that the next start is cold."
 )
-def serve(config: Path | None, *, release_on_exit: bool) -> None:
-    """Runs the daemon in the foreground until SIGTERM or SIGINT."""
-    raise click.exceptions.Exit(run_daemon(config, release=release_on_exit))
+def serve(config: Path | None, *, release_on_exit: bool, memory: int | None, disks: Sequence[Disk]) -> None:
+    """Runs the daemon in the foreground until SIGTERM or SIGINT.
+
+    The daemon sets the memory and the disk space aside when it starts. Without --memory, --disk and
+    a file it takes 512 MiB of memory and 4 GiB of disk.
+    """
+    raise click.exceptions.Exit(run_daemon(config, release=release_on_exit, memory=memory, disks=disks))
 
 
-def run_daemon(config: Path | None, *, release: bool) -> int:
-    """The daemon's whole life, with the settings of this file; its exit status."""
+def run_daemon(config: Path | None, *, release: bool, memory: int | None = None, disks: Sequence[Disk] = ()) -> int:
+    """The daemon's whole life, with these settings; its exit status."""
     _fill_standard_streams()
     # imported objects stay for life: collecting them takes a good part of startup, and later stops
     # the event loop
@@ -58,26 +62,30 @@ def run_daemon(config: Path | None, *, release: bool) -> int:
     # structlog loads it for colored tracebacks, which `logs` does not print
     with _withheld("rich"):
         from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
-    from tierd.config import load_config  # noqa: PLC0415
     from tierd.server import lifecycle  # noqa: PLC0415
 
     gc.freeze()
     gc.enable()
-    settings = load_config(config)
+    settings = settings_of(config, memory=memory, disks=disks)
     logs.configure(style=settings.server.log_format, level=settings.server.log_level)
     return asyncio.run(lifecycle.serve(settings, release=release))
 
 
-@cli.command()
+@cli.command(epilog=example("tierd purge --config /etc/tierd/tierd.toml"))
 @CONFIG
-@click.option("--orphans", is_flag=True, help="Also the memory of other instances of this user that no daemon owns.")
-@click.option("--nvme", is_flag=True, help="Also the stores on NVMe, with all their blocks.")
+@click.option(
+    "--orphans", is_flag=True, help="Free the memory of other instances of this user too, if no daemon owns it."
+)
+@click.option("--nvme", is_flag=True, help="Remove the stores on NVMe too, with all their blocks.")
 def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
-    """Frees the host memory that a daemon left behind; what lies on NVMe stays without --nvme."""
-    from tierd.cli.leftovers import free_memory, free_stores  # noqa: PLC0415  # the tiers' imports
-    from tierd.config import load_config  # noqa: PLC0415
+    """Frees the host memory that a daemon which has ended left behind.
 
-    settings = load_config(config)
+    The blocks in that memory are lost; those on NVMe stay, unless --nvme removes them too. purge
+    refuses while the daemon runs: `tierctl evict` empties the tiers of a running one.
+    """
+    from tierd.cli.leftovers import free_memory, free_stores  # noqa: PLC0415  # the tiers' imports
+
+    settings = settings_of(config)
     freed = free_memory(settings, orphans=orphans) | (free_stores(settings) if nvme else {})
     for directory, size in freed.items():
         click.echo(f"freed {human_bytes(size)} in {directory}")
@@ -113,7 +121,7 @@ def _fill_standard_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - for life
 
 
-@cli.command()
+@cli.command(epilog=example("tierd demo --keep"))
 @click.option(
     "--model",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
@@ -122,12 +130,16 @@ def _fill_standard_streams() -> None:
 )
 @click.option("--keep", is_flag=True, help="Leave the daemon's log and directories behind.")
 def demo(model: Path | None, *, keep: bool) -> None:
-    """A worker reads a long text five times: cold, then from each tier, then after a crash of the daemon."""
+    """Shows a worker that reads a long text five times, from another tier each time.
+
+    The first time is cold, the last one after a crash of the daemon.
+    """
     from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
 
     raise click.exceptions.Exit(run_demo(model, keep=keep))
 
 
+cli.add_command(config)
 cli.add_command(kernels)
 
 

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.advice import Advice, Engine, Space, advise
-from tierd.cli.ask import Ask, verb
+from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_seconds
-from tierd.cli.look import spec_of
-from tierd.cli.render import Cell, Column, plain_of, show_json, show_table, state_text
+from tierd.cli.help import example
+from tierd.cli.models import spec_of
+from tierd.cli.render import Cell, Column, plain_of, show_table, state_text
 
 NAMESPACES_SHOWN = 3
 ENGINE_COLUMNS = (
@@ -28,7 +29,7 @@ ENGINE_COLUMNS = (
     Column("pid", right=True),
     Column("role", spare=2),
     Column("model", style="cyan"),
-    Column("ns", right=True),
+    Column("namespaces", right=True),
     Column("rank", right=True, spare=3),
     Column("block", right=True, spare=4),
     Column("dtype", spare=5),
@@ -40,17 +41,17 @@ ENGINE_COLUMNS = (
 )
 
 
-@click.command()
-@verb
+@click.command(epilog=example("tierctl engines"))
+@looking
 def engines(ask: Ask) -> None:
-    """Which engines are connected, how they are configured, and what keeps them from sharing."""
+    """Lists the engines that are connected, and what keeps them from sharing."""
     with ask.connect() as daemon:
         sessions = [one for one in daemon.ask(pb.SessionsRequest()).sessions if one.engine]
         spaces = {one.id: spec_of(one.text) for one in daemon.ask(pb.NamespacesRequest()).namespaces}
     found = [engine_of(session, spaces) for session in sessions]
     said = advise([engine for engine, row in zip(found, sessions, strict=True) if row.state == "open"])
     if ask.as_json:
-        show_json({"engines": [plain_of(row) for row in sessions], "advice": [asdict(one) for one in said]})
+        ask.show_json({"engines": [plain_of(row) for row in sessions], "advice": [asdict(one) for one in said]})
     else:
         draw_engines(ask.console, [engine_row(*pair) for pair in zip(found, sessions, strict=True)], said)
 
@@ -71,7 +72,8 @@ def draw_engines(console: Console, rows: Sequence[Sequence[Cell]], said: Iterabl
         console.print()
         console.print(text[0], soft_wrap=not console.is_terminal)
         console.print(
-            Padding(text[1], (0, 0, 0, 2)) if console.is_terminal else text[1], soft_wrap=not console.is_terminal
+            Padding(text[1], (0, 0, 0, 2), expand=False) if console.is_terminal else text[1],
+            soft_wrap=not console.is_terminal,
         )
 
 

@@ -7,12 +7,14 @@ scripts. Errors carry their own messages. Only bugs of tierd print a traceback.
 from __future__ import annotations
 
 import enum
+import errno
 import os
 from typing import Any, NoReturn
 
 import click
 
-from tierd.errors import InvalidArgument, OperatorError, TierdError, Unavailable
+from tierd.cli.help import Listing
+from tierd.errors import ConfigError, InvalidArgument, OperatorError, TierdError, Unavailable
 
 
 class ExitCode(enum.IntEnum):
@@ -22,12 +24,12 @@ class ExitCode(enum.IntEnum):
     FAILED = 1
     """The daemon answered no, or a check failed."""
     USAGE = 2
-    """The command line itself is wrong."""
+    """The command line, a configuration, or a file that it names is wrong."""
     NO_DAEMON = 3
     """No daemon answers at the target."""
 
 
-class Program(click.Group):
+class Program(Listing):
     """A group of commands whose errors end as one line and an exit code."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -39,7 +41,7 @@ class Program(click.Group):
         except UnicodeEncodeError as error:
             end(self.name or "tierd", InvalidArgument(f"arguments: {error.object!r} is no UTF-8; give text that is"))
         except OSError as error:
-            if error.errno is None:
+            if error.errno in (None, errno.EPIPE):  # click ends quietly if the reader of a pipe has gone
                 raise
             where, whose = error.filename or ctx.invoked_subcommand, f"this process (uid {os.geteuid()})"
             end(
@@ -61,4 +63,4 @@ def code_of(error: TierdError) -> ExitCode:
     """The exit code for an error."""
     if isinstance(error, Unavailable):
         return ExitCode.NO_DAEMON
-    return ExitCode.USAGE if isinstance(error, InvalidArgument) else ExitCode.FAILED
+    return ExitCode.USAGE if isinstance(error, InvalidArgument | ConfigError) else ExitCode.FAILED

@@ -1,8 +1,7 @@
 """The command `fsck`: checks all stored data, offline or through the running daemon.
 
-It shows the findings and how the daemon will treat them; tierd.server.fsck does the checks. There
-is no repair: a start drops damaged data and the next write replaces it. The files stay unchanged.
-Exit codes are 0: clean, 1: something was found, 2: it could not be checked.
+Purpose: show what is found, and what the daemon makes of it. Non-purpose: checking (tierd.server.fsck), repair: a start drops what is damaged
+and the next write fills the gap, so there is nothing else to be done. Invariants: the files are as they were; exit codes as of every verb, 1 where something was found.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.ask import Ask, verb
+from tierd.cli.ask import Ask, listing
 from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_bytes, human_count
+from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.scrub import draw_pass, is_clean, run_pass
 from tierd.config import load_config
-from tierd.errors import NotFound, TierdError
+from tierd.errors import NotFound, TierdError, Unavailable
 
 if TYPE_CHECKING:
     from tierd.tiers.fsck.fsck import Part
 
-UNCHECKED = 2
-"""The exit code if nothing can be concluded."""
-
+REMEDY = "The daemon deals with each when it starts, as told above."
 PART_COLUMNS = (
     Column("part", style="bold"),
     Column("files", right=True),
@@ -42,7 +40,7 @@ PART_COLUMNS = (
 )
 
 
-@click.command()
+@click.command(epilog=example("tierctl fsck --config /etc/tierd/tierd.toml"))
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -54,19 +52,22 @@ PART_COLUMNS = (
 @click.option(
     "--online", is_flag=True, help="Through the running daemon: a scrub of every tier, and an audit of its books."
 )
-@verb
+@listing
 def fsck(ask: Ask, *, config: Path | None, online: bool) -> None:
     """Checks every file and block, while no daemon runs.
 
     Nothing is changed; --online does it through the daemon that runs.
 
-    Exit codes: 0 clean, 1 something was found, 2 it could not be checked.
+    Exit codes: 0 no problem; 1 a problem was found; 2 nothing could be checked; 3 with --online, no
+    daemon answers.
     """
     try:
         is_good = check_online(ask) if online else check_offline(ask, config)
+    except Unavailable:
+        raise
     except (TierdError, OSError) as error:
         click.echo(f"tierctl fsck: {' '.join(str(error).split())}", err=True)
-        raise click.exceptions.Exit(UNCHECKED) from error
+        raise click.exceptions.Exit(ExitCode.USAGE) from error
     raise click.exceptions.Exit(ExitCode.OK if is_good else ExitCode.FAILED)
 
 
@@ -95,7 +96,8 @@ def check_offline(ask: Ask, config: Path | None) -> bool:
         pass
     if not any(part.files for part in parts):
         raise NotFound(
-            f"nothing is kept in {settings.server.state_dir} or the stores of {config or 'the default settings'}, so nothing was checked; give the daemon's --config"
+            f"there is nothing to check: nothing is kept in {settings.server.state_dir} or the stores of"
+            f" {config or 'the default settings'}; give the daemon's --config"
         )
     if ask.as_json:
         show_json({"clean": not any(part.findings for part in parts), "parts": [asdict(part) for part in parts]})
@@ -125,7 +127,7 @@ def with_bars(console: Console, steps: Iterator[list[Part]]) -> Iterator[list[Pa
 
 
 def draw_parts(console: Console, parts: Sequence[Part]) -> None:
-    """The checked parts, the findings, and the verdict in one sentence."""
+    """The parts that were checked, the problems in them, and the verdict in one sentence."""
     show_table(console, PART_COLUMNS, [part_row(part) for part in parts], empty="nothing is kept anywhere")
     findings = [finding for part in parts for finding in part.findings]
     if findings:
@@ -144,11 +146,10 @@ def draw_parts(console: Console, parts: Sequence[Part]) -> None:
     console.print()
     blocks = human_count(sum(part.blocks for part in parts))
     if findings:
-        console.print(
-            Text(f"{human_count(len(findings))} found; the daemon deals with each as told when it starts", "red")
-        )
+        problems = f"{human_count(len(findings))} problem{'' if len(findings) == 1 else 's'}"
+        console.print(Text(f"Checked {blocks} blocks and their metadata: {problems}. {REMEDY}", "red"), soft_wrap=True)
     else:
-        console.print(Text(f"{blocks} blocks and what tells of them: all as they were written", "green"))
+        console.print(Text(f"Checked {blocks} blocks and their metadata: no problems.", "green"))
 
 
 def part_row(part: Part) -> list[Cell]:

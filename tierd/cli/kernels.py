@@ -13,23 +13,25 @@ from pathlib import Path
 
 import click
 
+from tierd.cli.help import Listing, example
+
 PACKAGE = Path(__file__).resolve().parents[1]
 FATBINS = PACKAGE / "kernels" / "fatbins"
 SOURCES = (PACKAGE / "kernels" / "sources", PACKAGE.parent)
 """Of a wheel; of a checkout."""
 
 
-@click.group()
+@click.group(cls=Listing)
 def kernels() -> None:
-    """The kernels that attend to pages on NVIDIA GPUs."""
+    """Compiles the kernels that attend to pages on NVIDIA GPUs."""
 
 
-@kernels.command()
+@kernels.command(epilog=example("tierd kernels build --architecture 90"))
 @click.option(
     "--architecture", type=int, multiple=True, help="Such as 90, an H100; more than one may be given. All without it."
 )
 def build(architecture: tuple[int, ...]) -> None:
-    """Compiles them into this installation, by nvcc of CUDA 13 or newer.
+    """Compiles the kernels into this installation, by nvcc of CUDA 13 or newer.
 
     It takes minutes for each architecture on a few cores. What was compiled before is not compiled again.
     """

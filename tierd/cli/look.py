@@ -1,12 +1,11 @@
-"""The commands that only look: status, tiers, blocks, inspect, sessions, namespaces.
+"""The verbs that only look: status, tiers, sessions, namespaces.
 
 They request and show; they change nothing. Columns missing from a table are in `--json`.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import os
 from collections.abc import Iterable, Sequence
 
 import click
@@ -15,32 +14,24 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd._proto.cache_pb2 import TierKind
-from tierd.cli.ask import Ask, verb
+from tierd.cli.admin import OWN_NAME
+from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_seconds
-from tierd.cli.render import Cell, Column, bar, facts, share_text, show_table, state_text
-from tierd.errors import InvalidArgument
+from tierd.cli.help import example
+from tierd.cli.hits import hits_line, hits_of, plain_hits
+from tierd.cli.models import spec_of
+from tierd.cli.render import Cell, Column, bar, facts, full_text, plain_of, show_table, state_text
 
-HASH_DIGITS = 12
-"""Digits of a block hash in a table: enough to tell blocks apart and for `inspect`."""
-HASH_MAX_DIGITS = 64
-LABEL_VALUE = re.compile(r'="([^"]*)"')
+SESSION_DIGITS = 8
+"""Of a session's number, the first ones: the log and `--json` have all, and a search finds them by these."""
 RESUME_S = 20.0
-"""Longest wait for a retry: a hanging disk never answers."""
-DECLINED = {
-    "partial": "it is the short end of a sequence, which the next turn fills up under another name",
-    "unlikely": "another use of it is not likely enough",
-    "displaced": "it was since its last use, and has given way to others there",
-    "budget": "the wear budget went to blocks that are likelier to be used again; see `tierctl wear`",
-}
-"""Reasons why admission declined a block at its last eviction from memory."""
-SORTS = ("recent", "hits", "position", "bytes")
-
+"""For so long is a try waited for: a disk that hangs answers never."""
 TIER_COLUMNS = (
     Column("tier", style="bold"),
     Column("used", right=True),
     Column("of", right=True),
     Column("full", right=True),
-    Column("", spare=4),
+    Column("", spare=4, is_bar=True),
     Column("blocks", right=True),
     Column("pinned", right=True),
     Column("reserved", right=True, spare=6),
@@ -52,7 +43,7 @@ TIER_COLUMNS = (
     Column("mode", spare=5),
 )
 COUNTER_COLUMNS = (
-    Column("counter"),
+    Column("metric"),
     Column("count", right=True),
 )
 CLASS_COLUMNS = (
@@ -63,44 +54,22 @@ CLASS_COLUMNS = (
     Column("pages", right=True),
     Column("free", right=True),
 )
-BLOCK_COLUMNS = (
-    Column("block", style="cyan"),
-    Column("ns", right=True),
-    Column("no.", right=True),
-    Column("tokens", right=True, spare=1),
-    Column("bytes", right=True),
-    Column("pins", right=True),
-    Column("hits", right=True),
-    Column("idle", right=True),
-    Column("tiers"),
-    Column("prio", right=True, spare=3),
-    Column("parent", style="dim", spare=2),
-)
-PAGE_COLUMNS = (
-    Column("tier", style="bold"),
-    Column("state"),
-    Column("segment", right=True),
-    Column("slot", right=True),
-    Column("offset", right=True),
-    Column("generation", right=True),
-    Column("pins", right=True),
-)
 SESSION_COLUMNS = (
-    Column("session", right=True, spare=7),
+    Column("session", spare=2),
     Column("name", style="bold"),
     Column("state"),
     Column("pid", right=True),
     Column("tenant", spare=3),
-    Column("leases", right=True, spare=2),
+    Column("leases", right=True, spare=4),
     Column("pinned", right=True),
     Column("reserved", right=True),
     Column("age", right=True, spare=1),
     Column("uid", right=True, spare=5),
-    Column("writing", right=True, spare=4),
+    Column("reservations", right=True, spare=7),
     Column("sdk", spare=6),
 )
 NAMESPACE_COLUMNS = (
-    Column("ns", right=True),
+    Column("id", right=True),
     Column("model", style="bold"),
     Column("tenant"),
     Column("epoch", right=True),
@@ -112,40 +81,37 @@ NAMESPACE_COLUMNS = (
 )
 
 
-@click.command()
+@click.command(epilog=example("tierctl status --watch 5"))
 @click.option("--counters", is_flag=True, help="Also every counter that is not zero.")
-@verb
+@looking
 def status(ask: Ask, *, counters: bool) -> None:
-    """How the daemon is: state, load, tiers, notices."""
+    """Shows how the daemon is: state, load, hit ratio, tiers, notices."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.StatusRequest())
         held = pb.TiersReply() if ask.as_json else daemon.ask(pb.TiersRequest())
-    ask.show(answer, lambda console, reply: draw_status(console, reply, held.tiers, counters=counters))
+    if ask.as_json:
+        ask.show_json(plain_of(answer) | {"hits": plain_hits(hits_of(answer.counters))})
+        return
+    draw_status(ask.console, answer, held.tiers, counters=counters)
 
 
 def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.TierInfo], *, counters: bool) -> None:
     """The state in a few lines, then the tiers, then the machine's deficiencies."""
     console.print(status_line(reply), soft_wrap=True)
     console.print(load_line(reply), soft_wrap=True)
+    console.print(hits_line(hits_of(reply.counters)), soft_wrap=True)
     console.print()
     show_table(console, TIER_COLUMNS, tier_rows(tiers), empty="no tiers")
     draw_unready(console, tiers)
     draw_trouble(console, tiers)
     if counters:
-        moved = [(short_counter(name), human_count(value)) for name, value in sorted(reply.counters.items()) if value]
+        moved = [(name, human_count(value)) for name, value in sorted(reply.counters.items()) if value]
         console.print()
         show_table(console, COUNTER_COLUMNS, moved, empty="every counter is zero")
     if reply.notices:
         console.print()
     for notice in reply.notices:
         console.print(Text.assemble(("note: ", "yellow"), notice), soft_wrap=not console.is_terminal)
-
-
-def short_counter(name: str) -> str:
-    """`calls Acquire ok` for tierd_calls_total{method="Acquire",outcome="ok"}."""
-    bare, _, labels = name.partition("{")
-    values = LABEL_VALUE.findall(labels)
-    return " ".join([bare.removeprefix("tierd_").removesuffix("_total"), *values])
 
 
 def status_line(reply: pb.StatusReply) -> Text:
@@ -157,18 +123,19 @@ def status_line(reply: pb.StatusReply) -> Text:
 
 
 def load_line(reply: pb.StatusReply, *, busy: str = "") -> Text:
-    """Open and held objects, and their cost: total CPU time, or the share of a core if known."""
-    counts = ("sessions", "leases", "reservations", "blocks")
+    """What is open and held, and what it cost: CPU time in all, or the share of a core if that is known."""
+    counts = ("leases", "reservations", "blocks")
     pairs = [(name, human_count(getattr(reply, name))) for name in counts]
-    return facts([*pairs, ("cpu", busy or human_seconds(reply.cpu_s))])
+    sessions = ("sessions", human_count(max(0, reply.sessions - 1)))  # one of them is this program's
+    return facts([sessions, *pairs, ("cpu", busy or human_seconds(reply.cpu_s))])
 
 
-@click.command()
+@click.command(epilog=example("tierctl tiers -o wide"))
 @click.option("--classes", is_flag=True, help="Also how each tier's memory is split into size classes.")
 @click.option("--resume", default="", metavar="NAME", help="First try this tier, which is out of service, again.")
-@verb
+@looking
 def tiers(ask: Ask, *, classes: bool, resume: str) -> None:
-    """Each tier's capacity, use, traffic, place and trouble."""
+    """Shows each tier's capacity, use, traffic, place and trouble."""
     with ask.connect() as daemon:
         if resume:
             daemon.ask(pb.ResumeRequest(tier=resume, deadline_s=RESUME_S), timeout_s=RESUME_S + 10)
@@ -213,16 +180,15 @@ def tier_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 
 
 def tier_row(info: pb.TierInfo) -> list[Cell]:
-    """A tier's cells, in the order of TIER_COLUMNS."""
-    gauge = bar(info.used_bytes, info.capacity_bytes) if info.serving else Text("off", style="red")
+    """A tier's cells, as TIER_COLUMNS names them."""
     pages = (info.pages_ready, info.pages_pinned, info.pages_reserved, info.pages_retiring)
     bad = Text(human_count(info.pages_quarantined), style="red" if info.pages_quarantined else "")
     return [
         info.name or TierKind.Name(info.kind).removeprefix("TIER_KIND_").lower(),
         human_bytes(info.used_bytes),
         human_bytes(info.capacity_bytes),
-        share_text(info.used_bytes, info.capacity_bytes),
-        gauge,
+        full_text(info.used_bytes, info.capacity_bytes, is_serving=info.serving),
+        bar(info.used_bytes, info.capacity_bytes),
         *(human_count(count) for count in pages),
         bad,
         human_count(info.evictions),
@@ -245,122 +211,10 @@ def class_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
     ]
 
 
-@click.command()
-@click.option("--tier", default="", metavar="NAME", help="Only blocks in this tier, such as host.0.")
-@click.option(
-    "--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Only blocks of this namespace id."
-)
-@click.option("--pinned", is_flag=True, help="Only blocks that somebody holds.")
-@click.option("--prefix", "hash_prefix", default="", metavar="HEX", help="Only hashes that begin like this.")
-@click.option(
-    "--sort", type=click.Choice([*SORTS, *(f"-{sort}" for sort in SORTS)]), default="recent", show_default=True
-)
-@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Blocks on a page.")
-@click.option("--offset", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Blocks before the page.")
-@verb
-def blocks(ask: Ask, *, namespace: int | None, hash_prefix: str, offset: int, **filters: str | int | bool) -> None:
-    """Lists blocks: filtered, sorted, a page at a time."""
-    request = pb.BlocksRequest(
-        namespace=namespace or 0,
-        has_namespace=namespace is not None,
-        hash_prefix=checked_hash(hash_prefix, empty=True),
-        offset=offset,
-        **filters,  # type: ignore[arg-type]  # click has checked their types
-    )
-    with ask.connect() as daemon:
-        answer = daemon.ask(request)
-    ask.show(answer, lambda console, reply: draw_blocks(console, reply, offset=offset))
-
-
-def draw_blocks(console: Console, reply: pb.BlocksReply, *, offset: int) -> None:
-    """The page, and its position among all matches."""
-    rows = [block_row(block) for block in reply.blocks]
-    empty = f"no block here; {human_count(reply.total)} match in all" if reply.total else "no block matches"
-    show_table(console, BLOCK_COLUMNS, rows, empty=empty)
-    last = offset + len(rows)
-    if rows and console.is_terminal:
-        more = f"; go on with --offset {last}" if last < reply.total else ""
-        console.print(Text(f"{offset + 1:,} to {last:,} of {reply.total:,}{more}", style="dim"))
-
-
-def block_row(block: pb.BlockInfo) -> list[Cell]:
-    """A block's cells, in the order of BLOCK_COLUMNS."""
-    return [
-        block.hash.hex()[:HASH_DIGITS],
-        str(block.namespace),
-        str(block.position),
-        str(block.tokens),
-        human_bytes(block.bytes),
-        str(block.pins),
-        human_count(block.hits),
-        human_seconds(block.idle_s),
-        " ".join(block.tiers),
-        priority_text(block),
-        parent_text(block.parent),
-    ]
-
-
-def priority_text(block: pb.BlockInfo) -> str:
-    """`90`, or `90 60 s` with its remaining time."""
-    return f"{block.priority} {human_seconds(block.retention_s)}" if block.retention_s else str(block.priority)
-
-
-def parent_text(parent: bytes) -> str:
-    """The parent's short name, or `root`."""
-    return parent.hex()[:HASH_DIGITS] if any(parent) else "root"
-
-
-@click.command()
-@click.argument("block", metavar="HASH")
-@verb
-def inspect(ask: Ask, block: str) -> None:
-    """One block: what it is, where its pages lie, what follows it. HASH: any unambiguous prefix."""
-    request = pb.InspectRequest(hash=checked_hash(block))
-    with ask.connect() as daemon:
-        answer = daemon.ask(request)
-    ask.show(answer, draw_block)
-
-
-def draw_block(console: Console, reply: pb.InspectReply) -> None:
-    """The block's facts, then its pages, then its children."""
-    block = reply.block
-    console.print(facts((("block", Text(block.hash.hex(), style="cyan")),)), soft_wrap=True)
-    console.print(
-        facts((("parent", block.parent.hex() if any(block.parent) else "root: the first of its sequence"),)),
-        soft_wrap=True,
-    )
-    counts = (("namespace", str(block.namespace)), ("no.", str(block.position)), ("tokens", str(block.tokens)))
-    console.print(facts((*counts, ("bytes", human_bytes(block.bytes)), ("slices", str(reply.slices)))))
-    console.print(
-        facts(
-            (
-                ("hits", human_count(block.hits)),
-                ("idle", human_seconds(block.idle_s)),
-                ("priority", priority_text(block)),
-                ("digest", reply.digest.hex() or "-"),
-            )
-        )
-    )
-    if block.declined:
-        console.print(facts((("not written to NVMe", DECLINED.get(block.declined, block.declined)),)), soft_wrap=True)
-    console.print()
-    show_table(console, PAGE_COLUMNS, [page_row(page) for page in reply.pages], empty="no page holds it now")
-    if reply.children:
-        names = "  ".join(child.hex()[:HASH_DIGITS] for child in reply.children)
-        console.print()
-        console.print(facts((("children", names),)))
-
-
-def page_row(page: pb.PageInfo) -> list[Cell]:
-    """A page's cells, in the order of PAGE_COLUMNS."""
-    numbers = (page.segment, page.slot, page.offset, page.generation, page.pins)
-    return [page.tier, state_text(page.state), *(str(number) for number in numbers)]
-
-
-@click.command()
-@verb
+@click.command(epilog=example("tierctl sessions --watch 2"))
+@looking
 def sessions(ask: Ask) -> None:
-    """Who is connected, and what each holds."""
+    """Lists the clients that are connected, and what each holds."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.SessionsRequest())
     ask.show(answer, draw_sessions)
@@ -368,13 +222,19 @@ def sessions(ask: Ask) -> None:
 
 def draw_sessions(console: Console, reply: pb.SessionsReply) -> None:
     """One row for each session."""
-    show_table(console, SESSION_COLUMNS, [session_row(one) for one in reply.sessions], empty="nobody is connected")
+    rows = [session_row(one) for one in others(reply.sessions)]
+    show_table(console, SESSION_COLUMNS, rows, empty="no client is connected")
+
+
+def others(sessions: Iterable[pb.SessionInfo]) -> list[pb.SessionInfo]:
+    """The sessions without the one of this program."""
+    return [one for one in sessions if (one.name, one.pid) != (OWN_NAME, os.getpid())]
 
 
 def session_row(session: pb.SessionInfo) -> list[Cell]:
     """A session's cells, in the order of SESSION_COLUMNS."""
     return [
-        str(session.id),
+        str(session.id)[:SESSION_DIGITS],
         session.name or "-",
         state_text(session.state),
         str(session.pid),
@@ -389,10 +249,10 @@ def session_row(session: pb.SessionInfo) -> list[Cell]:
     ]
 
 
-@click.command()
-@verb
+@click.command(epilog=example("tierctl namespaces -o json"))
+@looking
 def namespaces(ask: Ask) -> None:
-    """Models, their tenants and epochs."""
+    """Lists models, their tenants and epochs."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.NamespacesRequest())
     ask.show(answer, draw_namespaces)
@@ -423,23 +283,3 @@ def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
         str(spec.get("group") or "-"),
     ]
     return [Text(cell, style="" if namespace.current else "dim") for cell in cells]
-
-
-def spec_of(text: str) -> dict[str, int | str]:
-    """The spec inside a namespace's canonical JSON; empty if a newer daemon writes it differently."""
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        return {}
-    spec = whole.get("spec", whole) if isinstance(whole, dict) else {}
-    return spec if isinstance(spec, dict) else {}
-
-
-def checked_hash(text: str, *, empty: bool = False) -> str:
-    """A hexadecimal prefix of a block hash, lower case. Raises InvalidArgument."""
-    low = text.strip().lower().removeprefix("0x")
-    if (not low and not empty) or len(low) > HASH_MAX_DIGITS or set(low) - set("0123456789abcdef"):
-        raise InvalidArgument(
-            f"hash: {text!r} is not 1 to {HASH_MAX_DIGITS} hexadecimal digits; `tierctl blocks` lists hashes"
-        )
-    return low

@@ -6,27 +6,32 @@ trace.py reads it. Gaps in the recording are reported.
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from rich.console import Console
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.ask import DURATION, SIZE, Ask, verb
+from tierd.cli.ask import DURATION, SIZE, Ask, looking, verb
 from tierd.cli.figures import human_bytes, human_count, human_seconds
+from tierd.cli.help import Listing, example
+from tierd.cli.options import shared
 from tierd.cli.render import facts
 
 STOP_TIMEOUT_S = 30.0
 
 
-@click.group()
-def record() -> None:
+@click.group(cls=Listing)
+@shared
+def record(**_: Any) -> None:
     """Writes what clients ask for into a trace, for `simulate` and `replay`.
 
     A trace holds times, lengths and which requests share which prefix; no tokens, and numbers in place of hashes.
     """
 
 
-@record.command()
+@record.command(epilog=example("tierctl record start monday --seconds 600"))
 @click.argument("name", default="")
 @click.option("--max-bytes", type=SIZE, default="256 MiB", show_default=True, help="It ends before its file is larger.")
 @click.option("--seconds", type=DURATION, default="3600 s", show_default=True, help="It ends after this time.")
@@ -41,7 +46,7 @@ def start(ask: Ask, *, name: str, max_bytes: int, seconds: float) -> None:
     ask.show(answer, draw_start)
 
 
-@record.command()
+@record.command(epilog=example("tierctl record stop"))
 @verb
 def stop(ask: Ask) -> None:
     """Ends the recording; what was asked for until now is in it."""
@@ -50,10 +55,10 @@ def stop(ask: Ask) -> None:
     ask.show(answer, draw_status)
 
 
-@record.command()
-@verb
+@record.command(epilog=example("tierctl record status --watch 5"))
+@looking
 def status(ask: Ask) -> None:
-    """How the recording goes, or went."""
+    """Shows how the recording goes, or went."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.RecordStatusRequest())
     ask.show(answer, draw_status)

@@ -23,6 +23,8 @@ from tierd.cli.figures import human_share
 
 GAP_COLUMNS = 2
 """Between two columns of a table."""
+WIDE_COLUMNS = 1000
+"""Of a table that leaves no column out."""
 
 Cell = str | Text
 Row = Sequence[Cell]
@@ -30,17 +32,26 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """right: aligned right, as numbers are. spare: above 0, it may be dropped; the highest goes first."""
+    """One column. right: set right, as numbers are. spare: above 0, it may be left out; the highest goes first.
+
+    is_bar: it holds gauges, which are shown where there is colour.
+    """
 
     name: str
     right: bool = False
     style: str = ""
     spare: int = 0
+    is_bar: bool = False
 
 
-def new_console() -> Console:
-    """The console of this command. NO_COLOR and dumb terminals are respected."""
-    return Console(highlight=False, markup=False, emoji=False)
+def new_console(*, is_wide: bool = False) -> Console:
+    """The console of this command. NO_COLOR and dumb terminals are respected. is_wide: the terminal may break lines."""
+    return Console(highlight=False, markup=False, emoji=False, width=WIDE_COLUMNS if is_wide else None)
+
+
+def has_colour(console: Console) -> bool:
+    """Whether bars can be told from what they do not fill."""
+    return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row], *, empty: str) -> None:
@@ -49,9 +60,30 @@ def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row],
     if not held:
         console.print(Text(empty, style="dim"))
     elif console.is_terminal:
-        console.print(new_table(columns, held, width=console.width))
+        draw_table(console, columns, held)
     else:
         print("\n".join(plain_lines(columns, held)))
+
+
+def draw_table(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    """Prints the rows on a terminal, and names the columns that it has no room for."""
+    columns, rows = without_bars(console, columns, rows)
+    shown = fitting(columns, widths_of(columns, rows), width=console.width)
+    console.print(new_table(columns, rows, width=console.width))
+    hidden = [column.name for i, column in enumerate(columns) if i not in shown and column.name]
+    if hidden:
+        said = f"no room for: {', '.join(hidden)} (`-o wide` shows them)"
+        console.print(Text(said, style="dim"))
+
+
+def without_bars(
+    console: Console | None, columns: Sequence[Column], rows: Sequence[Row]
+) -> tuple[Sequence[Column], Sequence[Row]]:
+    """The columns and the rows; without gauges where there is no colour, as in a pipe (None)."""
+    if console is not None and has_colour(console):
+        return columns, rows
+    kept = [i for i, column in enumerate(columns) if not column.is_bar]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> Table:
@@ -84,7 +116,8 @@ def widths_of(columns: Sequence[Column], rows: Sequence[Row]) -> list[int]:
 
 
 def plain_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """The rows as aligned text, two spaces between columns, nothing cut."""
+    """The rows as aligned text, two spaces between columns, nothing cut. Bars are left to colour."""
+    columns, rows = without_bars(None, columns, rows)
     widths = widths_of(columns, rows)
     lines = [[column.name for column in columns], *([str(cell) for cell in row] for row in rows)]
     return [plain_line(columns, line, widths=widths) for line in lines]
@@ -102,20 +135,15 @@ def aligned(text: str, width: int, *, right: bool) -> str:
 
 
 def bar(part: float, whole: float, *, cells: int = 8) -> Text:
-    """A gauge: green, yellow from 80 %, red from 95 % on."""
+    """A gauge. It has one colour however full it is: a cache that works is full."""
     share = min(1.0, max(0.0, part / whole)) if whole else 0.0
     filled = round(share * cells)
-    return Text.assemble(("━" * filled, heat(share)), ("╌" * (cells - filled), "bright_black"))
+    return Text.assemble(("━" * filled, "green"), ("╌" * (cells - filled), "bright_black"))
 
 
-def share_text(part: float, whole: float) -> Text:
-    """A fill level in its color."""
-    return Text(human_share(part, whole), style=heat(part / whole) if whole else "")
-
-
-def heat(share: float) -> str:
-    """The color of a fill level."""
-    return "green" if share < 0.8 else "yellow" if share < 0.95 else "red"
+def full_text(part: float, whole: float, *, is_serving: bool) -> Text:
+    """How full a tier is, or that it is off."""
+    return Text(human_share(part, whole)) if is_serving else Text("off", style="red")
 
 
 def facts(pairs: Iterable[tuple[str, Cell]]) -> Text:
@@ -131,12 +159,9 @@ def facts(pairs: Iterable[tuple[str, Cell]]) -> Text:
 
 
 def state_text(state: str) -> Text:
-    """A daemon's or session's state in its color."""
-    good, passing = (
-        ("serving", "open", "ready"),
-        ("starting", "loading", "draining", "restored", "reserved", "retiring"),
-    )
-    return Text(state, style="green" if state in good else "yellow" if state in passing else "red")
+    """A daemon's, session's or page's state in its colour; red is for trouble."""
+    good, bad = ("serving", "open", "ready"), ("quarantined",)
+    return Text(state, style="green" if state in good else "red" if state in bad else "yellow")
 
 
 def show_json(value: Message | Mapping[str, Any] | Sequence[Any], *, indent: int | None = 2) -> None:

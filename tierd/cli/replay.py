@@ -24,9 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection
-from tierd.cli.ask import SIZE, Ask, verb
+from tierd.cli.ask import SIZE, Ask, listing
 from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_share
+from tierd.cli.help import example
 from tierd.cli.render import show_json
 from tierd.cli.tally import Step, Tally, draw_tally
 from tierd.cli.trace import Content, hash_ids, read_trace
@@ -60,7 +61,7 @@ class Options:
     cold: bool = False
 
 
-@click.command()
+@click.command(epilog=example("tierctl replay trace.jsonl.gz --lockstep"))
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests.")
 @click.option("--block-bytes", type=SIZE, default=None, help="Of a full block. [default: as recorded, else 64 KiB]")
@@ -75,7 +76,7 @@ class Options:
     "--speed", type=click.FloatRange(0, min_open=True), default=None, help="Keep the trace's pauses, this much faster."
 )
 @click.option("--cold", is_flag=True, help="Find nothing that an earlier replay has stored.")
-@verb
+@listing
 def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
     """Drives the daemon with a recorded trace.
 

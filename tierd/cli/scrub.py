@@ -15,9 +15,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.ask import RATE, Ask, verb
+from tierd.cli.ask import RATE, Ask, listing
 from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
+from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, facts, show_json, show_table
 
 FAULTS = {
@@ -46,7 +47,7 @@ QUARANTINE_COLUMNS = (
 )
 
 
-@click.command()
+@click.command(epilog=example("tierctl scrub --tier nvme.0 --bandwidth 200MiB/s"))
 @click.option("--tier", default="", metavar="NAME", help="Only this tier, such as nvme.0.")
 @click.option(
     "--bandwidth",
@@ -57,7 +58,7 @@ QUARANTINE_COLUMNS = (
 )
 @click.option("--status", is_flag=True, help="Begin nothing: how far the background's pass is, and the last one.")
 @click.option("--quarantine", is_flag=True, help="Begin nothing: list the pages that were found bad.")
-@verb
+@listing
 def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool) -> None:
     """Verifies every block now; a bad one becomes a miss.
 

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tierd.cli.ask import SIZE, Ask, verb
+from tierd.cli.ask import SIZE, Ask, listing
 from tierd.cli.figures import human_seconds
+from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.trace import read_trace
 from tierd.config import Config, load_config, read_config
@@ -70,7 +71,7 @@ ADMISSIONS, BUDGETS = _List("policy,...", parse_admission), _List("size,...", pa
 SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice)
 
 
-@click.command()
+@click.command(epilog=example("tierctl simulate trace.jsonl.gz --host 64GiB,128GiB --nvme 1TiB"))
 @click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--policy",
@@ -105,11 +106,11 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
     help="Draw the curves to FILE.html (a page that needs nothing else), FILE.png or FILE.svg (by matplotlib).",
 )
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Processes. [default: as many as there are cores]")
-@verb
+@listing
 def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], jobs: int | None, **options: Any) -> None:
-    """Serves recorded traces from tiers of many sizes, without a daemon, as its core and its policies would.
+    """Serves recorded traces from tiers of many sizes, without a daemon.
 
-    TRACE: JSON lines, gzip or plain. Every policy runs in every combination of the tiers' sizes; without any size, in the tiers of the
+    The core and the policies of the daemon decide. TRACE: JSON lines, gzip or plain. Every policy runs in every combination of the tiers' sizes; without any size, in the tiers of the
     configuration.
 
     Sizes in bytes (64GiB) mean tiers as a daemon of that capacity has them, with segments and size classes; a `replay --lockstep` against

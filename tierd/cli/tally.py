@@ -14,8 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds
-from tierd.cli.render import Cell, Column, facts, share_text, show_table
+from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
+from tierd.cli.render import Cell, Column, facts, show_table
 
 PERCENTILES = (50, 90, 99, 100)
 SHARE_COLUMNS = (
@@ -121,13 +121,13 @@ def share_rows(tally: Tally) -> list[list[Cell]]:
     """One row a tier, one for computed tokens, one for the whole."""
     rows = list(zip(tally.tiers, tally.tier_tokens, strict=True))
     rows.append(("computed", tally.tokens - sum(tally.tier_tokens)))
-    cells: list[list[Cell]] = [[name, human_count(n), Text(str(share_text(n, tally.tokens)))] for name, n in rows]
+    cells: list[list[Cell]] = [[name, human_count(n), human_share(n, tally.tokens)] for name, n in rows]
     return [
         *cells,
         [
             "hits",
             human_count(sum(tally.tier_tokens)),
-            Text(str(share_text(sum(tally.tier_tokens), tally.tokens)), style="bold"),
+            Text(human_share(sum(tally.tier_tokens), tally.tokens), style="bold"),
         ],
     ]
 

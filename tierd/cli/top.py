@@ -26,15 +26,17 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection
 from tierd.cli.ask import DURATION, Ask, verb
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_share
-from tierd.cli.look import SESSION_COLUMNS, load_line, session_row, short_counter, status_line
-from tierd.cli.render import Cell, Column, bar, new_table, plain_lines, plain_of, share_text, show_json
+from tierd.cli.help import example
+from tierd.cli.hits import Hits, hits_line, hits_of, plain_hits
+from tierd.cli.look import SESSION_COLUMNS, load_line, others, session_row, status_line
+from tierd.cli.render import Cell, Column, bar, full_text, new_table, plain_lines, plain_of, show_json, without_bars
 
 TOP_COLUMNS = (
     Column("tier", style="bold"),
     Column("used", right=True),
     Column("of", right=True),
     Column("full", right=True),
-    Column("", spare=3),
+    Column("", spare=3, is_bar=True),
     Column("blocks", right=True, spare=2),
     Column("pinned", right=True),
     Column("read", right=True),
@@ -42,7 +44,7 @@ TOP_COLUMNS = (
     Column("evict/s", right=True, spare=1),
 )
 RATE_COLUMNS = (
-    Column("counter", style="bold"),
+    Column("metric", style="bold"),
     Column("per s", right=True),
 )
 RATES_SHOWN = 6
@@ -77,6 +79,11 @@ class Change:
         """A counter's rate; a counter that fell (the daemon restarted) counts from zero."""
         return (after - before if after >= before else after) / self.seconds
 
+    @property
+    def hits(self) -> Hits:
+        """Of the tokens that were asked for between the samples."""
+        return hits_of(self.after.status.counters).since(hits_of(self.before.status.counters))
+
     def counters(self) -> list[tuple[str, float]]:
         """Counters that moved and their rates, fastest first."""
         old, new = self.before.status.counters, self.after.status.counters
@@ -84,12 +91,15 @@ class Change:
         return sorted((rate for rate in rates if rate[1] > 0), key=lambda rate: (-rate[1], rate[0]))
 
 
-@click.command()
+@click.command(epilog=example("tierctl top --interval 2s"))
 @click.option("--interval", type=DURATION, default="1 s", show_default=True, help="Between two looks.")
 @click.option("--count", type=click.IntRange(1), default=None, help="Frames until it ends by itself.")
 @verb
 def top(ask: Ask, *, interval: float, count: int | None) -> None:
-    """The daemon, live: tiers, rates, sessions. q or Ctrl-C ends it."""
+    """Shows the daemon live: hit ratio, tiers, rates, sessions.
+
+    q or Ctrl-C ends it. In a pipe it prints one frame after another.
+    """
     with ask.connect() as daemon, contextlib.suppress(KeyboardInterrupt):
         if ask.as_json or not ask.console.is_terminal:
             stream(ask, daemon, interval=interval, count=count or 1)
@@ -108,7 +118,7 @@ def stream(ask: Ask, daemon: Connection, *, interval: float, count: int) -> None
             show_json(plain_change(change), indent=None)
         else:
             print(
-                "\n".join([str(status_line(after.status)), *plain_lines(TOP_COLUMNS, tier_rows(change)), ""]),
+                "\n".join([*map(str, head_of(change)), *plain_lines(TOP_COLUMNS, tier_rows(change)), ""]),
                 flush=True,
             )
         before = after
@@ -120,7 +130,7 @@ def watch(console: Console, daemon: Connection, *, interval: float, count: int |
     frames = 0
     with keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(frame(Change(before, after), width=console.width, height=console.height), refresh=True)
+            live.update(frame(console, Change(before, after)), refresh=True)
             frames += 1
             if frames == count or key_within(interval) in ("q", "Q", "\x1b", "\x04"):
                 return
@@ -134,18 +144,30 @@ def sample(daemon: Connection) -> Sample:
     return Sample(time.monotonic(), status, tiers, daemon.ask(pb.SessionsRequest()))
 
 
-def frame(change: Change, *, width: int, height: int) -> Group:
+def frame(console: Console, change: Change) -> Group:
     """One picture: state, load, rates, tiers, and as many sessions as fit."""
-    status = change.after.status
-    busy = change.per_second(change.before.status.cpu_s, status.cpu_s)
-    tiers = new_table(TOP_COLUMNS, tier_rows(change), width=width)
-    room = max(1, min(SESSIONS_SHOWN, height - len(change.after.tiers.tiers) - RATES_SHOWN - 13))
-    open_ones = sorted(change.after.sessions.sessions, key=lambda one: (-one.pinned_bytes - one.reserved_bytes, one.id))
+    _status, width, height = change.after.status, console.width, console.height
+    tiers = new_table(*without_bars(console, TOP_COLUMNS, tier_rows(change)), width=width)
+    room = max(1, min(SESSIONS_SHOWN, height - len(change.after.tiers.tiers) - RATES_SHOWN - 15))
+    open_ones = sorted(
+        others(change.after.sessions.sessions), key=lambda one: (-one.pinned_bytes - one.reserved_bytes, one.id)
+    )
     sessions = new_table(SESSION_COLUMNS, [session_row(one) for one in open_ones[:room]], width=width)
     hidden = f"   {len(open_ones) - room} more" if len(open_ones) > room else ""
     foot = Text(f"q ends{hidden}", style="dim")
-    head = (status_line(status), load_line(status, busy=human_share(busy, 1)))
-    return Group(*head, Text(), tiers, Text(), rate_table(change, width=width), Text(), sessions, Text(), foot)
+    return Group(
+        *head_of(change), Text(), tiers, Text(), rate_table(change, width=width), Text(), sessions, Text(), foot
+    )
+
+
+def head_of(change: Change) -> list[Text]:
+    """The lines above the tables: state, load, and the hit ratio since the last frame and since the start."""
+    status = change.after.status
+    busy = change.per_second(change.before.status.cpu_s, status.cpu_s)
+    hits = change.hits
+    now = [hits_line(hits, name="hit ratio now")] if hits.asked else []
+    every = hits_line(hits_of(status.counters), name="hit ratio")
+    return [status_line(status), load_line(status, busy=human_share(busy, 1)), every, *now]
 
 
 def is_shown(counter: str) -> bool:
@@ -155,7 +177,7 @@ def is_shown(counter: str) -> bool:
 
 def rate_table(change: Change, *, width: int) -> Table | Text:
     """The counters that moved fastest."""
-    rates = [(short_counter(name), human_count(rate)) for name, rate in change.counters()[:RATES_SHOWN]]
+    rates = [(name, human_count(rate)) for name, rate in change.counters()[:RATES_SHOWN]]
     return new_table(RATE_COLUMNS, rates, width=width) if rates else Text("nothing moves", style="dim")
 
 
@@ -172,8 +194,8 @@ def tier_row(change: Change, old: pb.TierInfo, new: pb.TierInfo) -> list[Cell]:
         new.name,
         human_bytes(new.used_bytes),
         human_bytes(new.capacity_bytes),
-        share_text(new.used_bytes, new.capacity_bytes),
-        bar(new.used_bytes, new.capacity_bytes) if new.serving else Text("off", style="red"),
+        full_text(new.used_bytes, new.capacity_bytes, is_serving=new.serving),
+        bar(new.used_bytes, new.capacity_bytes),
         human_count(new.pages_ready),
         human_count(new.pages_pinned),
         human_rate(change.per_second(old.bytes_read, new.bytes_read)),
@@ -189,6 +211,8 @@ def plain_change(change: Change) -> dict[str, object]:
         "status": plain_of(after.status),
         "tiers": plain_of(after.tiers)["tiers"],
         "sessions": plain_of(after.sessions)["sessions"],
+        "hits": plain_hits(hits_of(after.status.counters)),
+        "hits_now": plain_hits(change.hits),
         "seconds": round(change.seconds, 6),
         "per_second": {name: round(rate, 3) for name, rate in change.counters()},
     }

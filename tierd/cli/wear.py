@@ -12,13 +12,16 @@ from rich.console import Console
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.ask import Ask, verb
+from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_rate
-from tierd.cli.render import Cell, Column, bar, facts, heat, show_table
+from tierd.cli.help import example
+from tierd.cli.render import Cell, Column, bar, facts, show_table
 
 ASK_S = 60.0
 """Timeout: the daemon reads the drives, each for some seconds at most."""
 DAYS_PER_YEAR = 365.0
+WORN_PERCENT = 95
+"""Of a drive's endurance: from here on it is to be replaced."""
 SHORT_LIFE_DAYS, LOW_LIFE_DAYS = 90.0, 365.0
 
 WEAR_COLUMNS = (
@@ -30,7 +33,7 @@ WEAR_COLUMNS = (
     Column("rate", right=True),
     Column("budget/day", right=True),
     Column("left", right=True),
-    Column("", spare=5),
+    Column("", spare=5, is_bar=True),
     Column("declined", right=True, spare=2),
     Column("drive", spare=6),
     Column("used", right=True),
@@ -38,10 +41,13 @@ WEAR_COLUMNS = (
 )
 
 
-@click.command()
-@verb
+@click.command(epilog=example("tierctl wear -o wide"))
+@looking
 def wear(ask: Ask) -> None:
-    """What is written to each store, its wear budget, and how long its drive will last."""
+    """Shows the writes to each store, its wear budget, and its drive's life.
+
+    The zeros that the daemon writes ahead into new disk space count as writes.
+    """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.WearRequest(), timeout_s=ASK_S)
     ask.show(answer, draw_wear)
@@ -128,7 +134,7 @@ def left_text(store: pb.StoreWear) -> Text:
 def used_text(drives: Iterable[pb.DriveInfo]) -> Text:
     """The percentage used of the most worn drive."""
     used = max((drive.percentage_used for drive in drives if drive.has_health), default=None)
-    return Text("-") if used is None else Text(f"{used} %", style=heat(used / 100))
+    return Text("-") if used is None else Text(f"{used} %", style="red" if used >= WORN_PERCENT else "")
 
 
 def life_text(store: pb.StoreWear) -> Text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, Self
 
 import numpy as np
@@ -238,6 +238,18 @@ class Found:
     tier_tokens: tuple[int, ...] = ()
 
 
+SHOWN_RUNS = 8
+"""Runs of equal statuses in the text of a result; more are counted."""
+
+
+def _names_of(statuses: NDArray[np.uint16]) -> str:
+    """`128 READY, 1 FAILED`: each run of equal statuses with its length and its name."""
+    names = BlockStatus.names()
+    runs = [(names.get(code, str(code)).upper(), len(list(run))) for code, run in groupby(statuses.tolist())]
+    more = [f"{len(runs) - SHOWN_RUNS} more runs"] if len(runs) > SHOWN_RUNS else []
+    return ", ".join([*(f"{count} {name}" for name, count in runs[:SHOWN_RUNS]), *more]) or "no blocks"
+
+
 _STORED = (BlockStatus.READY, BlockStatus.EXISTS, BlockStatus.PENDING)
 
 
@@ -255,6 +267,9 @@ class PutResult:
 
     def __bool__(self) -> bool:
         return self.stored == len(self.statuses)
+
+    def __repr__(self) -> str:
+        return f"PutResult({_names_of(self.statuses)})"
 
 
 class Lost(int):
@@ -315,6 +330,10 @@ class Event:
     hashes: Hashes
     reason: str
 
+    def __repr__(self) -> str:
+        where = f"sequence={self.sequence}, kind={self.kind.name}, tier={self.tier}, namespace={self.namespace}"
+        return f"Event({where}, hashes={len(self.hashes)}, reason={self.reason!r})"
+
 
 @dataclass(frozen=True, slots=True)
 class Committed:
@@ -323,3 +342,6 @@ class Committed:
     statuses: NDArray[np.uint16]
     handles: StructArray
     lease: Any = None  # Lease | None
+
+    def __repr__(self) -> str:
+        return f"Committed({_names_of(self.statuses)}, handles={len(self.handles)}, lease={self.lease!r})"

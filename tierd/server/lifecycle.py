@@ -34,6 +34,7 @@ from tierd.server.process.fault_socket import fault_socket
 from tierd.server.process.surroundings import watched
 from tierd.server.process.watchdog import Deadman, LoopWatch, end_now
 from tierd.tiers.tier import is_stored
+from tierd.units import format_bytes
 
 log = structlog.get_logger(__name__)
 
@@ -73,12 +74,12 @@ async def serve(config: Config, *, release: bool = False) -> int:
     Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed before it serves.
     """
     check_platform()
+    log.info("tierd starts", version=tierd.__version__, pid=os.getpid(), state=config.server.state_dir)
     os.umask(0o077)
     heap.keep_freed()
     allow_descriptors()
-    log.info("event loop", goes_first=thread_priority.go_first())
-    # Otherwise a process of the same user could open our descriptors through /proc, and write
-    # read-only files.
+    log.debug("event loop", goes_first=thread_priority.go_first())
+    # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()
     _heed_signals(stop, begun)
@@ -103,11 +104,12 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
             daemon.cache.health.start()
             daemon.cache.background.start()
             daemon.scrub.start()
+            _say_what_was_chosen(daemon)
             await listeners.open()
             if await _load(daemon, stop):
                 failpoint("lifecycle.before_ready")
                 daemon.state = "serving"
-                _say_what_was_chosen(daemon)
+                _say_that_it_serves(daemon)
                 systemd.ready()
                 await stop.wait()
             systemd.stopping()
@@ -195,9 +197,15 @@ async def _watchdog(daemon: Assembly) -> AsyncIterator[None]:
 
 
 def _say_what_was_chosen(daemon: Assembly) -> None:
-    """Logs one line per tier and per missing feature of the machine."""
+    """Of the first lines of a log: one for each tier."""
     for tier in daemon.tiers:
-        log.info("tier", name=tier.spec.name, capacity_bytes=tier.spec.capacity_bytes, place=tier.place, mode=tier.mode)
+        size = format_bytes(tier.spec.capacity_bytes)
+        log.info("tier", name=tier.spec.name, capacity=size, place=tier.place, mode=tier.mode)
+
+
+def _say_that_it_serves(daemon: Assembly) -> None:
+    """One line for each thing that the machine lacks, and one that the daemon serves."""
+    for tier in daemon.tiers:
         for notice in tier.notices:
             log.warning(notice, tier=tier.spec.name)
             daemon.metrics.notice(notice)

@@ -147,10 +147,24 @@ class Listeners:
         await self._rpc.start()
         if server.metrics_listen:
             self._metrics = self._listen_metrics(server.metrics_listen)
+        self._say_where()
         self._gauges.start()
         self.wear.start()
         if not self._daemon.cache.clock.is_replay:
             self.learned.start()
+
+    def _say_where(self) -> None:
+        """One line with every address; the ports are those that the system gave."""
+        server = self._daemon.config.server
+        tcp = self._unauthenticated and f"{server.tcp_listen.rpartition(':')[0]}:{self._unauthenticated.port}"
+        metrics_at = self._metrics and f"{server.metrics_listen.rpartition(':')[0]}:{self._metrics.port}"
+        log.info(
+            "listening",
+            sessions=str(self.directory / places.SESSION_SOCKET_NAME),
+            calls=str(self.directory / places.SOCKET_NAME),
+            tcp=tcp or "off",
+            metrics=f"http://{metrics_at}/metrics" if metrics_at else "off",
+        )
 
     def note_names(self, note: Callable[[Names], None]) -> None:
         """Passes the clients' names of blocks to `note` from now on."""

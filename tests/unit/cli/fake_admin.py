@@ -18,6 +18,14 @@ from tierd.core.formats.model import TierKind
 from tierd.errors import ERROR_KEY, TierdError
 
 HASH = bytes(range(32))
+COUNTERS = {
+    'tierd_tokens_hit_total{tier="host.0"}': 600,
+    'tierd_tokens_hit_total{tier="nvme.0"}': 200,
+    'tierd_tokens_missed_total{reason="absent"}': 150,
+    'tierd_tokens_missed_total{reason="busy"}': 50,
+    "tierd_lookups_total": 99,
+    "tierd_idle_total": 0,
+}
 
 
 class FakeAdmin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
@@ -72,7 +80,7 @@ def samples() -> dict[str, Message | TierdError]:
     return {
         "Status": pb.StatusReply(
             version="0.1.0", instance="ab12cd34" * 4, pid=4711, uptime_s=11_532, state="serving", sessions=3, leases=12,
-            blocks=10_234, cpu_s=84.2, counters={"tierd_hits": 99, "tierd_idle": 0},
+            blocks=10_234, cpu_s=84.2, counters=COUNTERS,
             notices=["host.0: no huge pages here (shmem_enabled is never); first touch is slower"],
         ),
         "Wear": pb.WearReply(stores=worn_stores()),

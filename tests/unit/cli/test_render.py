@@ -7,13 +7,16 @@ from fake_admin import samples
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli import look, top
+from tierd.cli import blocks, look, top
 from tierd.cli.advice import Engine
 from tierd.cli.engines import draw_engines, engine_row
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
-from tierd.cli.render import Column, bar, fitting, plain_lines
+from tierd.cli.hits import Hits
+from tierd.cli.models import Models
+from tierd.cli.render import Column, bar, draw_table, fitting, plain_lines
 
 
 @pytest.mark.parametrize(
@@ -79,11 +82,12 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
     answers = samples()
     console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
     one = top.Sample(0.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
-    console.print(top.frame(top.Change(one, one), width=width, height=30))
-    look.draw_blocks(console, answers["Blocks"], offset=0)  # type: ignore[arg-type]
+    console.print(top.frame(console, top.Change(one, one)))
+    blocks.draw_blocks(console, answers["Blocks"], Models([]), offset=0)  # type: ignore[arg-type]
     look.draw_tiers(console, answers["Tiers"], classes=True)  # type: ignore[arg-type]
     text = console.export_text()
     assert "…" not in text
+    assert width > 80 or "no room for: " in text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
@@ -115,8 +119,33 @@ def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
     assert (change.per_second(100, 300), change.per_second(100, 20)) == (100.0, 10.0)
 
 
+def test_hits_since_the_last_look() -> None:
+    """The hit ratio between two looks counts what came between them, and all after a restart."""
+    old, new = Hits({"host.0": 10}, 90), Hits({"host.0": 40, "nvme.0": 20}, 130)
+    assert (new.since(old).hit, new.since(old).asked) == (50, 90)
+    assert old.since(new) == old
+
+
 @pytest.mark.parametrize("part", [0, 3, 8])
 def test_bars_without_colour(part: int) -> None:
-    """How full a bar is can be read where there are no colours."""
+    """A bar is as long as its share, and nobody sees one where there is no colour."""
     assert bar(part, 8).plain.count("━") == part
     assert len(bar(part, 8).plain) == 8
+    columns = (Column("tier"), Column("", is_bar=True))
+    assert plain_lines(columns, [["host.0", bar(part, 8)]]) == ["tier", "host.0"]
+    shown = {}
+    for system in ("standard", None):
+        console = Console(force_terminal=True, width=80, color_system=system, no_color=False, record=True)  # type: ignore[arg-type]
+        draw_table(console, columns, [["host.0", bar(part, 8)]])
+        shown[system] = console.export_text()
+    assert ("━" in shown["standard"] or "╌" in shown["standard"], "╌" in shown[None]) == (True, False)
+
+
+@pytest.mark.parametrize("used", [0, 80, 95, 100])
+def test_a_full_tier_is_no_trouble(used: int) -> None:
+    """However full a tier is, nothing of it is red; a tier that is out of service is."""
+    info = pb.TierInfo(name="host.0", capacity_bytes=100, used_bytes=used, serving=True)
+    row = [cell for cell in look.tier_row(info) if isinstance(cell, Text)]
+    assert not [cell for cell in row if "red" in str(cell.style) or any("red" in str(s.style) for s in cell.spans)]
+    info.serving = False
+    assert [str(cell.style) for cell in look.tier_row(info) if str(cell) == "off"] == ["red"]

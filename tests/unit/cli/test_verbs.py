@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 
 import pytest
 from click.testing import Result
-from fake_admin import HASH, FakeAdmin
+from fake_admin import COUNTERS, HASH, FakeAdmin
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.figures import human_seconds
@@ -26,7 +27,7 @@ SHOWN = {
     ("pin", "00ff"): "pinned 1 block",
     ("unpin", "00ff"): "unpinned 1 block",
     ("drain",): "2 leases left",
-    ("flush",): "flushed 8 blocks",
+    ("flush",): "wrote 8 blocks, 8.00 MiB, to NVMe",
     ("wear",): "install it (package nvme-cli)",
     ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
     ("record", "start", "a"): "recording into /state/a.jsonl.gz, at most 256 MiB and ",
@@ -67,7 +68,13 @@ def test_a_flush_that_left_something_fails(run: Run, admin: FakeAdmin) -> None:
     admin.answers["Flush"] = pb.FlushReply(blocks=8, bytes=8 << 20, left=2)
     result = run("flush")
     assert result.exit_code == 1
-    assert "flushed 8 blocks, 8.00 MiB; 2 blocks could not be" in result.stdout
+    assert "wrote 8 blocks, 8.00 MiB, to NVMe; 2 blocks could not be" in result.stdout
+
+
+def test_a_drain_says_that_it_is_for_good(run: Run) -> None:
+    """drain says in its help and in its answer that only a restart takes it back."""
+    assert "until somebody restarts it" in " ".join(run("drain", "--help").stdout.split())
+    assert "until somebody restarts it" in run("drain").stdout
 
 
 def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
@@ -75,7 +82,46 @@ def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
     block = json.loads(run("blocks", "--json").stdout)["blocks"][0]
     assert (block["hash"], block["bytes"], block["tiers"]) == (HASH.hex(), 65536, ["host.0", "nvme.0"])
     assert json.loads(run("tiers", "--json").stdout)["tiers"][2]["kind"] == "nvme"
-    assert json.loads(run("status", "--json").stdout)["counters"] == {"tierd_hits": 99, "tierd_idle": 0}
+    assert json.loads(run("status", "--json").stdout)["counters"] == COUNTERS
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("top", "--interval", "1 ms")], ids=lambda words: words[0])
+def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str, ...]) -> None:
+    """status and top show tokens hit of tokens asked for, in all and for each tier; a dash while nobody asks."""
+    assert "hit ratio 80.0 % of 1,000 tokens   host.0 60.0 %   nvme.0 20.0 %" in run(*arguments).stdout
+    hits = json.loads(run(*arguments, "--json").stdout)["hits"]
+    tiers = {"host.0": 600, "nvme.0": 200}
+    assert hits == {"ratio": 0.8, "tokens_hit": 800, "tokens_asked": 1000, "tiers": tiers}
+    answer = admin.answers["Status"]
+    assert isinstance(answer, pb.StatusReply)
+    answer.counters.clear()
+    assert "hit ratio - (no tokens asked for)" in run(*arguments).stdout
+
+
+def test_blocks_are_headed_plainly(run: Run) -> None:
+    """blocks says the model and the position of each block, and inspect does."""
+    head, row = run("blocks").stdout.splitlines()[:2]
+    assert head.split()[:3] == ["block", "model", "position"]
+    assert row.split()[:3] == [HASH.hex()[:12], "llama-3-8b", "0"]
+    assert "model llama-3-8b   namespace 1" in run("inspect", "00").stdout
+
+
+def test_counters_have_the_names_of_metrics(run: Run) -> None:
+    """A counter is shown by the name and labels with which /metrics has it."""
+    shown = run("status", "--counters").stdout
+    assert all((name in shown) == bool(count) for name, count in COUNTERS.items())
+
+
+def test_a_session_is_short_and_this_program_is_none(run: Run, admin: FakeAdmin) -> None:
+    """A session shows the first digits of its number; tierctl neither lists nor counts its own."""
+    answer = admin.answers["Sessions"]
+    assert isinstance(answer, pb.SessionsReply)
+    answer.sessions[0].id = 1234567890123456789
+    answer.sessions.add(id=7, name="tierctl", pid=os.getpid())
+    shown = run("sessions").stdout
+    assert "12345678 " in shown and "123456789" not in shown and "tierctl" not in shown
+    assert len(json.loads(run("sessions", "--json").stdout)["sessions"]) == 2
+    assert "sessions 2 " in run("status").stdout
 
 
 def test_a_block_shows_its_priority(run: Run, admin: FakeAdmin) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tierd.client import NamespaceSpec, OpenedNamespace
+from tierd.client.values import Committed, Event, EventKind, PutResult
 
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096)
 
@@ -20,3 +22,26 @@ def test_blocks_are_named_after_those_before_them() -> None:
     assert named["position"].tolist() == [10, 11, 12]
     assert named["tokens"].tolist() == [16, 16, 8]
     assert named["length"].tolist() == [4096, 4096, 2048]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "text"),
+    [
+        ([1, 1, 1], "PutResult(3 READY)"),
+        ([1, 1, 3, 4], "PutResult(2 READY, 1 EXISTS, 1 NO_ROOM)"),
+        ([], "PutResult(no blocks)"),
+        ([1, 3] * 5, f"PutResult({', '.join(['1 READY, 1 EXISTS'] * 4)}, 2 more runs)"),
+        ([999], "PutResult(1 999)"),
+    ],
+)
+def test_a_result_prints_names(statuses: list[int], text: str) -> None:
+    """A printed result of a put says its statuses by name, equal ones counted."""
+    assert repr(PutResult(np.array(statuses, dtype=np.uint16))) == text
+
+
+def test_other_answers_print_names() -> None:
+    """A printed commit and a printed event say names, too, and no array."""
+    handles = np.zeros(2, dtype=np.uint16)
+    assert repr(Committed(np.array([1, 9], dtype=np.uint16), handles)).startswith("Committed(1 READY, 1 ")
+    event = Event(7, EventKind.REMOVED, 0, 3, np.zeros((2, 32), dtype=np.uint8), "evicted")
+    assert repr(event) == "Event(sequence=7, kind=REMOVED, tier=0, namespace=3, hashes=2, reason='evicted')"

@@ -34,8 +34,8 @@ class Unauthenticated:
     """The connections of one port. limit: of those with the credential."""
 
     def __init__(self, port: int, *, limit: int) -> None:
-        self._port, self._limit = port, limit
-        self._known: dict[Address, int] = {}  # to the socket's inode, 0 until the first look
+        self.port, self._limit = port, limit
+        self._known: dict[Address, int] = {}  # to the socket's inode, 0 until a look has found it
         self._since: dict[int, float] = {}
         self._task = asyncio.create_task(self._look())
 
@@ -64,7 +64,7 @@ class Unauthenticated:
     async def _look_once(self) -> None:
         before = dict(self._known)
         with contextlib.ExitStack() as stack:
-            found = await asyncio.to_thread(_connections, self._port, stack)
+            found = await asyncio.to_thread(_connections, self.port, stack)
             for address, inode in before.items():
                 now = os.fstat(found[address].fileno()).st_ino if address in found else -1
                 if inode in (0, now) and now > 0:

@@ -104,7 +104,7 @@ class Arena(SegmentBooks[memoryview]):
         touch = arena_files.measure_touch(place.data)
         if touch is not None:
             self.first_touch_bytes_per_s, self.huge_page_share = touch.bytes_per_s, touch.huge_share
-            log.info(
+            log.debug(
                 "first touch", tier=self.spec.name, bytes_per_s=round(touch.bytes_per_s), huge_share=touch.huge_share
             )
         self.notices += arena_files.shortcomings(self.spec, place, touch)

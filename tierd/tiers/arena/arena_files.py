@@ -214,16 +214,20 @@ def measure_touch(directory: Path) -> Touch | None:
 
 
 def shortcomings(spec: TierSpec, place: ArenaPlace, touch: Touch | None) -> list[str]:
-    """A notice if the place is not the best; otherwise empty."""
-    what = f"{spec.name}: {_mib(spec.capacity_bytes)} in {place.data} ({place.mode})"
-    if touch is None:
-        return [f"{what}; first touch was not measured"]
-    said = f"{what}; first touch {touch.bytes_per_s / _GB:.1f} GB/s, {touch.huge_share:.0%} in huge pages"
+    """The lack of the place that was chosen, as a notice; none where there is none."""
     if place.mode == "file":
-        why = "this is no memory file system, so the kernel writes pages back to disk: set arena_dir to a tmpfs"
-    else:
-        why = "a tmpfs mounted with huge=always, named in arena_dir, makes new memory several times faster"
-    return [f"{said}; {why}"] if place.mode == "file" or touch.huge_share < 1 else []
+        return [
+            f"{spec.name}: {place.data} is on a disk, so the kernel writes pages back to it; set arena_dir to a tmpfs"
+        ]
+    if touch is None or touch.huge_share == 1:
+        return []
+    return [
+        (
+            f"{spec.name}: {1 - touch.huge_share:.0%} of its first memory is not in huge pages"
+            f" (first touch {touch.bytes_per_s / _GB:.1f} GB/s);"
+            " a tmpfs mounted with huge=always, named in arena_dir, is several times faster"
+        )
+    ]
 
 
 def huge_share(view: memoryview) -> float:

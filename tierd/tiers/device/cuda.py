@@ -114,9 +114,7 @@ class CudaTier(SegmentBooks[Slab]):
         former = len(list(self.tables.glob(f"*{SUFFIX}")))
         drop_everything(self.tables, self.tables)
         if former:
-            self.notices.append(
-                f"{self.spec.name}: {former} segments of a former life dropped: device memory does not outlive the daemon"
-            )
+            log.info("device memory does not outlive the daemon", tier=self.spec.name, segments_dropped=former)
         return Recovered(
             segments=[],
             extents=np.zeros(0, dtype=EXTENT),

@@ -17,7 +17,15 @@ from tierd.errors import ConfigError, TierFailed
 from tierd.linux.mapping import address_of
 from tierd.tiers.arena import arena_files
 from tierd.tiers.arena.arena import Arena
-from tierd.tiers.arena.arena_files import Mount, check_room, choose_place, find_memory_limit, read_mounts
+from tierd.tiers.arena.arena_files import (
+    ArenaPlace,
+    Mount,
+    Touch,
+    check_room,
+    choose_place,
+    find_memory_limit,
+    read_mounts,
+)
 from tierd.tiers.arena.data_files import DataFiles
 
 MIB = 1 << 20
@@ -107,6 +115,16 @@ async def test_file_system_that_is_no_memory_is_said(tmp_path: Path) -> None:
     await arena.open()
     assert arena.mode == "file" and any("set arena_dir to a tmpfs" in n for n in arena.notices)
     await arena.close(release=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "share", "said"), [("tmpfs", None, 0), ("hugetlbfs", 1.0, 0), ("tmpfs", 0.5, 1), ("file", 1.0, 1)]
+)
+def test_good_news_is_no_notice(tmp_path: Path, mode: str, share: float | None, said: int) -> None:
+    """An arena whose place lacks nothing, as far as is known, gives no notice."""
+    place = ArenaPlace(tmp_path, tmp_path, mode)
+    touch = None if share is None else Touch(4e9, share)
+    assert len(arena_files.shortcomings(SPEC, place, touch)) == said
 
 
 # -- data files

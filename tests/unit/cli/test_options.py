@@ -1,0 +1,74 @@
+"""The options that all verbs share: where they may stand, and what they do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_admin import FakeAdmin
+
+from tierd.cli.admin import Connection
+from tierd.cli.ctl import cli
+
+Run = Callable[..., Result]
+LISTING = ["status", "tiers", "blocks", "sessions", "namespaces", "engines", "wear"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--json", "status"), ("status", "--json"), ("record", "--json", "status")], ids=" ".join
+)
+def test_json_may_stand_before_the_verb(run: Run, arguments: tuple[str, ...]) -> None:
+    """--json means the same before a verb, before a verb's verb, and after them."""
+    assert isinstance(json.loads(run(*arguments).stdout), dict)
+
+
+@pytest.mark.parametrize("arguments", [("--target", "/x", "status"), ("status", "--target", "/x")], ids=" ".join)
+def test_target_may_stand_before_the_verb(
+    run: Run, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--target names the daemon before a verb and after it; the one after it wins."""
+    asked: list[str | None] = []
+    from tierd.cli import ask
+
+    connect: Callable[[str | None], Connection] = ask.connect
+    monkeypatch.setattr(ask, "connect", lambda target: (asked.append(target), connect(target))[1])
+    assert run(*arguments).exit_code == 0
+    assert run("--target", "/y", "status", "--target", "/x").exit_code == 0
+    assert asked == ["/x", "/x"]
+
+
+@pytest.mark.parametrize("verb", LISTING)
+def test_output_is_chosen(run: Run, verb: str) -> None:
+    """-o json is --json, and -o wide shows at least the columns of -o table."""
+    assert json.loads(run(verb, "-o", "json").stdout) == json.loads(run(verb, "--json").stdout)
+    assert run(verb, "-o", "table").stdout.split() == run(verb).stdout.split()
+    assert set(run(verb).stdout.split()) <= set(run(verb, "-o", "wide").stdout.split())
+
+
+@pytest.mark.parametrize("verb", [*LISTING, "inspect 00", "record status"])
+def test_watch_looks_again_until_ctrl_c(run: Run, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--watch looks again after so many seconds; Ctrl-C ends it with exit code 130."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierd.cli.ask.time.sleep", sleep)
+    result = run(*verb.split(), "--watch", "2.5", "--json")
+    assert (result.exit_code, slept) == (130, [2.5, 2.5])
+    assert [type(json.loads(line)) for line in result.stdout.splitlines()] == [dict, dict]
+
+
+def test_watch_needs_a_pause(run: Run, admin: FakeAdmin) -> None:
+    """A pause of nothing is refused, and nobody is asked."""
+    assert (run("status", "--watch", "0").exit_code, admin.asked) == (2, [])
+
+
+def test_help_names_the_options() -> None:
+    """Help of a listing verb names -o, and --watch beside it."""
+    text = CliRunner().invoke(cli, ["tiers", "--help"]).stdout
+    assert "--output [table|wide|json]" in text and "--watch SECONDS" in text

@@ -1,0 +1,43 @@
+"""Which model a namespace is of: people know models, blocks and events have the numbers of namespaces.
+
+Purpose: from the number of a namespace, of any rank, to a name. Non-purpose: asking for namespaces. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from tierd._proto import admin_pb2 as pb
+
+
+class Models:
+    """The models of a daemon's namespaces."""
+
+    def __init__(self, namespaces: Iterable[pb.NamespaceInfo]) -> None:
+        self._names: dict[int, str] = {}
+        for one in namespaces:
+            ranks = int(spec_of(one.text).get("rank_count", 1))
+            for rank in range(ranks):
+                self._names[one.id + rank] = one.model + (f" rank {rank}" if ranks > 1 else "")
+
+    def __contains__(self, namespace: int) -> bool:
+        return namespace in self._names
+
+    def name(self, namespace: int) -> str:
+        """The model, with the rank where there are several; the number where the model is not known."""
+        return self._names.get(namespace, f"namespace {namespace}")
+
+    def short_name(self, namespace: int) -> str:
+        """The model without the directories above it."""
+        return self.name(namespace).rstrip("/").rpartition("/")[2]
+
+
+def spec_of(text: str) -> dict[str, int | str]:
+    """The spec inside a namespace's canonical JSON; empty if a newer daemon writes it otherwise."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return {}
+    spec = whole.get("spec", whole) if isinstance(whole, dict) else {}
+    return spec if isinstance(spec, dict) else {}
