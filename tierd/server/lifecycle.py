@@ -79,7 +79,8 @@ async def serve(config: Config, *, release: bool = False) -> int:
     heap.keep_freed()
     allow_descriptors()
     log.debug("event loop", goes_first=thread_priority.go_first())
-    # A process of the same user could otherwise open our descriptors through /proc and write where it may only read.
+    # Without this, processes of the same user could open our descriptors through /proc, for
+    # writing too.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     stop, begun = asyncio.Event(), asyncio.Event()
     _heed_signals(stop, begun)
