@@ -55,6 +55,7 @@ BUILDERS: dict[str, set[str]] = {
     "server/assembly.py": {"policies", "mover"},
     "server/operators/learned.py": {"policies"},  # it keeps what the learner of reuse knows
     "cli/daemon.py": {"server", "logs"},
+    "cli/configuration.py": {"server", "settings"},  # it checks a file as a daemon would
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
     # Paged caches are tables of the worker's pages under the paged kernel.
