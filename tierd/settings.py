@@ -46,8 +46,8 @@ def _key(default: Any, meaning: str, *, unit: str = "", least: float | None = No
 def _high_watermark() -> Any:
     return _key(
         0.80,
-        "What is in use above this share of the capacity, coldest first, is always to be held by a farther tier too: it is"
-        " written there ahead of need, and stays here until its room is wanted.",
+        "Above this fill level the coldest blocks are copied to the next tier in the background. "
+        "They stay here until space is needed.",
         unit="share of capacity",
         least=0.0,
         most=1.0,
@@ -56,15 +56,15 @@ def _high_watermark() -> Any:
 
 def _low_watermark() -> Any:
     return _key(
-        0.70, "Once writing ahead has begun, it goes on to this share.", unit="share of capacity", least=0.0, most=1.0
+        0.70, "Background copying continues down to this fill level.", unit="share of capacity", least=0.0, most=1.0
     )
 
 
 def _headroom() -> Any:
     return _key(
         0.0,
-        "Share of the capacity that is kept free for requests in progress: between requests the coldest leave until it is. What a request brings"
-        " then displaces nothing that is worth more.",
+        "Share of the capacity that the daemon keeps free: between requests it evicts the coldest blocks. "
+        "New blocks then displace nothing of more value.",
         unit="share of capacity",
         least=0.0,
         most=0.9,
@@ -74,9 +74,11 @@ def _headroom() -> Any:
 def _segment() -> Any:
     return _key(
         "auto",
-        "Size of a segment, the amount of memory that moves between size classes, trust domains and writers. It must divide the"
-        ' capacity. "auto": about a 32nd of the capacity, a power of two from 1 MiB to 1 GiB, 16 MiB or more where eight of them'
-        " fit; the capacity is then rounded down to whole segments.",
+        "Size of a segment: memory moves between size classes, trust domains and writers in segments. "
+        "It must divide the capacity. "
+        '"auto": about 1/32 of the capacity, a power of two from 1 MiB to 1 GiB. '
+        "If eight segments of 16 MiB fit, it is at least 16 MiB. "
+        "The capacity is then rounded down to whole segments.",
         unit="bytes",
     )
 
@@ -84,7 +86,7 @@ def _segment() -> Any:
 def _eviction() -> Any:
     return _key(
         "reuse-index",
-        "Policy that chooses which blocks leave. tierd/policies/README.md names them, with their figures.",
+        "Policy that chooses which blocks to evict. tierd/policies/README.md describes them.",
     )
 
 
@@ -100,47 +102,48 @@ class ServerConfig:
     )
     state_dir: str = _key(
         "",
-        "Directory of what outlives a restart. Empty: TIERD_STATE_DIR, else $XDG_STATE_HOME/tierd, else /var/lib/tierd, else"
-        " ~/.local/state/tierd.",
+        "Directory of the state that outlives a restart. Empty: TIERD_STATE_DIR, else "
+        "$XDG_STATE_HOME/tierd, else /var/lib/tierd, else ~/.local/state/tierd.",
         unit="path",
     )
     session_limit: int = _key(
-        256, "Sessions open at one time; the next one is refused.", unit="sessions", least=1, most=65536
+        256, "Open sessions at most; the daemon refuses more.", unit="sessions", least=1, most=65536
     )
     queue_limit: int = _key(
-        256, "Calls in progress at one time; the next one is refused.", unit="calls", least=1, most=65536
+        256, "Calls in progress at most; the daemon refuses more.", unit="calls", least=1, most=65536
     )
     session_credits: int = _key(
         64,
-        "Calls that one session may have in progress, at most half of queue_limit; the hello tells its client. Beyond"
-        " them calls are refused, and a client that goes on is cut off.",
+        "Calls that one session may have in progress, at most half of queue_limit. The daemon tells it "
+        "to each client. It refuses more, and disconnects a client that keeps exceeding it.",
         unit="calls",
         least=1,
         most=65536,
     )
     max_batch_blocks: int = _key(
         65536,
-        "Blocks in one call, ranks counted; more are refused. The default is a million tokens in blocks of 16.",
+        "Blocks in one call, counted over ranks. The daemon refuses more. "
+        "The default is a million tokens in blocks of 16.",
         unit="blocks",
         least=1,
         most=100_000,
     )
-    call_timeout: Seconds = _key("30 s", "Deadline of a call that brings none of its own.", unit="seconds", least=0.001)
+    call_timeout: Seconds = _key("30 s", "Deadline of calls that set none.", unit="seconds", least=0.001)
     shutdown_deadline: Seconds = _key(
         "10 s",
-        "Time that calls and transfers get to finish at shutdown; then they are cancelled.",
+        "At shutdown the daemon waits this long for calls and transfers, then cancels them.",
         unit="seconds",
         least=0.0,
     )
     loop_warning: Seconds = _key(
         "1 s",
-        "The event loop has not turned for so long: what every thread does is written to the log.",
+        "If the event loop hangs this long, the daemon logs the stack of every thread.",
         unit="seconds",
         least=0.1,
     )
     loop_limit: Seconds = _key(
         "30 s",
-        "The event loop has not turned for so long: the daemon ends, so that its supervisor starts it again, warm.",
+        "If the event loop hangs this long, the daemon ends, so that its supervisor restarts it warm.",
         unit="seconds",
         least=0.1,
     )
@@ -153,23 +156,23 @@ class ServerConfig:
     )
     clock: Literal["monotonic", "replay"] = _key(
         "monotonic",
-        'Where time comes from. "replay": from the requests, and background work runs only in a Quiesce call, so that a recorded'
-        " trace gives the same answers every time.",
+        'Source of time. "replay": each request carries the time, and background work runs only in '
+        "Quiesce calls. A recorded trace then gives the same answers every time.",
     )
     tcp_listen: str = _key(
         "",
-        "host:port for clients that share no memory; loopback only, needs tcp_credential_file. Empty: off.",
+        "host:port for clients without shared memory. Loopback only; needs tcp_credential_file. Empty: off.",
         unit="address",
     )
     tcp_credential_file: str = _key(
-        "", "File with the bearer credential that every call over TCP must bring.", unit="path"
+        "", "File with the bearer credential that every call over TCP must carry.", unit="path"
     )
     metrics_listen: str = _key("", "host:port of /metrics for Prometheus; loopback only. Empty: off.", unit="address")
-    log_format: Literal["console", "json"] = _key("console", "Log lines for people, or one JSON object a line.")
-    log_level: Literal["debug", "info", "warning", "error"] = _key("info", "The least level that is written.")
+    log_format: Literal["console", "json"] = _key("console", "Log lines as text, or one JSON object a line.")
+    log_level: Literal["debug", "info", "warning", "error"] = _key("info", "The lowest level that is logged.")
     watch_queue_events: int = _key(
         10000,
-        "Events kept for a slow watcher; beyond that they are dropped and the watcher is told.",
+        "Events kept for a slow watcher. The daemon drops more, and tells the watcher.",
         unit="events",
         least=1,
         most=10**7,
@@ -182,12 +185,13 @@ class IdentityConfig:
 
     tenants: dict[int, str] = Field(
         default_factory=dict,
-        description='Tenant of a uid, such as { "1000" = "search" }. A uid that is not listed is a tenant of its own, uid-<number>.',
+        description='Tenant of a uid, such as { "1000" = "search" }. Other uids are tenants of their own, uid-<number>.',
         json_schema_extra={"unit": "uid to name"},
     )
     credential_file: str = _key(
         "",
-        "File with one `tenant credential` a line, for containers in which every client has the same uid. Empty: only uids count.",
+        "File with one `tenant credential` a line, for containers in which all clients have one uid. "
+        "Empty: only uids count.",
         unit="path",
     )
 
@@ -198,31 +202,31 @@ class DeviceConfig:
 
     kind: Literal["cpu", "cuda"] = _key(
         "cpu",
-        'What the pages are made of. "cuda": memory of an NVIDIA GPU, set aside at start; needs a driver, a host tier and pip install'
-        ' "tierd[gpu]". "cpu": host memory that stands in for it.',
+        'Memory of the pages. "cuda": memory of an NVIDIA GPU, allocated at start; needs a driver, a '
+        'host tier and pip install "tierd[gpu]". "cpu": host memory in its place.',
     )
     ordinal: int = _key(
         0,
-        "Of kind cuda: number of the GPU, as the driver counts those that the daemon sees.",
+        "Kind cuda: number of the GPU, as the driver counts those that the daemon sees.",
         unit="number",
         least=0,
         most=1023,
     )
     hang_limit: Seconds = _key(
         "10 s",
-        "Of kind cuda: a call to the GPU that takes longer hangs: the daemon's GPU process is ended and another one started.",
+        "Kind cuda: if a GPU call takes longer, the daemon kills its GPU process and starts another.",
         unit="seconds",
         least=0.1,
     )
     direct_reads: Literal["auto", "off"] = _key(
         "auto",
-        'Of kind cuda: "auto" reads blocks from a store into the GPU past host memory (GPUDirect Storage) where a read at the start shows that it is direct.'
-        ' "off": always by way of host memory.',
+        'Kind cuda: "auto" reads from a store straight into the GPU (GPUDirect Storage) if a test read '
+        'at start is direct. "off": always through host memory.',
     )
     capacity: Bytes = _key("256 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
     segment: SegmentSize = _segment()
     arena_dir: str = _key(
-        "", "Directory of the segments, as of a host tier. Empty: beside the host tiers'.", unit="path"
+        "", "Directory of the segments, as for a host tier. Empty: beside the host tiers.", unit="path"
     )
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
@@ -244,15 +248,16 @@ class HostConfig:
     )
     verify: Literal["first_hit", "sampled", "always"] = _key(
         "first_hit",
-        "When a block that its writer could have changed since the commit is checked again. first_hit: before anybody else first"
-        " sees it; sampled: at a share of later hits too; always: at every hit.",
+        "When views are verified, if a client could have changed the page since its commit. "
+        "first_hit: before the first view of another client. sampled: some later views too. "
+        "always: every view. Gets that copy always verify.",
     )
     sealed_puts: bool = _key(
         False,
-        "For writers not to be trusted: they write to pages of their own, and Commit copies what is there to where no client may write and hashes the copy."
-        " A put takes twice its room until then, and Commit a copy longer; the first hit verifies nothing again.",
+        "For untrusted writers. Commit copies their pages to pages that no client can write, and hashes "
+        "the copy. A put then needs twice its space until its commit, and a copy longer.",
     )
-    release_on_exit: bool = _key(False, "Free the memory at shutdown, so that the next start is cold.")
+    release_on_exit: bool = _key(False, "Free the memory at shutdown. The next start is then cold.")
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     headroom: float = _headroom()
@@ -265,82 +270,86 @@ class NvmeConfig:
 
     path: str = _key("", "Directory of the store. Empty: nvme-<index> in server.state_dir.", unit="path")
     capacity: Bytes = _key(
-        "4 GiB", "Disk space of the store, set aside up front.", unit="bytes", least=PAGE_ALIGN_BYTES
+        "4 GiB", "Disk space of the store, allocated at start.", unit="bytes", least=PAGE_ALIGN_BYTES
     )
     segment: SegmentSize = _segment()
     direct: Literal["auto", "on", "off"] = _key(
         "auto",
-        'O_DIRECT, past the page cache. "auto": where the file system takes it, else buffered, and said so; "on": or fail.',
+        'O_DIRECT, without the page cache. "auto": if the file system supports it, else buffered with a '
+        'log line. "on": fail without it.',
     )
     queue_depth: int = _key(
         16,
-        "Reads at the disk at one time, and as many writes; half as many writes while there are reads.",
+        "Concurrent reads at the disk, and as many writes. Half as many writes during reads.",
         unit="requests",
         least=1,
         most=1024,
     )
     zero_ahead: bool = _key(
         True,
-        "Space that was set aside and never written is written over with zeros once, while the disk has nothing else to do: the first"
-        " blocks in it would take twice as long. Not where what is written is limited (wear_budget, endurance).",
+        "Overwrite new space with zeros once, while the disk is idle: first writes take twice as long "
+        "otherwise. Not done if writes are limited (wear_budget, endurance).",
     )
     fault_limit: int = _key(
         8,
-        "So many failed reads, failed writes or corrupt blocks within fault_window take the store out of service for writes; so many"
-        " failed reads in a row, for reads too. A sync that fails does at once. 0: they never do.",
+        "That many failed reads, failed writes or corrupt blocks within fault_window stop writes to the "
+        "store. That many failed reads in a row stop reads too. 0: no such limit. "
+        "A failed sync always stops writes.",
         unit="faults",
         least=0,
         most=10**6,
     )
-    fault_window: Seconds = _key("10 min", "See fault_limit.", unit="seconds", least=1.0)
+    fault_window: Seconds = _key("10 min", "The window of fault_limit.", unit="seconds", least=1.0)
     hang_limit: Seconds = _key(
         "5 s",
-        "A read, write or sync that takes longer hangs: the store is out of service until it has come back.",
+        "If a read, write or sync takes longer, the store is out of service until the call returns.",
         unit="seconds",
         least=0.1,
     )
     retry_pause: Seconds = _key(
         "0.5 s",
-        "For so long a store stays out of service before it is tried again; doubled each time that it fails.",
+        "Wait before retrying a failed store. Doubles after each failure.",
         unit="seconds",
         least=0.01,
     )
-    retry_pause_limit: Seconds = _key("2 s", "The longest of these pauses.", unit="seconds", least=0.01)
+    retry_pause_limit: Seconds = _key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01)
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     headroom: float = _headroom()
     eviction: str = _eviction()
     admission: Literal["learned", "all", "second-touch", "tinylfu"] = _key(
         "learned",
-        "Which blocks that leave memory are worth a write. learned: those that are likely to be used again, as likely as the wear budget affords;"
-        " all; second-touch: used twice; tinylfu: used often lately. Short last blocks never are; a durable put is always written.",
+        "Which blocks are written to the store. learned: blocks likely to be used again, as the wear "
+        "budget allows. all: every block. second-touch: blocks used twice. tinylfu: blocks used often. "
+        "Short last blocks are never written, except by durable puts.",
     )
     wear_budget: Bytes = _key(
         0,
-        "Bytes of blocks that may be written in a day, saved up for wear_burst. 0: what endurance_dwpd or endurance_tbw comes to, else no limit.",
+        "Bytes of blocks written a day at most. Unused budget accumulates for wear_burst. "
+        "0: from endurance_dwpd or endurance_tbw, else no limit.",
         unit="bytes per day",
         most=10**18,
     )
     wear_burst: Seconds = _key(
-        "6 h", "For so long the budget that was not used is saved.", unit="seconds", least=1.0, most=7 * 86400.0
+        "6 h", "Unused write budget accumulates for this long.", unit="seconds", least=1.0, most=7 * 86400.0
     )
     endurance_dwpd: float = _key(
         0.0,
-        "Rated endurance of the drive in drive writes per day over five years, as its data sheet says; of the store's capacity. 0: not known.",
+        "Rated endurance in drive writes per day over five years, of the store's capacity. 0: unknown.",
         unit="drive writes per day",
         least=0.0,
         most=1000.0,
     )
     endurance_tbw: float = _key(
         0.0,
-        "Rated endurance in terabytes written; of a drive that others write to as well, the store's part. 0: not known.",
+        "Rated endurance in terabytes written; on a shared drive, the store's part. 0: unknown.",
         unit="TB",
         least=0.0,
         most=10.0**6,
     )
     endurance_years: float = _key(
         5.0,
-        "For so long the drive is to last; the rated endurance is spread over it.",
+        "Years that the drive should last. The rated endurance is spread over them.",
         unit="years",
         least=0.1,
         most=50.0,
@@ -363,26 +372,26 @@ class MoverConfig:
 
     transfer_limit: int = _key(
         1024,
-        "Transfers in flight at one time on each link between two tiers, in as many batches as go into it, one at least; the others queue, demand first.",
+        "Transfers in flight on each link between two tiers. Others queue, demand first.",
         unit="transfers",
         least=1,
         most=65536,
     )
     queue_time: Seconds = _key(
         "2 s",
-        "Reads from a far tier that would wait longer than this, or than half of their caller's deadline, are refused with a hint; a"
-        " session gets half of the queue, prefetches too.",
+        "Reads from a far tier that would wait longer, or longer than half of their deadline, are "
+        "refused with a hint. One session and prefetches get half of the queue each.",
         unit="seconds",
         least=0.001,
     )
     queue_blocks: int = _key(
-        16384, "Blocks that may wait to be read from one far tier.", unit="blocks", least=1, most=10**7
+        16384, "Blocks that may queue for reads from one far tier.", unit="blocks", least=1, most=10**7
     )
     batch_blocks: int = _key(
-        128, "Blocks handed to a tier in one read or write, 32 MiB at most.", unit="blocks", least=1, most=4096
+        128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096
     )
     hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
-    prefetch_on_lookup: bool = _key(True, "Begin to bring near what a Lookup finds far away.")
+    prefetch_on_lookup: bool = _key(True, "A Lookup starts to load the far blocks that it finds.")
 
 
 @dataclass(frozen=True, config=_CLOSED)
@@ -391,18 +400,19 @@ class ScrubConfig:
 
     period: Seconds = _key(
         "24 h",
-        "Each block in each tier is read and verified once in so long. 0: only on `tierctl scrub`.",
+        "Every block is verified once per period. 0: only on `tierctl scrub`.",
         unit="seconds",
     )
     bandwidth: Rate = _key(
         "100 MiB/s",
-        "Never more than this, over all tiers; a pass over more than fits takes longer than the period, and that is said once.",
+        "Limit over all tiers. If a pass takes longer than the period, the daemon logs it once.",
         unit="bytes per second",
         least=PAGE_ALIGN_BYTES,
     )
     quarantine_share: float = _key(
         0.05,
-        "Share of each tier that pages found bad may take instead of being used again; beyond it the oldest are. A restart uses all of them again.",
+        "Share of each tier that quarantined pages may take. Above it the oldest are used again. "
+        "A restart empties the quarantine.",
         unit="share of capacity",
         least=0.0,
         most=0.5,
@@ -413,30 +423,34 @@ class ScrubConfig:
 class EventsConfig:
     """KV events tell routers where blocks lie. Any subscriber learns every tenant's tokens."""
 
-    enabled: bool = _key(False, "Publish them. Needs pyzmq: pip install 'tierd[events]'.", unit="")
+    enabled: bool = _key(False, "Publish events. Needs pyzmq: pip install 'tierd[events]'.", unit="")
     bind: str = _key(
         "tcp://127.0.0.1:5557",
-        "Where subscribers connect: tcp://host:port, or ipc://path, whose file only its owner can open. Nothing is encrypted and nobody is asked who he is.",
+        "Address for subscribers: tcp://host:port, or ipc://path, whose file only its owner can open. "
+        "Neither encrypted nor authenticated.",
         unit="address",
     )
     replay_bind: str = _key(
-        "tcp://127.0.0.1:5558", "Where they ask for messages that they have missed. Empty: nowhere.", unit="address"
+        "tcp://127.0.0.1:5558", "Address for replays of missed messages. Empty: none.", unit="address"
     )
-    topic: str = _key("", 'First frame of each message; llm-d wants "kv@<pod>@<model>".', unit="text")
-    format: Literal["map", "array"] = _key("map", 'How an event is written: as vLLM does now, or as it did ("array").')
+    topic: str = _key("", 'First frame of each message. llm-d wants "kv@<pod>@<model>".', unit="text")
+    format: Literal["map", "array"] = _key(
+        "map", 'Format of an event: as vLLM writes it now ("map"), or as it did ("array").'
+    )
     hashes: Literal["int", "bytes"] = _key(
-        "int", "A block's hash: the last eight bytes of the engine's as an integer, or all of them."
+        "int", "A block's hash: the last eight bytes of the engine's hash as an integer, or all bytes."
     )
     buffer: int = _key(
         10000,
-        "Messages kept for replays, 64 MiB of them at most.",
+        "Messages kept for replays, 64 MiB at most.",
         unit="messages",
         least=1,
         most=10**6,
     )
     blocks: int = _key(
         262144,
-        "Blocks that routers know of at one time, about 1 KiB of memory each; beyond it the oldest are told as removed, though they are held.",
+        "Blocks that routers know at one time, about 1 KiB of memory each. Above it the daemon reports "
+        "the oldest as removed, although it still has them.",
         unit="blocks",
         least=1,
         most=10**7,

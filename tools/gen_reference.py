@@ -15,16 +15,32 @@ from tierd.settings import SECTIONS, TIER_SECTIONS, Config
 REFERENCE = Path(__file__).resolve().parent.parent / "configs" / "reference.toml"
 
 HEAD = """\
-# Every setting of tierd at its default, with unit and meaning. A configuration needs only what differs from this.
+# Every setting of tierd at its default. A configuration needs only the lines that differ.
+#
+# How much memory:   [[host]] capacity = "64 GiB"            allocated at start, in /dev/shm
+# Which disk:        [[nvme]] path = "/mnt/nvme0/tierd"      with capacity = "1 TiB", allocated at start; the
+#                                                            directory's parent must exist
+# Two disks:         two [[nvme]] tables                     they share the load
+# TCP:               [server] tcp_listen = "127.0.0.1:7400"  with tcp_credential_file
+# GPU memory:        [[device]] kind = "cuda"                with capacity
+#
 # Sizes are bytes, or texts such as "512 MiB" (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB).
 # Durations are seconds, or texts such as "5 s" (us, ms, s, min, h).
+# `tierd config check FILE` checks a file. Environment: TIERD_RUNTIME_DIR, TIERD_STATE_DIR.
 # Rendered from tierd/settings.py by tools/gen_reference.py; do not edit.
 """
+ORDER = ("host", "nvme", "device", "server", "identity", "events", "scrub", "mover")
+"""Of the tables: those that most configurations change come first."""
+TABLES = {
+    "host": "One table per host tier.",
+    "nvme": "One table per disk. Several disks share the load.",
+    "device": "One table per GPU, or for host memory in its place.",
+}
 
 
 def render() -> str:
     """The file's text."""
-    return "\n".join([HEAD, *(line for section in SECTIONS for line in _section(section))])
+    return "\n".join([HEAD, *(line for section in ORDER for line in _section(section))])
 
 
 def _section(name: str) -> Iterator[str]:
@@ -33,9 +49,8 @@ def _section(name: str) -> Iterator[str]:
     is_absent = is_array and not getattr(Config(), name)
     yield _comment(settings.__doc__ or "")
     if is_array:
-        yield "# One table for each tier, near to far." + (
-            f" For none: {name} = [], above the first table." if not is_absent else ""
-        )
+        none = "" if is_absent else f" For none write {name} = [] above the first table."
+        yield f"# {TABLES[name]}{none}"
     mark = "# " if is_absent else ""
     yield f"{mark}[[{name}]]" if is_array else f"[{name}]"
     for field in dataclasses.fields(settings):
@@ -45,7 +60,7 @@ def _section(name: str) -> Iterator[str]:
 
 def _setting(name: str, info: Any, *, mark: str) -> Iterator[str]:
     notes = [note for note in (_unit(info), _bounds(info)) if note]
-    yield _comment(info.description + (f" [{'; '.join(notes)}]" if notes else ""))
+    yield _comment(info.description + (f" ({'; '.join(notes)})" if notes else ""))
     yield f"{mark}{name} = {_value(info.get_default(call_default_factory=True))}"
 
 
