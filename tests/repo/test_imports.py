@@ -56,6 +56,7 @@ BUILDERS: dict[str, set[str]] = {
     "server/operators/learned.py": {"policies"},  # it keeps what the learner of reuse knows
     "cli/daemon.py": {"server", "logs"},
     "cli/leftovers.py": {"server", "tiers"},
+    "cli/configuration.py": {"server", "settings"},  # it shows what a daemon would make of a file
     "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
     # Paged caches are tables of the worker's pages under the paged kernel.
     "integrations/transformers/attention.py": {"kernels", "worker"},

@@ -82,7 +82,7 @@ def test_the_configuration_says_what_the_command_line_leaves_open(trace: str, tm
     config = tmp_path / "tierd.toml"
     config.write_text('nvme = []\n[[host]]\ncapacity = "1 MiB"\neviction = "mru"\n', encoding="utf-8")
     wrong = simulated(trace, "--config", str(config))
-    assert (wrong.exit_code, "mru" in wrong.stderr) == (1, True)
+    assert (wrong.exit_code, "mru" in wrong.stderr) == (2, True)
     config.write_text('nvme = []\n[[host]]\ncapacity = "1 MiB"\neviction = "lfu"\n', encoding="utf-8")
     assert [(row["host"], row["nvme"]) for row in rows(trace, "--config", str(config))] == [("1 MiB", None)]
 
