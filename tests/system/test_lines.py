@@ -137,7 +137,7 @@ def test_a_hello_that_is_answered_too_late() -> None:
                     client.open_namespace(SPEC)
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        await_true(lambda: daemon.log.count("session open") == 6, "late answers")
+        await_true(lambda: daemon.log.count("session open") == 5, "late answers")  # an operator's has no line
         await_true(
             lambda: len(operator.ask(admin_pb2.SessionsRequest()).sessions) == 1, "no session but the operator's"
         )
