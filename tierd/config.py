@@ -2,7 +2,8 @@
 
 TOML in, one frozen `Config` out. Nothing is opened, created or measured here. The tiers check that
 memory and disk exist, and `server/assembly.py` that an eviction policy exists. An unknown key is an
-error that names its nearest neighbor. `load_config` fills in all but the machine's `host.arena_dir`.
+error that names its nearest neighbor. `load_config` fills in everything but the machine's
+`host.arena_dir`.
 
     TOML -- read_config --> Config as written -- resolve --> every directory and size set, checked
 """
