@@ -34,7 +34,7 @@ def test_demotion_runs_from_high_to_low() -> None:
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks are looked at each time, so that a tier of dozens is a large one."""
     for module in ("demotion", "room", "unsaved"):
-        monkeypatch.setattr(f"tierd.core.{module}.MOST_REACH", 4)
+        monkeypatch.setattr(f"tierd.core.space.{module}.MOST_REACH", 4)
 
 
 @pytest.fixture
