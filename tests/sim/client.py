@@ -33,7 +33,7 @@ from tierd.core.formats.model import (
     TierKind,
 )
 from tierd.core.plan import Committed, Reserved
-from tierd.errors import NotFound, RetryError, StaleHandle, TierFailed, Unavailable
+from tierd.errors import NotFound, RetryError, SessionLost, StaleHandle, TierFailed, Unavailable
 from tierd.server.assembly import Assembly
 from tierd.tiers.arena.holds import Holder, read_boot_id
 from tierd.tiers.tier import Descriptor
@@ -373,7 +373,10 @@ class Client:
 
         async def written() -> bytes:
             assert ways.written is not None
-            await ways.written.wait()
+            while not ways.written.is_set():
+                if self.loop.is_ended(self.life):
+                    raise SessionLost("line: its client has gone before its pages were written")
+                await asyncio.sleep(0.01)
             return sums
 
         began_s = self.loop.time()
