@@ -90,7 +90,7 @@ nightly-alone: .venv/.dev ## what measures times in depth, with nothing else bes
 nightly-torch: ## the worker against torch and transformers, in an environment of their own
 	test -d .venv-torch || $(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'transformers>=5' --editable '.[dev]'
-	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/system/test_worker_logits.py tests/system/test_worker_pages.py tests/system/test_worker_kernels.py tests/system/test_worker_device.py tests/system/test_worker_e4m3.py
+	.venv-torch/bin/python -m pytest tests/unit/worker tests/unit/kernels tests/unit/integrations tests/system/test_worker_logits.py tests/system/test_worker_pages.py tests/system/test_worker_kernels.py tests/system/test_worker_device.py tests/system/test_worker_e4m3.py
 
 # --- engines: each in an environment of its own, of exactly the packages that it ran with ------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import queue
@@ -29,6 +28,8 @@ from tierd.client import Client, NamespaceSpec
 
 TOKENS = np.arange(16 * 6, dtype=np.uint32)
 BLOCK_BYTES = 8192
+WATCHED_PUTS = 200
+"""Within which a watcher must have begun to listen."""
 MODEL = "cli-test"
 
 Run = Callable[..., Result]
@@ -165,23 +166,33 @@ def test_top_counts_what_happens(ask: Ask) -> None:
     assert {tier["name"] for tier in frame["tiers"]} == {"host.0", "nvme.0"}
 
 
+def first_line(client: Client, lines: queue.Queue[str]) -> str:
+    """Puts blocks until the watcher reports one: it misses events from before it listens."""
+    space = client.open_namespace(NamespaceSpec(model="a/watched", tokens_per_block=16, block_bytes=BLOCK_BYTES))
+    for number in range(WATCHED_PUTS):
+        tokens = np.arange(16, dtype=np.uint32) + 1000 * (number + 1)
+        assert client.put(space, tokens, [bytes(BLOCK_BYTES)])
+        with contextlib.suppress(queue.Empty):
+            return lines.get(timeout=0.2)
+    raise AssertionError(f"no event after {WATCHED_PUTS} puts")
+
+
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["lines", "json"])
 def test_watch_tells_each_event_until_ctrl_c(started: Daemon, client: Client, words: list[str]) -> None:
-    """watch writes one line for each event as it happens, and Ctrl-C ends it with 130 and no word."""
-    command = [sys.executable, "-m", "tierd.cli.ctl", "watch", "--target", started.target, *words]
+    """watch writes one line for each event, and Ctrl-C ends it with 130 and an empty stderr."""
+    # A shell that runs the tests in the background ignores Ctrl-C, and so would this child.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from tierd.cli.ctl import main; main()"
+    command = [sys.executable, "-c", program, "watch", "--target", started.target, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr
         lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()]).start()
-        space = client.open_namespace(NamespaceSpec(model="a/watched", tokens_per_block=16, block_bytes=BLOCK_BYTES))
-        for number in itertools.count():  # events before it listens are not told
-            tokens = np.arange(16, dtype=np.uint32) + 1000 * (number + 1)
-            assert client.put(space, tokens, [bytes(BLOCK_BYTES)])
-            with contextlib.suppress(queue.Empty):
-                line = lines.get(timeout=0.2)
-                break
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        try:
+            line = first_line(client, lines)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == 130
+        finally:
+            process.kill()
         assert process.stderr.read() == ""
     if words:
         event = json.loads(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 
 import numpy as np
@@ -43,8 +44,8 @@ def test_full_tiers_lose_nothing_between_a_put_and_its_get() -> None:
         assert play(client, 1_000, rounds=6, durable=True) == 0
 
 
-def test_threads_that_put_and_get_lose_little() -> None:
-    """Two clients at once lose at most one block in ten. LRU loses some too: each client writes to its own segments."""
+def lost_by_two() -> int:
+    """Blocks that two clients of one new daemon, at once, do not find again."""
     missing: list[int] = []
     with Daemon(CONFIG) as daemon, Client(daemon.target) as one, Client(daemon.target) as other:
         threads = [
@@ -56,4 +57,12 @@ def test_threads_that_put_and_get_lose_little() -> None:
         for thread in threads:
             thread.join(100)
     assert len(missing) == 2
-    assert sum(missing) <= 2 * ROUNDS * BATCH * COUNT / 10
+    return sum(missing)
+
+
+def test_threads_that_put_and_get_lose_little() -> None:
+    """Two clients at once lose one block in twenty at most, by the median of three daemons.
+
+    How their puts interleave is chance. LRU loses some too: each client writes to its own segments.
+    """
+    assert statistics.median(lost_by_two() for _ in range(3)) <= 2 * ROUNDS * BATCH * COUNT / 20

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import structlog
 
 from tests.still import stand_still
 from tests.unit.kernels.fake_driver import SLAB, fake_environment
@@ -258,17 +259,19 @@ async def test_a_plan_may_take_every_slab_and_none_is_left_open(directory: Path)
 
 
 async def test_a_restart_drops_what_was_in_device_memory(directory: Path) -> None:
-    """Nothing of a former life is found, which is said once; its numbers are not used again, its names are known."""
+    """A restart finds no device blocks and logs that once. It reuses no number, and knows the namespaces."""
     device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(0, PATIENCE_S))
     await device.open()
     device.apply(Plan(segments=[segment(4, tier=0)], reserved=pages(0, 4, 0, generation=33)))
     await device.keep_namespace(b"name")
     await device.close(release=False)
     again = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(0, PATIENCE_S))
-    found = await again.open()
+    with structlog.testing.capture_logs() as lines:
+        found = await again.open()
     assert found.segments == [] and not len(found.extents)
     assert (found.next_segment, found.next_generation, found.namespaces) == (5, 34, [b"name"])
-    assert len([n for n in again.notices if "does not outlive the daemon" in n]) == 1
+    said = [line for line in lines if line["event"] == "device memory does not outlive the daemon"]
+    assert [line["segments_dropped"] for line in said] == [1]
     assert not await asyncio.to_thread(lambda: list(again.tables.glob("*.cat")))
     await again.close(release=True)
     assert not await asyncio.to_thread(lambda: [path for path in directory.rglob("*") if path.is_file()])
