@@ -212,15 +212,21 @@ async def test_too_many_calls() -> None:
         await rig.quiet()
 
 
+async def two_puts(rig: Rig, cache: Any, metadata: Any) -> list[Any]:
+    """Two streams of one session that have begun and do not go on."""
+    start = await put_start(rig, cache)
+    puts = [cache.Put(metadata=metadata) for _ in range(2)]
+    for put in puts:
+        await put.write(start)
+    await until(lambda: rig.running == 2)
+    return puts
+
+
 async def test_one_session_leaves_room_for_others() -> None:
     """A session that sits on calls is refused more while others are served."""
     async with rigged(queue_limit=4) as rig, rig.stubs() as (cache, _):
         greedy, other = await rig.session(), await rig.session()
-        start = await put_start(rig, cache)
-        puts = [cache.Put(metadata=greedy) for _ in range(2)]
-        for put in puts:
-            await put.write(start)
-        await until(lambda: rig.running == 2)
+        puts = await two_puts(rig, cache, greedy)
         assert await error_of(cache.Acquire(pb.AcquireRequest(), metadata=greedy)) == "Overloaded"
         assert await error_of(cache.Acquire(pb.AcquireRequest(), metadata=other)) != "Overloaded"
         for put in puts:
@@ -232,11 +238,7 @@ async def test_who_goes_on_beyond_its_credits_is_cut_off() -> None:
     """A client that goes on calling beyond its credits is refused with hints, then its session ends, by name; what gives back got in until then, and others do."""
     async with rigged(session_credits=2) as rig, rig.stubs() as (cache, _):
         greedy, other = await rig.session(), await rig.session()
-        start = await put_start(rig, cache)
-        puts = [cache.Put(metadata=greedy) for _ in range(2)]
-        for put in puts:
-            await put.write(start)
-        await until(lambda: rig.running == 2)
+        puts = await two_puts(rig, cache, greedy)
         errors = [await error_of(cache.Lookup(pb.LookupRequest(), metadata=greedy)) for _ in range(2 * PATIENCE)]
         assert set(errors) == {"Overloaded"}
         assert await error_of(cache.Release(pb.ReleaseRequest(leases=[7]), metadata=greedy)) == ""

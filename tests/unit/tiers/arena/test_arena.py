@@ -316,32 +316,23 @@ async def test_segment_that_ends_while_it_is_prepared(directory: Path, monkeypat
     await takes_all_places(arena, directory)
 
 
-async def test_memory_for_a_segment_that_has_ended(directory: Path) -> None:
-    """A file that is made for a segment after its life has ended is given up, and counts for the next one."""
-    failpoint.arm("arena.spare.before_file", "delay:0.5x1")
-    failpoint.arm("arena.prepare.before_memory", "delay:0.3x1")
+@pytest.mark.parametrize(
+    "stalls",
+    [
+        {"arena.spare.before_file": 0.5, "arena.prepare.before_memory": 0.3},
+        {"arena.prepare.before_catalogue": 0.3},
+    ],
+    ids=["memory", "catalogue"],
+)
+async def test_a_segment_ends_while_it_is_made(directory: Path, stalls: dict[str, float]) -> None:
+    """If a segment ends while its memory or its catalogue is made, nothing fails and no place is lost."""
+    for point, seconds in stalls.items():
+        failpoint.arm(point, f"delay:{seconds}x1")
     try:
         arena, _ = await opened(directory)
         arena.apply(Plan(segments=[segment(1)]))
         preparing = asyncio.ensure_future(arena.prepare([segment(1)]))
-        point = "arena.prepare.before_memory"
-        assert await asyncio.to_thread(failpoint.await_hits, point, count=1, timeout_s=SOON_S)
-        arena.apply(Plan(segments=[segment(2, replaces=1)]))
-        await preparing
-    finally:
-        failpoint.disarm()
-    await takes_all_places(arena, directory)
-
-
-async def test_files_of_a_segment_that_has_ended(directory: Path) -> None:
-    """Where a segment's life ends while its files are made, it is no failure that they are gone."""
-    failpoint.arm("arena.prepare.before_catalogue", "delay:0.3x1")
-    try:
-        arena, _ = await opened(directory)
-        arena.apply(Plan(segments=[segment(1)]))
-        preparing = asyncio.ensure_future(arena.prepare([segment(1)]))
-        point = "arena.prepare.before_catalogue"
-        assert await asyncio.to_thread(failpoint.await_hits, point, count=1, timeout_s=SOON_S)
+        assert await asyncio.to_thread(failpoint.await_hits, [*stalls][-1], count=1, timeout_s=SOON_S)
         arena.apply(Plan(segments=[segment(2, replaces=1)]))
         await preparing
     finally:
