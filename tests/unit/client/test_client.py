@@ -199,6 +199,14 @@ def test_an_explicit_release_is_acknowledged(client, daemon, stored):
         lease.views()
 
 
+def test_a_view_never_outlives_a_release_in_another_thread(client, stored, monkeypatch):
+    """A release between a view's check and its pin makes the view fail with StaleHandle."""
+    lease = client.acquire(stored, stored.hash(TOKENS))
+    monkeypatch.setattr(lease.hold, "check", lease.release)
+    with pytest.raises(StaleHandle, match="meanwhile"):
+        lease.view(0)
+
+
 def test_a_lease_without_views_ends_with_its_handle(client, daemon, stored):
     """A lease that is dropped without a word is released."""
     lease = client.acquire(stored, stored.hash(TOKENS))

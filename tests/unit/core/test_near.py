@@ -142,3 +142,16 @@ def test_gets_that_clients_make_by_themselves_teach_the_same(world: str, seed: i
             alone.core.check()
         assert [asked.tiers_of(each) for each in chains.values()] == [alone.tiers_of(each) for each in chains.values()]
     assert gets > 10 and alone.core.stats().leases == 0
+
+
+def test_a_copy_in_flight_is_not_served() -> None:
+    """Pages that a transfer still fills are answered when it has landed, not at once."""
+    kit = Kit(tier(HOST, 8), tier(NVME, 8))
+    kit.put(chain("a", 3))
+    kit.took(kit.core.persist(kit.ids(chain("a", 3)), now=kit.tick()))
+    kit.land()
+    kit.took(kit.core.evict(kit.ids(chain("a", 3)), tier=0, now=kit.tick()))
+    first, second = (kit.acquire(group(chain("a", 3))) for _ in range(2))
+    assert first.served is None and second.served is None and kit.flying
+    kit.land()
+    assert kit.acquire(group(chain("a", 3))).served is not None
