@@ -38,7 +38,7 @@ def slice_sums(view: Buffer, lengths: Sequence[int]) -> NDArray[np.uint64]:
     total = sum(lengths)
     if memory.nbytes < total:
         raise InvalidArgument(
-            f"slices: {total} bytes in all, the page has {memory.nbytes}; the length of the block is wrong"
+            f"slices: {total} bytes in all, but the page has {memory.nbytes}; correct the block's length"
         )
     if len(lengths) == 1:
         return np.array([xxhash.xxh3_64_intdigest(memory[:total])], dtype="<u8")

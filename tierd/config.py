@@ -199,14 +199,14 @@ def _check_devices(config: Config) -> None:
     if any(is_cuda) and not config.host:
         _refuse(
             "host",
-            "a device tier of kind cuda needs a host tier, over which its blocks come and go; add a [[host]] table",
+            "a device tier of kind cuda needs a host tier, through which its blocks are copied; add a [[host]] table",
         )
     if any(is_cuda) and not all(is_cuda):
-        _refuse(f"device[{is_cuda.index(False)}].kind", 'cpu, beside a device of kind "cuda"; make all of one kind')
+        _refuse(f"device[{is_cuda.index(False)}].kind", '"cpu" beside a device of kind "cuda"; give all one kind')
     ordinals = [device.ordinal for device in config.device if device.kind == "cuda"]
     for index, ordinal in enumerate(ordinals):
         if ordinal in ordinals[:index]:
-            _refuse(f"device[{index}].ordinal", f"{ordinal} is another device's; give each GPU one table")
+            _refuse(f"device[{index}].ordinal", f"{ordinal} is another device's ordinal too; give each GPU one table")
 
 
 def _check_paths(config: Config) -> None:
@@ -306,7 +306,7 @@ def _check_wear(name: str, store: NvmeConfig) -> None:
     if store.endurance_dwpd and store.endurance_tbw:
         _refuse(
             f"{name}.endurance_tbw",
-            f"{store.endurance_tbw:g} TB beside endurance_dwpd of {store.endurance_dwpd:g}; the data sheet's two numbers say the same, keep one",
+            f"{store.endurance_tbw:g} TB beside endurance_dwpd of {store.endurance_dwpd:g}; keep only one of them",
         )
     if store.wear_budget and store.endurance_bytes and store.wear_budget > store.endurance_bytes:
         _refuse(

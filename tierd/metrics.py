@@ -35,10 +35,10 @@ METRICS: Mapping[str, Row] = {
     "tierd_calls_total": Row(
         "counter", "calls", "Calls served, by outcome: ok or the error's class.", ("method", "outcome")
     ),
-    "tierd_call_seconds": Row("histogram", "seconds", "From a call's arrival to its reply.", ("method",)),
+    "tierd_call_seconds": Row("histogram", "seconds", "Time from a call's arrival to its reply.", ("method",)),
     "tierd_lookups_total": Row("counter", "lookups", "Sequences looked up or acquired."),
     "tierd_gets_one_sided_total": Row(
-        "counter", "gets", "Of them, gets that clients made by themselves, from pages that they were given before."
+        "counter", "gets", "Lookups that clients served without a call, from pages that they had before."
     ),
     "tierd_tokens_hit_total": Row(
         "counter", "tokens", "Tokens served by leases, by the nearest tier that held them.", ("tier",)
@@ -46,38 +46,37 @@ METRICS: Mapping[str, Row] = {
     "tierd_tokens_missed_total": Row(
         "counter",
         "tokens",
-        "Tokens asked for and not served: absent (held nowhere), no_room (not to be brought near now), busy (a far tier's queue was full), failed.",
+        "Tokens asked for and not served: absent (held nowhere), no_room (no space in a near tier), busy (a far tier's "
+        "queue was full), failed.",
         ("reason",),
     ),
     "tierd_blocks_committed_total": Row("counter", "blocks", "Blocks published by commits, by tier.", ("tier",)),
-    "tierd_reserve_total": Row(
-        "counter", "blocks", "Blocks of Reserve calls, by the status that they got.", ("status",)
-    ),
+    "tierd_reserve_total": Row("counter", "blocks", "Blocks of Reserve calls, by status.", ("status",)),
     "tierd_freed_total": Row("counter", "pages", "Pages freed, by tier and reason.", ("tier", "reason")),
     "tierd_bytes_total": Row("counter", "bytes", "Bytes moved between tiers, by link.", ("link",)),
     "tierd_transfers_total": Row(
-        "counter", "transfers", "Transfers finished, by link and outcome.", ("link", "outcome")
+        "counter", "transfers", "Finished transfers, by link and outcome.", ("link", "outcome")
     ),
     "tierd_transfer_seconds": Row(
-        "histogram", "seconds", "From the start of a batch of transfers to its end, by link.", ("link",)
+        "histogram", "seconds", "Time from the start of a batch of transfers to its end, by link.", ("link",)
     ),
-    "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes were not what was committed.", ("tier",)),
+    "tierd_corrupt_total": Row("counter", "pages", "Pages whose bytes differ from the committed bytes.", ("tier",)),
     "tierd_admission_declined_blocks_total": Row(
         "counter",
         "blocks",
-        "Blocks that a store was not worn with, by reason: partial (a short last block), unlikely (to be used again), budget (of wear).",
+        "Blocks not written to a store: partial (a short last block), unlikely (to be used again), budget (of wear).",
         ("tier", "reason"),
     ),
     "tierd_wear_left_bytes": Row(
-        "gauge", "bytes", "What the wear budget of a store allows to be written at once.", ("tier",)
+        "gauge", "bytes", "Bytes that the wear budget of a store allows to be written now.", ("tier",)
     ),
     "tierd_scrub_pages_total": Row(
         "counter",
         "pages",
-        "Pages that a scrub looked at, by what it found: good, digest, header, io (condemned), unread (left alone).",
+        "Pages that a scrub checked, by outcome: good, digest, header, io (condemned), unread (kept).",
         ("tier", "outcome"),
     ),
-    "tierd_scrub_passes_total": Row("counter", "passes", "Scrubs that went through every tier."),
+    "tierd_scrub_passes_total": Row("counter", "passes", "Finished scrubs of all tiers."),
     "tierd_tier_bytes": Row(
         "gauge",
         "bytes",
@@ -92,7 +91,7 @@ METRICS: Mapping[str, Row] = {
     "tierd_tier_writable": Row("gauge", "1 or 0", "Whether a tier takes new blocks.", ("tier",)),
     "tierd_tier_outages_total": Row("counter", "times", "How often a stored tier went out of service.", ("tier",)),
     "tierd_loop_lag_seconds": Row(
-        "histogram", "seconds", "For how long the event loop let a call wait, asked four times a second."
+        "histogram", "seconds", "Delay of a call in the event loop, measured four times a second."
     ),
     "tierd_arena_touch_bytes_per_second": Row(
         "gauge", "bytes/s", "First-touch rate of a mapped tier at start.", ("tier",)
@@ -100,14 +99,14 @@ METRICS: Mapping[str, Row] = {
     "tierd_arena_unready_bytes": Row(
         "gauge", "bytes", "Capacity of a mapped tier whose memory is still to be allocated and touched.", ("tier",)
     ),
-    "tierd_arena_huge_share": Row("gauge", "share", "Share of a mapped tier that lies in huge pages.", ("tier",)),
+    "tierd_arena_huge_share": Row("gauge", "share", "Share of a mapped tier in huge pages.", ("tier",)),
     "tierd_blocks": Row("gauge", "blocks", "Blocks held in any tier."),
     "tierd_sessions": Row("gauge", "sessions", "Sessions by state: open, ended, restored.", ("state",)),
     "tierd_leases": Row("gauge", "leases", "Leases held."),
     "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
     "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
     "tierd_notices": Row(
-        "gauge", "1", "What the machine lacks and what is used instead, told once at start.", ("what",)
+        "gauge", "1", "Fallbacks: a facility that the machine lacks, and its replacement. Set at start.", ("what",)
     ),
     "tierd_info": Row("gauge", "1", "Version and instance of the daemon.", ("version", "instance")),
 }

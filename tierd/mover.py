@@ -249,9 +249,7 @@ class Mover:
             if statuses[row] == BlockStatus.READY:
                 # The stored block is right, the direct read is wrong: stop trusting direct reads.
                 statuses[row] = BlockStatus.FAILED
-                target.distrust(
-                    source.position, came.faults.get(row, "a block came with bytes that the store does not have")
-                )
+                target.distrust(source.position, came.faults.get(row, "a direct read returned wrong bytes"))
         return statuses
 
     async def _ask_store(self, transfer: StructArray, metas: StructArray, source: StoredTier) -> int:

@@ -177,7 +177,7 @@ def test_lengths_that_are_no_whole_pages(daemon: Daemon, length: int) -> None:
         ("", "auto", "DRIVER_NOT_INITIALIZED"),
         ("wrong", "auto", "other bytes than the file has"),
         ("nvfs", "off", 'direct_reads = "off"'),
-        ("nvfs", "buffered", "nvme.0 is not read past the page cache"),
+        ("nvfs", "buffered", "nvme.0 is read through the page cache"),
         ("nvfs", "rdma", "MEMORY_TYPE_INVALID"),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_read_that_hangs_ends_by_patience(cufile: CuFile) -> None:
         await_true(lambda: is_leased(worker, 11), "the blocks by way of host memory")
         tiers, notices = look(daemon)
         assert tiers["device.0"].pages_reserved == 0 and DETOUR in tiers["device.0"].place
-        assert len(notices) == 1 and "hung over such a read" in notices[0]
+        assert len(notices) == 1 and "hung during a direct read" in notices[0]
         assert gpu_process(daemon).pid != first
 
 
@@ -336,7 +336,7 @@ def test_a_way_that_kills_is_left(daemon: Daemon, worker: Elsewhere, cufile: CuF
     await_true(lambda: is_leased(worker, 13), "the blocks by way of host memory")
     tiers, notices = look(daemon)
     assert DETOUR in tiers["device.0"].place and tiers["device.0"].pages_reserved == 0
-    assert len(notices) == 1 and "3 GPU processes died over such a read" in notices[0]
+    assert len(notices) == 1 and "3 GPU processes died during a direct read" in notices[0]
 
 
 def test_descriptors_stay_as_many(daemon: Daemon, worker: Elsewhere) -> None:

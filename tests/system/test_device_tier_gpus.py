@@ -99,7 +99,7 @@ def test_which_gpu_must_be_said(worker: Elsewhere) -> None:
         )
     for name in ("device.7", "device.x", "nvme.0", "host.1"):
         assert worker.ask(["lease", [6, 1, name]]).startswith("InvalidArgument: tier: ")
-    assert "it has device.0, device.1" in worker.ask(["lease", [6, 1, "device.7"]])
+    assert "this daemon has device.0, device.1" in worker.ask(["lease", [6, 1, "device.7"]])
 
 
 def test_a_worker_may_see_one_gpu_alone(daemon: Daemon, worker: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,4 +169,4 @@ def refused(talk: Talk, target: str) -> None:
 def test_a_worker_must_say_which_gpus_memory(kernels: None, daemon: Daemon) -> None:
     """Where the daemon has memory of several GPUs, a worker that names no tier is told so, and does not just find nothing."""
     with Elsewhere(refused, daemon.target) as worker:
-        assert "(device.0, device.1); say which" in worker.ask()
+        assert "(device.0, device.1); name one" in worker.ask()

@@ -165,10 +165,10 @@ PLANTS: dict[str, tuple[Plant, str, str, str]] = {
         "header is damaged",
     ),
     "table": (lambda d: flip(d.root / "state", BAD, shift=256 - HEADER_BYTES), "nvme.0", "slot 3", "header is damaged"),
-    "journal": (_from_end("journal-*.log", 3), "nvme.0", "journal-", "checksum does not hold"),
-    "journal's head": (_in_file("journal-*.log", 12), "nvme.0", "journal-", "checksum does not hold"),
+    "journal": (_from_end("journal-*.log", 3), "nvme.0", "journal-", "checksum does not match"),
+    "journal's head": (_in_file("journal-*.log", 12), "nvme.0", "journal-", "checksum does not match"),
     "description": (_in_file("store.json", 1), "nvme.0", "store.json", "not a description"),
-    "namespaces": (_in_file("namespaces.jsonl", 60), "instance", "line 1", "checksum does not hold"),
+    "namespaces": (_in_file("namespaces.jsonl", 60), "instance", "line 1", "checksum does not match"),
 }
 """What is damaged: how, and part, place and fault of the one finding that must come of it."""
 

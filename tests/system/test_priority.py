@@ -130,7 +130,7 @@ def test_what_was_said_outlives_a_restart(is_memory_lost: bool) -> None:
         ({"priorities": [35, 36]}, "group.priorities: 2 for 3 blocks"),
         ({"priorities": [35], "retention_s": [1, 2]}, "group.retention_s: 2 for 3 blocks"),
         ({"priorities": [35], "retention_s": [316_224_001]}, "group.retention_s: 316224001 is outside 0 to 316224000"),
-        ({"retention_s": [60]}, "group.retention_s: 60 s of no priority"),
+        ({"retention_s": [60]}, "group.retention_s: 60 s without a priority"),
     ],
 )
 def test_what_cannot_be_said_is_refused_by_name(daemon: Daemon, said: dict[str, Sequence[int]], told: str) -> None:

@@ -174,10 +174,10 @@ def test_one_recording_at_a_time(daemon: Daemon) -> None:
     """A second start and a second stop are refused with the reason; names that are paths are no names."""
     record(daemon, "start", "one")
     second = run(daemon, "record", "start", "two")
-    assert (second.exit_code, "one at a time" in second.stderr) == (1, True)
+    assert (second.exit_code, "only one may run" in second.stderr) == (1, True)
     assert record(daemon, "stop")["state"] == "ended"
     stopped = run(daemon, "record", "stop")
-    assert (stopped.exit_code, "none goes on; one has ended: stopped" in stopped.stderr) == (1, True)
+    assert (stopped.exit_code, "none is running; one has ended: stopped" in stopped.stderr) == (1, True)
     for name in ("../two", "/tmp/two", ".two", "a/b", "x" * 65, "a b", "-"):
         refused = run(daemon, "record", "start", name)
         assert (refused.exit_code, "name: " in refused.stderr) == (2, True), name

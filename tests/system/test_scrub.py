@@ -193,7 +193,7 @@ def test_gets_go_on_during_a_pass(daemon: Daemon) -> None:
         namespace = _namespace(client)
         told = operator.follow(apb.ScrubRequest(bandwidth=1 << 20))
         assert next(told).finished is False
-        with connect(daemon.target) as other, pytest.raises(Overloaded, match="runs already"):
+        with connect(daemon.target) as other, pytest.raises(Overloaded, match="another requested pass is running"):
             next(other.follow(apb.ScrubRequest()))
         client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
         begun = time.monotonic()

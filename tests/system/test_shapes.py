@@ -66,7 +66,9 @@ def test_buffers_are_as_long_as_their_blocks(daemon: Daemon, lengths: list[int])
         wrong = next(
             i for i, (length, right) in enumerate(zip(lengths, [4096, 4096, 2048], strict=True)) if length != right
         )
-        with pytest.raises(InvalidArgument, match=rf"buffer {wrong}: {lengths[wrong]} bytes .* say the lengths"):
+        with pytest.raises(
+            InvalidArgument, match=rf"buffer {wrong}: {lengths[wrong]} bytes .* give the blocks' lengths"
+        ):
             client.put(ns, tokens, blocks)
         with pytest.raises(InvalidArgument, match=r"buffer \d: \d+ bytes"):
             client.put(ns, chain(3, 3), [*blocks[:2], bytes(9)])
@@ -85,7 +87,7 @@ WRONG: list[tuple[str, Callable[[Client, Any], Any]]] = [
     ("tokens: 0 to 4294967296", lambda c, ns: c.get(ns, np.array([0, 2**32]))),
     ("tokens: -1 to 0", lambda c, ns: c.put(ns, np.array([0] * 15 + [-1]), [bytes(4096)])),
     ("tokens: .*18446744073709551616", lambda c, ns: c.get(ns, [2**64] * 16)),
-    ("tokens: float64, of np.float64.1.5|tokens: float64, of 1.5", lambda c, ns: c.get(ns, [1.5] * 16)),
+    ("tokens: float64, such as np.float64.1.5|tokens: float64, such as 1.5", lambda c, ns: c.get(ns, [1.5] * 16)),
     ("tokens: float32", lambda c, ns: c.get(ns, np.zeros(16, np.float32))),
     ("tokens: bool", lambda c, ns: c.get(ns, [True] * 16)),
     ("tokens: 2 dimensions", lambda c, ns: c.get(ns, [[1], [2]])),

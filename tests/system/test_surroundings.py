@@ -209,7 +209,7 @@ def test_arena_taken_away(tmp_path: Path, what: str) -> None:
                 os.truncate(path, 4096) if what == "cut" else path.unlink()
             await_true(lambda: daemon.has_ended, "its end")
         assert daemon.await_end() == 1
-        assert "under the daemon" in daemon.log
+        assert "while the daemon ran" in daemon.log
         daemon.start()
         with Client(daemon.target) as client:
             assert get(client, 1) in (0, COUNT)
@@ -237,7 +237,9 @@ def test_store_taken_away(tmp_path: Path, what: str) -> None:
             path.unlink()
         if what != "snapshot":
             assert not put(client, 2, durable=True), "the put that comes first is told that it is durable"
-        await_true(lambda: "removed under the daemon" in operator.tiers()["nvme.0"].trouble, "the store out of service")
+        await_true(
+            lambda: "removed while the daemon ran" in operator.tiers()["nvme.0"].trouble, "the store out of service"
+        )
         assert not put(client, 1, durable=True)
         assert put(client, 3, durable=False) and get(client, 3) == COUNT
         if what == "moved":

@@ -74,5 +74,5 @@ def test_many_views_are_summed_as_each_alone(cuts: list[list[int]], spare: int) 
 @pytest.mark.parametrize("cuts", [[[8], [9]], [[4, 4], [9]]])
 def test_a_view_that_is_too_short_is_refused_among_many(cuts: list[list[int]]) -> None:
     """One that ends before its slices raises, as it would alone."""
-    with pytest.raises(InvalidArgument, match="9 bytes in all, the page has 8"):
+    with pytest.raises(InvalidArgument, match="9 bytes in all, but the page has 8"):
         sums_of_views([memoryview(bytes(8))] * 2, cuts)

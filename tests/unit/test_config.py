@@ -94,7 +94,7 @@ def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> N
         ("host = []\nnvme = []", ["host", "[[host]]"]),
         ('host = []\n[[device]]\ncapacity = "64 MiB"', ["host", "nvme", "[[host]]"]),
         ('host = []\nnvme = []\n[[device]]\nkind = "cuda"', ["host", "cuda", "[[host]]"]),
-        ('[[device]]\nkind = "cuda"\n[[device]]', ["device[1].kind", "all of one kind"]),
+        ('[[device]]\nkind = "cuda"\n[[device]]', ["device[1].kind", "give all one kind"]),
         ('[[device]]\nkind = "cuda"\nordinal = 3\n' * 2, ["device[1].ordinal", "3", "one table"]),
         ('[[device]]\nkind = "gpu"', ["device[0].kind", "gpu", "cuda"]),
         ("[[device]]\nordinal = -1", ["device[0].ordinal", "-1", "0"]),
@@ -105,7 +105,7 @@ def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> N
         ("[[nvme]]\nendurance_years = 0.0", ["nvme[0].endurance_years", "0.1"]),
         (
             "[[nvme]]\nendurance_dwpd = 1.0\nendurance_tbw = 9.0",
-            ["nvme[0].endurance_tbw", "9 TB", "dwpd of 1", "keep one"],
+            ["nvme[0].endurance_tbw", "9 TB", "dwpd of 1", "keep only one"],
         ),
         ('[[nvme]]\nwear_budget = "9 TB"\nendurance_tbw = 5.0', ["nvme[0].wear_budget", "9 TB", "5 TB", "lower it"]),
         ('[server]\nruntime_dir = "/' + "x" * 100 + '"', ["server.runtime_dir", "112 bytes", "107", "shorter"]),

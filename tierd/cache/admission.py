@@ -134,8 +134,8 @@ class Admission:
         wait_s = max((self._queues[tier].wait_s(now, is_demand=True) for tier in tiers), default=0.0)
         least, most = RETRY_S
         return Overloaded(
-            f"acquire: {self.queued()} blocks wait to be read, for {wait_s:.2g} s, and mover.queue_time is {self._queue_time_s:g} s; "
-            "try again later, or compute it",
+            f"acquire: {self.queued()} blocks are queued for reads, a wait of {wait_s:.2g} s; mover.queue_time is "
+            f"{self._queue_time_s:g} s; try again later, or compute the blocks",
             retry_after_s=min(most, max(least, wait_s - self._queue_time_s * SHARE)),
         )
 

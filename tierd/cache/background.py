@@ -74,7 +74,7 @@ class Background:
         while goes_on:
             if not await self._flights.idle(timeout_s=deadline - asyncio.get_running_loop().time()):
                 raise DeadlineExceeded(
-                    f"quiesce: {self._flights.count} transfers still under way after {timeout_s:g} s"
+                    f"quiesce: {self._flights.count} transfers are in flight after {timeout_s:g} s; allow more time"
                 )
             goes_on = await self._step(timeout_s=deadline - asyncio.get_running_loop().time())
         return self._flights.made - made
@@ -116,7 +116,7 @@ class Background:
         try:
             await keep()
         except Exception:  # in this daemon the epochs have ended all the same
-            log.exception("an ended epoch cannot be told to the next life", namespaces=list(namespaces)[:8])
+            log.exception("epoch bump not recorded for the next start", namespaces=list(namespaces)[:8])
             await self._free_forgotten(namespaces)
             raise
         await self._free_forgotten(namespaces)

@@ -111,9 +111,11 @@ class Breaker:
             return health.fault
         if health.read_age_s > tolerance.hang_s or health.write_age_s > tolerance.hang_s:
             kind = "read" if health.read_age_s > tolerance.hang_s else "write"
-            return f"a {kind} has been under way for more than {tolerance.hang_s:g} s; check the disk"
+            return f"a {kind} has taken more than {tolerance.hang_s:g} s; check the disk"
         if tolerance.faults and len(self._faults) == tolerance.faults and now - self._faults[0] <= tolerance.window_s:
-            return f"{tolerance.faults} reads or writes within {tolerance.window_s:g} s failed or gave wrong bytes; check the disk"
+            return (
+                f"{tolerance.faults} reads or writes in {tolerance.window_s:g} s failed or were wrong; check the disk"
+            )
         return "" if self._can_read(health) else f"{health.unread} reads in a row failed; check the disk"
 
     def _can_read(self, health: Health) -> bool:

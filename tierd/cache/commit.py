@@ -141,7 +141,7 @@ def _tables(raw: bytes, metas: StructArray) -> list[SliceTable]:
     if len(raw) != WORD_BYTES * sum(counts):
         raise InvalidArgument(
             f"commit.sums: {len(raw)} bytes, but the {len(metas)} blocks have {sum(counts)} slices, {WORD_BYTES} bytes each; "
-            "sum the slices that their namespace's layers give, or send no sums"
+            "send one checksum per slice, or none"
         )
     sums = np.frombuffer(raw, "<u8")
     if counts.count(counts[0]) == len(counts):

@@ -87,8 +87,8 @@ class Holdings:
         count = sum(map(len, pages.values()))
         if self.is_full(session, more=len(pages), pages=count):
             raise Overloaded(
-                f"session: it holds {self._held[session]} leases and reservations of {self._pages[session]} pages in all, and may hold"
-                f" {HOLDS_LIMIT} of {HELD_PAGES_LIMIT} pages; release some of them"
+                f"session: it holds {self._held[session]} leases and reservations with {self._pages[session]} pages in"
+                f" all; the limits are {HOLDS_LIMIT} and {HELD_PAGES_LIMIT} pages; release some of them"
             )
         rows, end = self._table.append(session, joined(list(pages.values())), kind=kind), 0
         for number, its in pages.items():

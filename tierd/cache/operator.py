@@ -118,9 +118,9 @@ class Operator:
         """The one block with this hash prefix when the call ends. Raises NotFound, InvalidArgument."""
         ids = await self._by_prefix(prefix)
         if not len(ids):
-            raise NotFound(f"block {prefix}: no tier holds a block of that hash; list them with `tierctl blocks`")
+            raise NotFound(f"block {prefix}: no tier holds a block with this hash; list blocks with `tierctl blocks`")
         if len(ids) > 1:
-            raise InvalidArgument(f"block {prefix}: {len(ids)} blocks begin so; give more digits")
+            raise InvalidArgument(f"block {prefix}: {len(ids)} hashes begin with it; give more digits")
         return int(ids[0])
 
     async def evict(self, prefixes: Sequence[str], tier: str) -> Evicted:
@@ -152,7 +152,7 @@ class Operator:
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Writes all blocks to NVMe and syncs. Raises InvalidArgument without an NVMe tier."""
         if not any(t.spec.kind is TierKind.NVME for t in self._cache.tiers):
-            raise InvalidArgument("flush: this daemon has no nvme tier to write to; configure one")
+            raise InvalidArgument("flush: this daemon has no nvme tier to write to; add an [[nvme]] table")
         loop = asyncio.get_running_loop()
         deadline, blocks, size = loop.time() + timeout_s, 0, 0
         losses = self._cache.persistence.losses()
@@ -196,7 +196,7 @@ class Operator:
         old = [n for n in old if registry.is_current(n)]
         if not old:
             raise NotFound(
-                f"epoch bump: no current namespace of {model or namespace_id}; list them with `tierctl namespaces`"
+                f"epoch bump: no current namespace matches {model or namespace_id}; list them with `tierctl namespaces`"
             )
         ids = [rank_id for n in old for rank_id in n.ids]
         registry.check_bumps(old)  # all epochs end, or none
@@ -232,7 +232,7 @@ class Operator:
             if position in (None, withheld):
                 name = self._cache.tiers[withheld].spec.name
                 raise Unavailable(
-                    f"{name}: {health.trouble(withheld)}; evict when it has, or from a tier of memory alone"
+                    f"{name}: {health.trouble(withheld)}; evict once it is loaded, or only from a memory tier"
                 )
 
     async def _unwritten(self) -> tuple[Ids, Counter[int]]:

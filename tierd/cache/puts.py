@@ -89,7 +89,7 @@ class Puts(Sessions):
         """Private pages for up to `puts` later puts. Raises Unsupported in a replay, and as
         `reserve`."""
         if self.clock.is_replay:
-            raise Unsupported("ahead: a replay clock knows no meanwhile; reserve for a put")
+            raise Unsupported('ahead: not supported with server.clock = "replay"; reserve for each put')
         self._check_puts(session, [group])
         reserved = self.core.reserve_ahead(session, group=group, puts=puts, kind=kind, now=self.clock.now())
         async with self._given(session, reserved.plan, dict(zip(reserved.reservations, reserved.extents, strict=True))):

@@ -122,7 +122,7 @@ class Pass:
             done.unread = len(unread)
             self._count(done, "unread", len(unread))
             if unread:
-                log.error("scrub: the tier gives no bytes; left alone", tier=self._spec(done).name, pages=len(unread))
+                log.error("scrub: pages unreadable, none condemned", tier=self._spec(done).name, pages=len(unread))
             return
         for page in unread:
             if self._core.are_held(page.extents).all() and self._judge(
@@ -177,7 +177,7 @@ class Scrub:
         Overloaded while another one runs, Unavailable when the daemon ends.
         """
         if self._is_asked:
-            raise Overloaded("scrub: a pass that was asked for runs already; wait for its end, or watch the counters")
+            raise Overloaded("scrub: another requested pass is running; wait until it ends, or watch the counters")
         self._is_asked = True
         try:
             passed = Pass(self._cache, tiers)
@@ -186,7 +186,7 @@ class Scrub:
                 async for _ in steps:
                     yield passed
                     if self._is_ended:
-                        raise Unavailable("scrub: the daemon ends; what was verified so far was told")
+                        raise Unavailable("scrub: the daemon is shutting down; the results so far were sent")
             self._finish(passed)
             yield passed
         finally:
@@ -241,7 +241,7 @@ class Scrub:
 
     def _finish(self, passed: Pass) -> None:
         bad = sum(tier.bad for tier in passed.tiers)
-        log.info("scrub: a pass is through", pages=sum(tier.pages for tier in passed.tiers), bad=bad)
+        log.info("scrub: pass finished", pages=sum(tier.pages for tier in passed.tiers), bad=bad)
         if len(passed.tiers) == len(self._cache.tiers):
             self.last = passed
             self._cache.metrics.scrub_passes.inc()

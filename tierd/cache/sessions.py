@@ -124,8 +124,8 @@ class Sessions:
         largest = min((t.spec.segment_bytes - t.spec.slot_overhead_bytes for t in self.tiers), default=0)
         if spec.block_bytes > largest:
             raise InvalidArgument(
-                f"namespace.block_bytes: {spec.block_bytes} is above the {largest} that a segment of every tier holds; "
-                "use fewer tokens per block, or raise the tiers' segment"
+                f"namespace.block_bytes: {spec.block_bytes} is above {largest}, the most that fits a segment of every "
+                "tier; use fewer tokens per block, or raise the tiers' segment"
             )
         tenant = self.tenant_of(session)
         namespace, _ = self.registry.open(spec, tenant=tenant)
@@ -187,7 +187,7 @@ class Sessions:
         For streams: an abort, or the end of the session's process, may free their pages meanwhile.
         """
         if (session, kind, number) not in self._holdings:
-            raise StaleHandle(f"{kind.name.lower()} {number}: it has ended during the call; begin again")
+            raise StaleHandle(f"{kind.name.lower()} {number}: it ended during the call; start the call again")
         tier = self.tiers[int(extent["tier"])]
         assert is_mapped(tier), "streams ask for host pages"
         return tier.view(extent)

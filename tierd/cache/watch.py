@@ -100,9 +100,7 @@ class Watch:
         """Probes a tier that is out of service, by command. Returns the trouble that remains, empty
         if none. Raises InvalidArgument."""
         if position not in self.breakers:
-            raise InvalidArgument(
-                "resume: only a tier that stores (such as nvme.0) or a GPU's goes out of service; name one"
-            )
+            raise InvalidArgument("resume: only nvme and device tiers go out of service; name one, such as nvme.0")
         self.breakers[position].resume()
         self.look()
         if probe := self._probes.get(position):
@@ -123,7 +121,7 @@ class Watch:
             before = self._readings()
             self.look()
         except Exception:
-            log.exception("tiers not looked at")
+            log.exception("tiers not checked")
             return None
         return before
 

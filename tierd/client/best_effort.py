@@ -20,7 +20,7 @@ PROBE_S = 0.1
 """Time limit of a probe, which asks whether the daemon answers."""
 ARGUMENT_ERRORS = (TypeError, ValueError, OverflowError, AttributeError, LookupError, BufferError)
 """Python raises these for arguments of a wrong kind."""
-_TEXT = "arguments: {} ({}); give what the verb describes"
+_TEXT = "arguments: {} ({}); see the docstring of the method"
 
 
 class BestEffort:

@@ -77,11 +77,13 @@ class OpenedNamespace:
         `tokens` make another number of blocks."""
         size = self.spec.tokens_per_block
         total = (
-            blocks * size if tokens is None else whole("tokens", tokens, 1 << 63, remedy="count those of all blocks")
+            blocks * size
+            if tokens is None
+            else whole("tokens", tokens, 1 << 63, remedy="count the tokens of all blocks")
         )
         if -(-total // size) != blocks:
             raise InvalidArgument(
-                f"tokens: {total} are {-(-total // size)} blocks of {size}, {blocks} were given; give one each"
+                f"tokens: {total} need {-(-total // size)} blocks of {size}, {blocks} were given; give one each"
             )
         return total
 

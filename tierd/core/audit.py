@@ -52,7 +52,7 @@ class Audit:
         known = blocks.known()
         named, forgotten = known[blocks.named[known]], np.flatnonzero(blocks.forgotten[: blocks.top])
         assert len(forgotten) == blocks.forgotten_count, "forgotten: its count is wrong"
-        assert not blocks.named[forgotten].any(), "forgotten: a block that is named"
+        assert not blocks.named[forgotten].any(), "forgotten: a named block is in it"
         kept = np.sort(np.concatenate((named, forgotten)))
         assert np.array_equal(blocks.table.ids(), kept), "table: its ids are not the named and the forgotten blocks"
         assert blocks.table.count == len(kept), "table: its count is wrong"
@@ -75,7 +75,9 @@ class Audit:
         assert np.array_equal(places, blocks.places[: blocks.top]), "places: not the number of pages"
         kept = [self._index.attached(store, known) >= 0 for store in self._index.admissions]
         assert np.array_equal(blocks.kept[known], np.any([known < 0, *kept], axis=0)), "kept: not in a store that wears"
-        assert (blocks.places[known] + blocks.family[known] > 0).all(), "a block without page and family is still known"
+        assert (blocks.places[known] + blocks.family[known] > 0).all(), (
+            "a block without page and family is still in the table"
+        )
         assert (blocks.parent[known[blocks.places[known] == 0]] < 0).all(), (
             "a block without page holds on to its parent"
         )
@@ -126,17 +128,19 @@ class Audit:
         # a generation.
         used = tier.generation[: tier.top][~np.isin(tier.state[: tier.top], (PageState.FREE, PageState.QUARANTINED))]
         assert len(np.unique(used)) == len(used), f"{tier.spec.name}: a generation is used twice"
-        assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation from the future"
+        assert (used < self._index.generation).all(), f"{tier.spec.name}: a generation above the last one"
         self._check_places(tier)
 
     def _check_places(self, tier: Pages) -> None:
         used = [(s.first, s.key.writer, last) for s, last in zip(tier.segments, tier._last_writer, strict=True) if s]
         firsts = np.array([first for first, _, _ in used], np.int64)
         sealed = [writer == SEALED or (writer == DAEMON and last != DAEMON) for _, writer, last in used]
-        assert tier.is_sealed(firsts).tolist() == sealed, f"{tier.spec.name}: which segments are sealed"
+        assert tier.is_sealed(firsts).tolist() == sealed, f"{tier.spec.name}: the marks of sealed segments are wrong"
         nobodys = [writer == NOBODY for _, writer, _ in used]
-        assert tier.is_nobodys(firsts).tolist() == nobodys, f"{tier.spec.name}: which segments are nobody's"
-        assert np.array_equal(tier.find(tier.extents(firsts)), firsts), f"{tier.spec.name}: where segments are found"
+        assert tier.is_nobodys(firsts).tolist() == nobodys, f"{tier.spec.name}: the marks of unowned segments are wrong"
+        assert np.array_equal(tier.find(tier.extents(firsts)), firsts), (
+            f"{tier.spec.name}: pages are not found by extent"
+        )
 
     def _check_quarantine(self, tier: Pages) -> None:
         pages = np.flatnonzero(tier.state[: tier.top] == PageState.QUARANTINED)
@@ -146,7 +150,7 @@ class Audit:
             assert not getattr(tier, name)[pages].any(), f"{tier.spec.name}: a quarantined page has {name}"
         assert tier.quarantined_bytes <= tier.quarantine_bytes, f"{tier.spec.name}: more in quarantine than its bound"
         faulty = np.flatnonzero(tier.fault[: tier.top])
-        assert (tier.doom[faulty] == Reason.CORRUPTED).all(), f"{tier.spec.name}: a fault that condemned nothing"
+        assert (tier.doom[faulty] == Reason.CORRUPTED).all(), f"{tier.spec.name}: a fault without a condemned page"
 
     def _check_pins(self, tier: Pages) -> None:
         pins = np.zeros(tier.top, np.int64)
@@ -154,22 +158,22 @@ class Audit:
             np.add.at(pins, pages[tiers == tier.position], 1)
         for lease in self._sessions.leases.values():
             np.add.at(pins, lease.pages_in(tier.position), 1)
-        assert np.array_equal(pins, tier.pins[: tier.top]), (
-            f"{tier.spec.name}: pins are not those of leases and flights"
-        )
+        assert np.array_equal(pins, tier.pins[: tier.top]), f"{tier.spec.name}: pins do not match leases and transfers"
         reserved = np.zeros(tier.top, bool)
         reserved[self._reserved(tier.position)] = True
         for tiers, pages in self._flights.pages()[1:]:
             reserved[pages[tiers == tier.position]] = True
         late = tier.doom[: tier.top] > 0
         assert (reserved | late | (tier.state[: tier.top] != PageState.RESERVED)).all(), (
-            f"{tier.spec.name}: a reserved page is nobody's"
+            f"{tier.spec.name}: a reserved page has no owner"
         )
 
     def _reserved(self, tier: int) -> Ids:
         """Pages of reservations in a tier, each once."""
         held = {r.id: r for s in self._sessions.open.values() for r in s.reservations.values()}
-        assert self._sessions.ahead_bytes == sum(r.ahead_bytes for r in held.values()), "bytes ahead of nobody"
+        assert self._sessions.ahead_bytes == sum(r.ahead_bytes for r in held.values()), (
+            "bytes reserved ahead do not match the reservations"
+        )
         held |= {commit.reservation.id: commit.reservation for commit in self._sessions.commits.values()}
         parts = [r.pages_in(tier, true_rows((r.state == OPEN) | (r.state == BUSY))) for r in held.values()]
         pages = np.concatenate([np.zeros(0, np.int64), *parts])
@@ -186,15 +190,17 @@ class Audit:
         assert (tier.block[pages] == blocks).all(), f"{tier.spec.name}: a block points to a page of another"
         assert not tier.doom[pages].any(), f"{tier.spec.name}: a doomed page is attached"
         owned = np.flatnonzero((tier.block[: tier.top] >= 0) & (tier.doom[: tier.top] == 0))
-        assert np.array_equal(np.sort(pages), owned), f"{tier.spec.name}: a page has a block that does not know it"
+        assert np.array_equal(np.sort(pages), owned), f"{tier.spec.name}: a page has a block that does not list it"
         assert (tier.pins[tier.doom > 0] > 0)[tier.block[tier.doom > 0] >= 0].all(), "a doomed page that nothing pins"
         forgotten = self._index.blocks.forgotten[blocks]
         visible = self._index.blocks.named[blocks] | forgotten
         assert visible.all(), f"{tier.spec.name}: a block that cannot be named has an attached page"
         filling = tier.state[pages] == PageState.RESERVED
-        assert not (filling & forgotten).any(), f"{tier.spec.name}: a forgotten block is on its way"
+        assert not (filling & forgotten).any(), f"{tier.spec.name}: a forgotten block is in a transfer"
         fillers = self._flights.fillers(tier.position, pages)
-        assert (fillers > 0)[filling].all() and not fillers[~filling].any(), "filler of a page"
+        assert (fillers > 0)[filling].all() and not fillers[~filling].any(), (
+            "a page does not match the transfer that fills it"
+        )
 
     def _check_policy(self, tier: Pages) -> None:
         index, t, top = self._index, tier.position, self._index.blocks.top
@@ -203,19 +209,21 @@ class Audit:
         state[table >= 0] = tier.state[table[table >= 0]]
         tracked = (table >= 0) & (state < PageState.RETIRING)
         assert len(index.policies[t]) == np.count_nonzero(tracked), (
-            f"{tier.spec.name}: the policy tracks something else"
+            f"{tier.spec.name}: the policy tracks another number of blocks"
         )
         pins = np.zeros(len(table), np.int64)
         pins[table >= 0] = tier.pins[table[table >= 0]]
         free = tracked & (pins == 0) & ~index.blocks.pinned[:top]
-        assert np.array_equal(index.held[t][:top], ~free), f"{tier.spec.name}: held"
+        assert np.array_equal(index.held[t][:top], ~free), f"{tier.spec.name}: the held blocks are wrong"
         parents = index.blocks.parent[:top][tracked]
         children = np.bincount(parents[parents >= 0], minlength=len(table))
         assert np.array_equal(children, index.children[t][:top]), f"{tier.spec.name}: counts of children"
         barred = ~free | ((children > 0) & ~index.blocks.lax[:top])
-        assert np.array_equal(index.barred[t][:top], barred), f"{tier.spec.name}: barred"
-        assert index.going[t] == np.count_nonzero(free), f"{tier.spec.name}: going"
-        assert index.tips[t] == np.count_nonzero(~barred), f"{tier.spec.name}: tips"
+        assert np.array_equal(index.barred[t][:top], barred), f"{tier.spec.name}: the barred blocks are wrong"
+        assert index.going[t] == np.count_nonzero(free), f"{tier.spec.name}: the count of evictable blocks is wrong"
+        assert index.tips[t] == np.count_nonzero(~barred), (
+            f"{tier.spec.name}: the count of evictable leaf blocks is wrong"
+        )
 
     def _check_shares(self) -> None:
         sessions = self._sessions

@@ -47,7 +47,9 @@ class Listing:
         """Of the ids, blocks whose hash begins with the hexadecimal digits."""
         digits = prefix.lower()
         if len(digits) > 2 * HASH_BYTES or any(c not in "0123456789abcdef" for c in digits):
-            raise InvalidArgument(f"hash prefix {prefix!r}: not up to {2 * HASH_BYTES} hexadecimal digits")
+            raise InvalidArgument(
+                f"hash prefix {prefix!r}: not up to {2 * HASH_BYTES} hexadecimal digits; copy it from `tierctl blocks`"
+            )
         raw = np.ascontiguousarray(self._index.blocks.hash[span(of)]).view(np.uint8).reshape(-1, HASH_BYTES)
         whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
         match = (raw[:, : len(whole)] == whole).all(axis=1)

@@ -57,7 +57,9 @@ class Upkeep:
         if holder is None:
             return
         if into != DAEMON and (into == session or self._sessions.get(into).domain != holder.domain):
-            raise InvalidArgument(f"session {session}: cannot end into {into}: give another session of its domain")
+            raise InvalidArgument(
+                f"session {session}: its holds cannot pass to session {into}; give another one of its domain"
+            )
         self._gets.let_go(holder, list(holder.leases.values()), draft)
         for reservation in list(holder.reservations):
             self._puts.abort(holder, reservation, reason=Reason.SESSION_ENDED, draft=draft)

@@ -76,7 +76,7 @@ class Feed:
             try:
                 is_open = await self._tell()
             except Exception:
-                log.exception("KV events: told anew")
+                log.exception("KV events: all blocks are reported again")
             if is_open:
                 await asyncio.sleep(max(0.0, began + AGAIN_S - clock()))
 

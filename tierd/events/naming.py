@@ -28,7 +28,7 @@ def names_of(group: pb.PutGroup, namespace: Namespace) -> Names:
     width = _width(group, count=len(blocks) * per_block)
     if per_block > 1 and (not group.engine_hashes or space.size % per_block):
         raise InvalidArgument(
-            f"group.engine_per_block: {per_block} of a block of {space.size} tokens; send engine_hashes, and a number that divides it"
+            f"group.engine_per_block: {per_block} for blocks of {space.size} tokens; send engine_hashes, and a divisor"
         )
     if len(group.token_ids) not in (0, 4 * covered):
         raise InvalidArgument(

@@ -77,7 +77,7 @@ class Publisher:
         self._give(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("KV events not ended in time", timeout_s=timeout_s)
+            log.warning("KV events: publisher did not end in time", timeout_s=timeout_s)
 
     def _give(self, item: tuple[Work, Future[int]] | None) -> None:
         self._work.put(item)
@@ -136,7 +136,7 @@ class Publisher:
             try:
                 done.set_result(self._send(work(self._told)))
             except Exception as error:  # the caller starts again from the beginning
-                log.exception("KV events: not told")
+                log.exception("KV events: not published")
                 done.set_exception(error)
         return True
 
@@ -164,7 +164,7 @@ class Publisher:
         assert self._replays is not None
         who, *rest = self._replays.recv_multipart(self._zmq.NOBLOCK)
         if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
-            log.warning("KV events: a replay request that is none", frames=[len(frame) for frame in rest])
+            log.warning("KV events: malformed replay request", frames=[len(frame) for frame in rest])
             return
         for number, payload in self._since(int.from_bytes(rest[1], "big")):
             self._answer(who, self._topic, number.to_bytes(8, "big"), payload)

@@ -74,7 +74,7 @@ class Copies:
         device = self._device
         fault = device.kernels.find_fault(RUNS_KERNEL)
         if not fault and not device.attribute(HOST_POINTERS):
-            fault = f"{HOST_POINTERS} is 0: its kernels do not find the host's memory"
+            fault = f"{HOST_POINTERS} is 0: its kernels cannot use host addresses"
         if not fault:
             self._gather = Gather(device)
             self.gather_bytes = measured(device, self.seconds)

@@ -123,4 +123,6 @@ def _check(reads: StructArray) -> None:
     short = np.flatnonzero(reads["room"] < reads["length"])
     if len(short):
         row = reads[short[0]]
-        raise InvalidArgument(f"read {short[0]}: a block of {row['length']} bytes in {row['room']}; round up")
+        raise InvalidArgument(
+            f"read {short[0]}: a block of {row['length']} bytes is longer than its space of {row['room']}; round up"
+        )

@@ -184,7 +184,7 @@ class GpuProcess:
     ) -> Message:
         """The answer. Raises the process's error, TierFailed after its death, Overloaded."""
         if self._waiting >= WAITING_MAX:
-            raise Overloaded(f"{self._name}: {WAITING_MAX} calls wait for their turn; ask for less at a time")
+            raise Overloaded(f"{self._name}: {WAITING_MAX} calls are queued, the limit; make fewer at a time")
         self._waiting += 1
         try:
             await self._turns.acquire()
@@ -241,7 +241,7 @@ class GpuProcess:
         except (BrokenPipeError, ConnectionResetError):
             self._outbox.clear()  # it has ended; earlier answers are read first
         except OSError as error:
-            self._end(f"{self._name}: cannot be asked ({error})")
+            self._end(f"{self._name}: cannot be reached ({error})")
             return
         loop.remove_writer(self._socket)
 
@@ -259,7 +259,7 @@ class GpuProcess:
 
     def _take(self, message: Message) -> None:
         if "lost" in message.body:
-            self._last_words = f"{self._name}: the GPU is lost to it ({message.body['lost']})"
+            self._last_words = f"{self._name}: it lost the GPU ({message.body['lost']})"
             return
         pending = self._pending.pop(message.body["id"], None)
         if pending is None:
@@ -314,7 +314,7 @@ class GpuProcess:
             self._reason += f"; status {self._child.wait()}"
             self._gone()
         else:
-            self._reason += f"; pid {self.pid} does not die, what it copies to is not free until it does"
+            self._reason += f"; pid {self.pid} does not end, its copy targets stay in use until it does"
             self._fail(copies=False)
             self._turns.release()  # copies may hold every turn; each waiting call fails and passes this one on
             asyncio.get_running_loop().add_reader(self._pidfd, self._gone)

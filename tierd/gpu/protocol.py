@@ -158,7 +158,7 @@ class Inbox:
             return None
         length, count = HEAD.unpack_from(self._received)
         if length > MESSAGE_BYTES or count > DESCRIPTORS_MAX:
-            raise TierFailed(f"GPU process: a message of {length} bytes and {count} descriptors; this is no message")
+            raise TierFailed(f"GPU process: malformed message of {length} bytes and {count} descriptors")
         if len(self._received) < HEAD.size + length:
             return None
         body = _unpacked(bytes(memoryview(self._received)[HEAD.size : HEAD.size + length]))
@@ -182,7 +182,7 @@ def pack_pieces(pieces: StructArray, dtype: np.dtype[Any] = PIECE) -> bytes:
     """PIECE[n], or READ[n], for a request. Raises InvalidArgument for another dtype, or too many."""
     if pieces.dtype != dtype or pieces.ndim != 1 or len(pieces) > PIECES_MAX:
         raise InvalidArgument(
-            f"pieces: {pieces.shape} of {pieces.dtype}; one dimension of at most {PIECES_MAX} PIECE is taken"
+            f"pieces: {pieces.shape} of {pieces.dtype}; pass one dimension of at most {PIECES_MAX} PIECE"
         )
     return pieces.tobytes()
 

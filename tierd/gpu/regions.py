@@ -48,7 +48,7 @@ class Regions:
         """Add a region for use. Raises InvalidArgument if the number is taken."""
         with self._changed:
             if number in self._regions:
-                raise InvalidArgument(f"{self._kind} {number}: there already; give it back first")
+                raise InvalidArgument(f"{self._kind} {number}: exists already; end it first")
             self._regions[number] = region
 
     def end(self, number: int) -> None:

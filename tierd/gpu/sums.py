@@ -133,6 +133,6 @@ def open_sums(device: Device, copies: Copies) -> Sums:
     if not fault:
         return KernelSums(device)
     device.notices.append(
-        f"{device.name}: sums of device memory are made on the host, which takes a copy of it and is slow ({fault})"
+        f"{device.name}: device memory is copied to the host for its checksums, which is slow ({fault})"
     )
     return StagedSums(device, copies)

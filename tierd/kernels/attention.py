@@ -209,7 +209,7 @@ class _Pool:
     def slots(self, slots: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Turns slots by place in the list into slots of the pool. Raises InvalidArgument."""
         if slots is None:
-            raise InvalidArgument("slots: not given; say where new tokens go")
+            raise InvalidArgument("slots: not given; give a slot for each new token")
         pages, offsets = np.divmod(slots, self.page_tokens)
         numbers = self._numbers_of("slots", np.maximum(pages, 0))
         return np.where(slots < 0, -1, numbers * self.page_tokens + offsets)

@@ -15,7 +15,7 @@ from tierd.errors import InvalidArgument, Overloaded, TierdError, TierFailed, Un
 OLDEST_VERSION = 13000
 """Of the driver (CUDA 13.0): nvcc 13 makes the fatbins."""
 FAULTS: dict[str, tuple[type[TierdError], str]] = {
-    "CUDA_ERROR_INVALID_VALUE": (InvalidArgument, "a size, an address or a flag is not what the driver takes"),
+    "CUDA_ERROR_INVALID_VALUE": (InvalidArgument, "the driver does not accept a size, an address or a flag"),
     "CUDA_ERROR_INVALID_HANDLE": (InvalidArgument, "a stream, an event or a kernel is gone, or of another context"),
     "CUDA_ERROR_INVALID_CONTEXT": (InvalidArgument, "make the device's primary context current in this thread"),
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": (InvalidArgument, "the block needs more registers than the GPU has"),

@@ -107,6 +107,6 @@ def open_library(*, ordinal: int = 0) -> Library:
     path = os.environ.get(KERNELS_LIBRARY)
     if not path:
         raise Unsupported(
-            f"{KERNELS_LIBRARY}: is not set; {KERNELS}={EMULATED} takes what `python -m tools.kernels emulator` builds from a checkout"
+            f"{KERNELS_LIBRARY}: is not set; {KERNELS}={EMULATED} needs a result of `python -m tools.kernels emulator`"
         )
     return Emulated(Path(path))

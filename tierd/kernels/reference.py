@@ -60,7 +60,8 @@ class PagedBatch:
                 )
         if min(self.sinks, self.window) < 0 or (self.window and self.subsets is not None):
             raise InvalidArgument(
-                f"batch: sinks {self.sinks}, window {self.window}, subsets {self.subsets is not None}; give what is not negative, and one of the two"
+                f"batch: sinks {self.sinks}, window {self.window}, subsets {self.subsets is not None}; give none "
+                "that is negative, and a window or subsets"
             )
         self._check_subsets()
         return self
@@ -69,7 +70,7 @@ class PagedBatch:
         """Checks that each names distinct pages of its sequence's table. Raises InvalidArgument."""
         subsets = [[]] * len(self.tables) if self.subsets is None else self.subsets
         if len(subsets) != len(self.tables):
-            raise InvalidArgument(f"subsets: of {len(subsets)} sequences, there are {len(self.tables)}")
+            raise InvalidArgument(f"subsets: given for {len(subsets)} sequences of {len(self.tables)}")
         for i, (heads, table) in enumerate(zip(subsets, self.tables, strict=True)):
             for head, seen in enumerate(heads):
                 distinct = set(seen)

@@ -164,7 +164,7 @@ async def assemble(config: Config) -> AsyncIterator[Assembly]:
         tiers = build_tiers(config, instance=instance.id)
         clock: Clock = ReplayClock() if config.server.clock == "replay" else MonotonicClock()
         learning = asyncio.create_task(_learner(clock, Path(config.server.state_dir)))  # beside the tiers
-        await _patiently(asyncio.to_thread(check_versions, *map(_directory, tiers)), "the versions of what is stored")
+        await _patiently(asyncio.to_thread(check_versions, *map(_directory, tiers)), "the format versions of the files")
         recovered: list[Recovered] = []
         for tier in tiers:
             recovered.append(await _patiently(tier.open(), f"{tier.spec.name} in {tier.place or 'memory'}"))

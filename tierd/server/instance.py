@@ -52,7 +52,7 @@ class Instance:
             replace_file(path, [b"".join(sealed(record) + b"\n" for record in records)])  # one write, not one per name
         except OSError as error:
             raise TierFailed(
-                f"{path}: cannot be written ({error}); make room in server.state_dir, or mend it"
+                f"{path}: cannot be written ({error}); free space in server.state_dir, or check its disk"
             ) from error
 
     def close(self) -> None:
@@ -78,5 +78,5 @@ def unsealed(line: bytes) -> bytes:
     if _SEAL_FIELD not in line:
         return line
     if seal != _SEAL % record_checksum(record):
-        raise CorruptRecord("namespace record: its checksum does not hold; it is dropped")
+        raise CorruptRecord("namespace record: its checksum does not match; it is dropped")
     return record

@@ -119,7 +119,7 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
             await _settle(daemon, listeners)
     log.info("ended", release=daemon.release)
     if stuck := [tier.spec.name for tier in daemon.tiers if is_stored(tier) and tier.is_stuck]:
-        end_now(f"{', '.join(stuck)}: the disk hangs; what was not durable yet is lost")
+        end_now(f"{', '.join(stuck)}: the disk hangs; blocks that are not durable are lost")
 
 
 async def _load(daemon: Assembly, stop: asyncio.Event) -> bool:
@@ -166,7 +166,7 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     await _in_time(daemon.cache.health.stop(), deadline)
     await _in_time(daemon.cache.background.stop(), deadline)
     if not await daemon.cache.flights.idle(timeout_s=max(0.0, deadline - time.monotonic())):
-        log.warning("transfers cut short", transfers=daemon.cache.flights.count)
+        log.warning("transfers cancelled", transfers=daemon.cache.flights.count)
     await _in_time(listeners.wear.stop(), deadline + KEPT_S)
     await _in_time(listeners.learned.stop(), deadline + KEPT_S)
 

@@ -233,7 +233,8 @@ class Listeners:
         credential = read_bearer(path, setting="server.tcp_credential_file")
         if len(credential) < 16:
             raise ConfigError(
-                f"server.tcp_credential_file: {path} holds {len(credential)} characters, 16 are the least"
+                f"server.tcp_credential_file: {path} holds {len(credential)} characters, below 16; make one with"
+                " `openssl rand -hex 32`"
             )
         self._daemon.cache.open_session(REMOTE_SESSION, tenant=REMOTE_TENANT)
         return credential
@@ -333,7 +334,7 @@ def make_runtime_directory(path: Path) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"server.runtime_dir: {path} belongs to uid {found.st_uid} with mode {found.st_mode & 0o7777:04o}; it must be the "
-            f"daemon's own (uid {os.geteuid()}) and writable to nobody else: chown or chmod it, or choose another"
+            f"daemon's own (uid {os.geteuid()}) and writable by no other user: chown or chmod it, or choose another"
         )
     if not found.st_mode & 0o050:
         path.chmod(0o750)

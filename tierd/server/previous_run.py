@@ -29,8 +29,8 @@ def open_holds(tiers: Sequence[Tier], recovered: Sequence[Recovered]) -> tuple[H
             if arena.found:
                 recovered[i].segments[:] = arena.seal_found()
                 arena.notices.append(
-                    f"{arena.spec.name}: {fault}: who holds pages is not known, so the {arena.found} segments found again are"
-                    " verified at every hit, and given up whole, never page by page"
+                    f"{arena.spec.name}: {fault}: the holders of pages are unknown, so the {arena.found} recovered"
+                    " segments are verified at every hit, and freed whole, never page by page"
                 )
 
     places = [arena.tables / TABLE_NAME for arena in arenas.values()]

@@ -205,7 +205,7 @@ def _in_processes(
             show(sum(done))
         return [future.result() for future in futures]
     except BrokenProcessPool as error:
-        raise TierFailed("simulate: a process was killed, perhaps for want of memory; use fewer --jobs") from error
+        raise TierFailed("simulate: a process was killed, perhaps out of memory; use fewer --jobs") from error
     finally:
         go_on.value = 0
         pool.shutdown(cancel_futures=True)

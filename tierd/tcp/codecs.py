@@ -57,7 +57,7 @@ class Lz4Planes:
     def decode(self, data: Bytes, *, length: int) -> memoryview:
         if length > CHUNK_BYTES:
             raise CorruptRecord(
-                f"chunk: {length} plain bytes, more than the {CHUNK_BYTES} of any chunk; versions differ?"
+                f"chunk: {length} plain bytes, above the limit of {CHUNK_BYTES}; use one tierd on both sides"
             )
         plain = np.empty(length, dtype=np.uint8)
         parts = memoryview(data)[self._HEAD_BYTES :]
@@ -79,7 +79,7 @@ class Lz4Planes:
             except self._lz4.LZ4BlockError as error:
                 raise CorruptRecord(f"chunk: {given} bytes are no LZ4 block of {length} ({error})") from error
         if len(part) != length:
-            raise CorruptRecord(f"chunk: {given} bytes are a plane of {len(part)}, where {length} were due")
+            raise CorruptRecord(f"chunk: {given} bytes decompress to {len(part)} instead of {length}")
         return np.frombuffer(part, dtype=np.uint8)
 
 
@@ -94,7 +94,7 @@ def open_codec(name: str, *, whose: str) -> WireCodec | None:
         return None
     if name not in WIRE_CODECS:
         known = ", ".join(map(repr, WIRE_CODECS))
-        raise InvalidArgument(f"codec: {name[:32]!r} is none that {whose} knows; it knows {known}, or leave it out")
+        raise InvalidArgument(f"codec: {name[:32]!r} is unknown to {whose}; use {known}, or leave it out")
     try:
         return WIRE_CODECS[name]()
     except ImportError as error:

@@ -51,7 +51,7 @@ class Backend:
         """Raises ConfigError for an unsupported combination, Unsupported without torch."""
         known = {"numpy": ("float32",), "torch": ("float32", "bfloat16", "float16")}
         if self.dtype not in known.get(self.library, ()):
-            raise ConfigError(f"backend: {self.library!r} in {self.dtype!r} is not to be had; choose from {known}")
+            raise ConfigError(f"backend: {self.library!r} in {self.dtype!r} is not supported; choose from {known}")
         if self.device != "cpu" and not self.is_on_gpu and self.library == "numpy":
             raise ConfigError(f"backend.device: is {self.device!r}; numpy takes 'cpu' or 'cuda:' and a number")
         if self.library == "torch":

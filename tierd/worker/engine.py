@@ -261,7 +261,7 @@ class Engine:
 
     def _pick(self, sequence: LiveSequence) -> None:
         if sequence.table.length != len(sequence.tokens):
-            raise InvalidArgument("sequence: its logits have been picked from already; step computes the next ones")
+            raise InvalidArgument("sequence: its logits were used already; call step for the next ones")
         request, report = sequence.request, sequence.report
         token = pick_token(sequence.logits, temperature=request.temperature, rng=sequence.rng)
         if not sequence.generated:

@@ -184,7 +184,7 @@ class LocalPages:
     def reserve(self, count: int) -> list[Page]:
         """So many private pages, released ones first."""
         if count < 0:
-            raise InvalidArgument(f"reserve: {count} pages is below 0; ask for what the sequence needs")
+            raise InvalidArgument(f"reserve: {count} pages is below 0; give 0 or more")
         pages = [self._take() for _ in range(count)]
         self.in_use += count
         return pages

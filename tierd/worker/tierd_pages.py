@@ -103,7 +103,8 @@ class TierdPages:
             )
         if self._shape.backend.is_on_gpu and len(client.gpu_tiers) > 1 and not self._options.tier:
             raise ConfigError(
-                f"worker: attends on {self._shape.backend.device}, the daemon has memory of several GPUs ({', '.join(client.gpu_tiers)}); say which with TierdOptions(tier=...)"
+                f"worker: attends on {self._shape.backend.device}, the daemon has memory of several GPUs "
+                f"({', '.join(client.gpu_tiers)}); name one with TierdOptions(tier=...)"
             )
         self._spare: list[Page] = []
         self._memory = LocalPages(self._shape)
@@ -331,7 +332,7 @@ class TierdPages:
             raise
         except TierdError as fault:
             self.faults[type(fault).__name__] += 1
-            _log.debug("tierd gave nothing: %s", fault)
+            _log.debug("tierd served nothing: %s", fault)
             return nothing()
 
 
@@ -360,7 +361,7 @@ def _with_scales(spec: NamespaceSpec, shape: PageShape) -> NamespaceSpec:
 
 def _shape_of(model: Llama | NamespaceSpec) -> PageShape:
     if isinstance(model, NamespaceSpec):
-        raise InvalidArgument("TierdPages: a namespace does not say what computes on its pages; give `shape`")
+        raise InvalidArgument("TierdPages: a namespace does not include the pages' shape; give `shape`")
     return page_shape(model)
 
 

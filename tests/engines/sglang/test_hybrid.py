@@ -111,7 +111,7 @@ def test_a_draft_with_heads_is_each_ranks_own(daemon: Daemon, caplog: pytest.Log
     for seed, one in enumerate(ranks):
         one.register_mem_host_pool_v2(mha("page_first"), PoolName.DRAFT)
         fill(one.registered_pools[PoolName.DRAFT], seed=seed)
-    assert "pool draft: each rank has heads of its own" in caplog.text
+    assert "pool draft gets no hits: each rank has its own heads" in caplog.text
     draft = PoolTransfer(name=PoolName.DRAFT, keys=["a"], host_indices=indices(0))
     assert ranks[0].batch_set_v2([draft]) == {PoolName.DRAFT: [True]}
     assert ranks[1].batch_get_v2([draft]) == {PoolName.DRAFT: [False]}

@@ -241,7 +241,7 @@ async def test_a_session_holds_only_so_much(monkeypatch: pytest.MonkeyPatch) -> 
     async with opened() as world:
         await world.put(chain(1, 2))
         leases = [(await world.acquire(chain(1, 2))).lease for _ in range(2)]
-        with pytest.raises(Overloaded, match="may hold 2"):
+        with pytest.raises(Overloaded, match="limits are 2"):
             await world.acquire(chain(1, 2))
         world.cache.release(world.session, leases[:1])
         leases.append((await world.acquire(chain(1, 2))).lease)
@@ -254,7 +254,7 @@ async def test_of_several_reservations_all_are_recorded_or_none_is_held(monkeypa
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
     async with opened() as world:
         group = world.put_query(np.zeros((2, 32), np.uint8))
-        with pytest.raises(Overloaded, match="may hold 2"):
+        with pytest.raises(Overloaded, match="limits are 2"):
             await world.cache.reserve_ahead(world.session, group, puts=3, kind=TierKind.HOST)
         assert world.cache.core.stats().reservations == 0
         ahead = await world.cache.reserve_ahead(world.session, group, puts=2, kind=TierKind.HOST)

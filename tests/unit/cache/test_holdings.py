@@ -56,7 +56,7 @@ def test_pages_of_what_is_held_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     table.open()
     held, session = Holdings(table), 1 << 20
     held.add(session, HoldKind.LEASE, {1: pages(20, first=1)})
-    with pytest.raises(Overloaded, match="of 20 pages"):
+    with pytest.raises(Overloaded, match="with 20 pages"):
         held.add(session, HoldKind.LEASE, {2: pages(1, first=21)})
     held.drop_leases(session, [1])
     held.add(session, HoldKind.RESERVATION, {3: pages(6, first=1)})

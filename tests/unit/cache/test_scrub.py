@@ -211,7 +211,7 @@ async def test_one_pass_at_a_time_is_asked_for() -> None:
         scrub = Scrub(world.cache, period_s=0, bandwidth=MIB)
         first = scrub.ask([0], bandwidth=0)
         await anext(first)
-        with pytest.raises(Overloaded, match="runs already"):
+        with pytest.raises(Overloaded, match="another requested pass is running"):
             await anext(scrub.ask([0], bandwidth=0))
         await first.aclose()
         told = [told.tiers[0].pages async for told in scrub.ask([0, 1], bandwidth=0)]

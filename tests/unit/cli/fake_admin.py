@@ -164,6 +164,6 @@ def worn_stores() -> list[pb.StoreWear]:
         ),
         pb.StoreWear(
             tier="nvme.1", path="/mnt/two/tierd", capacity_bytes=1 << 40, admission="all", written_today_bytes=1 << 30,
-            drives=[silent], life_basis="neither the drive tells its wear nor endurance_dwpd or endurance_tbw is set",
+            drives=[silent], life_basis="the drive reports no wear; set endurance_dwpd or endurance_tbw",
         ),
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def test_remote_put(daemon, tmp_path):
 
 @pytest.mark.parametrize("form", ["views", "one", "list"])
 def test_remote_get_ends_at_a_wrong_byte(daemon, tmp_path, form):
-    """Blocks arrive whole and in order; the first one whose checksum does not hold ends the prefix."""
+    """Blocks arrive whole and in order; the first one whose checksum does not match ends the prefix."""
     out = {"views": None, "one": bytearray(8 * CLASS_BYTES), "list": [bytearray(CLASS_BYTES) for _ in range(8)]}[form]
     with remote(daemon, tmp_path) as client:
         ns = client.open_namespace(SPEC)
@@ -114,7 +114,7 @@ def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize(
     ("options", "fault"),
-    [("codec=zip", "'zip' is none that this process knows; it knows 'lz4'"), ("kodec=lz4", "'kodec' is no option")],
+    [("codec=zip", "'zip' is unknown to this process; use 'lz4'"), ("kodec=lz4", "'kodec' is no option")],
 )
 def test_wrong_codec(kind, options, fault):
     """A codec that nobody knows, and an option that is none, is refused when the client is made."""

@@ -196,7 +196,7 @@ async def test_a_lost_context_ends_the_process(call: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("TIERD_FAKE_CUDA_STRIKE", f"{call}:e700")
     owner, life = Owner(), Life(memory(2 * LENGTH, seed=4))
     gpu = owner.process()
-    with pytest.raises(TierFailed, match="the GPU is lost to it .*ILLEGAL_ADDRESS.*status 3"):
+    with pytest.raises(TierFailed, match="it lost the GPU .*ILLEGAL_ADDRESS.*status 3"):
         await life.live(gpu)
     with pytest.raises(ProcessLookupError):
         os.kill(gpu.pid, 0)

@@ -189,7 +189,7 @@ async def test_everything_is_given_back_in_order(orders: Path, tmp_path: Path) -
             with pytest.raises(InvalidArgument, match="file 5: not there"):
                 await gpu.read(reads_of())
             await opened(gpu, tmp_path / "file")
-            with pytest.raises(InvalidArgument, match="there already"):
+            with pytest.raises(InvalidArgument, match="exists already"):
                 await opened(gpu, tmp_path / "file")
             await gpu.drop(1)
             os.close(await gpu.make(1, SLAB))
@@ -290,6 +290,6 @@ async def test_a_read_of_an_immortal_process_does_not_end(orders: Path, monkeypa
     await asyncio.to_thread(await_true, lambda: bool(owner.told), "word of it")
     assert not read.done()
     os.kill(gpu.pid, signal.SIGKILL)
-    with pytest.raises(TierFailed, match="does not die"):
+    with pytest.raises(TierFailed, match="does not end"):
         await read
     await gpu.stop()

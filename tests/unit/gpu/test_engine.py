@@ -139,9 +139,9 @@ def test_what_the_gpu_has_no_room_for_is_refused_and_leaves_nothing() -> None:
         for length in (0, SLAB - 4096, -SLAB):
             with pytest.raises(InvalidArgument, match="multiple of the GPU's granularity, 2097152"):
                 engine.slabs.make(2, length)
-        with pytest.raises(InvalidArgument, match="slab 1: there already"):
+        with pytest.raises(InvalidArgument, match="slab 1: exists already"):
             engine.slabs.make(1, SLAB)
-        with pytest.raises(InvalidArgument, match="host 7: there already"):
+        with pytest.raises(InvalidArgument, match="host 7: exists already"):
             engine.hosts.attach(HOST, host, LENGTH)
         for length in (0, 2 * LENGTH + 1):
             with pytest.raises(InvalidArgument, match="of a file that has 2097152"):

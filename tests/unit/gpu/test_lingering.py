@@ -36,13 +36,13 @@ async def test_copies_wait_until_it_is_gone(immortal: tuple[GpuProcess, Owner]) 
     """Its owner is told that it does not die, and whoever asked for sums; loads and stores end with the process and not before."""
     gpu, owner = immortal
     copies = [asyncio.create_task(call(pieces_of())) for call in (gpu.load, gpu.store)]
-    with pytest.raises(TierFailed, match="does not die"):
+    with pytest.raises(TierFailed, match="does not end"):
         await gpu.sums(pieces_of())
     await asyncio.to_thread(await_true, lambda: bool(owner.told), "word of it")
     assert not any(copy.done() for copy in copies)
     os.kill(gpu.pid, signal.SIGKILL)
     for copy in copies:
-        with pytest.raises(TierFailed, match="does not die"):
+        with pytest.raises(TierFailed, match="does not end"):
             await copy
     await gpu.stop()
     assert len(owner.told) == 1
@@ -55,7 +55,7 @@ async def test_who_waits_for_a_turn_is_told(immortal: tuple[GpuProcess, Owner]) 
     await asyncio.sleep(0)
     async with asyncio.timeout(LIMIT_S):
         for call in [asyncio.create_task(gpu.drop(1)) for _ in range(2)]:
-            with pytest.raises(TierFailed, match="does not die"):
+            with pytest.raises(TierFailed, match="does not end"):
                 await call
     assert not any(copy.done() for copy in copies)
     os.kill(gpu.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ async def test_an_owner_that_ends_waits_no_longer(immortal: tuple[GpuProcess, Ow
     copy = asyncio.create_task(gpu.load(pieces_of()))
     await asyncio.sleep(0)
     await gpu.stop()
-    with pytest.raises(TierFailed, match="does not die"):
+    with pytest.raises(TierFailed, match="does not end"):
         await copy
     before = len(descriptors())
     os.kill(gpu.pid, signal.SIGKILL)

@@ -84,7 +84,7 @@ def test_what_is_no_message_is_refused(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(sent)
-        with pytest.raises(TierFailed, match="GPU process: a message"):
+        with pytest.raises(TierFailed, match="GPU process: (a|malformed) message"):
             Inbox().receive(ours)
 
 

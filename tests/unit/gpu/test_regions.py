@@ -61,7 +61,7 @@ def test_numbers_are_known_and_single(slabs: Regions) -> None:
     for refused in (lambda: slabs.used(pieces_of([1], slab=3)).__enter__(), lambda: slabs.end(3)):
         with pytest.raises(InvalidArgument, match="slab 3: not there"):
             refused()
-    with pytest.raises(InvalidArgument, match="slab 1: there already"):
+    with pytest.raises(InvalidArgument, match="slab 1: exists already"):
         slabs.add(1, Region(BASE, END))
 
 

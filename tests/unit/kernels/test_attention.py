@@ -104,7 +104,7 @@ UNFIT: dict[str, dict[str, Any]] = {
     "batch: 3 query runs, 1 lengths": {"kv_lens": [1]},
     r"tables\[1\]: page 99 of 32": {"tables": [[0] * 9, [99], [0] * 19]},
     r"tables\[1\]: page -1 of 32": {"tables": [[0] * 9, [-1], [0] * 19]},
-    "subsets: of 2 sequences, there are 3": {"subsets": [[[0], [0]]] * 2},
+    "subsets: given for 2 sequences of 3": {"subsets": [[[0], [0]]] * 2},
     r"subsets\[2\]\[1\]: \[3, 3\]": {"subsets": [[[0], [0]], [[0], [0]], [[4], [3, 3]]]},
     r"subsets\[1\]\[0\]: \[1\]": {"subsets": [[[0], [0]], [[1], [0]], [[0], [0]]]},
     r"subsets\[0\]\[0\]: \[-1\]": {"subsets": [[[-1], [0]], [[0], [0]], [[0], [0]]]},

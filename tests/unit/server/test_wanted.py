@@ -31,7 +31,7 @@ async def test_of_several_gpus_one_is_named(tmp_path: Path) -> None:
         gpus = [gpu_tier(number, tmp_path) for number in range(2)]
         world.cache.tiers = [*gpus, *world.cache.tiers]
         service = CacheService(world.cache, keep_namespaces=_nothing, batch_limit=1)
-        for nth, said in ((0, "any of several GPUs; name one of device.0, device.1"), (3, "device.2 is none of")):
+        for nth, said in ((0, "any of several GPUs; name one of device.0, device.1"), (3, "device.2 does not exist")):
             with pytest.raises(InvalidArgument, match=said):
                 service._wanted(TierKind.DEVICE, nth)
         assert [service._wanted(TierKind.DEVICE, nth) for nth in (1, 2)] == [gpu.spec for gpu in gpus]

@@ -125,7 +125,7 @@ def test_bounded(data: bytes, length: int) -> None:
 
 def test_unknown_name() -> None:
     """A name that nobody knows is refused by name, with those that are known and however long it is; no name is no codec."""
-    with pytest.raises(InvalidArgument, match="'zip' is none that the daemon knows; it knows 'lz4'"):
+    with pytest.raises(InvalidArgument, match="'zip' is unknown to the daemon; use 'lz4'"):
         open_codec("zip", whose="the daemon")
     with pytest.raises(InvalidArgument) as long:
         open_codec("x" * 100_000, whose="the daemon")

@@ -68,7 +68,7 @@ class Refused:
                 return False
             time.sleep(max(0.0, self._again_s - time.monotonic()))
             if not self._sent.link.is_usable:
-                self._error = Unavailable("daemon: it has gone since it refused the put; put again")
+                self._error = Unavailable("daemon: its connection ended after it refused the put; put again")
                 return True
             self._call = _begun(self._sent.link, self._sent.request, self._sent.deadline)
             self._again_s = time.monotonic() + NO_LINE_S

@@ -98,7 +98,7 @@ class Connector:
         if link is not None and link.is_usable:
             return link
         if self._is_closed:
-            raise Unavailable("client: it is closed; make another")
+            raise Unavailable("client: it is closed; make a new one")
         if self._last_error is not None and not self._options.is_patient and time.monotonic() < self._next_try:
             raise Unavailable(str(self._last_error))
         return None
@@ -140,7 +140,7 @@ class Connector:
             link = opening.result(timeout_s)
         except FutureTimeout:
             raise DeadlineExceeded(
-                f"daemon at {self.target}: not connected within {timeout_s:.3g} s; a later call may be served"
+                f"daemon at {self.target}: not connected within {timeout_s:.3g} s; try again later"
             ) from None
         finally:
             if opening.done():

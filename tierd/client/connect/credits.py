@@ -94,8 +94,8 @@ class Credits:
     def too_late(self, timeout_s: float) -> Overloaded:
         """The error for a call that got no turn in time."""
         return Overloaded(
-            f"client: {self.count} calls in progress, its credits with the daemon, and none ended within {timeout_s:.3g} s;"
-            " call less at one time, or allow more with timeout_s"
+            f"client: {self.count} calls in progress use all credits, and none ended within {timeout_s:.3g} s;"
+            " make fewer calls at one time, or allow more with timeout_s"
         )
 
 

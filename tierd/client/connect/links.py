@@ -86,7 +86,7 @@ class Links:
         call. Raises DeadlineExceeded while it hangs."""
         now = time.monotonic()
         if now < self._probe_at:
-            raise DeadlineExceeded("daemon: it has not answered since a deadline passed; a miss until it does")
+            raise DeadlineExceeded("daemon: no answer since a call timed out; calls miss until it answers")
         self._probe_at = now + PROBE_PAUSE_S
         try:
             link.transport.call("Release", pb.ReleaseRequest(), timeout_s=PROBE_S)

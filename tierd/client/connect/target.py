@@ -103,5 +103,7 @@ def _remote(text: str) -> RemoteTarget:
     given = dict(parse_qsl(options, keep_blank_values=True))
     codec = given.pop("codec", "")
     if given:
-        raise InvalidArgument(f"target {text!r}: {next(iter(given))!r} is no option of a target; there is codec=lz4")
+        raise InvalidArgument(
+            f"target {text!r}: {next(iter(given))!r} is no option of a target; the option is codec=lz4"
+        )
     return RemoteTarget(host, int(port), codec)

@@ -59,7 +59,7 @@ class Threads:
             patience.cancel()
         if result.cancelled():
             raise NotBegun(
-                f"client: none of its {THREADS} threads had time for the call before its deadline; call less at one time, or allow more"
+                f"client: all {THREADS} threads were busy until its deadline; make fewer at a time, or allow more"
             )
         return result.result()
 

@@ -26,7 +26,7 @@ def connect(connection: socket.socket, path: str) -> None:
         ) from error
     except PermissionError as error:
         raise NotPermitted(
-            f"daemon at {path}: this user may not connect; join the daemon's group, or run one of your own"
+            f"daemon at {path}: this user may not connect; join the daemon's group, or run a daemon of your own"
         ) from error
     except BlockingIOError as error:
         raise Overloaded(f"daemon at {path}: its queue of new connections is full; try again") from error
@@ -34,7 +34,8 @@ def connect(connection: socket.socket, path: str) -> None:
     if uid not in (0, os.geteuid(), owner):
         connection.close()  # without a farewell
         raise NotPermitted(
-            f"daemon at {path}: uid {uid} listens there, and the directory is uid {owner}'s; end that process, or set TIERD_TARGET to the directory of the daemon that is meant"
+            f"daemon at {path}: uid {uid} listens there, but uid {owner} owns the directory; end that process, or set "
+            "TIERD_TARGET to your daemon's directory"
         )
 
 
@@ -47,9 +48,9 @@ def check(path: str) -> None:
 
 def _checked_owner(directory: str) -> int:
     """Uid of the directory's owner; -1: there is no directory. Raises NotPermitted."""
-    remedy = "remove it, or set TIERD_TARGET to a directory of the daemon's that only its user and root can lay"
+    remedy = "remove it, or set TIERD_TARGET to a daemon's directory on a path that only its user and root can change"
     if stranger := find_stranger(directory):
-        raise NotPermitted(f"daemon at {directory}: {stranger}, lies where anybody can put one; {remedy}")
+        raise NotPermitted(f"daemon at {directory}: another user owns a part of its path, {stranger}; {remedy}")
     try:
         found = Path(directory).stat()
     except OSError:
@@ -57,6 +58,6 @@ def _checked_owner(directory: str) -> int:
     if found.st_mode & SHARED:
         mode = f"{found.st_mode & 0o7777:04o}"
         raise NotPermitted(
-            f"daemon at {directory}: the directory's mode is {mode}, so others may put sockets there; {remedy}"
+            f"daemon at {directory}: the directory's mode is {mode}, so other users can create sockets there; {remedy}"
         )
     return found.st_uid

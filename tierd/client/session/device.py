@@ -290,7 +290,7 @@ class DevicePage(Bound):
     def copy_from(self, source: Any) -> None:
         """Fills the page from host memory, and waits. Raises InvalidArgument, DeadlineExceeded."""
         if not self.is_writable:
-            raise InvalidArgument("page: it is read-only; only reserved pages are written, before their commit")
+            raise InvalidArgument("page: it is read-only; write to reserved pages, before their commit")
         given = self._host(source, writable=False)
         self.device.await_stream(0)
         with self.device.entered():

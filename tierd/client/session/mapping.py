@@ -184,7 +184,7 @@ def catalogue_of(segment: int, table: NDArray[np.uint8]) -> Catalogue:
     """Parses the head of a catalogue. Raises TierFailed, VersionMismatch."""
     head = table[: CATALOGUE_HEADER.itemsize].view(CATALOGUE_HEADER)[0]
     if head["magic"] != CATALOGUE_MAGIC or int(head["segment"]) != segment:
-        raise TierFailed(f"segment {segment}: the daemon sent a catalogue that is not its own; see the daemon's log")
+        raise TierFailed(f"segment {segment}: the daemon sent another segment's catalogue; see the daemon's log")
     CATALOGUE.check(int(head["version"]), name=f"segment {segment}")
     layout = CatalogueLayout(pages=int(head["pages"]), class_bytes=int(head["class_bytes"]))
     if layout.total_bytes > len(table):

@@ -73,7 +73,7 @@ class Hold(Bound):
         if self.is_done or not self._has_handle:
             raise StaleHandle(f"{self}: it has ended; acquire or reserve again")
         if not self.link.is_usable:
-            raise StaleHandle(f"{self}: the daemon that gave it has gone; acquire or reserve again")
+            raise StaleHandle(f"{self}: its daemon has gone; acquire or reserve again")
 
     def check_process(self) -> None:
         """Raises ForkedClient."""
@@ -96,7 +96,7 @@ class Hold(Bound):
         if self.link.is_lost:
             raise StaleHandle(f"{self}: its client was closed; acquire or reserve again")
         if not self._has_handle:
-            raise StaleHandle(f"{self}: it was given back meanwhile; acquire or reserve again")
+            raise StaleHandle(f"{self}: it was released during the call; acquire or reserve again")
         return pin
 
     def expose(self, place: Place, pin: Pin, *, writable: bool = False) -> Any:

@@ -46,11 +46,11 @@ def _checked(pages: Sequence[Any]) -> Gpu:
     for i, page in enumerate(pages):
         if not isinstance(page, DevicePage):
             raise InvalidArgument(
-                f'pages[{i}]: {type(page).__name__} is none of a GPU; acquire them with tier="device"'
+                f'pages[{i}]: {type(page).__name__} is not on a GPU; acquire pages with tier="device"'
             )
         if page.device is not pages[0].device:
             raise InvalidArgument(
-                f"pages[{i}]: lies on GPU {page.device.id}, pages[0] on GPU {pages[0].device.id}; make a range for each GPU"
+                f"pages[{i}]: is on GPU {page.device.id}, pages[0] on GPU {pages[0].device.id}; make a range per GPU"
             )
         memory = page.memory
         if page.address != memory.address or (page.nbytes != memory.length_bytes and i < len(pages) - 1):
@@ -64,9 +64,11 @@ def _misfit(page: DevicePage, *, is_tail: bool) -> str:
     """Why no page can follow or precede this one, and the remedy. is_tail: all others fit."""
     granularity = page.device.granularity
     if is_tail:
-        remedy = "leave it out, and read it where it is"
+        remedy = "omit it, and read it in place"
     elif page.nbytes % granularity:
-        remedy = "choose tokens_per_block so that a block's bytes are a multiple of that, and set the device tier's segment to them"
+        remedy = (
+            "choose tokens_per_block so that a block is a multiple of that, and set the device tier's segment to it"
+        )
     else:
         remedy = f"set the device tier's segment to {page.nbytes} bytes"
     return (

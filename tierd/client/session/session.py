@@ -163,12 +163,13 @@ def connect_session(
     """Opens a session. Raises Unavailable, Overloaded, NotPermitted, VersionMismatch,
     DeadlineExceeded, Unsupported."""
     if sys.platform != "linux":
-        raise Unsupported(f"tierd: {sys.platform} has no session sockets; give a daemon on Linux as host:port")
+        raise Unsupported(f"tierd: {sys.platform} has no session sockets; connect to a daemon on Linux with host:port")
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     except OSError as error:
         raise Overloaded(
-            f"session socket: none can be made ({error}): this process has as many descriptors open as it may; close some, or raise its limit (ulimit -n)"
+            f"session socket: cannot be created ({error}): this process is at its limit of open descriptors; close some"
+            " of them, or raise the limit (ulimit -n)"
         ) from error
     hello = {
         "op": "hello",
@@ -194,7 +195,7 @@ def connect_session(
         raise DeadlineExceeded(f"daemon at {target}: no hello within {timeout_s:.3g} s; is it stuck?") from error
     except OSError as error:
         connection.close()
-        raise Unavailable(f"daemon at {target}: it went away during hello ({error}); try again") from error
+        raise Unavailable(f"daemon at {target}: it closed the connection during hello ({error}); try again") from error
     except BaseException:
         hang_up(connection)
         raise

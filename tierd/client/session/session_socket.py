@@ -187,7 +187,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 def checked(reply: Mapping[str, Any]) -> dict[str, Any]:
     """A reply that is not a refusal. Raises what the daemon raised, Unavailable."""
     if not isinstance(reply, dict) or "ok" not in reply:
-        raise Unavailable("session socket: the daemon closed it without a word; try again")
+        raise Unavailable("session socket: the daemon closed it without an answer; try again")
     if not reply["ok"]:
         raise error_of(str(reply.get("error")), str(reply.get("message")), status="refused")
     return reply
@@ -198,10 +198,13 @@ def check_came(fds: Sequence[int], count: int, *, what: str) -> None:
     process has no room, OperatorError if there are too many."""
     if len(fds) < count:
         raise Overloaded(
-            f"session socket: {len(fds)} of {count} descriptors for {what} came in: this process has as many open as it may; close some, or raise its limit (ulimit -n)"
+            f"session socket: {len(fds)} of {count} descriptors for {what} arrived: this process is at its limit of"
+            " open descriptors; close some, or raise the limit (ulimit -n)"
         )
     if len(fds) > count:
-        raise OperatorError(f"daemon: {len(fds)} descriptors for {what} instead of {count}; versions differ?")
+        raise OperatorError(
+            f"daemon: {len(fds)} descriptors for {what} instead of {count}; use one tierd on both sides"
+        )
 
 
 def close_fds(fds: Iterable[int]) -> None:

@@ -127,7 +127,7 @@ class SyncTransport:
             yield
         except (grpc.RpcError, grpc.FutureCancelledError):
             if is_silent.is_set():
-                raise DeadlineExceeded(f"daemon: silent for {patience_s:g} s; a miss until it answers") from None
+                raise DeadlineExceeded(f"daemon: no answer for {patience_s:g} s; calls miss until it answers") from None
             raise
         finally:
             done.set()

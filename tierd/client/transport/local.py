@@ -90,11 +90,15 @@ class Sent:
         if isinstance(error, OSError | EOFError):
             if self._is_served(deadline):
                 self._lines.drop_resting()
-                return LineLost(f"daemon: the line of {self._method} was closed during the call ({error}); try again")
+                return LineLost(
+                    f"daemon: the connection of {self._method} was closed during the call ({error}); try again"
+                )
             self._link.is_broken = True
             return Unavailable(f"daemon: the connection was closed during the call ({error}); try again")
         if isinstance(error, DecodeError):
-            return OperatorError(f"daemon: its answer to {self._method} is none ({error}); versions differ?")
+            return OperatorError(
+                f"daemon: its answer to {self._method} is malformed ({error}); use one tierd on both sides"
+            )
         return error
 
     def _is_served(self, deadline: float) -> bool:

@@ -70,7 +70,7 @@ class Line:
             data += self._more(FIRST_BYTES, deadline)
         end = HEAD.size + HEAD.unpack_from(data)[0]
         if end > HEAD.size + MESSAGE_MAX_BYTES:
-            raise OperatorError(f"daemon: an answer of {end} bytes; versions differ?")
+            raise OperatorError(f"daemon: an answer of {end} bytes is too long; use one tierd on both sides")
         parts, self._rest = [data[HEAD.size : end]], data[end:]
         missing = end - len(data)
         while missing > 0:
@@ -81,7 +81,7 @@ class Line:
     def check_over(self) -> None:
         """Raises OperatorError if bytes follow the answer: the next call would take them for its own."""
         if self._rest:
-            raise OperatorError(f"daemon: {len(self._rest)} bytes after its answer; versions differ?")
+            raise OperatorError(f"daemon: {len(self._rest)} bytes after its answer; use one tierd on both sides")
 
     def close(self) -> None:
         """Closes the line, by the thread that uses it. Safe to call twice."""

@@ -50,7 +50,7 @@ def take_namespace(namespace: OpenedNamespace, reply: pb.OpenNamespaceReply, *, 
     A worker with the old weights must not continue under the new epoch's name."""
     if len(reply.digest) != HASH_BYTES or not reply.namespace:
         raise OperatorError(
-            f"daemon: namespace {reply.namespace} with a digest of {len(reply.digest)} bytes; versions differ?"
+            f"daemon: namespace {reply.namespace} has {len(reply.digest)} bytes of digest; use one tierd on both sides"
         )
     if namespace.is_open and namespace.digest != reply.digest:
         if namespace.epoch == reply.epoch:
@@ -117,7 +117,7 @@ def handles_of(data: bytes, *, count: int | None = None) -> StructArray:
     """HANDLE [n]. Raises OperatorError."""
     if len(data) % HANDLE.itemsize or (count is not None and len(data) != count * HANDLE.itemsize):
         raise OperatorError(
-            f"daemon: {len(data)} bytes of handles where {count} of {HANDLE.itemsize} were due; versions differ?"
+            f"daemon: {len(data)} bytes of handles for {count} of {HANDLE.itemsize} each; use one tierd on both sides"
         )
     return np.frombuffer(data, dtype=HANDLE)
 
@@ -131,7 +131,7 @@ def joined(parts: Sequence[StructArray]) -> StructArray:
 def statuses_of(data: bytes, *, count: int) -> NDArray[np.uint16]:
     """u2 [count] of BlockStatus. Raises OperatorError."""
     if len(data) != 2 * count:
-        raise OperatorError(f"daemon: {len(data)} bytes of statuses for {count} blocks; versions differ?")
+        raise OperatorError(f"daemon: {len(data)} bytes of statuses for {count} blocks; use one tierd on both sides")
     return np.frombuffer(data, dtype="<u2").astype(np.uint16)
 
 

@@ -83,7 +83,7 @@ def checked_hashes(hashes: Hashes) -> Hashes:
     array = np.ascontiguousarray(hashes)
     if array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != HASH_BYTES:
         raise InvalidArgument(
-            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass what namespace.hash gives"
+            f"hashes: {array.dtype} {array.shape} is not uint8 [blocks, {HASH_BYTES}]; pass those of namespace.hash"
         )
     return array
 
@@ -122,8 +122,8 @@ def sequence_put(namespace: OpenedNamespace, what: Tokens | Hashes | PutGroup, *
     full = count // size
     if len(lengths) not in (full, -(-count // size)):
         raise InvalidArgument(
-            f"blocks: {len(lengths)} for {count} tokens, which are {full} full blocks of {size}; pass one each, and one more for the"
-            " rest if it shall be stored"
+            f"blocks: {len(lengths)} for {count} tokens, which are {full} full blocks of {size}; pass one each, and one"
+            " more to store the rest"
         )
     tail = len(lengths) > full
     hashes, covered = namespace.hash(what, with_tail=tail), count if tail else full * size
@@ -136,7 +136,7 @@ def _filled(group: PutGroup, lengths: Sequence[int]) -> PutGroup:
     wanted, most = put_lengths(group).tolist(), group.namespace.spec.block_bytes
     for i, (length, least) in enumerate(zip(lengths, wanted, strict=False) if lengths != wanted else ()):
         if not least <= length <= most:
-            remedy = f"pass {least} to {most}, or say the lengths of blocks in a PutGroup"
+            remedy = f"pass {least} to {most}, or give the blocks' lengths in a PutGroup"
             raise InvalidArgument(f"buffer {i}: {length} bytes for a block of {least}; {remedy}")
     return replace(group, lengths=lengths)
 
@@ -166,7 +166,9 @@ def group_message(group: Group) -> pb.Group:
         tokens_per_block=group.namespace.spec.tokens_per_block,
         tokens=group.namespace.tokens_in(len(hashes), tokens=group.tokens),
         need=whole("need", group.need, 2, remedy="give one of tierd.client.Need"),  # type: ignore[arg-type]
-        need_tokens=whole("need_tokens", group.need_tokens, (1 << 63) - 1, remedy="count its last tokens"),
+        need_tokens=whole(
+            "need_tokens", group.need_tokens, (1 << 63) - 1, remedy="give the number of last tokens needed"
+        ),
         digest=group.namespace.digest,
     )
 
@@ -178,7 +180,9 @@ def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
         return group.namespace.block_lengths(covered)
     if len(group.lengths) != len(covered):
         raise InvalidArgument(f"lengths: {len(group.lengths)} for {len(covered)} blocks; pass one each")
-    return np.asarray([whole("lengths", length, U4_MAX, remedy="in bytes") for length in group.lengths], np.uint32)
+    return np.asarray(
+        [whole("lengths", length, U4_MAX, remedy="give it in bytes") for length in group.lengths], np.uint32
+    )
 
 
 def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
@@ -206,15 +210,13 @@ def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
 def _say(message: pb.PutGroup, group: PutGroup) -> None:
     """Adds priorities and retention times. Raises InvalidArgument."""
     if group.priority is None:
-        raise InvalidArgument(
-            f"retention_s: {group.retention_s!r:.80} of no priority; give the priority that it limits, or neither"
-        )
+        raise InvalidArgument(f"retention_s: {group.retention_s!r:.80} without a priority; give both, or neither")
     for value in _of_each(group, "priority"):
         message.priorities.append(whole("priority", value, PRIORITY_LIMIT, remedy="leave it out for the default"))
     for value in _of_each(group, "retention_s") if group.retention_s is not None else ():
         if value is not None and not 0 < value <= RETENTION_LIMIT_S:
             raise InvalidArgument(
-                f"retention_s: {value} is not above 0 and at most {RETENTION_LIMIT_S}; give None for good"
+                f"retention_s: {value} is not above 0 and at most {RETENTION_LIMIT_S}; give None for no limit"
             )
         message.retention_s.append(0 if value is None else math.ceil(value))
 
@@ -253,7 +255,7 @@ def commit_request(
 ) -> pb.CommitRequest:
     """blocks: COMMIT_BLOCK [n]; None: every block as named in Reserve. Raises InvalidArgument."""
     if blocks is not None and getattr(blocks, "dtype", None) != COMMIT_BLOCK:
-        raise InvalidArgument(f"blocks: {type(blocks).__name__} is no array of COMMIT_BLOCK; pass what naming gives")
+        raise InvalidArgument(f"blocks: {type(blocks).__name__} is no array of COMMIT_BLOCK; pass the result of naming")
     return pb.CommitRequest(
         reservation=reservation,
         blocks=None if blocks is None else pb.CommitGroup(blocks=blocks.tobytes()),

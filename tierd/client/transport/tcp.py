@@ -44,8 +44,8 @@ def get(link: Link, group: Group, out: Any, deadline: float) -> tuple[GetResult,
     Unsupported if the group needs anything but a prefix."""
     if group.need is not Need.PREFIX:
         raise Unsupported(
-            f"get: a group that needs {group.need.name} and no prefix, over TCP, where blocks travel from the first one on; ask for a"
-            " prefix, or run a daemon beside this process"
+            f"get: over TCP a group can need a prefix, not {group.need.name}, since blocks travel in order; ask for"
+            " a prefix, or run a daemon on this machine"
         )
     assembly = Assembly(_Targets(out, length_max=group.namespace.spec.block_bytes), codec=link.codec)
     request = pb.GetRequest(group=requests.group_message(group), codec=link.codec.name if link.codec else "")
@@ -69,7 +69,8 @@ class _Targets:
     def __call__(self, index: int, length: int) -> NDArray[np.uint8]:
         if length > self._length_max:
             raise OperatorError(
-                f"daemon: block {index} of {length} bytes in a namespace of {self._length_max}; versions differ?"
+                f"daemon: block {index} of {length} bytes is above the namespace's {self._length_max}; "
+                "use one tierd on both sides"
             )
         if self._out is None:
             return np.empty(length, dtype=np.uint8)

@@ -73,7 +73,9 @@ class NamespaceSpec:
         ):
             whole(f"namespace.{name}", value, top, least=1, remedy="set it from the model's configuration")
         for name in ("layers", "kv_heads", "head_dim"):
-            whole(f"namespace.geometry.{name}", getattr(self.geometry, name), U4_MAX, remedy="or leave it out")
+            whole(
+                f"namespace.geometry.{name}", getattr(self.geometry, name), U4_MAX, remedy="correct it, or leave it out"
+            )
         for name, text in self._texts().items():
             if not isinstance(text, str) or text != text.encode(errors="ignore").decode():
                 raise InvalidArgument(f"namespace.{name}: {text!r} is no text in UTF-8; give a name or a digest")
@@ -90,7 +92,7 @@ class NamespaceSpec:
         for name, text in self._texts().items():
             if len(text) > TEXT_LIMIT:
                 raise InvalidArgument(
-                    f"namespace.{name}: {len(text)} characters, {TEXT_LIMIT} are the most; give a name or a digest"
+                    f"namespace.{name}: {len(text)} characters, the limit is {TEXT_LIMIT}; give a name or a digest"
                 )
 
 
@@ -161,9 +163,9 @@ def token_array(tokens: Any) -> NDArray[np.uint32]:
     if array.ndim != 1:
         raise InvalidArgument(f"tokens: {array.ndim} dimensions instead of 1; pass one sequence")
     if len(array) and array.dtype.kind not in "iu":
-        raise InvalidArgument(f"tokens: {array.dtype}, of {array[0]!r} and others; pass whole numbers below 2^32")
+        raise InvalidArgument(f"tokens: {array.dtype}, such as {array[0]!r}; pass whole numbers below 2^32")
     if len(array) and array.dtype != np.uint32 and not 0 <= int(array.min()) <= int(array.max()) < 1 << 32:
-        raise InvalidArgument(f"tokens: {array.min()} to {array.max()} lie outside 0 to 2^32 - 1; pass token ids")
+        raise InvalidArgument(f"tokens: {array.min()} to {array.max()} are outside 0 to 2^32 - 1; pass token ids")
     return array.astype("<u4", copy=False)
 
 

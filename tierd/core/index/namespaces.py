@@ -76,7 +76,9 @@ class NamespaceRegistry:
         digests are equal in all. Raises SessionLost."""
         namespace = self._by_id.get(namespace_id)
         if namespace is None or namespace.id != namespace_id or namespace.digest != digest:
-            raise SessionLost(f"namespace {namespace_id}: means another one here, or none; open it with OpenNamespace")
+            raise SessionLost(
+                f"namespace {namespace_id}: this daemon has another one of that id, or none; open it again"
+            )
         return namespace
 
     def layers_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -113,7 +115,7 @@ class NamespaceRegistry:
 
     def _check_room(self, count: int) -> None:
         if len(self._by_id) + count > NAMESPACE_LIMIT:
-            raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist already; purge the instance or reuse one")
+            raise Overloaded(f"namespaces: {NAMESPACE_LIMIT} exist, the limit; reuse one, or purge the instance")
 
     def bump(self, namespace: Namespace) -> Namespace:
         """Begins the next epoch and returns it."""
@@ -125,7 +127,7 @@ class NamespaceRegistry:
     def _check_tenant(self, tenant: str, count: int) -> None:
         has = self._of_tenant[tenant]
         if has + count > TENANT_LIMIT:
-            raise Overloaded(f"namespaces: {tenant} has {has}, and {TENANT_LIMIT} are the most of a tenant; reuse one")
+            raise Overloaded(f"namespaces: tenant {tenant} has {has}, the limit is {TENANT_LIMIT}; reuse one")
 
     def all(self) -> list[Namespace]:
         """Every namespace, past epochs included, by id."""

@@ -45,7 +45,7 @@ class Commits:
         """Publishes all blocks, or none."""
         commit = self._sessions.commits.get(committing.id)
         if commit is None:
-            raise NotFound(f"commit {committing.id}: not under way; begin_commit gives one that is")
+            raise NotFound(f"commit {committing.id}: not in progress; pass the result of begin_commit")
         count = len(commit.rows)
         if digests.shape != (count, 16) or ok.shape != (count,):
             raise InvalidArgument(

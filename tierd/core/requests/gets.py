@@ -106,9 +106,7 @@ class Gets:
         if lease is None:
             return Served(0, [], Plan())
         if not lease.queries:
-            raise InvalidArgument(
-                f"lease {lease_id}: made by a commit, which is settled from the start; use its handles"
-            )
+            raise InvalidArgument(f"lease {lease_id}: a commit's lease is already settled; use its handles")
         draft, holder = PlanBuilder(now), self._sessions.get(lease.session)
         if not self._pins.is_good(lease):
             self._shorten(lease, holder, draft)

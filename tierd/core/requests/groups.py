@@ -42,8 +42,8 @@ def check_groups(groups: Sequence[GroupQuery]) -> None:
             raise InvalidArgument(f"groups[{number}].namespaces: none; name one per rank")
         if group.tokens_per_block < 1 or group.tokens < 0 or group.need_tokens < 0:
             raise InvalidArgument(
-                f"groups[{number}]: {group.tokens} tokens in blocks of {group.tokens_per_block}, of which the last "
-                f"{group.need_tokens}; give counts that are not negative, and at least 1 token per block"
+                f"groups[{number}]: {group.tokens} tokens in blocks of {group.tokens_per_block}, the last "
+                f"{group.need_tokens} needed; give counts of 0 or more, and at least 1 token per block"
             )
         if shape[0] != -(-group.tokens // group.tokens_per_block):
             raise InvalidArgument(

@@ -192,7 +192,7 @@ class Holders:
         """A reservation of the session. Raises NotFound."""
         held = self.get(session).reservations.get(number)
         if held is None:
-            raise NotFound(f"reservation {number}: session {session} has none; reserve again")
+            raise NotFound(f"reservation {number}: session {session} does not hold it; reserve again")
         return held
 
     def end(self, session: int) -> Holder | None:

@@ -78,7 +78,7 @@ def _check_put(number: int, group: PutQuery) -> None:
         raise InvalidArgument(f"groups[{number}].blocks: dtype {group.blocks.dtype}; give PUT_BLOCK")
     if len(group.parent) != HASH_BYTES:
         raise InvalidArgument(
-            f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; zeros at the start"
+            f"groups[{number}].parent: {len(group.parent)} bytes instead of {HASH_BYTES}; send zeros at the start"
         )
     if not every(group.blocks["length"] > 0):
         raise InvalidArgument(f"groups[{number}].blocks: a length of 0 bytes; give at least 1")

@@ -83,7 +83,7 @@ class Puts:
         """
         holder, draft, numbers, count = self._sessions.get(session), PlanBuilder(now), list[int](), len(group.blocks)
         if np.count_nonzero(group.blocks["hash"]):
-            raise InvalidArgument("groups[0].blocks: named; ask for private pages, the commit names them")
+            raise InvalidArgument("groups[0].blocks: a hash is given; send zeros, the commit names the blocks")
         each = self._page_bytes(group.blocks["length"], kind)
         puts = min(puts, self._ahead_bytes_left(kind) // each) if each and group.namespace not in self.dead else 0
         if puts <= 0:
@@ -232,7 +232,7 @@ def _named_rows(held: Reservation, blocks: StructArray) -> Ids:
         )
     if some(blocks["length"] > held.lengths[rows]) or not every(blocks["length"] > 0):
         raise InvalidArgument(
-            f"commit: a length is 0 or above what reservation {held.id} set aside; reserve the full length"
+            f"commit: a length is 0 or above its length in reservation {held.id}; reserve the full length"
         )
     if not every(blocks["hash"].any(axis=1)):
         raise InvalidArgument("commit: a hash of zeros; name every block")

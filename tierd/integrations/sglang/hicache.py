@@ -117,7 +117,7 @@ class TierdHiCache(HiCacheStorage):
             self._shelves[name] = self._shelf(pages_of(host_pool), name)
             if has_no_writers(self._config, name, host_pool):
                 logger.warning(
-                    "tierd: pool %s: each rank has heads of its own, and SGLang stores those of one: no hits", name
+                    "tierd: pool %s gets no hits: each rank has its own heads, but SGLang stores one rank's", name
                 )
 
     # -- version 1: by pointer
@@ -209,7 +209,7 @@ class TierdHiCache(HiCacheStorage):
         `tierctl epoch bump` removes them for all engines; ranks that share pages need that.
         """
         self._cleared = uuid.uuid4().hex
-        logger.warning("tierd: cleared for this rank alone; run `tierctl epoch bump` to end what all engines see")
+        logger.warning("tierd: cleared for this rank only; run `tierctl epoch bump` to clear for all engines")
         for name, shelf in list(self._shelves.items()):
             self._shelves[name] = self._shelf(shelf.pages, name)
 

@@ -96,14 +96,14 @@ def _chosen(asked: Asked) -> PagedAttention:
     except (ConfigError, Unsupported) as fault:
         if asked.kernels:
             raise
-        _say(f"{NAME}: the reference attends, which is slow: {fault}")
+        _say(f"{NAME}: the slow reference attention is used: {fault}")
         return paged_attention
 
 
 def _check_place(asked: Asked) -> None:
     backend = asked.shape.backend
     if backend.has_kernels and asked.place != backend.device:
-        raise Unsupported(f"kernels: pages lie on {asked.place}, queries on {backend.device}")
+        raise Unsupported(f"kernels: pages are on {asked.place}, queries on {backend.device}; put both on one device")
 
 
 @lru_cache(maxsize=64)
@@ -140,8 +140,8 @@ def pass_padding(*, mask_function: Any, attention_mask: Any = None, **_: Any) ->
     WRITTEN.set(None)
     if mask_function is not causal_mask_function:
         raise Unsupported(
-            f"{NAME}: the model masks more than what comes later (windows, chunks, packed sequences); the kernel does causal attention over a whole"
-            " sequence: use attn_implementation='sdpa'"
+            f"{NAME}: the model masks more than later tokens (windows, chunks, packed sequences); the kernel does"
+            " causal attention over a whole sequence: use attn_implementation='sdpa'"
         )
     if attention_mask is not None and _has_gaps(attention_mask.bool()):
         raise Unsupported(

@@ -53,7 +53,8 @@ def check_supported(model: Any) -> None:
     config = model.config
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         raise Unsupported(
-            f"transformers: {config.model_type} reads more than tokens, and tierd names K and V by tokens: use a decoder of text alone"
+            f"transformers: {config.model_type} reads more than tokens, and tierd names K and V by tokens: use a"
+            " text-only decoder"
         )
     kinds, _ = get_layer_types_and_kwargs(config)
     if unknown := sorted(set(kinds) - KEPT_LAYERS):
@@ -62,8 +63,8 @@ def check_supported(model: Any) -> None:
         )
     if lengths := sorted(_rope_types(config) & set(LENGTH_ROPES)):
         raise Unsupported(
-            f"transformers: {config.model_type} rotates K by the length of the whole sequence (rope_type {', '.join(lengths)}), which tokens of a prefix do not"
-            " tell: use DynamicCache"
+            f"transformers: {config.model_type} rotates K by the whole sequence's length (rope_type "
+            f"{', '.join(lengths)}), which a prefix does not determine: use DynamicCache"
         )
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise Unsupported(

@@ -58,7 +58,7 @@ def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
         return np.asarray(leading)
     if leading.max(initial=0) > 1 or len(set(leading.tolist())) > 1:
         raise InvalidArgument(
-            f"attention_mask: missing, and rows begin with token {padding.token}, which pads and ends alike; give it"
+            f"attention_mask: missing, and rows begin with token {padding.token}, for padding and end alike; pass it"
         )
     return np.zeros_like(leading)
 

@@ -183,7 +183,7 @@ def _model_words(spec: Any, options: Options) -> dict[str, Any]:
     if config is not None:
         return model_words(config, options)
     logger.warning(
-        "tierd: vLLM's configuration was not found: set weights_digest where one model has several (--hf-overrides)"
+        "tierd: vLLM's configuration was not found: set weights_digest if a model has several weights (--hf-overrides)"
     )
     return {"files": () if options.weights_digest else files_of(spec.config.model.name)}
 

@@ -98,11 +98,11 @@ def check_supported(config: Any, kv: Any) -> None:
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise Unsupported(
-            "vllm: enable_sleep_mode takes KV memory away and gives it back, which TierdConnector does not follow; leave it out"
+            "vllm: enable_sleep_mode frees and remaps KV memory, which TierdConnector does not support; turn it off"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise Unsupported(
-            "vllm: calculate_kv_scales makes scales that live in one process only; use a checkpoint that has them"
+            "vllm: calculate_kv_scales makes scales that exist in one process only; use a checkpoint that has them"
         )
     kinds = {get_kv_cache_spec_kind(group.kv_cache_spec) for group in kv.kv_cache_groups}
     if unknown := kinds - {*WHOLE, *WINDOWS}:

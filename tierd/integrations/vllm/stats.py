@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 COUNTERS = {
     "lookups": "Lookups sent to tierd",
-    "lookup_tokens": "Prompt tokens that tierd was asked for",
+    "lookup_tokens": "Prompt tokens looked up in tierd",
     "found_tokens": "Tokens that lookups found in tierd",
     "hit_tokens_host": "Prompt tokens loaded from tierd's memory",
     "hit_tokens_disk": "Prompt tokens loaded from tierd's stores",
@@ -25,9 +25,9 @@ COUNTERS = {
     "loaded_bytes": "Bytes loaded from tierd",
     "failed_loads": "Loads that ended in an error",
     "saves": "Saves to tierd",
-    "saved_blocks": "Blocks stored in tierd, those that it had already included",
+    "saved_blocks": "Blocks stored in tierd, including blocks that it had already",
     "saved_bytes": "Bytes copied to tierd",
-    "dropped_blocks": "Blocks that were not stored, for want of room or of a daemon",
+    "dropped_blocks": "Blocks that were not stored, for lack of space or of a daemon",
     "failed_saves": "Saves that ended in an error",
 }
 

@@ -279,7 +279,7 @@ class Learner:
         odd = [name for name, column in fresh.items() if name not in state or state[name].shape != column.shape]
         if odd:
             raise ValueError(
-                f"the saved state of the reuse index lacks {', '.join(odd)} in the shape of this version; delete it to learn anew"
+                f"the saved reuse index lacks {', '.join(odd)} in this version's shape; delete it to start again"
             )
         self._used, self._seen = state["used"].astype(np.float64), state["seen"].astype(np.float64)
         self._heard, self._faded = (int(number) for number in state["next"])

@@ -261,7 +261,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 def _timeout_s(wanted: float) -> float:
     """The request's deadline, else the default, within the call's. Raises InvalidArgument."""
     if not wanted >= 0:  # also refuses NaN, which the event loop's timers cannot order
-        raise InvalidArgument(f"deadline_s: {wanted} is no time; send a number of seconds from 0 on")
+        raise InvalidArgument(f"deadline_s: {wanted} is no duration; send 0 or more seconds")
     return min(wanted or DEADLINE_S, CALLER.get().left_s * 0.95)
 
 

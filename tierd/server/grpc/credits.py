@@ -122,12 +122,12 @@ class Credits:
     def _check(self, method: str, session: int, *, is_shared: bool) -> None:
         if method in ENDLESS:
             if self._endless[session] >= ENDLESS_LIMIT:
-                why = f"streams: {ENDLESS_LIMIT} of this session are open; let some of them end"
+                why = f"streams: {ENDLESS_LIMIT} of this session are open, the limit; close some of them"
                 raise self._refusal(session, why, is_shared=is_shared)
             return
         share = self._half if is_shared else self.share
         if self._running[session] >= share:
-            why = f"calls: {share} of this session in progress (server.session_credits); let some of them end"
+            why = f"calls: {share} of this session in progress (server.session_credits); wait until some end"
             raise self._refusal(session, why, is_shared=is_shared)
         if not method.startswith(ADMIN) and self.running >= self._queue_limit:
             why = f"calls: {self._queue_limit} in progress (server.queue_limit); try again later"
@@ -147,8 +147,8 @@ class Credits:
         if excess.level > PATIENCE * self.share:
             del self._excess[session]
             error = Overloaded(
-                f"session: more than {PATIENCE * self.share} calls beyond its {self.share} credits (server.session_credits)"
-                " within a moment; it is cut off: keep to the credits that the hello names",
+                f"session: disconnected after {PATIENCE * self.share} calls beyond its {self.share} credits"
+                " (server.session_credits); keep to the credits in the hello reply",
                 retry_after_s=RETRY_AFTER_S * 2**PATIENCE,
             )
             self._cut_off(session, error)

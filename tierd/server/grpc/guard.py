@@ -216,12 +216,12 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
     def _admit(self, method: str, metadata: dict[str, str], context: Any, request: str) -> Caller:
         session, tenant, is_admin = self._identify(metadata)
         if method.startswith("/tierd.v1.Admin/") and not is_admin:
-            raise NotPermitted(f"{method}: for root and the daemon's own user; ask whoever runs the daemon")
+            raise NotPermitted(f"{method}: only root and the daemon's own user may call it; call as one of them")
         is_remote = self._remote is not None and session == self._remote[0]
         if is_remote:
             self.admit_peer(context.peer())
         if is_remote and method in LOCAL:
-            raise Unsupported(f"{method}: handles need shared memory, which there is none of over TCP; use Put and Get")
+            raise Unsupported(f"{method}: handles need shared memory, and TCP has none; use Put and Get")
         self._advance_clock(metadata)
         return Caller(session, tenant, is_admin, request, self._deadline(method, context))
 
@@ -241,7 +241,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         if self._remote and bearer and hmac.compare_digest(bearer.encode(), self._credential.encode()):
             return (*self._remote, False)
         raise NotPermitted(
-            "call: neither a session's token nor the credential of server.tcp_credential_file; correct credential_file, or connect to the session socket first"
+            "call: it has neither a session's token nor the credential of server.tcp_credential_file; correct "
+            "credential_file, or connect to the session socket first"
         )
 
     def _advance_clock(self, metadata: dict[str, str]) -> None:
@@ -267,7 +268,7 @@ def parsed(parse: Parse, raw: bytes) -> Any:
         return parse(raw)
     except DecodeError as error:
         raise InvalidArgument(
-            f"message: {len(raw)} bytes that are not the request's ({error}); use the stubs"
+            f"message: {len(raw)} bytes do not parse as the request ({error}); use the generated stubs"
         ) from error
 
 
@@ -276,7 +277,7 @@ async def received(parse: Parse, context: Any, *, within_s: float) -> Any:
     async with asyncio.timeout(within_s):
         raw = await context.read()
     if not isinstance(raw, bytes):  # the client's stream ended
-        raise InvalidArgument("call: it ended without its message; use the stubs")
+        raise InvalidArgument("call: it ended without its message; use the generated stubs")
     return parsed(parse, raw)
 
 

@@ -86,7 +86,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
     hashes = hashes_of(group.hashes, "group.hashes")
     if group.tokens_per_block not in (0, size):
         raise InvalidArgument(
-            f"group.tokens_per_block: {group.tokens_per_block} is not the namespace's {size}; cut as it was opened"
+            f"group.tokens_per_block: {group.tokens_per_block} is not the namespace's {size}; send that"
         )
     tokens = group.tokens or len(hashes) * size
     if -(-tokens // size) != len(hashes):
@@ -144,9 +144,7 @@ def _put_query(group: pb.PutGroup, namespace: Namespace) -> PutQuery:
 
 def _priorities(group: pb.PutGroup, count: int) -> Bytes | None:
     if group.retention_s and not group.priorities:
-        raise InvalidArgument(
-            f"group.retention_s: {group.retention_s[0]} s of no priority; send the priorities that it limits, or neither"
-        )
+        raise InvalidArgument(f"group.retention_s: {group.retention_s[0]} s without a priority; send both, or neither")
     given = _of_each(group.priorities, "priorities", count, limit=PRIORITY_LIMIT)
     return None if given is None else given.astype(np.uint8)
 
@@ -158,7 +156,7 @@ def _of_each(values: Sequence[int], name: str, count: int, *, limit: int) -> Len
     if len(values) not in (1, count):
         raise InvalidArgument(f"group.{name}: {len(values)} for {count} blocks; send one for all, or one for each")
     if max(values) > limit:
-        raise InvalidArgument(f"group.{name}: {max(values)} is outside 0 to {limit}; send a value within")
+        raise InvalidArgument(f"group.{name}: {max(values)} is outside 0 to {limit}; send a value in that range")
     return np.full(count, values, np.uint32)
 
 
@@ -166,7 +164,7 @@ def commit_query(message: pb.CommitRequest, *, batch_limit: int, written: Sums |
     """Parses a Commit. written: waits until all is written; None: no such message can follow."""
     if message.unwritten and written is None:
         raise InvalidArgument(
-            "commit.unwritten: no message follows this call; send it over a line with more, or when all is written"
+            "commit.unwritten: no message can follow this call; use local RPC, or commit after all is written"
         )
     return CommitQuery(
         message.reservation,
@@ -252,7 +250,7 @@ def _records(data: bytes, dtype: np.dtype, thing: str) -> StructArray:
 
 def _check_sizes(blocks: StructArray, spec: NamespaceSpec) -> None:
     for name, limit, remedy in (
-        ("tokens", spec.tokens_per_block, "cut the sequence as the namespace was opened"),
+        ("tokens", spec.tokens_per_block, "cut the sequence into blocks of at most that"),
         ("length", spec.block_bytes, "open a namespace for blocks of that size"),
     ):
         values = blocks[name]

@@ -121,7 +121,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         """Reserves for later puts: one group, repeated."""
         caller, groups = CALLER.get(), self._put_queries(request.groups)
         if len(groups) != 1:
-            raise InvalidArgument(f"groups: {len(groups)} of puts that may come; give one")
+            raise InvalidArgument(f"groups: {len(groups)} for later puts; give one")
         group = groups[0]
         puts = min(request.ahead, max(1, self._batch_limit // max(1, len(group.blocks))))
         kind = self._wanted(request.tier, request.nth)
@@ -187,7 +187,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         is_lookup, group = told.startswith(LOOKED_UP), parsed(pb.Group.FromString, told[len(USED) :])
         mine = partial(self._cache.namespace_for, session)
         if len(group.ranks) > 1 or group.need != pb.NEED_PREFIX:
-            raise InvalidArgument("group: of several ranks, or of no prefix; no client gets that by itself")
+            raise InvalidArgument("group: several ranks, or not a prefix; report one-sided gets of one rank's prefix")
         found = messages.queries([group], namespace_of=mine, batch_limit=self._batch_limit)
         if self.note_asked:
             for _ in range(times):
@@ -229,7 +229,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             raise InvalidArgument(f"tier: this daemon has no {kind.name} tier; configure one, or ask for another kind")
         names = ", ".join(tier.spec.name for tier in mine)
         if nth > len(mine):
-            raise InvalidArgument(f"tier: {kind.name.lower()}.{nth - 1} is none of this daemon's; it has {names}")
+            raise InvalidArgument(f"tier: {kind.name.lower()}.{nth - 1} does not exist; this daemon has {names}")
         if not nth and len(mine) > 1 and is_device(mine[0]):
             raise InvalidArgument(f"tier: {kind.name.lower()} may be any of several GPUs; name one of {names}")
         return mine[nth - 1].spec if nth else kind

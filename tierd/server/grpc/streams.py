@@ -118,7 +118,7 @@ class Incoming:
         self._check(head, end)
         if record_checksum(data) != head.checksum:
             raise CorruptRecord(
-                f"chunk of block {i} at {head.offset}: its checksum does not hold; send the block again"
+                f"chunk of block {i} at {head.offset}: its checksum does not match; send the block again"
             )
         self.arrived[i] = end
         if self.statuses[i] == BlockStatus.RESERVED and data:
@@ -137,7 +137,7 @@ class Incoming:
             raise InvalidArgument(f"chunk.index: {i} is outside the group's {len(blocks)} blocks")
         if head.offset != self.arrived[i] or end > blocks["length"][i] or end - head.offset > CHUNK_BYTES:
             raise InvalidArgument(
-                f"chunk of block {i}: bytes {head.offset} to {end} do not follow the {self.arrived[i]} that are there, of "
+                f"chunk of block {i}: bytes {head.offset} to {end} do not follow the {self.arrived[i]} received, of "
                 f"{blocks['length'][i]}; send a block's chunks in order, {CHUNK_BYTES} bytes at most each"
             )
 

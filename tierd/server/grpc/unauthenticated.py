@@ -59,7 +59,7 @@ class Unauthenticated:
             except OSError:
                 pass  # no descriptors are left for a look
             except Exception:
-                log.exception("connections not looked at")
+                log.exception("connections not checked")
 
     async def _look_once(self) -> None:
         before = dict(self._known)

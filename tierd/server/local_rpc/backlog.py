@@ -39,5 +39,8 @@ class Backlog:
         while self._total > self._limit:
             oldest = next(iter(self._bytes))
             self._total -= self._bytes.pop(oldest)
-            log.warning("line ended", reason=f"lines keep more than {self._limit} bytes, this one for longest")
+            log.warning(
+                "local RPC cut off",
+                reason=f"unsent answers are above {self._limit} bytes, the oldest are this client's",
+            )
             oldest()

@@ -82,7 +82,7 @@ class LocalRpcServer:
         """A new line. Returns the client's end, which the caller sends and closes. Raises
         Overloaded, OSError."""
         if self._open[session.id] >= LINES_BORNE:
-            raise Overloaded(f"lines: {LINES_BORNE} of this session are open; close some of them")
+            raise Overloaded(f"local RPC: {LINES_BORNE} connections of this session are open, the limit; close some")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         self._open[session.id] += 1
@@ -117,7 +117,7 @@ class LocalRpcServer:
         if not self._open[session]:
             del self._open[session]
         if not task.cancelled() and task.exception() is not None:
-            log.error("line failed", session=session, exc_info=task.exception())
+            log.error("local RPC failed", session=session, exc_info=task.exception())
 
     async def _hold(self, ours: socket.socket, session: Session) -> None:
         """Serves one line until its end."""
@@ -139,9 +139,9 @@ class LocalRpcServer:
                 if line.has_more:
                     await asyncio.sleep(0)  # lets other clients run before a pipelined call
         except InvalidArgument as error:
-            log.info("line closed", session=session.id, reason=str(error))
+            log.info("local RPC closed", session=session.id, reason=str(error))
         except TimeoutError:
-            log.info("line closed", session=session.id, reason="the client does not read its answers")
+            log.info("local RPC closed", session=session.id, reason="the client does not read its answers")
         finally:
             line.close()
 
@@ -166,7 +166,7 @@ class LocalRpcServer:
         finally:
             del self._awaiting[task]
         if raw is None:
-            raise Unavailable("line: the client has closed it in the middle of a call; call again")
+            raise Unavailable("local RPC: the client closed the connection during a call; call again")
         line.owes_more = False
         return raw
 
@@ -198,7 +198,7 @@ class LocalRpcServer:
     def _verb(self, name: str) -> Verb:
         verb = self._verbs.get(name)
         if verb is None:
-            raise InvalidArgument(f"ask.method: {name!r:.80} is none that a line takes; call it over gRPC")
+            raise InvalidArgument(f"ask.method: {name!r:.80} is no method of local RPC; call it over gRPC")
         return verb
 
     async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, line: Line) -> Message:

@@ -86,7 +86,7 @@ class Line(asyncio.Protocol):
                         await self._more()
             except TimeoutError:
                 raise InvalidArgument(
-                    f"line: {len(self._buffer)} bytes of a message, and no end of it within {patience_s:g} s; send it at once"
+                    f"local RPC: {len(self._buffer)} bytes of an incomplete message in {patience_s:g} s; send it whole"
                 ) from None
         raw = bytes(memoryview(self._buffer)[HEAD.size : end])
         del self._buffer[:end]
@@ -139,7 +139,9 @@ class Line(asyncio.Protocol):
             return None
         length: int = HEAD.unpack_from(self._buffer)[0]
         if length > MESSAGE_MAX_BYTES:
-            raise InvalidArgument(f"line: a message of {length} bytes is above the {MESSAGE_MAX_BYTES}; send less")
+            raise InvalidArgument(
+                f"local RPC: a message of {length} bytes is above the limit of {MESSAGE_MAX_BYTES}; send less"
+            )
         return HEAD.size + length if len(self._buffer) >= HEAD.size + length else None
 
     def _note(self) -> None:

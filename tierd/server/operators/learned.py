@@ -58,7 +58,7 @@ class Learned:
         try:
             await asyncio.to_thread(_write, self._path, state)
         except OSError as error:
-            log.warning("what was learnt is not kept", file=str(self._path), error=str(error))
+            log.warning("learned reuse state not saved", file=str(self._path), error=str(error))
 
 
 def read_learner(state_dir: Path) -> Learner | None:
@@ -71,7 +71,7 @@ def read_learner(state_dir: Path) -> Learner | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        log.warning("what was learnt is not read", file=str(path), error=str(error))
+        log.warning("learned reuse state not loaded", file=str(path), error=str(error))
         return None
     return learner
 

@@ -61,7 +61,7 @@ class Recorder:
             if self._recording is not None and not self._recording.reason:
                 name = named(self._recording.path)
                 raise Overloaded(
-                    f"recording {name}: goes on, and there is one at a time; stop it with `tierctl record stop`"
+                    f"recording {name}: it is running, and only one may run; stop it with `tierctl record stop`"
                 )
             self._recording = await asyncio.to_thread(self._begin, request.name, bounds)
         log.info("recording", path=str(self._recording.path), max_bytes=bounds.max_bytes, seconds=bounds.seconds)
@@ -74,7 +74,7 @@ class Recorder:
                 ended = (
                     f"; {named(self._recording.path)} has ended: {self._recording.reason}" if self._recording else ""
                 )
-                raise NotFound(f"recording: none goes on{ended}; `tierctl record status` tells of the last one")
+                raise NotFound(f"recording: none is running{ended}; see `tierctl record status`")
             self._recording.stop()
             await asyncio.to_thread(self._recording.join, timeout_s=STOP_TIMEOUT_S)
         return self.status()
@@ -114,12 +114,14 @@ class Recorder:
         except FileExistsError:
             raise InvalidArgument(f"name: {path} exists already; choose another, or remove it") from None
         except OSError as error:
-            raise TierFailed(f"{path}: cannot be made ({error}); make room in server.state_dir, or mend it") from error
+            raise TierFailed(
+                f"{path}: cannot be made ({error}); free space in server.state_dir, or check its disk"
+            ) from error
 
     def _check_count(self) -> None:
         count = sum(path.name.endswith(SUFFIX) for path in self._directory.iterdir())
         if count >= FILES_LIMIT:
-            raise Overloaded(f"{self._directory}: holds {count} recordings, {FILES_LIMIT} are the most; remove some")
+            raise Overloaded(f"{self._directory}: holds {count} recordings, the limit is {FILES_LIMIT}; remove some")
 
 
 def named(path: Path) -> str:
@@ -131,11 +133,11 @@ def bounds_of(request: pb.RecordStartRequest) -> Bounds:
     """The limits in a request. Raises InvalidArgument."""
     if request.name and not NAME.fullmatch(request.name):
         raise InvalidArgument(
-            f"name: {request.name!r:.80} is none; 1 to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
+            f"name: {request.name!r:.80} is invalid; use 1 to 64 letters, digits, . - and _, first a letter or digit"
         )
     bounds = Bounds(request.max_bytes or MAX_BYTES, request.seconds or SECONDS)
     if bounds.max_bytes < LEAST_BYTES:
         raise InvalidArgument(f"max_bytes: {bounds.max_bytes} is below {LEAST_BYTES}; give more")
     if not 0 < bounds.seconds <= LONGEST_S or math.isnan(bounds.seconds):
-        raise InvalidArgument(f"seconds: {bounds.seconds} is outside 0 to {LONGEST_S:g}; give a time within")
+        raise InvalidArgument(f"seconds: {bounds.seconds} is outside 0 to {LONGEST_S:g}; give a time in that range")
     return bounds

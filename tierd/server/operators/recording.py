@@ -161,7 +161,7 @@ class Recording:
             reason = str(over)
         except OSError as error:
             reason = (
-                f"{self.path}: cannot be written ({error}); what came before is kept: make room, and start another one"
+                f"{self.path}: cannot be written ({error}); earlier calls are kept: free space, and start another one"
             )
         except Exception as error:  # after any error, serving goes on
             log.exception("recording failed", path=str(self.path))
@@ -213,7 +213,7 @@ class Recording:
         ids = self._numbers.of(hashes, np.repeat(np.array([base for _, base in part], np.uint32), sizes))
         if ids is None:
             self.counts.lost += len(part)
-            raise _Over(f"it has numbered {self._numbers.count} different blocks, and {NUMBER_LIMIT} are the most")
+            raise _Over(f"it has numbered {self._numbers.count} different blocks, the limit is {NUMBER_LIMIT}")
         texts, end = [b"%d" % number for number in ids.tolist()], 0
         for asked, base in part:
             first, end = end, end + len(asked.group.hashes)

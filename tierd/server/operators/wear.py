@@ -165,7 +165,7 @@ class Wear:
         try:
             await asyncio.to_thread(replace_file, self._path, lines)
         except OSError as error:
-            log.warning("wear not kept", file=str(self._path), error=str(error))
+            log.warning("wear not saved", file=str(self._path), error=str(error))
 
 
 def records_of(counts: Mapping[str, Count]) -> Iterator[bytes]:
@@ -183,7 +183,7 @@ def read_counts(path: Path) -> dict[str, Count]:
     except FileNotFoundError:
         return counts
     except OSError as error:
-        log.warning("wear not read", file=str(path), error=str(error))
+        log.warning("wear not loaded", file=str(path), error=str(error))
         return counts
     for number, line in enumerate(lines, start=1):
         try:
@@ -201,11 +201,13 @@ def life_of(drives: Sequence[Drive], table: NvmeConfig, *, written_bytes: int, r
     if lives:
         return min(lives, key=lambda life: life.days or 0.0)
     if not table.endurance_bytes:
-        return Life(None, "neither the drive tells its wear nor endurance_dwpd or endurance_tbw is set")
+        return Life(None, "the drive reports no wear; set endurance_dwpd or endurance_tbw")
     if not rate_bytes_per_s:
         return Life(None, "nothing was written lately")
     left = max(0.0, table.endurance_bytes - written_bytes)
-    return Life(left / rate_bytes_per_s / DAY_S, "the rated endurance, what tierd wrote, and its rate of the last hour")
+    return Life(
+        left / rate_bytes_per_s / DAY_S, "the rated endurance, the bytes that tierd wrote, and the last hour's rate"
+    )
 
 
 def _own_life(drive: Drive) -> Life | None:

@@ -53,4 +53,4 @@ async def _watch(tier: Tier, core: Core) -> None:
             elif isinstance(tier, Arena) and tier.has_room:
                 core.bar(tier.position, None)
         except Exception:
-            log.exception("files not looked at", tier=tier.spec.name)
+            log.exception("files not checked", tier=tier.spec.name)

@@ -88,7 +88,7 @@ class Deadman:
     """Ends the process if it is still running after so many seconds."""
 
     def __init__(self, after_s: float) -> None:
-        timer = threading.Timer(after_s, end_now, args=[f"not ended {after_s:g} s after it was told to"])
+        timer = threading.Timer(after_s, end_now, args=[f"still running {after_s:g} s after the order to end"])
         timer.daemon = True
         timer.start()
 

@@ -79,7 +79,7 @@ class Grants:
         self._check_open(session)
         if request in self._revoked.get(session, ()):
             del self._revoked[session][request]
-            raise Unavailable(f"call {request}: its client gave it up; call again")
+            raise Unavailable(f"call {request}: its client cancelled it; call again")
 
     def _take_back(self, session: int, given: Given) -> None:
         lease, reservations = given

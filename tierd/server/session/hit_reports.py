@@ -83,6 +83,6 @@ class HitReports:
         try:
             self._hear(session, told, times=times)
         except TierdError:  # the client has gone, or the report is invalid
-            log.debug("a get that was told of is none", session=session, exc_info=True)
+            log.debug("hit report is invalid", session=session, exc_info=True)
         except Exception:
-            log.exception("a get that was told of was not heard", session=session)
+            log.exception("hit report not handled", session=session)

@@ -119,9 +119,7 @@ def _read_credentials(path: str) -> dict[str, str]:
         where = f"identity.credential_file: {path}, line {number}"
         tenant, credential = _credential(text, where=where)
         if tenant in credentials or credential in credentials.values():
-            raise ConfigError(
-                f"{where}: the tenant or the credential stands there twice; give each tenant one of its own"
-            )
+            raise ConfigError(f"{where}: the tenant or the credential is repeated; give each tenant one of its own")
         credentials[tenant] = credential
     return credentials
 

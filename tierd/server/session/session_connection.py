@@ -229,11 +229,11 @@ class Connection:
 
     def _line(self, session: Session, *, wants_mailbox: bool) -> None:
         if self._owner.open_line is None:
-            raise Overloaded("line: this daemon gives none; call over gRPC")
+            raise Overloaded("local RPC: this daemon does not offer it; call over gRPC")
         try:
             theirs = self._owner.open_line(session)
         except OSError as error:  # the daemon is out of descriptors
-            raise Overloaded(f"line: none can be made now ({error}); call over gRPC, or try again later") from error
+            raise Overloaded(f"local RPC: no connection can be made ({error}); call over gRPC, or try later") from error
         with theirs:
             mailbox = self._new_mailbox() if wants_mailbox else None
             if mailbox is None:

@@ -72,10 +72,10 @@ def engine(request: dict[str, Any]) -> dict[str, str]:
     """The hello's data of the engine that the client serves."""
     words = request.get("engine", {})
     if not isinstance(words, dict) or len(words) > ENGINE_WORDS:
-        raise InvalidArgument(f"session socket: engine is not a map of at most {ENGINE_WORDS} texts; say less")
+        raise InvalidArgument(f"session socket: engine is not a map of at most {ENGINE_WORDS} texts; send less")
     if not all(isinstance(word, str) and len(word) <= ENGINE_WORD_CHARS for pair in words.items() for word in pair):
         raise InvalidArgument(
-            f"session socket: engine has what is no text of {ENGINE_WORD_CHARS} characters; shorten it"
+            f"session socket: engine has a value that is no text of at most {ENGINE_WORD_CHARS} characters; shorten it"
         )
     return words
 

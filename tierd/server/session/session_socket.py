@@ -105,7 +105,7 @@ class SessionSocket:
         if len(waiting) > GREETING_LIMIT:
             # The one silent for longest: clients say hello at once.
             waiting[0].close(
-                Overloaded(f"session socket: {GREETING_LIMIT} younger connections wait to say hello; connect again")
+                Overloaded(f"session socket: {GREETING_LIMIT} newer connections wait for their hello; connect again")
             )
 
     def _pause(self, error: OSError) -> None:

@@ -244,11 +244,11 @@ class Sessions:
         session = self._by_id.get(session_id)
         if session is not None and session.is_open and session is not by and session.peer == by.peer:
             # Its process has closed it, but earlier messages are still being read.
-            raise Unavailable(f"session {session_id}: its end has not been heard yet; say it again")
+            raise Unavailable(f"session {session_id}: the daemon has not processed its end yet; try again")
         if session is None or session.state is SessionState.OPEN:
-            raise NotFound(f"session {session_id}: none that has been cut off; only such a one can be forgotten")
+            raise NotFound(f"session {session_id}: no cut-off session has this id; only those can be forgotten")
         if session.peer != by.peer:
-            raise NotPermitted(f"session {session_id}: belongs to another process; only that one may let go of it")
+            raise NotPermitted(f"session {session_id}: belongs to another process; only that process may forget it")
         if session.state is SessionState.RESTORED:
             self._end(session)
         else:
@@ -290,7 +290,7 @@ class Sessions:
         try:
             return self._calls.directory(session)
         except OSError as error:  # the daemon is out of descriptors, or of memory
-            log.warning("no directory: a session's gets ask each time", session=session.id, error=str(error))
+            log.warning("no directory: each get of the session calls the daemon", session=session.id, error=str(error))
             return None
 
     def new_id(self) -> int:

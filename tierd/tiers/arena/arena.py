@@ -88,7 +88,7 @@ class Arena(SegmentBooks[memoryview]):
         self._marks.use_generation(found.highest_generation)
         extents, metas = arena_recovery.joined(found.segments)
         if found.segments:
-            log.info("found again", tier=self.spec.name, blocks=len(extents), segments=len(found.segments))
+            log.info("blocks recovered", tier=self.spec.name, blocks=len(extents), segments=len(found.segments))
         if found.dropped:
             self.notices.append(f"{self.spec.name}: {len(found.dropped)} segments dropped; first: {found.dropped[0]}")
         return Recovered(
@@ -169,7 +169,7 @@ class Arena(SegmentBooks[memoryview]):
             wanted = self.spec.segment_bytes if is_data and number not in staging else max(size, 1 - is_data)
             if size != wanted and (number < 0 or number in self._segments):  # the segment was not replaced meanwhile
                 what = "was removed" if size < 0 else f"was cut to {size} bytes of {wanted}"
-                return f"{self.spec.name}: {path} {what} under the daemon; leave what lies in {self.place} alone"
+                return f"{self.spec.name}: {path} {what} while the daemon ran; do not touch the files in {self.place}"
         return ""
 
     # -- pages
@@ -210,5 +210,5 @@ class Arena(SegmentBooks[memoryview]):
             note_writer(self.tables, pid)
         except OSError as error:
             raise TierFailed(
-                f"{self.spec.name}: process {pid} cannot be noted as a writer in {self.tables}: {error}"
+                f"{self.spec.name}: process {pid} cannot be recorded as a writer in {self.tables}: {error}"
             ) from error

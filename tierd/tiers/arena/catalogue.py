@@ -271,7 +271,7 @@ def read_head(raw: bytes, *, name: str) -> CatalogueHead:
         raise CorruptRecord(f"{name}: no catalogue; the segment is dropped")
     record = np.frombuffer(raw, dtype=CATALOGUE_HEADER, count=1)[0]
     if record_checksum(raw[:_SEALED_BYTES]) != int(record["checksum"]):
-        raise CorruptRecord(f"{name}: the header's checksum does not hold; the segment is dropped")
+        raise CorruptRecord(f"{name}: the header's checksum does not match; the segment is dropped")
     versions.CATALOGUE.check(int(record["version"]), name=name)
     assignment = SegmentAssignment(
         tier=int(record["tier"]),

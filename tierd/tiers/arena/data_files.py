@@ -123,7 +123,7 @@ class DataFiles:
     def idle_reason(self) -> str:
         """Why missing memory is made only on demand; empty while the thread makes it."""
         is_over = self._thread is not None and not self._thread.is_alive()
-        return self._fault or ("files were given up since the start" if is_over and self._unmade else "")
+        return self._fault or ("files were dropped since the start" if is_over and self._unmade else "")
 
     # -- use
 
@@ -184,7 +184,7 @@ class DataFiles:
                 pass
         except OSError as error:  # the next demand tries again and gets the error
             self._fault = f"{self._directory}: {error.strerror or error}"
-            log.warning("no more memory is made ahead", place=str(self._directory), error=self._fault)
+            log.warning("no more memory is allocated ahead", place=str(self._directory), error=self._fault)
 
     def _make(self, *, touch: bool) -> bool:
         """Make one spare file if any is still to be made. Raises OSError."""

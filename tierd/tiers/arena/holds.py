@@ -222,10 +222,10 @@ class HoldTable:
     def _find_faults(self, length: int) -> list[str]:
         """Faults of the whole file. length: of the file before mapping; 0 if it is new."""
         if not length or not any(self._memory[: TABLE_HEADER.itemsize]):
-            return ["there is none, or it is blank"]
+            return ["it is missing or blank"]
         faults = [f"it was {length} bytes long"] if length < _ROWS_AT else []
         if not _is_header(bytes(self._memory[: TABLE_HEADER.itemsize]), name=str(self._path)):
-            faults.append("its header's checksum does not hold")
+            faults.append("its header's checksum does not match")
         return faults
 
     def _map(self, rows: int) -> None:
@@ -265,7 +265,7 @@ class HoldTable:
             ("records of sessions", np.count_nonzero(self._holders[:, -1]) - len(found)),
             ("rows", np.count_nonzero(self._rows[:, -1]) - np.count_nonzero(told)),
         ):
-            faults += [f"{count} {what} are damaged or belong to none"] if count else []
+            faults += [f"{count} {what} are damaged or have no session"] if count else []
         if faults:
             distrust(f"{self._path}: {', '.join(faults)}")
         # Rows before holders, as in `drop_holder`: rows without a holder would be taken for damage.

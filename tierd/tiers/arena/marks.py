@@ -135,8 +135,8 @@ def _read_store(raw: bytes, *, name: str) -> bytes:
     record = np.frombuffer(raw, dtype=ARENA_HEADER, count=1)[0]
     sealed = record_checksum(raw[:_CHECKSUM_AT]) == int(record["checksum"])
     if not sealed or record["magic"] != ARENA_MAGIC:
-        raise CorruptRecord(f"{name}: not the head of an arena, or its checksum does not hold")
+        raise CorruptRecord(f"{name}: not the head of an arena, or its checksum does not match")
     versions.ARENA.check(int(record["version"]), name=name)
     if record["next_segment"] > SEGMENT_LIMIT or record["next_generation"] > GENERATION_LIMIT:
-        raise CorruptRecord(f"{name}: its marks are beyond what any arena reaches")
+        raise CorruptRecord(f"{name}: its marks are above every valid value")
     return bytes(record["store"].tobytes())

@@ -126,7 +126,7 @@ class SegmentBooks(Generic[Memory]):
         try:
             return marks.Marks(place.tables / MARKS_NAME)
         except CorruptRecord as error:
-            self.notices.append(f"{self.spec.name}: {error}; the arena begins anew, without a block")
+            self.notices.append(f"{self.spec.name}: {error}; the arena starts empty")
             drop_everything(place.tables, place.data)
             return marks.begin_anew(place.tables / MARKS_NAME)
 
@@ -307,7 +307,7 @@ class SegmentBooks(Generic[Memory]):
         name = segment.assignment.segment
         try:
             if segment.fault or segment.catalogue is None:
-                raise TierFailed(f"{self.spec.name}: segment {name} is of no use {segment.fault}") from segment.error
+                raise TierFailed(f"{self.spec.name}: segment {name} is unusable {segment.fault}") from segment.error
             if not segment.catalogue.is_allocated:
                 failpoint("arena.prepare.before_catalogue")
                 segment.catalogue.allocate(self._catalogue_path(name))

@@ -48,8 +48,8 @@ def await_writers(tables: Path, *, what: str) -> None:
         try:
             if not has_ended(pidfd, within_s=until - time.monotonic()):
                 raise TierFailed(
-                    f"{what}: process {pid} of a former daemon may still write to {tables} and was not gone after {PATIENCE_S:g} s; end it, or begin "
-                    "without what lies there (`tierd purge`)"
+                    f"{what}: process {pid} of an earlier daemon may still write to {tables} and runs after"
+                    f" {PATIENCE_S:g} s; end it, or discard the files there (`tierd purge`)"
                 )
         finally:
             os.close(pidfd)

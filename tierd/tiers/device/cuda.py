@@ -137,7 +137,7 @@ class CudaTier(SegmentBooks[Slab]):
         await self._data.fill()
         self.notices += [f"{spec.name}: {notice}" for notice in facts.notices]
         if self._data.shortage:
-            self.notices.append(f"{spec.name}: {self._data.shortage}; they are made when there is room")
+            self.notices.append(f"{spec.name}: {self._data.shortage}; they are made when space is free")
 
     def _check(self, facts: GpuFacts) -> None:
         spec = self.spec
@@ -176,7 +176,7 @@ class CudaTier(SegmentBooks[Slab]):
             self._gpu = self._data.gpu = None
             self._direct.end(gpu)
             self._hosts.clear()
-            self._fault = f"{reason}; it is started again"
+            self._fault = f"{reason}; a new one starts"
 
     async def _end_gpu(self) -> None:
         gpu, self._gpu = self._gpu, None
@@ -353,7 +353,7 @@ class CudaTier(SegmentBooks[Slab]):
 
 def _spread(came: Came, rows: Sequence[int], count: int) -> Came:
     """Results of some rows, expanded to all rows. The other rows have the fault "slot not there"."""
-    slices, faults = [np.zeros(0, np.uint64)] * count, dict.fromkeys(range(count), "its slot is not there")
+    slices, faults = [np.zeros(0, np.uint64)] * count, dict.fromkeys(range(count), "its slot is missing")
     for at, row in enumerate(rows):
         slices[row] = came.slices[at]
         del faults[row]

@@ -101,7 +101,7 @@ class DirectWays:
         self._deaths += self._under_way > 0
         if gpu.hung in ("read", "probe") or self._deaths >= DEATHS_MAX:
             fault = "a GPU process hung" if gpu.hung else f"{self._deaths} GPU processes died"
-            self._given_up = f"{fault} over such a read; start the daemon again to try once more"
+            self._given_up = f"{fault} during a direct read; restart the daemon to try again"
             for position in self._stores:
                 self._say(position, self._given_up)
         self._gpu, self._ways, self._lent = None, {}, {}
@@ -117,7 +117,7 @@ class DirectWays:
         """Carry out READ [n], setting its files. Raises TierFailed; a refusal ends the path."""
         gpu = self._gpu
         if gpu is None or store.position not in self._ways:
-            raise TierFailed(f"{self._name}: there is no direct way from {store.spec.name} any more")
+            raise TierFailed(f"{self._name}: direct reads from {store.spec.name} have ended")
         try:
             async with self._borrowed(gpu, store, files) as numbers:
                 reads["file"] = numbers
@@ -138,7 +138,7 @@ class DirectWays:
         if self._given_up:
             return "", self._given_up
         if store.mode != DirectIO.mode:
-            return "", f"{store.spec.name} is not read past the page cache"
+            return "", f"{store.spec.name} is read through the page cache"
         try:
             opened = probe_file(Path(store.place))
             descriptor = await asyncio.to_thread(opened.__enter__)

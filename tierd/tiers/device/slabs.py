@@ -89,7 +89,7 @@ class Slabs:
         except TimeoutError:
             taking.cancel()  # a slab that is made later serves the next request
             raise TierFailed(
-                f"{self._name}: no slab came within {TAKE_S:g} s; it is tried again, look at dmesg"
+                f"{self._name}: the GPU made no slab within {TAKE_S:g} s; tierd tries again; look at dmesg"
             ) from None
 
     def rename(self, old: int, new: int) -> None:

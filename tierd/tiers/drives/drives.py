@@ -100,9 +100,7 @@ def read_wear(drive: Drive, machine: Machine = Machine()) -> Drive:
 def _told(drive: Drive, done: subprocess.CompletedProcess[bytes]) -> Drive:
     said = (done.stderr or done.stdout)[:300].decode(errors="replace").strip() or f"status {done.returncode}"
     if done.returncode and ("ermission" in said or "not permitted" in said):
-        remedy = (
-            f"the kernel tells only root; run `sudo nvme smart-log {drive.device}`, or give the daemon CAP_SYS_ADMIN"
-        )
+        remedy = f"only root may read it; run `sudo nvme smart-log {drive.device}`, or give the daemon CAP_SYS_ADMIN"
         return replace(drive, trouble=f"{drive.device}: its wear may not be read ({said}); {remedy}")
     if done.returncode:
         return replace(drive, trouble=f"{drive.device}: `nvme smart-log` failed ({said}); run it by hand")
@@ -154,8 +152,8 @@ def _disks(device: Path | None, depth: int = 8) -> Iterator[Path]:
 def _why_none(path: Path, machine: Machine) -> str:
     source = _mount_source(path, machine)
     if not path.exists():
-        return f"{path}: is not there yet"
-    return f"{path}: lies on {source or 'a file system'} without a disk of its own; put nvme.path on a local drive to have its wear read"
+        return f"{path}: does not exist yet"
+    return f"{path}: is on {source or 'a file system'} without a disk of its own; put nvme.path on a local drive"
 
 
 def _read(path: Path) -> str:

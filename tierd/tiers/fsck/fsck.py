@@ -54,7 +54,7 @@ class Part:
         """Record a notice of the daemon's own readers, split into where, fault and outcome."""
         where, _, rest = notice.partition(": ")
         fault, _, outcome = rest.rpartition("; ")
-        self.add(where, fault or rest, outcome if fault else "said at the start")
+        self.add(where, fault or rest, outcome if fault else "reported at the start")
 
 
 class ReadOnlyFiles(OsFiles):

@@ -45,7 +45,7 @@ def check_arena(spec: TierSpec, *, data: Path, tables: Path, part: Part) -> Iter
         return
     except CorruptRecord as error:
         fault = str(error).rpartition(": ")[2]
-        part.add(str(tables / MARKS_NAME), fault, "the arena begins anew: every block in it is a miss")
+        part.add(str(tables / MARKS_NAME), fault, "the arena starts empty: every block in it is a miss")
         return
     _check_names(tables / NAMES_NAME, part)
     found = [segment for path in sorted(tables.glob(f"*{SUFFIX}")) if (segment := _read(path, spec, store, part))]
@@ -62,7 +62,7 @@ def check_holds(path: Path, part: Part) -> None:
     part.files += 1
 
     def found(fault: str) -> None:
-        outcome = "segments found again are verified at every hit and given up whole"
+        outcome = "recovered segments are verified at every hit and freed whole"
         part.add(str(path), fault.partition(": ")[2], outcome)
 
     with copied(path) as copy:
@@ -88,7 +88,7 @@ def _check_names(path: Path, part: Part) -> None:
     else:
         part.add(
             str(path),
-            "a record's checksum does not hold",
+            "a record's checksum does not match",
             "it is cut there; blocks of namespaces known nowhere else are misses",
         )
 

@@ -31,7 +31,7 @@ from tierd.tiers.store.store_files import slots_path
 from tierd.tiers.store.stored_index import StoredIndex
 
 DISK = ReadOnlyFiles()
-REUSED = "written again shortly before the end; the record of that was not"
+REUSED = "overwritten shortly before the end, but its record was not written"
 MISS = "a miss"
 NO_START = "the daemon does not start"
 
@@ -54,7 +54,7 @@ def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
     if any(recovery.LOST in notice for notice in loaded.notices):
         count = _count_untold(directory, loaded.index, store)
         part.add(
-            str(directory), f"{count} slots hold blocks that neither journal nor snapshot tells of", f"they are {MISS}"
+            str(directory), f"{count} slots hold blocks that are in neither journal nor snapshot", f"they are {MISS}"
         )
     _check_rows(directory, loaded, store=store, part=part)
     yield from _check_slots(spec, directory, loaded.index, store=store, part=part)
@@ -93,8 +93,8 @@ def _tell(notice: str, directory: Path, store: bytes, part: Part) -> None:
     if words[0] == "journal" and is_torn(directory, store=store, number=int(words[1]), disk=DISK):
         part.notes.append(notice)
     elif words[0] == "journal":
-        fault = "a record's checksum does not hold"
-        part.add(str(journal_path(directory, int(words[1]))), fault, "the rest of it is cut; what it told is a miss")
+        fault = "a record's checksum does not match"
+        part.add(str(journal_path(directory, int(words[1]))), fault, "the rest of it is cut; its blocks are misses")
     else:
         part.add_told(notice)
 
@@ -129,7 +129,7 @@ def _check_segment(
     part.files += 1
     if not path.exists():
         if len(metas):
-            part.add(str(path), f"missing, {len(metas)} blocks should lie there", f"they are {MISS}")
+            part.add(str(path), f"missing, {len(metas)} blocks should be there", f"they are {MISS}")
         return
     fd = DISK.open(path, os.O_RDONLY)
     try:

@@ -23,7 +23,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 def remedy_of(error: OSError) -> str:
     """The remedy for an error of a disk."""
-    return "free space there" if error.errno in NO_SPACE else "see the system's log of that disk"
+    return "free space there" if error.errno in NO_SPACE else "see the system log for that disk"
 
 
 class Lock(Protocol):

@@ -100,14 +100,16 @@ def private_directory(path: Path) -> Path:
 def check_way(path: Path) -> None:
     """Raise ConfigError if another user owns a step of the path, for example a link."""
     if stranger := find_stranger(path):
-        raise ConfigError(f"{path}: {stranger}, lies on the way there; remove it, or use another directory")
+        raise ConfigError(
+            f"{path}: another user owns a part of the path, {stranger}; remove it, or use another directory"
+        )
 
 
 def _refusal(path: Path, found: os.stat_result) -> str:
     kind = "directory" if stat.S_ISDIR(found.st_mode) else "file or link"
     return (
-        f"{path}: a {kind} of uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}, where a directory that only uid "
-        f"{os.geteuid()} can change is needed; remove it, or chmod and chown it, or use another directory"
+        f"{path}: a {kind} of uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it must be a directory "
+        f"that only uid {os.geteuid()} can change; remove it, or chmod and chown it, or use another directory"
     )
 
 

@@ -129,14 +129,14 @@ def checked_segment(begun: SegmentBegun) -> SegmentBegun:
     them and counts in 64 bits."""
     small = (begun.place, begun.segment, begun.domain, begun.pages)
     if not all(0 <= n < 1 << 32 for n in small) or not 0 < begun.class_bytes < 1 << 40:
-        raise ValueError(f"no segment has these numbers: {begun}")
+        raise ValueError(f"impossible numbers of a segment: {begun}")
     return begun
 
 
 def checked_marks(marks: Marks) -> Marks:
     """Check and return marks. Raises ValueError for numbers that no store reaches."""
     if not 0 <= marks.next_segment < 1 << 32 or not 0 <= marks.next_generation < 1 << 63:
-        raise ValueError(f"no store has reached these numbers: {marks}")
+        raise ValueError(f"impossible marks of a store: {marks}")
     return marks
 
 

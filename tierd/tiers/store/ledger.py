@@ -248,7 +248,7 @@ class Ledger:
         self._put_back(records)
         self._dirty |= files.keys()
         return TierFailed(
-            f"{self._opened.name}: not synced ({error}); nothing is lost, and it is tried again; if it stays, raise the limit of threads or memory"
+            f"{self._opened.name}: not synced ({error}); nothing is lost; tierd retries: allow more threads or memory"
         )
 
     def _check_data(self, failed: Failures, files: SlotFiles, records: list[Added]) -> None:
@@ -278,8 +278,8 @@ class Ledger:
             if self._opened.journal.is_abandoned:
                 raise self._fail(self._opened.directory / "journal", error) from error
             raise TierFailed(
-                f"{self._opened.name}: the journal in {self._opened.directory} takes nothing more ({error}); nothing is lost, but"
-                " nothing new becomes durable: free space, or check the disk"
+                f"{self._opened.name}: the journal in {self._opened.directory} cannot be written ({error}); no block is"
+                " lost, but no new block becomes durable: free space, or check the disk"
             ) from error
 
     def _put_back(self, records: list[Added]) -> None:
@@ -326,8 +326,8 @@ class Ledger:
             return ""
         blocks = sum(len(self._keeper.durable_spans(place)) for place in opened.files)
         return (
-            f"{opened.name}: {lost[0]} was removed under the daemon; the store's {blocks} blocks are lost, wholly or in part, when it ends,"
-            " and nothing becomes durable: put the files back, or restart tierd"
+            f"{opened.name}: {lost[0]} was removed while the daemon ran; some or all of the store's {blocks} blocks are"
+            " lost at its end, and no block becomes durable: put the files back, or restart tierd"
         )
 
     def _has_index(self) -> bool:

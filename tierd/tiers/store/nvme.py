@@ -315,8 +315,8 @@ class NvmeStore:
         for segment in own:
             if segment.slot not in self._opened.files:
                 raise TierFailed(
-                    f"{self.spec.name}: segment {segment.segment} is at place {segment.slot}, beyond the"
-                    f" {len(self._opened.files)} that there are; raise its capacity"
+                    f"{self.spec.name}: segment {segment.segment} is at place {segment.slot}, beyond its"
+                    f" {len(self._opened.files)} slot files; raise the capacity"
                 )
         if self._ledger.failure:
             raise TierFailed(self._ledger.failure)

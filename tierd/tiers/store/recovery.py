@@ -86,7 +86,7 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
     lost = [kind for kind, there in (("snapshot", snapshots), ("journal", following)) if not there]
     if lost and any(_has_begun(directory / name, disk) for name in names if name.endswith(".slots")):
         notices.append(
-            f"{directory}: no {' and no '.join(lost)} {LOST}; what those told of is a miss"
+            f"{directory}: no {' and no '.join(lost)} {LOST}; blocks recorded only there are misses"
         )  # every start leaves both
     told = _Told([(n, read_journal(directory, store=store, number=n, disk=disk)) for n in following])
     index = replay(snapshot, told)
@@ -118,7 +118,7 @@ class _Told:
                 yield record
             if text.cut_bytes:
                 self.notices.append(
-                    f"journal {number}: a tail of {text.cut_bytes} bytes was torn and is cut; what it told is a miss"
+                    f"journal {number}: a torn tail of {text.cut_bytes} bytes is cut; blocks recorded in it are misses"
                 )
 
 
@@ -130,7 +130,7 @@ def settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record]
         if error.errno not in NO_SPACE or loaded.is_refitted:
             raise
         journal = Journal.unwritten(directory, store=store, number=loaded.next_number + 1, disk=disk)
-        fault = f"no journal can be begun ({error.strerror}); nothing becomes durable there: free space"
+        fault = f"no journal can be created ({error.strerror}); no block becomes durable there: free space"
         return Settled(journal, 0, loaded.index, has_news=True, fault=fault)
 
 
@@ -202,7 +202,7 @@ class _Wanted:
     def stretches(self) -> Iterator[StructArray]:
         for metas in self.rows.stretches():
             if self.is_given_up():
-                raise OSError(errno.ECANCELED, "no snapshot is wanted any more")
+                raise OSError(errno.ECANCELED, "the snapshot was cancelled")
             yield metas
 
 

@@ -257,8 +257,8 @@ def whole_pages(views: Sequence[memoryview], lengths: NDArray[np.uint32]) -> lis
     short = [i for i, (view, length) in enumerate(zip(views, whole, strict=True)) if len(view) < length]
     if short:
         raise InvalidArgument(
-            f"page {short[0]}: {len(views[short[0]])} bytes, its block of {lengths[short[0]]} takes {whole[short[0]]} with what fills the last"
-            f" {PAGE_ALIGN_BYTES}; give a view of the whole page"
+            f"page {short[0]}: {len(views[short[0]])} bytes, its block of {lengths[short[0]]} takes {whole[short[0]]},"
+            f" in steps of {PAGE_ALIGN_BYTES}; give a view of the whole page"
         )
     return [view[:length] for view, length in zip(views, whole, strict=True)]
 

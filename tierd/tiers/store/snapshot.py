@@ -151,7 +151,7 @@ def _parts(index: StoredIndex, *, store: bytes, number: int) -> Iterator[Buffer]
     yield tables
     for piece, total in zip_longest(_even_pieces(index), sums):
         if piece is None or record_checksum(piece) != total:
-            raise OSError(errno.EIO, "what a new snapshot is made from is not the same at a second look")
+            raise OSError(errno.EIO, "the rows of a new snapshot changed between two reads")
         yield piece
 
 
@@ -186,7 +186,7 @@ def _read_header(raw: NDArray[np.uint8], path: Path, *, store: bytes, number: in
         raise CorruptRecord(f"{path}: {len(raw)} bytes are shorter than a header's {HEADER.itemsize}; it is set aside")
     header = raw.view(HEADER)[0]
     if int(header["magic"]) != SNAPSHOT_MAGIC or record_checksum(raw[:-8]) != int(header["checksum"]):
-        raise CorruptRecord(f"{path}: the header's checksum does not hold; it is set aside")
+        raise CorruptRecord(f"{path}: the header's checksum does not match; it is set aside")
     versions.SNAPSHOT.check(int(header["version"]), name=str(path))
     if header["store"].tobytes() != store or int(header["number"]) != number:
         raise CorruptRecord(f"{path}: it belongs to another store or another number; it is set aside")

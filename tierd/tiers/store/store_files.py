@@ -252,8 +252,8 @@ def _set_aside(file: SlotFile, spec: TierSpec, disk: Files) -> None:
         disk.allocate(file.fd, spec.segment_bytes)
     except OSError as error:
         raise TierFailed(
-            f"{spec.name}.capacity: {spec.capacity_bytes} bytes cannot be set aside; {file.path} failed ({error.strerror});"
-            " lower it or free space"
+            f"{spec.name}.capacity: {spec.capacity_bytes} bytes cannot be allocated; {file.path} failed"
+            f" ({error.strerror}); lower it or free space"
         ) from error
 
 

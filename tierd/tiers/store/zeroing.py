@@ -72,7 +72,7 @@ class Zeroing:
                     at = await self._go_on(place, at)
         except (OSError, RuntimeError) as error:  # the disk refuses, or the system gives no thread
             self._opened.notices.append(
-                f"{self._opened.name}: {self._opened.directory} could not be written ahead ({error}); check the disk"
+                f"{self._opened.name}: {self._opened.directory} could not be zeroed ahead ({error}); check the disk"
             )
 
     async def _go_on(self, place: int, at: int) -> int | None:

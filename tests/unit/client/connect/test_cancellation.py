@@ -163,7 +163,7 @@ async def test_no_thread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     own, over, begun = Threads(), threading.Event(), list[int]()
     first = asyncio.ensure_future(own.run(lambda: over.wait(SOON_S), timeout_s=SOON_S))
     await asyncio.sleep(0)  # it has its thread
-    with pytest.raises(DeadlineExceeded, match="none of its 1 threads"):
+    with pytest.raises(DeadlineExceeded, match="all 1 threads were busy"):
         await own.run(lambda: begun.append(1), timeout_s=0.01)
     patient = asyncio.ensure_future(own.run(lambda: begun.append(2), timeout_s=SOON_S))
     cancelled = asyncio.ensure_future(own.run(lambda: begun.append(3), timeout_s=SOON_S))

@@ -195,13 +195,13 @@ def test_pages_that_cannot_follow_each_other_are_refused() -> None:
         ([slabs.page(0, start=SLAB), whole], r"pages\[0\]: " + half.format(SLAB)),
         (
             [whole, slabs.page(0, start=4096, length=100)],
-            r"pages\[1\]: 100 bytes at 4096 .*: leave it out, and read it where",
+            r"pages\[1\]: 100 bytes at 4096 .*: omit it, and read it in place",
         ),
         ([slabs.page(0, length=SLAB), whole], r"pages\[0\]: " + half.format(0)),
         ([whole, slabs.page(2, length=SLAB - 4096), whole], r"pages\[1\]: .* choose tokens_per_block so that"),
         ([slabs.page(1, start=4096, length=100)], r"pages\[0\]: 100 bytes at 4096 .* choose tokens_per_block"),
         ([], "there are none"),
-        ([whole, np.zeros(SLAB, np.uint8)], r'pages\[1\]: ndarray is none of a GPU; acquire them with tier="device"'),
+        ([whole, np.zeros(SLAB, np.uint8)], r'pages\[1\]: ndarray is not on a GPU; acquire pages with tier="device"'),
     ):
         with pytest.raises(InvalidArgument, match=said):
             contiguous(pages)

@@ -270,7 +270,7 @@ def test_a_daemon_that_ends_during_hello(tmp_path, reply):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(Unavailable, match="without a word"):
+        with pytest.raises(Unavailable, match="without an answer"):
             connect_session(LocalTarget(str(tmp_path)), name="t", engine={}, credential=None, timeout_s=5)
         thread.join()
 
@@ -286,7 +286,7 @@ def test_a_foreign_catalogue(tmp_path, segment):
             mapped = map_segment((0, segment), is_writable=False, **files)
             assert (mapped.is_empty, mapped.data.flags.writeable, len(mapped.words)) == (True, False, PAGES)
         else:
-            with pytest.raises(TierFailed, match="not its own"):
+            with pytest.raises(TierFailed, match="another segment's catalogue"):
                 map_segment((0, segment), is_writable=False, **files)
 
 

@@ -44,7 +44,7 @@ def test_what_is_said_of_blocks_travels(said, priorities, retention_s):
         ({"priority": 1.5}, "priority: 1.5 is no integer"),
         ({"priority": float("nan")}, "priority: nan is no integer"),
         ({"priority": [1, 2]}, "priority: 2 for 3 blocks"),
-        ({"retention_s": 5}, "retention_s: 5 of no priority"),
+        ({"retention_s": 5}, "retention_s: 5 without a priority"),
         ({"priority": 1, "retention_s": 0}, "retention_s: 0 is not above 0"),
         ({"priority": 1, "retention_s": [1, 2, -3]}, "retention_s: -3 is not above 0"),
         ({"priority": 1, "retention_s": 4e8}, "retention_s: 400000000.0 is not above 0 and at most 316224000"),

@@ -130,7 +130,7 @@ def test_text_of_a_spec_is_bounded(field: str) -> None:
     """What every store must keep is no place for a tenant's megabytes."""
     registry = NamespaceRegistry()
     assert registry.open(replace(SPEC, **{field: "x" * TEXT_LIMIT}), tenant="a")[1]
-    with pytest.raises(InvalidArgument, match=f"namespace.{field}: 4097 characters, 4096 are the most"):
+    with pytest.raises(InvalidArgument, match=f"namespace.{field}: 4097 characters, the limit is 4096"):
         registry.open(replace(SPEC, **{field: "x" * (TEXT_LIMIT + 1)}), tenant="a")
 
 

@@ -443,5 +443,5 @@ def test_named_blocks_are_not_reserved_ahead() -> None:
     """Whoever knows names reserves for a put."""
     kit, blocks = Kit(tier(HOST, 64)), np.zeros(2, PUT_BLOCK)
     blocks["tokens"], blocks["length"], blocks["hash"] = 16, PAGE, chain("a", 2)
-    with pytest.raises(InvalidArgument, match="named"):
+    with pytest.raises(InvalidArgument, match="a hash is given"):
         kit.core.reserve_ahead(1, group=PutQuery(1, ROOT, 0, blocks), puts=1, kind=HOST, now=kit.tick())

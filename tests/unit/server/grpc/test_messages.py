@@ -98,7 +98,7 @@ def test_put_group_becomes_query(namespace: Namespace) -> None:
         (_blocks(2), {"priorities": [101]}, r"group.priorities: 101 is outside 0 to 100"),
         (_blocks(2), {"priorities": [0, 2**32 - 1]}, r"group.priorities: 4294967295 is outside 0 to 100"),
         (_blocks(2), {"priorities": [1, 2, 3]}, r"group.priorities: 3 for 2 blocks"),
-        (_blocks(2), {"retention_s": [5]}, r"group.retention_s: 5 s of no priority"),
+        (_blocks(2), {"retention_s": [5]}, r"group.retention_s: 5 s without a priority"),
         (_blocks(3), {"priorities": [1], "retention_s": [1, 2]}, r"group.retention_s: 2 for 3 blocks"),
         (_blocks(1), {"priorities": [1], "retention_s": [316224001]}, r"group.retention_s: 316224001 is outside"),
     ],

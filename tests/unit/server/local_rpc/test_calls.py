@@ -236,7 +236,7 @@ async def test_over_grpc_nothing_can_follow() -> None:
     """A commit over gRPC of what is still to be written is refused by name."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
-        with pytest.raises(grpc.aio.AioRpcError, match="no message follows this call"):
+        with pytest.raises(grpc.aio.AioRpcError, match="no message can follow this call"):
             await cache.Commit(pb.CommitRequest(reservation=1, unwritten=True), metadata=metadata)
 
 

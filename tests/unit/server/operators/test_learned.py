@@ -82,7 +82,7 @@ def test_a_file_of_no_use_is_said_and_left_out(tmp_path: Path, damage: str) -> N
         np.savez(path, used=np.zeros(3))
     with capture_logs() as logs:
         assert read_learner(tmp_path) is None
-    assert [entry["event"] for entry in logs] == ["what was learnt is not read"]
+    assert [entry["event"] for entry in logs] == ["learned reuse state not loaded"]
 
 
 def test_a_daemon_keeps_what_it_learnt() -> None:
@@ -93,7 +93,7 @@ def test_a_daemon_keeps_what_it_learnt() -> None:
         kept = next(daemon.root.rglob(FILE))
         assert read_learner(kept.parent) is not None
         daemon.start()
-        assert "what was learnt" not in daemon.log
+        assert "learned reuse state" not in daemon.log
     with Daemon('[server]\nclock = "replay"\n\n' + config) as daemon:
         daemon.stop()
         assert list(daemon.root.rglob(FILE)) == []

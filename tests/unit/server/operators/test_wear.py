@@ -38,7 +38,7 @@ def test_a_damaged_line_costs_its_own_count_alone(tmp_path: Path, damage: bytes)
 
 
 def test_a_changed_number_is_not_believed(tmp_path: Path) -> None:
-    """A count whose checksum does not hold is dropped."""
+    """A count whose checksum does not match is dropped."""
     path = tmp_path / "wear.jsonl"
     path.write_bytes(sealed(next(records_of({"/a": Count(10)}))).replace(b":10,", b":11,"))
     assert read_counts(path) == {}

@@ -76,7 +76,7 @@ def test_credential_file(tmp_path):
         (f"ads {SECRET} x", "two words"),
         ("ads short", "openssl"),
         (f"ads {SECRET}\nads {SECRET[::-1]}", "line 2"),
-        (f"ads {SECRET}\nsearch {SECRET}", "twice"),
+        (f"ads {SECRET}\nsearch {SECRET}", "is repeated"),
         ("a" * 65 + " " + SECRET, "65 bytes"),
     ],
 )

@@ -223,7 +223,7 @@ async def test_arena_with_damaged_marks_begins_anew(directory: Path, at: int) ->
     (arena_path(directory) / "arena.tbl").write_bytes(raw)
     again, found = await opened(directory)
     assert not found.segments and not list(arena_path(directory).glob("[0-9]*"))
-    assert any("begins anew" in notice for notice in again.notices)
+    assert any("starts empty" in notice for notice in again.notices)
     assert found.next_segment > 1 << 19 and found.next_generation > 1 << 39
     await again.close(release=True)
 

@@ -195,7 +195,7 @@ def test_progress_is_told_to_the_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert seen == [("tierd-spares", left * MIB) for left in range(16, 0, -2)]
     assert (files.unready_bytes, files.idle_reason) == (0, "")
     files.discard(1)
-    assert files.unready_bytes == 8 * MIB and "given up" in files.idle_reason
+    assert files.unready_bytes == 8 * MIB and "were dropped" in files.idle_reason
     files.stop()
 
 

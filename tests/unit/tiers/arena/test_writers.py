@@ -61,7 +61,7 @@ async def test_no_start_over_a_process_that_stays(
     """One that does not go keeps the arena from being opened, by name and with the remedy; the arena stays as it is."""
     await former(directory, writer)
     monkeypatch.setattr(writers, "PATIENCE_S", 0.1)
-    with pytest.raises(TierFailed, match=f"process {writer.pid} of a former daemon may still write to .*tierd purge"):
+    with pytest.raises(TierFailed, match=f"process {writer.pid} of an earlier daemon may still write to .*tierd purge"):
         await arena(directory).open()
     writer.kill()
     writer.wait()

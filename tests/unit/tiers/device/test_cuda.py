@@ -306,7 +306,7 @@ async def test_who_waits_for_a_slab_is_told_in_time(monkeypatch: pytest.MonkeyPa
         done, _ = await asyncio.wait([taking], timeout=PATIENCE_S)
     os.kill(gpu.pid, signal.SIGCONT)
     assert done
-    with pytest.raises(TierFailed, match=r"device\.0: no slab came within 0\.2 s"):
+    with pytest.raises(TierFailed, match=r"device\.0: the GPU made no slab within 0\.2 s"):
         await taking
     numbers = {(await asyncio.to_thread(slabs.take, segment)).number for segment in (4, 5, 4)}
     assert len(numbers) == 2

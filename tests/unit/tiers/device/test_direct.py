@@ -95,7 +95,7 @@ async def test_slots_that_are_not_there_have_no_sums(device: CudaTier, world: Wo
     extents = np.concatenate([world.held[key][0] for key in (1, 2, 3)])
     extents["segment"][1] = 77
     came = await device.read(pages(0, 1, 0, 1, 2), metas_of([1, 2, 3]), source=world.store, sources=extents)
-    assert came.faults == {1: "its slot is not there"}
+    assert came.faults == {1: "its slot is missing"}
     assert [len(table) > 0 for table in came.slices] == [True, False, True]
 
 
@@ -136,7 +136,7 @@ async def test_a_way_goes_with_its_process_and_comes_with_the_next(device: CudaT
     os.kill(pid_of(device), signal.SIGKILL)
     await until(lambda: bool(device.health().fault))
     assert device.direct_from == frozenset()
-    with pytest.raises(TierFailed, match="no direct way from nvme.0"):
+    with pytest.raises(TierFailed, match="direct reads from nvme.0 have ended"):
         await come(device, world, [1])
     await device.probe()
     assert device.direct_from == {STORE} and not any("GPUDirect" in each for each in device.notices)
@@ -150,7 +150,7 @@ async def test_what_is_distrusted_is_left_until_the_next_process(device: CudaTie
         device.distrust(STORE, "for a reason")
     assert device.direct_from == frozenset()
     (notice,) = [each for each in device.notices if "GPUDirect Storage is not used (for a reason)" in each]
-    with pytest.raises(TierFailed, match="no direct way"):
+    with pytest.raises(TierFailed, match="direct reads from"):
         await come(device, world, [1])
     os.kill(pid_of(device), signal.SIGKILL)
     await until(lambda: bool(device.health().fault))
@@ -196,5 +196,5 @@ async def test_a_question_that_hangs_is_asked_once(
     assert "probe was not answered within 4 s" in device.health().fault
     await device.probe()
     assert device.health().fault == "" and device.direct_from == frozenset()
-    assert any("a GPU process hung over such a read" in each for each in device.notices)
+    assert any("a GPU process hung during a direct read" in each for each in device.notices)
     await device.close(release=True)

@@ -204,7 +204,7 @@ def test_what_has_no_disk_says_what_it_lies_on(bench: Bench) -> None:
     (found,) = drives_under(bench.store, bench.machine)
     assert found.device == "" and "pool one" in found.trouble and "nvme.path" in found.trouble
     (gone,) = drives_under(bench.root / "gone", bench.machine)
-    assert "is not there" in gone.trouble
+    assert "does not exist" in gone.trouble
 
 
 FAULTS = {

@@ -97,7 +97,7 @@ async def test_a_disk_that_refuses_zeros_loses_nothing(world: World, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(slots, "write_at", raiser(errno.EIO))
         await asyncio.wait_for(world.store._zeroing.done(), 10)
-    assert sum("written ahead" in notice for notice in world.store.notices) == 1
+    assert sum("zeroed ahead" in notice for notice in world.store.notices) == 1
     await world.begin(1)
     assert await world.write([1], segment=1, slots=[0]) == [READY]
     assert await world.read([1]) == [content(1)]
