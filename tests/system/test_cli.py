@@ -240,10 +240,7 @@ def test_drain_then_purge(tmp_path: Path) -> None:
         running = purge()
         assert running.exit_code == 1 and "held by process" in running.stderr
         drained = CliRunner().invoke(ctl.cli, ["drain", "--deadline", "2 s", "--target", daemon.target])
-        assert (
-            drained.stdout
-            == "drained; nothing is held any more. The daemon takes no work until somebody restarts it.\n"
-        )
+        assert drained.stdout == "drained; no lease left. The daemon refuses new work until somebody restarts it.\n"
         daemon.stop()
         assert "freed" in purge().stdout
         assert purge().stdout == "nothing to free\n"

@@ -100,13 +100,13 @@ def test_resume_by_command(tmp_path: Path) -> None:
             assert result.exit_code == 0, result.output
             return result.stdout
 
-        assert "takes nothing new" not in tiers()
+        assert "accepts no new blocks" not in tiers()
         with world.io.armed(SYNCS, "EIO", STORE):
             assert world.put() == 0
-            await_true(lambda: "nvme.0 takes nothing new" in tiers(), "the trouble told")
+            await_true(lambda: "nvme.0 accepts no new blocks" in tiers(), "the trouble told")
             assert "could not be made durable" in tiers("--resume", "nvme.0")
         assert world.put() == 0, "the pause is not over"
-        assert "takes nothing new" not in tiers("--resume", "nvme.0")
+        assert "accepts no new blocks" not in tiers("--resume", "nvme.0")
         assert world.put() == 1
         refused = CliRunner().invoke(ctl.cli, ["tiers", "--resume", "host.0", "--target", world.daemon.target])
         assert refused.exit_code == 2

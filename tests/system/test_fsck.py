@@ -76,7 +76,7 @@ def test_where_nothing_is_kept(tmp_path: Path) -> None:
         environ = {"TIERD_STATE_DIR": str(tmp_path / "none"), "TIERD_CONFIG": None}
         result = CliRunner().invoke(ctl.cli, ["fsck", *arguments], env=environ)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert f"there is nothing to check: nothing is kept in {tmp_path}/none" in result.stderr
+        assert f"nothing to check: {tmp_path}/none has no files" in result.stderr
         assert "--config" in result.stderr
     assert not (tmp_path / "none").exists()
 
@@ -255,7 +255,7 @@ def test_a_running_daemon_is_left_alone(daemon: Daemon) -> None:
 def test_online(daemon: Daemon) -> None:
     """A scrub of every tier and an audit of the books, through the daemon: 0, then 1 once something was planted."""
     clean = _run(daemon, "--online")
-    assert (clean.exit_code, "books are consistent" in clean.stdout) == (0, True), clean
+    assert (clean.exit_code, "records are consistent" in clean.stdout) == (0, True), clean
     flip(daemon.root / "state", BAD, shift=100)
     assert _run(daemon, "--online").exit_code == 1
     assert _run(daemon, "--online").exit_code == 0

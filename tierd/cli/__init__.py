@@ -2,7 +2,7 @@
 
 import os
 
-# The learner's matrices are small: threads would wait longer than work. Read by numpy's import.
+# The learner's matrices are small: threads would wait longer than work. numpy reads it on import.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Else Pydantic searches all installed packages for plugins at startup. Read with the first model.
+# Without it Pydantic searches all installed packages for plugins, when the first model is made.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

@@ -1,7 +1,7 @@
-"""The commands that change something: evict, pin, unpin, drain, flush, epoch.
+"""The verbs that change something: evict, pin, unpin, drain, flush, epoch.
 
-Each sends a request and shows the result in one line; it decides nothing. Emptying a whole daemon
-needs an explicit option.
+Each verb sends one request and prints the result in one line; the daemon decides. To evict every
+block, an operator must write --all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierd.cli.help import Listing, example
 from tierd.cli.options import shared
 
 WHOLE_TIMEOUT_S = 600.0
-"""For requests over all blocks: ten million take a minute, and a timeout leaves the work half done."""
+"""For requests over all blocks. Ten million take a minute; after a timeout the work is half done."""
 
 
 def said(sentence: str) -> Callable[[Console, object], None]:
@@ -36,15 +36,15 @@ def counted(count: int, noun: str) -> str:
 
 @click.command(epilog=example("tierctl evict --tier host.0"))
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
-@click.option("--tier", default="", metavar="NAME", help="Only in this tier, such as host.0.")
-@click.option("--all", "everything", is_flag=True, help="Every block of every tier.")
+@click.option("--tier", default="", metavar="NAME", help="Evict only from this tier, such as host.0.")
+@click.option("--all", "everything", is_flag=True, help="Evict every block of every tier.")
 @verb
 def evict(ask: Ask, *, hashes: tuple[str, ...], tier: str, everything: bool) -> None:
-    """Drops blocks, from one tier or from all; pinned ones stay."""
+    """Evicts blocks from one tier or from all; pinned blocks stay."""
     if not (hashes or tier or everything):
-        raise click.UsageError("evict: nothing named; give hashes, --tier NAME, or --all")
+        raise click.UsageError("evict: no block is named; give hashes, --tier NAME or --all")
     if everything and (hashes or tier):
-        raise click.UsageError("evict: --all with hashes or --tier; leave one out")
+        raise click.UsageError("evict: --all excludes hashes and --tier; leave one out")
     request = pb.EvictRequest(hashes=[checked_hash(text) for text in hashes], tier=tier)
     with ask.connect() as daemon:
         answer = daemon.ask(request, timeout_s=WHOLE_TIMEOUT_S)
@@ -56,7 +56,7 @@ def evict(ask: Ask, *, hashes: tuple[str, ...], tier: str, everything: bool) -> 
 @click.argument("hashes", nargs=-1, required=True, metavar="HASH...")
 @verb
 def pin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
-    """Keeps blocks from being evicted, until unpin or a restart."""
+    """Protects blocks from eviction until unpin or a restart."""
     request = pb.PinRequest(hashes=[checked_hash(text) for text in hashes])
     with ask.connect() as daemon:
         answer = daemon.ask(request, method="Pin")
@@ -67,7 +67,7 @@ def pin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
 @click.argument("hashes", nargs=-1, required=True, metavar="HASH...")
 @verb
 def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
-    """Takes back what pin did."""
+    """Makes pinned blocks evictable again."""
     request = pb.PinRequest(hashes=[checked_hash(text) for text in hashes])
     with ask.connect() as daemon:
         answer = daemon.ask(request, method="Unpin")
@@ -75,36 +75,37 @@ def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
 
 
 @click.command(epilog=example("tierctl drain --deadline 10s"))
-@click.option("--release", is_flag=True, help="Free the host memory too: the next start is cold.")
+@click.option("--release", is_flag=True, help="Also free the host memory if no lease is left; the next start is cold.")
 @click.option(
     "--deadline", type=DURATION, default="30 s", show_default=True, help="How long the daemon waits for leases to end."
 )
 @verb
 def drain(ask: Ask, *, release: bool, deadline: float) -> None:
-    """Stops the daemon's service for good, until a restart; leases may finish.
+    """Drains the daemon: it takes no new work until a restart; leases may finish.
 
-    It cannot be undone: the daemon refuses every new session and request until somebody restarts it.
+    A drain cannot be undone. The daemon refuses every new session and reservation until somebody
+    restarts it. The program waits for open leases, up to the deadline.
     """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.DrainRequest(release=release, deadline_s=deadline), timeout_s=deadline + 10)
     left = answer.leases_left
-    held = f"{counted(left, 'lease')} left" if left else "nothing is held any more"
-    ask.show(answer, said(f"drained; {held}. The daemon takes no work until somebody restarts it."))
+    held = f"{counted(left, 'lease')} left" if left else "no lease left"
+    ask.show(answer, said(f"drained; {held}. The daemon refuses new work until somebody restarts it."))
 
 
 @click.command(epilog=example("tierctl flush --deadline 120s"))
 @click.option("--deadline", type=DURATION, default="60 s", show_default=True, help="How long the daemon may write.")
 @verb
 def flush(ask: Ask, *, deadline: float) -> None:
-    """Writes blocks that only memory holds to NVMe; drops nothing.
+    """Writes all blocks not yet on NVMe to disk and syncs them; evicts none.
 
-    Afterwards a restart or a power cut loses none of them. Other programs mean "empty the cache" by
-    flush; here that is `tierctl evict --all`. Exit code 1: some block could not be written.
+    Afterwards a restart or a power cut loses none of them. Other programs call it a flush to empty
+    the cache; use `tierctl evict --all` for that. Exit code 1: some block could not be written.
     """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.FlushRequest(deadline_s=deadline), timeout_s=deadline + 10)
     left = (
-        f"; {counted(answer.left, 'block')} could not be: `tierctl tiers` shows the store's trouble"
+        f"; {counted(answer.left, 'block')} could not be written in {deadline:g} s: `tierctl tiers` shows the store's trouble"
         if answer.left
         else ""
     )
@@ -116,15 +117,17 @@ def flush(ask: Ask, *, deadline: float) -> None:
 @click.group(cls=Listing)
 @shared
 def epoch(**_: Any) -> None:
-    """Makes what was stored under old weights unreachable."""
+    """Makes blocks of old weights unreachable."""
 
 
 @epoch.command(epilog=example("tierctl epoch bump --model llama-3-8b"))
-@click.option("--model", default="", help="Every namespace of this model.")
-@click.option("--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Just this namespace id.")
+@click.option("--model", default="", help="Bump every namespace of this model.")
+@click.option(
+    "--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Bump only the namespace with this id."
+)
 @verb
 def bump(ask: Ask, *, model: str, namespace: int | None) -> None:
-    """Begins a new epoch; leases in flight finish."""
+    """Begins a new epoch: all older blocks are misses; open leases may finish."""
     if bool(model) == (namespace is not None):
         raise click.UsageError(
             "epoch bump: give either --model NAME or --namespace ID; `tierctl namespaces` lists both"

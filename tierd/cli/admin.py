@@ -1,7 +1,7 @@
 """A thin connection to the Admin service: a session like any client's, and one stub.
 
-It sends request messages and returns replies, with errors as tierd's own. It draws nothing. A
-connection that fails raises Unavailable, with the address that was tried and the remedy.
+It sends requests, returns replies, and raises the daemon's errors as tierd's own. It draws nothing.
+A failed connection raises Unavailable, with the address and the remedy.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tierd.client.transport.requests import SESSION_KEY
 from tierd.errors import ERROR_KEY, DeadlineExceeded, NotPermitted, TierdError, Unavailable
 
 OWN_NAME = "tierctl"
-"""Of the sessions of this program."""
+"""Name of this program's sessions."""
 CALL_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 TIME_KEY = "tierd-time-ms"
-"""Metadata that moves a daemon's replay clock forward; others ignore it."""
+"""Metadata that moves a daemon's replay clock forward. Daemons with a real clock ignore it."""
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 def connect(target: str | None) -> Connection:
-    """A session of its own with the daemon at a target. Raises InvalidArgument, Unavailable,
+    """Opens a new session with the daemon at a target. Raises InvalidArgument, Unavailable,
     NotPermitted and the errors of a hello."""
     place = resolve_target(target)
     if not isinstance(place, LocalTarget):
         raise NotPermitted(
-            f"daemon at {place}: it takes operators' calls on its own machine only; go there and give its runtime directory"
+            f"daemon at {place}: it accepts operators' calls only on its own machine; go there and give --target DIR"
         )
     session = connect_session(place, name=OWN_NAME, engine={}, credential=None, timeout_s=CONNECT_TIMEOUT_S)
     trusted.check(place.rpc_path)
@@ -69,7 +69,7 @@ class Connection:
         self._close()
 
     def set_time(self, time_ms: float) -> None:
-        """Moves a replay clock forward to the trace's own time; a daemon with a real clock ignores it."""
+        """Moves a replay clock forward to the trace's time. A daemon with a real clock ignores it."""
         self._call("Status", pb.StatusRequest(), CALL_TIMEOUT_S, ((TIME_KEY, f"{time_ms:.3f}"),))
 
     @overload
@@ -112,7 +112,7 @@ class Connection:
         return self._call(method or request.DESCRIPTOR.name.removesuffix("Request"), request, timeout_s)
 
     def follow(self, request: pb.ScrubRequest) -> Iterator[pb.ScrubPass]:
-        """The daemon's reports while it verifies, until the iterator is closed. Raises the daemon's error."""
+        """The daemon's reports during a scrub, until the iterator is closed. Raises the daemon's error."""
         call = self._stub.Scrub(request, metadata=self._metadata)
         try:
             yield from call
@@ -129,13 +129,11 @@ class Connection:
 
 
 def told(error: Any) -> TierdError:
-    """The daemon's error, by the class name in the trailing metadata; else by the status code."""
+    """The daemon's error by the class name in the trailing metadata, else by the status code."""
     name = next((str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY), None)
     status = error.code().name
     if name is None and status == "UNAVAILABLE":
-        return Unavailable(f"daemon: it went away during the call ({error.details()}); see its log")
+        return Unavailable(f"daemon: the connection broke during the call ({error.details()}); see the daemon's log")
     if name is None and status == "DEADLINE_EXCEEDED":
-        return DeadlineExceeded(
-            "daemon: no answer in time; see `tierctl top`, or give more with --deadline where there is one"
-        )
+        return DeadlineExceeded("daemon: no answer in time; see `tierctl top`, or raise --deadline if the verb has it")
     return error_of(name, error.details() or status, status=status)

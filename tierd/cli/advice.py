@@ -1,8 +1,8 @@
 """Reasons why engines share no blocks or are served badly, and settings that remedy them.
 
-Pure functions turn rows of sessions into sentences with remedies; they neither ask the daemon nor
-draw. Unknown facts give no advice. Engines that share a namespace never get advice about sharing.
-Engines of equal configuration get one sentence together.
+Pure functions turn rows of sessions into sentences with remedies. They do not ask the daemon and
+draw nothing. Unknown facts give no advice. Engines that share a namespace get no advice about
+sharing. Engines of equal configuration get one sentence together.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FIELDS = {
     "layout": ("KV layouts", "the KV layout (vLLM: VLLM_KV_CACHE_LAYOUT, SGLang: --hicache-mem-layout)"),
     "rank_count": ("numbers of ranks", "the tensor and pipeline parallel sizes"),
 }
-"""Fields that may differ between engines meant to share: field -> display name, and setting."""
+"""Fields that may differ between engines that should share: field -> display name, setting."""
 SEEDLESS = "xxhash"
-"""vLLM starts the chains of these hash algorithms with random bytes of each process."""
+"""vLLM starts hash chains of these algorithms with random bytes, new in each process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Space:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A session of a client that introduced an engine. words: named as in tierd.integrations.facts.
-    tenant: the owner of the blocks that it sees."""
+    tenant: the owner of the blocks that the engine sees."""
 
     session: int
     pid: int
@@ -53,7 +53,7 @@ class Engine:
 
     @property
     def model(self) -> str:
-        """The engine's own model name, else its namespaces'."""
+        """The engine's model name, else that of its latest namespace."""
         return self.words.get("model", "") or str(self._latest.get("model", ""))
 
     @property
@@ -62,7 +62,7 @@ class Engine:
         return f"{self.name or self.kind} (pid {self.pid})"
 
     def value(self, name: str) -> str:
-        """One of FIELDS, from its words, else from its latest namespace; empty if unknown."""
+        """One of FIELDS, from the words, else from the latest namespace; empty if unknown."""
         said = self.words.get("ranks", "").partition("/")[2] if name == "rank_count" else self.words.get(name, "")
         return said or _of_spec(self._latest, name)
 
@@ -78,7 +78,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """sessions: the ones concerned. is_urgent: whether it makes blocks get lost or requests fail."""
+    """sessions: those affected. is_urgent: whether blocks get lost or requests fail."""
 
     sessions: tuple[int, ...]
     fault: str
@@ -93,7 +93,7 @@ def advise(engines: Sequence[Engine]) -> list[Advice]:
 
 
 def version_advice(engine: Engine) -> Advice | None:
-    """A version that this release does not support or was not run on."""
+    """Advice about a version that this release does not support, or that no test ran on."""
     window, found = WINDOWS.get(engine.kind), engine.words.get("version", "")
     if window is None or not found or has_run(engine.kind, found):
         return None
@@ -102,18 +102,18 @@ def version_advice(engine: Engine) -> Advice | None:
         return _advice(
             engine,
             f"{engine.kind} {found} is supported, but the tests of this release ran on {ran}",
-            "nothing, or one of these versions where it matters",
+            "nothing is needed; to use a tested version, install one of these",
             is_urgent=False,
         )
     return _advice(
         engine,
-        f"{engine.kind} {found} is outside what this tierd supports ({engine.kind}{window})",
-        f"install one of {ran}, or a tierd that knows yours",
+        f"{engine.kind} {found} is outside the versions that this tierd supports ({engine.kind}{window})",
+        f"install one of {ran}, or a tierd that supports {found}",
     )
 
 
 def policy_advice(engine: Engine) -> Advice | None:
-    """A policy under which a block that fails to load fails its request."""
+    """Advice about a policy that fails a request if one of its blocks cannot be loaded."""
     if engine.words.get("load_failure_policy") != "fail":
         return None
     return _advice(
@@ -124,19 +124,19 @@ def policy_advice(engine: Engine) -> Advice | None:
 
 
 def hash_advice(engine: Engine) -> Advice | None:
-    """Hashes that no other process, or only a similar one, can compute."""
+    """Advice about hashes that no other process, or only a similar one, can compute."""
     algorithm = engine.words.get("hash_algorithm", "")
     if algorithm.startswith(SEEDLESS) or (engine.kind == "vllm" and algorithm == "builtin"):
         return _advice(
             engine,
-            f"block hashes by {algorithm} are of this process alone: after a restart, and to others, every block is a miss",
+            f"block hashes by {algorithm} are valid in this process alone: after a restart, and for others, every block is a miss",
             "set --prefix-caching-hash-algo sha256_cbor",
         )
     if algorithm != "sha256" or engine.kind != "vllm":
         return None
     return _advice(
         engine,
-        "block hashes by sha256 go over Python's pickles: another Python version may compute others",
+        "block hashes by sha256 cover Python pickles: another Python version may compute different hashes",
         "set --prefix-caching-hash-algo sha256_cbor on every engine that shares",
         is_urgent=False,
     )
@@ -147,22 +147,22 @@ ALONE: tuple[Callable[[Engine], Advice | None], ...] = (version_advice, policy_a
 
 
 def differences(one: Engine, other: Engine) -> list[str]:
-    """The FIELDS that are known of both and differ."""
+    """The FIELDS that are known for both engines and differ."""
     return [name for name in FIELDS if one.value(name) and other.value(name) and one.value(name) != other.value(name)]
 
 
 def shares(one: Engine, other: Engine) -> bool:
-    """Whether they have a namespace in common."""
+    """Whether two engines have a namespace in common."""
     return bool({space.id for space in one.spaces} & {space.id for space in other.spaces})
 
 
 def apart_advice(one: Engine, other: Engine) -> Advice | None:
-    """The reason why two engines of one model share no blocks although they seem to be meant to."""
+    """The reason why two engines of one model share no blocks although they probably should."""
     if not _comparable(one, other) or shares(one, other):
         return None
     sessions, who = (one.session, other.session), f"{one.label} and {other.label} both serve {one.model}"
     if one.tenant != other.tenant:
-        fault = f"{who} but are of different tenants ({one.tenant}, {other.tenant}): they share no block"
+        fault = f"{who} but belong to different tenants ({one.tenant}, {other.tenant}): they share no block"
         return Advice(sessions, fault, "if they trust each other, give both uids one name in identity.tenants", False)
     names = differences(one, other)
     if not names:
@@ -173,14 +173,14 @@ def apart_advice(one: Engine, other: Engine) -> Advice | None:
 
 
 def _comparable(one: Engine, other: Engine) -> bool:
-    """Whether both have one kind and model and, if known, the same weights; other engines always
-    name blocks differently."""
+    """Whether both have one kind and model and, if known, the same weights. Engines of different
+    kinds always name blocks differently."""
     is_alike = (one.kind, one.model) == (other.kind, other.model)
     return bool(one.model) and is_alike and (one.weights == other.weights or "" in (one.weights, other.weights))
 
 
 def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
-    """Advice about single engines, merged if the words are the same."""
+    """Advice about single engines. Equal advice is merged."""
     found: dict[tuple[str, str, bool], list[Engine]] = {}
     for engine in engines:
         for rule in ALONE:
@@ -192,7 +192,7 @@ def _merged(engines: Sequence[Engine]) -> Iterator[Advice]:
 
 
 def _apart(engines: Sequence[Engine]) -> Iterator[Advice]:
-    """Advice for pairs, one of each configuration and reason: an engine has a scheduler and workers."""
+    """Advice for pairs, one per configuration and reason: an engine has a scheduler and workers."""
     alike: dict[tuple[str, ...], Engine] = {}
     for engine in engines:
         known = (engine.kind, engine.model, engine.weights, engine.tenant, *(engine.value(name) for name in FIELDS))

@@ -1,7 +1,7 @@
-"""Common parts of all `tierctl` commands: `--target`, `--json`, a connection, a console.
+"""Common parts of all `tierctl` verbs: `--target`, `--json`, a connection, a console.
 
-A command is a function of an `Ask` and its own options. One decorator puts `--target` and `--json`
-on every command.
+A verb is a function of an `Ask` and its own options. One decorator adds `--target` and `--json` to
+every verb.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One run of a command: the target, and how to show the answer."""
+    """One run of a verb: the target, and how to show the answer."""
 
     target: str | None
     as_json: bool
     console: Console
     is_repeated: bool = False
-    """Several answers follow one another: each takes one line of JSON."""
+    """With --watch: each answer takes one line of JSON."""
 
     def connect(self) -> Connection:
-        """A session of its own with the daemon; a context manager. Raises Unavailable if no daemon answers."""
+        """A new session with the daemon; a context manager. Raises Unavailable if no daemon answers."""
         return connect(self.target)
 
     def show(self, answer: Answer, draw: Callable[[Console, Answer], None]) -> None:
-        """Shows the answer as JSON if requested, else through draw."""
+        """Prints the answer as JSON if requested, else through draw."""
         if self.as_json:
             self.show_json(answer)
         else:
             draw(self.console, answer)
 
     def show_json(self, value: Message | Mapping[str, Any]) -> None:
-        """A message, or plain values, as JSON."""
+        """Prints a message, or plain values, as JSON."""
         show_json(value, indent=None if self.is_repeated else 2)
 
 
 class _Quantity(click.ParamType[Any]):
-    """An option's value with a unit, read by one of tierd.units' readers."""
+    """An option's value with a unit, parsed by a function of tierd.units."""
 
     def __init__(self, name: str, read: Callable[[object], float]) -> None:
         self.name = name
@@ -85,12 +85,12 @@ OUTPUT = click.option(
     type=click.Choice(["table", "wide", "json"]),
     default="table",
     show_default=True,
-    help="table: the columns for which there is room; wide: all; json: as --json.",
+    help="table: the columns that fit; wide: all columns; json: the same as --json.",
 )
 
 
 def verb(function: Command) -> Callable[..., Any]:
-    """Adds --target and --json, and hands the function an Ask as its first argument."""
+    """Adds --target and --json, and passes an Ask as the first argument."""
 
     @shared
     @functools.wraps(function)
@@ -101,7 +101,7 @@ def verb(function: Command) -> Callable[..., Any]:
 
 
 def listing(function: Command) -> Callable[..., Any]:
-    """As `verb`, with -o."""
+    """Like `verb`, with -o."""
 
     @shared
     @OUTPUT
@@ -113,11 +113,11 @@ def listing(function: Command) -> Callable[..., Any]:
 
 
 def looking(function: Command) -> Callable[..., Any]:
-    """As `listing`, with --watch."""
+    """Like `listing`, with --watch."""
 
     @shared
     @OUTPUT
-    @click.option("--watch", "every_s", type=DURATION, metavar="SECONDS", help="Look again every so often.")
+    @click.option("--watch", "every_s", type=DURATION, metavar="SECONDS", help="Repeat at this interval until Ctrl-C.")
     @functools.wraps(function)
     def command(*args: Any, target: str | None, as_json: bool, every_s: float | None, **options: Any) -> Any:
         ask = new_ask(target, as_json=as_json, output=options.pop("output"), is_repeated=every_s is not None)
@@ -128,7 +128,7 @@ def looking(function: Command) -> Callable[..., Any]:
 
 
 def new_ask(target: str | None, *, as_json: bool, output: str = "table", is_repeated: bool = False) -> Ask:
-    """What the options say, those before the verb too."""
+    """The Ask of these options, and of those before the verb."""
     return Ask(
         target or said_before("target"),
         bool(as_json or output == "json" or said_before("as_json")),
@@ -138,7 +138,7 @@ def new_ask(target: str | None, *, as_json: bool, output: str = "table", is_repe
 
 
 def said_before(name: str) -> Any:
-    """The value of an option that stands before the verb; none if it does not."""
+    """The value of an option that stands before the verb, or None."""
     context = click.get_current_context().parent
     while context is not None and not context.params.get(name):
         context = context.parent
@@ -146,9 +146,9 @@ def said_before(name: str) -> Any:
 
 
 def repeat(ask: Ask, look: Callable[[], object], *, every_s: float) -> NoReturn:
-    """Looks again and again until Ctrl-C. A terminal shows the latest look alone; a pipe gets all of them."""
+    """Repeats a look until Ctrl-C. A terminal shows only the latest one; a pipe gets all."""
     if every_s < LEAST_WATCH_S:
-        raise click.UsageError(f"--watch: {every_s:g} s is below {LEAST_WATCH_S:g} s; give more")
+        raise click.UsageError(f"--watch: {every_s:g} s is below the minimum of {LEAST_WATCH_S:g} s; give more")
     while True:
         if ask.as_json or not ask.console.is_terminal:
             look()

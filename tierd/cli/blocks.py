@@ -1,6 +1,6 @@
 """The verbs that look at blocks: blocks, inspect.
 
-Purpose: ask, then show. Non-purpose: changing anything. Invariant: `--json` has what a table leaves out.
+They request and show; they change nothing. Columns missing from a table are in `--json`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tierd.cli.render import Cell, Column, facts, show_table, state_text
 from tierd.errors import InvalidArgument
 
 HASH_DIGITS = 12
-"""Of a block hash in a table: enough to tell blocks apart and to hand to `inspect`."""
+"""Digits of a block hash in a table: enough to identify a block, and for `inspect`."""
 HASH_MAX_DIGITS = 64
 DECLINED = {
-    "partial": "it is the short end of a sequence, which the next turn fills up under another name",
-    "unlikely": "another use of it is not likely enough",
-    "displaced": "it was since its last use, and has given way to others there",
-    "budget": "the wear budget went to blocks that are likelier to be used again; see `tierctl wear`",
+    "partial": "it is the short last block of a sequence; the next turn stores it, filled up, under another hash",
+    "unlikely": "it is not likely enough to be used again",
+    "displaced": "it was written since its last use, and the store has evicted it since",
+    "budget": "the wear budget went to blocks that are more likely to be used again; see `tierctl wear`",
 }
-"""Why admission declined a block, asked when it was last about to leave memory."""
+"""Why admission last declined to write a block."""
 SORTS = ("recent", "hits", "position", "bytes")
 BLOCK_COLUMNS = (
     Column("block", style="cyan"),
@@ -58,16 +58,24 @@ PAGE_COLUMNS = (
 @click.option(
     "--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Only blocks of this namespace id."
 )
-@click.option("--pinned", is_flag=True, help="Only blocks that somebody holds.")
-@click.option("--prefix", "hash_prefix", default="", metavar="HEX", help="Only hashes that begin like this.")
+@click.option("--pinned", is_flag=True, help="Only blocks that a lease or `tierctl pin` holds.")
 @click.option(
-    "--sort", type=click.Choice([*SORTS, *(f"-{sort}" for sort in SORTS)]), default="recent", show_default=True
+    "--prefix", "hash_prefix", default="", metavar="HEX", help="Only blocks whose hash begins with these digits."
 )
-@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Blocks on a page.")
-@click.option("--offset", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Blocks before the page.")
+@click.option(
+    "--sort",
+    type=click.Choice([*SORTS, *(f"-{sort}" for sort in SORTS)]),
+    default="recent",
+    show_default=True,
+    help="Order; - reverses it.",
+)
+@click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Show at most this many blocks."
+)
+@click.option("--offset", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Skip this many blocks first.")
 @looking
 def blocks(ask: Ask, *, namespace: int | None, hash_prefix: str, offset: int, **filters: str | int | bool) -> None:
-    """Lists blocks: filtered, sorted, a page at a time."""
+    """Lists blocks, filtered and sorted, one page at a time."""
     request = pb.BlocksRequest(
         namespace=namespace or 0,
         has_namespace=namespace is not None,
@@ -83,18 +91,18 @@ def blocks(ask: Ask, *, namespace: int | None, hash_prefix: str, offset: int, **
 
 
 def draw_blocks(console: Console, reply: pb.BlocksReply, models: Models, *, offset: int) -> None:
-    """The page, and where it stands among all that match."""
+    """Prints the page, and its position among all matches."""
     rows = [block_row(block, models) for block in reply.blocks]
-    empty = f"no block here; {human_count(reply.total)} match in all" if reply.total else "no block matches"
+    empty = f"no block at this offset; {human_count(reply.total)} match in all" if reply.total else "no block matches"
     show_table(console, BLOCK_COLUMNS, rows, empty=empty)
     last = offset + len(rows)
     if rows and console.is_terminal:
-        more = f"; go on with --offset {last}" if last < reply.total else ""
+        more = f"; continue with --offset {last}" if last < reply.total else ""
         console.print(Text(f"{offset + 1:,} to {last:,} of {reply.total:,}{more}", style="dim"))
 
 
 def block_row(block: pb.BlockInfo, models: Models) -> list[Cell]:
-    """A block's cells, as BLOCK_COLUMNS names them."""
+    """A block's cells, in the order of BLOCK_COLUMNS."""
     return [
         block.hash.hex()[:HASH_DIGITS],
         models.short_name(block.namespace),
@@ -112,12 +120,12 @@ def block_row(block: pb.BlockInfo, models: Models) -> list[Cell]:
 
 
 def priority_text(block: pb.BlockInfo) -> str:
-    """`90`, or `90 60 s` with what is left of its time."""
+    """`90`, or `90 60 s` with the time that is left of it."""
     return f"{block.priority} {human_seconds(block.retention_s)}" if block.retention_s else str(block.priority)
 
 
 def parent_text(parent: bytes) -> str:
-    """The parent's short name, or `root`."""
+    """The first digits of the parent's hash, or `root`."""
     return parent.hex()[:HASH_DIGITS] if any(parent) else "root"
 
 
@@ -127,7 +135,7 @@ def parent_text(parent: bytes) -> str:
 def inspect(ask: Ask, block: str) -> None:
     """Shows one block: its facts, its pages, and the blocks that follow it.
 
-    HASH: the first digits of the block's hash, as many as tell it from all others.
+    HASH: the first digits of the block's hash, enough to identify it.
     """
     request = pb.InspectRequest(hash=checked_hash(block))
     with ask.connect() as daemon:
@@ -137,7 +145,7 @@ def inspect(ask: Ask, block: str) -> None:
 
 
 def draw_block(console: Console, reply: pb.InspectReply, models: Models) -> None:
-    """The block's facts, then its pages, then its children."""
+    """Prints the block's facts, then its pages, then its children."""
     block = reply.block
     console.print(facts((("block", Text(block.hash.hex(), style="cyan")),)), soft_wrap=True)
     console.print(
@@ -160,7 +168,7 @@ def draw_block(console: Console, reply: pb.InspectReply, models: Models) -> None
     if block.declined:
         console.print(facts((("not written to NVMe", DECLINED.get(block.declined, block.declined)),)), soft_wrap=True)
     console.print()
-    show_table(console, PAGE_COLUMNS, [page_row(page) for page in reply.pages], empty="no page holds it now")
+    show_table(console, PAGE_COLUMNS, [page_row(page) for page in reply.pages], empty="no page holds this block now")
     if reply.children:
         names = "  ".join(child.hex()[:HASH_DIGITS] for child in reply.children)
         console.print()
@@ -168,7 +176,7 @@ def draw_block(console: Console, reply: pb.InspectReply, models: Models) -> None
 
 
 def page_row(page: pb.PageInfo) -> list[Cell]:
-    """A page's cells, as PAGE_COLUMNS names them."""
+    """A page's cells, in the order of PAGE_COLUMNS."""
     numbers = (page.segment, page.slot, page.offset, page.generation, page.pins)
     return [page.tier, state_text(page.state), *(str(number) for number in numbers)]
 

@@ -1,8 +1,8 @@
-"""A daemon's settings from a file and from the command line, and the commands that show and check them.
+"""A daemon's settings from a file and the command line, and the verbs that show and check them.
 
-Purpose: `--memory` and `--disk` over a file or in place of one; the verbs of `config`. Non-purpose: rules of
-settings (tierd.config). Invariants: settings come from here for every command of `tierd`; the modules
-of the daemon are loaded by the command that needs them, so that `--help` is quick.
+Every verb of `tierd` gets its settings here. `--memory` and `--disk` replace values of the file.
+tierd.config has the rules of settings. A verb imports the daemon's modules only when it runs, so
+that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Disk = tuple[str, int]
-"""A directory and the bytes that a store may take there."""
+"""A directory, and the bytes that a store may use there."""
 LEAST_BYTES = 4096
 CONFIG = click.option(
     "--config",
@@ -33,7 +33,7 @@ CONFIG = click.option(
     default=None,
     envvar="TIERD_CONFIG",
     show_envvar=True,
-    help="TOML file; configs/reference.toml lists every key. Without one, the defaults.",
+    help="TOML file; configs/reference.toml lists every key. Without a file, the defaults apply.",
 )
 
 
@@ -41,7 +41,7 @@ def size_of(text: str) -> int:
     """The bytes of a size. Raises ValueError."""
     size = parse_bytes(int(text) if text.isdecimal() else text)
     if size < LEAST_BYTES:
-        raise ValueError(f"{text!r} is less than a page of 4 KiB; give more")
+        raise ValueError(f"{text!r} is below the minimum of 4 KiB, a page; give more")
     return size
 
 
@@ -73,7 +73,7 @@ class _Disk(click.ParamType[Disk]):
 def sized(function: Command) -> Command:
     """Adds --memory and --disk."""
     memory = click.option(
-        "--memory", type=_Memory(), metavar="SIZE", help="Size of the host tier, such as 64GiB; over the file's."
+        "--memory", type=_Memory(), metavar="SIZE", help="Size of the host tier, such as 64GiB; replaces the file's."
     )
     disks = click.option(
         "--disk",
@@ -81,13 +81,13 @@ def sized(function: Command) -> Command:
         type=_Disk(),
         multiple=True,
         metavar="DIR:SIZE",
-        help="A store, such as /mnt/nvme0:1TiB; repeat it for more. In place of the file's stores.",
+        help="A store, such as /mnt/nvme0:1TiB; repeat it for more. Replaces the file's stores.",
     )
     return memory(disks(function))
 
 
 def settings_of(path: Path | None, *, memory: int | None = None, disks: Sequence[Disk] = ()) -> Config:
-    """The settings of a file, or the defaults without one, with these sizes; resolved. Raises ConfigError."""
+    """The settings of a file, else the defaults, with these sizes; resolved. Raises ConfigError."""
     from tierd.config import load_config  # noqa: PLC0415  # pydantic
 
     return load_config(path, change=lambda config: with_sizes(config, memory=memory, disks=disks))
@@ -96,14 +96,14 @@ def settings_of(path: Path | None, *, memory: int | None = None, disks: Sequence
 def with_sizes(config: Config, *, memory: int | None, disks: Sequence[Disk]) -> Config:
     """The settings with a host tier of this size and these stores. Raises ConfigError.
 
-    A tier or store that the settings have keeps its other settings.
+    A tier or store that the settings already have keeps its other settings.
     """
     from tierd.config import HostConfig, NvmeConfig  # noqa: PLC0415  # pydantic
 
     if memory is not None:
         if len(config.host) > 1:
             raise ConfigError(
-                f"--memory: the file has {len(config.host)} [[host]] tables; leave --memory out and set their capacity"
+                f"--memory: the file has {len(config.host)} [[host]] tables, 1 at most; leave --memory out and set their capacity"
             )
         host = config.host[0] if config.host else HostConfig()
         config = dataclasses.replace(config, host=(dataclasses.replace(host, capacity=memory, segment=_auto()),))
@@ -118,21 +118,22 @@ def with_sizes(config: Config, *, memory: int | None, disks: Sequence[Disk]) -> 
 
 
 def _auto() -> Any:
-    """A segment size that the settings choose, as a file says it."""
+    """The value in a file that lets the settings choose a segment size."""
     return "auto"
 
 
 @click.group(cls=Listing)
 def config() -> None:
-    """Checks a configuration, or shows the settings that come of it."""
+    """Checks a configuration, or shows all of its settings."""
 
 
 @config.command(epilog=example("tierd config check /etc/tierd/tierd.toml"))
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def check(file: Path) -> None:
-    """Says whether a daemon would accept a configuration file.
+    """Checks whether a daemon would accept a configuration file.
 
-    Exit codes: 0 it would; 2 it would not, and one line names the fault. Nothing is opened or made.
+    Exit codes: 0 accepted; 2 refused, and one line names the fault. It opens no store and
+    allocates nothing.
     """
     from tierd.server.assembly import specs_of  # noqa: PLC0415  # the daemon's imports
 
@@ -150,15 +151,15 @@ def check(file: Path) -> None:
 def show(file: Path | None, *, memory: int | None, disks: Sequence[Disk]) -> None:
     """Shows the settings that a daemon would run with, as TOML.
 
-    Every setting is there: those of FILE or the environment's TIERD_CONFIG, those of the command
-    line, and the defaults.
+    The output has every setting: those of FILE or of the environment's TIERD_CONFIG, those of the
+    command line, and the defaults.
     """
     chosen = file or (Path(named) if (named := os.environ.get("TIERD_CONFIG")) else None)
     click.echo("\n".join(toml_lines(settings_of(chosen, memory=memory, disks=disks))))
 
 
 def toml_lines(config: Config) -> Iterator[str]:
-    """The settings as TOML that a daemon reads back as the same."""
+    """The settings as TOML. A daemon reads the same settings from it."""
     from tierd.settings import SECTIONS, TIER_SECTIONS  # noqa: PLC0415  # pydantic
 
     empty = [name for name in TIER_SECTIONS if not getattr(config, name)]
@@ -173,7 +174,7 @@ def toml_lines(config: Config) -> Iterator[str]:
 
 
 def toml_value(value: object, *, unit: str) -> str:
-    """One value in TOML; sizes with their units."""
+    """One value in TOML. Sizes have units."""
     if isinstance(value, dict):
         pairs = (f"{json.dumps(str(key))} = {toml_value(item, unit='')}" for key, item in value.items())
         return "{ " + ", ".join(pairs) + " }" if value else "{}"

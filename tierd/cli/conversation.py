@@ -1,7 +1,7 @@
 """The conversation of `tierd demo`: questions in turns about a long real text.
 
-Each prompt begins with the whole conversation before it. The text exists on every machine (the
-Python standard library's sources). Prompts never exceed the model's positions.
+Each prompt begins with the whole conversation before it. The text is the sources of the Python
+standard library, which every machine has. Prompts never exceed the model's positions.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ BYTE_BOS = 256
 """The first token of every sequence of a model whose tokens are bytes."""
 
 MODULES = ("heapq.py", "bisect.py", "textwrap.py", "queue.py", "functools.py", "contextlib.py", "statistics.py")
-"""Read in this order until the text is long enough."""
+"""The text, in this order; it is cut at the length of a plan."""
 
 BLOCK_TOKENS = 16
-"""Tokens of a block in the worker's pages."""
+"""Tokens in a block of the worker's pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Sizes in tokens: the text of the first turn, the additions of later turns, and the answers.
 
-    All are multiples of BLOCK_TOKENS, so each turn ends with a full block and the next one reuses
+    All are multiples of BLOCK_TOKENS. So each turn ends with a full block, and the next turn reuses
     blocks of a single tier. A turn's last token is generated but not computed.
     """
 
@@ -35,7 +35,7 @@ class Plan:
 
     @classmethod
     def within(cls, positions: int, *, turns: int) -> Plan:
-        """The plan for a model of so many positions: the usual one, or one with a shorter first turn."""
+        """The plan for a model of so many positions: the default, or one with a shorter first turn."""
         usual = cls()
         spent = turns * usual.answer + (turns - 1) * usual.later + 1
         return cls(first=min(usual.first, (positions - spent) // BLOCK_TOKENS * BLOCK_TOKENS))
@@ -51,7 +51,7 @@ class Conversation:
         self.tokens: list[int] = [BYTE_BOS]
 
     def ask(self) -> tuple[int, ...]:
-        """The next turn's prompt: the whole conversation and the text's next passage."""
+        """The next turn's prompt: the whole conversation, then the text's next passage."""
         step = self._plan.later if self._read else self._plan.first
         self.tokens += self._text[self._read : self._read + step]
         self._read += step

@@ -1,6 +1,6 @@
 """`tierctl`: the operators' program for a running daemon.
 
-It holds only the list of commands. A command that is not built is not listed.
+It has the list of verbs. It imports a verb's module only when that verb is needed.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from tierd.cli.options import shared
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
-        "status": ("look", "Shows how the daemon is: state, load, hit ratio, tiers, notices."),
+        "status": ("look", "Shows the daemon's state: load, hit ratio, tiers, notices."),
         "top": ("top", "Shows the daemon live: hit ratio, tiers, rates, sessions."),
-        "watch": ("watch", "Shows blocks come and go as it happens, one line for each event."),
-        "tiers": ("look", "Shows each tier's capacity, use, traffic, place and trouble."),
-        "blocks": ("blocks", "Lists blocks: filtered, sorted, a page at a time."),
+        "watch": ("watch", "Prints events as they happen: blocks stored, blocks removed, epochs ended."),
+        "tiers": ("look", "Shows each tier's capacity, use, traffic, location and trouble."),
+        "blocks": ("blocks", "Lists blocks, filtered and sorted, one page at a time."),
         "inspect": ("blocks", "Shows one block: its facts, its pages, and the blocks that follow it."),
-        "sessions": ("look", "Lists the clients that are connected, and what each holds."),
-        "namespaces": ("look", "Lists models, their tenants and epochs."),
-        "engines": ("engines", "Lists the engines that are connected, and what keeps them from sharing."),
+        "sessions": ("look", "Lists the connected clients, with the leases and bytes of each."),
+        "namespaces": ("look", "Lists the namespaces: model, tenant, epoch, blocks."),
+        "engines": ("engines", "Lists the connected engines, and why some share no blocks."),
         "wear": ("wear", "Shows the writes to each store, its wear budget, and its drive's life."),
     },
     "Act": {
-        "pin": ("act", "Keeps blocks from being evicted, until unpin or a restart."),
-        "unpin": ("act", "Takes back what pin did."),
-        "evict": ("act", "Drops blocks, from one tier or from all; pinned ones stay."),
-        "flush": ("act", "Writes blocks that only memory holds to NVMe; drops nothing."),
-        "drain": ("act", "Stops the daemon's service for good, until a restart; leases may finish."),
-        "epoch": ("act", "Makes what was stored under old weights unreachable."),
+        "pin": ("act", "Protects blocks from eviction until unpin or a restart."),
+        "unpin": ("act", "Makes pinned blocks evictable again."),
+        "evict": ("act", "Evicts blocks from one tier or from all; pinned blocks stay."),
+        "flush": ("act", "Writes all blocks not yet on NVMe to disk and syncs them; evicts none."),
+        "drain": ("act", "Drains the daemon: it takes no new work until a restart; leases may finish."),
+        "epoch": ("act", "Makes blocks of old weights unreachable."),
     },
     "Verify": {
         "scrub": ("scrub", "Verifies every block now; a bad one becomes a miss."),
-        "fsck": ("fsck", "Checks every file and block, while no daemon runs."),
+        "fsck": ("fsck", "Checks every file and block while no daemon runs."),
     },
     "Traces": {
-        "record": ("record", "Writes what clients ask for into a trace, for `simulate` and `replay`."),
+        "record": ("record", "Records the clients' requests in a trace, for `simulate` and `replay`."),
         "replay": ("replay", "Drives the daemon with a recorded trace."),
-        "simulate": ("simulate", "Serves recorded traces from tiers of many sizes, without a daemon."),
+        "simulate": ("simulate", "Simulates tiers of many sizes on recorded traces, without a daemon."),
     },
 }
-"""Each verb's module, loaded when it is wanted, and the first sentence of its help; by what it is for."""
+"""Each verb's module and the first sentence of its help, by purpose."""
 VERBS = {name: row for group in GROUPS.values() for name, row in group.items()}
 
 
 class InOrder(Program):
-    """Lists its commands in their given order, without loading any."""
+    """Lists the verbs in their given order, without importing any."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands, most used first."""
+        """The verbs, most used first."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name."""
+        """The verb of this name."""
         if cmd_name not in VERBS:
             return None
         found: click.Command = getattr(importlib.import_module(f"tierd.cli.{VERBS[cmd_name][0]}"), cmd_name)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The lists in the help, one for each group."""
+        """Writes the lists of the help, one for each group."""
         width = max(map(len, VERBS))
         for title, verbs in GROUPS.items():
             write_commands(formatter, title, [(name.ljust(width), said) for name, (_, said) in verbs.items()])
@@ -79,7 +79,7 @@ class InOrder(Program):
 @click.version_option(package_name="tierd", message="tierctl %(version)s")
 @shared
 def cli(**_: Any) -> None:
-    """Looks into a running tierd and tells it what to do.
+    """Inspects and controls a running tierd daemon.
 
     --target and --json may stand before the verb or after it.
 

@@ -1,7 +1,7 @@
 """`tierd`: runs the daemon on this machine, demonstrates it, and frees its leftovers.
 
-It turns a command line into a configuration and one call; ctl.py uses a running daemon. Only the
-command that needs a part of the daemon imports it, so that `--help` is quick.
+It turns a command line into a configuration and one call; ctl.py uses a running daemon. A verb
+imports the daemon's modules only when it runs, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -41,25 +41,23 @@ def cli() -> None:
 )
 @CONFIG
 @sized
-@click.option(
-    "--release-on-exit", is_flag=True, help="Free the host memory at the end, so that the next start is cold."
-)
+@click.option("--release-on-exit", is_flag=True, help="Free the host memory on exit; the next start is then cold.")
 def serve(config: Path | None, *, release_on_exit: bool, memory: int | None, disks: Sequence[Disk]) -> None:
     """Runs the daemon in the foreground until SIGTERM or SIGINT.
 
-    The daemon sets the memory and the disk space aside when it starts. Without --memory, --disk and
-    a file it takes 512 MiB of memory and 4 GiB of disk.
+    The daemon reserves its memory and its disk space when it starts. Without --memory, --disk and a
+    file it reserves 512 MiB of memory and 4 GiB of disk.
     """
     raise click.exceptions.Exit(run_daemon(config, release=release_on_exit, memory=memory, disks=disks))
 
 
 def run_daemon(config: Path | None, *, release: bool, memory: int | None = None, disks: Sequence[Disk] = ()) -> int:
-    """The daemon's whole life, with these settings; its exit status."""
+    """Runs the daemon with these settings until it ends. Returns its exit status."""
     _fill_standard_streams()
-    # imported objects stay for life: collecting them takes a good part of startup, and later stops
-    # the event loop
+    # Imported objects are never freed. Collecting them takes much of the startup, and later stops
+    # the event loop.
     gc.disable()
-    # structlog loads it for colored tracebacks, which `logs` does not print
+    # structlog imports it for colored tracebacks, which `logs` does not print.
     with _withheld("rich"):
         from tierd import logs  # noqa: PLC0415  # only `serve` pays for the daemon's imports
     from tierd.server import lifecycle  # noqa: PLC0415
@@ -74,14 +72,14 @@ def run_daemon(config: Path | None, *, release: bool, memory: int | None = None,
 @cli.command(epilog=example("tierd purge --config /etc/tierd/tierd.toml"))
 @CONFIG
 @click.option(
-    "--orphans", is_flag=True, help="Free the memory of other instances of this user too, if no daemon owns it."
+    "--orphans", is_flag=True, help="Also free the memory of this user's other instances, if no daemon owns it."
 )
-@click.option("--nvme", is_flag=True, help="Remove the stores on NVMe too, with all their blocks.")
+@click.option("--nvme", is_flag=True, help="Also remove the stores on NVMe, with all their blocks.")
 def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
-    """Frees the host memory that a daemon which has ended left behind.
+    """Frees the host memory of a stopped daemon.
 
-    The blocks in that memory are lost; those on NVMe stay, unless --nvme removes them too. purge
-    refuses while the daemon runs: `tierctl evict` empties the tiers of a running one.
+    The blocks in that memory are lost. Blocks on NVMe stay, unless --nvme removes them too. While
+    the daemon runs, purge refuses; `tierctl evict` empties the tiers of a running daemon.
     """
     from tierd.cli.leftovers import free_memory, free_stores  # noqa: PLC0415  # the tiers' imports
 
@@ -95,7 +93,7 @@ def purge(config: Path | None, *, orphans: bool, nvme: bool) -> None:
 
 @contextlib.contextmanager
 def _withheld(name: str) -> Iterator[None]:
-    """Makes imports of the module fail as if it were not installed, unless it is already loaded."""
+    """Makes imports of a module fail as if it were not installed, unless it is already imported."""
     if name in sys.modules:
         yield
         return
@@ -107,8 +105,8 @@ def _withheld(name: str) -> Iterator[None]:
 
 
 def _fill_standard_streams() -> None:
-    """Opens standard streams that a supervisor closed. Else a store's file would get the number of
-    one, and writes to standard error would damage it."""
+    """Opens standard streams that a supervisor closed. Otherwise a store's file could get such a
+    descriptor, and writes to standard error would damage it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -126,13 +124,13 @@ def _fill_standard_streams() -> None:
     "--model",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
     default=None,
-    help="Directory of a Llama-type checkpoint with a byte vocabulary. Without one, random weights.",
+    help="Directory of a Llama-type checkpoint with a byte vocabulary. Without it, random weights.",
 )
-@click.option("--keep", is_flag=True, help="Leave the daemon's log and directories behind.")
+@click.option("--keep", is_flag=True, help="Keep the daemon's log and directories.")
 def demo(model: Path | None, *, keep: bool) -> None:
-    """Shows a worker that reads a long text five times, from another tier each time.
+    """Runs a worker that reads a long text five times, each time from another tier.
 
-    The first time is cold, the last one after a crash of the daemon.
+    The first time is cold. Before the last one the daemon crashes.
     """
     from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
 

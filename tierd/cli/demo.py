@@ -1,6 +1,6 @@
 """`tierd demo`: a conversation over a long text, each turn served by another tier.
 
-It uses a real daemon, which it crashes once, and a real worker, and prints one table. It is no
+It runs a real daemon, crashes it once, and runs a real worker. It prints one table. It is no
 benchmark: the figures depend on the machine's other load. Every turn is also computed without a
 cache, and its tokens must be equal. A turn counts only if the tier in the table served it. The demo
 owns the daemon, its directories and its memory, and removes them at the end.
@@ -64,9 +64,9 @@ RANDOM = LlamaSpec(
     head_dim=64,
     max_positions=4096,
 )
-"""A model whose prefill of 2,000 tokens takes seconds on two cores."""
+"""Its prefill of 2,000 tokens takes seconds on two cores."""
 RANDOM_SCALE = 0.05
-"""Scale of its weights: large enough that each token depends on all before it."""
+"""Scale of its weights: large enough that each token depends on all tokens before it."""
 SETTLE_TIMEOUT_S = 20.0
 COLUMNS = (
     Column("served from", style="bold"),
@@ -92,7 +92,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A played scene: with the cache, and computed again without one."""
+    """A scene's two runs: with the cache, and computed again without one."""
 
     scene: Scene
     cached: Report
@@ -102,10 +102,10 @@ class Turn:
     def fault(self) -> str:
         """The turn's fault; empty if none."""
         if self.cached.tokens != self.plain.tokens:
-            return f"{self.scene.source}: {self.cached.tokens} came out, {self.plain.tokens} without a cache"
+            return f"{self.scene.source}: the tokens are {self.cached.tokens}, but {self.plain.tokens} without a cache"
         if not self._is_from_tier():
-            found = dict(self.cached.tier_tokens) or "nothing"
-            return f"{self.scene.source}: {found} was found for {self.cached.prompt_tokens} tokens"
+            found = dict(self.cached.tier_tokens) or "no token"
+            return f"{self.scene.source}: the cache served {found} of {self.cached.prompt_tokens} tokens"
         return ""
 
     def _is_from_tier(self) -> bool:
@@ -116,13 +116,13 @@ class Turn:
 
 
 def run_demo(folder: Path | None, *, keep: bool) -> int:
-    """The whole demo; its exit code. folder: a checkpoint, or None for random weights."""
+    """Runs the demo. Returns its exit code. folder: a checkpoint, or None for random weights."""
     console = new_console()
     with ExitStack() as stack:
         say = stack.enter_context(shown_steps(console, total=2 * len(SCENES) + 2))
         say("making the model")
         model = load_model(folder)
-        say("starting a daemon: device (host memory in its place), host, NVMe")
+        say("starting a daemon with three tiers: device (in host memory), host, NVMe")
         root = Path(tempfile.mkdtemp(prefix="tierd-demo-")) if keep else None
         daemon = stack.enter_context(Daemon(CONFIG, root=root))
         stage = stack.enter_context(Stage(daemon, model, name=folder.name if folder else "random"))
@@ -134,11 +134,11 @@ def run_demo(folder: Path | None, *, keep: bool) -> int:
 
 
 def load_model(folder: Path | None) -> Llama:
-    """The checkpoint of a folder, or random weights. Raises ConfigError if its tokens are not bytes."""
+    """The checkpoint of a folder, or random weights. Raises OperatorError for too few tokens."""
     model = Llama(open_checkpoint(folder) if folder else random_checkpoint(RANDOM, scale=RANDOM_SCALE))
     if model.spec.vocab_size <= BYTE_BOS:
         raise OperatorError(
-            f"{folder}: a vocabulary of {model.spec.vocab_size} is below bytes and a first token; use tiny-llama"
+            f"{folder}: its vocabulary of {model.spec.vocab_size} tokens is below {BYTE_BOS + 1}; use tiny-llama, whose tokens are bytes"
         )
     return model
 
@@ -157,7 +157,7 @@ class Stage:
         self._namespace = self._client.open_namespace(namespace_spec(model, self._pages.shape, name=name))
         self._cached = Engine(model, self._pages)
         self._plain = Engine(model, LocalPages(page_shape(model)))
-        # the first long text of a process takes half as long again
+        # A process's first long text takes 1.5 times as long.
         for engine in (self._plain, self._cached):
             engine.generate([Request((BYTE_BOS, *b"warm" * 64), max_new_tokens=2)])
 
@@ -169,7 +169,7 @@ class Stage:
         self._client.close()
 
     def play(self, scene: Scene, say: Say) -> Turn:
-        """One turn, with the cache and without."""
+        """Runs one turn, with the cache and without."""
         scene.prepare(self)
         prompt = self._conversation.ask()
         say(f"{scene.source}: {len(prompt):,} tokens")
@@ -184,19 +184,19 @@ class Stage:
         """Changes nothing."""
 
     def leave_host(self) -> None:
-        """Keeps everything in host memory (and on NVMe), nothing on the device."""
+        """Keeps all blocks in host memory and on NVMe, and none on the device."""
         self._flush()
         self._evict("device.0")
         self._fetch_to_host()
 
     def leave_nvme(self) -> None:
-        """Keeps everything on NVMe and nowhere else."""
+        """Keeps all blocks on NVMe alone."""
         self._flush()
         self._evict("device.0")
         self._evict("host.0")
 
     def crash(self) -> None:
-        """kill -9 on the daemon, and a new one on its directories. The worker continues."""
+        """Kills the daemon with SIGKILL and starts a new one on its directories. The worker continues."""
         self._daemon.restart()
 
     def _run(self, engine: Engine, prompt: tuple[int, ...]) -> Report:
@@ -207,18 +207,18 @@ class Stage:
             admin.ask(pb.FlushRequest(deadline_s=SETTLE_TIMEOUT_S))
 
     def _evict(self, tier: str) -> None:
-        """Empties a tier; pages just released by the worker may take a moment to be unpinned."""
+        """Empties a tier. Pages that the worker just released may stay pinned for a moment."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         with connect(self._daemon.target) as admin:
             while (left := admin.ask(pb.EvictRequest(tier=tier)).pinned) and time.monotonic() < deadline:
                 time.sleep(0.01)
         if left:
             raise OperatorError(
-                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run it again with --keep"
+                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run with --keep and read the log"
             )
 
     def _fetch_to_host(self) -> None:
-        """Copies the conversation so far into host memory, unless it is there."""
+        """Copies the conversation so far into host memory, unless it is already there."""
         said = self._conversation.tokens[: self._marks[-1]]
         hashes = self._namespace.hash(said, with_tail=True)
         self._client.prefetch(self._namespace, hashes, tokens=len(said), tier="host")
@@ -238,7 +238,7 @@ SCENES = (
 
 @contextmanager
 def shown_steps(console: Console, *, total: int) -> Iterator[Say]:
-    """`say(step)`: a bar with the step's name on a terminal, one line a step in a pipe."""
+    """Yields `say(step)`: a bar with the step's name on a terminal, one line a step in a pipe."""
     if not console.is_terminal:
         yield lambda step: print(step, flush=True)
         return
@@ -254,13 +254,13 @@ def shown_steps(console: Console, *, total: int) -> Iterator[Say]:
 
 
 def draw(console: Console, model: Llama, turns: Sequence[Turn]) -> None:
-    """The configuration, then one row a turn."""
+    """Prints the model's sizes, then one row a turn."""
     spec = model.spec
     kv = human_bytes(page_shape(model).bytes_of(1))
     console.print()
     console.print(
         Text(
-            f"{spec.layers} layers, hidden {spec.hidden_size}, {kv} of KV a token; {turns[-1].cached.prompt_tokens:,} tokens in the end",
+            f"{spec.layers} layers, hidden {spec.hidden_size}, {kv} of KV a token; {turns[-1].cached.prompt_tokens:,} tokens at the end",
             style="dim",
         )
     )
@@ -285,18 +285,18 @@ def row(turn: Turn) -> list[Cell]:
 
 
 def source_of(turn: Turn) -> str:
-    """The scene's own words, and the tier if they do not name one."""
+    """The scene's name, and the tiers if the name has none."""
     found = " + ".join(turn.cached.tier_tokens)
     return f"{turn.scene.source}: {found}" if turn.scene.tier == "*" and found else turn.scene.source
 
 
 def verdict(console: Console, turns: Sequence[Turn]) -> int:
-    """The last line, and the exit code."""
+    """Prints the last lines. Returns the exit code."""
     faults = [turn.fault for turn in turns if turn.fault]
     if not faults:
         answers = sum(len(turn.cached.tokens) for turn in turns)
         console.print(
-            Text(f"all {answers} generated tokens are those of a run without a cache", style="green"), soft_wrap=True
+            Text(f"all {answers} generated tokens equal those of a run without a cache", style="green"), soft_wrap=True
         )
         return ExitCode.OK
     for fault in faults:

@@ -1,7 +1,7 @@
 """`tierctl engines`: the connected engines, their configuration, and obstacles to sharing blocks.
 
-It shows sessions whose clients introduced themselves, with their namespaces, as a table and advice.
-The advice comes from advice.py. Columns missing from a table are in `--json`.
+It shows the sessions whose clients introduced an engine, and their namespaces. advice.py makes the
+advice below the table. Columns missing from a table are in `--json`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ENGINE_COLUMNS = (
 @click.command(epilog=example("tierctl engines"))
 @looking
 def engines(ask: Ask) -> None:
-    """Lists the engines that are connected, and what keeps them from sharing."""
+    """Lists the connected engines, and why some share no blocks."""
     with ask.connect() as daemon:
         sessions = [one for one in daemon.ask(pb.SessionsRequest()).sessions if one.engine]
         spaces = {one.id: spec_of(one.text) for one in daemon.ask(pb.NamespacesRequest()).namespaces}
@@ -57,13 +57,13 @@ def engines(ask: Ask) -> None:
 
 
 def engine_of(session: pb.SessionInfo, spaces: Mapping[int, Mapping[str, object]]) -> Engine:
-    """A session in advice.py's form. spaces: specs by the id of rank 0."""
+    """A session in the form of advice.py. spaces: specs by the id of rank 0."""
     opened = tuple(Space(number, spaces.get(number, {})) for number in session.namespaces)
     return Engine(session.id, session.pid, session.name, session.tenant, dict(session.engine), opened)
 
 
 def draw_engines(console: Console, rows: Sequence[Sequence[Cell]], said: Iterable[Advice]) -> None:
-    """One row for each engine process, then the advice."""
+    """Prints one row for each engine process, then the advice."""
     empty = "no engine is connected (`tierctl sessions` lists every client)"
     show_table(console, ENGINE_COLUMNS, rows, empty=empty)
     for advice in said:
@@ -97,7 +97,7 @@ def engine_row(engine: Engine, session: pb.SessionInfo) -> list[Cell]:
 
 
 def namespaces_text(ids: Sequence[int]) -> str:
-    """The latest few, and how many more: `3 5 7 +2`."""
+    """The latest three, and the number of the others: `3 5 7 +2`."""
     shown = " ".join(str(number) for number in sorted(ids[-NAMESPACES_SHOWN:]))
     more = len(ids) - NAMESPACES_SHOWN
     return f"{shown} +{more}" if more > 0 else shown or "-"

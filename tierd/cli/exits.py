@@ -1,6 +1,6 @@
-"""Ends of tierd's programs: exit codes, and the one line with the reason.
+"""How tierd's programs end: exit codes, and one line with the reason.
 
-Every expected failure becomes one line on stderr (thing, fault, remedy) and a reliable code for
+Every expected failure becomes one line on stderr (thing, fault, remedy) and an exit code for
 scripts. Errors carry their own messages. Only bugs of tierd print a traceback.
 """
 
@@ -18,11 +18,11 @@ from tierd.errors import ConfigError, InvalidArgument, OperatorError, TierdError
 
 
 class ExitCode(enum.IntEnum):
-    """The results that a script can tell apart."""
+    """The results that scripts distinguish."""
 
     OK = 0
     FAILED = 1
-    """The daemon answered no, or a check failed."""
+    """The daemon refused, or a check failed."""
     USAGE = 2
     """The command line, a configuration, or a file that it names is wrong."""
     NO_DAEMON = 3
@@ -39,21 +39,21 @@ class Program(Listing):
         except TierdError as error:
             end(self.name or "tierd", error)
         except UnicodeEncodeError as error:
-            end(self.name or "tierd", InvalidArgument(f"arguments: {error.object!r} is no UTF-8; give text that is"))
+            end(self.name or "tierd", InvalidArgument(f"arguments: {error.object!r} is not UTF-8; give UTF-8 text"))
         except OSError as error:
-            if error.errno in (None, errno.EPIPE):  # click ends quietly if the reader of a pipe has gone
+            if error.errno in (None, errno.EPIPE):  # click ends quietly if the reader closed the pipe
                 raise
             where, whose = error.filename or ctx.invoked_subcommand, f"this process (uid {os.geteuid()})"
             end(
                 self.name or "tierd",
-                OperatorError(f"{where}: {error.strerror}; give {whose} one that it may use, or name another path"),
+                OperatorError(f"{where}: {error.strerror}; give {whose} a path that it may use"),
             )
         except KeyboardInterrupt:
             raise click.exceptions.Exit(130) from None
 
 
 def end(program: str, error: TierdError) -> NoReturn:
-    """Prints the error in one line on stderr and ends the program with its code."""
+    """Prints the error as one line on stderr, and ends the program with the error's code."""
     line = " ".join(str(error).split()) or type(error).__name__
     click.echo(f"{program}: {line}", err=True)
     raise click.exceptions.Exit(code_of(error)) from error

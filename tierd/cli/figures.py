@@ -1,6 +1,6 @@
-"""Numbers as people read and write them: sizes, counts, durations, shares.
+"""Numbers for people: sizes, counts, durations, shares.
 
-Every table spells a unit the same way. All functions are pure; layout and color are in render.py.
+Every table spells a unit the same way. All functions are pure. render.py has layout and color.
 """
 
 from __future__ import annotations

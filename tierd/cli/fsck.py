@@ -1,7 +1,7 @@
-"""The command `fsck`: checks all stored data, offline or through the running daemon.
+"""The verb `fsck`: checks all stored data, offline or through the running daemon.
 
-Purpose: show what is found, and what the daemon makes of it. Non-purpose: checking (tierd.server.fsck), repair: a start drops what is damaged
-and the next write fills the gap, so there is nothing else to be done. Invariants: the files are as they were; exit codes as of every verb, 1 where something was found.
+It shows each problem and the daemon's reaction to it. tierd.server.fsck checks, and changes no
+file. There is no repair: at startup the daemon drops damaged data, and later writes fill the gap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tierd.errors import NotFound, TierdError, Unavailable
 if TYPE_CHECKING:
     from tierd.tiers.fsck.fsck import Part
 
-REMEDY = "The daemon deals with each when it starts, as told above."
+REMEDY = "The daemon handles each when it starts, as shown above."
 PART_COLUMNS = (
     Column("part", style="bold"),
     Column("files", right=True),
@@ -47,16 +47,16 @@ PART_COLUMNS = (
     default=None,
     envvar="TIERD_CONFIG",
     show_envvar=True,
-    help="The daemon's TOML file, which says where its files are. Without one, the defaults.",
+    help="The daemon's TOML file; it names the directories. Without a file, the defaults apply.",
 )
 @click.option(
-    "--online", is_flag=True, help="Through the running daemon: a scrub of every tier, and an audit of its books."
+    "--online", is_flag=True, help="Check through the running daemon: scrub every tier, and audit the daemon's records."
 )
 @listing
 def fsck(ask: Ask, *, config: Path | None, online: bool) -> None:
-    """Checks every file and block, while no daemon runs.
+    """Checks every file and block while no daemon runs.
 
-    Nothing is changed; --online does it through the daemon that runs.
+    It changes no file. With --online it checks through the running daemon.
 
     Exit codes: 0 no problem; 1 a problem was found; 2 nothing could be checked; 3 with --online, no
     daemon answers.
@@ -72,19 +72,21 @@ def fsck(ask: Ask, *, config: Path | None, online: bool) -> None:
 
 
 def check_online(ask: Ask) -> bool:
-    """Scrubs everything and audits the daemon's records; whether nothing was found."""
+    """Scrubs every tier and audits the daemon's records. True if there is no problem."""
     last = run_pass(ask, pb.ScrubRequest(audit=True))
     if ask.as_json:
         show_json(last)
         return is_clean(last)
     draw_pass(ask.console, last)
-    fault = Text(f"the daemon's books: {last.audit_fault}", "red")
-    ask.console.print(fault if last.audit_fault else Text("the daemon's books are consistent", "green"), soft_wrap=True)
+    fault = Text(f"the daemon's records: {last.audit_fault}", "red")
+    ask.console.print(
+        fault if last.audit_fault else Text("the daemon's records are consistent", "green"), soft_wrap=True
+    )
     return is_clean(last)
 
 
 def check_offline(ask: Ask, config: Path | None) -> bool:
-    """Every file of the configured daemon; whether nothing was found."""
+    """Checks every file of the configured daemon. True if there is no problem."""
     from tierd.server.fsck import check  # noqa: PLC0415  # the daemon's imports
 
     settings = load_config(config)
@@ -92,12 +94,12 @@ def check_offline(ask: Ask, config: Path | None) -> bool:
     if ask.console.is_terminal and not ask.as_json:
         steps = with_bars(ask.console, steps)
     parts: Sequence[Part] = []
-    for parts in steps:  # noqa: B007  # the last one is what is wanted
+    for parts in steps:  # noqa: B007  # the last value is the result
         pass
     if not any(part.files for part in parts):
         raise NotFound(
-            f"there is nothing to check: nothing is kept in {settings.server.state_dir} or the stores of"
-            f" {config or 'the default settings'}; give the daemon's --config"
+            f"nothing to check: {settings.server.state_dir} has no files, and neither have the stores of"
+            f" {config or 'the default settings'}; give the daemon's file with --config"
         )
     if ask.as_json:
         show_json({"clean": not any(part.findings for part in parts), "parts": [asdict(part) for part in parts]})
@@ -107,7 +109,7 @@ def check_offline(ask: Ask, config: Path | None) -> bool:
 
 
 def with_bars(console: Console, steps: Iterator[list[Part]]) -> Iterator[list[Part]]:
-    """Shows each part's progress; the bars are gone at the end."""
+    """Shows each part's progress, and removes the bars at the end."""
     columns = (
         TextColumn("{task.description:<10}", style="bold"),
         BarColumn(bar_width=30),
@@ -127,8 +129,8 @@ def with_bars(console: Console, steps: Iterator[list[Part]]) -> Iterator[list[Pa
 
 
 def draw_parts(console: Console, parts: Sequence[Part]) -> None:
-    """The parts that were checked, the problems in them, and the verdict in one sentence."""
-    show_table(console, PART_COLUMNS, [part_row(part) for part in parts], empty="nothing is kept anywhere")
+    """Prints the checked parts, their problems, and the verdict in one sentence."""
+    show_table(console, PART_COLUMNS, [part_row(part) for part in parts], empty="no files")
     findings = [finding for part in parts for finding in part.findings]
     if findings:
         console.print()

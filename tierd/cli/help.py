@@ -1,7 +1,6 @@
-"""How help looks: commands in groups, whole sentences, an example for each verb.
+"""The layout of `--help`: verbs in groups, whole sentences, an example for each verb.
 
-Purpose: the layout of `--help`. Non-purpose: the words. Invariant: a sentence that is too long for its
-line goes on in the next one; nothing is cut.
+A sentence that is too long for its line continues in the next line. Nothing is cut.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Iterable
 import click
 
 SENTENCE_MOST = 1000
-"""Click cuts a sentence that is longer: none is."""
+"""Click cuts longer sentences; none is longer."""
 
 
 class Listing(click.Group):
     """A group whose help lists its commands with their whole first sentences."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in the help."""
+        """Writes the list of commands."""
         found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         write_commands(formatter, "Commands", [(name, sentence_of(command)) for name, command in found if command])
 
@@ -32,11 +31,11 @@ def sentence_of(command: click.Command) -> str:
 
 
 def write_commands(formatter: click.HelpFormatter, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """One section of a list of commands."""
+    """Writes one section of a list of commands."""
     with formatter.section(title):
         formatter.write_dl(list(rows))
 
 
 def example(*lines: str) -> str:
-    """The end of a verb's help: commands that one can type."""
+    """The end of a verb's help: commands to type."""
     return "\b\n" + "\n".join(["Example:" if len(lines) == 1 else "Examples:", *(f"  {line}" for line in lines)])

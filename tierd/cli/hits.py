@@ -1,7 +1,6 @@
 """The hit ratio: tokens that the daemon served, of all tokens that clients asked for.
 
-Purpose: from the daemon's counters to a line for people and values for scripts. Non-purpose: asking for
-the counters. Pure.
+Pure functions turn the daemon's counters into a line for people and values for scripts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MISSED = "tierd_tokens_missed_total"
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """tiers: tokens served by the nearest tier that held them; missed: tokens asked for and not served."""
+    """tiers: tokens by the nearest tier that held them. missed: tokens asked for and not served."""
 
     tiers: Mapping[str, int]
     missed: int
@@ -37,7 +36,7 @@ class Hits:
         return self.hit + self.missed
 
     def since(self, before: Hits) -> Hits:
-        """The tokens that came after an older count; all of them if the daemon restarted in between."""
+        """The tokens since an older count; all of them if the daemon restarted in between."""
         if self.asked < before.asked:
             return self
         tiers = {name: max(0, count - before.tiers.get(name, 0)) for name, count in self.tiers.items()}
@@ -45,7 +44,7 @@ class Hits:
 
 
 def hits_of(counters: Mapping[str, int]) -> Hits:
-    """The hits that a daemon's counters tell."""
+    """The hits by a daemon's counters."""
     found = ((HIT.fullmatch(name), count) for name, count in counters.items())
     missed = sum(count for name, count in counters.items() if name.partition("{")[0] == MISSED)
     return Hits({match[1]: count for match, count in found if match}, missed)
@@ -61,6 +60,6 @@ def hits_line(hits: Hits, *, name: str = "hit ratio") -> Text:
 
 
 def plain_hits(hits: Hits) -> dict[str, object]:
-    """The same as plain values; the ratio is null while nobody asks."""
+    """The same as plain values. The ratio is None if no tokens were asked for."""
     ratio = round(hits.hit / hits.asked, 6) if hits.asked else None
     return {"ratio": ratio, "tokens_hit": hits.hit, "tokens_asked": hits.asked, "tiers": dict(hits.tiers)}

@@ -1,7 +1,7 @@
-"""`tierd purge` frees these: arenas and stores without a daemon.
+"""Frees arenas and stores without a daemon, for `tierd purge`.
 
-It finds the instance of a configuration; tierd.tiers.fsck.purge removes files. Nothing is freed
-under a running daemon.
+It selects those of a configuration's instance; tierd.tiers.fsck.purge removes the files. It frees
+nothing of a running daemon.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tierd.tiers.fsck.purge import list_arenas, purge, purge_store
 
 
 def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
-    """Frees the configured instance's arenas, with orphans those of others too; bytes by directory.
+    """Frees the arenas of the configured instance, with orphans also others. Bytes by directory.
 
     Raises AlreadyOwned, and frees nothing, if the instance's daemon runs.
     """
@@ -27,13 +27,13 @@ def free_memory(config: Config, *, orphans: bool) -> dict[Path, int]:
 
 
 def free_stores(config: Config) -> dict[Path, int]:
-    """Removes the configured stores; bytes by directory. Raises AlreadyOwned at the first one in use."""
+    """Removes the configured stores. Bytes by directory. Raises AlreadyOwned at the first one in use."""
     found = {Path(store.path): purge_store(Path(store.path)) for store in config.nvme}
     return {directory: size for directory, size in found.items() if size}
 
 
 def instance_of(state_dir: Path) -> str:
-    """A state directory's instance id; empty if none ever ran. Raises AlreadyOwned while one runs."""
+    """The instance id of a state directory; empty if none ever ran. Raises AlreadyOwned if one runs."""
     if not (state_dir / "instance").exists():
         return ""
     instance = Instance(str(state_dir))

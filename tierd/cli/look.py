@@ -1,6 +1,7 @@
-"""The verbs that only look: status, tiers, sessions, namespaces.
+"""The verbs that show the daemon: status, tiers, sessions, namespaces.
 
-They request and show; they change nothing. Columns missing from a table are in `--json`.
+They request and show. Only `tiers --resume` changes something. Columns missing from a table are in
+`--json`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from tierd.cli.models import spec_of
 from tierd.cli.render import Cell, Column, bar, facts, full_text, plain_of, show_table, state_text
 
 SESSION_DIGITS = 8
-"""Of a session's number, the first ones: the log and `--json` have all, and a search finds them by these."""
+"""The first digits of a session's number. The log and `--json` have all; search there for these."""
 RESUME_S = 20.0
-"""For so long is a try waited for: a disk that hangs answers never."""
+"""Wait for a retry of a tier; a hanging disk never answers."""
 TIER_COLUMNS = (
     Column("tier", style="bold"),
     Column("used", right=True),
@@ -82,10 +83,10 @@ NAMESPACE_COLUMNS = (
 
 
 @click.command(epilog=example("tierctl status --watch 5"))
-@click.option("--counters", is_flag=True, help="Also every counter that is not zero.")
+@click.option("--counters", is_flag=True, help="Also show every counter that is not zero.")
 @looking
 def status(ask: Ask, *, counters: bool) -> None:
-    """Shows how the daemon is: state, load, hit ratio, tiers, notices."""
+    """Shows the daemon's state: load, hit ratio, tiers, notices."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.StatusRequest())
         held = pb.TiersReply() if ask.as_json else daemon.ask(pb.TiersRequest())
@@ -96,7 +97,7 @@ def status(ask: Ask, *, counters: bool) -> None:
 
 
 def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.TierInfo], *, counters: bool) -> None:
-    """The state in a few lines, then the tiers, then the machine's deficiencies."""
+    """Prints the state in a few lines, then the tiers, then the notices."""
     console.print(status_line(reply), soft_wrap=True)
     console.print(load_line(reply), soft_wrap=True)
     console.print(hits_line(hits_of(reply.counters)), soft_wrap=True)
@@ -123,19 +124,19 @@ def status_line(reply: pb.StatusReply) -> Text:
 
 
 def load_line(reply: pb.StatusReply, *, busy: str = "") -> Text:
-    """What is open and held, and what it cost: CPU time in all, or the share of a core if that is known."""
+    """Counts of open and held objects, and the CPU time; or busy, the share of a core, if given."""
     counts = ("leases", "reservations", "blocks")
     pairs = [(name, human_count(getattr(reply, name))) for name in counts]
-    sessions = ("sessions", human_count(max(0, reply.sessions - 1)))  # one of them is this program's
+    sessions = ("sessions", human_count(max(0, reply.sessions - 1)))  # one of them belongs to this program
     return facts([sessions, *pairs, ("cpu", busy or human_seconds(reply.cpu_s))])
 
 
 @click.command(epilog=example("tierctl tiers -o wide"))
-@click.option("--classes", is_flag=True, help="Also how each tier's memory is split into size classes.")
-@click.option("--resume", default="", metavar="NAME", help="First try this tier, which is out of service, again.")
+@click.option("--classes", is_flag=True, help="Also show each tier's size classes.")
+@click.option("--resume", default="", metavar="NAME", help="First retry this tier, which is out of service.")
 @looking
 def tiers(ask: Ask, *, classes: bool, resume: str) -> None:
-    """Shows each tier's capacity, use, traffic, place and trouble."""
+    """Shows each tier's capacity, use, traffic, location and trouble."""
     with ask.connect() as daemon:
         if resume:
             daemon.ask(pb.ResumeRequest(tier=resume, deadline_s=RESUME_S), timeout_s=RESUME_S + 10)
@@ -144,7 +145,7 @@ def tiers(ask: Ask, *, classes: bool, resume: str) -> None:
 
 
 def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None:
-    """The tiers, their locations, and on request the size classes."""
+    """Prints the tiers, their locations, and on request the size classes."""
     show_table(console, TIER_COLUMNS, tier_rows(reply.tiers), empty="no tiers")
     console.print()
     for tier in reply.tiers:
@@ -153,24 +154,24 @@ def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None
     draw_trouble(console, reply.tiers)
     if classes:
         console.print()
-        show_table(console, CLASS_COLUMNS, class_rows(reply.tiers), empty="no tier has split its memory yet")
+        show_table(console, CLASS_COLUMNS, class_rows(reply.tiers), empty="no tier has size classes yet")
 
 
 def draw_unready(console: Console, infos: Iterable[pb.TierInfo]) -> None:
-    """The progress of mapped tiers' memory until it is complete."""
+    """Prints how much memory of each mapped tier is allocated, until all is."""
     for info in infos:
         if info.unready_bytes:
             ready = human_bytes(info.capacity_bytes - min(info.unready_bytes, info.capacity_bytes))
-            when = f"when it is wanted ({info.unready_reason})" if info.unready_reason else "in the background"
-            said = f"{ready} of {human_bytes(info.capacity_bytes)} are ready, more is made {when}"
+            when = f"on demand ({info.unready_reason})" if info.unready_reason else "in the background"
+            said = f"{ready} of {human_bytes(info.capacity_bytes)} are ready; the rest follows {when}"
             console.print(Text.assemble((f"{info.name}: ", "yellow"), said), soft_wrap=True)
 
 
 def draw_trouble(console: Console, infos: Iterable[pb.TierInfo]) -> None:
-    """Reasons why a tier accepts no new blocks or is out of service."""
+    """Prints why a tier accepts no new blocks or is out of service."""
     for info in infos:
         if info.trouble:
-            what = "takes nothing new" if info.serving else "out of service"
+            what = "accepts no new blocks" if info.serving else "out of service"
             console.print(Text.assemble((f"{info.name} {what}: ", "red"), info.trouble), soft_wrap=True)
 
 
@@ -180,7 +181,7 @@ def tier_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 
 
 def tier_row(info: pb.TierInfo) -> list[Cell]:
-    """A tier's cells, as TIER_COLUMNS names them."""
+    """A tier's cells, in the order of TIER_COLUMNS."""
     pages = (info.pages_ready, info.pages_pinned, info.pages_reserved, info.pages_retiring)
     bad = Text(human_count(info.pages_quarantined), style="red" if info.pages_quarantined else "")
     return [
@@ -214,20 +215,20 @@ def class_rows(infos: Iterable[pb.TierInfo]) -> list[list[Cell]]:
 @click.command(epilog=example("tierctl sessions --watch 2"))
 @looking
 def sessions(ask: Ask) -> None:
-    """Lists the clients that are connected, and what each holds."""
+    """Lists the connected clients, with the leases and bytes of each."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.SessionsRequest())
     ask.show(answer, draw_sessions)
 
 
 def draw_sessions(console: Console, reply: pb.SessionsReply) -> None:
-    """One row for each session."""
+    """Prints one row for each session."""
     rows = [session_row(one) for one in others(reply.sessions)]
     show_table(console, SESSION_COLUMNS, rows, empty="no client is connected")
 
 
 def others(sessions: Iterable[pb.SessionInfo]) -> list[pb.SessionInfo]:
-    """The sessions without the one of this program."""
+    """The sessions without that of this program."""
     return [one for one in sessions if (one.name, one.pid) != (OWN_NAME, os.getpid())]
 
 
@@ -252,19 +253,19 @@ def session_row(session: pb.SessionInfo) -> list[Cell]:
 @click.command(epilog=example("tierctl namespaces -o json"))
 @looking
 def namespaces(ask: Ask) -> None:
-    """Lists models, their tenants and epochs."""
+    """Lists the namespaces: model, tenant, epoch, blocks."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.NamespacesRequest())
     ask.show(answer, draw_namespaces)
 
 
 def draw_namespaces(console: Console, reply: pb.NamespacesReply) -> None:
-    """One row for each namespace; those of a past epoch dim."""
+    """Prints one row for each namespace; those of a past epoch are dim."""
     show_table(
         console,
         NAMESPACE_COLUMNS,
         [namespace_row(one) for one in reply.namespaces],
-        empty="no namespace was opened yet",
+        empty="no client has opened a namespace yet",
     )
 
 

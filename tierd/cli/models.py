@@ -1,6 +1,6 @@
-"""Which model a namespace is of: people know models, blocks and events have the numbers of namespaces.
+"""Names for namespaces: people know models, but blocks and events have namespace ids.
 
-Purpose: from the number of a namespace, of any rank, to a name. Non-purpose: asking for namespaces. Pure.
+`Models` maps the id of a namespace, of any rank, to a model's name. It asks no daemon.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Models:
         return namespace in self._names
 
     def name(self, namespace: int) -> str:
-        """The model, with the rank where there are several; the number where the model is not known."""
+        """The model, with the rank if there are several; the id if the model is unknown."""
         return self._names.get(namespace, f"namespace {namespace}")
 
     def short_name(self, namespace: int) -> str:
@@ -34,7 +34,7 @@ class Models:
 
 
 def spec_of(text: str) -> dict[str, int | str]:
-    """The spec inside a namespace's canonical JSON; empty if a newer daemon writes it otherwise."""
+    """The spec in a namespace's canonical JSON; empty if a newer daemon uses another format."""
     try:
         whole = json.loads(text)
     except ValueError:

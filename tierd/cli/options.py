@@ -1,7 +1,7 @@
-"""The options that every verb of `tierctl` has, for the program, its groups and its verbs alike.
+"""The options `--target` and `--json`: the program `tierctl`, its groups and its verbs have them.
 
-Purpose: `--target` and `--json` are understood before the verb and after it. Non-purpose: obeying them
-(ask.py). Invariant: it loads click alone, so that `--help` is quick.
+So both may stand before the verb or after it. ask.py uses their values. This module imports only
+click, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def shared(function: Command) -> Command:
-    """Adds --target and --json, which every verb and every group of verbs has."""
+    """Adds --target and --json to a verb or a group of verbs."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON: raw numbers, whole hashes."),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON, with raw numbers and whole hashes."),
         click.option(
             "--target",
             metavar="DIR",
-            help="Runtime directory of the daemon. [default: TIERD_TARGET, else where it would be]",
+            help="Runtime directory of the daemon. [default: TIERD_TARGET, else the default of `tierd serve`]",
         ),
     ):
         function = option(function)

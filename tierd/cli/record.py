@@ -1,7 +1,7 @@
-"""The command `record`: the daemon records its clients' requests in a trace.
+"""The verb `record`: the daemon records its clients' requests in a trace.
 
-It starts and stops a recording and shows its progress. The daemon writes it, in its own directory;
-trace.py reads it. Gaps in the recording are reported.
+It starts and stops a recording, and shows its progress and the number of lost requests. The daemon
+writes the trace to its own directory. trace.py reads it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ STOP_TIMEOUT_S = 30.0
 @click.group(cls=Listing)
 @shared
 def record(**_: Any) -> None:
-    """Writes what clients ask for into a trace, for `simulate` and `replay`.
+    """Records the clients' requests in a trace, for `simulate` and `replay`.
 
-    A trace holds times, lengths and which requests share which prefix; no tokens, and numbers in place of hashes.
+    A trace has times, lengths and shared prefixes. It has no tokens, and numbers instead of hashes.
     """
 
 
 @record.command(epilog=example("tierctl record start monday --seconds 600"))
 @click.argument("name", default="")
-@click.option("--max-bytes", type=SIZE, default="256 MiB", show_default=True, help="It ends before its file is larger.")
-@click.option("--seconds", type=DURATION, default="3600 s", show_default=True, help="It ends after this time.")
+@click.option(
+    "--max-bytes", type=SIZE, default="256 MiB", show_default=True, help="Stop before the file exceeds this size."
+)
+@click.option("--seconds", type=DURATION, default="3600 s", show_default=True, help="Stop after this time.")
 @verb
 def start(ask: Ask, *, name: str, max_bytes: int, seconds: float) -> None:
-    """Begins a recording.
+    """Starts a recording.
 
-    NAME: of its file, in the daemon's own directory. [default: the time]
+    NAME: the name of its file, in the daemon's own directory. [default: the time]
     """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.RecordStartRequest(name=name, max_bytes=max_bytes, seconds=seconds))
@@ -49,7 +51,7 @@ def start(ask: Ask, *, name: str, max_bytes: int, seconds: float) -> None:
 @record.command(epilog=example("tierctl record stop"))
 @verb
 def stop(ask: Ask) -> None:
-    """Ends the recording; what was asked for until now is in it."""
+    """Stops the recording; the trace has all requests so far."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.RecordStopRequest(), timeout_s=STOP_TIMEOUT_S)
     ask.show(answer, draw_status)
@@ -58,28 +60,28 @@ def stop(ask: Ask) -> None:
 @record.command(epilog=example("tierctl record status --watch 5"))
 @looking
 def status(ask: Ask) -> None:
-    """Shows how the recording goes, or went."""
+    """Shows the running recording, or the last one."""
     with ask.connect() as daemon:
         answer = daemon.ask(pb.RecordStatusRequest())
     ask.show(answer, draw_status)
 
 
 def draw_start(console: Console, told: pb.RecordReply) -> None:
-    """The file, and when it ends."""
+    """Prints the file and its limits."""
     bounds = f"at most {human_bytes(told.max_bytes)} and {human_seconds(told.seconds)}"
     console.print(Text(f"recording into {told.path}, {bounds}"), soft_wrap=True)
 
 
 def draw_status(console: Console, told: pb.RecordReply) -> None:
-    """The file's content, why the recording ended, and what is missing."""
+    """Prints the counts, the reason of the end, and the number of lost requests."""
     if told.state == "none":
-        console.print(Text("nothing was recorded since the daemon started", style="dim"))
+        console.print(Text("no recording since the daemon started", style="dim"))
         return
     state = (told.state, "green" if told.state == "recording" else "")
     console.print(Text.assemble(state, f" {told.path}"), soft_wrap=True)
     pairs = (
         ("requests", human_count(told.requests)),
-        ("blocks", f"{human_count(told.blocks)}, {human_count(told.distinct)} of them different"),
+        ("blocks", f"{human_count(told.blocks)}, {human_count(told.distinct)} of them distinct"),
         ("size", f"{human_bytes(told.bytes)} of {human_bytes(told.max_bytes)}"),
         ("time", f"{human_seconds(told.elapsed_s)} of {human_seconds(told.seconds)}"),
     )
@@ -87,4 +89,6 @@ def draw_status(console: Console, told: pb.RecordReply) -> None:
     if told.reason:
         console.print(Text(f"ended: {told.reason}"), soft_wrap=True)
     if told.lost:
-        console.print(Text(f"{human_count(told.lost)} requests are not in it", style="yellow"), soft_wrap=True)
+        console.print(
+            Text(f"lost: {human_count(told.lost)} requests are missing from the trace", style="yellow"), soft_wrap=True
+        )

@@ -1,8 +1,8 @@
 """Output of answers: tables with colors and bars, aligned plain text in a pipe, or JSON.
 
-All commands look alike; this module does not know their content. Without a terminal there is no
-color, no cut and no bar. A table too wide for the terminal drops whole columns, the least needed
-first. JSON carries raw numbers and whole hashes.
+All verbs use it, and it does not know their content. Without a terminal there is no color, no cut
+and no bar. A table too wide for the terminal drops whole columns, the least needed first. JSON
+carries raw numbers and whole hashes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rich.text import Text
 from tierd.cli.figures import human_share
 
 GAP_COLUMNS = 2
-"""Between two columns of a table."""
+"""Spaces between two columns of a table."""
 WIDE_COLUMNS = 1000
-"""Of a table that leaves no column out."""
+"""Width of a console that shows every column."""
 
 Cell = str | Text
 Row = Sequence[Cell]
@@ -32,9 +32,9 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. right: set right, as numbers are. spare: above 0, it may be left out; the highest goes first.
+    """One column. right: aligned right, as numbers are. is_bar: gauges, shown only with color.
 
-    is_bar: it holds gauges, which are shown where there is colour.
+    spare: above 0, the column may be dropped; the highest value first.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Column:
 
 
 def new_console(*, is_wide: bool = False) -> Console:
-    """The console of this command. NO_COLOR and dumb terminals are respected. is_wide: the terminal may break lines."""
+    """A console that respects NO_COLOR and dumb terminals. is_wide: the terminal may wrap lines."""
     return Console(highlight=False, markup=False, emoji=False, width=WIDE_COLUMNS if is_wide else None)
 
 
 def has_colour(console: Console) -> bool:
-    """Whether bars can be told from what they do not fill."""
+    """Whether the filled part of a bar can be distinguished from the rest."""
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
@@ -66,7 +66,7 @@ def show_table(console: Console, columns: Sequence[Column], rows: Iterable[Row],
 
 
 def draw_table(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
-    """Prints the rows on a terminal, and names the columns that it has no room for."""
+    """Prints the rows on a terminal, and names the columns that do not fit."""
     columns, rows = without_bars(console, columns, rows)
     shown = fitting(columns, widths_of(columns, rows), width=console.width)
     console.print(new_table(columns, rows, width=console.width))
@@ -79,7 +79,7 @@ def draw_table(console: Console, columns: Sequence[Column], rows: Sequence[Row])
 def without_bars(
     console: Console | None, columns: Sequence[Column], rows: Sequence[Row]
 ) -> tuple[Sequence[Column], Sequence[Row]]:
-    """The columns and the rows; without gauges where there is no colour, as in a pipe (None)."""
+    """The columns and the rows, without gauges if there is no color. console: None for a pipe."""
     if console is not None and has_colour(console):
         return columns, rows
     kept = [i for i, column in enumerate(columns) if not column.is_bar]
@@ -87,7 +87,7 @@ def without_bars(
 
 
 def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> Table:
-    """The rows as a rich table for a terminal of so many columns."""
+    """The rows as a rich table for a terminal of this width."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, GAP_COLUMNS - 1))
     shown = fitting(columns, widths_of(columns, rows), width=width)
     for i in shown:
@@ -100,7 +100,7 @@ def new_table(columns: Sequence[Column], rows: Sequence[Row], *, width: int) -> 
 
 
 def fitting(columns: Sequence[Column], widths: Sequence[int], *, width: int) -> list[int]:
-    """Numbers of the columns to show: spare ones are dropped, highest first, until the rest fits."""
+    """Indices of the columns to show: spare ones are dropped, highest first, until the rest fits."""
     shown = list(range(len(columns)))
     while sum(widths[i] + GAP_COLUMNS for i in shown) - GAP_COLUMNS > width:
         last = max(shown, key=lambda i: columns[i].spare)
@@ -116,7 +116,7 @@ def widths_of(columns: Sequence[Column], rows: Sequence[Row]) -> list[int]:
 
 
 def plain_lines(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """The rows as aligned text, two spaces between columns, nothing cut. Bars are left to colour."""
+    """The rows as aligned text, two spaces between columns. Nothing is cut, and bars are dropped."""
     columns, rows = without_bars(None, columns, rows)
     widths = widths_of(columns, rows)
     lines = [[column.name for column in columns], *([str(cell) for cell in row] for row in rows)]
@@ -130,19 +130,19 @@ def plain_line(columns: Sequence[Column], cells: Sequence[str], *, widths: Seque
 
 
 def aligned(text: str, width: int, *, right: bool) -> str:
-    """Text set left or right in a field."""
+    """Text aligned left or right in a field."""
     return text.rjust(width) if right else text.ljust(width)
 
 
 def bar(part: float, whole: float, *, cells: int = 8) -> Text:
-    """A gauge. It has one colour however full it is: a cache that works is full."""
+    """A gauge. Its color does not depend on its level: a working cache is full."""
     share = min(1.0, max(0.0, part / whole)) if whole else 0.0
     filled = round(share * cells)
     return Text.assemble(("━" * filled, "green"), ("╌" * (cells - filled), "bright_black"))
 
 
 def full_text(part: float, whole: float, *, is_serving: bool) -> Text:
-    """How full a tier is, or that it is off."""
+    """A tier's fill level, or `off`."""
     return Text(human_share(part, whole)) if is_serving else Text("off", style="red")
 
 
@@ -159,7 +159,7 @@ def facts(pairs: Iterable[tuple[str, Cell]]) -> Text:
 
 
 def state_text(state: str) -> Text:
-    """A daemon's, session's or page's state in its colour; red is for trouble."""
+    """The state of a daemon, session or page in its color; red means trouble."""
     good, bad = ("serving", "open", "ready"), ("quarantined",)
     return Text(state, style="green" if state in good else "red" if state in bad else "yellow")
 
@@ -195,6 +195,6 @@ def scalar_plain(field: Any, value: Any) -> Any:
 
 
 def enum_name(field: Any, value: int) -> str:
-    """`host` for TIER_KIND_HOST; the bare number for a value unknown to this build."""
+    """`host` for TIER_KIND_HOST; the bare number if this build does not know the value."""
     known = field.enum_type.values_by_number.get(value)
     return str(known.name).removeprefix("TIER_KIND_").lower() if known else str(value)

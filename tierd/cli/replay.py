@@ -1,9 +1,9 @@
 """`tierctl replay`: drives the daemon with a recorded trace, through the real client.
 
 It makes each request as an engine does: acquire the longest prefix, write the missing blocks,
-release. Traces are read by trace.py, sums are in tally.py. Bytes are a function of the block's
-hash, so reads can be verified. In lockstep nothing moves between two requests, and every step of a
-request happens at the trace's own time.
+release. trace.py reads traces, tally.py has the sums. A block's bytes are a function of its hash:
+reads can be verified. In lockstep no block moves between two requests, and all steps of a request
+happen at the trace's time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 
 MODEL = "tierctl-replay"
 BLOCK_BYTES = 64 << 10
-"""Bytes of a full block if neither trace nor option gives them."""
+"""Bytes of a full block if neither the trace nor an option gives them."""
 STORED = (BlockStatus.READY, BlockStatus.EXISTS)
 QUIESCE_TIMEOUT_S = 60.0
 
@@ -47,8 +47,8 @@ QUIESCE_TIMEOUT_S = 60.0
 class Options:
     """Options of a replay, as on the command line.
 
-    block_bytes: of a full block (None: as the trace says, else BLOCK_BYTES). cold: own namespace.
-    speed: the trace's time so many times faster (None: no pauses). tier: of blocks (None: nearest).
+    block_bytes: of a full block (None: from the trace, else BLOCK_BYTES). cold: a new namespace.
+    speed: divides the trace's pauses (None: no pauses). tier: of blocks (None: the nearest).
     lockstep: one request after another, at the trace's time.
     """
 
@@ -63,28 +63,31 @@ class Options:
 
 @click.command(epilog=example("tierctl replay trace.jsonl.gz --lockstep"))
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests.")
-@click.option("--block-bytes", type=SIZE, default=None, help="Of a full block. [default: as recorded, else 64 KiB]")
+@click.option("--limit", type=click.IntRange(1), default=None, help="Replay only this many requests.")
 @click.option(
-    "--tier", type=click.Choice(["device", "host"]), default=None, help="Where blocks are wanted. [default: nearest]"
-)
-@click.option("--verify", is_flag=True, help="Compare every byte that is served with what was written.")
-@click.option(
-    "--lockstep", is_flag=True, help='Exactly as the core decides; needs a daemon with server.clock = "replay".'
+    "--block-bytes", type=SIZE, default=None, help="Size of a full block. [default: as recorded, else 64 KiB]"
 )
 @click.option(
-    "--speed", type=click.FloatRange(0, min_open=True), default=None, help="Keep the trace's pauses, this much faster."
+    "--tier", type=click.Choice(["device", "host"]), default=None, help="Tier for the blocks. [default: the nearest]"
 )
-@click.option("--cold", is_flag=True, help="Find nothing that an earlier replay has stored.")
+@click.option("--verify", is_flag=True, help="Compare every served byte with the written one.")
+@click.option(
+    "--lockstep", is_flag=True, help='Use the trace\'s time, so results repeat exactly; needs server.clock = "replay".'
+)
+@click.option(
+    "--speed", type=click.FloatRange(0, min_open=True), default=None, help="Keep the trace's pauses, divided by this."
+)
+@click.option("--cold", is_flag=True, help="Use a new namespace: no hits on blocks of earlier replays.")
 @listing
 def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
     """Drives the daemon with a recorded trace.
 
-    TRACE: JSON lines, gzip or plain. Says where the tokens came from, how long the calls took, and what moved.
+    TRACE: JSON lines, gzip or plain. The report has the sources of the tokens, the durations of the
+    calls, and the bytes that moved.
     """
     how = Options(**options)
     if how.lockstep and how.speed is not None:
-        raise click.UsageError("replay: --lockstep has the trace's own time and --speed the clock's; leave one out")
+        raise click.UsageError("replay: --lockstep uses the trace's time, --speed the clock's; leave one out")
     requests = list(read_trace(trace, limit=how.limit))
     with ask.connect() as daemon, Client(ask.target, name="tierctl replay") as client:
         tiers = [tier.name for tier in daemon.ask(pb.TiersRequest()).tiers]
@@ -95,7 +98,7 @@ def replay(ask: Ask, *, trace: Path, **options: Any) -> None:
 
 
 def namespace_spec(block_bytes: int, *, block_tokens: int = TOKENS_PER_BLOCK, salt: str = "") -> NamespaceSpec:
-    """A namespace of a replay. Raises InvalidArgument for a size that tokens do not divide."""
+    """A namespace of a replay. Raises InvalidArgument for a size that is no multiple of the tokens."""
     if block_bytes < block_tokens or block_bytes % block_tokens:
         raise InvalidArgument(
             f"--block-bytes: {block_bytes} is not a multiple of {block_tokens}, the tokens of a block; write for example 64 KiB"
@@ -104,7 +107,7 @@ def namespace_spec(block_bytes: int, *, block_tokens: int = TOKENS_PER_BLOCK, sa
 
 
 def report(ask: Ask, tally: Tally) -> None:
-    """Shows the sums; wrong bytes end the program with FAILED."""
+    """Prints the sums. Wrong bytes end the program with FAILED."""
     if ask.as_json:
         show_json(tally.plain())
     else:
@@ -114,7 +117,7 @@ def report(ask: Ask, tally: Tally) -> None:
 
 
 class Run:
-    """A running replay of a trace. tally: the sums so far."""
+    """A replay of a trace. tally: the sums so far."""
 
     def __init__(self, replayer: Replayer, daemon: Connection, options: Options) -> None:
         self.tally = Tally(replayer.tiers)
@@ -123,7 +126,7 @@ class Run:
         self._options = options
 
     def all(self, requests: Sequence[Request], show: Callable[[Tally], None]) -> None:
-        """Makes the requests and shows each when it is done."""
+        """Makes the requests, and shows the tally after each."""
         begun = time.monotonic()
         for request in requests:
             self._await_turn(request, begun)
@@ -142,13 +145,13 @@ class Run:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds by name, of the parts of one request."""
+    """Seconds of the parts of one request, by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Counts the time inside under a name."""
+        """Records the duration of the `with` block under a name."""
         begun = time.perf_counter()
         try:
             yield
@@ -157,9 +160,9 @@ class Stopwatch:
 
 
 class Replayer:
-    """Makes a trace's requests with one client, in a namespace for each of the trace's own.
+    """Makes a trace's requests with one client, in one namespace for each of the trace's.
 
-    tiers: of the daemon, near to far; blocks use the nearest kind unless the options name one.
+    tiers: of the daemon, near to far. Blocks use the nearest kind unless the options name one.
     """
 
     def __init__(self, client: Client, tiers: Sequence[str], options: Options) -> None:
@@ -171,7 +174,7 @@ class Replayer:
         self._spaces: dict[tuple[int, int, int], tuple[OpenedNamespace, Content]] = {}
 
     def step(self, request: Request) -> Step:
-        """One request: get the held blocks, put the rest, release all."""
+        """Makes one request: gets the held blocks, puts the rest, releases all."""
         namespace, content = self._space(request)
         hashes = hash_ids(request.blocks, digest=namespace.digest)
         watch = Stopwatch()
@@ -192,7 +195,7 @@ class Replayer:
         return Step(request.tokens, lease.tier_tokens, watch.seconds, read, written, refused, wrong)
 
     def _space(self, request: Request) -> tuple[OpenedNamespace, Content]:
-        """The request's namespace, opened with its first request, and the bytes of its blocks."""
+        """The request's namespace, opened at its first request, and the bytes of its blocks."""
         block_bytes = self._block_bytes or request.block_bytes or BLOCK_BYTES
         key = (request.namespace, request.block_tokens, block_bytes)
         if key not in self._spaces:
@@ -202,7 +205,7 @@ class Replayer:
         return self._spaces[key]
 
     def _store(self, group: PutGroup, content: Content, *, watch: Stopwatch) -> tuple[Lease | None, int, int]:
-        """Writes blocks; the lease on them, the bytes written, and how many were not stored."""
+        """Writes blocks. Returns the lease on them, the bytes written, and how many were not stored."""
         with watch.timed("reserve"):
             pages = self._client.reserve(group, tier=self._tier)
         refused = int((~np.isin(pages.statuses, (BlockStatus.RESERVED, BlockStatus.EXISTS))).sum())
@@ -227,7 +230,7 @@ def put_group(namespace: OpenedNamespace, hashes: NDArray[np.uint8], request: Re
 
 
 def fill(buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8], content: Content) -> int:
-    """Writes each reserved page; the bytes written."""
+    """Writes each reserved page. Returns the bytes written."""
     written = 0
     for page, block in zip(buffers, hashes, strict=True):
         if page is not None:
@@ -237,7 +240,7 @@ def fill(buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8],
 
 
 def wrong_blocks(lease: Lease, hashes: NDArray[np.uint8], content: Content) -> int:
-    """Leased blocks that differ from the written ones. A page evicted meanwhile is a miss instead."""
+    """Leased blocks that differ from the written ones. A page evicted meanwhile counts as a miss."""
     first = lease.groups[0].first
     good = [content.matches(hashes[first + i], view) for i, view in enumerate(lease.views())]
     return sum(not is_right for is_right in good[: lease.check()])
@@ -245,7 +248,7 @@ def wrong_blocks(lease: Lease, hashes: NDArray[np.uint8], content: Content) -> i
 
 @contextlib.contextmanager
 def shown_progress(total: int, *, name: str) -> Iterator[Callable[[Tally], None]]:
-    """A bar on stderr, if it is a terminal."""
+    """Shows a bar on stderr, if stderr is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda _: None

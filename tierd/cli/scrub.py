@@ -1,7 +1,7 @@
-"""The command `scrub`: verifies everything now, shows its progress and the bad pages.
+"""The verb `scrub`: verifies every block now, shows the progress and the bad pages.
 
-The daemon verifies; fsck.py checks files without a daemon. A pass ends with this program. A pass
-that found something bad ends with exit code 1.
+The daemon verifies; fsck.py checks files without a daemon. A pass ends when this program ends. The
+exit code is 1 if the pass found a fault.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, facts, show_json, show_table
 
 FAULTS = {
-    "read": "a read got wrong bytes",
-    "digest": "the bytes are not the block's",
-    "header": "the slot's header is not the block's",
-    "io": "the disk does not give the bytes",
+    "read": "a read returned wrong bytes",
+    "digest": "the bytes do not match the digest",
+    "header": "the slot's header does not match the block",
+    "io": "the disk cannot read the bytes",
 }
 """Reasons for a page's quarantine, in words."""
 
@@ -54,15 +54,15 @@ QUARANTINE_COLUMNS = (
     type=RATE,
     default=0,
     metavar="RATE",
-    help="Never faster than this, such as 200MiB/s. [default: as fast as it goes, resting half of the time]",
+    help="Verify at most this much, such as 200MiB/s. [default: full speed, half of the time]",
 )
-@click.option("--status", is_flag=True, help="Begin nothing: how far the background's pass is, and the last one.")
-@click.option("--quarantine", is_flag=True, help="Begin nothing: list the pages that were found bad.")
+@click.option("--status", is_flag=True, help="Start no pass; show the background's pass or the last result.")
+@click.option("--quarantine", is_flag=True, help="Start no pass; list the quarantined pages.")
 @listing
 def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool) -> None:
     """Verifies every block now; a bad one becomes a miss.
 
-    Exit codes: 0 all good, 1 something bad was found.
+    Exit codes: 0 no fault; 1 a fault was found.
     """
     if status or quarantine:
         with ask.connect() as daemon:
@@ -78,7 +78,7 @@ def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool
 
 
 def run_pass(ask: Ask, request: pb.ScrubRequest) -> pb.ScrubPass:
-    """Runs a pass to its end, with a bar for each tier on a terminal; returns its findings."""
+    """Runs a pass to its end, with a bar for each tier on a terminal. Returns its findings."""
     with ask.connect() as daemon:
         told: Iterator[pb.ScrubPass] = daemon.follow(request)
         if ask.console.is_terminal and not ask.as_json:
@@ -87,12 +87,12 @@ def run_pass(ask: Ask, request: pb.ScrubRequest) -> pb.ScrubPass:
 
 
 def is_clean(passed: pb.ScrubPass) -> bool:
-    """Whether a pass found nothing."""
+    """Whether a pass found no fault."""
     return not (any(tier.bad or tier.unread for tier in passed.tiers) or passed.audit_fault)
 
 
 def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.ScrubPass]:
-    """Shows the passes' progress; the bars are gone at the end."""
+    """Shows a pass's progress, and removes the bars at the end."""
     columns = (
         TextColumn("{task.description:<10}", style="bold"),
         BarColumn(bar_width=30),
@@ -112,7 +112,7 @@ def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.Scr
 
 
 def show_bar(progress: Progress, bar: TaskID, tier: pb.ScrubTier, *, elapsed_s: float) -> None:
-    """One tier's progress; the rate is the whole pass's until it is this tier's turn."""
+    """Updates one tier's bar. A tier has no rate before its turn."""
     if tier.pages and not progress.tasks[bar].started:
         progress.start_task(bar)
     progress.update(
@@ -125,7 +125,7 @@ def show_bar(progress: Progress, bar: TaskID, tier: pb.ScrubTier, *, elapsed_s: 
 
 
 def draw_pass(console: Console, passed: pb.ScrubPass) -> None:
-    """A pass's verified blocks and findings, by tier, and the verdict in one sentence."""
+    """Prints the verified blocks and findings by tier, then the verdict in one sentence."""
     show_table(console, PASS_COLUMNS, [pass_row(tier) for tier in passed.tiers], empty="no tiers")
     console.print()
     console.print(verdict(passed), soft_wrap=True)
@@ -149,46 +149,44 @@ def verdict(passed: pb.ScrubPass) -> Text:
     bad, unread = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("bad", "unread"))
     said = f"{human_count(sum(tier.pages for tier in passed.tiers))} pages in {human_seconds(passed.elapsed_s)}"
     if not bad and not unread:
-        return Text(f"{said}: all as they were committed", "green")
-    text = Text(
-        f"{said}: {human_count(bad)} bad" + (f", {human_count(unread)} not to be read" if unread else ""), "red"
-    )
+        return Text(f"{said}: no faults", "green")
+    text = Text(f"{said}: {human_count(bad)} bad" + (f", {human_count(unread)} unreadable" if unread else ""), "red")
     if bad:
-        text.append("\neach a miss unless another tier has it; `scrub --quarantine` lists them", "dim")
+        text.append("\nbad pages are misses unless another tier has the block; see `tierctl scrub --quarantine`", "dim")
     if unread:
-        text.append("\nleft alone: the disk is in trouble, not its blocks; see the daemon's log", "dim")
+        text.append("\nunreadable pages are kept: the disk is at fault, not the blocks; see the daemon's log", "dim")
     return text
 
 
 def draw_status(console: Console, reply: pb.ScrubStatusReply) -> None:
-    """The settings, the background's pass, and the last finished one."""
+    """Prints the settings, then the background's pass, else the last finished one."""
     every = human_seconds(reply.period_s) if reply.period_s else "off"
     console.print(facts((("every", every), ("at most", human_rate(reply.bandwidth)), ("last", ended(reply.last)))))
     passed = reply.current if reply.current.tiers and not reply.current.finished else reply.last
     console.print()
     if not passed.tiers:
-        console.print(Text("nothing was verified yet", style="dim"))
+        console.print(Text("no pass has run yet", style="dim"))
         return
     draw_pass(console, passed) if passed.finished else draw_under_way(console, passed)
 
 
 def ended(passed: pb.ScrubPass) -> str:
-    """The end time of a pass."""
+    """How long ago a pass ended."""
     return f"{human_seconds(passed.ended_ago_s)} ago" if passed.finished else "none yet"
 
 
 def draw_under_way(console: Console, passed: pb.ScrubPass) -> None:
-    """A running pass."""
+    """Prints a running pass."""
     show_table(console, PASS_COLUMNS, [pass_row(tier) for tier in passed.tiers], empty="no tiers")
     done, held = (sum(getattr(tier, name) for tier in passed.tiers) for name in ("pages", "pages_held"))
     console.print()
     console.print(
-        facts((("under way for", human_seconds(passed.elapsed_s)), ("through", human_share(min(done, held), held))))
+        facts((("running for", human_seconds(passed.elapsed_s)), ("done", human_share(min(done, held), held))))
     )
 
 
 def draw_quarantine(console: Console, reply: pb.ScrubStatusReply) -> None:
-    """The quarantined pages, the oldest first."""
+    """Prints the quarantined pages, the oldest first."""
     rows = [
         [
             page.tier,

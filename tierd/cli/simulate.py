@@ -1,7 +1,7 @@
 """`tierctl simulate`: traces through simulated tiers, under the daemon's own core and policies.
 
-This is the command line: sizes, policies, a table. The simulation is in tierd.simulator; no daemon
-is needed. A row's hits are shares of the prompt tokens of its trace, for all sizes.
+This is the command line: sizes, policies, a table. tierd.simulator simulates, without a daemon. A
+row's hits are shares of all prompt tokens of its trace.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _List(click.ParamType[Any]):
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The values, each once; a usage error for a wrong one."""
+        """The values without repetitions; a usage error for a wrong one."""
         try:
             return tuple(self._read(part) for part in dict.fromkeys(str(value).split(",")))
         except ValueError as error:
@@ -84,40 +84,41 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
 @click.option("--device", type=SIZES, help="Sizes of the device tier; see above.")
 @click.option("--host", type=SIZES, help="Sizes of the host tier.")
 @click.option("--nvme", type=SIZES, help="Sizes of the NVMe tier.")
+@click.option("--admission", type=ADMISSIONS, help="Admission to NVMe: default, all, learned, second-touch, tinylfu.")
 @click.option(
-    "--admission", type=ADMISSIONS, help="What is written to NVMe: default, all, learned, second-touch, tinylfu."
-)
-@click.option(
-    "--wear-budget", type=BUDGETS, help="Bytes a day that may be written to NVMe; or 0.5footprints over the trace."
+    "--wear-budget", type=BUDGETS, help="Limit of writes to NVMe: bytes a day, or 0.5footprints over the trace."
 )
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The daemon's TOML file: all that is not said here is as there. [default: the default settings]",
+    help="The daemon's TOML file, for all other settings. [default: the default settings]",
 )
 @click.option(
-    "--block-bytes", type=SIZE, help="Of a full block, where sizes are bytes. [default: as recorded, else 64 KiB]"
+    "--block-bytes", type=SIZE, help="Size of a full block, if sizes are bytes. [default: as recorded, else 64 KiB]"
 )
-@click.option("--limit", type=click.IntRange(1), default=None, help="Only the first requests of each trace.")
+@click.option("--limit", type=click.IntRange(1), default=None, help="Read only this many requests of each trace.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     callback=lambda _ctx, _param, path: path and checked_plot(path),
-    help="Draw the curves to FILE.html (a page that needs nothing else), FILE.png or FILE.svg (by matplotlib).",
+    help="Draw the curves to FILE.html (self-contained), FILE.png or FILE.svg (both need matplotlib).",
 )
-@click.option("--jobs", type=click.IntRange(1), default=None, help="Processes. [default: as many as there are cores]")
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Number of processes. [default: one for each core]")
 @listing
 def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], jobs: int | None, **options: Any) -> None:
-    """Serves recorded traces from tiers of many sizes, without a daemon.
+    """Simulates tiers of many sizes on recorded traces, without a daemon.
 
-    The core and the policies of the daemon decide. TRACE: JSON lines, gzip or plain. Every policy runs in every combination of the tiers' sizes; without any size, in the tiers of the
+    The daemon's own core and policies decide. TRACE: JSON lines, gzip or plain. Every policy runs
+    in every combination of the tiers' sizes. Without sizes, it runs in the tiers of the
     configuration.
 
-    Sizes in bytes (64GiB) mean tiers as a daemon of that capacity has them, with segments and size classes; a `replay --lockstep` against
-    that daemon finds just the same. Sizes in blocks (817blocks) or per cent of the trace's distinct blocks (5%, rounded down) mean room for
-    exactly so many blocks, short ones counted as full, as in published figures.
+    Sizes in bytes (64GiB) mean tiers like those of a daemon of that capacity, with segments and
+    size classes. A `replay --lockstep` against that daemon gives the same result. Sizes in blocks
+    (817blocks) or in per cent of the trace's distinct blocks (5%, rounded down) mean room for
+    exactly so many blocks. A short block counts as a full one, as in published figures.
 
-    Hits are shares of all prompt tokens. The policy `clairvoyant` knows the future: in one tier none can be better.
+    Hits are shares of all prompt tokens. The policy `clairvoyant` knows the future: in one tier no
+    policy is better.
     """
     config = config_of(options["config"])
     held = [trace_of(read_trace(path, limit=options["limit"]), name=str(path)) for path in traces]
@@ -136,10 +137,10 @@ def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], job
 
 
 def config_of(path: Path | None) -> Config:
-    """The simulated daemon's settings, as written. Raises ConfigError."""
+    """The simulated daemon's settings, unresolved. Raises ConfigError."""
     if path is None:
         return Config()
-    load_config(path)  # raises for settings that cannot be served
+    load_config(path)  # raises for settings that a daemon refuses
     return read_config(path.read_text(encoding="utf-8"))
 
 
@@ -174,11 +175,11 @@ def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes:
 
 
 def checked_plot(path: Path) -> Path:
-    """A file for a plot, checked before anything runs. Raises InvalidArgument, Unsupported."""
+    """Checks the file for a plot before the first run. Raises InvalidArgument, Unsupported."""
     if path.suffix not in {".html", ".png", ".svg"}:
-        raise InvalidArgument(f"--plot: {path} is no kind of plot; end it in .html, .png or .svg")
+        raise InvalidArgument(f"--plot: {path} does not end in .html, .png or .svg; give such a name")
     if not path.parent.is_dir():
-        raise InvalidArgument(f"--plot: there is no folder {path.parent}; make it first")
+        raise InvalidArgument(f"--plot: the directory {path.parent} does not exist; create it first")
     if path.suffix != ".html":
         require_matplotlib()
     return path
@@ -197,7 +198,7 @@ def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> Non
 
 
 def report(ask: Ask, rows: Sequence[Row]) -> None:
-    """The rows as JSON or as a table; the best policy of each trace and size is green."""
+    """Prints the rows as JSON or as a table. The best policy of each trace and size is green."""
     if ask.as_json:
         show_json({"rows": rows})
         return
@@ -215,12 +216,12 @@ def is_told(column: str, rows: Sequence[Row]) -> bool:
 
 
 def several_tiers(rows: Sequence[Row]) -> bool:
-    """Whether hits may be in more than one tier."""
+    """Whether a row has more than one tier."""
     return any(sum(bool(row[kind]) for kind in ("device", "host", "nvme")) > 1 for row in rows)
 
 
 def best_of(row: Row, rows: Sequence[Row]) -> float:
-    """The most hits of any policy but the clairvoyant, with this row's trace and sizes."""
+    """The most hits of all policies but the clairvoyant, for this row's trace and sizes."""
     place = ("trace", "device", "host", "nvme")
     beside = [r for r in rows if all(r[name] == row[name] for name in place) and "clairvoyant" not in r["policy"]]
     return max((r["prefix_token_hit"] for r in beside), default=0.0)
@@ -242,13 +243,13 @@ def cells_of(row: Row, *, best: float) -> list[Cell]:
 
 
 def share_of(hit: float) -> str:
-    """`12.34 %`, as figures are published."""
+    """`12.34 %`, as in published figures."""
     return f"{100 * hit:.2f} %"
 
 
 @contextlib.contextmanager
 def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, if it is a terminal."""
+    """Shows a bar on stderr, if stderr is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda _: None

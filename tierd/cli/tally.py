@@ -1,7 +1,7 @@
 """Sums of a replay: sources of tokens, bytes, latencies.
 
-Sums and percentiles are shown as JSON and as tables. Tokens of all tiers and computed tokens add up
-to the requested tokens.
+They are printed as JSON or as tables. The tokens of all tiers and the computed tokens add up to the
+requested tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LATENCY_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request's result. tier_tokens: tokens found in each tier. Seconds: by call. Blocks: not
-    stored, or not as written."""
+    """One request's result. tier_tokens: tokens hit in each tier. seconds: by call.
+    refused_blocks: not stored. wrong_blocks: their bytes differ from the written ones."""
 
     tokens: int
     tier_tokens: Sequence[int]
@@ -63,7 +63,7 @@ class Tally:
         self.tier_tokens = [0] * len(self.tiers)
 
     def add(self, step: Step) -> None:
-        """Counts a step in."""
+        """Adds a step to the sums."""
         self.requests += 1
         for name in ("tokens", "bytes_read", "bytes_written", "refused_blocks", "wrong_blocks"):
             setattr(self, name, getattr(self, name) + getattr(step, name))
@@ -74,11 +74,11 @@ class Tally:
 
     @property
     def hit_ratio(self) -> float:
-        """Tokens found anywhere, as a share of all."""
+        """Tokens hit in any tier, as a share of all."""
         return sum(self.tier_tokens) / self.tokens if self.tokens else 0.0
 
     def plain(self) -> dict[str, Any]:
-        """Everything as plain values, raw numbers."""
+        """All sums as plain values, with raw numbers."""
         return {
             "requests": self.requests,
             "tokens": self.tokens,
@@ -101,7 +101,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def draw_tally(console: Console, tally: Tally) -> None:
-    """The sources of tokens, the calls' durations, and errors."""
+    """Prints the sources of tokens, the calls' durations, and errors."""
     rate = tally.requests / tally.elapsed_s if tally.elapsed_s else 0.0
     done = f"{human_count(tally.requests)} requests, {human_count(tally.tokens)} tokens in {human_seconds(tally.elapsed_s)}"
     console.print(Text(f"{done} ({rate:,.0f} requests/s)", style="bold"), soft_wrap=True)
@@ -113,12 +113,14 @@ def draw_tally(console: Console, tally: Tally) -> None:
     console.print(facts(traffic(tally)), soft_wrap=True)
     if tally.wrong_blocks:
         console.print(
-            Text(f"WRONG: {tally.wrong_blocks:,} blocks were served with bytes that nobody wrote", style="bold red")
+            Text(
+                f"WRONG: {tally.wrong_blocks:,} blocks were served with other bytes than were written", style="bold red"
+            )
         )
 
 
 def share_rows(tally: Tally) -> list[list[Cell]]:
-    """One row a tier, one for computed tokens, one for the whole."""
+    """One row a tier, one for computed tokens, one for all hits."""
     rows = list(zip(tally.tiers, tally.tier_tokens, strict=True))
     rows.append(("computed", tally.tokens - sum(tally.tier_tokens)))
     cells: list[list[Cell]] = [[name, human_count(n), human_share(n, tally.tokens)] for name, n in rows]
@@ -142,7 +144,7 @@ def latency_rows(tally: Tally) -> list[list[Cell]]:
 
 
 def traffic(tally: Tally) -> list[tuple[str, Cell]]:
-    """Bytes read and written, with rates over the whole replay, and refused blocks, if any."""
+    """Bytes read and written, with rates over the replay, and refused blocks, if any."""
     pairs: list[tuple[str, Cell]] = [
         ("read", f"{human_bytes(tally.bytes_read)} ({human_rate(tally.bytes_read / max(tally.elapsed_s, 1e-9))})"),
         (

@@ -1,8 +1,7 @@
 """`tierctl top`: the daemon, live.
 
-It samples the Admin service, turns two samples into rates, and draws; it keeps no history. The
-terminal is restored at every end. Without a terminal it prints one frame after another and reads no
-keys.
+It samples the Admin service, computes rates from two samples, and draws. It keeps no history. It
+always restores the terminal. Without one it prints frame after frame and reads no keys.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ RATE_COLUMNS = (
 )
 RATES_SHOWN = 6
 OWN_METHODS = {f'method="{method.name}"' for method in pb.DESCRIPTOR.services_by_name["Admin"].methods}
-"""Calls of operators, such as those that `top` makes: hidden."""
+"""Calls of operators, such as those of `top` itself: hidden."""
 SESSIONS_SHOWN = 10
 
 
@@ -72,28 +71,28 @@ class Change:
 
     @property
     def seconds(self) -> float:
-        """Between the samples; never zero."""
+        """Time between the samples; never zero."""
         return max(self.after.at_s - self.before.at_s, 1e-6)
 
     def per_second(self, before: float, after: float) -> float:
-        """A counter's rate; a counter that fell (the daemon restarted) counts from zero."""
+        """A counter's rate. A counter that fell (the daemon restarted) counts from zero."""
         return (after - before if after >= before else after) / self.seconds
 
     @property
     def hits(self) -> Hits:
-        """Of the tokens that were asked for between the samples."""
+        """The hits between the samples."""
         return hits_of(self.after.status.counters).since(hits_of(self.before.status.counters))
 
     def counters(self) -> list[tuple[str, float]]:
-        """Counters that moved and their rates, fastest first."""
+        """The counters that grew, with their rates, fastest first."""
         old, new = self.before.status.counters, self.after.status.counters
         rates = [(name, self.per_second(old.get(name, 0), n)) for name, n in new.items() if is_shown(name)]
         return sorted((rate for rate in rates if rate[1] > 0), key=lambda rate: (-rate[1], rate[0]))
 
 
 @click.command(epilog=example("tierctl top --interval 2s"))
-@click.option("--interval", type=DURATION, default="1 s", show_default=True, help="Between two looks.")
-@click.option("--count", type=click.IntRange(1), default=None, help="Frames until it ends by itself.")
+@click.option("--interval", type=DURATION, default="1 s", show_default=True, help="Time between two frames.")
+@click.option("--count", type=click.IntRange(1), default=None, help="End after this many frames.")
 @verb
 def top(ask: Ask, *, interval: float, count: int | None) -> None:
     """Shows the daemon live: hit ratio, tiers, rates, sessions.
@@ -108,7 +107,7 @@ def top(ask: Ask, *, interval: float, count: int | None) -> None:
 
 
 def stream(ask: Ask, daemon: Connection, *, interval: float, count: int) -> None:
-    """So many frames as text, or as one JSON object a line."""
+    """Prints so many frames as text, or as one JSON object a line."""
     before = sample(daemon)
     for _ in range(count):
         time.sleep(interval)
@@ -125,7 +124,7 @@ def stream(ask: Ask, daemon: Connection, *, interval: float, count: int) -> None
 
 
 def watch(console: Console, daemon: Connection, *, interval: float, count: int | None) -> None:
-    """Draws on the whole terminal until a key ends it, or so many frames are drawn."""
+    """Draws on the whole terminal until a key ends it, or until so many frames are drawn."""
     before = after = sample(daemon)
     frames = 0
     with keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
@@ -138,7 +137,7 @@ def watch(console: Console, daemon: Connection, *, interval: float, count: int |
 
 
 def sample(daemon: Connection) -> Sample:
-    """Requests everything that a frame shows."""
+    """Requests all data of a frame."""
     status = daemon.ask(pb.StatusRequest())
     tiers = daemon.ask(pb.TiersRequest())
     return Sample(time.monotonic(), status, tiers, daemon.ask(pb.SessionsRequest()))
@@ -154,14 +153,14 @@ def frame(console: Console, change: Change) -> Group:
     )
     sessions = new_table(SESSION_COLUMNS, [session_row(one) for one in open_ones[:room]], width=width)
     hidden = f"   {len(open_ones) - room} more" if len(open_ones) > room else ""
-    foot = Text(f"q ends{hidden}", style="dim")
+    foot = Text(f"q quits{hidden}", style="dim")
     return Group(
         *head_of(change), Text(), tiers, Text(), rate_table(change, width=width), Text(), sessions, Text(), foot
     )
 
 
 def head_of(change: Change) -> list[Text]:
-    """The lines above the tables: state, load, and the hit ratio since the last frame and since the start."""
+    """The lines above the tables: state, load, hit ratios since the start and the last frame."""
     status = change.after.status
     busy = change.per_second(change.before.status.cpu_s, status.cpu_s)
     hits = change.hits
@@ -171,14 +170,14 @@ def head_of(change: Change) -> list[Text]:
 
 
 def is_shown(counter: str) -> bool:
-    """Whether a rate is shown: neither operators' own calls, nor bytes, which the tiers show."""
+    """Whether a rate is shown: no operators' calls, and no bytes, which the tiers show."""
     return "bytes" not in counter and not any(method in counter for method in OWN_METHODS)
 
 
 def rate_table(change: Change, *, width: int) -> Table | Text:
-    """The counters that moved fastest."""
+    """The counters with the highest rates."""
     rates = [(name, human_count(rate)) for name, rate in change.counters()[:RATES_SHOWN]]
-    return new_table(RATE_COLUMNS, rates, width=width) if rates else Text("nothing moves", style="dim")
+    return new_table(RATE_COLUMNS, rates, width=width) if rates else Text("no activity", style="dim")
 
 
 def tier_rows(change: Change) -> list[list[Cell]]:
@@ -220,7 +219,7 @@ def plain_change(change: Change) -> dict[str, object]:
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[None]:
-    """Reads keys one by one without echo, then restores the terminal; only if stdin is a terminal."""
+    """Sets stdin to single keys without echo, then restores it; only if stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return

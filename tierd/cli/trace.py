@@ -1,8 +1,8 @@
 """Request traces: JSON lines, gzip or plain, one request a line, as published or recorded.
 
-A trace becomes checked values, with block hashes and bytes for its block ids. A request's fields
-agree with one another, and time never goes back. The same id always gives the same hash and bytes.
-Arrays hold the ids: 8 bytes an access, against forty for Python's numbers.
+This module checks a trace's values, and makes block hashes and bytes for its block ids. A request's
+fields agree with one another, and time never goes back. The same id always gives the same hash and
+bytes. Arrays hold the ids: 8 bytes each, against forty for a Python number.
 
 A recording has further fields: tokens_per_block (else 512), block_bytes (of a full block),
 namespace (a number).
@@ -32,18 +32,18 @@ from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
 GZIP_MAGIC = b"\x1f\x8b"
 BUFFER_BYTES = 1 << 20
 LINE_LIMIT_BYTES = 64 << 20
-"""Of a line: some millions of blocks."""
+"""Longest line: some millions of blocks."""
 NUMBER_LIMIT = 1 << 32
-"""Of tokens and bytes, as the daemon counts them."""
+"""Limit of tokens and bytes, as in the daemon."""
 STRIDE = 0x9E37_79B9_7F4A_7C15
 """Odd, so that the words of one block all differ."""
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
-    """The requests of a file, or the first so many; a time that goes back is raised to the latest.
+    """The requests of a file, or the first so many. A time that goes back is raised to the latest.
 
     A last line that was cut off, as by a killed daemon, is dropped with a note on stderr. Raises
-    InvalidArgument naming the line.
+    InvalidArgument, which names the line.
     """
     number = count = time_ms = 0
     try:
@@ -58,7 +58,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
     except EOFError as cut:
         if not count:
             raise InvalidArgument(f"trace {path}: cut off before its first line ended ({cut}); copy it again") from cut
-        click.echo(f"trace {path.name}: cut off after line {number}; what follows is left out", err=True)
+        click.echo(f"trace {path.name}: cut off after line {number}; the rest is ignored", err=True)
     except (OSError, zlib.error) as error:
         at = f"after line {number}" if number else "at its beginning"
         raise InvalidArgument(
@@ -67,14 +67,14 @@ def read_trace(path: Path, *, limit: int | None = None) -> Iterator[Request]:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """The file's text, compressed or not."""
+    """The file's text, decompressed if it is gzip."""
     magic = file.read(len(GZIP_MAGIC))
     file.seek(0)
     return io.BufferedReader(gzip.GzipFile(fileobj=file), BUFFER_BYTES) if magic == GZIP_MAGIC else file
 
 
 def lines_of(text: BinaryIO) -> Iterator[bytes]:
-    """Its lines. Raises EOFError for a cut last one (no end and no JSON), OSError for an endless one."""
+    """Its lines. Raises EOFError for a last line that is cut off, OSError for one that is too long."""
     while line := text.readline(LINE_LIMIT_BYTES):
         if not line.endswith(b"\n"):
             if len(line) == LINE_LIMIT_BYTES:
@@ -84,11 +84,11 @@ def lines_of(text: BinaryIO) -> Iterator[bytes]:
 
 
 def check_whole(line: bytes) -> None:
-    """Raises EOFError for the beginning of a line."""
+    """Raises EOFError for an incomplete line."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
-        raise EOFError("its last line has no end") from None
+        raise EOFError("its last line is incomplete") from None
 
 
 def parsed(line: bytes, *, where: str) -> Request:
@@ -100,7 +100,7 @@ def parsed(line: bytes, *, where: str) -> Request:
 
 
 def request_of(fields: dict[str, Any]) -> Request:
-    """The request of a line's fields. Raises ValueError, KeyError, TypeError or OverflowError for others."""
+    """The request of a line's fields. Raises ValueError, KeyError, TypeError or OverflowError."""
     request = Request(
         int(fields["timestamp"]),
         int(fields["input_length"]),
@@ -119,7 +119,7 @@ def request_of(fields: dict[str, Any]) -> Request:
 
 
 def check_numbers(request: Request) -> None:
-    """Raises ValueError for a number that no request has."""
+    """Raises ValueError for a number outside its limits."""
     for name, least in (("time_ms", 0), ("tokens", 1), ("block_tokens", 1), ("block_bytes", 0), ("namespace", 0)):
         value, limit = getattr(request, name), 1 << 62 if name == "time_ms" else NUMBER_LIMIT
         if not least <= value < limit:
@@ -127,14 +127,14 @@ def check_numbers(request: Request) -> None:
 
 
 def hash_ids(ids: Sequence[int], *, digest: bytes) -> NDArray[np.uint8]:
-    """Block hashes of trace ids in a namespace: uint8 [blocks, 32]. An id names its whole prefix;
-    parents are not hashed."""
+    """Block hashes of trace ids in a namespace: uint8 [blocks, 32]. An id stands for its whole
+    prefix, so parents are not hashed."""
     raw = b"".join(hashlib.sha256(digest + int(i).to_bytes(8, "little")).digest() for i in ids)
     return np.frombuffer(raw, dtype=np.uint8).reshape(-1, HASH_BYTES)
 
 
 class Content:
-    """Bytes of blocks as a function of their hashes: cheap to make and check, unlike in every word.
+    """Bytes of blocks as a function of their hashes: cheap to make and check, and no two words equal.
 
     block_bytes: of the longest block; any number of bytes, not only whole words.
     """
@@ -150,5 +150,5 @@ class Content:
         return self._words.view(np.uint8)[:length]
 
     def matches(self, block_hash: NDArray[np.uint8], held: NDArray[np.uint8]) -> bool:
-        """Whether so many bytes equal the result of `of`."""
+        """Whether the held bytes equal those of `of`."""
         return bool(np.array_equal(self.of(block_hash, length=len(held)), held))

@@ -1,7 +1,6 @@
-"""The verb `watch`: what happens to blocks, as it happens.
+"""The verb `watch`: prints the client's events about blocks, as they happen.
 
-Purpose: the client's events, one line each. Non-purpose: keeping them. Invariant: a line holds one event,
-and is written before the next one is waited for.
+A line has one event, and is written before the wait for the next one. No event is kept.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ HASHES_SHOWN = 3
 
 
 @click.command(epilog=example("tierctl watch --json"))
-@click.option("--count", type=click.IntRange(1), default=None, help="End after so many events.")
+@click.option("--count", type=click.IntRange(1), default=None, help="End after this many events.")
 @verb
 def watch(ask: Ask, *, count: int | None) -> None:
-    """Shows blocks come and go as it happens, one line for each event.
+    """Prints events as they happen: blocks stored, blocks removed, epochs ended.
 
-    The daemon tells of each block that a tier stores or removes, and of each epoch that ends. Ctrl-C
-    ends it with exit code 130.
+    It prints one line for each event until Ctrl-C, with exit code 130.
     """
     names = Names(ask)
     with Client(ask.target, name="tierctl watch") as client:
@@ -45,7 +43,7 @@ def watch(ask: Ask, *, count: int | None) -> None:
 
 
 class Names:
-    """The models of namespaces, asked for when a namespace is met that is not known."""
+    """The models of namespaces. An event with an unknown namespace makes it ask the daemon again."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -53,12 +51,12 @@ class Names:
         self._missed = set[int]()
 
     def of(self, namespace: int) -> str:
-        """The model's short name; the namespace's number where the daemon does not tell."""
+        """The model's short name; the namespace's id if the daemon does not list it."""
         if namespace not in self._models and namespace not in self._missed:
             try:
                 with self._ask.connect() as daemon:
                     self._models = Models(daemon.ask(pb.NamespacesRequest()).namespaces)
-            except TierdError:  # it is elsewhere, or this user is no operator: the number will do
+            except TierdError:  # a remote daemon, or this user is no operator: show the id
                 pass
             if namespace not in self._models:
                 self._missed.add(namespace)
@@ -70,10 +68,10 @@ def line_of(event: Event, tiers: Sequence[str], names: Names) -> str:
     now = time.time()
     clock = f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d}"
     if event.kind == EventKind.LOST:
-        return f"{clock}  lost     events before this one: this program reads too slowly"
+        return f"{clock}  lost     events before this one: this program read too slowly"
     kind, model = event.kind.name.lower(), names.of(event.namespace)
     if event.kind == EventKind.ENDED:
-        return f"{clock}  {kind:<7}  {model}: its epoch; none of its blocks is served any more"
+        return f"{clock}  {kind:<7}  {model}: the old epoch; all of its blocks are misses"
     count = len(event.hashes)
     shown = " ".join(row.tobytes().hex()[:HASH_DIGITS] for row in event.hashes[:HASHES_SHOWN])
     more = f" +{count - HASHES_SHOWN}" if count > HASHES_SHOWN else ""

@@ -1,6 +1,7 @@
 """`tierctl wear`: writes to each store, its remaining wear budget, and its drive's remaining life.
 
-It requests and shows; the daemon reads the drives. Columns missing from a table are in `--json`.
+The daemon reads the drives; this module shows the answer. Columns missing from a table are in
+`--json`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, bar, facts, show_table
 
 ASK_S = 60.0
-"""Timeout: the daemon reads the drives, each for some seconds at most."""
+"""Timeout. The daemon reads the drives, each for a few seconds at most."""
 DAYS_PER_YEAR = 365.0
 WORN_PERCENT = 95
-"""Of a drive's endurance: from here on it is to be replaced."""
+"""Used share of a drive's endurance from which on it should be replaced."""
 SHORT_LIFE_DAYS, LOW_LIFE_DAYS = 90.0, 365.0
 
 WEAR_COLUMNS = (
@@ -46,7 +47,7 @@ WEAR_COLUMNS = (
 def wear(ask: Ask) -> None:
     """Shows the writes to each store, its wear budget, and its drive's life.
 
-    The zeros that the daemon writes ahead into new disk space count as writes.
+    The daemon fills new disk space with zeros in advance; these count as writes.
     """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.WearRequest(), timeout_s=ASK_S)
@@ -54,25 +55,28 @@ def wear(ask: Ask) -> None:
 
 
 def draw_wear(console: Console, reply: pb.WearReply) -> None:
-    """A row for each store, then location, declined blocks, the source of the life, unreadable facts."""
-    show_table(console, WEAR_COLUMNS, [wear_row(store) for store in reply.stores], empty="no store: nothing is worn")
+    """Prints a row for each store, then its location, declined blocks, life source, and drives."""
+    show_table(
+        console, WEAR_COLUMNS, [wear_row(store) for store in reply.stores], empty="this daemon has no store on NVMe"
+    )
     for store in reply.stores:
         console.print()
         console.print(
             facts(((store.tier, store.path), ("admission", store.admission), *declined(store))), soft_wrap=True
         )
-        console.print(facts((("life from", store.life_basis),)), soft_wrap=True)
+        console.print(facts((("life from" if store.has_life else "life unknown:", store.life_basis),)), soft_wrap=True)
         draw_drives(console, store.drives)
 
 
 def draw_drives(console: Console, drives: Iterable[pb.DriveInfo]) -> None:
-    """The drives under a store, and why their wear is unknown."""
+    """Prints the drives of a store, and why a drive's wear is unknown."""
     for drive in drives:
         if drive.device:
             console.print(facts(drive_facts(drive)), soft_wrap=True)
         if drive.warning:
             console.print(
-                Text(f"{drive.device}: it warns of its own failure; see `nvme smart-log`", style="red"), soft_wrap=True
+                Text(f"{drive.device}: the drive warns of failure; see `nvme smart-log {drive.device}`", style="red"),
+                soft_wrap=True,
             )
         if drive.trouble:
             console.print(Text.assemble(("note: ", "yellow"), drive.trouble), soft_wrap=True)
@@ -97,7 +101,7 @@ def wear_row(store: pb.StoreWear) -> list[Cell]:
 
 
 def declined(store: pb.StoreWear) -> list[tuple[str, Cell]]:
-    """How many blocks were not written, by reason."""
+    """The number of blocks that admission declined, by reason."""
     counts = [f"{reason} {human_count(count)}" for reason, count in sorted(store.declined.items())]
     return [("declined", ", ".join(counts))] if counts else []
 
@@ -110,7 +114,7 @@ def drive_facts(drive: pb.DriveInfo) -> list[tuple[str, Cell]]:
     if drive.capacity_bytes:
         line.append(("capacity", human_bytes(drive.capacity_bytes)))
     if drive.rotational:
-        line.append(("kind", "spinning, says the kernel"))
+        line.append(("kind", "rotational, by the kernel"))
     if drive.has_health:
         line += [("used", used_text([drive])), ("written", human_bytes(drive.written_bytes))]
         line.append(("power", f"{human_count(drive.power_on_hours)} h"))
@@ -118,13 +122,13 @@ def drive_facts(drive: pb.DriveInfo) -> list[tuple[str, Cell]]:
 
 
 def spent(store: pb.StoreWear) -> float:
-    """The used share of the budget's burst."""
+    """The used share of the burst that the budget allows."""
     whole = store.budget_burst_bytes
     return 1.0 - max(0.0, store.budget_left_bytes) / whole if whole else 0.0
 
 
 def left_text(store: pb.StoreWear) -> Text:
-    """Bytes that may be written at once; red if below zero, after durable writes."""
+    """Bytes that may be written now; below zero (red) after durable writes."""
     if not store.has_budget:
         return Text("-")
     left = store.budget_left_bytes
@@ -132,13 +136,13 @@ def left_text(store: pb.StoreWear) -> Text:
 
 
 def used_text(drives: Iterable[pb.DriveInfo]) -> Text:
-    """The percentage used of the most worn drive."""
+    """The used percentage of the most worn drive."""
     used = max((drive.percentage_used for drive in drives if drive.has_health), default=None)
     return Text("-") if used is None else Text(f"{used} %", style="red" if used >= WORN_PERCENT else "")
 
 
 def life_text(store: pb.StoreWear) -> Text:
-    """Days of life left, years from three of them on."""
+    """Days of life left; in years from three years on."""
     if not store.has_life:
         return Text("-")
     days = store.life_days

@@ -103,7 +103,7 @@ def test_sizes_stand_in_place_of_a_file() -> None:
     ("words", "said"),
     [
         (("--memory", "64 parsecs"), "parsecs"),
-        (("--memory", "0"), "less than a page"),
+        (("--memory", "0"), "below the minimum of 4 KiB"),
         (("--disk", "/mnt/nvme0"), "is not DIR:SIZE; write for example /mnt/nvme0:1TiB"),
         (("--disk", ":1TiB"), "is not DIR:SIZE"),
         (("--disk", "/mnt/nvme0:much"), "'much'"),

@@ -102,7 +102,7 @@ def test_a_page_is_written_and_says_so_before_anything_runs(trace: str, tmp_path
     page = tmp_path / "curves.html"
     assert simulated(trace, "--host", "2blocks,4blocks", "--plot", str(page)).exit_code == 0
     assert "4blocks" in page.read_text(encoding="utf-8")
-    for wrong, fault in (("curves.gif", "end it in .html"), ("none/curves.html", "there is no folder")):
+    for wrong, fault in (("curves.gif", "does not end in .html"), ("none/curves.html", "does not exist")):
         result = CliRunner().invoke(cli, ["simulate", "no-such-trace", "--plot", str(tmp_path / wrong)])
         assert (result.exit_code, fault in result.stderr) == (2, True), result.stderr
 

@@ -32,7 +32,7 @@ SHOWN = {
     ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
     ("record", "start", "a"): "recording into /state/a.jsonl.gz, at most 256 MiB and ",
     ("record", "stop"): "ended: stopped",
-    ("record", "status"): "3 requests are not in it",
+    ("record", "status"): "lost: 3 requests are missing",
     ("top", "--interval", "1 ms"): "evict/s",
 }
 
@@ -50,8 +50,8 @@ def test_a_verb_shows_its_answer_without_escape_codes_in_a_pipe(run: Run, argume
 def test_memory_that_is_not_ready_is_told(run: Run, verb: str) -> None:
     """How far a tier's memory is made, and what keeps the background from making more."""
     told = run(verb).stdout
-    assert "device.0: 192 MiB of 256 MiB are ready, more is made when it is wanted (no room)" in told
-    assert "host.0: 480 MiB of 512 MiB are ready, more is made in the background" in told
+    assert "device.0: 192 MiB of 256 MiB are ready; the rest follows on demand (no room)" in told
+    assert "host.0: 480 MiB of 512 MiB are ready; the rest follows in the background" in told
     assert "nvme.0: " not in told
 
 
