@@ -152,6 +152,7 @@ FITS: dict[Callable[[Patch], None], Callable[[Script], bool]] = {
     waits_for_its_own_only: lambda script: script.is_calm,  # elsewhere a miss may have any cause
     reads_ended_epochs_unasked: lambda script: any(event.what == "bump" for event in script.events),
     trusts_what_it_finds: lambda script: not script.kinds.isdisjoint(CHANGES) and not script.kinds.isdisjoint(ENDS),
+    verifies_no_copy: lambda script: not script.kinds.isdisjoint(CHANGES),
 }
 """Faults that only few scripts can bring to light, and which; of ten times as many seeds."""
 

@@ -26,9 +26,11 @@ mount -t proc proc proc
 mount -t sysfs sysfs sys
 mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount --rbind /dev dev
-for place in dev/shm run; do mount -t tmpfs tmpfs $place; done
+mount -t tmpfs tmpfs dev/shm
+mount -t tmpfs -o mode=0755 tmpfs run
 while [ $# -gt 1 ]; do shift; mkdir -p "srv/$(basename "$1")"; mount --bind -o ro "$1" "srv/$(basename "$1")"; done
-for place in tmp mnt; do mount -t tmpfs tmpfs $place; done
+mount -t tmpfs tmpfs tmp
+mount -t tmpfs -o mode=0755 tmpfs mnt
 ip link set lo up
 mkdir before
 pivot_root . before

@@ -120,7 +120,10 @@ VERBS: dict[str, Callable[[Calls], tuple[list[Any], dict[str, Any]]]] = {
     ),
     "flush": lambda c: ([], {"timeout_s": 5}),
     "connect": lambda c: ([], {"timeout_s": 5}),
-    "report_attention": lambda c: ([c.lease, np.ones((1, 3), np.float32)], {"group": 0, "timeout_s": 5}),
+    "report_attention": lambda c: (
+        [c.lease, np.ones((1, c.lease.groups[0].handles.size if c.lease else 3), np.float32)],
+        {"group": 0, "timeout_s": 5},
+    ),
 }  # fmt: skip
 """Good arguments of each verb, in new objects."""
 
@@ -186,7 +189,7 @@ async def test_async_client(daemon: Daemon, best_effort: bool) -> None:
         while batch := list(islice(each, 8)):
             work = (getattr(client, name)(*arguments, **options) for name, arguments, options in batch)
             for call, end in zip(batch, await asyncio.gather(*work, return_exceptions=True), strict=True):
-                calls.lease = end if call[0] == "acquire" and isinstance(end, Lease) else calls.lease
+                calls.lease = end if call[0] == "acquire" and isinstance(end, Lease) and end else calls.lease
                 note(tally, call, end if isinstance(end, BaseException) else None, best_effort=best_effort)
             end = work = None
         calls.lease = None

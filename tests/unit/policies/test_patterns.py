@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.depth import count, report
+from tests.depth import DEPTH, count, report
 from tools.bench.policies import against_lru, specs
 from tools.bench.traffic import PATTERNS, Player, Step, chain
 
-SIZE = count(test=128, nightly=512, weekly=512)
+SIZE = 128 if DEPTH == "test" else 512
 TIERS = {"one": (SIZE, 0), "two": (SIZE // 4, SIZE)}
 
 
