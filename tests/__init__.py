@@ -1,1 +1,2 @@
-"""Tests, and what they share; a package, so that another one of that name, which some engine's dependency installs, does not take its place."""
+"""Tests, and code that they share. As a package, this folder takes precedence over any other
+package `tests`, as an engine's dependency installs one."""

@@ -1,4 +1,4 @@
-"""When a test may do without the compiled loops: on a machine that has no C++ compiler, and on no other."""
+"""Lets a test do without the compiled loops only on a machine that has no C++ compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ NEEDS_LIBRARY = pytest.mark.skipif(find_library() is None and find_compiler() is
 
 
 def check_library() -> None:
-    """Skips where nobody can compile the library. Fails where somebody could and it is missing, or of another
-    source."""
+    """Skips on a machine without a compiler. Fails if there is a compiler and the library is
+    missing, or of another source."""
     if find_library() is None:
         if find_compiler() is None:
             pytest.skip(NO_COMPILER)

@@ -1,4 +1,4 @@
-"""Tests that need a compiler: where there is one they run, whatever the code thinks of it."""
+"""Tests that need a compiler: if the machine has one they run, even if the code reports none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tools.kernels import MissingTool
 
 
 def skip_without(error: MissingTool | MissingNvcc, *tools: str) -> NoReturn:
-    """Skips where the machine lacks one of the tools; where it has all, the fault is ours. Raises the error."""
+    """Skips if the machine lacks one of the tools; if it has all, the code is at fault. Raises the
+    error."""
     lacking = [tool for tool in tools if shutil.which(tool) is None]
     if not lacking:
         raise error

@@ -1,4 +1,5 @@
-"""What all tests share: which files begin first, how long property tests search, and where the development traces lie."""
+"""Shared by all tests: the files to begin first, depth of property tests, place of development
+traces."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ LONGEST_FIRST = (
     "system/test_worker_pages.py",
     "system/test_scrub.py",
 )
-"""Files that take a minute or more of a night: a core idles at the end of a run if one of them begins late."""
+"""Files that take a minute or more of a night. If one begins late, a core idles at the run's end."""
 SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 settings.register_profile(
@@ -76,11 +77,12 @@ def shared() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; a file's tests stay together and in order."""
+    """Long files run first; a file's tests stay together and in order."""
     turns = {name: turn for turn, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: turns.get(f"{item.path.parent.name}/{item.path.name}", len(turns)))
 
 
 def pytest_collection_finish() -> None:
-    """What collection made stays to the end: a search for garbage, of which some tests make forty, would go through a million objects of it each time."""
+    """Freezes the objects that collection made. Else each search for garbage would visit a million
+    of them, and some tests make forty searches."""
     gc.freeze()

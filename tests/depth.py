@@ -1,4 +1,4 @@
-"""How deep a run of the tests goes, and what it found: counts by TIERD_DEPTH and SCALE, figures to build/figures.jsonl."""
+"""The depth of a test run, by TIERD_DEPTH and SCALE; its figures go to build/figures.jsonl."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ FIGURES = Path(__file__).resolve().parents[1] / "build" / "figures.jsonl"
 
 
 def count(*, test: int = 1, nightly: int, weekly: int) -> int:
-    """How many at this depth; at least as many as `make test` does."""
+    """The count at this depth; at least that of `make test`."""
     if DEPTH == "test":
         return test
     return max(test, round((weekly if DEPTH == "weekly" else nightly) * SCALE))
 
 
 def slow(*values: Any) -> list[Any]:
-    """Parameters of a test that `make test` leaves out."""
+    """Parameters of a test that `make test` omits."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which this share of them lies; 0.0 of none."""
+    """The value with this share of the values below it; 0.0 of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def report(what: str, **figures: object) -> None:
-    """Prints a line of figures and keeps it, so that a night's figures can be read in one place."""
+    """Prints a line of figures and appends it to FIGURES, so that one file has a night's figures."""
     print(f"{what}: " + ", ".join(f"{name} {value}" for name, value in figures.items()))
     FIGURES.parent.mkdir(exist_ok=True)
     line = json.dumps({"what": what, "depth": DEPTH, "at": round(time.time()), **figures}, default=str)

@@ -1,4 +1,4 @@
-"""What processes have mapped."""
+"""The mappings of processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 
 def maps_of(pid: int) -> list[str]:
-    """Lines of /proc/PID/maps. Skips the test where they are not ours to read: of a process that lets nobody see its memory they are root's alone."""
+    """Lines of /proc/PID/maps. Skips the test if they are unreadable: only root reads those of a
+    process that hides its memory."""
     try:
         return Path(f"/proc/{pid}/maps").read_text().splitlines()
     except PermissionError:

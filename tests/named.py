@@ -1,4 +1,4 @@
-"""Blocks with names, for policies that look at them."""
+"""Named blocks, for policies that use names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 64
 """Of a full block."""
 
 Path = tuple[int, ...]
-"""A block and those before it, as a name; its parent's is the same less the last number."""
+"""A block's name: one number for it and each ancestor. The parent's name lacks the last number."""
 
 
 def hashed(path: Path) -> np.ndarray:
@@ -27,7 +27,8 @@ def hashed(path: Path) -> np.ndarray:
 
 
 def add(blocks: Blocks, paths: Sequence[Path], *, tokens: int = TOKENS, now: float = 0.0) -> Ids:
-    """Their ids, linked to their parents, as after a commit; the same as before for names that are known."""
+    """Adds blocks, linked to their parents, as after a commit. Returns their ids; a known name
+    keeps its id."""
     metas = described(tuple(paths), tokens)
     ids = blocks.add(metas, now)
     blocks.link(ids, metas["parent"], now)
@@ -46,7 +47,7 @@ def described(paths: tuple[Path, ...], tokens: int) -> StructArray:
 
 
 def numbered(count: int) -> Blocks:
-    """Blocks 0 to count - 1, each of a sequence of its own."""
+    """Blocks 0 to count - 1, each of a separate sequence."""
     blocks = Blocks()
     ids = add(blocks, [(number,) for number in range(count)])
     assert ids.tolist() == list(range(count))

@@ -1,4 +1,4 @@
-"""Processes that are made to stand still."""
+"""Stops processes with SIGSTOP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ LIMIT_S = 30.0
 
 
 def stand_still(pid: int) -> None:
-    """SIGSTOP to a process, perhaps no child of ours, and stopped: the signal comes later than its sender goes on, and what is sent next may be handled before it."""
+    """Stops a process, perhaps no child, and waits for it: SIGSTOP takes effect after kill()
+    returns, so the process could still handle the sender's next message."""
     os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + LIMIT_S
     while set(_states(pid)) - {"T"}:
@@ -20,9 +21,9 @@ def stand_still(pid: int) -> None:
 
 
 def _states(pid: int) -> list[str]:
-    """Of its threads."""
+    """The states of its threads."""
     states = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # one that has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             states.append(stat.read_text().rpartition(")")[2].split()[0])
     return states

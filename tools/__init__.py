@@ -1,1 +1,2 @@
-"""Programs for developers, and what builds kernels; a package, so that another one of that name, which an environment may have, does not take its place."""
+"""Programs for developers and for building kernels. As a package, this folder takes precedence over
+any other package `tools`."""

@@ -1,6 +1,7 @@
-"""Branch coverage of the services and decoders, module by module: `python -m tools.branches build/coverage.json`.
+"""Branch coverage of the services and decoders, for each module.
 
-Purpose: no module that takes messages or reads what is stored falls below the limit unseen, as it could in an average. Non-purpose: measuring;
+Call: `python -m tools.branches build/coverage.json`. Purpose: no module that reads messages or
+stored bytes falls below the limit unnoticed, as it could in an average. Non-purpose: measuring;
 `make coverage` does.
 """
 
@@ -23,12 +24,12 @@ MODULES = [
 
 
 def share(summary: dict[str, Any]) -> float:
-    """Of the branches that were taken; 1.0 where there are none."""
+    """The share of the branches that ran; 1.0 if there are none."""
     return summary["covered_branches"] / summary["num_branches"] if summary["num_branches"] else 1.0
 
 
 def main(path: str) -> int:
-    """Prints a row for each module; 1 if one of them is below the limit, or was not measured."""
+    """Prints a row for each module. Returns 1 if a module is below the limit or was not measured."""
     files = json.loads(Path(path).read_text())["files"]
     below = 0
     for module in MODULES:

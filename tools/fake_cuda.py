@@ -1,6 +1,8 @@
-"""The fake driver of cuda/fake, and fatbins for it: `python -m tools.fake_cuda` builds both and says in which environment NVIDIA's bindings run on them.
+"""The fake driver of cuda/fake, and fatbins for it: `python -m tools.fake_cuda` builds both.
 
-Purpose: to run host code for GPUs where there is none. Non-purpose: speed, and what only a GPU can show. What is built is kept by content in build/cuda.
+It prints the environment in which NVIDIA's bindings run on them. Purpose: to run host code for GPUs
+without one. Non-purpose: speed, and faults that only a GPU shows. build/cuda keeps the results by
+content.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tools.kernels import BUILT, COMMON, SOURCES, CompilerError, MissingTool, bu
 
 FAKE = SOURCES / "fake"
 CUFILE = FAKE / "cufile.cpp"
-"""A library of its own."""
+"""A separate library."""
 FLAGS = ("-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE")
 """A fortified longjmp refuses to leave the emulator's fibers."""
 MAGIC = 0xBA55ED50
@@ -30,7 +32,7 @@ LIMIT_S = 300
 
 
 def build_driver() -> Path:
-    """The folder of libcuda.so.1 and libcufile.so.0, for LD_LIBRARY_PATH. Raises MissingTool, CompilerError."""
+    """The folder of libcuda.so.1 and libcufile.so.0. Raises MissingTool, CompilerError."""
     sources = sorted(FAKE.iterdir())
     folder = BUILT / f"fake-{_digest(path.read_bytes() for path in sources)}"
     units = [str(path) for path in sources if path.suffix == ".cpp" and path != CUFILE]
@@ -50,7 +52,7 @@ def build_driver() -> Path:
 
 
 def build_fatbins() -> Path:
-    """A folder of fatbins that the fake driver takes, unit by unit with the kernels of the true ones. Raises MissingTool, CompilerError."""
+    """A folder of fatbins with the true units' kernel names. Raises MissingTool, CompilerError."""
     emulated = build_emulator()
     folder = BUILT / f"{emulated.stem}.fatbins"
     with _made_once(folder) as unfinished:
@@ -62,14 +64,15 @@ def build_fatbins() -> Path:
 
 
 def kernels_of(unit: Unit) -> list[str]:
-    """The kernels that a unit's source declares, as the preprocessor sees it. Raises MissingTool, CompilerError."""
+    """The kernels of a unit's preprocessed source. Raises MissingTool, CompilerError."""
     text = _run(*COMMON, *unit.flags, f"-I{find_headers()}", "-E", str(unit.path))
     return sorted(set(SYMBOL.findall(text)))
 
 
 @contextmanager
 def _made_once(folder: Path) -> Iterator[Path | None]:
-    """A folder to fill, which then takes the name; None if it is there. Several processes may be at it: the first to end wins."""
+    """Yields a folder to fill, and renames it to this name; None if that exists. Of several
+    processes the first to finish wins."""
     if folder.exists():
         yield None
         return

@@ -1,8 +1,10 @@
-"""Compiles the kernels of cuda/ for GPUs with nvcc: `tierd kernels build` runs it, and so does `python -m tools.fatbins` in a checkout.
+"""Compiles the kernels of cuda/ for GPUs with nvcc: `tierd kernels build`, `python -m
+tools.fatbins`.
 
-Purpose: a fatbin for each unit of the kernels, of machine code for every architecture and PTX for those to come; what did not change is not compiled again.
-Non-purpose: the emulator, which `tools.kernels` builds. Only the standard library is needed, since a wheel is built where nothing else is. A wheel has no fatbins
-unless TIERD_FATBINS asks for them: `all`, or architectures as in `90,120`. No fault of a compiler fails a wheel: it goes without, and says why.
+Purpose: one fatbin for each unit, with machine code for every architecture and PTX for later ones.
+Unchanged units are not compiled again. Non-purpose: the emulator (`tools.kernels`). A wheel's build
+has only the standard library, so this needs no more. A wheel has fatbins only if TIERD_FATBINS asks
+for them: `all`, or architectures as in `90,120`. If a compiler fails, it has none, and says why.
 """
 
 from __future__ import annotations
@@ -31,20 +33,21 @@ OBJECTS = BUILD / "cuda" / "objects"
 INSTALLED = ROOT / "tierd" / "kernels" / "fatbins"
 ARCHITECTURES = (80, 89, 90, 100, 120)
 PTX = 80
-"""What a driver compiles for an architecture that is not among them."""
+"""A driver compiles this PTX for an architecture that is not in ARCHITECTURES."""
 DIMS = (64, 96, 128, 256)
 OLDEST_NVCC = 13
 """The first that knows every architecture."""
 HOMES = (Path("/usr/local/cuda"),)
-"""Where toolkits are, beside CUDA_HOME, CUDA_PATH and the path of programs."""
+"""Folders of toolkits, beside CUDA_HOME, CUDA_PATH and the path of programs."""
 SWITCH = "TIERD_FATBINS"
 CHECKED = "TIERD_CHECKED"
-"""Environment: 1 for kernels that check page ids, slots and lengths, say what is wrong and end the launch. They are slower, may spill, and go to CHECKED_FOLDER."""
+"""Environment: 1 builds kernels that check page ids, slots and lengths. On a fault they name it and
+end the launch. They are slower, may spill, and go to CHECKED_FOLDER."""
 CHECKED_FOLDER = ROOT / "build" / "cuda" / "checked"
 APPENDED = "NVCC_APPEND_FLAGS"
-"""What nvcc itself reads: -lineinfo for a profiler, which makes fatbins three times as large."""
+"""nvcc itself reads it. With -lineinfo, for a profiler, fatbins are three times as large."""
 PROGRAM = ("__init__.py", "fatbins.py", "registers.py")
-"""What of tools/ compiles kernels."""
+"""The files of tools/ that compile kernels."""
 LIMIT_S = 600
 """For one run of a compiler."""
 VERSION_LIMIT_S = 30
@@ -56,24 +59,24 @@ class MissingNvcc(Exception):
 
 
 class NvccError(Exception):
-    """What nvcc said of the sources."""
+    """nvcc's message about the sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What becomes one fatbin. dim: the head dim that it is for; None: all of its source."""
+    """The source of one fatbin. dim: the head dim that it is for; None: all of its source."""
 
     source: str
     dim: int | None = None
 
     @property
     def name(self) -> str:
-        """Of the fatbin."""
+        """The fatbin's name."""
         return self.source if self.dim is None else f"{self.source}_{self.dim}"
 
     @property
     def path(self) -> Path:
-        """Of the source."""
+        """The source's path."""
         return SOURCES / "src" / f"{self.source}.cu"
 
     @property
@@ -93,13 +96,13 @@ UNITS = (
     Unit("hash"),
     Unit("read"),
 )
-"""The slowest to compile first."""
+"""The slowest to compile come first."""
 
 
 def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Sequence[Unit] = UNITS) -> Iterator[str]:
-    """Fills the folder with a fatbin for each unit, as many compilers at a time as there are cores; a line for each that is done.
+    """Fills the folder with a fatbin for each unit, on all cores. Yields a line for each unit.
 
-    A fatbin takes its place when all are made. Raises MissingNvcc, NvccError, OSError.
+    The fatbins get their names once all are made. Raises MissingNvcc, NvccError, OSError.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -124,13 +127,13 @@ def build(folder: Path, architectures: Sequence[int] = ARCHITECTURES, units: Seq
 
 
 def taken_by(nvcc: Path, unit: Unit, architecture: int) -> dict[str, Taken]:
-    """Registers of a unit's kernels, by what nvcc said when it compiled it. Raises NvccError, also where one spills that must not."""
+    """The registers of a unit's kernels, by nvcc. Raises NvccError, also for a forbidden spill."""
     _, made = _object(nvcc, unit, _Kind("elf", architecture))
     return parsed(made.with_suffix(".txt").read_text(encoding="utf-8"))
 
 
 def find_nvcc() -> Path | None:
-    """The first that is new enough."""
+    """The first nvcc that is new enough."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     on_path = shutil.which("nvcc")
     found = [*(home / "bin" / "nvcc" for home in (*homes, *HOMES)), *([Path(on_path)] if on_path else [])]
@@ -138,7 +141,7 @@ def find_nvcc() -> Path | None:
 
 
 def asked_architectures(told: str) -> Sequence[int]:
-    """What TIERD_FATBINS says: `all`, `0` for none, or a list. Raises ValueError."""
+    """The architectures in TIERD_FATBINS: `all`, `0` for none, or a list. Raises ValueError."""
     if told == "all":
         return ARCHITECTURES
     try:
@@ -152,14 +155,14 @@ def asked_architectures(told: str) -> Sequence[int]:
 
 
 def is_checked() -> bool:
-    """What the environment asks for."""
+    """Whether the environment asks for kernels with checks."""
     return os.environ.get(CHECKED, "0") != "0"
 
 
 def for_wheel(version: str) -> tuple[dict[str, str], str]:
-    """What a wheel takes along (path here, path in it), and a sentence of what became of its kernels. An editable install takes nothing.
+    """The files that a wheel takes (path here, path in it), and a message about its kernels.
 
-    Beside fatbins it takes the sources and this program, with which they are made later.
+    It has the sources and this program, which can make fatbins later. An editable install has none.
     """
     if version == "editable":
         return {}, "kernels for GPUs: none in an editable install; `tierd kernels build` compiles them"
@@ -207,7 +210,7 @@ def _kinds(architectures: Sequence[int]) -> list[_Kind]:
 
 
 def _object(nvcc: Path, unit: Unit, kind: _Kind) -> tuple[_Kind, Path]:
-    """One unit for one architecture, by content."""
+    """Compiles one unit for one architecture, unless the result for this content exists."""
     flags = [*unit.flags, *kind.flags]
     made = OBJECTS / f"{unit.name}-{kind.form}{kind.architecture}-{_digest(nvcc, unit, flags)}"
     if not made.exists():
@@ -240,7 +243,7 @@ def _join(nvcc: Path, to: Path, parts: Sequence[tuple[_Kind, Path]]) -> Path:
 
 
 def _digest(nvcc: Path, unit: Unit, flags: Sequence[str]) -> str:
-    """Of all that an object is made of: the compiler too, whose path names its version."""
+    """The digest of all inputs of an object: also the compiler, whose path names its version."""
     digest = hashlib.sha256(repr((str(nvcc), flags, os.environ.get(APPENDED))).encode())
     for path in sorted((unit.path, *SOURCES.glob("include/*.h"), *SOURCES.glob("src/*.h"))):
         digest.update(path.read_bytes())
@@ -248,7 +251,7 @@ def _digest(nvcc: Path, unit: Unit, flags: Sequence[str]) -> str:
 
 
 def _version(nvcc: Path) -> int:
-    """0 where it does not run."""
+    """0 if it does not run."""
     try:
         told = re.search(r"release (\d+)", _run(str(nvcc), "--version", limit_s=VERSION_LIMIT_S))
     except NvccError:
@@ -270,7 +273,7 @@ def _run(*command: str, limit_s: float | None = None) -> str:
 
 
 def record(folder: Path) -> None:
-    """Makes files of an installed tierd's folder known to pip as the package's own, so that they go with it."""
+    """Adds the folder's files to an installed tierd's RECORD, so that pip removes them with it."""
     told = distribution("tierd")
     site, files = Path(str(told.locate_file(""))).resolve(), told.files or []
     records = [file for file in files if file.name == "RECORD"]
@@ -282,7 +285,7 @@ def record(folder: Path) -> None:
 
 
 def main() -> None:
-    """All of them, or the units that are named."""
+    """Builds all units, or the units that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m tools.fatbins", description=__doc__)
     parser.add_argument("units", nargs="*", choices=[[], *(unit.name for unit in UNITS)], metavar="UNIT")
     folder = CHECKED_FOLDER if is_checked() else INSTALLED

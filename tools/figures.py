@@ -1,4 +1,4 @@
-"""The figures that the last deep run of the tests reported, as a table: `python -m tools.figures`."""
+"""The figures of the tests' last deep run, as a table: `python -m tools.figures`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """One row a report."""
+    """One row for each report."""
     made = Table("what", "depth", "figures", title="figures of the last runs", title_justify="left")
     for row in rows:
         figures = ", ".join(f"{name} [bold]{value}[/]" for name, value in row.items() if name not in OWN_FIELDS)
@@ -31,7 +31,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Prints them; 1 if there are none."""
+    """Prints the figures. Returns 1 if there are none."""
     if not FIGURES.exists():
         print(f"{FIGURES}: no figures yet; run `make nightly`, or a part of it", file=sys.stderr)
         return 1

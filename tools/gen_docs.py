@@ -1,7 +1,7 @@
 """Writes the reference pages of deploy/docs from the code: `python tools/gen_docs.py [FOLDER]`.
 
-Settings, metrics and errors come from their tables, commands from click, and the SDK from its public names. A test
-compares the pages with a new rendering.
+Settings, metrics and errors come from their tables, commands from click, and the SDK from its
+public names. A test compares the pages with a new rendering.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ADVICE = {
     errors.RetryError: "Try again later, or do without tierd for this request.",
     errors.OperatorError: "Tell an operator.",
 }
-"""Per branch of the tree of errors, what the caller does."""
+"""The caller's action, for each branch of the tree of errors."""
 
 
 def render() -> dict[str, str]:
@@ -65,7 +65,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """On one line, with no bar that would end the cell, and no angle bracket that HTML would take for a tag."""
+    """The text on one line. Escapes bars, which would end the cell, and `<`, which HTML takes for a
+    tag."""
     plain = re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
     return "".join(
         part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(re.split("(`[^`]*`)", plain))
@@ -223,7 +224,7 @@ def _option(option: click.Option, context: click.Context) -> tuple[str, str, str
 
 
 def _value_of(option: click.Option) -> str:
-    """What follows the option's name: a word, choices, or a number and its range."""
+    """The value after the option's name: a word, choices, or a number and its range."""
     kind = option.type
     if option.is_flag:
         return ""
@@ -236,7 +237,7 @@ def _value_of(option: click.Option) -> str:
 
 
 def _prose(paragraphs: Sequence[str], *, width: int = WIDTH) -> Iterator[str]:
-    """Paragraphs, wrapped; never inside of code."""
+    """Wraps paragraphs; never breaks inside code."""
     for paragraph in paragraphs:
         line = ""
         for word in re.findall(r"(?:`[^`]*`|\S)+", paragraph):
@@ -326,7 +327,7 @@ def _public(name: str, thing: Any) -> Iterator[str]:
 
 
 MADE_BY_CALLERS = ("Client", "AsyncClient")
-"""Beside dataclasses: a lease or a reservation comes from a verb."""
+"""Beside dataclasses. A caller gets a lease or a reservation from a verb."""
 
 
 def _code(lines: Iterable[str]) -> Iterator[str]:
@@ -343,7 +344,8 @@ def _constants(owner: type) -> Iterator[str]:
 
 
 def _found(owner: type) -> dict[str, Any]:
-    """Methods and properties without underscores: the class's own in their order, then those of classes above it."""
+    """Methods and properties without underscores: the class's own in order, then those of its
+    bases."""
     found: dict[str, Any] = {}
     for kind in owner.__mro__:
         if kind.__module__.startswith("tierd."):
@@ -365,7 +367,7 @@ def _of_member(name: str, thing: Any) -> Iterator[str]:
 
 
 class Signature(NamedTuple):
-    """As it stands in the source: parameters without self, what comes back, whether it is awaited."""
+    """As the source has it: parameters without self, the return type, and whether it is async."""
 
     parameters: list[str]
     returns: str = ""
@@ -373,7 +375,7 @@ class Signature(NamedTuple):
 
 
 def _of_source(function: Callable[..., Any]) -> Signature:
-    """Defaults are the source's words: a value could be this machine's."""
+    """Defaults are the source's text: a value could be this machine's."""
     node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     parts = node.args
@@ -384,7 +386,7 @@ def _of_source(function: Callable[..., Any]) -> Signature:
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Splits at commas outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -414,7 +416,7 @@ def _of_field(field: dataclasses.Field[Any]) -> str:
 
 
 def _signature(name: str, said: Signature) -> Iterator[str]:
-    """Over several lines where one is too long for the page."""
+    """A signature takes several lines if one is too long for the page."""
     word = "async " if said.is_awaited else ""
     line = f"{word}{name}({', '.join(said.parameters)}){said.returns}"
     if len(line) <= WIDTH:

@@ -1,7 +1,7 @@
 """Generates the stubs in tierd/_proto from proto/: `python tools/gen_proto.py [TARGET]`.
 
-The generated imports are rewritten from the proto package's path to where the stubs live, so that `proto/tierd/v1` and the
-Python package `tierd` do not collide.
+The generator replaces the proto package's path in the generated imports with the stubs' own. So
+`proto/tierd/v1` and the Python package `tierd` do not collide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Renders configs/reference.toml from the table of settings: `python tools/gen_reference.py [TARGET]`."""
+"""Renders configs/reference.toml from the settings: `python tools/gen_reference.py [TARGET]`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD = """\
 # Rendered from tierd/settings.py by tools/gen_reference.py; do not edit.
 """
 ORDER = ("host", "nvme", "device", "server", "identity", "events", "scrub", "mover")
-"""Of the tables: those that most configurations change come first."""
+"""The order of the tables: those that most configurations change come first."""
 TABLES = {
     "host": "One table per host tier.",
     "nvme": "One table per disk. Several disks share the load.",

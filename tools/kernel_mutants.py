@@ -1,10 +1,12 @@
 """Mutants of the kernels: `python -m tools.kernel_mutants [--only NAME] [--list]`.
 
-Each row of `kernel_faults.MUTANTS` is one small change to a copy of cuda/: a barrier, a wait or a mask that goes, an index that is off by one. The copy is built for the CPU, for
-one head dim, as many at a time as there are cores, and the small cases of the changed source run: first in four orders of threads, then, if no number was wrong, under ThreadSanitizer, which
-knows only barriers as order; large batches and pages far apart without it only. A table says what caught it; the exit status is 1 if something survived, 2 if a mutant could not be tried.
-
-Purpose: proof that the tests would see such a fault. Non-purpose: finding places by itself. Invariant: the working tree is only read.
+Each row of `kernel_faults.MUTANTS` is one small change to a copy of cuda/. It removes a barrier, a
+wait or a mask, or shifts an index by one. The copy is built for the CPU and one head dim, as many
+at a time as there are cores. The changed source's small cases run in four orders of threads. If all
+numbers are right, they run under ThreadSanitizer, which knows only barriers as order. Large batches
+and pages far apart run without it only. A table names the check that caught each mutant. Exit
+status: 1 if a mutant survived, 2 if one could not be tried. Purpose: proof that the tests detect
+such a fault. Non-purpose: a search for places to change. Invariant: the working tree is only read.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from tools.mutate.command import NOT_TRIED, SURVIVED, choose
 
 HEAD_DIM = 64
 ORDERS = {"": "0,1,2,3", "thread": "1,2"}
-"""Of threads, by sanitizer."""
+"""Orders of threads, by sanitizer."""
 CPU_LIMIT_S, TIMEOUT_S = {"": 60, "thread": 600}, 3600.0
-"""Of the small cases, many times what they take without a mutant: one that hangs is caught by the time that it computes, whatever else runs on the machine. Under
-ThreadSanitizer most of it is the kernel's, which gives each fiber its memory."""
+"""CPU time of the small cases, many times their need without a mutant. So a hang is caught on a
+busy machine too. Under ThreadSanitizer the kernel uses most of it, to give each fiber its memory."""
 
 
 class Copy:
-    """A copy of the sources, for one mutant or none. Its builds go with it."""
+    """A copy of the sources, for one mutant or none. Its builds are deleted with it."""
 
     def __init__(self, place: Path, mutant: Mutant | None = None) -> None:
         self._sources, self._built = place / "cuda", place / "built"
@@ -43,7 +45,7 @@ class Copy:
             path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
 
     def find_fault(self, unit: str, sanitizer: str) -> str | None:
-        """What the small cases of a source file say; None: all is right."""
+        """The fault that the small cases of a source file report; None if there is none."""
         library = build_emulator(sanitizer, dims=[HEAD_DIM], units=[unit], sources=self._sources, into=self._built)
         command = [sys.executable, "-m", "tests.unit.kernels.small_cases", str(library), "--unit", unit]
         done = subprocess.run(
@@ -60,7 +62,7 @@ class Copy:
 
 
 def _said(done: subprocess.CompletedProcess[str], limit_s: int) -> str:
-    """One line of what a process said before it failed."""
+    """One line of a failed process's output."""
     if done.returncode == -signal.SIGKILL:
         return f"it hangs: no end after {limit_s} s"
     lines = [line for line in done.stderr.splitlines() if line.startswith(("simt:", "SUMMARY: "))]
@@ -70,7 +72,7 @@ def _said(done: subprocess.CompletedProcess[str], limit_s: int) -> str:
 
 
 def verdict(mutant: Mutant) -> tuple[str, int]:
-    """What the table says of a mutant, and the exit status that follows from it."""
+    """The table's text for a mutant, and the exit status that follows from it."""
     if not mutant.is_there(SOURCES):
         return f"NOT TRIED: its text is not in {mutant.file} once", NOT_TRIED
     with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
@@ -83,7 +85,7 @@ def verdict(mutant: Mutant) -> tuple[str, int]:
 
 
 def unmutated(unit: str, sanitizer: str) -> tuple[str, int]:
-    """The same cases on the sources as they are: what mutants are told from."""
+    """Runs the same cases on the unchanged sources: a mutant counts only if they pass."""
     with tempfile.TemporaryDirectory(prefix="tierd-kernels-") as place:
         fault = Copy(Path(place)).find_fault(unit, sanitizer)
     return (f"NOT TRIED: the cases fail without a mutant: {fault}", NOT_TRIED) if fault else ("all right", 0)
@@ -104,7 +106,7 @@ def main() -> int:
 
 
 def told(names: Sequence[str], said: Iterable[tuple[str, int]]) -> int:
-    """Prints a line for each as it comes. The worst status of them."""
+    """Prints each line as it comes. Returns the worst status."""
     worst = 0
     for name, (line, status) in zip(names, said, strict=True):
         print(f"{name:22} {line}", flush=True)

@@ -1,6 +1,7 @@
-"""Builds the kernels of cuda/: `python -m tools.kernels emulator` with g++ for the CPU, `... registers` with nvcc, to see what they take of each GPU.
+"""Builds the kernels of cuda/ for the CPU with g++: `python -m tools.kernels emulator`.
 
-Purpose: compiler calls, by content: what did not change is not built again. Non-purpose: running kernels. The number formats' headers are NVIDIA's: those of a
+`... registers` lists registers by nvcc. Purpose: compiler calls, by content: unchanged sources are
+not built again. Non-purpose: running kernels. The headers of number formats are NVIDIA's: of a
 toolkit, or of the wheels nvidia-cuda-runtime and nvidia-cuda-crt.
 """
 
@@ -56,11 +57,11 @@ class MissingTool(Exception):
 
 
 class CompilerError(Exception):
-    """What the compiler said of the sources."""
+    """The compiler's message about the sources."""
 
 
 def find_headers() -> Path:
-    """Where cuda_fp8.h is. Raises MissingTool."""
+    """The folder of cuda_fp8.h. Raises MissingTool."""
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     homes = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     for place in (*homes, Path("/usr/local/cuda/include"), *packages.glob("*/include")):
@@ -77,9 +78,10 @@ def build_emulator(
     sources: Path = SOURCES,
     into: Path = BUILT,
 ) -> Path:
-    """The kernels for the CPU as one library. sanitizer: of SANITIZERS; dims: head dims to build for, all if none; units: source files.
+    """Builds the kernels for the CPU as one library.
 
-    Raises MissingTool, CompilerError.
+    sanitizer: of SANITIZERS; dims: head dims to build for, all if none; units: source files. Raises
+    MissingTool, CompilerError.
     """
     if not shutil.which("g++"):
         raise MissingTool("g++: not found; install it")
@@ -96,7 +98,7 @@ def build_emulator(
 
 
 def _await_turn(turn: IO[bytes], library: Path) -> None:
-    """Waits while another process compiles the library: two compilers at one time take twice as long.
+    """Waits for another process's build of it: two at one time take twice as long.
 
     Raises CompilerError.
     """
@@ -113,7 +115,7 @@ def _await_turn(turn: IO[bytes], library: Path) -> None:
 
 
 def _compile(library: Path, flags: Sequence[str], sanitizer: str, *, units: Sequence[str], sources: Path) -> None:
-    """Makes the library, whole or not at all. Raises CompilerError."""
+    """Makes the library completely or not at all. Raises CompilerError."""
     objects = library.with_suffix(f".{os.getpid()}")
     objects.mkdir(parents=True)
     try:
@@ -131,13 +133,13 @@ def _compile(library: Path, flags: Sequence[str], sanitizer: str, *, units: Sequ
 
 
 def sanitized_environment(sanitizer: str) -> dict[str, str]:
-    """For a process that loads such a library: its runtime must come first."""
+    """For a process that loads such a library: the sanitizer's runtime must come first."""
     paths = [_run("gcc", f"-print-file-name={name}").strip() for name in RUNTIMES[sanitizer]]
     return os.environ | OPTIONS | ({"LD_PRELOAD": " ".join(paths)} if paths else {})
 
 
 def resources(architecture: int) -> dict[str, Taken]:
-    """Of each kernel, as nvcc's assembler says. Raises MissingTool, NvccError."""
+    """Each kernel's registers, as nvcc's assembler prints them. Raises MissingTool, NvccError."""
     nvcc = fatbins.find_nvcc()
     if nvcc is None:
         raise MissingTool(
@@ -184,7 +186,7 @@ def emulator(sanitizer: str) -> None:
 @main.command()
 @click.option("--architecture", type=int, multiple=True, help="Such as 90; those of fatbins if none is given.")
 def registers(architecture: tuple[int, ...]) -> None:
-    """With nvcc: registers of every kernel, and bytes spilled where there are any. Fails if one of SPILL_FREE spills."""
+    """With nvcc: prints kernels' registers and spilled bytes. Fails if one of SPILL_FREE spills."""
     chosen = architecture or fatbins.ARCHITECTURES
     found = {number: resources(number) for number in chosen}
     made = Table("kernel", *(f"sm_{number}" for number in chosen))

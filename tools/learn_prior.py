@@ -1,8 +1,9 @@
-"""Writes what the reuse index believes before it has heard anything: `python -m tools.learn_prior TRACE...`.
+"""Writes the reuse index's initial table of beliefs: `python -m tools.learn_prior TRACE...`.
 
-Each trace gives one expert: the learner hears all of it, from nothing and without forgetting. One more knows no trace: what waits is the less
-likely used the longer it has waited, which is LRU's order. Which expert is right for the traffic at hand, and where, the learner finds out itself
-(`hazard.blend`). Made again whenever groups or ages change.
+Each trace gives one expert: a learner reads all of it, from an empty state and without forgetting.
+One more expert knows no trace: the longer a block waits, the less likely its use, as in LRU. The
+learner determines which expert fits the traffic, per group (`hazard.blend`). Run it again when
+groups or ages change.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from tierd.simulator import sequences
 
 
 def know_nothing() -> Floats:
-    """One expert who expects a use in a quarter of an hour, and of what has waited longer the less often the longer it has."""
+    """One expert. It expects a use within 1,000 s; after 500 s its rate falls as 0.5 / wait."""
     rate = np.minimum(1 / 1000, 0.5 / np.maximum(EDGES_S[:-1], 1.0))
     return np.tile(np.diff(EDGES_S) * rate, (1, features.GROUPS, 1))
 
 
 def recency() -> Floats:
-    """One expert, [groups, ages], for traffic unlike all traces: a rate that falls as one over the wait, the same for all groups."""
+    """One expert, [groups, ages], for traffic unlike all traces: every group's rate falls as one
+    over the wait."""
     middle_s = (EDGES_S[:-1] + EDGES_S[1:]) / 2
     return np.tile(np.diff(EDGES_S) * 0.3 / (middle_s + 60.0), (features.GROUPS, 1))
 
 
 def hear(trace: list[sequences.Request], learner: Learner) -> None:
-    """All requests of the trace, as a daemon without limits would tell them."""
+    """Feeds all requests of the trace to the learner, as a daemon without limits would."""
     asked: dict[int, int] = {}
     parts: dict[int, int] = {}
     for number, request in enumerate(trace):
@@ -50,7 +52,7 @@ def hear(trace: list[sequences.Request], learner: Learner) -> None:
 
 
 def expert(path: Path) -> Floats:
-    """Hazards [groups, ages] as one trace shows them."""
+    """Hazards [groups, ages] from one trace."""
     nothing = know_nothing()
     learner = Learner(nothing, half_life=float("inf"))
     hear(list(read_trace(path)), learner)

@@ -1,8 +1,8 @@
-"""Compiles tierd/native for this machine: the wheel's hook runs it, and so does `python -m tools.native` in a checkout.
+"""Compiles tierd/native for this machine: `python -m tools.native`, or the wheel's hook.
 
-Purpose: `compile_native`. Non-purpose: which form is used (tierd/native). Only the standard library is needed, since
-a wheel is built where nothing else is. No fault of a compiler
-fails a wheel: the plain forms take its place.
+Purpose: `compile_native`. Non-purpose: the choice of a form (tierd/native). A wheel's build has
+only the standard library, so this program needs no more. If a compiler fails, the wheel still
+builds, and the plain forms are used.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parents[1] / "tierd" / "native" / "plane.cpp"
 LIBRARY = SOURCE.with_name("plane.so")
 COMPILERS = ("c++", "g++", "clang++")
-"""In this order, where CXX names none."""
+"""In this order, if CXX names none."""
 OPTIONS = ("-std=c++17", "-O3", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-fvisibility=hidden")
 LIMIT_S = 120
 PLAIN = "copies are made by Python's own means"
 
 
 def find_compiler() -> str | None:
-    """A compiler of C++, if there is one."""
+    """A C++ compiler, if there is one."""
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def compile_native(target: Path = LIBRARY, *, options: Sequence[str] = OPTIONS) -> str:
-    """Compiles into target, in place of what is there. What is to be said of it: empty, or why there is no library."""
+    """Compiles into target and replaces it. Returns "", or the reason why there is no library."""
     compiler = find_compiler()
     if compiler is None:
         return f"tierd: no C++ compiler found, so {PLAIN}; install g++ and install tierd again"
-    source_id = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]  # as tierd/native asks for it
+    source_id = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]  # tierd/native asks for this id
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".plane-") as folder:
         made = Path(folder) / target.name
         command = [compiler, *options, f'-DTIERD_SOURCE="{source_id}"', "-o", str(made), str(SOURCE)]

@@ -1,6 +1,7 @@
-"""What nvcc's assembler says of registers (`-Xptxas -v`), and which kernels may not spill any.
+"""Reads the register counts that nvcc's assembler prints (`-Xptxas -v`), and names spills.
 
-Purpose: no wheel has kernels one of which spills; it is built without them, and says why. Only the standard library is needed, as in fatbins.py.
+Purpose: if a kernel of SPILL_FREE spills, a wheel is built without kernels, and says why. Only the
+standard library is needed, as in fatbins.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SPILL_FREE = ("decode", "prefill", "slice_sums")
-"""Kernels, by how their names begin, that spill nothing on any architecture: not one byte is allowed. The others may."""
+"""Prefixes of the kernels that may spill no byte on any architecture. The others may spill."""
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
     re.DOTALL,
@@ -19,14 +20,15 @@ RESOURCES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a thread of a kernel takes. spilled: bytes that it stores to memory and loads from it, for want of registers."""
+    """A kernel's use of registers by a thread. spilled: bytes that it stores to and loads from
+    memory, for want of registers."""
 
     registers: int
     spilled: int
 
 
 def parsed(said: str) -> dict[str, Taken]:
-    """Of each kernel, of what the assembler said. Raises ValueError if it told of none."""
+    """The use of each kernel that the assembler lists. Raises ValueError if it lists none."""
     found = RESOURCES.findall(said)
     if not found:
         raise ValueError(f"nvcc -Xptxas -v: tells nothing of registers any more\n{said[-4000:]}")
@@ -34,5 +36,5 @@ def parsed(said: str) -> dict[str, Taken]:
 
 
 def spilling(kernels: Mapping[str, Taken]) -> list[str]:
-    """Those of SPILL_FREE that do."""
+    """The kernels of SPILL_FREE that spill."""
     return [name for name, taken in kernels.items() if taken.spilled and name.startswith(SPILL_FREE)]

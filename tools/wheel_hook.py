@@ -1,5 +1,5 @@
-"""Hatchling calls it when it builds a wheel: tierd/native is compiled where there is a compiler; the sources of the
-kernels go in, and fatbins of them where TIERD_FATBINS asks for them and nvcc makes them."""
+"""Hatchling runs this when it builds a wheel. It compiles tierd/native if there is a compiler, and
+packs the kernels' sources. It adds fatbins if TIERD_FATBINS asks for them and nvcc makes them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tools.native import LIBRARY, compile_native
 
 
 class FatbinHook(BuildHookInterface[Any]):
-    """Named in pyproject.toml."""
+    """pyproject.toml names it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles, and tells hatchling what it made. version: `standard` or `editable`."""
+        """Compiles, and gives hatchling the resulting files. version: `standard` or `editable`."""
         made, said = for_wheel(version)
         build_data["force_include"].update(made)
         self.app.display_warning(said)

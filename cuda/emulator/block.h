@@ -1,7 +1,10 @@
-// One thread block at a time: its threads take turns until each has ended or waits at a barrier.
+// Runs one thread block at a time: its threads take turns until each has ended or waits at a
+// barrier.
 //
-// The order of turns, and of blocks, is SIMT_ORDER: 0 forward, 1 reverse, from 2 on shuffled by that seed. Shared memory has exactly the size that was asked for and
-// begins as NaN. A barrier that not all reach, a collective that diverges, a copy that nobody awaited: the process ends with status 97 and says where.
+// SIMT_ORDER is the order of turns and of blocks: 0 forward, 1 reverse, from 2 on shuffled by that
+// seed. Shared memory has exactly the requested size and begins as NaN. The process ends with
+// status 97 and the place of a fault. Faults: a barrier that not all threads reach, a divergent
+// collective, a copy that no thread awaits.
 #pragma once
 #include <algorithm>
 #include <cstdio>
@@ -23,7 +26,8 @@ struct Copy {
   const void* from;
   bool is_there;
 };
-// The asynchronous copies of a thread, and where its committed groups end: rings, whose counters only rise.
+// The asynchronous copies of a thread, and the ends of its committed groups: rings, whose counters
+// only rise.
 struct Copies {
   static constexpr uint32_t kMost = 512, kMostGroups = 16;
   Copy queue[kMost];

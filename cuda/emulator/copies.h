@@ -1,4 +1,5 @@
-// Asynchronous copies, as late as they may be: what is copied to is poisoned at once, and the bytes land only when their group is awaited.
+// Asynchronous copies, as late as possible: the target is poisoned at once, and the bytes arrive
+// only when their group is awaited.
 #pragma once
 #include "block.h"
 
@@ -10,7 +11,7 @@ SIMT_UNSEEN inline void copy_async(void* to, const void* from, bool is_there) {
   auto* const at = static_cast<unsigned char*>(to);
   if ((reinterpret_cast<uintptr_t>(to) | (is_there ? reinterpret_cast<uintptr_t>(from) : 0)) & 15) fail("a copy is not aligned to 16 bytes");
   if (at < b.shared || at + 16 > b.shared + b.shared_bytes) fail("a copy goes outside shared memory");
-  writes_16(to);  // it may land any time from here on
+  writes_16(to);  // it may arrive any time from here on
   memset(to, 0xFF, 16);
   Copies& copies = current().copies;
   if (copies.begun - copies.landed == Copies::kMost) fail("more copies under way than the emulator keeps");

@@ -1,4 +1,5 @@
-// simt.h without a GPU: the same names, run by fibers on one CPU thread. NVIDIA's headers of number formats compile as they are.
+// simt.h without a GPU: the same names, run by fibers on one CPU thread. NVIDIA's headers of number
+// formats compile unchanged.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -61,7 +62,7 @@ inline void load_of_others(float (&to)[4], const float* from) {
   memcpy(to, from, sizeof to);
 }
 constexpr uint64_t kLaunch = 1 << 24;
-SIMT_UNSEEN inline uint64_t launch_of(uint64_t* launches) {  // it orders nothing
+SIMT_UNSEEN inline uint64_t launch_of(uint64_t* launches) {  // no memory order
   const uint64_t before = *launches;
   *launches += blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1;
   return before & ~(kLaunch - 1);
@@ -82,7 +83,7 @@ inline uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
 
 }  // namespace simt
 
-// What the emulator counted since the last call with `clear`, in the order of Counters.
+// The emulator's counts since the last call with `clear`, in the order of Counters.
 extern "C" __attribute__((used, weak, visibility("default"))) void simt_counters(uint64_t* to, int clear) {
   memcpy(to, &simt::emulator::block().counters, sizeof(simt::emulator::Counters));
   if (clear) simt::emulator::block().counters = {};

@@ -1,4 +1,5 @@
-// A CUDA thread as a fiber: its own stack, and a switch of a dozen instructions. Sanitizers are told of every switch.
+// A CUDA thread as a fiber: its own stack, and a switch of a dozen instructions. The code reports
+// every switch to sanitizers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -38,7 +39,8 @@ void __tsan_write16(void*);
 
 namespace simt::emulator {
 
-// What the race detector knows: only barriers, and a block's being the last, order one thread's accesses after another's.
+// For the race detector: only barriers, and a block's being the last, order one thread's accesses
+// after another's.
 inline void happens_before(void* edge) {
 #if SIMT_TSAN
   __tsan_release(edge);
@@ -89,7 +91,7 @@ simt_switch:
 )");
 #endif
 
-// Memory that threads have used, until the launch is over: before that, nothing orders what comes after it.
+// Stacks of ended threads, kept until the launch ends: until then no order protects their reuse.
 inline std::vector<void*>& retired() {
   static std::vector<void*> all;
   return all;
@@ -99,7 +101,7 @@ inline void free_retired() {
   retired().clear();
 }
 
-// A place to switch from and to: a fiber's, or the scheduler's own.
+// A switch target: a fiber, or the scheduler.
 struct Context {
   static constexpr size_t kStackBytes = (SIMT_ASAN || SIMT_TSAN) ? 256 * 1024 : 64 * 1024;
 
@@ -116,7 +118,7 @@ struct Context {
 
   void begin(void (*entry)()) {
 #if SIMT_TSAN
-    retired().push_back(stack);  // fresh memory for each: the stacks of two blocks' threads have nothing to do with each other
+    retired().push_back(stack);  // fresh memory for each: stacks of two blocks' threads share no addresses
     stack = nullptr;
 #endif
     if (!stack) stack = static_cast<char*>(aligned_alloc(64, kStackBytes));
@@ -145,7 +147,7 @@ struct Context {
   }
 };
 
-// from: where the caller goes on when somebody switches back; is_last: nobody will.
+// from: the place at which the caller goes on after a switch back; is_last: there is none.
 SIMT_UNSEEN inline void switch_to(Context& from, Context& to, bool is_last = false) {
 #if SIMT_TSAN
   __tsan_switch_to_fiber(to.tsan, 1);  // 1: no order between the two

@@ -1,6 +1,8 @@
-// What the threads of a warp do together: they meet, the last to arrive does the work for all, and all go on.
+// Collectives of a warp's threads: they meet, the last to arrive does the work for all, and all go
+// on.
 //
-// Shuffles, matrix loads and multiplications order nothing between lanes but their own operands; only __syncwarp orders memory.
+// Shuffles, matrix loads and multiplications order only their own operands between lanes. Only
+// __syncwarp orders memory.
 #pragma once
 #include <cmath>
 
@@ -35,7 +37,7 @@ template <class Work> SIMT_UNSEEN inline void meet(uint32_t mask, Collective wha
 SIMT_UNSEEN inline Slot& given() { return block().warps[current().warp].in[current().lane]; }
 SIMT_UNSEEN inline Slot& result() { return block().warps[current().warp].out[current().lane]; }
 
-// source: which lane a lane reads, from its number and the argument that it gave.
+// source: the lane that a lane reads, from its number and its argument.
 template <class T, class Source> SIMT_UNSEEN inline T shuffle_values(uint32_t mask, T value, uint64_t argument, Source source) {
   static_assert(sizeof(T) <= 8);
   Slot& mine = given();
@@ -116,7 +118,8 @@ SIMT_UNSEEN inline float float_of(uint16_t bits, __half) {
   return sign * (exponent ? std::ldexp(1024.f + fraction, exponent - 25) : std::ldexp(float(fraction), -24));
 }
 
-// PTX's mma.m16n8k16: lane l holds of a the rows l / 4 and l / 4 + 8, of b the column l / 4, of c two columns of those rows.
+// PTX's mma.m16n8k16: lane l has the rows l / 4 and l / 4 + 8 of a. It has the column l / 4 of b,
+// and two columns of those rows of c.
 template <class T> SIMT_UNSEEN inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Slot& mine = given();
   memcpy(&mine.words[0], a, 16);

@@ -1,14 +1,20 @@
-// NVIDIA's cuFile without a GPU: libcufile.so.0, as far as tierd reads by it. Structures and names are those of the cuFile API reference.
+// NVIDIA's cuFile without a GPU: the part of libcufile.so.0 that tierd uses for reads. Structures
+// and names are those of the cuFile API reference.
 //
-// TIERD_FAKE_CUFILE: `nvfs` or `p2p`: reads are direct, by nvidia-fs or by PCI P2PDMA; `wrong`: by nvidia-fs, and a byte differs; `posix`: they are not and cuFile does not say so but in its counts, as
-// with options that force it; anything else: nothing is there for it, so it opens in compatibility mode or not at all. Device memory is the fake driver's,
-// which takes what was read.
+// TIERD_FAKE_CUFILE: with `nvfs` or `p2p` reads are direct, by nvidia-fs or by PCI P2PDMA. `wrong`:
+// by nvidia-fs, with a wrong byte. `posix`: reads are not direct and only the counts show it, as
+// with options that force it. With any other value it opens in compatibility mode or not at all.
+// The fake driver owns the device memory and receives the bytes.
 //
-// TIERD_FAKE_CUFILE_ORDERS: a file, looked at by each read: while its text is `error`, `eio`, `short`, `wrong`, `crash` or `hang`, that is what the read meets with; one that hangs makes a file *.held. TIERD_FAKE_CUFILE_COUNTS: a file, into which
-// each read that has ended writes how many there were by now, by nvidia-fs, P2PDMA and POSIX, and their bytes.
+// TIERD_FAKE_CUFILE_ORDERS: a file that each read checks. Its text `error`, `eio`, `short`,
+// `wrong`, `crash` or `hang` is the read's outcome. A read that hangs creates a file *.held.
+// TIERD_FAKE_CUFILE_COUNTS: each read that has ended writes the counts so far, by nvidia-fs, P2PDMA
+// and POSIX, and their bytes.
 //
-// It is as strict as the reference lets it be: memory must be registered, whole, device memory that was made for GPUDirect RDMA and still mapped; files must be open, with O_DIRECT; what is given
-// back must be known and no read of it under way. A caller who breaks the last is ended, since nothing else tells him.
+// It is as strict as the reference permits. A caller must register whole device memory that is made
+// for GPUDirect RDMA and still mapped. Files must be open, with O_DIRECT. A handle that is given
+// back must be known, and no read of it may run. A caller that breaks the last rule is ended, since
+// no error reports it.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -88,17 +94,17 @@ Error answer(bool is_right, OpError otherwise) { return {is_right ? kSuccess : o
   fprintf(stderr, "fake cuFile: %s\n", what);
   abort();
 }
-// Whether the file is still that which was registered.
+// Whether the file is still the one that was registered.
 bool is_there(const File& file) {
   struct stat now;
   return !fstat(file.fd, &now) && now.st_dev == file.device && now.st_ino == file.inode;
 }
-// A function of the fake driver's.
+// A function of the fake driver.
 template <class Function> Function* driver_function(const char* name) {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
 }
-// Whether the fake driver has device memory there that a disk may write to.
+// Whether the fake driver has device memory there that a disk can write to.
 bool can_reach(const void* address, size_t bytes) {
   static auto* ask = driver_function<int(uintptr_t, size_t)>("fake_can_be_reached");
   return ask && ask(uintptr_t(address), bytes);
@@ -113,7 +119,7 @@ void tell_counts() {
   if (const char* path = getenv("TIERD_FAKE_CUFILE_COUNTS"))
     std::ofstream(path) << counted.n_total_reads << ' ' << counted.n_nvfs_reads << ' ' << counted.n_p2p_reads << ' ' << counted.n_posix_reads << ' ' << counted.read_bytes << '\n';
 }
-// What the disk gives, or what was ordered.
+// The disk's bytes, or the ordered outcome.
 ssize_t carried(const File& file, char* to, size_t bytes, off_t at) {
   if (order() == "hang") std::ofstream(getenv("TIERD_FAKE_CUFILE_ORDERS") + std::string(".held"));
   while (order() == "hang") usleep(10000);
@@ -135,7 +141,7 @@ ssize_t carried(const File& file, char* to, size_t bytes, off_t at) {
 
 EXPORTED Error cuFileSetParameterBool(int parameter, bool value) {
   std::lock_guard lock(turn);
-  if (is_open || parameter != kAllowCompatMode) return {kInvalidValue, 0};  // properties are the driver's once it is open
+  if (is_open || parameter != kAllowCompatMode) return {kInvalidValue, 0};  // an open driver's properties are fixed
   may_detour = value;
   return {kSuccess, 0};
 }

@@ -1,4 +1,4 @@
-// Devices, their primary contexts, and how the bindings find the driver's functions.
+// Devices, their primary contexts, and the bindings' search for the driver's functions.
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
@@ -55,7 +55,7 @@ CUresult strike(const char* function) {
   int device = -1;
   if (!given || sscanf(given, "%63[^:]:%lu:%15[^:]:%d", chosen, &which, what, &device) < 3) return CUDA_SUCCESS;
   if (device >= 0 && (!current() || device != current_device())) return CUDA_SUCCESS;
-  const std::string name(function), plain = name.substr(0, name.find("_v"));  // cuda.h puts versions behind some
+  const std::string name(function), plain = name.substr(0, name.find("_v"));  // cuda.h adds versions to some names
   if (strcmp(chosen, "*") && chosen != plain) return CUDA_SUCCESS;
   static unsigned long calls = 0;
   if (++calls != which && which) return CUDA_SUCCESS;
@@ -71,7 +71,8 @@ bool is_left_out(const char* name) {
 
 namespace {
 
-// As an H100's. An attribute that is not here is refused, so that nobody relies on what nobody thought of.
+// An H100's attributes. Others are refused, so that no caller relies on a value that the fake does
+// not define.
 const std::map<CUdevice_attribute, int> kAttributes = {
     {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
     {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
@@ -243,7 +244,8 @@ EXPORTED CUresult cuGetErrorName(CUresult error, const char** name) {
 }
 EXPORTED CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
 
-// The newest version of a function, as cuda.h names it for its own version; what is not there is said to be missing, and the bindings name it.
+// The newest version of a function, as cuda.h names it. A missing function is reported, and the
+// bindings name it.
 EXPORTED CUresult cuGetProcAddress_v2(const char* name, void** to, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
   static void* self = [] {
     Dl_info info;
@@ -257,7 +259,8 @@ EXPORTED CUresult cuGetProcAddress_v2(const char* name, void** to, int, cuuint64
   return *to ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-// What this process has not given back, for tests: leaks are counted here and in descriptors.
+// The objects that this process has not released, for tests: they count leaks here and in
+// descriptors.
 EXPORTED void fake_cuda_counts(Counts* to) {
   std::lock_guard lock(mutex());
   const Memory& m = memory();

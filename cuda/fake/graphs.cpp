@@ -1,4 +1,5 @@
-// Graphs: what a stream is given while it is captured does not run; it runs each time the graph is launched, with the parameters of its capture.
+// Graphs: captured work does not run. It runs at each launch of the graph, with the parameters of
+// its capture.
 #include "state.hpp"
 
 namespace fake {
@@ -9,7 +10,7 @@ std::set<Graph*>& graphs() {
   static auto* all = new std::set<Graph*>;
   return *all;
 }
-// A graph and what is made of it to be launched are the same here, but each is destroyed by itself.
+// A graph and its executable are the same here, but each is destroyed by itself.
 template <class Handle> Handle keep(std::unique_ptr<Graph> graph) {
   graphs().insert(graph.get());
   return reinterpret_cast<Handle>(graph.release());

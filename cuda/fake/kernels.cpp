@@ -1,5 +1,6 @@
-// Libraries of kernels and launches. A "fatbin" is one by its header; behind it stand the path of the emulator's library and the names of the kernels that
-// such a fatbin would hold, a line each: a kernel is that library's function of the same name.
+// Libraries of kernels and launches. A "fatbin" is a fatbin's header, the path of the emulator's
+// library, and the names of the kernels in such a fatbin, a line each. A kernel is that library's
+// function of the same name.
 #include <dlfcn.h>
 #include <string.h>
 
@@ -77,7 +78,7 @@ CUresult set_attribute(Function* function, CUfunction_attribute attribute, int v
   return CUDA_SUCCESS;
 }
 
-// Where the parameters are, given in one of the two ways; null if neither or wrongly.
+// The parameters, given in one of two ways; null if neither or both are given.
 const void* params_of(const Kernel& kernel, void** params, void** extra) {
   if (params) return extra ? nullptr : params[0];
   const void* found = nullptr;
@@ -107,7 +108,7 @@ EXPORTED CUresult cuLibraryLoadData(CUlibrary* to, const void* code, CUjit_optio
   std::getline(lines, path);
   auto library = std::make_unique<Library>();
   library->code = path.starts_with("/") ? dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
-  if (!library->code) return CUDA_ERROR_NO_BINARY_FOR_GPU;  // such as a real one
+  if (!library->code) return CUDA_ERROR_NO_BINARY_FOR_GPU;  // for example a real one
   while (std::getline(lines, name)) {
     auto* call = reinterpret_cast<decltype(Kernel::call)>(dlsym(library->code, name.c_str()));
     if (!call) return CUDA_ERROR_INVALID_IMAGE;
@@ -200,7 +201,7 @@ EXPORTED CUresult cuLaunchKernel(CUfunction handle, unsigned x, unsigned y, unsi
   if (!stream || !function || function->device != device || stream->device != device) return CUDA_ERROR_INVALID_HANDLE;
   const Kernel* kernel = function->kernel;
   if (!x || !y || !z || x > 0x7FFFFFFF || y > 0xFFFF || z > 0xFFFF) return CUDA_ERROR_INVALID_VALUE;
-  if (threads_x != unsigned(kernel->threads) || threads_y != 1 || threads_z != 1) return CUDA_ERROR_INVALID_VALUE;  // fewer is no error of the driver's
+  if (threads_x != unsigned(kernel->threads) || threads_y != 1 || threads_z != 1) return CUDA_ERROR_INVALID_VALUE;  // the driver accepts fewer
   if (shared_bytes > unsigned(function->shared_limit)) return CUDA_ERROR_INVALID_VALUE;
   const void* given = params_of(*kernel, params, extra);
   if (!given) return CUDA_ERROR_INVALID_VALUE;

@@ -1,4 +1,4 @@
-// Memory: physical handles and mappings of them, plain allocations, and the host's pages that copies may go to directly.
+// Memory: physical handles and their mappings, plain allocations, and host pages for direct copies.
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
@@ -30,7 +30,7 @@ void* at(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 bool is_there(size_t bytes, int device) { return memory().charged[device] + bytes <= number("TIERD_FAKE_CUDA_BYTES", size_t(8) << 30); }
 bool overlaps(CUdeviceptr a, size_t bytes, CUdeviceptr b, size_t other) { return a < b + other && b < a + bytes; }
 
-// The entry of a map of ranges in which an address lies.
+// The entry of a map of ranges that contains an address.
 template <class Map> auto entry_at(Map& ranges, CUdeviceptr address) {
   auto next = ranges.upper_bound(address);
   return next == ranges.begin() ? ranges.end() : std::prev(next);
@@ -40,12 +40,12 @@ template <class Map, class Bytes> bool holds(Map& ranges, CUdeviceptr address, s
   return found != ranges.end() && address + bytes <= found->first + bytes_of(found->second);
 }
 
-// Address space of a reservation that nothing is mapped to.
+// Makes a reservation's addresses unmapped again.
 bool reserve_again(CUdeviceptr address, size_t bytes) {
   return mmap(at(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) != MAP_FAILED;
 }
 
-// The mappings that make up exactly this range; none if it has a gap or an end within a mapping.
+// The mappings that exactly cover this range; none if it has a gap or cuts a mapping.
 std::vector<std::map<CUdeviceptr, Mapping>::iterator> mappings_of(CUdeviceptr address, size_t bytes) {
   std::vector<std::map<CUdeviceptr, Mapping>::iterator> found;
   const CUdeviceptr end = address + bytes;
@@ -58,7 +58,7 @@ std::vector<std::map<CUdeviceptr, Mapping>::iterator> mappings_of(CUdeviceptr ad
   return found;
 }
 
-// New memory is not zero: nobody may rely on what it holds.
+// New memory is not zero: no caller can rely on its content.
 bool is_littered(int fd, size_t bytes) {
   const std::vector<char> litter(kGranularity, 'x');
   for (size_t at = 0; at < bytes; at += kGranularity)
@@ -71,7 +71,7 @@ CUresult location_error(const CUmemLocation& location) {
   return is_device(location.id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-// The rights of the host's pages, which the kernel knows: what is not mapped has none.
+// The rights of host pages, from the kernel; an unmapped page has none.
 int host_rights(CUdeviceptr address, size_t bytes) {
   FILE* maps = fopen("/proc/self/maps", "r");
   unsigned long begin, end;
@@ -87,7 +87,7 @@ int host_rights(CUdeviceptr address, size_t bytes) {
   return bytes ? 0 : all;
 }
 
-// All device memory, with the rights of its mappings or with none.
+// Gives all device memory its mappings' rights, or none.
 void protect(bool is_covered) {
   for (const auto& [address, mapping] : memory().mappings) mprotect(at(address), mapping.bytes, is_covered ? PROT_NONE : mapping.rights);
   for (const auto& [address, allocation] : memory().allocations) mprotect(at(address), allocation.bytes, is_covered ? PROT_NONE : PROT_READ | PROT_WRITE);
@@ -130,7 +130,7 @@ Range range_of(CUdeviceptr address, size_t bytes) {
 
 using namespace fake;
 
-// For the fake cuFile: whether a disk may write there. Memory of cuMemCreate must have been made for it.
+// For the fake cuFile: whether a disk can write there. Memory of cuMemCreate must be made for it.
 EXPORTED int fake_can_be_reached(CUdeviceptr address, size_t bytes) {
   std::lock_guard lock(fake::mutex());
   const Range range = range_of(address, bytes);
@@ -140,7 +140,8 @@ EXPORTED int fake_can_be_reached(CUdeviceptr address, size_t bytes) {
   return !is_mapped || found->second.backing->prop.allocFlags.gpuDirectRDMACapable;
 }
 
-// Past all work, and with the rights of the mappings: for the fake cuFile, and for tests that look at what is there by now.
+// Reads without waiting for work, with the mappings' rights: for the fake cuFile, and for tests
+// that check the present bytes.
 EXPORTED void fake_cuda_read(void* to, CUdeviceptr from, size_t bytes) {
   std::lock_guard lock(fake::mutex());
   const Uncovered uncovered;
@@ -152,7 +153,7 @@ EXPORTED void fake_cuda_write(CUdeviceptr to, const void* from, size_t bytes) {
   memcpy(at(to), from, bytes);
 }
 
-// -- physical memory, and its way to other processes
+// -- physical memory, and its export to other processes
 
 EXPORTED CUresult cuMemGetInfo(size_t* free, size_t* total) {
   ENTER_CONTEXT;
@@ -175,7 +176,8 @@ EXPORTED CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
   auto backing = std::shared_ptr<Backing>(new Backing{fd, bytes, *prop, true});
   memory().charged[prop->location.id] += bytes;
-  // Whoever imports it must know whose it is, and for what it was made: the file's mode tells, which any process may read.
+  // An importer must know the device and the purpose. The file's mode has both, and any process can
+  // read it.
   if (fchmod(fd, S_IRWXU | (prop->allocFlags.gpuDirectRDMACapable ? S_IRGRP : 0) | prop->location.id) || ftruncate(fd, bytes) || !is_littered(fd, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   memory().handles[*handle = next_handle++] = std::move(backing);
   return CUDA_SUCCESS;
@@ -184,7 +186,7 @@ EXPORTED CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   ENTER;
   return memory().handles.erase(handle) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
-// Of what is mapped at an address: once more, to be released once more.
+// Returns the handle of the mapping at an address once more; the caller releases it once more.
 EXPORTED CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* from) {
   ENTER;
   const auto found = entry_at(memory().mappings, CUdeviceptr(from));
@@ -196,7 +198,7 @@ EXPORTED CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationH
   ENTER;
   const auto found = memory().handles.find(handle);
   if (found == memory().handles.end() || flags || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_INVALID_VALUE;
-  if (!(found->second->prop.requestedHandleTypes & type)) return CUDA_ERROR_INVALID_VALUE;  // to be asked for when it is made
+  if (!(found->second->prop.requestedHandleTypes & type)) return CUDA_ERROR_INVALID_VALUE;  // it must be requested at creation
   const int fd = dup(found->second->fd);
   if (fd < 0) return CUDA_ERROR_OPERATING_SYSTEM;
   *static_cast<int*>(to) = fd;
@@ -205,7 +207,8 @@ EXPORTED CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationH
 EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from, CUmemAllocationHandleType type) {
   ENTER;
   const int given = int(reinterpret_cast<intptr_t>(from));
-  // Ours may be sealed, which files and the memfds of others may not; a name would have to be looked up in /proc, which not every process may.
+  // The fake's memfds can be sealed, files and other memfds cannot. A name would need /proc, which
+  // not every process may read.
   if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || fcntl(given, F_GET_SEALS) != 0) return CUDA_ERROR_INVALID_VALUE;
   struct stat status;
   const int fd = fcntl(given, F_DUPFD_CLOEXEC, 0);
@@ -244,7 +247,7 @@ EXPORTED CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
   memory().reservations.erase(found);
   return CUDA_SUCCESS;
 }
-// A handle is mapped as a whole: an offset is not to be given (cuda.h 13), and of a part nothing is promised.
+// Maps a whole handle: cuda.h 13 forbids an offset and promises nothing for a part.
 EXPORTED CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
   ENTER;
   Memory& m = memory();
@@ -257,7 +260,8 @@ EXPORTED CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUm
   m.mappings[address] = {bytes, found->second};
   return CUDA_SUCCESS;
 }
-// Whole mappings only, one or several that adjoin. It waits for no work: what comes later to such an address loses the context.
+// Unmaps whole mappings only, one or several adjacent ones. It waits for no work: later work at
+// such an address loses the context.
 EXPORTED CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
   ENTER;
   const auto found = mappings_of(address, bytes);

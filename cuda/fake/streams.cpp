@@ -1,4 +1,5 @@
-// Streams, events and copies. Work is a graph: it runs when somebody waits for it, after what must come before it, and nothing else runs with it.
+// Streams, events and copies. Work is a graph: it runs when a caller waits for it, after its
+// predecessors, and no other work runs with it.
 #include <setjmp.h>
 #include <signal.h>
 #include <string.h>
@@ -36,7 +37,7 @@ std::set<Event*>& events() {
   static auto* all = new std::set<Event*>;
   return *all;
 }
-// In the order in which it was put in, also that of streams that are gone.
+// All pending work in its order of submission, also of destroyed streams.
 std::vector<std::weak_ptr<Work>>& pending() {
   static auto* all = new std::vector<std::weak_ptr<Work>>;
   return *all;
@@ -57,7 +58,7 @@ bool is_hung(const std::shared_ptr<Work>& work) {
   return work->is_kernel || std::any_of(work->before.begin(), work->before.end(), is_hung);
 }
 
-// Says no once to whoever asks, so that nobody takes an answer for a wait; then the work is done.
+// Says no once to each query, so that no caller takes a query for a wait; then runs the work.
 CUresult ask(const std::shared_ptr<Work>& work) {
   if (!work || work->is_done) return CUDA_SUCCESS;
   if (is_hung(work)) return CUDA_ERROR_NOT_READY;
@@ -72,7 +73,7 @@ struct Copied {
 };
 using Snapshot = std::shared_ptr<std::vector<char>>;
 
-// TIERD_FAKE_CUDA_PIECE_US: how long the copy engines take for each piece, beside its bytes.
+// TIERD_FAKE_CUDA_PIECE_US: time that the copy engines take for each piece, beside its bytes.
 CUresult copy_now(const Copied& copied, const Snapshot& snapshot) {
   if (const size_t piece_us = number("TIERD_FAKE_CUDA_PIECE_US", 0)) usleep(piece_us);
   const Range to = range_of(copied.to, copied.bytes), from = range_of(copied.from, copied.bytes);
@@ -92,8 +93,9 @@ CUresult copy_error(const Copied& copied) {
   return CUDA_SUCCESS;
 }
 
-// Memory that is not pinned goes through the driver's own buffer: on its way to the device it is read before the call returns, and on its way from there it has
-// arrived (API synchronization behavior in NVIDIA's reference of the driver).
+// Memory that is not pinned goes through the driver's own buffer. A copy to the device reads it
+// before the call returns. A copy from the device has arrived by then (API synchronization behavior
+// in NVIDIA's reference of the driver).
 CUresult copy_async(const Copied& copied, CUstream handle) {
   Stream* stream = find_stream(handle);
   if (!stream) return CUDA_ERROR_INVALID_HANDLE;
@@ -104,7 +106,8 @@ CUresult copy_async(const Copied& copied, CUstream handle) {
   return range_of(copied.to, copied.bytes).place == Place::kPageable ? finish(work) : CUDA_SUCCESS;
 }
 
-// From memory that is not pinned a copy may still be on its way to the device when the call returns: streams that do not wait for the legacy one must be made to.
+// A copy from memory that is not pinned may still run when the call returns. Streams that do not
+// wait for the legacy one must be made to.
 CUresult copy_and_wait(const Copied& copied) {
   const bool is_staged = range_of(copied.from, copied.bytes).place == Place::kPageable;
   if (CUresult wrong = copy_async(copied, CU_STREAM_LEGACY)) return wrong;
@@ -116,7 +119,7 @@ bool is_device(CUdeviceptr address, size_t bytes) { return range_of(address, byt
 thread_local sigjmp_buf way_out;
 thread_local bool is_guarded = false;
 
-// A fault of somebody else's, such as a test that writes where it may not, ends the process as ever.
+// A fault outside guarded work, such as a test's illegal write, ends the process as usual.
 void leave(int number) {
   if (is_guarded) siglongjmp(way_out, 1);
   signal(number, SIG_DFL);
@@ -228,7 +231,7 @@ EXPORTED CUresult cuStreamCreate(CUstream* to, unsigned flags) {
   return CUDA_SUCCESS;
 }
 EXPORTED CUresult cuStreamCreateWithPriority(CUstream* to, unsigned flags, int) { return cuStreamCreate(to, flags); }
-// Work under way goes on.
+// Work in flight goes on.
 EXPORTED CUresult cuStreamDestroy(CUstream handle) {
   ENTER_CONTEXT;
   auto* stream = reinterpret_cast<Stream*>(handle);
@@ -266,7 +269,7 @@ EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent given, unsigned) {
 
 EXPORTED CUresult cuEventCreate(CUevent* to, unsigned flags) {
   ENTER_CONTEXT;
-  if (flags & CU_EVENT_INTERPROCESS) return CUDA_ERROR_NOT_SUPPORTED;  // nobody here needs it yet
+  if (flags & CU_EVENT_INTERPROCESS) return CUDA_ERROR_NOT_SUPPORTED;  // tierd does not need it yet
   auto* event = new Event{current_device(), nullptr, !(flags & CU_EVENT_DISABLE_TIMING)};
   events().insert(event);
   *to = reinterpret_cast<CUevent>(event);
@@ -287,7 +290,7 @@ EXPORTED CUresult cuEventRecord(CUevent given, CUstream handle) {
   event->recorded = enqueue(*stream, nullptr);
   return CUDA_SUCCESS;
 }
-// Behind all work of a context, whichever streams it is in.
+// Records the event behind all work of a context, in any stream.
 EXPORTED CUresult cuCtxRecordEvent(CUcontext context, CUevent given) {
   ENTER;
   auto* event = reinterpret_cast<Event*>(given);
@@ -363,8 +366,9 @@ EXPORTED CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t by
   return CUDA_SUCCESS;
 }
 
-// There is no order within a batch: the last goes first. A source that may be read at any time is read when that is wrong: device memory at the call, before the
-// stream's earlier work has written it, the host's when the stream gets there.
+// A batch has no order: the last copy goes first. A source that may be read at any time is read at
+// the wrong one. Device memory: at the call, before the stream's earlier work writes it. Host
+// memory: when the stream gets there.
 EXPORTED CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes, size_t* firsts,
                                      size_t attribute_count, CUstream handle) {
   ENTER_CONTEXT;

@@ -1,13 +1,15 @@
-// One source for two machines: what a kernel needs of the SIMT model.
+// One source for two machines: the part of the SIMT model that kernels need.
 //
-// nvcc: thin names over CUDA and PTX (sm_80 and newer). g++: the emulator in ../emulator, in which every CUDA thread is a fiber. A kernel includes this
-// file alone, and takes one plain struct by value, so that the symbol in the fatbin and the one in the emulator's library are called alike.
+// For nvcc: thin names over CUDA and PTX (sm_80 and newer). For g++: the emulator in ../emulator,
+// in which every CUDA thread is a fiber. A kernel includes this file alone and takes one plain
+// struct by value. The fatbin and the emulator's library so use the same symbol.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
-// SIMT_CHECK(is_right, format, ...): in a checked build (-DTIERD_CHECKED) a kernel that finds something not right says what, and ends the launch; else nothing is looked at. It is for
-// what callers put into arrays, which nobody reads back before a launch.
+// SIMT_CHECK(is_right, format, ...): in a checked build (-DTIERD_CHECKED) a kernel that finds a
+// wrong value reports it and ends the launch. Other builds check nothing. It checks the callers'
+// array values, which no host code reads back before a launch.
 #if !defined(TIERD_CHECKED)
 #define SIMT_CHECK(IS_RIGHT, FORMAT, ...)
 #elif defined(__CUDACC__)
@@ -32,7 +34,8 @@
 #define SIMT_DEV __device__ __forceinline__
 #define SIMT_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY) SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, 0, BODY)
-// BLOCKS: so many must fit a multiprocessor by their registers; 0: as ptxas likes, which may spill some to fit one more.
+// BLOCKS: number that must fit a multiprocessor by their registers; 0: ptxas decides, and may spill
+// to fit one more.
 #define SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, BLOCKS, BODY) \
   extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ PARAMS params) { BODY(params); }
 
@@ -42,19 +45,23 @@ SIMT_DEV int lane() { return threadIdx.x & 31; }
 SIMT_DEV int warp() { return threadIdx.x >> 5; }
 SIMT_DEV uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// What an address that was read as a number points to: without it the compiler must think that it may be shared memory as well.
+// Says that p points to global memory: without it the compiler must assume that it may be shared
+// memory.
 SIMT_DEV void assume_global(const void* p) { __builtin_assume(__isGlobal(p)); }
 
-// Copies 16 bytes to shared memory, some time before the wait for its group; zeros where not `is_there`, and then the source is not read.
+// Copies 16 bytes to shared memory, at any time before the wait for its group. Without `is_there`
+// it writes zeros and does not read the source.
 SIMT_DEV void copy_async(void* to, const void* from, bool is_there) {
   const int bytes = is_there ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 SIMT_DEV void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-// Waits until at most N of this thread's groups are under way; a barrier makes what landed visible to others.
+// Waits until at most N of this thread's groups are in flight; a barrier shows the bytes to other
+// threads.
 template <int N> SIMT_DEV void await_copies() { asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory"); }
 
-// Four 8x8 matrices of 16-bit units; lane l names the row l % 8 of matrix l / 8 by its address.
+// Loads four 8x8 matrices of 16-bit units; lane l gives the address of the row l % 8 of matrix l /
+// 8.
 SIMT_DEV void load_matrices(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
@@ -64,14 +71,14 @@ SIMT_DEV void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// An 8x8 matrix of 16-bit units, of which lane l holds two of row l / 4, turned round.
+// Transposes an 8x8 matrix of 16-bit units, of which lane l has two of row l / 4.
 SIMT_DEV uint32_t transposed(uint32_t pair) {
   uint32_t turned;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(turned) : "r"(pair));
   return turned;
 }
 
-// A pair of numbers in which what is infinite is NaN: 0 times it, and itself.
+// A pair of numbers with infinities replaced by NaN: 0 times the number, plus the number.
 SIMT_DEV uint32_t without_infinities(uint32_t pair, __nv_bfloat16) {
   uint32_t finite;
   asm("fma.rn.bf16x2 %0, %1, %2, %1;\n" : "=r"(finite) : "r"(pair), "r"(0));
@@ -83,7 +90,7 @@ SIMT_DEV uint32_t without_infinities(uint32_t pair, __half) {
   return finite;
 }
 
-// Whether it is so of any lane.
+// Whether it is true for any lane.
 SIMT_DEV bool any(bool is_so) { return __any_sync(~0u, is_so); }
 
 // c += a * b; a 16x16, b 16x8, c 16x8 in the layout of PTX's mma.m16n8k16.
@@ -102,16 +109,17 @@ SIMT_DEV float exp2_fast(float x) {
   return y;
 }
 
-// Four floats that another block may have written: past the multiprocessor's own cache.
+// Loads four floats that another block may have written, past the multiprocessor's own cache.
 SIMT_DEV void load_of_others(float (&to)[4], const float* from) {
   const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
   to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 SIMT_DEV float load_of_others(const float* from) { return __ldcg(from); }
 
-// A number for this launch, the same in each of its blocks and above that of every launch before: asked once by one thread of each block, `launches` counting for
-// one size of grid alone. Each launch adds kLaunch to it, however its blocks overlap others', so that no launch leaves it between two numbers. Of a number
-// the lower bits are 0, for counters that begin at it.
+// A number for this launch, the same in all of its blocks and above that of every earlier launch.
+// One thread of each block asks once; `launches` serves one grid size alone. Each launch adds
+// kLaunch to it, however its blocks overlap others', so each launch has its own number. The
+// number's lower bits are 0, for counters that begin at it.
 constexpr uint64_t kLaunch = 1 << 24;  // more than blocks of a grid
 SIMT_DEV uint64_t launch_of(uint64_t* launches) {
   const uint64_t mine = blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1;
@@ -120,8 +128,9 @@ SIMT_DEV uint64_t launch_of(uint64_t* launches) {
   return before & ~(kLaunch - 1);
 }
 
-// Whether the block is the last of so many of this launch to arrive, and may read what the others wrote before: asked by one thread, behind a barrier of its block.
-// What earlier launches have left in the counter is below this one's number, and so nothing: nobody must clear it.
+// Whether the block is the last of so many of this launch to arrive, and may read the others'
+// earlier writes. One thread asks, behind its block's barrier. Counts of earlier launches are below
+// this launch's number and so ignored: the counter needs no clearing.
 SIMT_DEV bool is_last_of(uint64_t* counter, uint64_t launch, uint32_t blocks) {
   uint64_t before;
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;\n" ::"l"(counter), "l"(launch) : "memory");

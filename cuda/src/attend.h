@@ -1,6 +1,8 @@
-// Attention of up to 16 query rows to one tile of 16 tokens after another: online softmax (Milakov and Gimelshein, arXiv 1805.02867) over tensor cores.
+// Attention of up to 16 query rows to one tile of 16 tokens after another. Online softmax (Milakov
+// and Gimelshein, arXiv 1805.02867) on tensor cores.
 //
-// A warp does it. Lane l holds of its accumulators the rows l / 4 and l / 4 + 8. Scores are in units of log2, so that exp2 is all that is needed.
+// One warp does the work. Lane l has the rows l / 4 and l / 4 + 8 of its accumulators. Scores are
+// in units of log2, so that exp2 suffices.
 #pragma once
 #include <math.h>
 
@@ -8,11 +10,12 @@
 
 #include "tile.h"
 
-#ifndef TIERD_DIMS  // head dims that kernels are built for; fewer for a quick build
+#ifndef TIERD_DIMS  // head dims of the built kernels; fewer for a quick build
 #define TIERD_DIMS(EACH) EACH(64) EACH(96) EACH(128) EACH(256)
 #endif
 
-// EACH(queries, their name, keys and values as stored, their name, head dim): what kernels are built for of one head dim.
+// EACH(queries, their name, keys and values as stored, their name, head dim): the kernels of a head
+// dim.
 #define TIERD_TYPES(EACH, DIM)                \
   EACH(Bf16, bf16, Stored16<Bf16>, bf16, DIM) \
   EACH(F16, f16, Stored16<F16>, f16, DIM)     \
@@ -25,7 +28,7 @@ template <class Stored, int kDim> struct Queries {
   static constexpr int kBlocks = kDim / 16;
   uint32_t words[kBlocks][4];
 
-  // row: gives the first channel of a query row, or null where there is none.
+  // row: returns the first channel of a query row, or null if there is none.
   template <class Query, class Row> SIMT_DEV void load(Row row) {
     using Math = typename Stored::Math;
     const int t = simt::lane() & 3;
@@ -42,8 +45,8 @@ template <class Stored, int kDim> struct Queries {
   }
 };
 
-// Weights are two parts, the rounded one and what rounding left, where one of them would be as coarse as the output: where attention is flat, that alone would
-// be as far off as the output's own rounding.
+// Weights have two parts, the rounded weight and its rounding error, if one part would be as coarse
+// as the output. With flat attention one part would err as much as the output's own rounding.
 template <class Query, class Stored, int kDim> struct Attention {
   using Math = typename Stored::Math;
   using KvTile = Tile<Stored, kDim>;
@@ -96,7 +99,7 @@ template <class Query, class Stored, int kDim> struct Attention {
     for (int r = 0; r < 2; r++) sum[r] = over_row(sum[r]), rounded[r] = over_row(rounded[r]);
   }
 
-  // Calls put(row, channel, value) for what this lane holds.
+  // Calls put(row, channel, value) for each value of this lane.
   template <class Put> SIMT_DEV void each_out(Put put) const {
     const int t = simt::lane() & 3;
 #pragma unroll
@@ -111,7 +114,7 @@ template <class Query, class Stored, int kDim> struct Attention {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 
-  // Scores of row r become weights; how much what was gathered before shrinks.
+  // Turns the scores of row r into weights. Returns the factor by which earlier sums shrink.
   template <class Seen> SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen) {
     const int row = (simt::lane() >> 2) + 8 * r, t = simt::lane() & 3;
     float x[4], best = -INFINITY;

@@ -1,19 +1,24 @@
-// Which tokens of which pages a request's queries attend to, as a list of tiles.
+// The tokens that a request's queries attend to, as a list of tiles.
 #pragma once
 #include "tile.h"
 
 namespace tierd {
 
-// Keys or values of one layer in a pool of pages; strides in bytes. A page is page_tokens consecutive tokens of a request.
+// Keys or values of one layer in a pool of pages; strides in bytes. A page is page_tokens
+// consecutive tokens of a request.
 struct Pool {
   const unsigned char *k, *v;
   int64_t page_stride, token_stride, head_stride;
-  int page_tokens, pages;  // pages: how many there are, for a checked build
+  int page_tokens, pages;  // pages: their number, for a checked build
 };
 
-// kv_lens: [requests]. tables: [requests][table_stride] page ids in order; what lies behind a request's length is never read.
-// sinks, window: a query sees the first `sinks` tokens and the last `window` ones up to itself; window 0: all of them.
-// subsets: null, or [requests * kv_heads][subset_stride] ordinals of the pages to attend to, subset_sizes of them each; not with a window.
+// kv_lens: [requests]. tables: [requests][table_stride] page ids in order.
+// Entries behind a request's length are never read.
+// sinks, window: a query sees the first `sinks` tokens and the last `window` ones up to itself.
+// A window of 0 shows all tokens.
+// subsets: null, or [requests * kv_heads][subset_stride] ordinals of the pages to attend to,
+// subset_sizes of them each.
+// They exclude a window.
 struct Batch {
   const int *kv_lens, *tables, *subsets, *subset_sizes;
   int requests, kv_heads, table_stride, subset_stride, sinks, window;
@@ -21,14 +26,14 @@ struct Batch {
 
 SIMT_DEV int tiles_for(int tokens) { return (tokens + kTileTokens - 1) / kTileTokens; }
 
-// The id of the page in which a token of a request lies.
+// The id of the page of a request's token.
 SIMT_DEV int page_of(const Batch& batch, const Pool& pool, int request, int token) {
   const int at = token / pool.page_tokens, id = batch.tables[(int64_t)request * batch.table_stride + at];
   SIMT_CHECK(id >= 0 && id < pool.pages, "row %d of the tables, page %d: id %d, and the pool has %d pages", request, at, id, pool.pages);
   return id;
 }
 
-// The tiles of one request and kv head that anything is seen of. Tile i begins at token first_token(i).
+// The tiles of one request and kv head that a query sees. Tile i begins at token first_token(i).
 struct TileList {
   const int* subset;
   int page_tiles, skipped_from, skipped, count;
@@ -39,7 +44,7 @@ struct TileList {
   }
 };
 
-// oldest: the first token that the oldest of the queries sees behind the sinks.
+// oldest: the first token behind the sinks that the oldest query sees.
 SIMT_DEV TileList tiles_of(const Batch& batch, int page_tokens, int request, int head, int oldest) {
   const int length = batch.kv_lens[request], page_tiles = page_tokens / kTileTokens;
   SIMT_CHECK(length >= 0 && length <= (int64_t)batch.table_stride * page_tokens, "row %d of the tables: %d tokens, and it has room for %d pages of %d", request, length,

@@ -1,10 +1,15 @@
-// Paged decode: one query token of each request attends to the pages of its block table, wherever they lie in the pool.
+// Paged decode: one query token of each request attends to the pages of its block table, anywhere
+// in the pool.
 //
-// The grid's blocks share out the tiles of all requests and kv heads in equal runs (`share.h`). A run may cross rows, and a row runs: what a block has of a row
-// that others have tiles of too is a part, and whichever block is the last to bring one of some neighbours joins them, in their order, by their log-sum-exps, and
-// so on upwards (FlashDecoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3; the last to arrive as in Stream-K, arXiv 2301.03598). Within a block
-// each warp takes every fourth tile and has its own ring of tiles in shared memory, filled ahead across rows: no barrier in the loop but the warp's own. The ring
-// is as long as the caller has shared memory for: one tile is worked on while one or two are under way, and the page of the next one is asked for.
+// The grid's blocks share the tiles of all requests and kv heads in equal runs (`share.h`). A run
+// may cross rows, and a row may cross runs. If blocks share a row, each has a part of it. The block
+// that brings the last part of some neighbours joins them by their log-sum-exps, in their order.
+// Joins go on upwards (FlashDecoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3).
+// The last to arrive joins, as in Stream-K (arXiv 2301.03598).
+// Within a block each warp takes every fourth tile. It has its own ring of tiles in shared memory,
+// filled ahead across rows: the loop has no barrier but the warp's own. The caller's shared memory
+// sets the ring's length. One tile is in use while one or two are in flight, and the page id of the
+// next one is being read.
 #include "share.h"
 #include "turned.h"
 
@@ -17,26 +22,26 @@ struct DecodeParams {
   void* to;               // as q
   float* lse_to;          // [requests][q_heads], natural
   float *out, *lse;       // parts: [blocks + rows][group][dim], [2][blocks + rows][group] (log2)
-  uint64_t* launches;     // how many there were, as simt.h counts them
-  uint64_t* arrived;      // [blocks + rows]: how many parts there are of those that are joined next, above the launch's number; whatever earlier launches left
+  uint64_t* launches;     // number of launches, as simt.h counts them
+  uint64_t* arrived;      // [blocks + rows]: number of parts present for the next join, above the launch's number; starts with any value
   float* tile_lse;        // null, or [requests][kv_heads][table_stride * page_tokens / 16][group] (log2), written for the tiles of the list
   float* mass;            // with it: [requests][q_heads][table_stride], zeroed
-  const float *k_scales, *v_scales;  // null, or [kv_heads]: what stored keys and values are multiplied by
+  const float *k_scales, *v_scales;  // null, or [kv_heads]: factors of stored keys and values
   int q_heads;
-  int ring;  // 2 or 3: tiles of K and V that a warp has in shared memory
+  int ring;  // 2 or 3: a warp's tiles of K and V in shared memory
   float scale_log2;
 };
 
 struct MassParams {
   Batch batch;
   const float *tile_lse, *lse;  // of decode (log2) and of its result (natural)
-  float* mass;                  // [requests][q_heads][table_stride]: the attention weight of each page; 0 where nothing of it is seen
+  float* mass;                  // [requests][q_heads][table_stride]: the attention weight of each page; 0 if no token of it is seen
   int q_heads, page_tokens;
 };
 
-constexpr int kFan = 8;       // partial results that become one at a time, and are asked for at a time
-constexpr int kOnce = 16;     // so many become one at once: to wait for others costs as much as to read eight more
-constexpr int kLongRun = 64;  // tiles: in a longer run a ring of two is quicker, which leaves the memory's queues shorter
+constexpr int kFan = 8;       // partial results that are loaded and joined at a time
+constexpr int kOnce = 16;     // most partial results joined at once: to wait for others costs as much as to read eight more
+constexpr int kLongRun = 64;  // tiles: in a longer run a ring of two is quicker, as it keeps the memory's queues shorter
 
 struct ClearParams {
   uint32_t* words;
@@ -52,23 +57,24 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   using KvTile = Tile<Stored, kDim>;
   using Value = typename Query::Value;
   using Four = Pack<float, 4>;
-  static constexpr int kSlot = 2 * KvTile::kBytes, kThreads = 32 * kWarps, kPadded = kDim + 4;  // padded: heads lie in other banks
-  static constexpr bool kAsksAhead = kDim <= 128;  // with more channels there is no register for it
+  static constexpr int kSlot = 2 * KvTile::kBytes, kThreads = 32 * kWarps, kPadded = kDim + 4;  // padded: heads use different banks
+  static constexpr bool kAsksAhead = kDim <= 128;  // with more channels no register is free for it
 
-  // Of a row: where it stands among partial results, by how many joins it is away from a block's own part, and whether it is the row's result instead.
+  // A row's part: its place among partial results, its number of joins, and whether it is the row's
+  // result.
   struct Part {
     int row, slot, level;
     bool is_all;
   };
 
-  // What a warp loads next, and the page that it lies in, which is asked for one turn before it is needed.
+  // The tile that a warp loads next, and its page, which is read one turn ahead.
   struct Next {
     Row row;
     int tile, page;
 
     SIMT_DEV int token(const DecodeParams& p) const { return row.first_token(p.batch, p.pool.page_tokens, tile); }
     SIMT_DEV int request(const DecodeParams& p) const { return row.number / p.batch.kv_heads; }
-    // How many tokens are there from the tile's first on.
+    // Number of tokens from the tile's first on.
     SIMT_DEV int rows(const DecodeParams& p) const { return p.batch.kv_lens[request(p)] - token(p); }
 
     SIMT_DEV int page_of_tile(const DecodeParams& p) const {
@@ -94,7 +100,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     }
   };
 
-  // Four channels from the i-th on, of all heads.
+  // Stores four channels from the i-th on, counted over all heads.
   static SIMT_DEV void put(const DecodeParams& p, int64_t i, const float (&x)[4], float scale) {
     const Pack<Value, 4> rounded = {Query::round(x[0] * scale), Query::round(x[1] * scale), Query::round(x[2] * scale), Query::round(x[3] * scale)};
     *reinterpret_cast<Pack<Value, 4>*>(static_cast<Value*>(p.to) + i) = rounded;
@@ -104,7 +110,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   }
   static SIMT_DEV float v_scale(const DecodeParams& p, int row) { return p.v_scales ? p.v_scales[row % p.batch.kv_heads] : 1.f; }
 
-  // Rows without a tile, of which no block has a run: a lane looks at one, all of them fill it.
+  // Rows without a tile are in no block's run: a lane checks one row, all lanes fill it.
   static SIMT_DEV void put_empty(const DecodeParams& p, int group) {
     const int rows = p.batch.requests * p.batch.kv_heads;
     for (int first = 32 * (blockIdx.x * kWarps + simt::warp()); first < rows; first += gridDim.x * kThreads) {
@@ -120,12 +126,14 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     }
   }
 
-  // Log-sum-exps of parts (log2). Joins read those of one level and write those of the next: there are two sets, which take turns.
+  // Log-sum-exps of parts (log2). Joins read those of one level and write those of the next, in two
+  // sets by turns.
   static SIMT_DEV float* lses_of(const DecodeParams& p, int level, int group) {
     return p.lse + (level & 1) * (int64_t)(gridDim.x + p.batch.requests * p.batch.kv_heads) * group;
   }
 
-  // Four of a part's channels, from the i-th of its heads' on: out / weight; and with a head's first ones its log-sum-exp.
+  // Stores four of a part's channels, from the i-th of its heads on: out / weight. With a head's
+  // first channels it stores the log-sum-exp.
   static SIMT_DEV void put_part(const DecodeParams& p, const Part& part, int group, int i, const float (&out)[4], float weight, float base, float sum) {
     const int64_t first_head = (int64_t)(part.is_all ? part.row : part.slot) * group, head = first_head + i / kDim;
     const float scale = inverse_of(weight, part.is_all ? v_scale(p, part.row) : 1.f);
@@ -136,7 +144,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     else lses_of(p, part.level, group)[head] = lse_of(base, log2f(sum), sum);
   }
 
-  // The warps' results of a row become one. shared: what is behind the rings, but for `told`.
+  // Joins the warps' results of a row. shared: the memory behind the rings, except `told`.
   static SIMT_DEV void join_warps(const DecodeParams& p, const Attention& mine, const Part& part, int group, float* shared) {
     float *outs = shared, *tops = outs + kWarps * group * kPadded, *sums = tops + kWarps * group, *rounded = sums + kWarps * group;
     const int first = simt::warp() * group;
@@ -164,10 +172,10 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
       }
       put_part(p, part, group, i, out, whole, base, sum);
     }
-    __syncthreads();  // before the next row's results go there, and before anybody hears of the part
+    __syncthreads();  // before the next row's results replace these, and before the part is announced
   }
 
-  // Parts of the level below become one: they lie `step` slots apart, from its own on.
+  // Joins parts of the level below; they are `step` slots apart, from its own slot on.
   static SIMT_DEV void join_parts(const DecodeParams& p, const Part& part, int parts, int step, int group) {
     const float* of_parts = lses_of(p, part.level - 1, group);
     for (int i = 4 * threadIdx.x; i < group * kDim; i += 4 * kThreads) {
@@ -194,11 +202,12 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
       }
       put_part(p, part, group, i, out, sum, top == -INFINITY ? 0.f : top, sum);
     }
-    __syncthreads();  // before anybody hears of the part
+    __syncthreads();  // before the part is announced
   }
 
-  // The block's part of a row is there. Whoever brings the last of some neighbours joins them to one part, and brings that, until it is all of the row.
-  // launch: its number, which the first thread knows.
+  // The block's part of a row is stored. The block that brings the last of some neighbours joins
+  // them. It brings the joined part in turn, until it is the whole row. launch: the launch's
+  // number, known to the first thread.
   static SIMT_DEV void bring(const DecodeParams& p, const Run& run, const Row& row, int group, int* told, uint64_t launch) {
     const int from = row.begin / run.length, parts = (row.end - 1) / run.length - from + 1, slots = from + row.number;
     const int fan = parts > kOnce ? kFan : kOnce;
@@ -206,7 +215,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     for (int level = 1, step = 1; step < parts; level++, step *= fan) {
       mine -= mine % (fan * step);
       const int count = min(fan, (parts - mine + step - 1) / step);
-      if (count > 1) {  // its counter is that of the first slot; a level further up, of the next one, which nobody else uses
+      if (count > 1) {  // its counter is the first slot's; a level up it is the next one's, which no other join uses
         if (threadIdx.x == 0) *told = simt::is_last_of(p.arrived + slots + mine + level - 1, launch, count);
         __syncthreads();
         if (!*told) return;
@@ -229,7 +238,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     next.find(p, last);
     for (int i = 0; i < tiles_there - 1; i++) next.load(p, last, ring + i * kSlot);
     put_empty(p, group);
-    uint64_t* kept = reinterpret_cast<uint64_t*>(told + kWarps + 2);  // behind the share's numbers: no register for so long
+    uint64_t* kept = reinterpret_cast<uint64_t*>(told + kWarps + 2);  // behind the share's numbers: a register for so long costs too much
     if (threadIdx.x == 0) *kept = launch;
     if constexpr (kTells) {
       const int64_t count = (int64_t)p.batch.requests * p.q_heads * p.batch.table_stride;
@@ -264,7 +273,8 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     }
     simt::await_copies<0>();
     if (mine.run.first >= last) return;
-    // At the end, since to tell others is to wait for the memory. Only its first and its last row can be others' too.
+    // At the end of the run, since an announcement waits for the memory. Only its first and last
+    // rows can be shared.
     const Row& first = mine.row;
     launch = threadIdx.x == 0 ? *kept : 0;
     if (first.begin < mine.run.first || first.end > last) bring(p, mine.run, first, group, told, launch);
@@ -272,19 +282,20 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   }
 };
 
-// A block for a row and some of its tiles: the weights of tiles, summed over each page, for its query heads one after another.
+// A block takes a row and some of its tiles. It sums the weights of tiles over each page, one query
+// head after another.
 SIMT_DEV void page_mass(const MassParams& p) {
   const int row = blockIdx.x, group = p.q_heads / p.batch.kv_heads, page_tiles = p.page_tokens / kTileTokens, length = p.batch.kv_lens[row / p.batch.kv_heads];
   const TileList tiles = tiles_of(p.batch, p.page_tokens, row / p.batch.kv_heads, row % p.batch.kv_heads, length - p.batch.window);
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (i >= tiles.count) return;
   const int token = tiles.first_token(i), page = token / p.page_tokens;
-  // The first tile of each page that is seen takes those that follow.
+  // The first visible tile of each page sums those that follow.
   if (token >= length || (i > 0 && tiles.first_token(i - 1) / p.page_tokens == page)) return;
   const float* tile_lse = p.tile_lse + (int64_t)row * p.batch.table_stride * page_tiles * group;
   for (int head = 0; head < group; head++) {
     const int64_t of_all = (int64_t)row * group + head;
-    const float lse = p.lse[of_all], whole = lse == -INFINITY ? 0.f : lse / kLn2;  // scores of -inf alone weigh nothing
+    const float lse = p.lse[of_all], whole = lse == -INFINITY ? 0.f : lse / kLn2;  // scores of -inf alone have no weight
     float sum = 0.f;
     for (int j = i; j < tiles.count && j < i + page_tiles; j++) {
       const int at = tiles.first_token(j);
@@ -295,10 +306,11 @@ SIMT_DEV void page_mass(const MassParams& p) {
   }
 }
 
-// kSets: of eight query heads for a kv head.
+// kSets: sets of eight query heads for a kv head.
 template <class Query, class Stored, int kDim, int kSets> struct Shape {
-  static constexpr int kWarps = kDim > 128 ? 2 : 4;  // rings of two blocks fit a multiprocessor of an H100
-  // Told, or ptxas spills to have one more: as many as shared memory lets be anyway, if that many have the registers.
+  static constexpr int kWarps = kDim > 128 ? 2 : 4;  // the rings of two blocks fit an H100's multiprocessor
+  // Stated, or ptxas spills to fit one more block. Shared memory allows as many blocks anyway, if
+  // the registers do.
   static constexpr int kResident = kDim > 128 ? 3 : kDim == 64 ? (kSets > 1 ? 3 : 4) : Stored::kBytes == 2 || kSets > 1 ? 2 : 3;
   using Kernel = Decode<Query, Stored, kDim, kSets, kWarps>;
 };

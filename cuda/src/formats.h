@@ -1,7 +1,8 @@
-// Number formats of queries, keys and values, and the order in which their channels meet in the tensor cores.
+// Number formats of queries, keys and values, and the order of their channels in the tensor cores.
 //
-// mma.m16n8k16 sums over 16 channels (Q K^T) or tokens (P V). The sum may take channels in any order that both operands share: 8-bit values use that, so
-// that what a lane gets from a matrix load of 16-bit units is what it multiplies, with no exchange between lanes.
+// An mma.m16n8k16 sums over 16 channels (Q K^T) or tokens (P V). The sum may take channels in any
+// order that both operands share. With 8-bit values a lane so multiplies what a matrix load of
+// 16-bit units gives it, with no exchange between lanes.
 #pragma once
 #include <math.h>
 
@@ -16,12 +17,12 @@ template <class To, class From> SIMT_DEV To bit_cast(From from) {
   return to;
 }
 
-// Values that are read or written at once.
+// Values that are read or written together.
 template <class Value, int kCount> struct alignas(kCount * sizeof(Value)) Pack {
   Value values[kCount];
 };
 
-// Whether addresses and strides, combined by `or`, allow so many bytes at once.
+// Whether addresses and strides, combined by `or`, allow accesses of this many bytes.
 SIMT_DEV bool are_aligned(uint64_t all, int bytes) { return all % bytes == 0; }
 SIMT_DEV uint64_t number_of(const void* address) { return reinterpret_cast<uint64_t>(address); }
 
@@ -43,15 +44,15 @@ struct F16 {
   static SIMT_DEV float high_of(uint32_t pair) { return __half2float(__ushort_as_half(uint16_t(pair >> 16))); }
 };
 
-// Of queries, as `Math` multiplies them: what is infinite, or becomes so in fp16, is NaN. Else its products could be scores of -inf, and tokens that were seen
-// count as if none had been.
+// Queries as `Math` multiplies them. A value that is infinite, or becomes so in fp16, is NaN. Else
+// its products could be scores of -inf, and visible tokens would count as absent.
 template <class Math> SIMT_DEV uint32_t pack_query(float low, float high) {
   return simt::without_infinities(Math::pack(low, high), typename Math::Value());
 }
 
-// A log-sum-exp, in the units of its logarithm: -inf where nothing was seen. A sum of NaN is none of nothing, and stays.
+// A log-sum-exp, in the units of its logarithm: -inf if no token was seen. A sum of NaN gives NaN.
 SIMT_DEV float lse_of(float base, float log_of_sum, float sum) { return sum == 0.f ? -INFINITY : base + log_of_sum; }
-// What outputs are multiplied by: 0 where nothing was seen, NaN with a sum of NaN.
+// The factor of outputs: 0 if no token was seen, NaN with a sum of NaN.
 SIMT_DEV float inverse_of(float sum, float factor = 1.f) { return sum == 0.f ? 0.f : factor / sum; }
 
 struct F32 {
@@ -66,8 +67,10 @@ SIMT_DEV uint32_t widen_e4m3(uint32_t pair) {
   return uint32_t(wide.x) | uint32_t(wide.y) << 16;
 }
 
-// Keys and values as they are stored. Math: what multiplies them. Of a block of 16 channels, lane quarter t (lane % 4) holds of the a and b operands of
-// Q K^T the channels first(t), +1 and second(t), +1; column n of the accumulator pair (even, odd) of P V is the channel out(is_odd, n).
+// Keys and values as they are stored. Math: the format that multiplies them. Lane quarter t (lane %
+// 4) has four channels of each block of 16. For the a and b operands of Q K^T they are first(t),
+// +1, second(t), +1. Column n of the accumulator pair (even, odd) of P V is the channel out(is_odd,
+// n).
 template <class M> struct Stored16 {
   using Math = M;
   static constexpr int kBytes = 2;

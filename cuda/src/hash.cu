@@ -1,14 +1,16 @@
-// Checksums of slices: XXH3-64 with the default secret and seed 0, for any length and address, to the bit what the daemon's host side sums.
+// Checksums of slices: XXH3-64 with the default secret and seed 0, for any length and address,
+// equal to the bit to the daemon's sums on the host.
 //
-// XXH3 is Yann Collet's. Written from its description, "xxHash fast digest algorithm" (doc/xxhash_spec.md of github.com/Cyan4973/xxHash), whose words these are:
-// a stripe is 64 bytes, a block 16 stripes. What a block adds to the eight accumulators does not depend on them: lanes gather it in any order, several blocks
-// at a time. Only the scramble behind each block is one after the other.
+// XXH3 is Yann Collet's. This follows "xxHash fast digest algorithm" (doc/xxhash_spec.md of
+// github.com/Cyan4973/xxHash), with its words: a stripe is 64 bytes, a block 16 stripes. A block's
+// additions to the eight accumulators do not depend on them: lanes gather them in any order,
+// several blocks at a time. Only the scramble behind each block is sequential.
 #include "../include/simt.h"
 
 namespace tierd {
 
 struct SumsParams {
-  const uint64_t* addresses;  // [slices]; of a slice of no bytes nothing is read, else only granules of 16 bytes that have some of it
+  const uint64_t* addresses;  // [slices]; an empty slice is not read, others only in the granules of 16 bytes that they touch
   const uint32_t* lengths;    // [slices], bytes
   uint64_t* sums;             // [slices]
 };
@@ -28,23 +30,23 @@ static __device__ const uint64_t kBegin[8] = {kPrime32_3, kPrime64_1, kPrime64_2
 
 constexpr uint32_t kStripeBytes = 64, kBlockBytes = 1024;
 constexpr int kStripeLanes = 4, kHalves = 2;  // a lane has 16 bytes of a stripe, a warp half a block at a time
-constexpr int kAhead = 4;                     // blocks that are under way while others are worked on
+constexpr int kAhead = 4;                     // blocks in flight while others are summed
 
-// Two words of 8 bytes: what a lane loads at a time, and the two accumulators that it feeds.
+// Two words of 8 bytes: a lane's load, and the two accumulators that it feeds.
 struct Pair {
   uint64_t words[2];
 };
 
 SIMT_DEV uint64_t shifted(uint64_t low, uint64_t high, int bits) { return low >> bits | high << 1 << (63 - bits); }
 
-// A word, or two, of the secret at any byte.
+// One word or two of the secret, from any byte on.
 SIMT_DEV uint64_t secret_at(int offset) { return shifted(kSecret[offset / 8], kSecret[offset / 8 + 1], offset % 8 * 8); }
 SIMT_DEV Pair secrets_at(int offset) { return {secret_at(offset), secret_at(offset + 8)}; }
 
 // -- bytes
 
-// 16 bytes on their way, as whole granules of 16: one if they are aligned, the two in which they lie if not. They are put together when they are used: to do
-// it when they are loaded would be to wait for them.
+// 16 bytes in flight, as granules of 16: one if they are aligned, else the two that contain them.
+// They are combined at their use: to combine them at the load would wait for it.
 template <bool kIsAligned> struct Arriving {
   uint4 granules[kIsAligned ? 1 : 2];
 
@@ -52,7 +54,7 @@ template <bool kIsAligned> struct Arriving {
     granules[0] = *reinterpret_cast<const uint4*>(granule);
     if constexpr (!kIsAligned) granules[1] = *reinterpret_cast<const uint4*>(granule + 16);
   }
-  // offset: where they begin in the first granule.
+  // offset: of the bytes in the first granule.
   SIMT_DEV Pair arrived(int offset) const {
     const Pair here = words_of(granules[0]);
     if constexpr (kIsAligned) return here;
@@ -114,7 +116,7 @@ SIMT_DEV uint64_t over_lanes(uint64_t x, int first, int end) {
   return x;
 }
 
-// -- up to 16 bytes: every lane does all of it
+// -- up to 16 bytes: every lane computes all of it
 
 SIMT_DEV uint64_t sum_to_3(const unsigned char* data, uint32_t length) {
   const uint32_t both = data[length - 1] | length << 8 | (uint32_t)data[0] << 16 | (uint32_t)data[length / 2] << 24;
@@ -138,7 +140,7 @@ SIMT_DEV uint64_t sum_to_16(const unsigned char* data, uint32_t length) {
 // -- up to 240 bytes: a lane mixes 16 of them
 
 SIMT_DEV uint64_t sum_to_128(const unsigned char* data, uint32_t length) {
-  const uint32_t lane = simt::lane(), step = lane / 2 * 16;  // even lanes from the beginning on, odd ones from the end back
+  const uint32_t lane = simt::lane(), step = lane / 2 * 16;  // even lanes go from the beginning on, odd ones from the end back
   uint64_t mine = 0;
   if (lane <= (length - 1) / 32 * 2 + 1) mine = mixed(pair_at(data + (lane % 2 ? length - 16 - step : step)), secrets_at(16 * lane));
   return avalanche(length * kPrime64_1 + over_lanes(mine, 1, 32));
@@ -153,9 +155,10 @@ SIMT_DEV uint64_t sum_to_240(const unsigned char* data, uint32_t length) {
   return avalanche(avalanche(length * kPrime64_1 + first) + rest);
 }
 
-// -- above: lane l has the stripes l / 4 and l / 4 + 8 of a block, and of each its words 2 * (l % 4) and the next
+// -- above: lane l has the stripes l / 4 and l / 4 + 8 of a block, of each the words 2 * (l % 4)
+// and the next
 
-// What 16 bytes of a stripe add to their accumulators.
+// Adds 16 bytes of a stripe to their accumulators.
 SIMT_DEV void accumulate(Pair& sums, Pair data, Pair secret) {
   for (int i = 0; i < 2; i++) {
     const uint64_t keyed = data.words[i] ^ secret.words[i];
@@ -179,7 +182,8 @@ SIMT_DEV void scramble(Pair& accumulators, Pair secret) {
   }
 }
 
-// The stripes of the last block, which may be full, but for its last one; in place of that the last 64 bytes of the slice, whatever they belong to.
+// The last block's stripes without the final one, also if it is full. In its place come the slice's
+// last 64 bytes, which may overlap.
 template <bool kIsAligned> SIMT_DEV Pair last_block(const unsigned char* data, uint32_t length, const Pair (&secrets)[kHalves]) {
   const int lane = simt::lane(), stripes = (length - 1) % kBlockBytes / kStripeBytes;
   const unsigned char* block = data + (length - 1) / kBlockBytes * kBlockBytes;
@@ -237,7 +241,7 @@ SIMT_DEV uint64_t sum(const unsigned char* data, uint32_t length) {
   return reinterpret_cast<uintptr_t>(data) % 16 ? sum_above_240<false>(data, length) : sum_above_240<true>(data, length);
 }
 
-// A warp for each slice, and no more than a warp in a thread block: few slices are spread over all multiprocessors.
+// A warp sums a slice, and a thread block has one warp: few slices then use all multiprocessors.
 SIMT_DEV void sum_slice(const SumsParams& p) {
   const auto* data = reinterpret_cast<const unsigned char*>(p.addresses[blockIdx.x]);
   const uint64_t found = sum(data, p.lengths[blockIdx.x]);
@@ -248,4 +252,4 @@ SIMT_DEV void sum_slice(const SumsParams& p) {
 
 using namespace tierd;
 
-SIMT_RESIDENT_KERNEL(slice_sums, SumsParams, 32, 12, sum_slice)  // told, or ptxas spills some to have more
+SIMT_RESIDENT_KERNEL(slice_sums, SumsParams, 32, 12, sum_slice)  // stated, or ptxas spills to fit more

@@ -1,4 +1,5 @@
-// Attention over a union of keys, from attention over its parts: splits, tiers, ring hops (Online softmax; RingAttention, arXiv 2310.01889).
+// Attention over a union of keys, from attention over its parts: splits, tiers, ring hops (online
+// softmax; RingAttention, arXiv 2310.01889).
 #include <math.h>
 
 #include "formats.h"
@@ -7,19 +8,19 @@ namespace tierd {
 
 struct MergeParams {
   const void* outs;   // [parts][rows][dim]
-  const float* lses;  // [parts][rows], natural; -inf: a part that saw nothing, whose output is not read; NaN, or +inf: the result is NaN
+  const float* lses;  // [parts][rows], natural; -inf: a part without tokens, its output is not read; NaN, +inf: the result is NaN
   void* out;          // [rows][dim]
   float* lse;         // [rows]
   int64_t rows;
   int parts, dim;
 
-  // Packs of values, of which each part has so many.
+  // A part's outputs, in packs; each part has `packs` of them.
   template <class Some> SIMT_DEV const Some* outs_of(int part, int64_t packs) const { return static_cast<const Some*>(outs) + part * packs; }
   SIMT_DEV const float* lses_of(int part) const { return lses + part * rows; }
   SIMT_DEV uint64_t numbers() const { return number_of(outs) | number_of(out); }
 };
 
-// The same of parts in arrays of their own.
+// The same for parts in separate arrays.
 struct ScatteredParams {
   const uint64_t *outs, *lses;  // [parts], addresses of [rows][dim] and of [rows]
   void* out;
@@ -43,9 +44,9 @@ struct ScatteredParams {
   }
 };
 
-constexpr int kAtOnce = 4;  // parts of which nothing waits for another's
+constexpr int kAtOnce = 4;  // parts whose loads are in flight together
 
-// Threads take kCount channels each; as many rows as a block has threads for.
+// A thread takes kCount channels; a block takes as many rows as its threads can serve.
 template <class Format, int kCount, class Params> SIMT_DEV void merge_rows(const Params& p) {
   using Some = Pack<typename Format::Value, kCount>;
   const int packs = p.dim / kCount;

@@ -1,4 +1,4 @@
-// Moving K and V in, out of and between pages, and what a page's keys are like.
+// Copies K and V into, out of and between pages, and computes bounds of a page's keys.
 #include <math.h>
 
 #include "formats.h"
@@ -8,12 +8,12 @@ namespace tierd {
 // -- store: new tokens' K and V into pages
 
 struct StoreParams {
-  const unsigned char *k, *v;  // [tokens][kv_heads][dim], from one token to the next so many bytes:
+  const unsigned char *k, *v;  // [tokens][kv_heads][dim]; bytes from one token to the next:
   int64_t k_stride, v_stride;
   const int64_t* slots;        // [tokens]: page * page_tokens + offset; negative: the token is not stored
   unsigned char *k_to, *v_to;  // of one layer; strides in bytes
   int64_t page_stride, token_stride, head_stride;
-  const float *k_scales, *v_scales;  // null, or [kv_heads]: stored is the value divided by it
+  const float *k_scales, *v_scales;  // null, or [kv_heads]: values are divided by it
   int page_tokens, kv_heads, dim, pages;
 };
 
@@ -22,7 +22,7 @@ struct ToE4m3 {
   static SIMT_DEV Value round(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 };
 
-// Each thread takes kCount values of a token at a time, of its keys first and then of its values.
+// Each thread takes kCount values of a token at a time: of its keys first, then of its values.
 template <class From, class To, int kCount> SIMT_DEV void store_token(const StoreParams& p, int64_t slot) {
   using In = Pack<typename From::Value, kCount>;
   using Out = Pack<typename To::Value, kCount>;
@@ -48,7 +48,7 @@ template <class From, class To> SIMT_DEV void store(const StoreParams& p) {
   const int64_t slot = p.slots[blockIdx.x];
   if (slot < 0) return;
   SIMT_CHECK(slot / p.page_tokens < p.pages, "token %u: slot %lld, and the pool has %d pages of %d tokens", blockIdx.x, (long long)slot, p.pages, p.page_tokens);
-  // Pages are aligned, new tokens may be anywhere.
+  // Pages are aligned; new tokens may have any address.
   const bool is_aligned = are_aligned(number_of(p.k) | number_of(p.v) | p.k_stride | p.v_stride, 16) && p.dim % 8 == 0;
   if (is_aligned) store_token<From, To, 8>(p, slot);
   else store_token<From, To, 1>(p, slot);
@@ -56,11 +56,12 @@ template <class From, class To> SIMT_DEV void store(const StoreParams& p) {
 
 // -- copy: rows of bytes between two layouts
 
-// A row is what is contiguous on both sides. Index of a row: [page][layer][K or V][token][head], each with a stride in bytes on either side.
+// A row is contiguous on both sides. Index of a row: [page][layer][K or V][token][head]; each index
+// has a stride in bytes on either side.
 struct Side {
   unsigned char* base;
-  const int64_t* layers;  // null, or an address for each layer instead of base (an engine that has a tensor a layer)
-  const int* pages;       // null, or which page of this side the i-th is
+  const int64_t* layers;  // null, or an address for each layer instead of base (an engine with a tensor per layer)
+  const int* pages;       // null, or the number on this side of the i-th page
   int64_t strides[5];
   int64_t count;         // of its pages
 };
@@ -77,10 +78,11 @@ SIMT_DEV unsigned char* row_at(const Side& side, const int (&at)[5]) {
   return base + page * side.strides[0] + at[2] * side.strides[2] + at[3] * side.strides[3] + at[4] * side.strides[4];
 }
 
-constexpr int kSegment = 128;  // pieces of 16 bytes: longer rows are shared out
+constexpr int kSegment = 128;  // pieces of 16 bytes: longer rows are split
 
-// Any grid: so many of its threads as a segment has use for, a warp at most, take segments in turn, so that few blocks can do it beside other work. Where a
-// segment lies is found in 32 bits, once for all of it: divisions of 64 would take many times as long as the copy.
+// Works with any grid, so that few blocks can run beside other work. A team is as many threads as a
+// segment can use, at most a warp; teams take segments in turn. A segment's place is computed once,
+// in 32 bits: 64-bit divisions would take many times as long as the copy.
 SIMT_DEV void copy_rows(const CopyParams& p) {
   const uint32_t pieces = p.row_bytes / 16, segments = (pieces + kSegment - 1) / kSegment;
   int team = 1;
@@ -102,15 +104,16 @@ SIMT_DEV void copy_rows(const CopyParams& p) {
   }
 }
 
-// -- runs: bytes from anywhere to anywhere, such as small pages between the GPU's memory and the host's that it has mapped
+// -- runs: bytes between any addresses, such as small pages between GPU memory and mapped host
+// memory
 
 struct RunsParams {
-  const uint64_t *to, *from;  // [count], addresses: where both are multiples of 16, so many bytes are copied at a time, else one
+  const uint64_t *to, *from;  // [count], addresses: if both are multiples of 16, 16 bytes are copied at a time, else one
   const uint32_t* lengths;    // [count], bytes
   int count;
 };
 
-// Any grid: its blocks take runs in turn, so that few of them can do it beside other work.
+// Works with any grid: its blocks take runs in turn, so that few blocks can run beside other work.
 SIMT_DEV void copy_run(const RunsParams& p) {
   for (int run = blockIdx.x; run < p.count; run += gridDim.x) {
     auto* to = reinterpret_cast<unsigned char*>(p.to[run]);
@@ -122,13 +125,14 @@ SIMT_DEV void copy_run(const RunsParams& p) {
   }
 }
 
-// -- summary: the least and the greatest of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2); NaN where one of them is
+// -- summary: bounds of each channel of a page's keys (Quest, arXiv 2406.10774, section 3.2); NaN
+// if a key is
 
 struct SummaryParams {
   const unsigned char* k;  // of one layer; strides in bytes
   int64_t page_stride, token_stride, head_stride;
-  const int *pages, *tokens;  // [count]: page ids, and how many tokens of each are there
-  float* bounds;              // [count][kv_heads][2][dim]: least, greatest; +inf, -inf of no tokens
+  const int *pages, *tokens;  // [count]: page ids, and number of tokens in each
+  float* bounds;              // [count][kv_heads][2][dim]: least, greatest; +inf, -inf without tokens
   int kv_heads, dim, pool_pages, page_tokens;
 };
 

@@ -1,8 +1,10 @@
-// Paged prefill and append: several query tokens of each request, the last ones of its length, attend causally to the pages of its block table.
+// Paged prefill and append: several query tokens of each request, the last ones of its length,
+// attend causally to the pages of its block table.
 //
-// A block takes 64 query rows of one kv head, a row being a query token and a head of the group, and goes through the tiles that any of them sees; each of
-// its four warps has 16 rows. Two stages of four tiles in shared memory, or of two where there is no room for four: one is filled while the other is worked
-// on (FlashAttention-2, arXiv 2307.08691).
+// A block takes 64 query rows of one kv head; a row is a query token and a head of the group. It
+// goes through the tiles that any row sees. Each of its four warps has 16 rows. Shared memory has
+// two stages of four tiles, or of two if there is no room. One stage is filled while the other is
+// in use (FlashAttention-2, arXiv 2307.08691).
 #include "attend.h"
 #include "batch.h"
 
@@ -26,9 +28,10 @@ struct PrefillParams {
 template <class Query, class Stored, int kDim> struct Prefill {
   using KvTile = Tile<Stored, kDim>;
   static constexpr int kThreads = 32 * kPrefillWarps;
-  static constexpr int kResident = kDim > 128 ? 1 : kDim > 64 ? 3 : 4;  // told, or ptxas spills to have one more
+  static constexpr int kResident = kDim > 128 ? 1 : kDim > 64 ? 3 : 4;  // stated, or ptxas spills to fit one more
 
-  // Tile by tile: a warp brings one of K and the same of V, or, of stages with fewer tiles than there are warps, one of the two.
+  // A warp loads one tile of K and the same of V. In stages with fewer tiles than warps it loads
+  // one of the two.
   static SIMT_DEV void load(const PrefillParams& p, const TileList& tiles, int request, int head, int stage, unsigned char* to) {
     const int mine = simt::warp() & (p.stage_tiles - 1), length = p.batch.kv_lens[request], tile = stage * p.stage_tiles + mine;
     if (tile < tiles.count) {
@@ -43,8 +46,9 @@ template <class Query, class Stored, int kDim> struct Prefill {
     simt::commit_copies();
   }
 
-  // The caller says how many rows a request has at most. Of more those that no block has are NaN, so that they are no result of anybody's; to compute them here would take
-  // a register that wide heads do not have.
+  // The caller states the most rows that a request has. Rows beyond that have no block and become
+  // NaN, so that nobody takes them for results. To compute them here would take a register that
+  // wide heads do not have.
   static SIMT_DEV void spoil_rest(const PrefillParams& p) {
     const int begin = p.query_starts[blockIdx.z], tokens = p.query_starts[blockIdx.z + 1] - begin, group = p.q_heads / p.batch.kv_heads;
     SIMT_CHECK(begin >= 0 && tokens >= 0 && tokens <= p.batch.kv_lens[blockIdx.z], "sequence %u: %d query tokens of %d, from the %d-th on", blockIdx.z, tokens,
@@ -94,7 +98,7 @@ template <class Query, class Stored, int kDim> struct Prefill {
               return first + token <= position && is_in_window(p.batch, first + token, position);
             });
       }
-      __syncthreads();  // before this stage is filled anew
+      __syncthreads();  // before this stage is filled again
     }
     simt::await_copies<0>();
     attention.finish();

@@ -1,4 +1,5 @@
-// What a memory gives to a kernel that only reads: all of a range is read, and next to nothing is kept. The limit that benchmarks of other kernels name.
+// Reads all of a memory range and keeps next to nothing. Benchmarks of other kernels use its speed
+// as the memory's limit.
 #include "formats.h"
 
 namespace tierd {
@@ -8,11 +9,11 @@ struct alignas(16) Piece {
 };
 struct ReadParams {
   const Piece* from;
-  uint32_t* sums;  // [blocks][threads]: the exclusive or of the words that a thread read
+  uint32_t* sums;  // [blocks][threads]: the exclusive or of a thread's words
   int64_t pieces;
 };
 
-constexpr int kReadThreads = 256, kUnderWay = 8;  // loads of one thread that nothing waits for
+constexpr int kReadThreads = 256, kUnderWay = 8;  // loads of one thread in flight
 
 SIMT_DEV void read(const ReadParams& p) {
   uint32_t sum = 0;

@@ -1,15 +1,16 @@
-// How the tiles of a decode are shared out.
+// Shares out the tiles of a decode among blocks.
 //
-// The tiles of all requests and kv heads form one list, of which each block has a run; a row is a request and a kv head. Every block counts anew what all
-// requests have, with no launch before it, so that a captured graph replays with growing lengths.
+// The tiles of all requests and kv heads form one list, of which each block has a run. A row is a
+// request and a kv head. Every block counts all tiles itself, with no launch before it, so that a
+// captured graph replays with growing lengths.
 #pragma once
 #include "batch.h"
 
 namespace tierd {
 
-constexpr int kMinRun = 4;  // tiles: shorter ones cost more in partial results than they save
+constexpr int kMinRun = 4;  // tiles: shorter runs cost more in partial results than they save
 
-// The run of one block: all but the last are equally long.
+// The run of one block; all but the last are equally long.
 struct Run {
   int first, last, length;
 
@@ -19,8 +20,8 @@ struct Run {
   }
 };
 
-// A row's tiles, and where in the list of all they stand. Its query heads are `group` of all requests' from number * group on. A thread has two of them all
-// the time: what can be found anew costs less than its register.
+// A row's tiles, and their place in the list. Its query heads start at number * group of all
+// requests'. A thread always keeps two rows: recomputing a value costs less than a register.
 struct Row {
   int number, begin, end, skipped_from, skipped;
 
@@ -29,18 +30,18 @@ struct Row {
     const TileList tiles = tiles_of(batch, page_tokens, request, number % batch.kv_heads, batch.kv_lens[request] - batch.window);
     return {number, begin, begin + tiles.count, tiles.skipped_from, tiles.skipped};
   }
-  // tile: of all.
+  // tile: its number in the list.
   SIMT_DEV int first_token(const Batch& batch, int page_tokens, int tile) const {
     const int* subset = batch.subsets ? batch.subsets + (int64_t)number * batch.subset_stride : nullptr;
     return TileList{subset, page_tokens / kTileTokens, skipped_from, skipped, 0}.first_token(tile - begin);
   }
-  // To the row that a tile is of, which is this one or comes after it.
+  // Moves on to the row of a tile, which is this row or a later one.
   SIMT_DEV void advance(const Batch& batch, int page_tokens, int tile) {
     while (tile >= end) *this = of(batch, page_tokens, number + 1, end);
   }
 };
 
-// A block's run, and the row of its first tile, if it has any.
+// A block's run, and the row of its first tile, if there is one.
 struct Share {
   Run run;
   Row row;
@@ -53,7 +54,7 @@ struct Share {
     return sum;
   }
 
-  // All threads of a block call it. shared: an int for each warp and two more, that nobody else uses meanwhile.
+  // All threads of a block call it. shared: an int for each warp and two more, for this call alone.
   template <int kThreads> static SIMT_DEV Share of(const Batch& batch, int page_tokens, int* shared) {
     const int me = threadIdx.x, each = (batch.requests + kThreads - 1) / kThreads;
     const int from = min(me * each, batch.requests), to = min(from + each, batch.requests);
@@ -69,11 +70,11 @@ struct Share {
     int begin = sum - mine, tiles = 0;
     for (int warp = 0; warp < kThreads / 32; warp++) begin += warp < simt::warp() ? shared[warp] : 0, tiles += shared[warp];
     const Run run = Run::of(blockIdx.x, tiles, gridDim.x);
-    int* row = shared + kThreads / 32;  // its number, and where it begins
+    int* row = shared + kThreads / 32;  // its number and its first tile
     if (begin <= run.first && run.first < begin + mine) {
       int request = from, tiles_there;
       for (; begin + (tiles_there = tiles_of_request(batch, page_tokens, request)) <= run.first; request++) begin += tiles_there;
-      // Without subsets all heads of a request have equally many.
+      // Without subsets all heads of a request have the same number of tiles.
       const int each_head = tiles_there / batch.kv_heads, head = batch.subsets ? 0 : (run.first - begin) / each_head;
       Row found = Row::of(batch, page_tokens, request * batch.kv_heads + head, begin + head * each_head);
       found.advance(batch, page_tokens, run.first);

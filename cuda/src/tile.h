@@ -1,6 +1,7 @@
-// Sixteen tokens of one kv head's keys or values in shared memory: how they come there, and how fragments come out.
+// Sixteen tokens of one kv head's keys or values in shared memory: loads, and fragments for mma.
 //
-// Rows are split into chunks of 16 bytes, and chunks are exchanged within a row, so that the eight rows of a matrix load lie in different banks.
+// Rows consist of chunks of 16 bytes. Chunks are swapped within a row, so that the eight rows of a
+// matrix load use different banks.
 #pragma once
 #include "formats.h"
 
@@ -12,30 +13,33 @@ constexpr float kLn2 = 0.693147180559945f;
 template <class Stored, int kDim> struct Tile {
   static constexpr int kRowBytes = kDim * Stored::kBytes, kChunks = kRowBytes / 16, kBytes = kTileTokens * kRowBytes;
   static constexpr int kBlocks = kDim / 16;  // of channels
-  // Chunks that a row can exchange: the largest power of two that divides their number, at most the 8 of all banks.
+  // Chunks that a row can swap: the largest power of two that divides their number, at most 8 for
+  // all banks.
   static constexpr int kSwap = (kChunks & -kChunks) < 8 ? (kChunks & -kChunks) : 8;
   static constexpr int kPieces = kTileTokens * kChunks / 32;  // of 16 bytes, for each lane
   static_assert(kDim % 32 == 0 && kTileTokens * kChunks % 32 == 0);
 
   static SIMT_DEV int at(int row, int chunk) { return row * kRowBytes + 16 * (chunk ^ (row / (8 / kSwap) & (kSwap - 1))); }
 
-  // A warp's part: rows from `rows` on are zeros and are not read (what is stale there may be NaN, and 0 * NaN is NaN).
+  // A warp's part. Rows from `rows` on are zeros and are not read: stale bytes may be NaN, and 0 *
+  // NaN is NaN.
   static SIMT_DEV void load(unsigned char* tile, const unsigned char* first_row, int64_t row_stride_bytes, int rows) {
-#pragma unroll(kDim > 128 ? 4 : kPieces)  // addresses of more pieces at once take registers that kernels of 256 channels do not have
+#pragma unroll(kDim > 128 ? 4 : kPieces)  // more addresses at once need more registers than kernels of 256 channels have
     for (int i = 0; i < kPieces; i++) {
       const int piece = i * 32 + simt::lane(), row = piece / kChunks, chunk = piece % kChunks;
       simt::copy_async(tile + at(row, chunk), first_row + row * row_stride_bytes + 16 * chunk, row < rows);
     }
   }
 
-  // b operands of Q K^T. halves: tokens 0 to 7 and 8 to 15; two words each for channel block `block`.
+  // b operands of Q K^T. halves: tokens 0 to 7 and 8 to 15; two words each for channel block
+  // `block`.
   static SIMT_DEV void keys(uint32_t (&halves)[2][2], const unsigned char* tile, int block, uint32_t (&spare)[2]) {
     const int lane = simt::lane();
     uint32_t r[4];
     if constexpr (Stored::kBytes == 2) {
       simt::load_matrices(r, tile + at((lane & 7) + (lane >> 4 << 3), 2 * block + (lane >> 3 & 1)));
       halves[0][0] = r[0], halves[0][1] = r[1], halves[1][0] = r[2], halves[1][1] = r[3];
-    } else {  // one chunk is a block: a load brings two blocks, of which `spare` keeps the odd one
+    } else {  // one chunk is a block: a load brings two blocks, `spare` keeps the odd one
       if (block % 2 == 0) {
         simt::load_matrices(r, tile + at((lane & 7) + (lane >> 4 << 3), block + (lane >> 3 & 1)));
         spare[0] = r[1], spare[1] = r[3];
@@ -47,7 +51,8 @@ template <class Stored, int kDim> struct Tile {
     }
   }
 
-  // b operands of P V: for the even and the odd accumulator of channel block `block`, two words each.
+  // b operands of P V: two words each for the even and the odd accumulator of channel block
+  // `block`.
   static SIMT_DEV void values(uint32_t (&pair)[2][2], const unsigned char* tile, int block, uint32_t (&spare)[2]) {
     const int lane = simt::lane();
     uint32_t r[4];
@@ -62,7 +67,7 @@ template <class Stored, int kDim> struct Tile {
         r[0] = spare[0], r[1] = spare[1];
       }
 #pragma unroll
-      for (int half = 0; half < 2; half++) {  // a unit is two channels of one token; wanted are two tokens of one channel
+      for (int half = 0; half < 2; half++) {  // a unit is two channels of a token; the result is two tokens of a channel
         pair[0][half] = widen_e4m3(simt::pick_bytes(r[half], 0, 0x20));
         pair[1][half] = widen_e4m3(simt::pick_bytes(r[half], 0, 0x31));
       }

@@ -1,8 +1,10 @@
-// Attention of the query heads of one token to one tile of 16 tokens after another, with the products turned round: tokens, then channels, are the rows of the
-// tensor cores' products, and query heads their columns. Eight heads so take half of what sixteen rows would, in time and in registers.
+// Attention of one token's query heads to a sequence of tiles of 16 tokens, with the products
+// transposed. Tokens, then channels, are the rows of the tensor cores' products; query heads are
+// their columns. Eight heads so take half the time and registers of sixteen rows.
 //
-// A warp does it, as in attend.h: the same online softmax, weights in two parts. Lane l holds of scores the tokens l / 4 and l / 4 + 8, of outputs channels of such
-// numbers, and of both the heads 2 (l % 4) and the next one.
+// One warp does the work, as in attend.h: the same online softmax, weights in two parts. Lane l has
+// the tokens l / 4 and l / 4 + 8 of scores and the channels of these numbers of outputs. Of both it
+// has the heads 2 (l % 4) and the next.
 #pragma once
 #include "attend.h"
 
@@ -14,7 +16,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
   using KvTile = Tile<Stored, kDim>;
   using Value = typename Query::Value;
   static constexpr int kBlocks = kDim / 16, kParts = std::is_same_v<Query, Math> ? 2 : 1;
-  static constexpr bool kKeepsQueries = kSets * kDim <= 256;  // else there are no registers for them, and every tile loads them anew
+  static constexpr bool kKeepsQueries = kSets * kDim <= 256;  // else no registers are free for them, and every tile loads them again
 
   const Value* queries;  // [heads][kDim]
   int heads;
@@ -38,7 +40,8 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     }
   }
 
-  // is_seen(token): of the tile. told(head, lse): the log2-sum-exp of the tile alone, where kTells.
+  // is_seen(token): for a token of the tile. told(head, lse): gets the tile's own log2-sum-exp, if
+  // kTells.
   template <bool kTells, class Seen, class Told>
   SIMT_DEV void add(const unsigned char* k, const unsigned char* v, float scale_log2, Seen is_seen, Told told) {
     float scores[kSets][2][4] = {};  // of even and of odd blocks of channels: two chains of products, each half as long
@@ -79,7 +82,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
 #pragma unroll
         for (int part = 0; part < kParts; part++) simt::multiply_add(out[s][b], rows, weights[s][part][0], weights[s][part][1], typename Math::Value());
     }
-    if constexpr (kTells) {  // while the tensor cores are at it
+    if constexpr (kTells) {  // while the tensor cores multiply
 #pragma unroll
       for (int s = 0; s < kSets; s++) tell(s, alone[s], told);
     }
@@ -93,7 +96,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
       for (int h = 0; h < 2; h++) sum[s][h] = over_tokens(sum[s][h]), rounded[s][h] = over_tokens(rounded[s][h]);
   }
 
-  // Calls put(head, channel, value) for what this lane holds.
+  // Calls put(head, channel, value) for each value of this lane.
   template <class Put> SIMT_DEV void each_out(Put put) const {
     const int g = simt::lane() >> 2, t = simt::lane() & 3;
 #pragma unroll
@@ -114,7 +117,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
   }
 
  private:
-  // Of the head l / 4 of a set, what a lane has of a block of channels.
+  // A lane's words of a block of channels, for the head l / 4 of a set.
   SIMT_DEV void load(uint32_t (&words)[2], int set, int block) const {
     using Pair = Pack<Value, 2>;
     const int head = 8 * set + (simt::lane() >> 2), t = simt::lane() & 3;
@@ -133,7 +136,8 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     return over_lanes(x, [](float a, float b) { return a + b; });
   }
 
-  // The tops rise to these scores, and what was gathered before shrinks. After some tiles that is seldom so, and then nothing is done.
+  // Raises the tops to these scores and shrinks earlier sums. After some tiles that is rarely
+  // needed.
   SIMT_DEV void rise(int s, const float (&x)[2][2]) {
     float best[2];
 #pragma unroll
@@ -150,7 +154,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     }
   }
 
-  // Scores become weights, as the tensor cores take them: of a head its tokens.
+  // Turns scores into weights in the tensor cores' layout: of a head its tokens.
   SIMT_DEV void weigh(int s, float (&x)[2][2], uint32_t (&weights)[kParts][2], float (&alone)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -171,7 +175,8 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
       }
   }
 
-  // Sums of both heads over the tokens: lanes of odd l / 4 take those of the second, so that one exchange serves two.
+  // Sums both heads over the tokens. Lanes of odd l / 4 take the second head's, so that one
+  // exchange serves two.
   template <class Told> SIMT_DEV void tell(int s, const float (&alone)[2], Told told) {
     const bool is_second = simt::lane() & 4;
     float whole = (is_second ? alone[1] : alone[0]) + __shfl_xor_sync(~0u, is_second ? alone[0] : alone[1], 4);

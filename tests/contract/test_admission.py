@@ -1,4 +1,4 @@
-"""The contract of `tierd.core.admission.Admission`, over every registered policy, with and without a wear budget."""
+"""The contract of `tierd.core.admission.Admission`, for each policy, with and without a budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Make = Callable[..., Admission]
 
 @pytest.fixture(params=sorted(ADMISSION), scope="module")
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes the policy over a table of blocks. rate: of the budget, bytes a second; burst_s: of saving."""
+    """Makes the policy over a table of blocks. rate: budget in bytes/s; burst_s: seconds of
+    saving."""
 
     def made(blocks: Blocks, *, rate: float = 0.0, burst_s: float = 100.0) -> Admission:
         spec = TierSpec(
@@ -49,7 +50,7 @@ def known(blocks: Blocks, numbers: list[int], *, tokens: int = TOKENS, parents: 
 
 
 def chain(blocks: Blocks, first: int, count: int) -> Ids:
-    """A chain of full blocks, last first, as the core hands it over."""
+    """A chain of full blocks, last first, as the core passes it."""
     numbers = list(range(first, first + count))
     return known(blocks, numbers, parents=[0, *numbers[:-1]])[::-1]
 
@@ -59,13 +60,13 @@ def sizes(ids: Ids) -> np.ndarray:
 
 
 def used(policy: Admission, blocks: Blocks, ids: Ids, now: float) -> None:
-    """A use, as the core tells it."""
+    """A use, as the core reports it."""
     blocks.touch(ids, now)
     policy.touch(ids, now)
 
 
 def written(policy: Admission, ids: Ids, now: float) -> int:
-    """Asks, and writes what is admitted; how many bytes that were."""
+    """Asks, and writes the admitted blocks; returns their bytes."""
     verdicts = policy.admit(ids, sizes(ids), now)
     size = int(np.count_nonzero(verdicts == Verdict.WRITE)) * SIZE
     policy.wrote(size, now)
@@ -77,7 +78,8 @@ steps = st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(1, 40), st.booleans
 
 @given(steps=steps, rate=st.floats(10.0, 10.0 * SIZE), burst_s=st.floats(1.0, 200.0))
 def test_never_more_than_the_burst_and_the_refill(make, steps, rate, burst_s):
-    """Over any span of time what is admitted is at most the burst (a block at least) and rate x time."""
+    """Over any time the admitted bytes are at most the burst (at least a block) plus rate x
+    time."""
     blocks, now, log = Blocks(), 0.0, [(0.0, 0)]
     policy = make(blocks, rate=rate, burst_s=burst_s)
     policy.touch(np.zeros(0, np.int64), 0.0)
@@ -98,7 +100,7 @@ def test_never_more_than_the_burst_and_the_refill(make, steps, rate, burst_s):
 
 @given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=12), seed=st.integers(1, 2**32))
 def test_equal_calls_give_equal_answers(make, counts, seed):
-    """Two that heard the same agree, also where the core's keys have another seed."""
+    """Two policies with the same calls agree, also if the core's keys have another seed."""
     answers = []
     for key_seed in (0, seed):
         blocks = Blocks(seed=key_seed)
@@ -114,7 +116,7 @@ def test_equal_calls_give_equal_answers(make, counts, seed):
 
 
 def test_short_last_blocks_are_never_written(make):
-    """A block with fewer tokens than its parent, or than another of its namespace, is PARTIAL, however often it is used."""
+    """A block with fewer tokens than its parent or than another of its namespace is PARTIAL."""
     blocks = Blocks()
     policy = make(blocks)
     head = known(blocks, [1])
@@ -138,7 +140,7 @@ def test_what_is_used_over_and_over_is_written(make):
 
 
 def test_a_chain_keeps_its_head(make):
-    """Where the budget covers half of a chain, the half that is written is the first one."""
+    """If the budget covers half of a chain, the policy writes the first half."""
     blocks = Blocks()
     policy = make(blocks, rate=float(SIZE))
     policy.touch(np.zeros(0, np.int64), 0.0)
@@ -152,7 +154,7 @@ def test_a_chain_keeps_its_head(make):
 
 
 def test_durable_writes_are_paid_off(make):
-    """What was written unasked takes the level below nothing, and nothing is admitted before it is above it again."""
+    """Unasked writes lower the level below zero; nothing is admitted until it is above zero."""
     blocks = Blocks()
     policy = make(blocks, rate=float(SIZE))
     policy.touch(np.zeros(0, np.int64), 0.0)
@@ -167,7 +169,7 @@ def test_durable_writes_are_paid_off(make):
 
 
 def test_the_balance_is_taken_up(make):
-    """A former life's level is this one's, but no more than its burst; asking changes nothing."""
+    """A former life's level carries over, up to the burst; reading the balance changes nothing."""
     policy = make(Blocks(), rate=100.0, burst_s=10.0)
     policy.resume(500.0, 7.0)
     assert policy.balance(7.0).level_bytes == 500.0
@@ -181,7 +183,7 @@ def test_the_balance_is_taken_up(make):
 
 
 def test_an_id_may_become_another_block(make):
-    """An id that stood for a block which was used a lot says nothing about the next block with that id."""
+    """An id's former block, however often used, does not affect the next block with that id."""
     blocks = Blocks()
     policy, fresh = make(blocks), make(blocks)
     ids = chain(blocks, 1, 4)
@@ -197,7 +199,7 @@ def test_an_id_may_become_another_block(make):
 
 
 def test_nothing_is_no_fault(make):
-    """Empty arrays are answered."""
+    """Empty arrays are valid."""
     policy = make(Blocks(), rate=5.0)
     none = np.zeros(0, np.int64)
     policy.touch(none, 0.0)

@@ -1,4 +1,4 @@
-"""The contract of `tierd.core.eviction.Eviction`, over every registered policy."""
+"""The contract of `tierd.core.eviction.Eviction`, for every registered policy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EVERY = {**EVICTION, **RIVALS}
 BY_PLACE = {"2q", "s3-fifo", "sieve", "w-tinylfu"}
 """Policies in which not every use moves a block."""
 BY_WORTH = {"hyperbolic", "reuse-index", "w-tinylfu"}
-"""Policies in which a block may be worth less than one that follows it, at once or as time passes; the core keeps it for that one."""
+"""Policies that may rate a block below its successor, at once or later; the core then keeps it."""
 
 
 class Heard:
-    """A policy over blocks, which are told of uses first, as the core tells them."""
+    """A policy over blocks; as in the core, the blocks record a use first."""
 
     def __init__(self, name: str, blocks: Blocks) -> None:
         self.name, self.blocks = name, blocks
@@ -61,7 +61,8 @@ uses = st.lists(st.tuples(st.sampled_from(["use", "forget"]), distinct), max_siz
 
 
 def played(policy: Heard, history: list[tuple[str, list[int]]]) -> set[int]:
-    """Applies a history as the core would (untracked blocks are tracked before they are touched); what is tracked then."""
+    """Applies a history as the core does: it tracks blocks before it touches them. Returns
+    these."""
     tracked: set[int] = set()
     for now, (verb, blocks) in enumerate(history):
         held = [b for b in blocks if b in tracked]
@@ -84,7 +85,8 @@ def order_of(policy: Heard, size: int = ID_LIMIT) -> list[int]:
 
 @given(history=uses, wanted=st.integers(0, ID_LIMIT), pinned=distinct)
 def test_exactly_as_many_as_asked_or_none(make, history, wanted, pinned):
-    """victims gives exactly `count` distinct tracked blocks, none pinned, or None when there are not so many."""
+    """victims returns exactly `count` distinct unpinned tracked blocks, or None if there are
+    fewer."""
     policy = make()
     tracked = played(policy, history)
     free = tracked - set(pinned)
@@ -98,7 +100,7 @@ def test_exactly_as_many_as_asked_or_none(make, history, wanted, pinned):
 
 @given(history=uses, questions=st.lists(st.tuples(st.integers(0, ID_LIMIT), distinct), max_size=6), later=uses)
 def test_a_question_changes_nothing(make, history, questions, later):
-    """However often and with whatever answer victims was asked, later answers are those of a policy that never was."""
+    """Calls of victims, with any answers, do not change later answers."""
     asked, silent = make(), make()
     tracked = played(asked, history)
     assert tracked == played(silent, history)
@@ -114,7 +116,7 @@ def test_a_question_changes_nothing(make, history, questions, later):
 
 @given(history=uses)
 def test_equal_calls_give_equal_answers(make, history):
-    """Two policies that heard the same agree on the order of all blocks, and know how many there are."""
+    """Two policies with the same calls agree on the order and the number of all blocks."""
     one, other = make(), make()
     tracked = played(one, history)
     played(other, history)
@@ -124,7 +126,7 @@ def test_equal_calls_give_equal_answers(make, history):
 
 @given(history=uses, wanted=st.integers(1, ID_LIMIT))
 def test_fewer_victims_are_the_first_of_more(make, history, wanted):
-    """Coldest first: asking for n gives the first n of asking for all."""
+    """victims(n) returns the first n of all victims, coldest first."""
     policy = make()
     tracked = played(policy, history)
     wanted = min(wanted, len(tracked))
@@ -134,7 +136,7 @@ def test_fewer_victims_are_the_first_of_more(make, history, wanted):
 
 @given(history=uses, pinned=distinct)
 def test_pinning_removes_from_the_order_and_moves_nothing(make, history, pinned):
-    """With some pinned, the order of the others is as without."""
+    """Pins do not change the order of the other blocks."""
     policy = make()
     tracked = played(policy, history)
     free = tracked - set(pinned)
@@ -158,7 +160,7 @@ def test_a_forgotten_block_returns_as_a_stranger(make):
 
 
 def test_later_in_the_array_is_hotter(make):
-    """Within one call, what comes later counts as used later."""
+    """Within one call, later blocks count as used later."""
     policy = make()
     policy.track(ids(5, 3, 9, 1), 0.0)
     assert order_of(policy) == [5, 3, 9, 1]
@@ -168,7 +170,7 @@ def test_later_in_the_array_is_hotter(make):
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=30))
 def test_tails_leave_before_their_prefix(make, requests):
-    """While whole requests are used, last block first, no block is colder than one that follows it."""
+    """If whole requests are used, last block first, no block is colder than one that follows it."""
     policy = make(Blocks())
     known: dict[Path, int] = {}
     for now, (depth, branch, more) in enumerate(requests):
@@ -179,14 +181,14 @@ def test_tails_leave_before_their_prefix(make, requests):
         policy.touch(ids(*used), float(now))
         known.update(zip(new, add(policy.blocks, new).tolist(), strict=True))
         policy.track(ids(*(known[p] for p in reversed(new))), float(now))
-        policy.policy.touch(ids(*used), float(now))  # of what precedes a put, for the sake of order
+        policy.policy.touch(ids(*used), float(now))  # blocks before a put count as used, for the order
     rank = {b: i for i, b in enumerate(order_of(policy, size=len(known)))}
     colder = [p for p, b in known.items() if len(p) > 1 and rank[b] > rank[known[p[:-1]]]]
     assert policy.name in BY_WORTH or not colder
 
 
 def test_ids_may_be_large_and_sparse(make):
-    """Columns grow when a greater id comes, and keep what they held."""
+    """Columns grow for a greater id and keep their content."""
     policy = make(numbered(5_000))
     policy.track(ids(2), 0.0)
     policy.track(ids(4_999), 1.0)
@@ -195,7 +197,7 @@ def test_ids_may_be_large_and_sparse(make):
 
 
 def test_nothing_is_no_fault(make):
-    """Empty arrays and a count of zero are answered, by an empty policy too."""
+    """Empty arrays and a count of zero are valid, for an empty policy too."""
     policy = make()
     for call in (lambda: policy.track(ids(), 0.0), lambda: policy.touch(ids(), 0.0), lambda: policy.forget(ids())):
         call()

@@ -1,4 +1,4 @@
-"""What every mapped tier promises: one suite over the host arena and the device arena of kind "cpu"."""
+"""The promises of every mapped tier: one suite over the host arena and the "cpu" device arena."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACES = 4
 
 @dataclass(frozen=True)
 class Medium:
-    """How to make one mapped tier, again and again, at the same place."""
+    """Makes one mapped tier, again and again, at the same place."""
 
     position: int
     make: Callable[[], MappedTier]
@@ -41,7 +41,7 @@ class Medium:
         return replace(given, **changes)  # type: ignore[arg-type]
 
     def pages(self, segment: int, *slots: int, generation: int = 1) -> StructArray:
-        """Extents of these slots with generations counted from the one given."""
+        """Extents of these slots, with generations that count up from the given one."""
         rows = np.zeros(len(slots), dtype=EXTENT)
         rows["tier"], rows["segment"], rows["slot"], rows["length"] = self.position, segment, slots, 60_000
         rows["offset"] = np.array(slots, dtype=np.uint64) * CLASS_BYTES
@@ -51,7 +51,7 @@ class Medium:
 
 @pytest.fixture
 def directory() -> Iterator[str]:
-    """A place in memory."""
+    """A folder in memory."""
     path = tempfile.mkdtemp(dir="/dev/shm", prefix="tierd-test-")
     yield path
     shutil.rmtree(path)
@@ -80,7 +80,7 @@ def metas_of(extents: StructArray, *, time_ms: int = 5) -> StructArray:
 
 
 def fill(tier: MappedTier, extents: StructArray) -> list[np.ndarray]:
-    """Write distinct bytes into the pages; the slice tables."""
+    """Writes distinct bytes into the pages and returns their slice tables."""
     tables = []
     for row in extents:
         view = tier.view(row)
@@ -108,7 +108,7 @@ async def begun(medium: Medium, *segments: SegmentAssignment) -> MappedTier:
 
 
 async def test_new_tier_is_empty_and_says_what_it_is(medium: Medium) -> None:
-    """A tier opened for the first time has no blocks, and names its mode, its place and its choice."""
+    """A new tier has no blocks and reports its mode, its place and its first-touch speed."""
     tier = medium.make()
     found = await tier.open()
     assert isinstance(tier, Tier) and isinstance(tier, MappedTier)
@@ -133,7 +133,7 @@ async def test_pages_are_whole_apart_and_aligned(medium: Medium) -> None:
 
 
 async def test_client_maps_what_the_daemon_wrote(medium: Medium) -> None:
-    """A writable descriptor lets a client write in place; a read-only one cannot be mapped for writing."""
+    """A client writes in place through a writable descriptor; a read-only one refuses that."""
     tier = await begun(medium, medium.segment(1))
     page = medium.pages(1, 3)
     tier.apply(Plan(reserved=page))
@@ -150,7 +150,8 @@ async def test_client_maps_what_the_daemon_wrote(medium: Medium) -> None:
 
 
 async def test_generation_moves_with_the_page(medium: Medium) -> None:
-    """Clients see a page's generation from its reservation on, the new one after reuse, and zero once it is free."""
+    """Clients see a page's generation from its reservation on, the next after reuse, 0 once
+    free."""
     tier = await begun(medium, medium.segment(1))
     fd, length = tier.catalogue_descriptor(1)
     word = slice(generation_offset(2), generation_offset(3))
@@ -167,7 +168,7 @@ async def test_generation_moves_with_the_page(medium: Medium) -> None:
 
 
 async def test_a_retired_page_says_so_until_it_is_free(medium: Medium) -> None:
-    """A page that leases alone may read has its generation and the mark beside it; the plan that frees it clears both, in whatever order they are told."""
+    """A retired page shows its generation and the mark; its free clears both, in any order."""
     tier = await begun(medium, medium.segment(1))
     fd, length = tier.catalogue_descriptor(1)
     word = slice(generation_offset(2), generation_offset(3))
@@ -185,7 +186,7 @@ async def test_a_retired_page_says_so_until_it_is_free(medium: Medium) -> None:
 
 
 async def test_end_of_a_segment_makes_old_handles_stale(medium: Medium) -> None:
-    """A client that still maps the catalogue of an ended segment finds no generation in it."""
+    """A client that still maps an ended segment's catalogue reads no generation in it."""
     tier = await begun(medium, medium.segment(1))
     fd, length = tier.catalogue_descriptor(1)
     tier.apply(Plan(reserved=medium.pages(1, 0, 5, generation=9)))
@@ -200,7 +201,8 @@ async def test_end_of_a_segment_makes_old_handles_stale(medium: Medium) -> None:
 
 @pytest.mark.parametrize("fresh", [False, True])
 async def test_successor_takes_the_file_unless_it_must_be_fresh(medium: Medium, fresh: bool) -> None:
-    """The next life of a segment has the same memory, or with `fresh` other memory while old mappings keep their bytes."""
+    """A successor has the same memory; with `fresh` it has other, and old mappings keep their
+    bytes."""
     tier = await begun(medium, medium.segment(1))
     old = medium.pages(1, 0)
     tier.apply(Plan(reserved=old))
@@ -212,13 +214,13 @@ async def test_successor_takes_the_file_unless_it_must_be_fresh(medium: Medium, 
         await tier.prepare([successor])
         tier.view(medium.pages(2, 0)[0])[:3] = b"new"
         assert client[:3] == (b"old" if fresh else b"new") and len(client[:]) == length
-        client[length - 1 :] = b"x"  # the last byte of a file that is unlinked: no fault
+        client[length - 1 :] = b"x"  # the last byte of an unlinked file: no fault
     os.close(fd)
     await tier.close(release=True)
 
 
 async def test_published_blocks_come_back_as_they_were(medium: Medium) -> None:
-    """After a restart every published block is found with its bytes, record, table and place, to be verified first."""
+    """After a restart every published block has its bytes, record, table and place, UNVERIFIED."""
     tier = await begun(medium, medium.segment(1), medium.segment(2, place=3, class_bytes=CLASS_BYTES))
     pages = np.concatenate([medium.pages(1, 0, 7, generation=10), medium.pages(2, 15, generation=30)])
     tier.apply(Plan(reserved=pages))
@@ -247,7 +249,7 @@ async def test_published_blocks_come_back_as_they_were(medium: Medium) -> None:
 
 
 async def test_blocks_come_back_cold_to_hot(medium: Medium) -> None:
-    """Recovered blocks are ordered by the time of their commit, and within one commit the tail is colder."""
+    """Recovered blocks are ordered by commit time; within a commit the tail is colder."""
     tier = await begun(medium, medium.segment(1), medium.segment(2, place=1))
     late, early = medium.pages(1, 0, 1, 2, generation=10), medium.pages(2, 0, 1, generation=20)
     tier.apply(Plan(reserved=np.concatenate([late, early])))
@@ -260,7 +262,7 @@ async def test_blocks_come_back_cold_to_hot(medium: Medium) -> None:
 
 
 async def test_only_published_and_unfreed_blocks_come_back(medium: Medium) -> None:
-    """Pages that were reserved, freed or reserved again are free pages after a restart."""
+    """Pages that were only reserved, freed or reserved again are free after a restart."""
     tier = await begun(medium, medium.segment(1))
     pages = medium.pages(1, 0, 1, 2, 3, generation=10)
     tier.apply(Plan(reserved=pages))
@@ -275,7 +277,8 @@ async def test_only_published_and_unfreed_blocks_come_back(medium: Medium) -> No
 
 
 async def test_numbers_are_never_given_out_twice(medium: Medium) -> None:
-    """The next life counts on from every segment id and generation ever used, also those of which nothing is left."""
+    """The next life's numbers are above every segment id and generation ever used, lost ones
+    too."""
     tier = await begun(medium, medium.segment(5))
     tier.apply(Plan(reserved=medium.pages(5, 0, 1, generation=100)))
     tier.apply(Plan(freed=freed(medium.pages(5, 0, 1, generation=100)), segments=[medium.segment(8, replaces=5)]))
@@ -289,7 +292,7 @@ async def test_numbers_are_never_given_out_twice(medium: Medium) -> None:
 
 
 async def test_slices_of_another_generation_are_none(medium: Medium) -> None:
-    """A slice table is given for the very page that was published, in the order asked for."""
+    """A slice table belongs to the published page alone; tables come in the order of the query."""
     tier = await begun(medium, medium.segment(1))
     pages = medium.pages(1, 0, 1, generation=10)
     tier.apply(Plan(reserved=pages))
@@ -303,7 +306,7 @@ async def test_slices_of_another_generation_are_none(medium: Medium) -> None:
 
 
 async def test_rows_of_other_tiers_are_passed_over(medium: Medium) -> None:
-    """A plan for several tiers changes nothing here but what is this tier's."""
+    """A plan for several tiers changes only this tier's pages here."""
     tier = await begun(medium, medium.segment(1))
     page = medium.pages(1, 0)
     tier.apply(Plan(reserved=page))
@@ -320,7 +323,7 @@ async def test_rows_of_other_tiers_are_passed_over(medium: Medium) -> None:
 
 
 async def test_segment_has_no_memory_to_give_before_prepare(medium: Medium) -> None:
-    """Handles and descriptors to a segment that is not allocated whole are refused."""
+    """Handles and descriptors to a segment that is not fully allocated are refused."""
     tier = await begun(medium)
     tier.apply(Plan(segments=[medium.segment(1)], reserved=medium.pages(1, 0)))
     for ask in (lambda: tier.descriptor(1, writable=True), lambda: tier.catalogue_descriptor(1)):
@@ -330,7 +333,7 @@ async def test_segment_has_no_memory_to_give_before_prepare(medium: Medium) -> N
 
 
 async def test_views_outlive_the_tier(medium: Medium) -> None:
-    """A view that somebody still has keeps its bytes after close, and closing does not fail for it."""
+    """A view in use keeps its bytes after close, and close does not fail."""
     tier = await begun(medium, medium.segment(1))
     tier.apply(Plan(reserved=medium.pages(1, 0)))
     view = tier.view(medium.pages(1, 0)[0])
@@ -341,7 +344,7 @@ async def test_views_outlive_the_tier(medium: Medium) -> None:
 
 
 async def test_one_daemon_at_a_time(medium: Medium) -> None:
-    """A second opening is refused naming the process that holds the tier, and the first goes on."""
+    """A second open is refused with the owner's process id, and the first owner goes on."""
     tier = await begun(medium, medium.segment(1))
     with pytest.raises(AlreadyOwned, match=str(os.getpid())):
         await medium.make().open()
@@ -351,7 +354,7 @@ async def test_one_daemon_at_a_time(medium: Medium) -> None:
 
 
 async def test_release_leaves_nothing(medium: Medium, directory: str) -> None:
-    """Closing with release removes every file and directory of the tier; without, everything is kept."""
+    """A close with release removes all files and directories of the tier; without it, all stay."""
     tier = await begun(medium, medium.segment(1))
     await tier.close(release=False)
     assert {"1.data", "1.cat", "arena.tbl"} <= files(directory)

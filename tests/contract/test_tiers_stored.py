@@ -1,4 +1,4 @@
-"""What every stored tier promises: one suite over the store past the page cache and the one through it."""
+"""The promises of every stored tier: one suite over O_DIRECT and over the page cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[True, False], ids=["known", "unknown"])
 async def world(request: pytest.FixtureRequest, mode: str, tmp_path: Path) -> AsyncIterator[World]:
-    """Written to by slice tables that are known, and by those that are not."""
+    """A store that gets known slice tables, or unknown ones."""
     made = again(mode, tmp_path)
     made.knows = request.param
     await made.open()
@@ -64,7 +64,7 @@ async def reopened(world: World, mode: str, path: Path, **options: object) -> Wo
 
 
 async def test_store_is_a_stored_tier(world: World, mode: str) -> None:
-    """The store has the face of a stored tier, and says how it works."""
+    """The store has a stored tier's interface and reports its mode."""
     assert isinstance(world.store, StoredTier)
     assert world.store.mode == mode
     assert not world.store.health().fault
@@ -72,7 +72,7 @@ async def test_store_is_a_stored_tier(world: World, mode: str) -> None:
 
 
 async def test_what_was_written_is_read_back(world: World) -> None:
-    """Blocks come back byte for byte with their slice tables, in whatever order they are asked for."""
+    """Blocks come back byte for byte with their slice tables, in any order of the query."""
     slots = [5, 0, 1, 2, 7]
     assert await world.write(range(5), segment=1, slots=slots) == [READY] * 5
     order = [3, 0, 4, 2, 1]
@@ -81,14 +81,14 @@ async def test_what_was_written_is_read_back(world: World) -> None:
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, CLASS_BYTES - 4096])
 async def test_every_length_that_fits_is_kept(world: World, length: int) -> None:
-    """A block of one byte and one that fills its slot come back whole, neighbours too."""
+    """A block of one byte and one that fills its slot come back whole; their neighbours too."""
     assert await world.write([1, 2, 3], segment=1, slots=[0, 1, 2], length=length) == [READY] * 3
     assert await world.read([1, 2, 3]) == [content(key, length) for key in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("length", [LENGTH, LENGTH - 1])
 async def test_a_page_that_is_too_short_is_refused(world: World, length: int) -> None:
-    """A source or target that is not a whole page for its block raises, and says what it takes; nothing is written."""
+    """A source or target shorter than its block's page raises, and nothing is written."""
     extents, metas = extents_of(1, [3], generation=1), metas_of([9])
     page = pages(1)[0][:length]
     with pytest.raises(InvalidArgument, match=f"page 0: {length} bytes, its block of {LENGTH} takes"):
@@ -99,7 +99,7 @@ async def test_a_page_that_is_too_short_is_refused(world: World, length: int) ->
 
 
 async def test_what_does_not_fit_is_failed_alone(world: World) -> None:
-    """A block too long for its slot, with too many slices, beyond the segment or in an unknown one is FAILED; the others are stored."""
+    """A block that does not fit its slot, table or segment is FAILED; the others are stored."""
     extents = np.concatenate([extents_of(1, [0, 1, PAGES, 2], generation=1), extents_of(77, [0], generation=9)])
     extents["length"][0] = CLASS_BYTES
     tables = tables_of(range(5))
@@ -109,7 +109,7 @@ async def test_what_does_not_fit_is_failed_alone(world: World) -> None:
 
 
 async def test_synced_blocks_survive_in_the_next_life(world: World, mode: str, tmp_path: Path) -> None:
-    """What was written is found by the next open with full records, at its place, and reads back."""
+    """The next open finds the written blocks with full records, at their places, and reads them."""
     await world.begin(2, place=3)
     await world.write([1, 2], segment=1, slots=[4, 6])
     await world.write([3], segment=2, slots=[0])
@@ -129,7 +129,7 @@ async def test_synced_blocks_survive_in_the_next_life(world: World, mode: str, t
 
 
 async def test_freed_blocks_are_gone_in_the_next_life(world: World, mode: str, tmp_path: Path) -> None:
-    """A block that was freed is not found again; its neighbours are."""
+    """A freed block is not found again; its neighbours are."""
     await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
     world.free([2])
     other = await reopened(world, mode, tmp_path)
@@ -139,7 +139,8 @@ async def test_freed_blocks_are_gone_in_the_next_life(world: World, mode: str, t
 
 
 async def test_slot_that_was_reused_shows_the_new_block_only(world: World, mode: str, tmp_path: Path) -> None:
-    """A reader of the old block, which is held no more, is told FAILED, the new one is read, and the next life knows the new one alone."""
+    """After a slot's reuse the old block reads as FAILED; now and later only the new one is
+    served."""
     await world.write([1], segment=1, slots=[0])
     old = world.held[1]
     world.free([1])
@@ -153,7 +154,7 @@ async def test_slot_that_was_reused_shows_the_new_block_only(world: World, mode:
 
 
 async def test_headers_are_checked_without_payloads(world: World) -> None:
-    """The check of slots says what a read would, but for the payload, which it does not look at."""
+    """The check of slots gives the same statuses as a read, but ignores payloads."""
     await world.write([1, 2, 3, 4], segment=1, slots=[0, 1, 2, 5])
     await world.begin(2, place=1)
     await world.write([5], segment=2, slots=[0])
@@ -164,7 +165,7 @@ async def test_headers_are_checked_without_payloads(world: World) -> None:
     flip(path, 1 * CLASS_BYTES + 4096 + 8)
     metas = metas_of(keys)
     assert (await world.store.check(extents, metas)).tolist() == [READY, READY, READY, CORRUPT, READY]
-    extents["generation"][1] += 1  # which is held no more, or not yet
+    extents["generation"][1] += 1  # a page that the store does not hold
     extents["segment"][2] = 77
     metas[4] = metas_of([9])[0]
     assert (await world.store.check(extents, metas)).tolist() == [READY, FAILED, FAILED, CORRUPT, CORRUPT]
@@ -174,7 +175,8 @@ async def test_headers_are_checked_without_payloads(world: World) -> None:
 async def test_a_header_that_cannot_be_read_costs_its_block_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...]
 ) -> None:
-    """A check of slots side by side says FAILED of those that the disk does not give and READY of the others, and counts a failed call for each of the former."""
+    """A check returns FAILED for unreadable slots, counted as failed calls, and READY for
+    others."""
     await world.write([1, 2, 3, 4], segment=1, slots=[0, 1, 2, 3])
     extents, metas = (np.concatenate([world.held[key][i] for key in (1, 2, 3, 4)]) for i in (0, 1))
     io = world.store._opened.io
@@ -186,7 +188,7 @@ async def test_a_header_that_cannot_be_read_costs_its_block_alone(
         return real(file, offset, buffers)
 
     monkeypatch.setattr(io, "read", read)
-    world.store._headers._free.clear()  # which hold what was written
+    world.store._headers._free.clear()  # its buffers hold the written headers
     expected = [FAILED if slot in bad else READY for slot in range(4)]
     assert (await world.store.check(extents, metas)).tolist() == expected
     assert world.store.health().read_errors == len(bad)
@@ -194,7 +196,7 @@ async def test_a_header_that_cannot_be_read_costs_its_block_alone(
 
 @pytest.mark.parametrize("at", [30, 200, 255, 256, 263])
 async def test_a_damaged_header_is_corrupt_without_a_look_at_the_payload(world: World, at: int) -> None:
-    """A bit that flips in a part of the record that nobody compares, in its checksum or in the slice table makes that block CORRUPT, for a check and for a read."""
+    """A flipped bit in an unused part of a record, its checksum or its table makes it CORRUPT."""
     await world.write([1, 2], segment=1, slots=[0, 1])
     extents = np.concatenate([world.held[key][0] for key in (1, 2)])
     flip(world.store._opened.files[0].path, CLASS_BYTES + at)
@@ -203,7 +205,7 @@ async def test_a_damaged_header_is_corrupt_without_a_look_at_the_payload(world: 
 
 
 async def test_payloads_lie_where_the_store_says(world: World) -> None:
-    """Of each block the file that is still the store's and the offset there; of what is gone nothing."""
+    """payloads returns a held block's file and offset, and nothing for a block that is gone."""
     await world.write([1, 2], segment=1, slots=[0, 6])
     extents = np.concatenate([world.held[key][0] for key in (2, 1)] + [extents_of(77, [0], generation=1)])
     where = world.store.payloads(extents)
@@ -214,7 +216,7 @@ async def test_payloads_lie_where_the_store_says(world: World) -> None:
 
 
 def flip(path: Path, at: int) -> None:
-    """One bit of a file."""
+    """Flips one bit of a file."""
     with path.open("r+b") as file:
         file.seek(at)
         (byte,) = file.read(1)
@@ -223,7 +225,7 @@ def flip(path: Path, at: int) -> None:
 
 
 async def test_segment_that_begins_ends_the_one_at_its_place(world: World, mode: str, tmp_path: Path) -> None:
-    """Blocks of the segment that lived at the place before are not readable, now or in the next life."""
+    """Blocks of the former segment at a place are unreadable, now and in the next life."""
     await world.write([1], segment=1, slots=[0])
     await world.begin(2, class_bytes=CLASS_BYTES // 2, pages=PAGES * 2)
     assert await world.read([1]) == [FAILED]
@@ -249,7 +251,7 @@ async def test_numbers_of_a_former_life_are_never_used_again(world: World, mode:
 
 
 async def test_namespace_records_come_back_in_order(world: World, mode: str, tmp_path: Path) -> None:
-    """Opaque records are kept over lives, once each, oldest first."""
+    """Opaque records survive lives, once each, oldest first."""
     world.store.note_namespaces([b"one", b"two"])
     await world.store.keep_namespace(b"one")
     await world.write([1], segment=1, slots=[0])
@@ -262,13 +264,13 @@ async def test_namespace_records_come_back_in_order(world: World, mode: str, tmp
 
 
 async def test_second_owner_is_refused(world: World, mode: str, tmp_path: Path) -> None:
-    """A directory that is in use cannot be opened again."""
+    """A directory in use cannot be opened again."""
     with pytest.raises(AlreadyOwned):
         await again(mode, tmp_path).open()
 
 
 async def test_smaller_capacity_drops_what_has_no_room(world: World, mode: str, tmp_path: Path) -> None:
-    """With fewer places as many segments are dropped and said so, their files are gone, the others stay wherever they lay."""
+    """With fewer places the store drops segments with a notice and their files; others stay."""
     for place in (1, 2, 3):
         await world.begin(1 + place, place=place)
         await world.write([1 + place], segment=1 + place, slots=[0])
@@ -287,13 +289,13 @@ async def test_smaller_capacity_drops_what_has_no_room(world: World, mode: str, 
 
 
 async def test_segment_beyond_the_capacity_is_refused(world: World) -> None:
-    """Preparing a segment at a place that the store does not have raises TierFailed."""
+    """Preparing a segment at a place beyond the capacity raises TierFailed."""
     with pytest.raises(TierFailed, match="capacity"):
         await world.store.prepare([segment(5, place=PLACES)])
 
 
 async def test_released_store_leaves_no_file(mode: str, tmp_path: Path) -> None:
-    """Close with release removes every file of the store."""
+    """A close with release removes every file of the store."""
     world = again(mode, tmp_path)
     await world.open()
     await world.store.close(release=True)
@@ -301,7 +303,7 @@ async def test_released_store_leaves_no_file(mode: str, tmp_path: Path) -> None:
 
 
 async def test_closed_store_takes_nothing(mode: str, tmp_path: Path) -> None:
-    """After close, reads and writes are FAILED, and a second close does nothing."""
+    """After a close, reads and writes are FAILED, and a second close does nothing."""
     world = again(mode, tmp_path)
     await world.open()
     await world.begin(1)
@@ -311,7 +313,7 @@ async def test_closed_store_takes_nothing(mode: str, tmp_path: Path) -> None:
 
 
 async def test_many_batches_at_once_do_not_mix(world: World) -> None:
-    """Batches written and read at the same time each get their own bytes."""
+    """Concurrent batches of writes and reads each get their own bytes."""
     for place in range(1, PLACES):
         await world.begin(place + 1, place=place)
     jobs = [

@@ -1,4 +1,4 @@
-"""Lets property tests import the model beside them (test folders are not packages)."""
+"""Lets property tests import the modules beside them (test folders are not packages)."""
 
 from __future__ import annotations
 

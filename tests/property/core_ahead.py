@@ -1,6 +1,7 @@
-"""Pages for puts that may come: reserved several puts at a time, committed under names of later, given back, or kept until the session ends.
+"""Pages reserved ahead of puts: for several puts at a time, later committed, aborted or kept.
 
-Purpose: rules of the core's machine. Non-purpose: what commits and aborts of them do (`core_clients.py`: they are reservations like any other).
+Purpose: rules of the core's machine. Non-purpose: their commits and aborts (`core_clients.py`: they
+are reservations like any other).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Ahead(Tangles):
 
     @rule(who=picks, where=picks, which=chains, count=st.integers(1, DEPTH), puts=st.integers(1, 8), kind=kinds)
     def reserve_ahead(self, who: int, where: int, which: int, count: int, puts: int, kind: TierKind) -> None:
-        """As many as are given have all their pages, in which any chain of the namespace finds room; nothing else is set aside."""
+        """Each reservation has all its pages, large enough for any chain; no other page is
+        reserved."""
         session, kind = self.any_session(who), self.kind_here(kind, who)
         namespace = self.any_chain(session, where, which).namespace
         older = {generation for made in self.reservations.values() for generation in made.pages.values()}
@@ -59,7 +61,7 @@ class Ahead(Tangles):
         return sum(made.ahead_bytes for made in self.reservations.values())
 
     def roomy(self, namespace: int, count: int) -> PutQuery:
-        """Private blocks, each as long as the longest that a chain of the namespace has there."""
+        """Private blocks, each as long as the longest at its number in the namespace's chains."""
         query = chain(self.world, namespace, 0).put(0, count, private=True)
         blocks = query.blocks.copy()
         for number in range(count):

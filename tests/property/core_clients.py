@@ -1,4 +1,5 @@
-"""The clients' half of the core's machine: sessions come and go, get and put. `test_core_machine.py` is the daemon's half."""
+"""The clients' half of the core's machine: sessions, gets, puts. `test_core_machine.py`: the
+rest."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ kinds = st.sampled_from([TierKind.HOST, TierKind.HOST, TierKind.DEVICE])
 
 @dataclass
 class Entry:
-    """Block `number` of a chain. parent: what its writer says."""
+    """Block `number` of a chain. parent: the hash that its writer states."""
 
     chain: Chain
     number: int
@@ -42,8 +43,9 @@ class Entry:
 
 @dataclass
 class Reservation:
-    """entries: per index of the reservation, the block that is or will be there, and its parent's hash; pages: index -> generation of what the session writes.
-    ahead_bytes: of pages for a put that has not come yet."""
+    """entries: by index, the block that is or will be there, and its parent's hash.
+    pages: index -> generation that the session writes. ahead_bytes: size of pages for a future
+    put."""
 
     session: int
     entries: list[Entry]
@@ -54,7 +56,7 @@ class Reservation:
 
     @property
     def idle(self) -> list[int]:
-        """Indices that may be committed now."""
+        """Indices that can be committed now."""
         return sorted(self.pages.keys() - self.busy)
 
 
@@ -79,7 +81,7 @@ def new_core(specs: list[TierSpec], **more: Any) -> Core:
 
 
 class Clients(RuleBasedStateMachine):
-    """A core, its model, and what clients do with it."""
+    """A core, its model, and the clients' calls."""
 
     def build(self, world: str) -> None:
         self.world = WORLDS[world]
@@ -112,7 +114,7 @@ class Clients(RuleBasedStateMachine):
         return chain(self.world, self.pick(self.namespaces[self.model.sessions[session]], number), which)
 
     def kind_here(self, kind: TierKind, luck: int) -> TierKind:
-        """The kind, or mostly a host tier where there is none of it."""
+        """The kind, or mostly a host tier if no tier has this kind."""
         return kind if luck % 8 == 0 or any(spec.kind is kind for spec in self.specs) else TierKind.HOST
 
     def apply(self, plan: Plan) -> None:
@@ -133,7 +135,7 @@ class Clients(RuleBasedStateMachine):
     @precondition(lambda self: len(self.model.sessions) > 1)
     @rule(who=picks, joins=st.booleans())
     def end_session(self, who: int, *, joins: bool = False) -> None:
-        """joins: its process lives, and another session of its domain stands for what it has mapped."""
+        """joins: its process lives, and another session of its domain takes over its mappings."""
         session, sessions = self.any_session(who), self.model.sessions
         others = [s for s, domain in sessions.items() if s != session and domain == sessions[session]]
         into = min(others) if joins and others else 0
@@ -249,7 +251,7 @@ class Clients(RuleBasedStateMachine):
     def take_reserved(
         self, session: int, groups: list[list[Entry]], answer: Reserved, *, private: bool, kind: TierKind
     ) -> None:
-        """What a Reserve answered to these groups, after its plan was applied."""
+        """Checks a Reserve's answer to these groups, after its plan was applied."""
         made, index = Reservation(session, [entry for group in groups for entry in group], private), 0
         for group, statuses, extents in zip(groups, answer.statuses, answer.extents, strict=True):
             refused = False
@@ -272,7 +274,8 @@ class Clients(RuleBasedStateMachine):
             self.reservations[answer.reservation] = made
 
     def take_sealed(self, plan: Plan, new: list[Reservation]) -> None:
-        """What a plan set aside is what sessions were given, and for each page in a tier with sealed puts another one, which nobody but the daemon may write."""
+        """Checks that a plan reserved the sessions' pages, and a sealed page for each of those in a
+        tier with sealed puts. Only the daemon may write to a sealed page."""
         reserved = set(plan.reserved["generation"].tolist()) - set(plan.transfers["target"]["generation"].tolist())
         given = {g for made in new for g in made.pages.values()}
         assert reserved >= given
@@ -368,7 +371,7 @@ class Clients(RuleBasedStateMachine):
     @precondition(lambda self: self.commits)
     @rule(which=picks)
     def withdraw_commit(self, which: int) -> None:
-        """Its pages are the reservation's again, to be written and committed, unless that has ended."""
+        """Returns its pages to the reservation, if that is open, for new writes and commits."""
         commit = self.commits.pop(which % len(self.commits))
         plan = self.core.withdraw_commit(commit.committing, now=self.tick())
         self.close_commit(commit, [FAILED] * len(commit.keys), keep_open=True)

@@ -1,10 +1,10 @@
-"""A plain model of what Core may do: dicts of pages, checked against every plan.
+"""A plain model of the core's promises: dicts of pages, checked against every plan.
 
-Purpose: knows, from plans and answers alone, who holds which page and whose bytes lie in it, and fails at the first plan that would damage
-somebody. Non-purpose: predicting which block is chosen for what. A page's life is named by its generation, which is never used twice.
-
-Bytes are modelled by their name: a page holds the key (namespace, hash) that was written there, or garbage. A reserved page is garbage at once,
-because its holder may write any time; a transfer copies what lies in its source when it ends.
+Purpose: the model learns from plans and answers alone which session holds a page and which bytes it
+has. It fails at the first plan that would damage a holder. Non-purpose: predicting the core's
+choices. A generation names one life of a page and is never used twice. A page holds the key
+(namespace, hash) written there, or garbage. A reserved page is garbage at once: its holder may
+write at any time. A transfer copies the content that its source has when it ends.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Key = tuple[int, bytes]
 """(namespace id, block hash)."""
 
 UNKNOWN = -1
-"""Number of a page that was taken over from a former core, which nobody was told."""
+"""Page number of a page adopted from a former core: no answer has told it."""
 
 
 class Stage(Enum):
-    """What a page is used for."""
+    """The use of a page."""
 
-    WRITING = 1  # set aside for a session
+    WRITING = 1  # reserved for a session
     FILLING = 2  # target of a transfer
     READY = 3
 
 
 @dataclass
 class Page:
-    """A page from reserved to free."""
+    """A page from its reservation until it is free."""
 
     tier: int
     page: int
@@ -59,7 +59,7 @@ class Page:
 
 @dataclass
 class Flight:
-    """A transfer under way. source is pinned only once it has been filled."""
+    """A transfer in flight. The source is pinned only once it has been filled."""
 
     id: int
     after: int
@@ -71,7 +71,7 @@ class Flight:
 
 @dataclass
 class Model:
-    """Everything that outsiders know about the core's pages."""
+    """All that plans and answers tell about the core's pages."""
 
     tiers: list[TierSpec]
     pages: dict[int, Page] = field(default_factory=dict)  # by generation
@@ -86,20 +86,20 @@ class Model:
     used_segments: set[int] = field(default_factory=set)
     used_flights: set[int] = field(default_factory=set)
     serving: dict[int, bool] = field(default_factory=dict)
-    direct: dict[int, frozenset[int]] = field(default_factory=dict)  # device -> stores that it is read into from
+    direct: dict[int, frozenset[int]] = field(default_factory=dict)  # device -> stores that it reads directly
     descriptors: dict[int, dict[int, bool]] = field(default_factory=dict)  # segment -> session -> writable
     sessions: dict[int, int] = field(default_factory=dict)  # live session -> domain
     forgotten: set[int] = field(default_factory=set)  # namespaces
-    ending: set[int] = field(default_factory=set)  # those of them whose blocks may have pages that nobody pins
+    ending: set[int] = field(default_factory=set)  # forgotten ones whose unpinned pages may remain
     lent: set[tuple[int, int]] = field(
         default_factory=set
-    )  # (tier, place), of whose file a session had a writable descriptor
-    landed: set[int] = field(default_factory=set)  # generations that became ready in the step under way
+    )  # (tier, place) of a file to which a session had a writable descriptor
+    landed: set[int] = field(default_factory=set)  # generations that became ready in the present step
 
     # -- plans
 
     def apply(self, plan: Plan) -> None:
-        """Checks a plan against what is held, and takes it over."""
+        """Checks a plan against the held pages and applies it."""
         for row in plan.freed:
             if row["reason"] == Reason.DEMOTED:
                 self._check_demoted(row)
@@ -120,10 +120,10 @@ class Model:
     def _retire(self, row: StructArray) -> None:
         page = self.pages[int(row["generation"])]
         assert page.stage is Stage.READY and not page.retired, f"retired: {page}"
-        page.retired = True  # it may be freed in the same step, with its last pin
+        page.retired = True  # its last pin may free it in the same step
 
     def check_words(self) -> None:
-        """Of every page that was ready and is found no more its readers can see so, and of no other."""
+        """Checks that exactly the once ready pages that no lookup finds are marked as retired."""
         for page in self.pages.values():
             is_known = page.stage is Stage.READY and page.content is not None and page.page != UNKNOWN
             if is_known and page.content[0] not in self.ending:
@@ -148,14 +148,14 @@ class Model:
         self._unhold(page)
 
     def _check_demoted(self, row: StructArray) -> None:
-        """What leaves as demoted is held farther."""
+        """Checks that a farther tier holds each demoted block."""
         key, tier = (int(row["namespace"]), row["hash"].tobytes()), int(row["extent"]["tier"])
         assert any(other > tier for other in self.held.get(key, {})), (
             f"demoted from tier {tier}, but held nowhere farther"
         )
 
     def end_session(self, session: int, into: int) -> None:
-        """Its segments are the daemon's, or become those of another session, and so does what it has mapped."""
+        """Gives the session's segments to the daemon, or them and its mappings to session into."""
         del self.sessions[session]
         self.writers = {s: into if writer == session else writer for s, writer in self.writers.items()}
         for mapped in self.descriptors.values():
@@ -181,11 +181,11 @@ class Model:
         self.writers[new.segment] = new.writer
 
     def lend(self, tier: int, segment: int) -> None:
-        """A session may write to the segment's file for as long as there is a process that has it."""
+        """A session may write to the segment's file while a process has its descriptor."""
         self.lent |= {at for at, its in self.segments.items() if at[0] == tier and its.segment == segment}
 
     def check_sealed(self, generation: int) -> None:
-        """The page lies where no session can write."""
+        """Checks that no session can write to the page."""
         page = self.pages[generation]
         places = [at for at, its in self.segments.items() if at[0] == page.tier and its.segment == page.segment]
         assert self.writers[page.segment] == SEALED
@@ -235,21 +235,21 @@ class Model:
             self.pins[source] += 1
         assert key[0] not in self.forgotten, "a transfer of what is forgotten"
         others = [self.pages[f.target] for f in self.flights.values() if f.key == key]
-        # One whose target is condemned, since the block was committed anew, lands where nobody will find it.
+        # A condemned target, whose block was committed anew, gets published to no lookup.
         assert not any(p.tier == page.tier and not p.condemned for p in others), "two flights of one block to one tier"
         self.pins[target] += 1
         self.used_flights.add(flight_id)
         self.flights[flight_id] = Flight(flight_id, after, source, target, key, started=not after)
 
     def _check_way(self, source: int, target: int) -> None:
-        """Between a device and a store there is a host page, unless the store is one that the device is read into from directly."""
+        """Checks that a transfer between device and store uses a host page or a direct read."""
         kinds = self.tiers[source].kind, self.tiers[target].kind
         has_host = any(spec.kind is TierKind.HOST and self.serving.get(t, True) for t, spec in enumerate(self.tiers))
         if has_host and kinds == (TierKind.NVME, TierKind.DEVICE):
             assert source in self.direct.get(target, ()), "a store is read into a device that it has no direct way to"
         assert not has_host or kinds != (TierKind.DEVICE, TierKind.NVME), "a device is written to a store directly"
 
-    # -- what happens outside
+    # -- events outside the core
 
     def land(self, flight_id: int, status: int) -> None:
         """A transfer has ended (before the plan of `finish` is applied)."""
@@ -268,7 +268,8 @@ class Model:
                     self.pins[follower.source] += 1
 
     def publish(self, generation: int, key: Key | None) -> None:
-        """The page is ready and holds the key, if anything may be found there."""
+        """The page is ready and holds the key, unless it is condemned or its namespace
+        forgotten."""
         assert key is not None
         page = self.pages[generation]
         page.content = key
@@ -281,7 +282,8 @@ class Model:
         tiers[page.tier] = generation
 
     def supersede(self, key: Key, tier: int, *, same: bool) -> None:
-        """A name is committed anew while nobody can read it. Old pages go: the one in that tier, and all if their bytes differ."""
+        """Recommits a name that no client can read: condemns its page there; all, if bytes
+        differ."""
         old = {f.target for f in self.flights.values() if f.key == key} | set(self.held.get(key, {}).values())
         for page in [self.pages[generation] for generation in old]:
             if page.tier == tier or not same:
@@ -296,13 +298,13 @@ class Model:
             self._unhold(page)
 
     def lose(self, generation: int) -> None:
-        """What was written to the page, or is being, is gone."""
+        """The bytes written to the page, or in flight to it, are lost."""
         page = self.pages[generation]
         page.condemned = True
         self._unhold(page)
 
     def forget(self, namespaces: set[int]) -> None:
-        """Nothing of these namespaces may be found any more."""
+        """No block of these namespaces may be found any more."""
         self.forgotten |= namespaces
         self.ending |= namespaces
         for key in [k for k in self.held if k[0] in namespaces]:
@@ -317,11 +319,11 @@ class Model:
     # -- a new daemon
 
     def restart(self, kept: set[int], sessions: dict[int, int]) -> None:
-        """Flights, pins and pages that nobody can name are gone, but those of sessions that live; tiers serve again."""
+        """Drops flights, pins and unnamed pages but for live sessions' pages; tiers serve."""
         ready = {g for tiers in self.held.values() for g in tiers.values()}
         self.pages = {g: page for g, page in self.pages.items() if g in ready | kept}
         for generation in self.pages.keys() - ready:
-            self.pages[generation].stage = Stage.WRITING  # of no block: nobody is told when it goes
+            self.pages[generation].stage = Stage.WRITING  # of no block: no plan reports its end
         self.segments = {
             at: replace(a, writer=self.writers[a.segment] if self.writers[a.segment] in {SEALED, *sessions} else 0)
             for at, a in self.segments.items()
@@ -336,14 +338,14 @@ class Model:
         self.serving, self.sessions = {}, dict(sessions)
 
     def move(self, extent: StructArray) -> None:
-        """The new core calls a page by another number."""
+        """The new core gives a page another number."""
         page = self.pages[int(extent["generation"])]
         assert (page.segment, page.slot) == (int(extent["segment"]), int(extent["slot"]))
         page.page = int(extent["page"])
         self.places[page.tier, page.page] = page.generation
 
     def extents(self, generations: list[int]) -> StructArray:
-        """EXTENT of pages, by what a session table says of them."""
+        """EXTENT of pages, with the fields that a session table has."""
         out: StructArray = np.zeros(len(generations), EXTENT)
         for row, generation in zip(out, generations, strict=True):
             page = self.pages[generation]
@@ -359,7 +361,7 @@ class Model:
         return min((t for t in tiers if self.serving.get(t, True)), default=-1)
 
     def check_holds(self, extent: StructArray, key: Key) -> int:
-        """The extent is a live page with the bytes of this key; its generation."""
+        """Checks that the extent is a live page with this key's bytes. Returns its generation."""
         generation = int(extent["generation"])
         page = self.pages.get(generation)
         assert page is not None, f"a handle to a free page: {extent}"

@@ -1,7 +1,7 @@
-"""What clients do that is not tidy: blocks twice in one call, several ranks and chains in one, parents in circles, words about blocks.
+"""Untidy calls: blocks twice in one call, several ranks and chains, circular parents, priorities.
 
-Purpose: rules of the core's machine. Non-purpose: what the daemon and operators do. Whatever a client says of parents, keys name bytes, and the model's
-promises hold.
+Purpose: rules of the core's machine. Non-purpose: rules of the daemon and operators. With any
+stated parents keys name bytes, and the model's promises hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierd.core.plan import PutQuery
 words = st.one_of(st.none(), st.tuples(st.integers(0, PRIORITY_LIMIT), st.integers(0, 20)))
 """Priority and retention in seconds, or nothing."""
 parts = st.lists(st.tuples(chains, depths, depths, st.booleans(), words), min_size=1, max_size=3)
-"""Of a put: chain, first block, how many more, whether the first one's parent is the last, what is said."""
+"""Of a put: chain, first block, further blocks, whether the chain is circular, words."""
 
 
 class Tangles(Clients):
@@ -42,7 +42,7 @@ class Tangles(Clients):
         kind: TierKind,
         lease: bool,
     ) -> None:
-        """As `reserve_tangled`, committed whole and at once."""
+        """As `reserve_tangled`, with a commit of all blocks at once."""
         older = set(self.reservations)
         self.reserve_tangled(who, what, private=False, is_doubled=is_doubled, kind=kind)
         for number in self.reservations.keys() - older:
@@ -59,7 +59,7 @@ class Tangles(Clients):
         is_doubled: bool,
         kind: TierKind,
     ) -> None:
-        """Both ranks of some parts of chains in one call, in which blocks may come again, within one group too."""
+        """Reserves both ranks of some parts of chains; blocks may repeat, within one group too."""
         session, kind = self.any_session(who), self.kind_here(kind, who)
         queries, groups = list[PutQuery](), list[list[Entry]]()
         for which, begin, more, is_circle, said in what:
@@ -70,7 +70,7 @@ class Tangles(Clients):
                 if is_circle:
                     entries[0].parent = rank.hashes[numbers[-1]]
                 for entry, before in zip(entries[1:], entries[:-1], strict=True):
-                    entry.parent = before.key[1]  # as a put that is named in reserve says it
+                    entry.parent = before.key[1]  # a put that reserves by name implies this parent
                 queries.append(self.put_query(entries, private=private, said=said))
                 groups.append(entries)
         answer = self.core.reserve(session, groups=queries, kind=kind, now=self.tick())
@@ -92,7 +92,7 @@ class Tangles(Clients):
 
     @rule(who=picks, asked=st.lists(chains, min_size=1, max_size=3), are_ranks=st.booleans(), kind=kinds)
     def acquire_tangled(self, who: int, asked: list[int], are_ranks: bool, kind: TierKind) -> None:
-        """Several chains in one question, each of one rank or two; the same one may come again."""
+        """Acquires several chains in one call, each of one rank or two; chains may repeat."""
         session = self.any_session(who)
         wanted = [self.ranks(session, which)[: 1 + are_ranks] for which in asked]
         groups = [replace(ranks[0].group(), namespaces=tuple(rank.namespace for rank in ranks)) for ranks in wanted]

@@ -1,6 +1,7 @@
-"""The world in which the core's machine plays: tiers, namespaces, chains of blocks.
+"""The world of the core's machine: tiers, namespaces, chains of blocks.
 
-Purpose: small enough that blocks meet again, mixed enough that sizes, domains and sessions trade memory. Non-purpose: rules and checks.
+Purpose: a world so small that blocks meet again, and so mixed that sizes, domains and sessions
+trade memory. Non-purpose: rules and checks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DOMAINS = (1, 2)
 CHAINS = 4
 DEPTH = 6
 SHARED = 2
-"""Blocks that all chains of a namespace begin with."""
+"""Number of first blocks that all chains of a namespace share."""
 
 
 def tier(kind: TierKind, index: int, capacity: int, segment: int, **more: object) -> TierSpec:
@@ -29,7 +30,7 @@ def tier(kind: TierKind, index: int, capacity: int, segment: int, **more: object
 
 @dataclass(frozen=True)
 class World:
-    """Tiers, and the lengths of blocks in bytes that fit them."""
+    """Tiers, and lengths of blocks in bytes that fit them."""
 
     tiers: list[TierSpec]
     lengths: tuple[int, ...]
@@ -103,7 +104,7 @@ WORLDS = {
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks of one sequence. lengths in bytes; the last block of an odd chain is short."""
+    """Blocks of one sequence, with lengths in bytes; the last block of an odd chain is short."""
 
     namespace: int
     hashes: tuple[bytes, ...]
@@ -137,7 +138,7 @@ class Chain:
 
 
 def chain(world: World, namespace: int, number: int) -> Chain:
-    """Chain 0 to CHAINS - 1 of a namespace; the same every time."""
+    """Chain 0 to CHAINS - 1 of a namespace; the same each time."""
     hashes, parent = [], ROOT
     for position in range(DEPTH):
         branch = 0 if position < SHARED else number

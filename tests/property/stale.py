@@ -1,7 +1,8 @@
-"""A core that is churned, and everything that it ever gave out: what must be refused once it has been given back.
+"""A core under churn, and every handle and number that it gave, to be refused after their end.
 
-Purpose: `Churn.turn` makes a request and keeps what it gave out; `accepted` presents what is over by every way that the core has and tells what was taken for
-good. That a handle is over is known from the plans alone: its page was in `freed`.
+Purpose: `Churn.turn` makes a request and keeps its handles and numbers. `accepted` presents ended
+ones in every way that the core offers. It returns the ways that accepted one. Plans alone tell that
+a handle has ended: its page was in `freed`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ TIERS = (
     TierSpec(TierKind.NVME, 0, 1024 * 2 * PAGE, 128 * 2 * PAGE, slot_overhead_bytes=PAGE),
 )
 KEPT = 512
-"""Older handles that are presented again each time, beside all that have ended since."""
+"""Number of older handles presented again each time, beside all that ended since."""
 SLOTS = 128
-"""No segment has more."""
+"""Pages of a segment at most."""
 
 
 def chain(number: int, count: int) -> np.ndarray:
@@ -42,7 +43,7 @@ def chain(number: int, count: int) -> np.ndarray:
 
 
 class Churn:
-    """See the module. turns: so far. reuses: pages given that had been given before. words: generations by (tier, segment), as catalogues have them."""
+    """See the module. reuses: given pages that were given before. words: as in the catalogues."""
 
     def __init__(self, seed: int) -> None:
         self._chance = np.random.default_rng(seed)
@@ -71,7 +72,7 @@ class Churn:
         return core
 
     def turn(self) -> None:
-        """One sequence is got and put, by either session; now and then something else happens."""
+        """Either session gets and puts one sequence; now and then a namespace is forgotten."""
         self.turns += 1
         session = SESSIONS[self.turns % 7 == 0]
         name = chain(self.turns - 3 * int(self._chance.random() < 0.25), int(self._chance.integers(128, 384)))
@@ -88,7 +89,8 @@ class Churn:
             self._namespace += 1
 
     def restart(self) -> None:
-        """Another core adopts what is ready in both tiers; the numbers go on above the former one's."""
+        """A new core adopts the ready blocks of both tiers; its numbers are above the former
+        core's."""
         old = self.core
         segments = [old.segments(tier) for tier in range(len(TIERS))]
         held = [old.blocks(tier=tier) for tier in range(len(TIERS))]
@@ -107,10 +109,10 @@ class Churn:
         for tier in range(len(TIERS)):
             self.core.close_empty(tier)
 
-    # -- what is presented again
+    # -- presenting again
 
     def accepted(self) -> list[str]:
-        """Every way in which something that is over was taken for good."""
+        """Every way in which the core accepted a handle or number that has ended."""
         over = np.concatenate([self._older, *self._ended])
         self._ended.clear()
         self._older = self._chance.choice(over, min(len(over), KEPT), replace=False)
@@ -123,7 +125,7 @@ class Churn:
         return wrong
 
     def _verdicts(self, over: StructArray) -> list[str]:
-        """A verdict about pages that have gone changes nothing."""
+        """Checks that a verdict about freed pages changes nothing."""
         before = [self.core.blocks(tier=tier).tolist() for tier in range(len(TIERS))]
         flags = self._unverified()
         self.core.verified(over)
@@ -134,7 +136,7 @@ class Churn:
         return wrong + (["blocks have gone"] if after != before else [])
 
     def _calls(self) -> Iterator[tuple[str, str]]:
-        """Each way, and what came of it if it was not refused."""
+        """Each way, and its effect if the core did not refuse."""
         core, now = self.core, self._tick()
         for session, lease in self._leases:
             for who in SESSIONS:
@@ -173,7 +175,7 @@ class Churn:
         if not reserved.reservation:
             return
         self._reservations.append((session, reserved.reservation))
-        if is_kept:  # given back unwritten
+        if is_kept:  # aborted unwritten
             self._run(self.core.abort(session, reservation=reserved.reservation, now=self._tick()))
             return
         commit = self.core.begin_commit(session, reservation=reserved.reservation, blocks=None, now=self._tick())
@@ -201,7 +203,7 @@ class Churn:
             plan = self.core.finish(plan.transfers["id"], statuses=statuses, now=self._tick())
 
     def _apply(self, plan: Plan) -> None:
-        """As tiers do: retract, begin, stamp."""
+        """Applies a plan as tiers do: retract, begin, stamp."""
         for rows in self._by_segment(plan.freed["extent"]):
             self.words[_segment(rows)][rows["slot"]] = 0
         self._ended.append(plan.freed["extent"])
@@ -217,7 +219,7 @@ class Churn:
             given[pages] = True
 
     def _has_words(self, rows: StructArray) -> NDArray[np.bool_]:
-        """What the SDK looks at after a copy."""
+        """The SDK's check after a copy."""
         words = self.words.get(_segment(rows))
         return np.zeros(len(rows), bool) if words is None else words[rows["slot"]] == rows["generation"]
 

@@ -1,6 +1,7 @@
-"""Core against a plain model, as in `test_core_machine`, with a device that is read into from stores directly, now from these and now from those.
+"""Core against a plain model, as in `test_core_machine`, with a device that reads stores directly.
 
-What is promised beside: a block comes into the device from a store without a host page where there is a direct way at that moment, and nowhere else.
+The set of such stores changes. Promise: a block from a store skips the host page exactly if the
+device has a direct way at that moment.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DEVICE = 0
 
 
 class DirectMachine(CoreMachine):
-    """Blocks are sent far and wanted on the device, again and again."""
+    """Clients put blocks, the core moves them to stores, and clients acquire them on the device."""
 
     @initialize()
     def begin(self) -> None:  # type: ignore[override]
@@ -27,7 +28,7 @@ class DirectMachine(CoreMachine):
 
     @rule(where=picks, which=chains, stores=st.integers(0, 3), failing=st.booleans())
     def come_from_afar(self, where: int, which: int, stores: int, failing: bool) -> None:
-        """A chain that stores alone hold is wanted on the device; then what flies lands, or fails."""
+        """Acquires on the device a chain that only stores hold; its transfers then land or fail."""
         who, older = where, set(self.leases)
         self.put(who, where, which, TierKind.HOST)
         self.let_go(older)
@@ -44,12 +45,12 @@ class DirectMachine(CoreMachine):
         self.let_go(older)
 
     def let_go(self, older: set[int]) -> None:
-        """Every lease but those."""
+        """Releases every lease but the older ones."""
         for number in [i for i in self.leases if i not in older]:
             self.release(list(self.leases).index(number))
 
     def send_far(self, who: int, where: int, which: int) -> None:
-        """Every block of the chain that can be is in a store alone."""
+        """Moves every block of the chain to stores alone, if possible."""
         session = self.any_session(who)
         namespace = self.namespaces[self.model.sessions[session]][where % 2]
         ids = [self.core.find_block(namespace, h) for h in chain(self.world, namespace, which).hashes[:DEPTH]]
@@ -61,7 +62,7 @@ class DirectMachine(CoreMachine):
                 self.apply(self.core.evict(blocks, tier=tier, now=self.tick()))
 
     def check_ways(self, before: set[int]) -> None:
-        """What sets off to the host has no direct way to the device."""
+        """Checks that no transfer to the host starts at a store with a direct way to the device."""
         for flight in [f for i, f in self.model.flights.items() if i not in before and f.started]:
             source, target = (self.model.pages[g].tier for g in (flight.source, flight.target))
             if self.specs[source].kind is TierKind.NVME and self.specs[target].kind is TierKind.HOST:

@@ -1,8 +1,9 @@
-"""Core against a plain model: random calls from several sessions, random ends of transfers, and every plan checked.
+"""Core against a plain model: random calls of several sessions, random ends of transfers.
 
-What is promised: no page has two holders, no pinned page is freed, nothing is visible before commit, every handle leads to the bytes of its name,
-generations and ids never repeat, what leaves is announced, a new core takes over what is ready and what live sessions hold, and when everybody
-has gone nothing is left behind.
+The model checks every plan. Promises: no page has two holders, no pinned page is freed, no block is
+visible before its commit. Every handle leads to the bytes of its name. Generations and ids never
+repeat. Plans report every freed page. A new core adopts ready blocks and live sessions' pages.
+After the last session nothing is left.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ requests = st.lists(st.tuples(picks, picks, chains), min_size=1, max_size=8)
 
 
 class CoreMachine(Ahead):
-    """What the daemon and its operators do, and what is true after every step."""
+    """The rules of the daemon and its operators, and the invariants after every step."""
 
     @initialize(world=st.sampled_from(sorted(WORLDS)), wanted=requests)
     def begin(self, world: str, wanted: list[tuple[int, int, int]]) -> None:
@@ -37,7 +38,7 @@ class CoreMachine(Ahead):
 
     @rule(wanted=requests, kind=kinds, hold=st.sampled_from([False, False, True]))
     def request(self, wanted: list[tuple[int, int, int]], kind: TierKind, hold: bool) -> None:
-        """Sequences are acquired, what is missing is put, and all is released, as an engine does."""
+        """Acquires sequences, puts the missing blocks and releases all, as an engine does."""
         for who, where, which in wanted:
             older = set(self.leases) | {0}
             self.acquire(who, where, which, kind)
@@ -61,7 +62,7 @@ class CoreMachine(Ahead):
         while self.model.flights:
             self.finish(8, 0, READY)
 
-    # -- in the background
+    # -- background work
 
     @precondition(lambda self: self.model.flights)
     @rule(how_many=st.integers(1, 8), which=picks, bad=st.sampled_from([READY, READY, READY, FAILED, CORRUPT]))
@@ -126,7 +127,7 @@ class CoreMachine(Ahead):
 
     @rule(which=picks, amount=st.integers(1, 3))
     def lose(self, which: int, amount: int) -> None:
-        """A sync has failed: of a store's pages some are as if nothing had been written there, whether that is told already or not."""
+        """After a failed sync some of a store's pages have no bytes, reported already or not."""
         stores = [t for t, spec in enumerate(self.specs) if spec.kind is TierKind.NVME]
         written = [p for p in self.model.pages.values() if p.tier in stores and p.stage is not Stage.WRITING]
         lost = {self.pick(written, which + i).generation for i in range(amount)} if written else set()
@@ -154,19 +155,19 @@ class CoreMachine(Ahead):
         held = sum(key[0] == old and bool(tiers) for key, tiers in self.model.held.items())
         self.model.forget({old})
         forgotten = self.core.forget_namespaces([old], now=self.tick())
-        assert forgotten.blocks >= held  # and those of which a lease alone still has a page
+        assert forgotten.blocks >= held  # and blocks of which only a lease still has a page
         self.apply(forgotten.plan)
 
     @precondition(lambda self: self.model.ending)
     @rule(which=picks, begin=st.integers(0, 7))
     def free_some(self, which: int, begin: int) -> None:
-        """One of eight pieces of what an ended epoch left."""
+        """Frees one of eight parts of an ended epoch's blocks."""
         self.free(self.pick(sorted(self.model.ending), which), slice(begin, None, 8))
 
     @precondition(lambda self: self.model.ending)
     @rule(which=picks)
     def free_all(self, which: int) -> None:
-        """All of it."""
+        """Frees all blocks of an ended epoch."""
         ended = self.pick(sorted(self.model.ending), which)
         self.free(ended, slice(None))
         self.model.ending.discard(ended)
@@ -185,7 +186,7 @@ class CoreMachine(Ahead):
 
     @rule(which=picks, stores=st.integers(0, 3))
     def set_direct(self, which: int, stores: int) -> None:
-        """A device is read into from some of the stores directly, or from none any more."""
+        """A device starts to read some stores directly, or stops."""
         devices = [tier for tier, spec in enumerate(self.specs) if spec.kind is TierKind.DEVICE]
         far = [tier for tier, spec in enumerate(self.specs) if spec.kind is TierKind.NVME]
         if devices:
@@ -197,7 +198,8 @@ class CoreMachine(Ahead):
 
     @rule(live=st.booleans())
     def restart(self, live: bool) -> None:
-        """Another core takes over what is ready in every tier, and what sessions hold that are still alive."""
+        """A new core adopts the ready blocks of every tier, and the pages that live sessions
+        hold."""
         old, model = self.core, self.model
         self.core = new_core(
             self.specs,
@@ -239,7 +241,7 @@ class CoreMachine(Ahead):
             self.model.move(self.core.extents(np.array([block]), tier=tier)[0])
 
     def restore(self, session: int, pinned: set[int], reserved: set[int]) -> None:
-        """The session gets back pages that are ready still, those of ended epochs, and those that it was writing."""
+        """Restores the session's pages: ready ones, those of ended epochs, those being written."""
         read, written = sorted(pinned), sorted(reserved & self.model.pages.keys())
         answer = self.core.restore(
             session, pinned=self.model.extents(read), reserved=self.model.extents(written), now=self.tick()
@@ -287,9 +289,9 @@ class CoreMachine(Ahead):
                 assert found.tolist() == [[self.model.nearest((namespace, h)) for h in asked.hashes]]
 
     def teardown(self) -> None:
-        """When everybody has gone and everything is dropped, every byte is free again; what the daemon began to write to itself may wait, empty."""
+        """With all sessions ended and blocks evicted, only empty daemon segments stay."""
         if not hasattr(self, "core") or sys.exc_info()[0] is not None:
-            return  # nothing was begun, or a step has failed already
+            return  # no step ran, or a step has already failed
         self.land_all()
         while self.commits:
             self.finish_commit(0, good=True, lease=True, keep_open=False)

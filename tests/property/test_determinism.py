@@ -1,4 +1,4 @@
-"""Same calls, same answers: and the order in which transfers end is not part of the question."""
+"""The same calls give the same answers, in whatever order transfers end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ programs = st.lists(st.tuples(st.sampled_from(VERBS), st.integers(1, 2), st.inte
 
 @dataclass
 class Daemon:
-    """A core whose transfers end, all together, when told to; in the order that `chooser` gives."""
+    """A core whose transfers all end on demand, in the order that `chooser` gives."""
 
     world: World
     chooser: random.Random | None
     told: list[bytes] = field(default_factory=list)
-    flights: dict[int, int] = field(default_factory=dict)  # id -> the one that it follows
+    flights: dict[int, int] = field(default_factory=dict)  # id -> the flight that it follows
     leases: list[int] = field(default_factory=list)
     now: float = 0.0
 
@@ -36,7 +36,7 @@ class Daemon:
         self.core.open_session(1, domain=1)
 
     def hear(self, plan: Plan) -> None:
-        """Writes down every word of the plan."""
+        """Records the whole plan."""
         self.told += [plan.freed.tobytes(), plan.reserved.tobytes(), plan.transfers.tobytes(), plan.waits.tobytes()]
         self.told.append(repr(plan.segments).encode())
         self.flights |= dict(zip(plan.transfers["id"].tolist(), plan.transfers["after"].tolist(), strict=True))
@@ -80,7 +80,8 @@ class Daemon:
         self.hear(done.plan)
 
     def land(self) -> None:
-        """All transfers end well: at once in the order of their ids, or one by one in an order of chance. Then leases end."""
+        """Ends all transfers well, in order of ids or one by one at random; then releases
+        leases."""
         if self.chooser is None:
             self.finish(sorted(self.flights))
         while self.flights:
@@ -94,7 +95,7 @@ class Daemon:
         self.told.append(repr(self.core.tier_stats()).encode())
 
     def finish(self, ids: list[int]) -> None:
-        """What finish frees is heard in the order of ends, so it is not written down."""
+        """Ends transfers. The plan of `finish` follows the order of ends, so it is not recorded."""
         for flight in ids:
             del self.flights[flight]
         statuses = np.full(len(ids), BlockStatus.READY, np.uint16)
@@ -105,7 +106,8 @@ class Daemon:
 @given(program=programs, seed=st.integers(0, 1 << 16))
 @example(program=[("put", 1, 0), ("put", 1, 0), ("put", 1, 3), ("put", 2, 0), ("demote", 1, 0)], seed=0)
 def test_the_order_of_ends_changes_no_later_decision(world, program, seed):
-    """Two cores hear the same calls; one's transfers end in order, the other's at random: every plan and answer is the same."""
+    """Two cores with the same calls, one with transfers that end at random, give the same
+    answers."""
     pair = [Daemon(WORLDS[world], None), Daemon(WORLDS[world], random.Random(seed))]
     for verb, namespace, number in [*program, ("land", 1, 0), ("put", 1, 0), ("put", 2, 3), ("demote", 1, 0)]:
         for daemon in pair:

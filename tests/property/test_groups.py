@@ -1,4 +1,4 @@
-"""Random groups against the definition of what can be served, written down as plainly as it is said."""
+"""Random groups against a plain definition of the tokens that can be served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SESSION = 1
 
 @dataclass(frozen=True)
 class Group:
-    """held: per rank and block, the tiers that shall hold it."""
+    """held: per rank and block, the tiers that must hold it."""
 
     size: int
     tokens: int
@@ -40,7 +40,7 @@ class Group:
         return min(self.tokens, (block + 1) * self.size)
 
     def needed(self, tokens: int) -> list[int] | None:
-        """Numbers of the blocks that must be there to serve so many tokens; None if no set of blocks serves them."""
+        """Numbers of the blocks needed to serve so many tokens; None if no set of blocks does."""
         spans = [(i, i * self.size, self.end(i)) for i in range(self.blocks)]
         if self.need is Need.LAST_STATE:
             return next(([i] for i, _, stop in spans if stop == tokens), None)
@@ -76,7 +76,7 @@ def group_lists(draw) -> list[Group]:
 
 
 def hashes(group: int, blocks: int) -> np.ndarray:
-    """All ranks of a group share the hashes, as they share the namespace's digest."""
+    """The hashes of a group. All its ranks share them, as they share the namespace's digest."""
     raw = b"".join(hashlib.sha256(bytes([group, i])).digest() for i in range(blocks))
     return np.frombuffer(raw, np.uint8).reshape(-1, 32)
 
@@ -86,7 +86,7 @@ def namespace(group: int, rank: int) -> int:
 
 
 def filled(groups: list[Group]) -> tuple[Core, list[GroupQuery]]:
-    """A core that holds exactly what the groups say, and the question for all of them."""
+    """A core that holds exactly the groups' blocks, and the queries for all of them."""
     core = Core(TIERS, policies=NamedPolicies(), session_share=1.0)
     core.open_session(SESSION, domain=1)
     queries = []
@@ -102,7 +102,7 @@ def filled(groups: list[Group]) -> tuple[Core, list[GroupQuery]]:
 
 
 def hold(core: Core, rank: int, names: np.ndarray, block: int, *, tokens: int, tiers: frozenset[int]) -> None:
-    """Puts one block, whether its parent is there or not, into exactly these tiers."""
+    """Puts one block, with or without its parent, into exactly these tiers."""
     row = np.zeros(1, PUT_BLOCK)
     row["hash"], row["tokens"], row["length"] = names[block], tokens, PAGE_BYTES
     parent = names[block - 1].tobytes() if block else ROOT
@@ -119,14 +119,14 @@ def hold(core: Core, rank: int, names: np.ndarray, block: int, *, tokens: int, t
 
 
 def land(core: Core, plan: Plan) -> None:
-    """Every transfer succeeds."""
+    """Lets every transfer succeed."""
     if len(plan.transfers):
         core.finish(plan.transfers["id"], statuses=np.ones(len(plan.transfers), np.uint16), now=0.0)
 
 
 @given(group_lists())
 def test_a_lookup_finds_what_the_definition_says(groups):
-    """lookup answers the greatest token count at which every block that is needed of every group and rank is held."""
+    """A lookup returns the most tokens for which every group and rank holds all needed blocks."""
     core, queries = filled(groups)
     found = core.lookup(queries, 1.0)
     assert found.tokens == definition(groups)
@@ -136,7 +136,8 @@ def test_a_lookup_finds_what_the_definition_says(groups):
 
 @given(group_lists())
 def test_a_lease_holds_what_is_needed_and_no_more(groups):
-    """acquire and settle serve what lookup found, and hand out exactly the blocks that serving it needs, in the tier asked for."""
+    """acquire and settle serve lookup's tokens with exactly the needed blocks, in the right
+    tier."""
     core, queries = filled(groups)
     tokens = definition(groups)
     acquired = core.acquire(SESSION, groups=queries, kind=TierKind.HOST, now=1.0)
@@ -164,7 +165,7 @@ def test_a_lease_holds_what_is_needed_and_no_more(groups):
 
 @given(group_lists())
 def test_asking_for_less_changes_nothing_of_the_rest(groups):
-    """The answer for all groups together is never more than for each alone, and equal for a group asked twice."""
+    """All groups together never get more than each alone; a group asked twice gets the same."""
     core, queries = filled(groups)
     together = core.lookup(queries, 1.0).tokens
     assert all(together <= core.lookup([query], 1.0).tokens for query in queries)

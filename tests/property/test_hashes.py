@@ -1,4 +1,4 @@
-"""Chains of block hashes: what a hash does and does not depend on."""
+"""Chains of block hashes: their inputs, and independence of all else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_prefix_of_the_tokens_has_a_prefix_of_the_hashes(tokens, size, digest,
 
 @given(tokens=token_lists.filter(bool), size=sizes, digest=digests, data=st.data())
 def test_a_changed_token_changes_its_block_and_every_later_one(tokens, size, digest, data):
-    """Hashes before the changed token stay, the others all change."""
+    """Hashes before the changed token stay; all others change."""
     at = data.draw(st.integers(0, len(tokens) - 1))
     changed = list(tokens)
     changed[at] ^= 1
@@ -65,7 +65,7 @@ def test_no_two_blocks_of_a_chain_share_a_hash(tokens, size, digest):
 
 @given(tokens=token_lists, size=st.integers(2, 9), digest=digests)
 def test_a_short_block_is_not_the_full_one_that_it_becomes(tokens, size, digest):
-    """The hash covers the number of tokens, and the short tail is only hashed when asked for."""
+    """The hash covers the number of tokens, and the short tail is hashed only on request."""
     full, tail = len(tokens) // size, len(tokens) % size
     assert len(chain(tokens, digest, size)) == full
     if tail:
@@ -102,7 +102,7 @@ def test_folded_hashes_are_bound_to_their_namespace(theirs, one, other):
 
 @given(st.integers(0, 200), sizes)
 def test_spans_cover_the_tokens_once(tokens, size):
-    """Spans with the tail are consecutive, full but for the last, and end where the tokens end."""
+    """Spans with the tail are consecutive, full but for the last, and end with the tokens."""
     spans = list(block_spans(tokens, size, with_tail=True))
     assert [i for start, stop in spans for i in range(start, stop)] == list(range(tokens))
     assert all(stop - start == size for start, stop in spans[:-1])

@@ -1,4 +1,5 @@
-"""The core with chains of up to 65,536 blocks: every invariant holds, and no step costs more than its own blocks."""
+"""Chains of up to 65,536 blocks: every invariant holds, and a step costs no more than its
+blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TURNS = count(test=8, nightly=150, weekly=600)
 
 
 class Long:
-    """A core over host memory and perhaps NVMe, both smaller than its chains; flights land late."""
+    """A core over host memory and perhaps NVMe, smaller than its chains; transfers end late."""
 
     def __init__(self, policy: str, *, far: bool, seed: int) -> None:
         marks = {"high_watermark": 0.8, "low_watermark": 0.7}
@@ -53,7 +54,7 @@ class Long:
 
     @contextmanager
     def step(self, blocks: int) -> Iterator[None]:
-        """One step of the daemon's loop, for so many blocks."""
+        """One step of the daemon's loop; checks the number of victims that it asks for."""
         self.asked = 0
         yield
         assert self.asked <= 16 * blocks + 2 * FAR_REACH + 8 * MOST_REACH
@@ -62,7 +63,7 @@ class Long:
         self.flying.extend(plan.transfers["id"].tolist())
 
     def turn(self) -> None:
-        """Something that clients, operators or disks do."""
+        """Carries out a random action of a client, an operator or a disk."""
         self.now += 1.0
         verbs = (self.put, self.put, self.grow, self.get, self.get, self.release, self.pin, self.land, self.evict)
         verbs[self.dice.integers(len(verbs))]()
@@ -72,7 +73,7 @@ class Long:
             self.land()
 
     def put(self) -> None:
-        """A new sequence, or one that leaves another somewhere."""
+        """Puts a new sequence, or one that branches off another."""
         new = self.dice.bytes(32 * int(self.dice.choice(LENGTHS)))
         hashes = np.frombuffer(new, np.uint8).reshape(-1, 32)
         shared = self.chains[self.dice.integers(len(self.chains))] if self.chains and self.dice.random() < 0.3 else ()
@@ -82,7 +83,7 @@ class Long:
         self._write(hashes, 0)
 
     def grow(self) -> None:
-        """A sequence becomes a block longer, as while tokens are generated."""
+        """Adds a block to a sequence, as token generation does."""
         if self.chains:
             at = int(self.dice.integers(len(self.chains)))
             longer = np.concatenate((self.chains[at], np.frombuffer(self.dice.bytes(32), np.uint8)[None]))
@@ -115,7 +116,7 @@ class Long:
                 self.took(self.core.demote(self.now))
 
     def get(self) -> None:
-        """The beginning of a sequence, which is held for a while."""
+        """Acquires the beginning of a sequence and holds it for a while."""
         if self.chains:
             hashes = self.chains[self.dice.integers(len(self.chains))]
             hashes = hashes[: min(PIECE, self.dice.integers(1, len(hashes) + 1))]
@@ -133,14 +134,14 @@ class Long:
             self.took(self.core.release(1, leases=leases, now=self.now))
 
     def pin(self) -> None:
-        """The last block of a sequence, which holds all of it back, or no longer."""
+        """Pins or unpins the last block of a sequence; a pin keeps all of the sequence."""
         for hashes in self.chains[-2:]:
             if (found := self.core.find_block(1, hashes[-1].tobytes())) is not None:
                 verb = self.core.pin_blocks if self.dice.random() < 0.5 else self.core.unpin_blocks
                 verb(np.array([found]))
 
     def land(self, most: int = 512) -> None:
-        """Transfers end, the oldest first; one in fifty fails."""
+        """Ends transfers, the oldest first; one in fifty fails."""
         ids = np.array([self.flying.popleft() for _ in range(min(most, len(self.flying)))], np.uint64)
         if len(ids):
             fails = self.dice.random(len(ids)) < 0.02
@@ -149,7 +150,7 @@ class Long:
                 self.took(self.core.finish(ids, statuses=statuses, now=self.now))
 
     def evict(self) -> None:
-        """An operator drops some of a sequence."""
+        """An operator evicts some blocks of a sequence."""
         if self.chains:
             hashes = self.chains[self.dice.integers(len(self.chains))]
             few = [self.core.find_block(1, hashes[at].tobytes()) for at in self.dice.integers(0, len(hashes), 4)]
@@ -159,7 +160,7 @@ class Long:
 @pytest.mark.parametrize("far", [True, False], ids=["two tiers", "host alone"])
 @pytest.mark.parametrize("policy", sorted(EVICTION))
 def test_the_books_are_right_and_no_step_is_long(policy: str, far: bool) -> None:
-    """In any order of puts, growth, gets, pins, flights and failures the audit finds nothing, and what policies are asked for in a step follows from the call alone."""
+    """In any order of actions the audit passes, and a step's victims follow from its call alone."""
     long = Long(policy, far=far, seed=len(policy) + far)
     for turn in range(TURNS):
         long.turn()

@@ -1,4 +1,5 @@
-"""What was given back is never good again: old handles, leases, reservations, commits, transfers and namespaces, presented to a core that goes on."""
+"""A running core refuses handles, leases, reservations, commits, transfers and namespaces of
+old."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from stale import Churn
 from tests.depth import count, report
 
 REUSES = count(test=16_000, nightly=900_000, weekly=9_000_000)
-"""Pages given again; test_handles.py in tests/system does the rest through a daemon."""
+"""Number of page reuses; test_handles.py in tests/system tests the rest through a daemon."""
 
 
 def churned(seed: int, reuses: int) -> Churn:
-    """A core after so many pages were given again and four restarts; nothing old was accepted on the way."""
+    """A core after so many page reuses and four restarts; it accepted no old handle."""
     churn, next_restart = Churn(seed), reuses // 4
     while churn.reuses < reuses:
         churn.turn()
@@ -31,7 +32,7 @@ def churned(seed: int, reuses: int) -> Churn:
 
 @pytest.mark.timeout(3600)
 def test_nothing_old_is_accepted() -> None:
-    """However often its page has been given again, no old handle, number or verdict is taken for good, after restarts of the core neither."""
+    """No old handle, number or verdict is accepted after any reuse of its page or any restart."""
     seed = int(os.environ.get("HANDLES_SEED", time.time_ns() % 1_000_000))
     print(f"HANDLES_SEED={seed}")
     begun = time.monotonic()
@@ -48,5 +49,5 @@ def test_nothing_old_is_accepted() -> None:
 
 
 def test_a_next_table_that_was_made_for_fewer() -> None:
-    """Where more has come since the next table of names was made, it is made anew: it had no room for all, and this seed's puts no end."""
+    """An outgrown next table of names is rebuilt; without that, this seed's put never ends."""
     churned(719688, 16_000)

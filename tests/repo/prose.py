@@ -1,7 +1,7 @@
-"""Counts what can be counted of prose: long sentences, long lines, openings that hide the actor.
+"""Reports faults of prose that a program can count: long sentences, long lines, hidden actors.
 
-`python -m tests.repo.prose FILE ...` lists what it finds. Prose is: docstrings and comments of Python files, and the
-paragraphs of Markdown files. Code, tables, links and headings are not.
+`python -m tests.repo.prose FILE ...` lists them. Prose is: docstrings and comments of Python files,
+and the paragraphs of Markdown files. Code, tables, links and headings are not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
 class Finding(NamedTuple):
-    """line: of the text that holds it; fault: which rule; text: the words."""
+    """line: its number in the file; fault: the broken rule; text: the words."""
 
     line: int
     fault: str
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path) -> list[Finding]:
-    """What is wrong with the prose of a file, by its lines."""
+    """The faults in the prose of a file, by line."""
     text = path.read_text(encoding="utf-8")
     parts = _of_markdown(text) if path.suffix == ".md" else _of_python(text)
     return sorted(finding for line, part in parts for finding in _of_part(line, part))

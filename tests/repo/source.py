@@ -1,4 +1,4 @@
-"""What the checks of the house read: the tracked files, and the syntax trees of the package."""
+"""The input of the repository's checks: the tracked files, and the package's syntax trees."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Module:
 
     @property
     def is_public(self) -> bool:
-        """Whether no component begins with an underscore, but for __init__."""
+        """Whether no component begins with an underscore, except __init__."""
         return not any(piece.startswith("_") and piece != "__init__.py" for piece in self.name.split("/"))
 
 
@@ -64,7 +64,7 @@ def functions(tree: ast.AST, *, prefix: str = "") -> Iterator[tuple[str, Functio
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module that a tree imports, at whatever depth; `from tierd import x` as `tierd.x`."""
+    """Every module that a tree imports, at any depth; `from tierd import x` as `tierd.x`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

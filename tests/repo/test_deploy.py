@@ -1,4 +1,4 @@
-"""What is deployed: the unit's sandbox, and that its parts agree with each other and with the code."""
+"""The deployment: the unit's sandbox, and its parts agree with each other and with the code."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def service() -> dict[str, str]:
 
 @pytest.mark.parametrize("parts", [[UNIT], [UNIT, GPU], [UNIT, PLACES]], ids=["unit", "with GPUs", "with places"])
 def test_sandbox_is_tight(parts: list[Path], tmp_path: Path) -> None:
-    """systemd rates the unit's exposure at 2.0 or less, with the drop-in for GPUs too."""
+    """systemd rates the unit's exposure at 2.0 or less, with each drop-in too."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("no systemd-analyze here")
-    unit = tmp_path / UNIT.name  # a drop-in counts as lines behind the unit's
+    unit = tmp_path / UNIT.name  # a drop-in counts as lines after the unit's
     unit.write_text("\n".join(part.read_text() for part in parts))
     command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def test_sandbox_is_tight(parts: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_gpu_can_be_reached_with_the_drop_in_alone(service: dict[str, str]) -> None:
-    """Devices are hidden by the unit and closed by the drop-in but for NVIDIA's; memory may be pinned; the drop-in takes nothing else back."""
+    """The unit hides devices; the drop-in opens NVIDIA's, lets memory be pinned, and no more."""
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(GPU)
@@ -59,12 +59,12 @@ def test_a_gpu_can_be_reached_with_the_drop_in_alone(service: dict[str, str]) ->
 
 @pytest.mark.parametrize("forbidden", ["PrivateUsers", "PrivateIPC", "PrivateNetwork", "DynamicUser"])
 def test_sandbox_leaves_what_the_daemon_needs(service: dict[str, str], forbidden: str) -> None:
-    """Peer credentials, the arena in /dev/shm and the loopback listeners are not taken away."""
+    """The unit keeps peer credentials, the arena in /dev/shm and the loopback listeners."""
     assert service.get(forbidden, "no") == "no"
 
 
 def test_supervision_and_secrecy(service: dict[str, str]) -> None:
-    """systemd hears when the daemon is ready and alive, no core file is written, the arena outlasts a stop."""
+    """systemd sees the daemon ready and alive, no core is written, a stop keeps the arena."""
     wanted = {
         "Type": "notify",
         "LimitCORE": "0",
@@ -79,7 +79,8 @@ def test_supervision_and_secrecy(service: dict[str, str]) -> None:
 
 
 def test_the_drop_in_names_every_place_of_the_profiles() -> None:
-    """What configs/ keep outside /dev/shm and /var/lib/tierd the unit may write with the documented drop-in, once it is mounted."""
+    """With the documented drop-in the unit may write every place of configs/ outside /dev/shm and
+    /var/lib/tierd. It waits for their mounts."""
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(PLACES)
@@ -94,7 +95,8 @@ def test_the_drop_in_names_every_place_of_the_profiles() -> None:
 
 
 def test_settings_reach_the_daemon(service: dict[str, str]) -> None:
-    """The unit and tmpfiles.d agree on the mode of /etc/tierd; the image reads the file that compose mounts, and has an empty one without."""
+    """The unit and tmpfiles.d agree on the mode of /etc/tierd. The image reads the file that
+    compose mounts; without one it reads an empty file."""
     tmpfiles = (DEPLOY / "tmpfiles.d" / "tierd.conf").read_text()
     assert f"d /etc/tierd {service['ConfigurationDirectoryMode']} root tierd" in tmpfiles
     image = (DEPLOY / "Containerfile").read_text()
@@ -107,13 +109,13 @@ def test_settings_reach_the_daemon(service: dict[str, str]) -> None:
 
 
 def test_the_units_user_exists(service: dict[str, str]) -> None:
-    """sysusers.d makes the user that the unit names, and tmpfiles.d keeps the arena from being aged out."""
+    """sysusers.d makes the unit's user, and tmpfiles.d exempts the arena from aging."""
     assert re.search(rf"^u {service['User']} ", (DEPLOY / "sysusers.d" / "tierd.conf").read_text(), re.MULTILINE)
     assert re.search(r"^x /dev/shm/tierd-\*", (DEPLOY / "tmpfiles.d" / "tierd.conf").read_text(), re.MULTILINE)
 
 
 def test_container_and_compose_agree() -> None:
-    """The arena's mount carries the uid of the image, processes can be told apart, and no core is written."""
+    """The arena's mount has the image's uid, pids are the host's, and no core is written."""
     image = (DEPLOY / "Containerfile").read_text()
     uid = re.search(r"--uid (\d+)", image)
     assert uid

@@ -1,4 +1,4 @@
-"""What is public is documented; what can be set or measured is explained."""
+"""Public names have docstrings; settings and metrics have explanations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMPTY_INIT = "__init__.py"
 
 
 def public_definitions(module: Module) -> list[tuple[str, ast.AST]]:
-    """Functions and classes of the module, and methods of its public classes, that have no leading underscore."""
+    """The module's public functions and classes, and the public methods of these classes."""
     found: list[tuple[str, ast.AST]] = []
     for node in module.tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
@@ -45,7 +45,7 @@ def test_modules_open_with_their_purpose(module: Module) -> None:
 
 @pytest.mark.parametrize("module", [module for module in modules() if module.is_public], ids=lambda module: module.name)
 def test_public_definitions_are_documented(module: Module) -> None:
-    """Every public class, function and method has a docstring, but for those of a documented interface."""
+    """Every public class, function and method has a docstring, or an interface documents it."""
     missing = [
         name
         for name, node in public_definitions(module)
@@ -55,7 +55,7 @@ def test_public_definitions_are_documented(module: Module) -> None:
 
 
 def _is_documented_elsewhere(name: str) -> bool:
-    """A method of a class that implements what another class of the same package declares and documents."""
+    """Whether it is a method that a Protocol of the package, or the proto files, declare."""
     _, dot, method = name.partition(".")
     return bool(dot) and (method in _declared_methods() or method in _proto_methods())
 
@@ -80,7 +80,8 @@ def _proto_methods() -> set[str]:
 
 @pytest.mark.parametrize(("section", "name"), SETTINGS)
 def test_settings_are_explained(section: str, name: str) -> None:
-    """Every setting has a meaning that ends as a sentence, a unit or a choice, and a line in reference.toml."""
+    """Every setting has a meaning that ends as a sentence, a unit or a choice, and a line in
+    reference.toml."""
     info = SECTIONS[section].__pydantic_fields__[name]
     assert info.description
     assert info.description.endswith((".", ".)"))
@@ -89,7 +90,7 @@ def test_settings_are_explained(section: str, name: str) -> None:
 
 
 def test_metrics_are_used() -> None:
-    """Every row of the table of metrics is set somewhere; a metric that nobody feeds is a lie."""
+    """The code sets every metric of the table."""
     code = "".join(module.text for module in modules() if module.name != "metrics.py")
     table = next(module.text for module in modules() if module.name == "metrics.py")
     attributes = dict(re.findall(r'self\.(\w+) = self\._\w+\("(tierd_\w+)"\)', table))
@@ -100,7 +101,7 @@ def test_metrics_are_used() -> None:
 
 
 def test_tests_promise_one_sentence() -> None:
-    """Every test says in its docstring what it promises."""
+    """Every test states its promise in its docstring."""
     silent = [
         f"{path.relative_to(ROOT)}:{name}"
         for path in sorted((ROOT / "tests").rglob("test_*.py"))

@@ -1,4 +1,4 @@
-"""The pages of deploy/docs and all READMEs: links and anchors, generated pages, commands, settings, configurations."""
+"""The pages of deploy/docs and all READMEs: links, generated pages, commands, settings, TOML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"\b(tierctl) ([a-z][a-z-]+)\b|(?:^|[`(|;&!]|\buntil|bin/)\s*(tierd) ([a-z][a-z-]+)\b", re.MULTILINE)
-"""`tierd` is a word of sentences, users and paths too: only where a command begins."""
+"""`tierd` is also a word of sentences, users and paths: it counts only at the start of a command."""
 SETTING = re.compile(rf"`({'|'.join(SETTINGS)})(?:\[\d*\])?\.([a-z_]+)`")
 TERMS = 40
 
@@ -35,7 +35,7 @@ def name_of(path: Path) -> str:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """As a code host makes them from headings."""
+    """The anchors that a code host makes from headings."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found: list[str] = []
     for heading in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE):
@@ -45,7 +45,7 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 def faults_of(path: Path, text: str) -> Iterator[str]:
-    """Relative links of a Markdown file that lead nowhere."""
+    """Broken relative links of a Markdown file."""
     for link in LINK.findall(CODE.sub("", text)):
         if re.match(r"[a-z]+:", link):
             continue
@@ -72,7 +72,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     ],
 )
 def test_each_broken_link_is_found(text: str, faults: list[str]) -> None:
-    """The check sees a missing file, a missing heading of the same page and of another one, and no link that leads somewhere."""
+    """The check reports a missing file and a missing heading, and no link that works."""
     assert list(faults_of(DOCS / "index.md", text)) == faults
 
 
@@ -94,13 +94,13 @@ def test_reference_is_generated() -> None:
 
 @pytest.mark.parametrize("path", sorted({*MARKDOWN, *PAGES}), ids=name_of)
 def test_verbs_in_documents_exist(path: Path) -> None:
-    """A word behind `tierctl` or `tierd` in code, in a fence or in backticks, is a verb of it."""
+    """A word after `tierctl` or `tierd` in a page's code, fenced or in backticks, is a verb of it."""
     code = "\n".join(CODE.findall(path.read_text(encoding="utf-8")))
     assert unknown_verbs(code) == []
 
 
 def test_verbs_in_messages_exist() -> None:
-    """So is a word behind `tierctl` in any message of the package, in backticks or not."""
+    """A word after `tierctl` in any message of the package, quoted or not, is a verb of it."""
     unknown = [f"{where}: {fault}" for where, text in messages() for fault in unknown_verbs(text)]
     assert [line for line in unknown if "tierctl" in line] == []
 
@@ -114,7 +114,7 @@ def test_verbs_in_messages_exist() -> None:
     ],
 )
 def test_each_unknown_verb_is_found(text: str, unknown: list[str]) -> None:
-    """The check sees verbs that do not exist, in backticks and in fences, and none that do."""
+    """The check reports verbs that do not exist, in backticks and in fences, and none that do."""
     assert unknown_verbs("\n".join(CODE.findall(text))) == unknown
 
 

@@ -1,4 +1,4 @@
-"""The error tree is whole: drawn, grouped, mapped."""
+"""The error tree is complete: each error is drawn, grouped and mapped to a status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RAISED = ALL - GROUPS - {TierdError}
 
 
 def test_every_error_has_a_status_and_nothing_else_has() -> None:
-    """The table of gRPC statuses is total over what can be raised."""
+    """Each error that can be raised has a gRPC status, and nothing else has."""
     assert set(GRPC_STATUS) == RAISED
 
 

@@ -1,4 +1,4 @@
-"""What documents tell a reader to type is run by a test, or says that it is not."""
+"""A test runs each command of the documents, or the document says why none does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER_SHELLS = {"bash", "shell", "zsh", "shell-session", "powershell"}
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_are_run_or_say_that_they_are_not(document: str) -> None:
-    """Each block of commands is among those that a test of this document runs, or begins with the reason why none does."""
+    """A test of this document runs each block of commands, or the block says why none does."""
     blocks = shell_blocks(document)
     assert not OTHER_SHELLS & {language for language, _ in FENCE.findall((ROOT / document).read_text(encoding="utf-8"))}
     for block in blocks:
@@ -35,7 +35,8 @@ def test_commands_are_run_or_say_that_they_are_not(document: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_run_or_say_that_they_are_not(page: str) -> None:
-    """Each block of commands and of Python in deploy/docs is run by tests/system/test_documents.py, or says why no test runs it."""
+    """tests/system/test_documents.py runs each block of commands and of Python in deploy/docs, or
+    the block says why no test runs it."""
     if page.startswith("deploy/docs/reference/"):
         return  # signatures and usage, generated
     assert not OTHER_SHELLS & {language for language, _ in FENCE.findall((ROOT / page).read_text(encoding="utf-8"))}
@@ -47,7 +48,7 @@ def test_pages_are_run_or_say_that_they_are_not(page: str) -> None:
 
 @pytest.mark.parametrize(("number", "name"), [(0, "connector"), (1, "tier")])
 def test_the_readmes_configuration_is_the_examples(number: int, name: str) -> None:
-    """The configuration in the commands of vLLM's README is that of the file which the examples' commands, that are run, give vLLM."""
+    """The configuration in vLLM's README equals the example's file, which the commands give vLLM."""
     block = shell_blocks("tierd/integrations/vllm/README.md")[number]
     (shown,) = re.findall(r"--kv-transfer-config '(\{.*\})'", block.script, re.DOTALL)
     example = (ROOT / "deploy/examples/vllm" / f"{name}.json").read_text(encoding="utf-8")
@@ -55,7 +56,7 @@ def test_the_readmes_configuration_is_the_examples(number: int, name: str) -> No
 
 
 def test_blocks_are_found() -> None:
-    """Each example has commands, and some that are run, so that none of these tests passes for want of any."""
+    """Each example has commands, and some that run, so no test here passes on an empty list."""
     examples = [document for document in DOCUMENTS if document.startswith(FOLDERS[0])]
     assert len(examples) == 5
     assert all(any(block.is_run for block in shell_blocks(document)) for document in examples)
@@ -63,7 +64,8 @@ def test_blocks_are_found() -> None:
 
 @pytest.mark.parametrize("name", ["tests", "tools"])
 def test_examples_find_the_projects_folders_beside_a_package_of_the_same_name(name: str, tmp_path: Path) -> None:
-    """Engines' dependencies install packages called `tests` and `tools`: with PYTHONPATH as documented the project's own come first, as a whole."""
+    """With PYTHONPATH as documented, the project's `tests` and `tools` win over packages of these
+    names that engines' dependencies install."""
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").touch()
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])

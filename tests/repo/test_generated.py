@@ -1,4 +1,4 @@
-"""What is generated equals what its source gives today."""
+"""Generated files equal the output of their generators today."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tool(name: str) -> ModuleType:
 
 
 def test_reference_is_rendered_from_the_settings() -> None:
-    """configs/reference.toml is what tools/gen_reference.py writes."""
+    """configs/reference.toml equals the output of tools/gen_reference.py."""
     assert REFERENCE.read_text(encoding="utf-8") == tool("gen_reference").render(), "run: make reference"
 
 

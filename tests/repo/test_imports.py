@@ -1,4 +1,4 @@
-"""Imports go down only. Each part is strong by what it need not know."""
+"""Imports go down only: each part imports only the parts of its row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.repo.source import PACKAGE, Module, imports, modules
 
 EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "linux"}
-"""What every part may use, besides core."""
+"""Every part may use these, besides core."""
 
 PARTS: dict[str, set[str]] = {
     "errors": set(),
@@ -47,22 +47,22 @@ PARTS: dict[str, set[str]] = {
 """Part -> the parts that it may import."""
 
 BUILDERS: dict[str, set[str]] = {
-    "tiers/device/cuda.py": {"gpu"},  # over the GPU process, which knows of tiers how they sum
+    "tiers/device/cuda.py": {"gpu"},  # over the GPU process, which knows how tiers sum
     "tiers/device/direct.py": {"gpu"},
     "tiers/device/slabs.py": {"gpu"},
     "client/session/device.py": {"kernels"},  # NVIDIA's driver by its bindings, and no kernel
     "server/lifecycle.py": {"policies", "mover"},
     "server/assembly.py": {"policies", "mover"},
-    "server/operators/learned.py": {"policies"},  # it keeps what the learner of reuse knows
+    "server/operators/learned.py": {"policies"},  # it stores the state of the reuse learner
     "cli/daemon.py": {"server", "logs"},
     "cli/configuration.py": {"server", "settings"},  # it checks a file as a daemon would
     "cli/leftovers.py": {"server", "tiers"},
-    "cli/fsck.py": {"server", "tiers"},  # what a daemon keeps, read while none runs
+    "cli/fsck.py": {"server", "tiers"},  # it reads a daemon's files while none runs
     # Paged caches are tables of the worker's pages under the paged kernel.
     "integrations/transformers/attention.py": {"kernels", "worker"},
     "integrations/transformers/paged.py": {"worker"},
     "integrations/transformers/store.py": {"worker"},
-    "cli/advice.py": {"integrations"},  # which versions of engines were run
+    "cli/advice.py": {"integrations"},  # the versions of engines that were run
     "cli/conversation.py": {"worker"},
     "cli/simulate.py": {"simulator"},
     "cli/trace.py": {"simulator"},
@@ -70,7 +70,7 @@ BUILDERS: dict[str, set[str]] = {
     "cli/demo.py": {"worker", "testing", "kernels"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
 }
-"""The modules that put parts together, and what they may see beyond their part's row."""
+"""The modules that put parts together, and their imports beyond their part's row."""
 
 FOREIGN: dict[str, set[str]] = {
     "core": {"numpy"},
@@ -84,10 +84,11 @@ FOREIGN: dict[str, set[str]] = {
     "linux": {"numpy"},
     "tcp": {"numpy", "lz4"},
 }
-"""Part -> the packages beyond the standard library that it may import; a part that is not listed may use any."""
+"""Part -> the packages beyond the standard library that it may import. A part that is not listed
+may use any."""
 
 CLIENT_CORE = {"formats", "arrays"}
-"""The rooms of core that the SDK may use: identity, dtypes, how what it maps is laid out, and sets of numbers."""
+"""The rooms of core that the SDK may use: identity, dtypes, layouts of mapped memory, number sets."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "core": ("formats", "arrays", "plan plan_builder admission eviction", "index", "space", "requests"),
@@ -107,7 +108,7 @@ def parts_imported(module: Module) -> set[str]:
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
 def test_imports_go_down_only(module: Module) -> None:
-    """A module imports only what its part may know."""
+    """A module imports only the parts of its row."""
     if module.name == "__init__.py":
         assert parts_imported(module) == set()
         return
@@ -126,7 +127,7 @@ def test_foreign_packages_stay_where_they_belong(part: str) -> None:
     "module", [module for module in modules() if module.part == "client"], ids=lambda module: module.name
 )
 def test_sdk_uses_only_identity_and_dtypes_of_core(module: Module) -> None:
-    """The SDK knows block hashes and the values on the wire, nothing of how the daemon decides."""
+    """The SDK imports only identity, dtypes and layouts from core, and none of its decisions."""
     used = {name.split(".")[2] for name in imports(module.tree) if name.startswith("tierd.core.")}
     assert used <= CLIENT_CORE
 
@@ -167,7 +168,7 @@ BARRIER = ("core/formats/words.py", "threading")
 
 
 def test_core_has_no_clock_no_chance_and_no_loop() -> None:
-    """Core and policies import nothing that waits, tells the time or rolls dice."""
+    """Core and policies import no module that waits, reads a clock or draws random numbers."""
     banned = {"time", "random", "asyncio", "threading", "socket", "os", "secrets", "datetime"}
     names = {
         (module.name, name.split(".")[0])
@@ -179,7 +180,7 @@ def test_core_has_no_clock_no_chance_and_no_loop() -> None:
 
 
 def test_sdk_import_is_light() -> None:
-    """`import tierd.client` brings in no torch, no pydantic, no terminal, no codec and no part of the daemon."""
+    """`import tierd.client` loads no torch, pydantic, terminal, codec or part of the daemon."""
     program = "import sys, tierd.client; print('\\n'.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     heavy = {

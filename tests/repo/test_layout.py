@@ -1,4 +1,4 @@
-"""The house: what lies where, and what may be called how."""
+"""The repository's layout: the places of its files, and rules for names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not tracked_files(), reason="not a git checkout"
 
 
 def test_top_level_holds_only_what_belongs_there() -> None:
-    """At the top stand the fixed folders, the fixed files and dot-files."""
+    """The top holds only the fixed folders, the fixed files and dot-files."""
     tops = {name.split("/")[0] for name in tracked_files() if not name.startswith(".")}
     assert tops <= FOLDERS | FILES
 
@@ -37,13 +37,14 @@ def test_tests_lie_by_kind() -> None:
 
 
 def test_files_that_begin_first_are_there() -> None:
-    """Each of the long files that a run begins with is a file of tests."""
+    """Each of the long files that a run begins with is a test file."""
     ends = {"/".join(name.split("/")[-2:]) for name in tracked_files() if name.startswith("tests/")}
     assert set(LONGEST_FIRST) <= ends
 
 
 def test_files_are_texts_of_no_machine() -> None:
-    """Every tracked file but golden ones is UTF-8 text below 1 MiB, and none names this checkout's path or a package index."""
+    """Every tracked file is smaller than 1 MiB. All but golden ones are UTF-8, and name neither
+    this checkout's path nor a package index."""
     here = str(ROOT.resolve())
     for name in tracked_files():
         raw = (ROOT / name).read_bytes()
@@ -66,7 +67,7 @@ def test_names_say_something(module: Module) -> None:
 
 
 def test_base_install_is_light() -> None:
-    """The packages that everybody installs hold no framework and no GPU library."""
+    """The packages that everybody installs include no framework and no GPU library."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     base = {re.split(r"[<>=!\[; ]", requirement)[0].lower() for requirement in project["dependencies"]}
     assert base.isdisjoint(
@@ -77,7 +78,8 @@ def test_base_install_is_light() -> None:
 
 @pytest.mark.parametrize("engine", sorted(name for name in tracked_files() if "engines/requirements/" in name))
 def test_engines_run_with_all_that_tierd_needs(engine: str) -> None:
-    """An engine's environment, which is installed without what packages ask for, has a fitting version of each package that tierd itself asks for."""
+    """An engine's environment, which is installed without dependencies, has a fitting version of
+    each package that tierd requires."""
     lines = [line for line in (ROOT / engine).read_text(encoding="utf-8").splitlines() if "==" in line]
     pinned = {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -88,7 +90,7 @@ def test_engines_run_with_all_that_tierd_needs(engine: str) -> None:
 
 
 def test_base_install_is_small() -> None:
-    """What the base install brings in, with all that it needs in turn, takes less than 140 MB on disk."""
+    """The base install, with all its dependencies, takes less than 140 MB on disk."""
     todo, sizes = ["tierd"], dict[str, int]()
     while todo:
         name = todo.pop()
@@ -102,7 +104,7 @@ def test_base_install_is_small() -> None:
 
 
 def test_versions_agree() -> None:
-    """The version in pyproject.toml is the package's and the newest heading of the change log."""
+    """The version in pyproject.toml equals the package's and the newest heading of the change log."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert heading

@@ -1,4 +1,4 @@
-"""The mutations stay true to the code: what they take away is there, once."""
+"""The mutations match the code: the text that each removes is there, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tools.mutate.mutations import MUTATIONS
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_mutation_can_be_made(mutation: Mutation) -> None:
-    """Its text stands in its file exactly once, it changes something, and the files of its tests exist."""
+    """A mutation's text is in its file exactly once, it changes something, and its test files
+    exist."""
     assert mutation.is_there(ROOT), (
         f"{mutation.file} has changed: write the mutation anew, or strike it with the check that went"
     )
@@ -20,5 +21,5 @@ def test_a_mutation_can_be_made(mutation: Mutation) -> None:
 
 
 def test_mutations_are_told_apart() -> None:
-    """No two have one name."""
+    """No two mutations have one name."""
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)

@@ -1,4 +1,4 @@
-"""What texts name exists: commands of `tierd` and `tierctl`, their options, settings of the configuration."""
+"""Commands of `tierd` and `tierctl`, their options and settings that a text names exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTRIBUTES = {"device.id", "device.kernels"}
 
 
 def faults_of(text: str) -> list[str]:
-    """Commands, options and settings in prose that nothing answers to."""
+    """Commands, options and settings in a text that do not exist."""
     calls = [*QUOTED.findall(text), *TYPED.findall("\n".join([*FENCED.findall(text), *UNIT.findall(text)]))]
     wrong = [f"{program} {said}" for program, said in calls if not _is_command(TREES[program], said.split())]
     named = [
@@ -55,7 +55,8 @@ def _is_command(command: click.Command, words: list[str]) -> bool:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Every text that the package's code holds: messages, logs, docstrings; where f-strings have values, a space."""
+    """Every text in the package's code: messages, logs, docstrings. A NUL replaces a value of an
+    f-string."""
     for module in modules():
         inner: set[int] = set()
         for node in ast.walk(module.tree):
@@ -68,7 +69,7 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def documents() -> list[Path]:
-    """What people read beside it."""
+    """The files beside the code that people read."""
     kinds = ("*.md", "*.toml", "*.service", "Containerfile", "Dockerfile")
     found = [
         path
@@ -80,13 +81,13 @@ def documents() -> list[Path]:
 
 
 def test_messages_name_what_exists() -> None:
-    """A command, an option or a setting that a message or a docstring of the code names is one that there is."""
+    """A command, an option or a setting that a message or a docstring of the code names exists."""
     assert [f"{where}: {fault}" for where, text in messages() for fault in faults_of(text)] == []
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_name_what_exists(path: Path) -> None:
-    """So is one that a page, an example or a unit names."""
+    """A command, an option or a setting that a page, an example or a unit names exists."""
     assert faults_of(path.read_text(encoding="utf-8")) == []
 
 
@@ -102,5 +103,6 @@ def test_documents_name_what_exists(path: Path) -> None:
     ],
 )
 def test_what_is_looked_for(text: str, faults: list[str]) -> None:
-    """The checks above see a command, an option, a subcommand and a setting that do not exist, and none that do."""
+    """The checks above report a missing command, option, subcommand or setting, and none that
+    exists."""
     assert faults_of(text) == faults

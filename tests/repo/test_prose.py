@@ -1,4 +1,4 @@
-"""Sentences of the project are short, and name who does what."""
+"""Sentences of the project are short, and name the actor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from tests.repo.prose import findings
 from tests.repo.source import GENERATED, ROOT, tracked_files
 
 PENDING = (
-    "cuda/",
+    "cuda/RESULTS.md",  # generated
     "deploy/docs/reference/",  # generated
-    "tests/",
-    "tools/",
+    "tests/engines/",
+    "tests/golden/",
+    "tests/system/",
+    "tests/unit/",
 )
 """Not yet rewritten: this list may only shrink."""
 
@@ -47,14 +49,14 @@ def test_prose_is_plain(name: str) -> None:
     ],
 )
 def test_each_fault_is_found(tmp_path: Path, text: str, faults: int) -> None:
-    """The checks find a fault of each kind in Markdown, and none in code and tables."""
+    """The checks report a fault of each kind in Markdown, and none in code and tables."""
     page = tmp_path / "page.md"
     page.write_text(text + "\n", encoding="utf-8")
     assert len(findings(page)) == faults
 
 
 def test_comments_and_docstrings_are_read(tmp_path: Path) -> None:
-    """Both are prose, a string that is a value is not."""
+    """Docstrings and comments are prose; a string that is a value is not."""
     module = tmp_path / "module.py"
     module.write_text('"""What is it."""\n\nx = "What is it."  # Who knows.\n', encoding="utf-8")
     assert [found.line for found in findings(module)] == [1, 3]

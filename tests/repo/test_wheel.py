@@ -1,4 +1,4 @@
-"""The wheel, the fatbins that it carries where they are asked for and nvcc makes them, and the command that makes them later."""
+"""The wheel, its fatbins if they are asked for, and the command that makes fatbins later."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
 
 
 def fatbins_of(made: Mapping[str, str]) -> set[str]:
-    """The names of those that a wheel takes along."""
+    """The names of the fatbins that a wheel takes."""
     return {Path(path).stem for path in made.values() if path.startswith("tierd/kernels/fatbins/")}
 
 
@@ -66,7 +66,7 @@ def fatbins_of(made: Mapping[str, str]) -> set[str]:
 def test_a_wheel_has_the_fatbins_that_are_asked_for(
     toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, asked: str | None, are_made: bool
 ) -> None:
-    """TIERD_FATBINS says whether a wheel has them; without it there are none, and it says what makes them later."""
+    """TIERD_FATBINS decides whether a wheel has fatbins; else a message names the command for them."""
     toolkit()
     if asked:
         monkeypatch.setenv("TIERD_FATBINS", asked)
@@ -93,7 +93,8 @@ def test_a_wheel_has_the_fatbins_that_are_asked_for(
 def test_a_wheel_never_fails_for_want_of_kernels(
     toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch, version: int, fault: str, asked: str, why: str
 ) -> None:
-    """No compiler, an old one, one that refuses, crashes or hangs, a switch that cannot be read: the wheel goes without, and says why."""
+    """A wheel is built without fatbins, and says why, if the compiler is missing, old or fails, or
+    the switch is invalid."""
     toolkit(version=version, fault=fault)
     monkeypatch.setenv("TIERD_FATBINS", asked)
     monkeypatch.setattr(fatbins, "LIMIT_S", 0.2 if fault == "hang" else 20)
@@ -103,7 +104,7 @@ def test_a_wheel_never_fails_for_want_of_kernels(
 
 
 def test_what_cannot_be_compiled_leaves_what_was_there(toolkit: Toolkit, tmp_path: Path) -> None:
-    """Fatbins take their places together: a build that fails changes none and leaves nothing beside them."""
+    """Fatbins are replaced together: a build that fails changes none and adds no file beside them."""
     toolkit(fault="refusal")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "merge.fatbin").write_text("of before", encoding="utf-8")
@@ -136,7 +137,7 @@ def test_only_what_changed_is_compiled_again(toolkit: Toolkit, tmp_path: Path, m
 
 
 def test_units_hold_every_kernel() -> None:
-    """The units of a source that is split hold together every kernel that it has, for every head dim."""
+    """The units of a split source together have every kernel that it has, for every head dim."""
     split = [unit for unit in UNITS if unit.dim]
     try:
         whole = {kernel for source in {unit.source for unit in split} for kernel in kernels_of(Unit(source))}
@@ -150,7 +151,8 @@ def test_units_hold_every_kernel() -> None:
 
 
 def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By nvcc a unit becomes machine code and PTX with its kernels, by their names and with the launch bound that the loader asks for, joined to a fatbin."""
+    """nvcc compiles a unit to machine code and PTX with its kernels' names and the loader's launch
+    bound, joined to a fatbin."""
     monkeypatch.setattr(fatbins, "OBJECTS", tmp_path / "objects")
     try:
         list(build(tmp_path, [90], [Unit("merge")]))
@@ -167,7 +169,7 @@ def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def context_of(containerfile: Path, into: Path) -> None:
-    """A folder of what a Containerfile copies into its build, and nothing else."""
+    """Makes a folder of the files that a Containerfile copies into its build, and nothing else."""
     for names, to in re.findall(r"^COPY (?!--)(.+) (\S+)$", containerfile.read_text(encoding="utf-8"), re.MULTILINE):
         for name in names.split():
             source, target = ROOT / name, into / to / (Path(name).name if to.endswith("/") else "")
@@ -179,7 +181,8 @@ def context_of(containerfile: Path, into: Path) -> None:
 
 
 def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit: Toolkit, tmp_path: Path) -> None:
-    """A wheel built from what the Containerfile copies has every file of the package and installs; `tierd kernels build` then compiles with what lies in it, pip removes all of it, and a new build has the fatbins that are asked for."""
+    """A wheel of the Containerfile's files is complete and installs. Its command `tierd kernels
+    build` compiles its kernels; pip removes all; a new build has the requested fatbins."""
     env = os.environ | {
         "CUDA_HOME": str(toolkit().parents[1]),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -209,7 +212,7 @@ def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit
     (site,) = (tmp_path / "env").glob("lib/python3*/site-packages")
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input")
     ran(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
-    (site / "beside.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")  # what tierd needs
+    (site / "beside.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")  # tierd's dependencies
     assert not (site / "tierd" / "kernels" / "fatbins").exists()
     said = ran(str(tmp_path / "env" / "bin" / "tierd"), "kernels", "build", "--architecture", "90")
     assert "for 90 into" in said and str(tmp_path / "cache" / "tierd") in said

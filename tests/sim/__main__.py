@@ -1,6 +1,7 @@
-"""`python -m tests.sim --seed N [--seeds M]`: runs simulations, prints broken promises, speed and how often each fault struck.
+"""`python -m tests.sim --seed N [--seeds M]`: runs simulations; prints broken promises and speed.
 
-Purpose: for people; the checks of the repository call `run` themselves. A failure prints its seed and, where it can, a shorter script.
+It also prints each fault's strikes. Purpose: for people; the repository's checks call `run`.
+A failure prints its seed and, if there is one, a shorter script.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.sim.shrink import TRIES, shrink
 from tests.sim.world import Result, run
 
 SHOWN = 5
-"""Broken promises of a seed that are printed."""
+"""Number of broken promises printed for a seed."""
 
 
 @click.command()
@@ -28,7 +29,8 @@ SHOWN = 5
     "--tries", default=TRIES, help="Runs for telling each failure in fewer events; 0: don't.", show_default=True
 )
 def main(seed: int, seeds: int, tries: int) -> None:
-    """Simulates the daemon and its clients on a virtual clock, with faults. The same seed gives the same trace."""
+    """Simulates the daemon and its clients on a virtual clock, with faults. The same seed gives the
+    same trace."""
     console, results = Console(), list[Result]()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console

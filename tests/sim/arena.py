@@ -1,8 +1,9 @@
-"""A mapped tier in plain memory: the production books of segments (`tierd.tiers.arena.segments`), with every rule of the protocol checked.
+"""A mapped tier in plain memory: the production books of segments, with the protocol checked.
 
-Purpose: `Memory`, which outlives a daemon as the arena's files do, and `SimArena`, one daemon's view of it. Non-purpose: files, where
-arenas lie, how spare files are made. Invariants: the `Watch` hears of a caller that breaks the protocol, with the page's name;
-pages that nobody released keep their bytes whatever the daemon does.
+Purpose: `Memory`, which outlives a daemon as files do, and `SimArena`, one daemon's view of it,
+over `tierd.tiers.arena.segments`. Non-purpose: files, the arenas' folders, spare files. Invariants:
+`Watch.fail` gets each breach of the protocol with the page's name. A page that nobody released
+keeps its bytes, whatever the daemon does.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ STORE = b"simulated arena."
 
 @dataclass
 class Watch:
-    """Who hears of broken rules, and what the tiers must know of each other. fail: a rule was broken. seen: every plan, once.
-
-    flying: generations of pages that a transfer reads or fills, with how many. is_short: whether memory cannot be had now.
-    """
+    """Receives broken rules and the state that tiers share.
+    fail: a rule is broken. seen: each plan, once.
+    flying: uses of each generation by transfers in flight. is_short: no memory can be had now."""
 
     fail: Callable[[str], None]
     seen: Callable[[Plan], None]
@@ -46,7 +46,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Segment:
-    """What a client maps of a segment. table: its catalogue. data: its pages."""
+    """A segment as a client maps it. table: its catalogue. data: its pages."""
 
     table: memoryview
     data: memoryview
@@ -54,7 +54,7 @@ class Segment:
 
 @dataclass
 class DataFile:
-    """The memory of a segment. maps: sessions that map it, and whether to write."""
+    """The memory of a segment. maps: sessions that map it, and whether they may write."""
 
     data: memoryview
     maps: dict[int, bool] = field(default_factory=dict)
@@ -70,10 +70,9 @@ class SimMarks(Marks):
 
 @dataclass
 class Memory:
-    """What of an arena outlives its daemon. tables, data: files of catalogues and of pages, by segment. begun, used: every segment
-    that ever began and every generation that was ever stamped, for the checks alone. gone: sessions whose processes have ended,
-    which map nothing any more.
-    """
+    """The parts of an arena that outlive its daemon. tables, data: by segment.
+    begun, used: all segments and generations ever given, for the checks alone.
+    gone: sessions whose processes have ended; they map nothing any more."""
 
     tables: dict[int, memoryview] = field(default_factory=dict)
     data: dict[int, DataFile] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class Memory:
     gone: set[int] = field(default_factory=set)
 
     def photograph(self) -> Callable[[], None]:
-        """The state of this moment; the result puts it back. Pages' bytes are their writers' and are left alone."""
+        """Saves the present state; the result restores it. Pages keep their writers' bytes."""
         tables = [(number, table, bytes(table)) for number, table in self.tables.items()]
         data = [(number, file, dict(file.maps)) for number, file in self.data.items()]
         names, begun, used, words = [*self.names], {*self.begun}, {*self.used}, self.marks._words.copy()
@@ -101,14 +100,14 @@ class Memory:
         return put_back
 
     def forget(self, session: int) -> None:
-        """The session's process is gone, and its mappings with it; it receives no descriptor any more."""
+        """Unmaps everything of a session whose process has ended. It gets no more descriptors."""
         self.gone.add(session)
         for file in self.data.values():
             file.maps.pop(session, None)
 
 
 class _Supply:
-    """Memory for segments: for every other one it is ready at once, unless memory is short."""
+    """Memory for segments: ready at once for every other segment, unless memory is short."""
 
     def __init__(self, spec: TierSpec, *, memory: Memory, watch: Watch) -> None:
         self._spec, self._memory, self._watch = spec, memory, watch
@@ -144,14 +143,14 @@ class SimArena(segments.SegmentBooks[DataFile]):
         self.mode, self.place = "simulated", "memory"
         self.memory, self.watch = memory, watch
         self.born = memory.marks.next_generation
-        """Pages of lower generations were given by former lives."""
+        """Pages of lower generations belong to former lives."""
         self._marks = memory.marks
         self._data = _Supply(spec, memory=memory, watch=watch)
 
     # -- life
 
     async def open(self) -> Recovered:
-        """What survived: segments that have both their files."""
+        """Recovers the segments that have both their files."""
         await asyncio.to_thread(lambda: None)
         memory, found = self.memory, list[FoundSegment]()
         for lonely in memory.tables.keys() ^ memory.data.keys():
@@ -174,21 +173,21 @@ class SimArena(segments.SegmentBooks[DataFile]):
         )
 
     async def close(self, *, release: bool) -> None:
-        """With release everything is gone."""
+        """Drops everything if release is set."""
         if release:
             self._segments.clear()
             self.memory.tables.clear()
             self.memory.data.clear()
 
     async def keep_namespace(self, record: bytes) -> None:
-        """Kept at once."""
+        """Keeps the record at once."""
         if record not in self.memory.names:
             self.memory.names.append(record)
 
     # -- decisions
 
     def apply(self, plan: Plan) -> None:
-        """As always; each page's past is checked."""
+        """Applies the plan and checks each freed page's past."""
         self.watch.seen(plan)
         freed = plan.freed["extent"]
         for segment, rows in self._rows(freed):
@@ -208,7 +207,7 @@ class SimArena(segments.SegmentBooks[DataFile]):
     def _succeed(
         self, old: segments.ArenaSegment[DataFile], new: segments.ArenaSegment[DataFile], *, fresh: bool
     ) -> None:
-        """The new life inherits memory only if nobody is left who could disturb it."""
+        """Lets the new life inherit memory; checks that no session is left to disturb it."""
         assert old.catalogue is not None, "a simulated catalogue can always be made"
         words = old.catalogue._generations & GENERATION
         live = words[words >= np.uint64(self.born)]
@@ -235,7 +234,7 @@ class SimArena(segments.SegmentBooks[DataFile]):
     # -- pages
 
     def view(self, extent: np.void) -> memoryview:
-        """The page. One that is free, or another's by now, is a broken rule."""
+        """The page's bytes. A page that is free or reused breaks a rule."""
         segment = self._segments[int(extent["segment"])]
         if segment.memory is None:
             raise TierFailed(f"{self.spec.name}: segment {segment.assignment.segment} has no memory yet")
@@ -249,10 +248,10 @@ class SimArena(segments.SegmentBooks[DataFile]):
         return [self.view(row) for row in extents]
 
     def note_writer(self, pid: int) -> None:
-        """Nothing: no process stands beside a simulated daemon."""
+        """Does nothing: no process runs beside a simulated daemon."""
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
-        """As always; the pages must be in use."""
+        """Publishes the pages and checks that they are in use."""
         for segment, where in self._rows(extents):
             for row in extents[where]:
                 if not segment.is_ready or not _is_live(segment, row):
@@ -260,7 +259,7 @@ class SimArena(segments.SegmentBooks[DataFile]):
         super().publish(extents, metas, slices)
 
     def map(self, number: int, *, session: int) -> Segment:
-        """A client maps a segment. Raises NotFound, TierFailed before it is prepared."""
+        """Maps a segment for a client. Raises NotFound, and TierFailed until it is prepared."""
         if number not in self._segments:
             raise NotFound(f"segment {number}: gone")
         file, writer = self._ready(number), self._segments[number].assignment.writer
@@ -269,21 +268,22 @@ class SimArena(segments.SegmentBooks[DataFile]):
         return Segment(self.memory.tables[number], file.data)
 
     def descriptor(self, segment: int, *, writable: bool) -> Descriptor:
-        """There are no files here: clients use `map`."""
+        """Always raises: there are no files here; clients use `map`."""
         raise TierFailed(f"{self.spec.name}: simulated memory has no descriptors")
 
     def catalogue_descriptor(self, segment: int) -> Descriptor:
-        """There are no files here: clients use `map`."""
+        """Always raises: there are no files here; clients use `map`."""
         raise TierFailed(f"{self.spec.name}: simulated memory has no descriptors")
 
     def _fail(self, row: np.void, what: str) -> None:
-        """A rule about a page, an EXTENT row, was broken."""
+        """Reports a broken rule about a page, an EXTENT row."""
         where = f"page {row['slot']} of segment {row['segment']}, generation {row['generation']}"
         self.watch.fail(f"{self.spec.name}: {where}: {what}")
 
 
 class _Catalogue(Catalogue):
-    """The production catalogue, over memory. Checks pages that are retired or stamped, in the order in which `apply` comes to them."""
+    """The production catalogue, over memory. Checks pages that `apply` retires or stamps, in
+    order."""
 
     def __init__(self, table: memoryview, *, head: CatalogueHead, arena: SimArena) -> None:
         super().__init__(table, head=head)

@@ -1,7 +1,8 @@
-"""Blocks of the simulation: which there are, what is asked of the daemon about them, and where a client has them mapped.
+"""Blocks of the simulation: names, queries, and their pages in a client's memory.
 
-Purpose: `Blocks`, a piece of a chain as queries and commits want it; `Page`, a block's bytes in memory. Non-purpose: talking to the daemon
-(client.py). Invariant: names, lengths and tokens follow from a chain's number, bytes from namespace and hash.
+Purpose: `Blocks`, a piece of a chain as queries and commits need it; `Page`, a block's bytes in
+memory. Non-purpose: calls (client.py). Invariant: names, lengths and tokens follow from a chain's
+number, bytes from namespace and hash.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from tierd.testing.content import chain
 TOKENS = 16
 CHAINS = 3
 SHORT_TAIL = 3
-"""Every so many-th chain ends in a short block."""
+"""A chain whose number is a multiple of this ends in a short block."""
 
 
 @cache
 def hashes_of(number: int, depth: int) -> StructArray:
-    """uint8 [depth, 32] of a chain, not to be written."""
+    """uint8 [depth, 32] of a chain, read-only."""
     return chain(number, depth)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A block where this client has it mapped."""
+    """A block in the memory that a client maps."""
 
     key: Key
     segment: Segment
@@ -43,12 +44,12 @@ class Page:
     generation: int
 
     def bytes(self) -> bytes:
-        """What is there now."""
+        """The present bytes."""
         assert self.segment.data is not None
         return bytes(self.segment.data[self.offset : self.offset + self.length])
 
     def write(self, start: int, stop: int) -> None:
-        """Puts a part of the block's bytes there."""
+        """Writes a part of the block's bytes."""
         assert self.segment.data is not None
         data = bytes_of(self.key, self.length)[start:stop]
         self.segment.data[self.offset + start : self.offset + start + len(data)] = data
@@ -60,14 +61,14 @@ class Page:
 
     @property
     def is_current(self) -> bool:
-        """Whether the page still has the handle's generation, by its word in the catalogue, as a lease looks at it."""
+        """Whether the catalogue's word has the handle's generation; a lease checks the same."""
         word = np.frombuffer(self.segment.table, "<u8", count=1, offset=generation_offset(self.slot))[0]
         return int(word & GENERATION) == self.generation
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Numbers first to stop - 1 of a chain of depth blocks, in a namespace."""
+    """Blocks first to stop - 1 of a chain of depth blocks, in a namespace."""
 
     namespace: int
     chain: int
@@ -78,33 +79,33 @@ class Blocks:
 
     @property
     def hashes(self) -> StructArray:
-        """uint8 [blocks, 32], from the chain's first to the last of these."""
+        """uint8 [blocks, 32], from the chain's first block to the last of these."""
         return hashes_of(self.chain, self.depth)[: self.stop]
 
     def key(self, number: int) -> Key:
-        """Of a block of the chain."""
+        """The key of a block of the chain."""
         return self.namespace, self.hashes[number].tobytes()
 
     def tokens(self, number: int) -> int:
-        """Of a block."""
+        """Tokens of a block."""
         return 7 if number == self.depth - 1 and self.chain % SHORT_TAIL == 0 else TOKENS
 
     def length(self, number: int) -> int:
-        """Of a block, bytes."""
+        """Length of a block in bytes."""
         return self.block_bytes * self.tokens(number) // TOKENS
 
     @property
     def numbers(self) -> range:
-        """Which blocks of the chain."""
+        """The blocks' numbers in the chain."""
         return range(self.first, self.stop)
 
     def query(self) -> GroupQuery:
-        """To get all from the chain's beginning on."""
+        """A query for all blocks from the chain's first on."""
         tokens = sum(self.tokens(i) for i in range(self.stop))
         return GroupQuery((self.namespace,), self.hashes, TOKENS, tokens)
 
     def put(self, *, private: bool) -> PutQuery:
-        """To reserve these."""
+        """A reservation of these blocks."""
         blocks = np.zeros(len(self.numbers), PUT_BLOCK)
         if not private:
             blocks["hash"] = self.hashes[self.first :]
@@ -117,7 +118,7 @@ class Blocks:
         return self.hashes[number - 1].tobytes() if number else ROOT
 
     def named(self, indices: Sequence[int]) -> StructArray:
-        """COMMIT_BLOCK of some of these, by their places in the reservation."""
+        """COMMIT_BLOCK of some of these, by their indices in the reservation."""
         rows = np.zeros(len(indices), COMMIT_BLOCK)
         for row, index in zip(rows, indices, strict=True):
             number = self.first + index

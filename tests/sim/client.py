@@ -1,7 +1,8 @@
-"""A client's process: it puts and gets through the daemon's verbs, reads and writes pages itself, and checks every byte that it reads.
+"""A client's process: it calls the daemon's verbs, reads and writes pages, and checks every byte.
 
-Purpose: `Client`. Non-purpose: when it does what (script.py), what it may find (oracle.py). Invariants: it keeps to the protocol unless a fault of
-the script says otherwise; it goes on using what it holds after the daemon has died, as real workers do, and lets go of it afterwards.
+Purpose: `Client`. Non-purpose: times (script.py), promises (oracle.py). Invariants: a client keeps
+to the protocol unless a fault of the script says otherwise. After the daemon's death it still uses
+the pages that it holds, as real workers do, and then releases them.
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXPECTED = (RetryError, StaleHandle, TierFailed, NotFound)
-"""How a verb may end when something goes wrong; everything else is a fault of the daemon."""
+"""Errors that a verb may raise when something goes wrong. Any other error is the daemon's fault."""
 
 
 @dataclass
 class Held:
-    """What a session holds of a daemon's life. uses: gets and puts that still touch its pages."""
+    """A session with one life of the daemon. uses: gets and puts that still touch its pages."""
 
     daemon: SimDaemon
     session: int
     uses: int = 0
     has_left: bool = False
     answered_s: float = 0.0
-    """When it was asked what was answered last."""
+    """When the client made the latest call that got an answer."""
     copies: Copies = field(init=False)
 
 
 class Client:
-    """One process. pid: also its number among all that ever were."""
+    """One process. pid: also its number among all clients that ever ran."""
 
     def __init__(self, world: World, *, pid: int, tenant: str) -> None:
         self.world, self.loop, self.pid, self.tenant = world, world.loop, pid, tenant
@@ -69,29 +70,30 @@ class Client:
         self.context = world.loop.context_of(self.life)
         self.stalled_until = 0.0
         self.gives_up = 0
-        """So many of its next calls it will not wait for."""
+        """Number of its next calls that it gives up."""
         self.lies = self.unheard = 0
-        """So many of its next puts have wrong sums; so many of its next words about copies do not arrive."""
+        """Number of its next puts with wrong sums, and of its next use notices that get lost."""
         self.written: list[Page] = []
         """Committed pages that it can still write to."""
         self.writing: list[Page] = []
-        """Reserved ones."""
+        """Reserved pages that it writes."""
         self.holds: Counter[int] = Counter()
         """Generations of the pages that its gets' leases hold."""
         self.counts: Counter[str] = Counter()
         self.seen: list[Page] = []
-        """Pages that it read last."""
+        """The pages that it read last."""
         self._held: Held | None = None
         self._namespaces: dict[str, Namespace] = {}
         self._specs: dict[int, NamespaceSpec] = {}
         self.maps: dict[tuple[int, int], Segment] = {}
-        """Segments, by tier and number."""
+        """Mapped segments, by tier and number."""
         self._requests = 0
 
-    # -- talking to the daemon
+    # -- calls to the daemon
 
     async def session(self) -> Held:
-        """Connects where it isn't connected to this life of the daemon. Raises Unavailable, and what open_session raises."""
+        """The session with this life of the daemon. Raises Unavailable and open_session's
+        errors."""
         daemon = self.world.serving()
         held = self._held
         if held is None or held.daemon is not daemon or held.has_left:
@@ -111,7 +113,7 @@ class Client:
     async def ask(
         self, held: Held, work: Callable[[Assembly], Awaitable[T] | T], *, timeout_s: float, request: str = ""
     ) -> T:
-        """A verb of the session. Raises what the daemon raises."""
+        """Runs a verb of the session. Raises the daemon's errors."""
         if held.daemon is not self.world.daemon:
             raise Unavailable("daemon: another life has begun")
 
@@ -130,18 +132,18 @@ class Client:
         return result
 
     def give_up(self, daemon: SimDaemon, name: tuple[int, str]) -> None:
-        """Waits no longer for a call in progress, and says so; the two reach the daemon in any order."""
+        """Gives up a call in progress; cancel and revoke reach the daemon in any order."""
         if daemon.give_up(name):
             self.world.happenings.struck["client_gives_up"] += 1
             daemon.post(daemon.grants.revoke, *name)
 
     async def awake(self) -> None:
-        """A stopped process goes on when it is woken."""
+        """Waits until the stopped process is woken."""
         while self.stalled_until > self.loop.time():  # noqa: ASYNC110  # it may be stopped again meanwhile
             await asyncio.sleep(self.stalled_until - self.loop.time())
 
     async def namespace(self, held: Held, model: str) -> Namespace:
-        """Opened where it isn't."""
+        """The namespace of a model, opened if needed."""
         if model not in self._namespaces:
             spec = NamespaceSpec(model, TOKENS, self.world.machine.block_bytes)
 
@@ -155,7 +157,7 @@ class Client:
         return self._namespaces[model]
 
     async def choose(self, held: Held, rng: random.Random, *, whole: bool) -> Blocks:
-        """Some blocks of some chain. whole: from its beginning on."""
+        """Some blocks of some chain. whole: they start with the chain's first block."""
         namespace = await self.namespace(held, rng.choice(("m0", "m0", "m1")))
         first = 0 if whole else rng.choice((0, 0, 0, 2, 4))
         machine = self.world.machine
@@ -164,7 +166,7 @@ class Client:
         return Blocks(namespace.id, number, first, stop, machine.depth, machine.block_bytes)
 
     async def do(self, what: str, rng: random.Random) -> None:
-        """One verb of the script, to its end."""
+        """Runs one verb of the script to its end."""
         try:
             await getattr(self, what)(rng)
             self.counts[what] += 1
@@ -177,7 +179,7 @@ class Client:
     # -- gets
 
     async def get(self, rng: random.Random) -> None:
-        """Acquire, read, hold, read again, release."""
+        """Acquires blocks, reads their pages, holds them, reads them again and releases them."""
         held = await self.session()
         with self.using(held):
             wanted = await self.choose(held, rng, whole=True)
@@ -190,7 +192,7 @@ class Client:
                 await self.use(held, lease, wanted, rng, began_s=began_s)
 
     async def use(self, held: Held, lease: AcquireReply, wanted: Blocks, rng: random.Random, *, began_s: float) -> None:
-        """Reads what a get's lease holds, twice, and releases it."""
+        """Reads the pages of a get's lease twice and releases the lease."""
         extents = lease.served.groups[0].extents[0]
         generations = extents["generation"].tolist()
         self.holds.update(generations)
@@ -204,7 +206,7 @@ class Client:
             self.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
 
     async def copy(self, rng: random.Random) -> None:
-        """A get or two into memory of its own, mostly of what was put last."""
+        """One or two gets into the client's own memory, mostly of the blocks put last."""
         held = await self.session()
         with self.using(held):
             wanted = await self.choose(held, rng, whole=rng.random() < 0.7)
@@ -216,13 +218,13 @@ class Client:
                 await held.copies.get(wanted, self._specs[wanted.namespace], rng)
 
     def _directory(self, assembly: Assembly) -> Descriptor:
-        """As the hello gives it."""
+        """The directory's descriptor, as the hello returns it."""
         return assembly.cache.directories.give(self.world.domain(self.tenant))
 
     async def acquire(
         self, held: Held, wanted: Blocks, *, kind: TierKind, timeout_s: float, doubted: Generations | None = None
     ) -> AcquireReply:
-        """A lease, which a client that gives up takes back by its request's name."""
+        """Acquires a lease. A client that gives up revokes it by the request's name."""
         request = self.new_request()
 
         async def work(assembly: Assembly) -> AcquireReply:
@@ -234,20 +236,20 @@ class Client:
         return await self.ask(held, work, timeout_s=timeout_s, request=request)
 
     async def lookup(self, rng: random.Random) -> None:
-        """How much there is."""
+        """Asks how many tokens are cached."""
         held = await self.session()
         wanted = await self.choose(held, rng, whole=True)
         await self.ask(held, lambda a: a.cache.lookup(held.session, [wanted.query()]), timeout_s=1.0)
 
     async def prefetch(self, rng: random.Random) -> None:
-        """Brings near what lies far."""
+        """Asks the daemon to copy blocks to a nearer tier."""
         held = await self.session()
         wanted = await self.choose(held, rng, whole=True)
         kind = self.kind(rng)
         await self.ask(held, lambda a: a.cache.prefetch(held.session, [wanted.query()], kind), timeout_s=1.0)
 
     def read(self, pages: Sequence[Page], began_s: float) -> None:
-        """Checks every byte of what is held, and that the pages are still the handles'."""
+        """Checks every byte of held pages, and that their generations are the handles'."""
         self.seen = [*self.seen[-16:], *pages]
         for page in pages:
             found = page.bytes()
@@ -256,12 +258,12 @@ class Client:
             self.world.oracle.read(page.key, found, generation=page.generation, began_s=began_s)
 
     async def hold(self, rng: random.Random) -> None:
-        """What is held is kept for a while; mostly a short one."""
+        """Keeps pages held for a while, mostly a short one."""
         await asyncio.sleep(rng.choice((0.0, rng.expovariate(5.0), rng.uniform(0, 4.0))))
         await self.awake()
 
     async def pages(self, held: Held, extents: StructArray, keys: Sequence[Key]) -> list[Page]:
-        """Maps what extents lie in."""
+        """Maps the segments of extents and returns the pages."""
         return [
             Page(
                 key,
@@ -275,7 +277,7 @@ class Client:
         ]
 
     async def segment(self, held: Held, tier: int, segment: int) -> Segment:
-        """As the session socket maps it; once."""
+        """Maps a segment once, as the session socket does."""
         if (tier, segment) not in self.maps:
             work = lambda _assembly: held.daemon.map(tier, segment, session=held.session)  # noqa: E731
             try:
@@ -288,7 +290,7 @@ class Client:
     # -- puts
 
     async def put(self, rng: random.Random) -> None:
-        """Reserve, write in two goes, commit or abort."""
+        """Reserves pages, writes them in two steps, and commits or aborts."""
         held = await self.session()
         with self.using(held):
             wanted = await self.choose(held, rng, whole=False)
@@ -300,17 +302,17 @@ class Client:
                 await self.fill(held, ways, reserved.extents[0][given], rng)
 
     async def fill(self, held: Held, ways: _Commit, extents: StructArray, rng: random.Random) -> None:
-        """Writes reserved pages and commits them, or gives them back."""
+        """Writes reserved pages and commits them, or aborts the reservation."""
         pages: list[Page] = []
         try:
             pages = await self.pages(held, extents, [ways.wanted.key(ways.wanted.first + i) for i in ways.given])
             self.writing += pages
             commit, written = None, asyncio.Event()
-            if rng.random() < 0.3:  # before it is written
+            if rng.random() < 0.3:  # the commit begins before the pages are written
                 early = replace(ways, written=written)
                 commit = self.loop.create_task(self.commit(held, early, rng), context=self.context)
             await self.write(pages, rng)
-            self.writing = [page for page in self.writing if page not in pages]  # what is committed is not written to
+            self.writing = [page for page in self.writing if page not in pages]  # committed pages are read-only
             self.let_go(held, lambda _assembly: written.set())
             if commit is not None or rng.random() < 0.9:
                 await (commit or self.commit(held, ways, rng))
@@ -321,13 +323,13 @@ class Client:
                 return
         finally:
             self.writing = [page for page in self.writing if page not in pages]
-            # After a commit there is nothing left of it; an abort of that is no fault.
+            # A commit ends the reservation; an abort after it is no error.
             self.let_go(held, lambda a: a.cache.abort(held.session, ways.reservation))
 
     async def reserve(
         self, held: Held, wanted: Blocks, *, durability: Durability, private: bool, kind: TierKind
     ) -> Reserved:
-        """Pages; what exists already is durable if that was asked for."""
+        """Reserves pages. Existing blocks count as acknowledged if the put is durable."""
         request = self.new_request()
 
         async def work(assembly: Assembly) -> Reserved:
@@ -344,7 +346,7 @@ class Client:
         return await self.ask(held, work, timeout_s=2.0, request=request)
 
     async def write(self, pages: Sequence[Page], rng: random.Random) -> None:
-        """In two goes, with time between them in which the daemon may die."""
+        """Writes in two steps. The daemon may die in the pause between them."""
         for page in pages:
             page.write(0, page.length // 2)
         await self.hold(rng)
@@ -352,7 +354,7 @@ class Client:
             page.write(page.length // 2, page.length)
 
     async def commit(self, held: Held, ways: _Commit, rng: random.Random) -> None:
-        """At once, or in two parts; with a lease, or without."""
+        """Commits at once or in two parts, with or without a lease."""
         parts, timeout_s = [ways.given], rng.choice((0.5, 2.0, 5.0))
         if len(ways.given) > 1 and rng.random() < 0.3:
             cut = rng.randrange(1, len(ways.given))
@@ -392,7 +394,7 @@ class Client:
                 written=written if ways.written is not None else None,
             )
             committed = await assembly.cache.commit(held.session, query, deadline=self.loop.time() + timeout_s)
-            if part.lease:  # a hit of those that existed
+            if part.lease:  # a hit on the blocks that existed
                 theirs = np.flatnonzero(committed.statuses == BlockStatus.EXISTS)
                 self.world.oracle.hit([keys[i] for i in theirs.tolist()], began_s)
             if ways.durability is Durability.DURABLE:
@@ -403,7 +405,8 @@ class Client:
         return await self.ask(held, work, timeout_s=timeout_s, request=request)
 
     def sums(self, ways: _Commit, given: Sequence[int]) -> bytes:
-        """Of the bytes that it means to write, as its SDK sums them; of some puts none, as who writes in place by himself."""
+        """Sums of the bytes to write, as the SDK's. One put in four has none, like an in-place
+        writer."""
         if ways.reservation % 4 == 0:
             return b""
         numbers = [ways.wanted.first + i for i in given]
@@ -416,7 +419,7 @@ class Client:
         return sums
 
     async def read_committed(self, held: Held, committed: Committed, keys: list[Key], began_s: float) -> None:
-        """Reads what a commit's lease holds, another writer's pages perhaps, and releases it."""
+        """Reads the pages of a commit's lease, perhaps another writer's, and releases the lease."""
         good = np.flatnonzero(committed.extents["page"] >= 0)
         try:
             pages = await self.pages(held, committed.extents[good], [keys[i] for i in good.tolist()])
@@ -424,10 +427,10 @@ class Client:
         finally:
             self.let_go(held, lambda a: a.cache.release(held.session, [committed.lease]))
 
-    # -- letting go
+    # -- releases
 
     def let_go(self, held: Held, work: Callable[[Assembly], object]) -> None:
-        """Tells the daemon that gave it, if that lives; else the session of a former life, when nothing of it is used any more."""
+        """Sends the release to the daemon that granted it, if that life still serves."""
         if self.loop.is_ended():
             return
         if held.daemon is self.world.daemon and held.daemon.is_serving:
@@ -435,7 +438,7 @@ class Client:
 
     @contextmanager
     def using(self, held: Held) -> Iterator[None]:
-        """Something of the session is in use."""
+        """Marks the session as in use."""
         held.uses += 1
         try:
             yield
@@ -444,21 +447,21 @@ class Client:
             self.forget(held)
 
     def forget(self, held: Held) -> None:
-        """After a restart: once the last page of the former session is unused."""
+        """After a restart: ends the former session once its last page is unused."""
         daemon = self.world.daemon
         if held.uses or daemon is None or daemon is held.daemon or not daemon.is_serving or self.loop.is_ended():
             return
         daemon.post(daemon.forget, held.session)
 
     async def leave(self, rng: random.Random) -> None:
-        """Says goodbye in a process that lives on; only with nothing in use."""
+        """Ends the session of a process that lives on, if nothing of it is in use."""
         held = self._held
         if held is None or held.uses or held.daemon is not self.world.daemon or held.has_left:
             return
         held.has_left = True
         held.daemon.post(held.daemon.assembly.cache.leave_session, held.session)
 
-    # -- by chance
+    # -- random choices
 
     def kind(self, rng: random.Random) -> TierKind:
         """Mostly host memory."""
@@ -472,7 +475,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class _Commit:
-    """A commit to make. given: places in the reservation. written: waits until all is written; None: it is."""
+    """A commit. given: indices in the reservation. written: set once the pages are written."""
 
     wanted: Blocks
     reservation: int

@@ -1,12 +1,11 @@
-"""Gets into a client's own memory: the SDK's own code (`tierd.client.blocks.one_sided_get`) over simulated memory, with turns of
-others between its steps.
+"""Gets into a client's own memory: the SDK's `one_sided_get` over simulated memory.
 
-    directory and catalogue ──▶ time passes ──▶ summed and copied ──▶ told; where that is no answer: asked for, and
-    summed and copied under a lease
+    directory and catalogue ──▶ other callbacks run ──▶ summed and copied ──▶ use reported
+                       └─ on a miss ──▶ acquired ──▶ summed and copied under a lease
 
-Purpose: `Copies`, in whose place the SDK has its session. Non-purpose: what must hold of a copy (oracle.py).
-Invariant: whatever stands in memory, catalogues or the directory, an answer is
-the committed bytes; but for bytes that are spoilt after the daemon has looked at them for this very get.
+Purpose: `Copies`, which stands in for the SDK's session. Non-purpose: the rules for a copy
+(oracle.py). Invariant: whatever memory, catalogues or the directory contain, an answer is the
+committed bytes. The exception: bytes spoilt after the daemon verified them for this very get.
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ SPOILT_ENTRIES = 0.3
 
 
 class Copies:
-    """Of one session. What is public here is what `onesided` asks of the SDK's session, its segments and its mailbox."""
+    """Copies of one session. Its public names stand in for the SDK's session, segments and
+    mailbox."""
 
     def __init__(self, client: Client, held: Held, directory: Descriptor) -> None:
-        """Maps the directory, and closes its descriptor."""
+        """Maps the directory and closes its descriptor."""
         self._client, self._held = client, held
         memory = mmap.mmap(directory.fd, directory.bytes, prot=mmap.PROT_READ)
         os.close(directory.fd)
@@ -57,10 +57,10 @@ class Copies:
         self.notices = self.segments = self
         self._mapped: dict[tuple[int, int], tuple[object, mapping.MappedSegment]] = {}
 
-    # -- as the SDK's session
+    # -- the SDK's session
 
     def at(self, place: tuple[int, int]) -> mapping.MappedSegment | None:
-        """A segment that this client has mapped."""
+        """A segment that this client has mapped, or None."""
         files = self._client.maps.get(place)
         if files is None or files.data is None:
             return None
@@ -75,25 +75,26 @@ class Copies:
         return known[1]
 
     def table(self) -> mapping.SegmentTable:
-        """All of them."""
+        """All mapped segments."""
         return mapping.SegmentTable(filter(None, map(self.at, self._client.maps)))
 
     def mapped(self, place: tuple[int, int], *, timeout_s: float) -> mapping.MappedSegment:
-        """Those that can be were mapped before: a simulated call cannot be waited for here."""
+        """Always raises: `_map` has mapped all segments, since no simulated call can be awaited
+        here."""
         raise Unavailable(f"segment {place}: not mapped")
 
-    # -- as its mailbox
+    # -- the SDK's mailbox
 
     @property
     def takes_gets(self) -> bool:
-        """Whether the daemon has answered a moment ago."""
+        """Whether the daemon has answered within MAILBOX_S."""
         held, world = self._held, self._client.world
         return (
             held.daemon is world.daemon and held.daemon.is_serving and world.loop.time() - held.answered_s < MAILBOX_S
         )
 
     def tell_used(self, _group: bytes) -> bool:
-        """Unless the daemon has gone, it hears of it, or of nothing."""
+        """Reports a use to the daemon if it lives. The notice may get lost."""
         held, client = self._held, self._client
         if not self.takes_gets:
             return False
@@ -105,14 +106,14 @@ class Copies:
         return True
 
     def _hear(self, query: list[GroupQuery]) -> None:
-        """In the daemon."""
+        """Runs in the daemon."""
         with suppress(TierdError):
             self._held.daemon.assembly.cache.note_used(self._held.session, query, times=1)
 
     # -- a get
 
     async def get(self, wanted: Blocks, spec: NamespaceSpec, rng: random.Random) -> None:
-        """One get of blocks, to its end."""
+        """Runs one get of blocks to its end."""
         client, self._wanted = self._client, wanted
         client.world.oracle.asks([wanted.key(number) for number in wanted.numbers])
         first, stop = wanted.first, wanted.stop
@@ -135,7 +136,7 @@ class Copies:
             await self._ask(wanted, rng, began_s)
 
     async def _map(self, wanted: Blocks) -> None:
-        """The segments that the directory names, as far as they are there."""
+        """Maps the segments that the directory names, if they exist."""
         client = self._client
         hints = (self.directory.place(wanted.namespace, name.tobytes()) for name in wanted.hashes[wanted.first :])
         for place, _ in filter(None, hints):
@@ -148,7 +149,7 @@ class Copies:
                     client.counts["hints to no segment"] += 1
 
     async def _ask(self, wanted: Blocks, rng: random.Random, began_s: float) -> None:
-        """By a lease; once more where pages do not hold their blocks, as the SDK's `Verbs._copied`."""
+        """Gets under a lease, and once more if pages are bad, as the SDK's `Verbs._copied`."""
         doubted = np.zeros(0, np.uint64)
         for _ in range(2):
             looked_s, client = self._client.loop.time(), self._client
@@ -165,7 +166,7 @@ class Copies:
     async def _copied(
         self, lease: AcquireReply, wanted: Blocks, rng: random.Random, times: tuple[float, float], doubted: StructArray
     ) -> StructArray:
-        """Copies what is held, and lets go of it. Generations of pages that were not good."""
+        """Copies the leased pages and releases them. Returns the generations of the bad pages."""
         client, held, extents = self._client, self._held, lease.served.groups[0].extents[0]
         generations = extents["generation"].tolist()
         client.holds.update(generations)
@@ -193,7 +194,7 @@ class Copies:
             client.let_go(held, lambda a: a.cache.release(held.session, [lease.lease]))
 
     def _pages(self, found: one_sided_get.Pages, keys: Sequence[Key]) -> list[Page]:
-        """For faults that change what lies there."""
+        """The pages of a find, for faults that change their bytes."""
         pages = []
         for key, row in zip(keys, found.rows, strict=True):
             segment, slot = found.table.segments[row["segment"]], int(row["slot"])

@@ -1,7 +1,7 @@
-"""A life of a real NVMe store on a simulated disk, what it was promised meanwhile, and whether a disk after a crash keeps to it.
+"""A life of a real NVMe store on a simulated disk, and its promises, which a crash must not break.
 
-Blocks have few names and are stored again and again under them, each time with other bytes: a block that comes back from an
-earlier time shows. What was promised is noted outside the store, at the moment when a call returned.
+Blocks have few names, and the store gets each name again and again with other bytes: a block of an
+earlier time shows. The story notes promises outside the store, when a call returns.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from tierd.tiers.tier import Recovered
 
 HOME = Path("/sim/store")
 NAMES = 20
-"""Of blocks: few, so that a slot is often taken by another block of the same name."""
+"""Number of block names: few, so that a block often takes a slot that had its name before."""
 PLACES, PAGES, CLASS_BYTES = 3, 8, 3 * 4096
 TROUBLES = ("failed_sync", "failed_sync", "no_space", "write_error", "write_short")
-"""Faults of the disk that a store must survive without a crash, too; the first is the worst."""
+"""Disk faults that a store must also survive without a crash; the first is the worst."""
 LENGTHS = (64, 700, 4096, 5000, 8192)
-"""Of blocks, in bytes; one name's have one length."""
+"""Block lengths in bytes; all blocks of a name have one length."""
 LAST = 0
-"""The key of the block that a recovered store is given; no story uses it."""
+"""The key of the block that `judge` stores in a recovered store; no story uses it."""
 
 
 class Violation(AssertionError):
-    """A promise that a crash has broken."""
+    """A crash has broken a promise."""
 
 
 @dataclass
 class Promise:
-    """What must hold if the machine dies now. blocks: name to key, acknowledged durable and not removed since. spaces: namespaces
-    acknowledged. next_segment, next_generation: as the present life found them."""
+    """The state that must survive if the machine dies now. spaces: acknowledged namespaces.
+    blocks: name to key, acknowledged durable and not removed since. next_segment, next_generation:
+    as the present life found them."""
 
     blocks: dict[int, int] = field(default_factory=dict)
     spaces: set[bytes] = field(default_factory=set)
@@ -67,16 +68,16 @@ class Promise:
 
 @dataclass
 class Book:
-    """Every block that was ever handed to the store. A key is one block: name and length follow from it."""
+    """Every block that the store ever got. A key is one block: name and length follow from it."""
 
     keys: dict[bytes, int] = field(default_factory=dict)
-    """By digest."""
+    """Keys by digest."""
     spaces: set[bytes] = field(default_factory=set)
     segments: set[tuple[int, ...]] = field(default_factory=set)
-    """Place, segment, class and pages of each that began."""
+    """Place, segment, class and pages of each segment that began."""
 
     def new(self, names: list[int]) -> list[int]:
-        """A key for each name; digests tell them apart."""
+        """A new key for each name, recorded under its digest."""
         base = (len(self.keys) + 1) * NAMES
         keys = [base + i * NAMES + name for i, name in enumerate(names)]
         for key in keys:
@@ -103,7 +104,8 @@ def store_on(disk: SimDisk) -> NvmeStore:
 
 
 class Story:
-    """Seeded operations on a store, life after life. promise: at this moment. log: what was begun, for people."""
+    """Seeded operations on a store, life after life. promise: at present. log: operations, to
+    read."""
 
     def __init__(self, chance: Random) -> None:
         self.disk = SimDisk(Random(chance.random()))
@@ -113,14 +115,14 @@ class Story:
         self._chance = chance
         self._store: NvmeStore
         self._segments: dict[int, int] = {}  # by place
-        self._held: dict[int, StructArray] = {}  # name to its extent, READY or found, and not removed
+        self._held: dict[int, StructArray] = {}  # name to its extent, READY or recovered, and not removed
         self._keys: dict[int, int] = {}
         self._spaces: set[bytes] = set()
         self._busy: set[object] = set()  # names, slots and places in flight
         self._next_segment = self._next_generation = 1
 
     async def live(self, steps: int) -> None:
-        """So many operations; some of them several at once."""
+        """Runs at least this many operations, some of them several at once."""
         await self._open()
         acts = (self._write, self._sync, self._remove, self._begin, self._name_space, self._wait)
         while steps > 0:
@@ -139,7 +141,8 @@ class Story:
             await self._see_to_it()
 
     async def _see_to_it(self) -> None:
-        """After a sync that failed: the store is mended, or restarted, or left as it is; and now and then one that is well is restarted."""
+        """After a failed sync, mends or restarts the store or does nothing; may restart a sound
+        one."""
         is_ill = bool(self._store.health().fault)
         if is_ill and self._chance.random() < 0.6:
             self.log.append("mend")
@@ -151,7 +154,7 @@ class Story:
             await self._restart(is_killed=self._chance.random() < 0.5)
 
     async def _open(self) -> None:
-        """What is found is durable, and everything that was promised is found."""
+        """Opens the store and checks every promise. Recovered blocks count as durable."""
         self._store = store_on(self.disk)
         found = (await self._store.open()).gathered()
         self._keys = await judge_found(self._store, found, promise=self.promise, book=self.book)
@@ -195,7 +198,7 @@ class Story:
         return None
 
     def _put_back(self, names: list[int], number: int, slots: list[int]) -> None:
-        """Often a block takes the slot that another of its name had."""
+        """Often gives a block the slot that another block of its name had."""
         if self._chance.random() < 0.5:
             there = {int(e["slot"][0]): n for n, e in self._held.items() if e["segment"][0] == number}
             for i, slot in enumerate(slots):
@@ -226,7 +229,7 @@ class Story:
         self.promise.spaces |= spaces
 
     def _kept(self) -> dict[int, int]:
-        """What the store has not given up."""
+        """The blocks that the store still holds."""
         return {name: key for name, key in self._keys.items() if self._store.holds(self._held[name]).all()}
 
     async def _remove(self) -> None:
@@ -239,7 +242,7 @@ class Story:
         self.log.append(f"remove names {names}")
         extents = [self._held.pop(name) for name in names]
         for name in names:
-            self._keys.pop(name, None)  # none of a block that was found and cannot be read
+            self._keys.pop(name, None)  # an unreadable recovered block has no key
             self.promise.blocks.pop(name, None)
         self._store.apply(Plan(freed=freed(np.concatenate(extents))))
 
@@ -271,17 +274,17 @@ class Story:
 
 
 def names_in(found: Recovered) -> list[int]:
-    """Of what was found, readable or not, in its order."""
+    """Names of recovered blocks, readable or not, in their order."""
     return [int(name) for name in found.metas["hash"][:, 0]]
 
 
 def shape(it: SegmentAssignment) -> tuple[int, ...]:
-    """What names a segment."""
+    """A tuple that identifies a segment."""
     return it.slot, it.segment, it.class_bytes, it.pages
 
 
 async def judge(disk: SimDisk, promise: Promise, book: Book) -> None:
-    """Opens the store that a crash has left and looks at everything. Raises Violation."""
+    """Opens the store after a crash and checks everything. Raises Violation."""
     store = store_on(disk)
     found = (await store.open()).gathered()
     await judge_found(store, found, promise=promise, book=book)
@@ -291,7 +294,7 @@ async def judge(disk: SimDisk, promise: Promise, book: Book) -> None:
 
 
 async def judge_found(store: NvmeStore, found: Recovered, *, promise: Promise, book: Book) -> dict[int, int]:
-    """Name to key of every block that can be read. Raises Violation."""
+    """Name to key of every readable block. Raises Violation."""
     if found.next_segment < promise.next_segment or found.next_generation < promise.next_generation:
         raise Violation(f"marks went back from {promise} to {found.next_segment}, {found.next_generation}")
     if not promise.spaces <= set(found.namespaces) <= book.spaces:
@@ -331,7 +334,7 @@ async def _judge_blocks(store: NvmeStore, found: Recovered, book: Book) -> dict[
 
 
 def _judge_marks(disk: SimDisk, found: Recovered) -> None:
-    """No number is given again that a slot on this disk has."""
+    """Checks that the next numbers are above those of every slot on this disk."""
     for place in range(PLACES):
         slots = np.frombuffer(disk.get(HOME / f"seg-{place:06d}.slots"), dtype=np.uint8).reshape(PAGES, CLASS_BYTES)
         metas, tables = read_tables(np.ascontiguousarray(slots[:, :HEADER_BYTES]))
@@ -345,7 +348,7 @@ def _judge_marks(disk: SimDisk, found: Recovered) -> None:
 
 
 async def _go_on(store: NvmeStore, found: Recovered) -> None:
-    """The store takes a block and makes it durable."""
+    """Checks that the store accepts a block and makes it durable."""
     begun = segment(found.next_segment, place=0, pages=PAGES, class_bytes=CLASS_BYTES)
     store.apply(Plan(segments=[begun]))
     await store.prepare([begun])

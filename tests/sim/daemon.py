@@ -1,8 +1,8 @@
-"""One life of the daemon: everything from the conductor down, over memory and a disk that outlive it.
+"""One life of the daemon: all code from the conductor down, over memory and a disk that outlive it.
 
-Purpose: `SimDaemon`: start as `assemble` and the lifecycle do, calls as the guard lets them in, an orderly end. Non-purpose: sockets and
-messages; why a life ends (world.py). Invariants: whatever runs here belongs to the daemon's life, and ends with it; a call ends
-within its deadline, or that is told.
+Purpose: `SimDaemon`: it starts as `assemble` and the lifecycle do, accepts calls as the guard does,
+stops in order. Non-purpose: sockets, messages, causes of a life's end (world.py). Invariants:
+callbacks here end with the daemon's life. A call that overruns its deadline is reported.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tierd.tiers.tier import Tier
 T = TypeVar("T")
 
 SLACK_S = 0.5
-"""A call may end so much after its deadline: what a cancelled handler needs, in turns and not in waiting."""
+"""A call may end this long after its deadline: a cancelled handler needs a few turns."""
 SHUTDOWN_S = 2.0
 PIECE_BLOCKS = 16
-"""Of a few hundred: much happens between two pieces."""
+"""The core's piece size, in place of a few hundred: more callbacks run between two pieces."""
 STORE = Path("/store")
 
 
 class SimClock(Clock):
-    """The loop's time; the wall clock goes with it."""
+    """The loop's time; the wall clock follows it."""
 
     is_replay = False
 
@@ -65,7 +65,7 @@ class SimClock(Clock):
 
 
 class SimInstance(Instance):
-    """The state directory, as a list that outlives everything."""
+    """The state directory, as a list that outlives every life."""
 
     def __init__(self) -> None:
         self.id = "simulated"
@@ -80,12 +80,13 @@ class SimInstance(Instance):
         self.records = list(records)
 
     def close(self) -> None:
-        """No lock is held."""
+        """Does nothing: no lock is held."""
 
 
 @dataclass
 class Survivors:
-    """What outlives a daemon. memories: of the mapped tiers, in order; holds: the session table's file."""
+    """State that outlives a daemon. memories: of mapped tiers, in order. holds: the session
+    table."""
 
     disk: SimDisk
     memories: list[Memory]
@@ -95,7 +96,7 @@ class Survivors:
 
 @dataclass(frozen=True)
 class Ground:
-    """What a life stands on: the loop, what survives, the configuration, whom to tell. is_alive: whether a client's process lives, by pid."""
+    """Surroundings of a life. fail: reports a broken rule. is_alive: does a pid's client live."""
 
     loop: SimLoop
     survivors: Survivors
@@ -106,7 +107,7 @@ class Ground:
 
 
 class SimDaemon:
-    """One life. Its coroutines are to be run in `context`."""
+    """One life. The caller runs its coroutines in `context`."""
 
     def __init__(self, ground: Ground) -> None:
         self.ground, self.loop = ground, ground.loop
@@ -116,18 +117,19 @@ class SimDaemon:
         self.watch = ground.watch()
         self.is_serving = False
         self.restored: dict[int, int] = {}
-        """Sessions of a former life whose processes live, and these."""
+        """Sessions of a former life whose processes live, with their pids."""
         self.assembly: Assembly
         self.grants: Grants
         self.operator: Operator
         self.names: dict[asyncio.Future[Any], tuple[int, str]] = {}
-        """Session and request of each call in progress that gives something."""
+        """Session and request of each named call in progress."""
         self._calls: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
 
     # -- life
 
     async def start(self) -> None:
-        """Opens the tiers, fills the books, takes up former sessions, begins to serve. Raises what the tiers' `open` raise."""
+        """Opens tiers, loads books, restores former sessions, serves. Raises the `open`s'
+        errors."""
         survivors, config = self.ground.survivors, self.ground.config
         tiers = self._tiers()
         recovered = [await tier.open() for tier in tiers]
@@ -154,7 +156,7 @@ class SimDaemon:
         self.is_serving = True
 
     async def stop(self) -> None:
-        """As the lifecycle does on SIGTERM."""
+        """Stops as the lifecycle does on SIGTERM."""
         assembly, deadline = self.assembly, self.loop.time() + SHUTDOWN_S
         assembly.cache.is_draining = True
         if self._calls:
@@ -170,7 +172,7 @@ class SimDaemon:
         self.is_serving = False
         for tier in reversed(assembly.tiers):
             await tier.close(release=False)
-        assembly.holds.close(release=False)  # the last thing, as nothing is to run after it
+        assembly.holds.close(release=False)  # last: nothing runs after it
 
     def _tiers(self) -> list[Tier]:
         config, tiers = self.ground.config, list[Tier]()
@@ -190,7 +192,7 @@ class SimDaemon:
         return tiers
 
     def _distrust(self, fault: str) -> None:
-        """The session table says too little: no fault where no memory was found that somebody could hold."""
+        """Reports a bad session table, if memory was found that a client could hold."""
         if any(memory.data for memory in self.ground.survivors.memories):
             self.ground.fail(fault)
 
@@ -202,7 +204,7 @@ class SimDaemon:
             cache.end_session(holder.session)
 
     def breaks_service(self, plan: Plan) -> str:
-        """What a plan does with a store that is out of service, empty if nothing."""
+        """A plan's wrong use of a store that is out of service; empty if there is none."""
         for position, breaker in self.assembly.cache.health.breakers.items():
             if not breaker.writes and np.any(plan.reserved["tier"] == position):
                 return f"pages are reserved on a store while it is out of service: {breaker.reason}"
@@ -211,7 +213,7 @@ class SimDaemon:
         return ""
 
     def outages(self) -> tuple[int, int]:
-        """How often stores went out of service in this life, and how often they came back."""
+        """How often stores went out of service in this life, and how often they returned."""
         breakers = self.assembly.cache.health.breakers.values() if hasattr(self, "assembly") else ()
         opened = sum(breaker.opened for breaker in breakers)
         return opened, opened - sum(breaker.state is not State.CLOSED for breaker in breakers)
@@ -221,7 +223,7 @@ class SimDaemon:
     async def call(
         self, work: Callable[[], Awaitable[T]], *, timeout_s: float, name: tuple[int, str] | None = None
     ) -> T:
-        """Runs work in the daemon and gives what it gives, or raises it; Unavailable if the daemon ends first, DeadlineExceeded."""
+        """Runs work in the daemon for its result or error. Raises Unavailable, DeadlineExceeded."""
         if not self.is_serving:
             raise Unavailable("daemon: not serving")
         reply: asyncio.Future[T] = self.loop.create_future()
@@ -237,11 +239,12 @@ class SimDaemon:
         return reply.result()
 
     def post(self, work: Callable[..., object], *args: object) -> None:
-        """Runs work in the daemon soon; nobody waits."""
+        """Runs work in the daemon soon; no caller waits."""
         self.loop.call_later(self.loop.rng.expovariate(1 / 2e-4), work, *args, context=self.loop.context_of(self.life))
 
     def give_up(self, name: tuple[int, str]) -> bool:
-        """The client of a call in progress has gone away: it gets no reply, and the handler is cancelled. False: it has its reply."""
+        """Gives up a call in progress and cancels its handler. False: the call already has a
+        reply."""
         for reply in [reply for reply, given in self.names.items() if given == name and not reply.done()]:
             _refuse(reply, Unavailable("call: given up"))
             self.post(self._calls[reply].cancel)
@@ -249,12 +252,12 @@ class SimDaemon:
         return False
 
     def close(self) -> None:
-        """The process is gone, and its descriptors with it."""
+        """Closes the descriptors of a process that has ended."""
         if hasattr(self, "assembly"):
             self.assembly.cache.directories.close()
 
     def fail_calls(self) -> None:
-        """The process is gone, and its sockets with it."""
+        """Fails the open calls of a process that has ended, as its sockets would."""
         for reply in [*self._calls]:
             if not reply.done():
                 _refuse(reply, Unavailable("daemon: it has ended"))
@@ -274,7 +277,7 @@ class SimDaemon:
         except asyncio.CancelledError:
             _refuse(reply, Unavailable("call: given up"))
             raise
-        except Exception as error:  # what the guard would log as a fault of the daemon
+        except Exception as error:  # the guard would log it as the daemon's fault
             self.ground.fail(f"a call raised {error!r}")
             _refuse(reply, Unavailable("call: an internal fault"))
         finally:
@@ -287,7 +290,7 @@ class SimDaemon:
         if self.loop.time() > deadline + SLACK_S:
             self.ground.fail(f"a call ended {self.loop.time() - deadline:.2f} s after its deadline")
 
-    # -- what the session socket does
+    # -- the session socket
 
     def map(self, tier: int, segment: int, *, session: int) -> Segment:
         """As the listeners' `_map_segment`. Raises NotFound, NotPermitted, TierFailed."""
@@ -302,7 +305,7 @@ class SimDaemon:
         return arena.map(segment, session=session)
 
     def forget(self, session: int) -> None:
-        """The process of a restored session uses nothing of it any more."""
+        """Ends a restored session whose process uses nothing of it any more."""
         if self.restored.pop(session, None) is not None:
             self.assembly.cache.end_session(session)
 
@@ -310,11 +313,11 @@ class SimDaemon:
 def _refuse(reply: asyncio.Future[Any], error: Exception) -> None:
     if not reply.done():
         reply.set_exception(error)
-        reply.exception()  # looked at: its client may have gone
+        reply.exception()  # mark as retrieved: its client may have gone
 
 
 def _count_flying(mover: Mover, watch: Watch) -> None:
-    """Notes the pages of every copy for as long as bytes may move."""
+    """Counts the pages of every copy while its bytes may move."""
     copy = mover._copy
 
     async def counted(batch: StructArray, metas: StructArray, *ends: Tier) -> np.ndarray[Any, Any]:

@@ -1,19 +1,20 @@
-"""A disk in memory that can lose its power: what was synced is there afterwards, of everything else any part that a file system permits.
+"""A disk in memory that can lose its power, with the outcomes that a file system permits.
 
     disk = SimDisk()
-    store.disk = disk                            # an NvmeStore, before `open`; direct "auto" or "on"
-    after = disk.crashed(random.Random(7))       # what a machine finds that lost its power now; `disk` goes on
-    disk.crash(random.Random(7))                 # the same, of this disk: descriptors and locks are gone
-    disk.end_process()                           # a process ends, the machine goes on
-    disk.faults = DiskFaults(read_error=0.01)    # from now on, by the disk's own chance
+    store.disk = disk                           # an NvmeStore, before `open`; direct "auto" or "on"
+    after = disk.crashed(random.Random(7))      # the disk after a power failure now; `disk` goes on
+    disk.crash(random.Random(7))                # the same, in place: descriptors and locks are gone
+    disk.end_process()                          # a process ends, the machine goes on
+    disk.faults = DiskFaults(read_error=0.01)   # from now on, by the disk's own chance
 
-Purpose: `tierd.tiers.io.files.Files` for simulations. Non-purpose: time (who simulates delays calls), directories as such (they are always there),
-O_DIRECT beside its alignment: it promises no more than the page cache does. Invariants: what `sync_data` and `sync_directory` made
-durable is never lost, but by a fault; everything follows from the numbers drawn of the given `random.Random`; one thread at a time.
+Purpose: `tierd.tiers.io.files.Files` for simulations. Non-purpose: time (the simulation delays
+calls), directories (they always exist), O_DIRECT beyond its alignment (it promises no more than the
+page cache). Invariants: without a fault no crash loses bytes that `sync_data` and `sync_directory`
+made durable. Every outcome follows from the given `random.Random`. One thread calls at a time.
 
-What a crash may leave, sector by sector (512 bytes): of an unsynced write all, nothing, or any of its sectors; a sector holds what it held after
-one of the writes, in whatever order; the length is one that the file had since its last sync. Of unsynced names any subset of
-the changes, a rename as a whole.
+A crash works in sectors of 512 bytes. Of an unsynced write all, none or any of its sectors survive.
+A sector holds its content after one of the writes, in any order. The length is one that the file
+had since its last sync. Of unsynced name changes any subset survives, a rename as a unit.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from random import Random
 from tierd.errors import AlreadyOwned
 
 SECTOR_BYTES = 512
-"""A write of so many bytes is whole or not there."""
+"""A write of this size is atomic."""
 PAGE_BYTES = 4096
-"""Misdirected reads and writes land a multiple of it away."""
+"""A misdirected read or write is off by a multiple of it."""
 OLD_WRITES = 16
-"""So many overwritten pieces of each file can come back as stale."""
+"""Number of overwritten pieces of each file that a stale read can return."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskFaults:
-    """Chances, 0 to 1, of each fault at each call on a file whose name matches names. What only lies raises nothing.
-
-    failed_sync: EIO, and of what was unsynced any part is dropped for good though it can still be read. Reads: error (EIO), short, stale (some
-    of it as it was before its last change), misdirected (another page of the file), flipped (a bit). Writes: error (EIO), no_space, short, lost,
-    torn (some of its sectors), misdirected, flipped; all but the first three say that they succeeded.
-    """
+    """Chances, 0 to 1, of each fault at each call on a file whose name matches names.
+    failed_sync: EIO; any part of the unsynced bytes is dropped for good but can still be read.
+    Reads: error (EIO), short, stale (a part as before its last change), misdirected (another page
+    of the file), flipped (a bit). Writes: error (EIO), no_space, short, lost, torn (some of its
+    sectors), misdirected, flipped. Except for the errors and short calls a faulty call reports
+    success."""
 
     names: str = "*"
     failed_sync: float = 0.0
@@ -64,7 +65,7 @@ class DiskFaults:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Of a file, not yet durable. data: what its sectors from offset on hold after it; length: the file's after it."""
+    """A change that is not durable. data: sectors from offset on; length: the file's new length."""
 
     offset: int
     data: bytes
@@ -73,7 +74,8 @@ class _Change:
 
 @dataclass(slots=True)
 class _File:
-    """image: what is read. durable: what a crash cannot take. overwritten: pieces that were there before, with their offsets."""
+    """image: bytes to read. durable: bytes that survive a crash. overwritten: (offset, old
+    bytes)."""
 
     image: bytearray = field(default_factory=bytearray)
     durable: bytearray = field(default_factory=bytearray)
@@ -105,7 +107,7 @@ class _File:
         self.unsynced.clear()
 
     def drop_some(self, chance: Random) -> None:
-        """As a kernel whose write failed: the pages count as clean."""
+        """Drops changes as a kernel does after a failed write: it marks the pages clean."""
         self.unsynced = [change for change in self.unsynced if chance.random() < 0.5]
         self.sync()
 
@@ -124,21 +126,19 @@ class _File:
 
 
 class _Lock:
-    """A lock of a disk; gone with a crash."""
+    """A lock on a disk; a crash drops it."""
 
     def __init__(self, locked: set[Path], path: Path) -> None:
         self._locked, self._path = locked, path
 
     def release(self, *, remove: bool = False) -> None:
-        """Lets go; twice is once."""
+        """Releases the lock; a second call does nothing."""
         self._locked.discard(self._path)
 
 
 class SimDisk:
-    """An empty disk. chance: what decides over faults. before_change: called with its name before each operation that changes something.
-
-    hits: how often each fault struck. ops: operations that changed something.
-    """
+    """An empty disk. chance: decides the faults. hits: how often each fault struck.
+    before_change: called with the operation's name before each change. ops: number of changes."""
 
     def __init__(self, chance: Random | None = None) -> None:
         self.faults = DiskFaults()
@@ -156,7 +156,7 @@ class SimDisk:
     # -- crashes
 
     def crashed(self, chance: Random) -> SimDisk:
-        """The disk as a machine finds it that loses its power now. This one stays as it is."""
+        """The disk after a power failure now. This one stays as it is."""
         names = dict(self._durable_names)
         for changes in self._unsynced_names.values():
             for change, share in zip(changes, _shares(chance, len(changes)), strict=True):
@@ -170,29 +170,29 @@ class SimDisk:
         return after
 
     def crash(self, chance: Random) -> None:
-        """Power is lost and comes back: descriptors are bad, locks gone, unsynced things there or not."""
+        """Power is lost and comes back: no descriptors, no locks, any unsynced changes."""
         after = self.crashed(chance)
         self._names, self._durable_names, self._unsynced_names = after._names, after._durable_names, {}
         self.end_process()
 
     def end_process(self) -> None:
-        """The process that used the disk is gone, the machine is not: what it wrote stays, its descriptors and locks do not."""
+        """The process ends, the machine goes on: writes stay, descriptors and locks do not."""
         self._open.clear()
         self._ended_fd = self._next_fd
         self._locked.clear()
 
-    # -- whole files, for those who look at a disk from outside
+    # -- whole files, for tests
 
     def get(self, path: Path) -> bytes:
-        """What a file holds. Raises OSError."""
+        """A file's content. Raises OSError."""
         return bytes(self._at(path).image)
 
     def put(self, path: Path, data: bytes) -> None:
-        """A file with this content, durable."""
+        """Creates a durable file with this content."""
         self._names[path] = self._durable_names[path] = _File(bytearray(data), bytearray(data))
 
     def flip(self, path: Path, *, bit: int) -> None:
-        """A bit rots, for good. Raises OSError."""
+        """Flips a bit for good. Raises OSError."""
         file = self._at(path)
         for image in {id(data): data for data in (file.image, file.durable)}.values():
             image[bit // 8] ^= 1 << bit % 8
@@ -207,7 +207,7 @@ class SimDisk:
         return _Lock(self._locked, path)
 
     def open(self, path: Path, flags: int) -> int:
-        """As `Files.open`. A file that is new may be lost with its name until its directory is synced."""
+        """As `Files.open`. A crash may lose a new file's name until its directory is synced."""
         file = self._names.get(path)
         if file is not None and flags & os.O_EXCL:
             raise _error(errno.EEXIST, path)
@@ -224,7 +224,8 @@ class SimDisk:
         return self._next_fd
 
     def close(self, fd: int) -> None:
-        """As `Files.close`. A descriptor of a life that has ended is closed: who still lets go of it is only collected."""
+        """As `Files.close`. Ignores an ended process's descriptors: garbage collection closes
+        them."""
         if fd > self._ended_fd:
             self._file(fd)
             del self._open[fd]
@@ -261,7 +262,7 @@ class SimDisk:
             file.resize(length)
 
     def find_unwritten(self, fd: int, start: int) -> tuple[int, int] | None:
-        """As `Files.find_unwritten`: this one does not know."""
+        """As `Files.find_unwritten`: this disk does not know."""
         return None
 
     def sync_data(self, fd: int) -> None:
@@ -298,7 +299,7 @@ class SimDisk:
         return len(self._at(path).image)
 
     def free_bytes(self, directory: Path) -> int:
-        """As `Files.free_bytes`: there is always room."""
+        """As `Files.free_bytes`: there is always space."""
         return 1 << 62
 
     def is_named(self, path: Path, fd: int) -> bool:
@@ -372,13 +373,13 @@ class SimDisk:
             raise OSError(code, f"simulated: {os.strerror(code)}")
 
     def _cut(self, fd: int, fault: str, count: int) -> int:
-        """A shorter count, but not nothing: that would be the end of the file."""
+        """A shorter count, never 0: that means the end of the file."""
         if count <= SECTOR_BYTES or not self._strikes(fd, fault):
             return count
         return self._chance.randrange(SECTOR_BYTES, count, SECTOR_BYTES)
 
     def _elsewhere(self, file: _File, offset: int, length: int) -> int:
-        """Another offset, whole pages away and within the file; the same one where there is none."""
+        """Another offset in the file, whole pages away, or the same one if there is no other."""
         first = offset % PAGE_BYTES
         places = [at for at in range(first, len(file.image) - length + 1, PAGE_BYTES) if at != offset]
         return self._chance.choice(places) if places else offset
@@ -389,7 +390,7 @@ class SimDisk:
             data[bit // 8] ^= 1 << bit % 8
 
     def _tear(self, file: _File, data: bytearray, offset: int) -> None:
-        """Some sectors keep what is there already."""
+        """Replaces some sectors by their present content."""
         for at in range(0, len(data), SECTOR_BYTES):
             if self._chance.random() < 0.5:
                 old = file.image[offset + at : min(offset + at + SECTOR_BYTES, offset + len(data))]
@@ -405,8 +406,8 @@ class SimDisk:
 
 
 def _shares(chance: Random, count: int) -> list[float]:
-    """How much of each of so many changes a crash leaves: 1 all, 0 nothing, in between each sector by chance. In the manner of a
-    machine that was quick, slow, or in order, or of one that was none of it."""
+    """The share of each of count changes that survives a crash: 1 all, 0 none, else of its sectors.
+    The manner is that of a disk that writes at random, in order, or anything between."""
     manner = chance.randrange(4)
     if manner == 0:
         return [float(chance.random() < 0.5)] * count

@@ -1,6 +1,6 @@
-"""Carries out the events of a script: verbs of clients and operators, faults that happen at once, and the last look at everything.
+"""Carries out the events of a script: verbs, faults that happen at once, and the final checks.
 
-Purpose: `Happenings`. Non-purpose: when they happen (script.py). Invariant: each event draws from its own seed.
+Purpose: `Happenings`. Non-purpose: times (script.py). Invariant: an event draws from its own seed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LASTING = {*ON_DISK, "disk_slow", "disk_hangs", "memory_short"}
 POINTS_HERE = tuple(
     name for name in POINTS if not name.startswith(("arena.", "cuda.", "session.", "lifecycle.", "instance.", "file."))
 )
-"""Points that are passed in a simulation."""
+"""Fault points that a simulation passes."""
 SHORT_S, LONG_S = 2.0, 10.0
-"""How long a fault may last. Reads are rarer than writes."""
+"""Longest times of faults; faults of reads last longer, as reads are rarer than writes."""
 SLOW_SHARE = 0.5
-"""Of bumps: the disk that the next life's names go to is slow."""
+"""Share of bumps that wait for a slow disk before the next epoch's names are kept."""
 QUIET_S = 90.0
-"""After the last fault everything must have come to its end within so long."""
+"""After the last fault all work must end within this time."""
 
 
 class Happenings:
@@ -50,11 +50,11 @@ class Happenings:
         self._world = world
         self.struck: Counter[str] = Counter()
         self.may_fail_to_start = True
-        self._verbs: dict[asyncio.Task[None], int] = {}  # and the lives that they belong to
+        self._verbs: dict[asyncio.Task[None], int] = {}  # task to its life
         self._kill_at: dict[str, int] = {}
 
     def happen(self, event: Event) -> None:
-        """One event, now; verbs go on by themselves."""
+        """Carries out one event now; verbs go on by themselves."""
         rng = random.Random(event.seed)
         client = self._world.clients[event.who % len(self._world.clients)]
         if event.what in LASTING:
@@ -69,7 +69,7 @@ class Happenings:
             getattr(self, f"_{event.what}")(client, rng)
 
     def at_point(self, name: str) -> None:
-        """The daemon passes a fault point; perhaps it dies there."""
+        """The daemon passes a fault point and may die there."""
         world = self._world
         daemon = world.daemon
         if daemon is None or LIFE.get() != daemon.life or world.loop.is_ended(daemon.life) or not self._kill_at:
@@ -85,7 +85,7 @@ class Happenings:
             raise Killed(name)
 
     def end(self) -> None:
-        """No fault from now on."""
+        """Ends all faults."""
         self._world.weather.clear()
         self._kill_at.clear()
         self._world.restarts_wanted = True
@@ -101,7 +101,7 @@ class Happenings:
         self._world.kill_daemon(why="crash")
 
     def _crash_at_point(self, _client: Client, rng: random.Random) -> None:
-        """At one of a few points, at one of the next times that it is passed."""
+        """Sets a few points for a crash, each at one of its next passes."""
         for name in rng.sample(POINTS_HERE, 12):
             self._kill_at[name] = rng.choice((0, 0, 1, 3))
 
@@ -129,7 +129,7 @@ class Happenings:
         self._replace_dead()
 
     def _client_gives_up(self, client: Client, rng: random.Random) -> None:
-        """Some of its next calls."""
+        """The client gives up some of its next calls."""
         client.gives_up = rng.randint(1, 4)
 
     def _client_stalls(self, client: Client, rng: random.Random) -> None:
@@ -145,16 +145,16 @@ class Happenings:
             self._world.oracle.spoils(page.generation, page.key)
 
     def _client_lies(self, client: Client, rng: random.Random) -> None:
-        """The sums of some of its next puts are not those of what it writes."""
+        """The client sends wrong sums with some of its next puts."""
         client.lies = rng.randint(1, 4)
 
     def _words_are_lost(self, _client: Client, rng: random.Random) -> None:
-        """The daemon does not hear what clients tell of their next copies."""
+        """The use notices of clients' next copies get lost on the way to the daemon."""
         for client in self._world.clients:
             client.unheard = rng.randint(1, 8)
 
     def _directory_errs(self, _client: Client, rng: random.Random) -> None:
-        """Entries lead to other blocks, to where nothing is, or nowhere."""
+        """Entries of the directory point to other blocks, to no block, or out of range."""
         daemon = self._world.daemon
         if daemon is None or not daemon.is_serving:
             return
@@ -166,7 +166,7 @@ class Happenings:
                 directory._places[bucket, slot] = rng.choice((*places, rng.getrandbits(rng.choice((8, 24, 64)))))
 
     def _host_rots(self, _client: Client, rng: random.Random) -> None:
-        """A bit of a block in mapped memory."""
+        """Changes a byte of a block in mapped memory."""
         pages = [page for client in self._world.clients for page in client.seen if page.is_current]
         if pages:
             self.struck["host_rots"] += 1
@@ -197,7 +197,7 @@ class Happenings:
             world.counts[type(error).__name__] += 1
 
     async def _herd(self, seed: int) -> None:
-        """Everybody gets the same at once, from afar: many wait for one flight."""
+        """All clients get the same blocks at once from a far tier, so many wait for one flight."""
         await self._operate("empty", random.Random(seed))
         for client in self._world.clients:
             self._start(client.do("get", random.Random(seed)), client)
@@ -207,7 +207,7 @@ class Happenings:
 
     async def _do_evict(self, operator: Operator, rng: random.Random) -> None:
         if rng.random() < 0.5:
-            await operator.evict([], "host.0")  # everything: the next gets come from afar
+            await operator.evict([], "host.0")  # everything: the next gets read from a far tier
         else:
             await operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
 
@@ -240,7 +240,7 @@ class Happenings:
         self._world.oracle.epoch_ended(old)
 
     def _stored(self) -> dict[Key, int]:
-        """The generations of the blocks that the daemon's books have on NVMe."""
+        """The generations of the blocks on NVMe, from the daemon's books."""
         core, tiers = self._world.serving().assembly.cache.core, self._world.serving().assembly.tiers
         nvme = next(tier.position for tier in tiers if tier.spec.kind is TierKind.NVME)
         ids = core.blocks(tier=nvme)
@@ -249,14 +249,14 @@ class Happenings:
         return {(n, h.tobytes()): at for (n, h), at in zip(keys, generations, strict=True)}
 
     def _some(self, rng: random.Random) -> list[str]:
-        """The name of a block that may be there."""
+        """The name of a block that may exist."""
         depth = self._world.machine.depth
         return [hashes_of(rng.randrange(CHAINS), depth)[rng.randrange(depth)].tobytes().hex()[:16]]
 
-    # -- the last look
+    # -- the final checks
 
     async def finale(self) -> None:
-        """Everything comes to its end, nothing stays held, and what was promised is there."""
+        """All work ends, nothing stays held, and every durable block is there."""
         world = self._world
         await self._all_done()
         await self._nothing_is_held()
@@ -283,7 +283,7 @@ class Happenings:
         self._verbs.clear()
 
     async def _serves(self) -> None:
-        """Until the daemon is there."""
+        """Waits until the daemon serves."""
         deadline = self._world.loop.time() + QUIET_S
         while self._world.daemon is None or not self._world.daemon.is_serving:
             if self._world.loop.time() > deadline:
@@ -292,7 +292,7 @@ class Happenings:
             await asyncio.sleep(0.1)
 
     async def _nothing_is_held(self) -> None:
-        """With every client gone."""
+        """Checks the books after every client has ended."""
         world = self._world
         await self._serves()
         for client in list(world.clients):
@@ -307,12 +307,12 @@ class Happenings:
         except TierdError as error:
             if world.daemon is daemon and daemon.is_serving:
                 world.fail(f"no rest: {error!r}")
-            return  # an orderly end that began before: the next look is at another life
+            return  # an orderly stop that began before: the next check sees another life
         await self._in_service(daemon)
         self._audit(daemon.assembly)
 
     async def _in_service(self, daemon: SimDaemon) -> None:
-        """No fault is on any more, so every store takes writes, soon."""
+        """No fault is on any more, so every store must soon accept writes."""
         world, breakers = self._world, daemon.assembly.cache.health.breakers.values()
         deadline = world.loop.time() + QUIET_S
         while not all(breaker.writes for breaker in breakers) and world.daemon is daemon:
@@ -340,7 +340,7 @@ class Happenings:
                 world.fail(f"{count} {name} are left though everybody has gone")
 
     def check_durable(self) -> None:
-        """Whatever was acknowledged as durable and not let go is found, unless the disk lies."""
+        """Checks that every durable block that was not dropped is found, unless the disk lies."""
         world = self._world
         if world.daemon is None or not world.daemon.is_serving:
             return
@@ -356,7 +356,7 @@ class Happenings:
             )
 
     async def _serves_again(self) -> None:
-        """A put and gets work; what is durable is served."""
+        """Starts puts and a get, which must work."""
         world = self._world
         for client in world.clients[:1]:
             for seed in range(3):

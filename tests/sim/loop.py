@@ -1,11 +1,12 @@
-"""An event loop in which time is a number and chance has a seed.
+"""An event loop on a virtual clock, with seeded chance.
 
-Purpose: the daemon's own coroutines, run one turn at a time on a virtual clock; among the callbacks that are ready a seed chooses, so that
-races show; work for threads is done inline, at its start, at its end or in between. Non-purpose: files, sockets, signals, real time.
-Invariants: the same seed and the same calls give the same turns; nothing here sleeps; nothing of a life that has ended runs again.
+Purpose: run the daemon's own coroutines, one turn at a time. A seed chooses among the ready
+callbacks, so that races show. Work for threads runs inline, at its start, at its end or in between.
+Non-purpose: files, sockets, signals, real time. Invariants: the same seed and calls give the same
+turns; nothing sleeps; no callback of an ended life runs again.
 
-A *life* is a process in the simulation: the daemon's present one, a client's. It is a context variable, so everything that a task
-starts belongs to its life; `end_life` is what SIGKILL is to a process.
+A *life* is a process in the simulation: a life of the daemon, or a client. It is a context
+variable, so a life's tasks start tasks of that life. `end_life` acts as SIGKILL does on a process.
 """
 
 from __future__ import annotations
@@ -22,35 +23,36 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 OUTSIDE = 0
-"""The life of whoever watches: it does not end."""
+"""The life of the observer: it does not end."""
 LIFE: contextvars.ContextVar[int] = contextvars.ContextVar("life", default=OUTSIDE)
 
 TURN_S = 1e-5
-"""What a callback takes, in virtual seconds."""
+"""Virtual seconds that a callback takes."""
 STILL_TURNS = 100_000
-"""So many turns without a timer firing are a livelock."""
+"""A livelock is this many turns without a timer."""
 
 
 class Killed(BaseException):
-    """The process ends here: raised where it dies, and caught by nobody but the loop."""
+    """The process ends here. Only the loop catches it."""
 
 
 class Stuck(Exception):
-    """Nothing is ready and nothing will be, or turns follow each other for ever."""
+    """No callback or timer is pending, or turns never end."""
 
 
 class Pace(NamedTuple):
-    """Of work in a thread. delay_s: until its result is there; moves_at: share of that after which its bytes move, 0 to 1."""
+    """Timing of work in a thread. delay_s: until its result. moves_at: share, 0 to 1, until bytes
+    move."""
 
     delay_s: float
     moves_at: float
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """See the module. rng: makes every choice. in_order: share of turns that take the callback that is ready longest.
-
-    pace: how long work in a thread takes. between: called after each turn. unforeseen: what nobody caught.
-    """
+    """See the module. rng: makes every choice. in_order: share of turns that run the oldest
+    callback.
+    pace: timing of work in a thread. between: called after each turn. unforeseen: uncaught
+    errors."""
 
     def __init__(self, rng: random.Random, *, in_order: float = 0.5) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self.unforeseen: list[str] = []
         self.turns = 0
         self._at_s = 0.0
-        self._fired = 0  # the turn at which a timer fired last
+        self._fired = 0  # the turn of the last timer
         self._due: list[tuple[int, asyncio.Handle]] = []
         self._later: list[tuple[float, int, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count(1)
@@ -73,7 +75,7 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- lives
 
     def new_life(self) -> int:
-        """A process begins; run things in `context_of` it."""
+        """Starts a process; run its tasks in `context_of` it."""
         return next(self._lives)
 
     def context_of(self, life: int) -> contextvars.Context:
@@ -83,25 +85,25 @@ class SimLoop(asyncio.BaseEventLoop):
         return context
 
     def is_ended(self, life: int | None = None) -> bool:
-        """Whether a life is over; None: that of the caller."""
+        """Whether a life is over; None: the caller's."""
         return (LIFE.get() if life is None else life) in self._ended
 
     def end_life(self, life: int) -> None:
-        """From now on nothing of it runs. What its tasks leave behind is cleared away by `bury`, which a task cannot do to itself."""
+        """Stops everything of the life; `bury` closes its tasks, as a task cannot close itself."""
         self._ended.add(life)
         self._due = [entry for entry in self._due if entry[0] != life]
 
     def bury(self, life: int) -> None:
-        """Closes the coroutines of an ended life. Whatever they do while they unwind reaches nobody: the caller puts back what outlives them."""
+        """Closes an ended life's coroutines. The caller restores the state that they change."""
         context, tasks = self.context_of(life), self._tasks.pop(life, [])
         self._tasks[life] = tasks
-        for task in tasks:  # more may join while these unwind
+        for task in tasks:  # unwinding may add tasks
             if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # what asyncio.gather does, too
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # as asyncio.gather does
                 context.run(_close, task)
         self._tasks[life] = []
 
-    # -- what asyncio asks of a loop
+    # -- asyncio's interface
 
     def time(self) -> float:
         """Virtual seconds."""
@@ -110,7 +112,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """As asyncio's, but for the order."""
+        """As asyncio's, in another order."""
         context = contextvars.copy_context() if context is None else context
         handle = asyncio.Handle(callback, args, self, context)
         life = context.get(LIFE, OUTSIDE)
@@ -121,7 +123,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """The same: there are no threads."""
+        """As `call_soon`: there are no threads."""
         return self.call_soon(callback, *args, context=context)
 
     def call_at(
@@ -134,7 +136,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return handle
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
-        """As asyncio's; noted under its life."""
+        """As asyncio's; records the task under its life."""
         task: _Task = super().create_task(coro, **options)  # type: ignore[assignment]
         context = options.get("context")
         task.life = LIFE.get() if context is None else context.get(LIFE, OUTSIDE)
@@ -145,11 +147,12 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def create_future(self) -> asyncio.Future[Any]:
-        """As asyncio's; it belongs to a life."""
+        """As asyncio's; the future belongs to a life."""
         return _Future(loop=self)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Runs func inline at a moment that the pace chooses; its result is there later. A life that ends in between has not run it."""
+        """Runs func inline when the pace says, unless its life ends before; the result comes
+        later."""
         future = self.create_future()
         if self.is_ended():
             return future
@@ -164,7 +167,7 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- turns
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Turns until main is done. Raises what main raises, and Stuck."""
+        """Runs turns until main is done. Raises main's errors, and Stuck."""
         asyncio._set_running_loop(self)
         try:
             task = self.create_task(main)
@@ -176,7 +179,7 @@ class SimLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)
 
     def shut(self) -> None:
-        """Ends every life, closes every coroutine."""
+        """Ends every life and closes every coroutine."""
         asyncio._set_running_loop(self)
         try:
             lives = [*self._tasks]
@@ -219,12 +222,12 @@ class SimLoop(asyncio.BaseEventLoop):
         error, future = context.get("exception"), context.get("future")
         is_left = (
             isinstance(future, _Future | _Task) and future.life in self._ended
-        )  # who was about to look at it has gone
+        )  # the waiter that was about to look at it has ended
         if not isinstance(error, Killed) and not is_left:
             self.unforeseen.append(f"{context['message']}: {error!r}")
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are passed over when their time comes."""
+        """Does nothing: `_fire` skips cancelled timers."""
 
 
 class _Future(asyncio.Future[Any]):
@@ -242,12 +245,12 @@ class _Task(asyncio.Task[Any]):
 
     @classmethod
     def made(cls, loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> _Task:
-        """What a loop calls for a new one."""
+        """The loop's task factory."""
         return cls(coro, loop=loop, **options)
 
 
 class _Job:
-    """Work for a thread: done once, told once."""
+    """Work for a thread: it runs once and reports once."""
 
     def __init__(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._future, self._func, self._args = future, func, args
@@ -261,7 +264,7 @@ class _Job:
         self._is_done = True
         try:
             self._result = self._func(*self._args)
-        except BaseException as error:  # it is the waiter's, as from a thread
+        except BaseException as error:  # the waiter gets it, as from a thread
             self._error = error
 
     def tell(self) -> None:
@@ -279,5 +282,5 @@ def _close(task: asyncio.Task[Any]) -> None:
     try:
         if coroutine is not None:
             coroutine.close()
-    except BaseException:  # a process that is killed unwinds nothing; only memory is given back here
+    except BaseException:  # a killed process unwinds nothing; this only frees memory
         pass

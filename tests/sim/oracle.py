@@ -1,8 +1,8 @@
-"""What clients were told, and what must follow from it.
+"""The answers that clients got, and the promises that follow from them.
 
-Purpose: the promises, as checks: every read is the committed bytes or a miss; what was acknowledged as durable is there again; pages that are pinned
-do not change; after an epoch bump nothing old is served. Non-purpose: doing anything. Invariant: nothing here asks the daemon what it
-thinks it holds, but for which of its blocks it let go, which its plans tell.
+Purpose: the promises, as checks. Every read is the committed bytes or a miss. Durable blocks come
+back. Pinned pages do not change. After an epoch bump nothing old is served. Invariant: the oracle
+asks the daemon for no state. Only its plans tell which blocks it drops.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Key = tuple[int, bytes]
 
 @lru_cache(maxsize=4096)
 def bytes_of(key: Key, length: int) -> bytes:
-    """What a block must hold: it follows from namespace and hash, so a block of an old epoch shows under a new one."""
+    """A block's content follows from namespace and hash: a block of an old epoch shows."""
     name = hashlib.sha256(key[0].to_bytes(4, "little") + key[1]).digest()
     return content_of(name, length).tobytes()
 
 
 @dataclass
 class _Spoilt:
-    """A page whose bytes somebody changed after the commit of key. seen_until: gets that begin before may see it, as it had been asked for before."""
+    """A page of key spoilt after its commit. seen_until: gets that begin before may still return
+    it."""
 
     key: Key
     at_s: float
@@ -41,24 +42,24 @@ class _Spoilt:
 
 
 class Oracle:
-    """One per simulation. now: virtual seconds. fail: a promise was broken."""
+    """One per simulation. now: virtual seconds. fail: reports a broken promise."""
 
     def __init__(self, *, now: Callable[[], float], fail: Callable[[str], None], verify: str) -> None:
         self._now, self._fail, self._verify = now, fail, verify
         self.durable: set[Key] = set()
-        """Acknowledged as durable, and neither let go since nor spoilt by its writer."""
+        """Acknowledged as durable; since then neither dropped by the daemon nor spoilt."""
         self.counts: Counter[str] = Counter()
         self._begun: set[Key] = set()
-        self._asked: dict[Key, float] = {}  # first in this life
+        self._asked: dict[Key, float] = {}  # time of the first get in this life
         self._spoilt: dict[int, _Spoilt] = {}
         self._ending: set[int] = set()  # namespaces
-        self._over: dict[int, float] = {}  # those whose epoch is over in this life, and since when
-        self._ended: dict[int, float] = {}  # those whose epoch is over in every life
+        self._over: dict[int, float] = {}  # namespaces whose epoch is over in this life, with the time
+        self._ended: dict[int, float] = {}  # namespaces whose epoch is over in every life, with the time
 
-    # -- what clients tell
+    # -- notes from clients
 
     def commit_begins(self, keys: list[Key]) -> None:
-        """From now on these blocks may be served."""
+        """From now on the daemon may serve these blocks."""
         self._begun.update(keys)
 
     def asks(self, keys: list[Key]) -> None:
@@ -67,7 +68,8 @@ class Oracle:
             self._asked.setdefault(key, self._now())
 
     def hit(self, keys: list[Key], began_s: float) -> None:
-        """A commit that began then found that these exist, and leased them: they were looked at as by a get, before what was changed since."""
+        """A commit that began at began_s leased these: verified as for a get, before later
+        changes."""
         for key in keys:
             self._asked.setdefault(key, began_s)
         for spoilt in self._spoilt.values():
@@ -75,23 +77,24 @@ class Oracle:
                 spoilt.seen_until = math.inf
 
     def acknowledged(self, key: Key) -> None:
-        """A client was told that the block is durable."""
+        """A client got the answer that the block is durable."""
         self.counts["durable acknowledged"] += 1
         if key[0] not in self._ending:
             self.durable.add(key)
 
     def spoils(self, generation: int, key: Key) -> None:
-        """Somebody changes bytes of a committed page: no copy made from it from now on can be relied on to be good."""
+        """Some process changes bytes of a committed page, so later copies of it may be bad."""
         self.durable.discard(key)
         self._spoilt[generation] = _Spoilt(key, self._now(), math.inf if key in self._asked else 0.0)
 
     def epoch_ends(self, namespaces: list[int]) -> None:
-        """A bump begins: whatever becomes of it, nothing of them need come back."""
+        """A bump begins: with any outcome, no block of these namespaces need come back."""
         self._ending.update(namespaces)
         self.durable = {key for key in self.durable if key[0] not in self._ending}
 
     def epoch_is_over(self, namespaces: list[int]) -> None:
-        """In this life of the daemon, which begins to tell the next: nobody has been answered."""
+        """The epoch is over in this life; no client has the answer, and the next is not kept
+        yet."""
         for namespace in namespaces:
             self._over.setdefault(namespace, self._now())
 
@@ -101,31 +104,31 @@ class Oracle:
             self._ended.setdefault(namespace, self._now())
 
     def daemon_restarted(self) -> None:
-        """A new life has verified nothing yet, and may not know of an end that nobody was told
-        of."""
+        """A new life has verified nothing yet. It may not know an epoch's end that no client was
+        told."""
         self._asked.clear()
         self._over.clear()
         for spoilt in self._spoilt.values():
             spoilt.seen_until = min(spoilt.seen_until, self._now())
 
     def power_lost(self) -> None:
-        """Memory is gone."""
+        """Memory is lost."""
         self._spoilt.clear()
 
-    # -- what the daemon decided
+    # -- the daemon's decisions
 
     def saw(self, plan: Plan, nvme: int) -> None:
-        """Blocks that it let go of on NVMe need not come back."""
+        """Blocks that the plan frees on NVMe need not come back."""
         if not len(plan.freed):
             return
         gone = plan.freed[plan.freed["extent"]["tier"] == nvme]
         for namespace, block_hash in zip(gone["namespace"].tolist(), gone["hash"], strict=True):
             self.durable.discard((namespace, block_hash.tobytes()))
 
-    # -- what is read
+    # -- reads
 
     def read(self, key: Key, found: bytes, *, generation: int, began_s: float) -> bool:
-        """Checks a block that was served to a get which began then. Whether it is as committed."""
+        """Checks a block that a get served, which began at began_s. Whether it is as committed."""
         self.counts["blocks read"] += 1
         if key not in self._begun:
             self._fail(f"{_named(key)}: served, and nobody has committed it")
@@ -145,8 +148,8 @@ class Oracle:
     def read_copy(
         self, key: Key, found: bytes, *, generation: int, began_s: float, looked_s: float | None = None
     ) -> None:
-        """Checks a copy that was served, whose reader has summed it. looked_s: it was served whatever its sums,
-        since the daemon had looked at the page for this get, which asked then."""
+        """Checks a copy that was served, and whose reader summed it.
+        looked_s: the daemon verified the page for this get then, so the reader ignored the sums."""
         self.counts["blocks copied"] += 1
         if key not in self._begun:
             self._fail(f"{_named(key)}: copied, and nobody has committed it")
@@ -159,7 +162,7 @@ class Oracle:
             self.counts["unguarded reads"] += 1
 
     def _is_late(self, key: Key, began_s: float) -> bool:
-        """Whether a get that began then came after its epoch."""
+        """Whether a get that began at began_s came after the end of the block's epoch."""
         return any(began_s > ends.get(key[0], began_s) for ends in (self._over, self._ended))
 
 
@@ -168,7 +171,7 @@ def _named(key: Key) -> str:
 
 
 def _difference(key: Key, found: bytes) -> str:
-    """Where it differs, and whether it is another block's content is left to whoever debugs."""
+    """The count and the first index of the bytes that differ."""
     a: NDArray[np.uint8] = np.frombuffer(found, np.uint8)
     b = np.frombuffer(bytes_of(key, len(found)), np.uint8)
     where = np.flatnonzero(a != b)

@@ -1,8 +1,9 @@
-"""What happens in a seed: written before it runs, so that a failure can be told in fewer events.
+"""The events of a seed, written before the run, so that a failure can be shown in fewer events.
 
-Purpose: `write` makes a `Script` of a seed: the machine's sizes, who lives on it, and events in order of their times. Non-purpose: carrying them
-out (world.py). Invariants: an event's details follow from its own seed alone, so leaving out another does not change it; every seed has
-a few kinds of fault and not all of them (swarm testing: Groce et al., ISSTA 2012), so that some of them do not hide what others would show.
+Purpose: `write` makes a `Script` of a seed: sizes, clients, and events in order of time.
+Non-purpose: carrying them out (world.py). Invariants: an event's details follow from its own seed
+alone, so omitting another does not change it. Every seed has a few kinds of fault and not all, so
+that some of them do not mask others (swarm testing: Groce et al., ISSTA 2012).
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 SECONDS = 30.0
-"""How long a script is, in virtual time."""
+"""Length of a script, in virtual time."""
 EVENTS = 24
-"""Verbs and faults in it, about."""
+"""Mean number of verbs in a script."""
 
 DEPTH = 8
-"""Blocks of a chain, unless asked otherwise."""
+"""Blocks of a chain, by default."""
 
 BURST_PER_S = 500.0
-"""Events of a burst follow each other at this rate: close enough to meet in one transfer."""
+"""Rate of the events in a burst: close enough to meet in one transfer."""
 
 VERBS: Mapping[str, float] = {
     "get": 6,
@@ -36,7 +37,7 @@ VERBS: Mapping[str, float] = {
     "bump": 0.7,
     "leave": 0.7,
 }
-"""What clients and operators do, by weight."""
+"""Actions of clients and operators, by weight."""
 
 FAULTS: Mapping[str, float] = {
     "crash": 1,
@@ -59,10 +60,10 @@ FAULTS: Mapping[str, float] = {
     "sync_fails": 0.5,
     "disk_full": 0.5,
 }
-"""What goes wrong on a disk that keeps what it has synced, by weight."""
+"""Faults that spare the synced bytes on the disk, by weight."""
 
 PROCESS_FAULTS = {"crash", "crash_at_point", "power_loss", "restart", "client_dies", "client_stalls"}
-"""Those that end or stop a process and leave tiers alone."""
+"""Faults that end or stop a process and spare the tiers."""
 
 MEDIUM_FAULTS: Mapping[str, float] = {
     "read_flips_bit": 1,
@@ -73,12 +74,12 @@ MEDIUM_FAULTS: Mapping[str, float] = {
     "write_is_lost": 1,
     "write_is_misdirected": 1,
 }
-"""What a disk does that lies: blocks on it may be lost, and must then be misses."""
+"""Faults of a disk that lies, by weight. Blocks on it may be lost and must then be misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happens. who: a client's number. seed: of its details."""
+    """An event. who: a client's number. seed: of its details."""
 
     at_s: float
     what: str
@@ -88,7 +89,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sizes and settings. Segments are of `depth` pages of the usual class, as many as a chain has blocks; in_order: share of turns in the order of asyncio."""
+    """Sizes and settings. A segment has `depth` usual pages. in_order: share of asyncio's turns."""
 
     clients: int
     tenants: int
@@ -105,7 +106,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """All of a seed."""
+    """All events of a seed."""
 
     seed: int
     machine: Machine
@@ -114,12 +115,12 @@ class Script:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing happens by which a transfer could fail: then none does."""
+        """Whether no event could make a transfer fail, so that none may fail."""
         return self.kinds <= PROCESS_FAULTS and not any(event.what == "bump" for event in self.events)
 
     @property
     def medium_lies(self) -> bool:
-        """Whether the disk may lose what it has synced."""
+        """Whether the disk may lose synced bytes."""
         return bool(self.kinds & MEDIUM_FAULTS.keys())
 
 
@@ -156,7 +157,8 @@ def _machine(rng: random.Random) -> Machine:
 
 
 def _faults(rng: random.Random) -> list[str]:
-    """A few kinds of fault; the disk lies in three seeds of ten, in one or two processes fare ill and nothing else."""
+    """A few kinds: about 15 % of seeds get faults of processes alone; 30 % of others a lying
+    disk."""
     if rng.random() < 0.15:
         return [name for name in sorted(PROCESS_FAULTS) if rng.random() < 0.3]
     kinds = [name for name in FAULTS if rng.random() < 0.3]

@@ -1,8 +1,8 @@
-"""Tells a failure in fewer events.
+"""Finds a script with fewer events that still fails.
 
-Purpose: `shrink`: a script that still fails, with events cut from its end and out of its middle. Non-purpose: finding why. What is cut changes the order
-of turns behind it, so another failure may take the first one's place: any broken promise counts. (After Zeller, Hildebrandt: "Simplifying and
-isolating failure-inducing input", TSE 2002.)
+Purpose: `shrink` cuts events from a script's end and out of its middle. Non-purpose: the cause. A
+cut changes the order of later turns, so another failure may replace the first: any broken promise
+counts. (After Zeller, Hildebrandt: "Simplifying and isolating failure-inducing input", TSE 2002.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.sim.script import Event, Script
 from tests.sim.world import Result, run
 
 TRIES = 200
-"""Shrinking ends after so many shorter scripts with what it has. Not after some time: a seed is told in the same events on every machine."""
+"""Shrinking stops after this many shorter scripts. A time limit would differ between machines."""
 
 Events = tuple[Event, ...]
 
@@ -22,7 +22,8 @@ Events = tuple[Event, ...]
 def shrink(
     script: Script, found: Result, *, tries: int = TRIES, carry_out: Callable[[Script], Result] = run
 ) -> tuple[Script, Result]:
-    """The smallest failing script that was found within so many tries, and what it comes to. found: what the whole script came to."""
+    """The smallest failing script within this many tries, with its result. found: the whole
+    script's result."""
     best, left = (script, found), tries
 
     def still_fails(events: Events) -> bool:
@@ -36,7 +37,7 @@ def shrink(
             best = shorter, result
         return bool(result.violations)
 
-    # what comes after the first broken promise has not caused it
+    # events after the first broken promise did not cause it
     still_fails(tuple(event for event in script.events if event.at_s <= found.first_s))
     size = max(1, len(best[0].events) // 2)
     while left > 0:
@@ -48,6 +49,6 @@ def shrink(
 
 
 def _cut_once(events: Events, size: int, still_fails: Callable[[Events], bool]) -> bool:
-    """Tries to do without each piece of so many events; True once one was not needed."""
+    """Tries to omit each piece of size events; True if a piece was not needed."""
     pieces = (events[:start] + events[start + size :] for start in range(0, len(events), size))
     return any(map(still_fails, pieces))

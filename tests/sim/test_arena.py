@@ -1,4 +1,4 @@
-"""Simulated memory: what it notes of who maps it is what a machine would have."""
+"""Simulated memory records mappings as a machine would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEGMENT_BYTES, CLASS_BYTES, LIVES, ENDS = 1 << 16, 4096, 11, 12
 
 
 def filled() -> tuple[Memory, SimArena]:
-    """Memory of one segment, which both sessions map, and a daemon over it."""
+    """Memory of one segment that both sessions map, and a daemon over it."""
     assignment = SegmentAssignment(0, 0, 1, 1, CLASS_BYTES, SEGMENT_BYTES // CLASS_BYTES, ENDS, None, fresh=False)
     head = CatalogueHead(store=STORE, segment_bytes=SEGMENT_BYTES, assignment=assignment)
     table = memoryview(bytearray(head.layout.total_bytes))
@@ -35,7 +35,8 @@ def filled() -> tuple[Memory, SimArena]:
     ids=["what the daemon still sends it", "what is put back after the daemon's own end"],
 )
 def test_a_process_that_has_ended_maps_nothing(late: Callable[[Callable[[], None], SimArena], object]) -> None:
-    """No descriptor on its way, and no older state of the memory, makes an ended process map a segment again."""
+    """An ended process maps no segment again, by a late descriptor or by a restored state of
+    memory."""
     memory, arena = filled()
     assert memory.data[1].maps == {LIVES: False, ENDS: True}
     back = memory.photograph()

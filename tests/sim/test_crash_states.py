@@ -1,8 +1,9 @@
-"""What a power failure may leave on a disk: the real NVMe store opens it and keeps every promise, whichever unsynced bytes survived.
+"""The real NVMe store opens any disk that a power failure may leave, and keeps every promise.
 
-Stories of seeded operations run on a simulated disk. Before some of its changes the disk is crashed, several times over with another
-outcome each; each outcome is opened by the real code and looked at, and crashed once more while it is being opened.
-CRASH_SEED=n runs the story of one seed, with every crash point.
+Seeded operations run on a simulated disk. Before some of its changes the test crashes the disk
+several times, with different outcomes. The real code opens each outcome; the test checks it and
+crashes it once more during the open. CRASH_SEED=n runs the story of one seed with every crash
+point.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from tierd.tiers.store import ledger, store_files
 
 STEPS = 70
 EVERY, AT_SYNC = 24, 5
-"""One in so many changes of the disk is a crash point; more of those where the most is at stake, before a sync."""
+"""One in EVERY changes of the disk is a crash point; before critical syncs, one in AT_SYNC."""
 OUTCOMES = 4
-"""Of each crash point."""
+"""Outcomes of each crash point."""
 STATES = count(test=400, nightly=20_000, weekly=100_000)
 SEED = os.environ.get("CRASH_SEED")
 
 
 @dataclass
 class State:
-    """A disk after a crash. at: number of the change that did not come about; outcome: which; depth: crashes of recovery before."""
+    """A disk after a crash. at: the change that did not happen. depth: crashes of recovery
+    before."""
 
     disk: SimDisk
     promise: Promise
@@ -47,7 +49,7 @@ class State:
 
 @pytest.fixture(autouse=True)
 def _small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compactions and new marks are to be met often."""
+    """Makes compactions and new marks frequent."""
     monkeypatch.setattr(ledger, "JOURNAL_LIMIT_BYTES", 3000)
     for module in (ledger, store_files):
         monkeypatch.setattr(module, "GENERATION_LEAP", 7)
@@ -56,7 +58,7 @@ def _small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def loop_of(seed: str) -> Iterator[SimLoop]:
-    """A loop whose threads take their time, each another one."""
+    """A loop in which each job of a thread takes another time."""
     chance = Random(seed)
     loop = SimLoop(chance)
     loop.pace = lambda _work: Pace(chance.random() * 1e-3, chance.random())
@@ -67,7 +69,7 @@ def loop_of(seed: str) -> Iterator[SimLoop]:
 
 
 def collect(states: list[State], story: Story, seed: str, *, every: int) -> None:
-    """Runs the story, and adds what crashes would leave. Raises what the story itself raises, Violation where a promise is broken."""
+    """Runs the story and adds disks that crashes leave. Raises its errors, and Violation."""
     dice = Random(f"points {seed}")
 
     def note(operation: str) -> None:
@@ -83,7 +85,8 @@ def collect(states: list[State], story: Story, seed: str, *, every: int) -> None
 
 
 def recover(state: State, book: Book, seed: str) -> State | None:
-    """Raises Violation. Gives what a crash in the middle of the recovery leaves, if there was one."""
+    """Opens a disk and checks it. Returns a disk crashed in mid-recovery, if any. Raises
+    Violation."""
     again: list[State] = []
     dice = Random(f"again {seed} {state.at} {state.outcome} {state.depth}")
     moment = dice.randrange(40) if state.depth < 2 else -1
@@ -99,11 +102,11 @@ def recover(state: State, book: Book, seed: str) -> State | None:
 
 
 def run_story(seed: str, *, every: int = EVERY) -> int:
-    """How many states were looked at. Fails with the shortest story that breaks a promise."""
+    """The number of checked states. Fails with the shortest story that breaks a promise."""
     story, states, seen, broken = Story(Random(seed)), list[State](), 0, ""
     try:
         collect(states, story, seed, every=every)
-    except Exception as error:  # whatever it is, it is told with its seed
+    except Exception as error:  # any error is reported with its seed
         broken = repr(error)
     for first in states:
         state: State | None = first
@@ -113,7 +116,7 @@ def run_story(seed: str, *, every: int = EVERY) -> int:
                 state = recover(state, story.book, seed)
             except Exception as error:  # as above
                 if every > 1:
-                    run_story(seed, every=1)  # the first of all crash points that fails is the shortest story
+                    run_story(seed, every=1)  # with all crash points, the first failure is the shortest story
                 pytest.fail(told(seed, f"{error!r}; {last}", story.log[: last.operations]))
     if broken:
         pytest.fail(told(seed, broken, story.log))
@@ -121,13 +124,13 @@ def run_story(seed: str, *, every: int = EVERY) -> int:
 
 
 def told(seed: str, what: str, operations: list[str]) -> str:
-    """A failure for people, with what it takes to see it again."""
+    """A failure's text, with the seed that reproduces it."""
     return "\n  ".join([f"CRASH_SEED={seed}: {what}", *operations])
 
 
 @pytest.mark.timeout(7200)
 def test_power_may_fail_at_any_moment() -> None:
-    """Every block acknowledged durable and not removed is there with its bytes, no other bytes are served, no number is given twice."""
+    """A crash loses no durable block, serves no other bytes and repeats no number."""
     if SEED:
         report("crash states", seed=SEED, states=run_story(SEED, every=1), violations=0)
         return

@@ -1,4 +1,4 @@
-"""The simulated disk: like the real one while it has power, and honest about what it may lose."""
+"""The simulated disk acts as the real one while it has power, and loses only unsynced data."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CRASHES = 200
 
 
 def file_of(disk: Files, path: Path, data: bytes) -> int:
-    """A new file with this content, nothing of it synced."""
+    """A new file with this content, unsynced."""
     fd = disk.open(path, os.O_RDWR | os.O_CREAT)
     write_fully(fd, data, offset=0, disk=disk)
     return fd
 
 
 def step(disk: Files, home: Path, seed: str) -> object:
-    """One operation that follows from the seed, and what it gave."""
+    """Runs one operation that follows from the seed, and returns its result."""
     chance = Random(seed)
     path, other = (home / chance.choice(NAMES) for _ in range(2))
     kind = chance.choice(("write", "write", "read", "truncate", "allocate", "rename", "unlink", "replace"))
@@ -55,7 +55,7 @@ def step(disk: Files, home: Path, seed: str) -> object:
 
 
 def test_it_behaves_as_the_real_one(tmp_path: Path) -> None:
-    """The same operations give the same results and leave the same files as on the machine's own file system."""
+    """The same operations give the same results and files as on the machine's own file system."""
     for seed in range(count(test=20, nightly=300, weekly=1000)):
         home, disk = tmp_path / str(seed), SimDisk()
         home.mkdir()
@@ -68,7 +68,7 @@ def test_it_behaves_as_the_real_one(tmp_path: Path) -> None:
 
 
 def test_synced_bytes_outlive_every_crash_and_unsynced_ones_some() -> None:
-    """A synced file keeps its bytes through any crash; of a write after it each sector is old or new, and all outcomes occur."""
+    """A synced file keeps its bytes through a crash; of a later write any sector may be lost."""
     disk = SimDisk()
     old, new = b"o" * 4 * SECTOR_BYTES, b"n" * 2 * SECTOR_BYTES
     fd = file_of(disk, HOME / "a", old)
@@ -83,7 +83,8 @@ def test_synced_bytes_outlive_every_crash_and_unsynced_ones_some() -> None:
 
 
 def test_names_are_lost_until_their_directory_is_synced() -> None:
-    """A file that is synced can lose its name; a rename that is not synced shows the old file or the new one, whole."""
+    """A synced file can lose its name; an unsynced rename shows the old file or the new one,
+    whole."""
     disk = SimDisk()
     disk.sync_data(file_of(disk, HOME / "a", b"old"))
     assert {tuple(disk.crashed(Random(i)).list(HOME)) for i in range(CRASHES)} == {(), ("a",)}
@@ -97,7 +98,7 @@ def test_names_are_lost_until_their_directory_is_synced() -> None:
 
 
 def test_file_that_grew_has_a_length_it_once_had() -> None:
-    """Appended and not synced: any of the lengths on the way, bytes or zeros in it, and never less than what was synced."""
+    """After unsynced appends a crash leaves any length on the way, at least the synced one."""
     disk = SimDisk()
     fd = file_of(disk, HOME / "a", b"1" * 1000)
     disk.sync_directory(HOME)
@@ -110,7 +111,7 @@ def test_file_that_grew_has_a_length_it_once_had() -> None:
 
 
 def test_the_same_seed_gives_the_same_crash() -> None:
-    """Two disks with one history and one seed are left with the same bytes."""
+    """Two disks with one history and one seed crash to the same bytes."""
     disks = [SimDisk(), SimDisk()]
     for disk in disks:
         for i in range(60):
@@ -121,7 +122,7 @@ def test_the_same_seed_gives_the_same_crash() -> None:
 
 
 def test_descriptors_and_locks_end_with_the_process() -> None:
-    """After a crash, or the end of a process, nobody writes through an old descriptor, and the lock can be taken."""
+    """After a crash or a process's end an old descriptor is refused, and the lock is free."""
     disk = SimDisk()
     for end in (disk.end_process, lambda: disk.crash(Random(1))):
         disk.lock(HOME / "lock", what="store")
@@ -134,7 +135,7 @@ def test_descriptors_and_locks_end_with_the_process() -> None:
 
 @pytest.mark.parametrize("fault", [name for name in DiskFaults.__slots__ if name != "names"])
 def test_every_fault_strikes_where_it_should(fault: str) -> None:
-    """At chance 1 each fault is noticed at its own call, on files of its names alone, and counted."""
+    """At chance 1 each fault strikes its own call, only files of its names, and is counted."""
     disk = SimDisk(Random(1))
     fds = [file_of(disk, HOME / name, b"0" * 16_384) for name in ("hit", "spared")]
     for fd in fds:
@@ -148,7 +149,7 @@ def test_every_fault_strikes_where_it_should(fault: str) -> None:
 
 
 def outcome(disk: SimDisk, fd: int) -> object:
-    """Whether a page pair could be written, read and synced; how much came; what came."""
+    """Whether two pages were written, read and synced; the count and the bytes that were read."""
     target = memoryview(bytearray(8192))
     try:
         disk.pwritev(fd, [memoryview(b"2" * 8192)], 4096)
@@ -160,7 +161,8 @@ def outcome(disk: SimDisk, fd: int) -> object:
 
 
 def test_sync_that_failed_may_have_dropped_what_can_still_be_read() -> None:
-    """After a failed sync the bytes are read, the next sync succeeds, and a crash shows that they were never written."""
+    """After a failed sync bytes can be read and the next sync succeeds, yet a crash may lose
+    them."""
     lost = 0
     for seed in range(20):
         disk = SimDisk(Random(seed))

@@ -20,7 +20,7 @@ def loop() -> Iterator[SimLoop]:
 
 
 def test_sleep_takes_no_time(loop: SimLoop) -> None:
-    """A day passes at once, and in the right order."""
+    """A day of sleeps passes at once and in order."""
     woken = []
 
     async def sleep(hours: int) -> None:
@@ -35,7 +35,7 @@ def test_sleep_takes_no_time(loop: SimLoop) -> None:
 
 
 def test_orders_of_turns_differ_by_seed() -> None:
-    """What is ready at one time runs in an order that the seed chooses, the same for the same seed."""
+    """Callbacks that are ready together run in the seed's order, the same for the same seed."""
 
     def order(seed: int) -> tuple[int, ...]:
         ran: list[int] = []
@@ -57,7 +57,7 @@ def test_orders_of_turns_differ_by_seed() -> None:
 
 @pytest.mark.parametrize(("share", "moved"), [(0.0, [True, True]), (0.5, [False, True]), (1.0, [False, False])])
 def test_bytes_move_when_the_pace_says(loop: SimLoop, share: float, moved: list[bool]) -> None:
-    """Work in a thread is done at its start, in between or at its end; its result is there at its end."""
+    """Work in a thread runs at its start, in between or at its end; its result comes at its end."""
     loop.pace = lambda _work: Pace(1.0, share)
     done: list[int] = []
 
@@ -76,7 +76,7 @@ def test_bytes_move_when_the_pace_says(loop: SimLoop, share: float, moved: list[
 
 
 def test_error_of_a_thread_is_its_waiters(loop: SimLoop) -> None:
-    """Work that raises raises where it is awaited."""
+    """An error of work in a thread is raised at its await."""
 
     async def main() -> None:
         await asyncio.to_thread(int, "no number")
@@ -86,7 +86,7 @@ def test_error_of_a_thread_is_its_waiters(loop: SimLoop) -> None:
 
 
 def test_nothing_of_an_ended_life_runs(loop: SimLoop) -> None:
-    """A life that ends stops in mid-air: no callback, no timer, no thread of it goes on, and its waiters wait for ever."""
+    """Of an ended life no callback, timer or thread goes on, and its waiters never return."""
     reached: list[str] = []
 
     async def work() -> None:
@@ -120,13 +120,13 @@ async def turn_for_ever() -> None:
 
 @pytest.mark.parametrize("wait", [asyncio.Event().wait, turn_for_ever], ids=["nothing", "livelock"])
 def test_standstill_is_told(loop: SimLoop, wait: Callable[[], object]) -> None:
-    """Who waits for what never comes, or never comes to an end of turns, is told instead of hanging."""
+    """A wait for no event, and an endless run of turns, raise Stuck instead of hanging."""
     with pytest.raises(Stuck):
         loop.run(wait())  # type: ignore[arg-type]
 
 
 def test_exceptions_that_nobody_takes_are_noted(loop: SimLoop) -> None:
-    """A callback that raises is not lost."""
+    """A callback's error is recorded."""
 
     async def main() -> None:
         loop.call_soon(int, "no number")
@@ -138,7 +138,7 @@ def test_exceptions_that_nobody_takes_are_noted(loop: SimLoop) -> None:
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_what_nobody_could_take_is_not_noted(loop: SimLoop, dies: bool) -> None:
-    """A failure on its way to who waits for it when the life ends is nobody's; of a life that goes on it is noted when nobody takes it."""
+    """An error whose waiter's life ends is not recorded; in a life that goes on it is."""
 
     async def fail() -> None:
         raise ValueError

@@ -1,4 +1,4 @@
-"""The simulation sees what it is for: with a promise broken on purpose some seed fails, and says the right thing."""
+"""The simulation notices a promise broken on purpose: some seed fails with the right text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tierd.tiers.arena.arena_recovery import FoundSegment
 from tierd.tiers.arena.holds import HoldTable
 
 SEEDS = 400
-"""So many are tried for each."""
+"""Number of seeds tried for each fault."""
 
 Patch = pytest.MonkeyPatch
 
@@ -103,7 +103,7 @@ def waits_for_its_own_only(patch: Patch) -> None:
 
 def serves_old_epochs(patch: Patch) -> None:
     patch.setattr(NamespaceRegistry, "is_current", lambda self, namespace: True)
-    patch.setattr(Upkeep, "forget_namespaces", lambda self, namespaces, draft: 0)  # the second wall
+    patch.setattr(Upkeep, "forget_namespaces", lambda self, namespaces, draft: 0)  # the second guard
 
 
 def writes_no_session_table(patch: Patch) -> None:
@@ -144,24 +144,24 @@ BREAKS: dict[Callable[[Patch], None], str] = {
     serves_copies_unchecked: "wrong bytes in a copy",
     reads_ended_epochs_unasked: "copied by a get that began after its epoch had ended",
 }
-"""A fault in the code, and what the simulation must say of it."""
+"""A fault in the code, and the text that the simulation must report."""
 CHANGES, ENDS = {"client_scribbles", "host_rots"}, {"restart", "crash", "crash_at_point"}
-"""Kinds of events: bytes that change, and ends of the daemon."""
+"""Kinds of events: changes of bytes, and ends of the daemon."""
 
 FITS: dict[Callable[[Patch], None], Callable[[Script], bool]] = {
-    waits_for_its_own_only: lambda script: script.is_calm,  # elsewhere a miss may have any cause
+    waits_for_its_own_only: lambda script: script.is_calm,  # in other scripts a miss may have any cause
     reads_ended_epochs_unasked: lambda script: any(event.what == "bump" for event in script.events),
     trusts_what_it_finds: lambda script: not script.kinds.isdisjoint(CHANGES) and not script.kinds.isdisjoint(ENDS),
     verifies_no_copy: lambda script: not script.kinds.isdisjoint(CHANGES),
 }
-"""Faults that only few scripts can bring to light, and which; of ten times as many seeds."""
+"""Faults that few scripts can show, with a test for such scripts; ten times as many seeds."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
 def test_a_broken_promise_is_noticed(monkeypatch: pytest.MonkeyPatch, break_it: Callable[[Patch], None]) -> None:
-    """Each of these faults in the daemon's own code fails some seed of a few hundred."""
+    """Each of these faults in the daemon's own code fails some of the seeds."""
     break_it(monkeypatch)
     fits = FITS.get(break_it, lambda _script: True)
     scripts = (write(seed) for seed in range(SEEDS if break_it not in FITS else 10 * SEEDS))

@@ -1,4 +1,4 @@
-"""A failure is told in fewer events: in those that it takes, and they fail again by themselves."""
+"""A shrunk script has only the events that the failure needs, and fails again by itself."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.sim.world import Result, run
 
 SEEDS = 400
 TRIES = 20
-"""Of a daemon that gives a generation twice: from thirty events to three."""
+"""Enough for a daemon that uses a generation twice: from thirty events to three."""
 
 
 def fails_with(guilty: set[int], whole: Script) -> Callable[[Script], Result]:
-    """Carries out a script that breaks a promise at the last of these events of the whole one, if it has them all."""
+    """Carries out a script that breaks a promise at the last of these events, if it has all."""
     wanted = [whole.events[number] for number in sorted(guilty)]
 
     def carry_out(script: Script) -> Result:
@@ -43,7 +43,7 @@ def fails_with(guilty: set[int], whole: Script) -> Callable[[Script], Result]:
     "guilty", [{0}, {9}, {0, 15}, {3, 4, 11}], ids=lambda guilty: "-".join(map(str, sorted(guilty)))
 )
 def test_what_is_not_needed_goes(guilty: set[int]) -> None:
-    """Whichever events it takes, the shorter script has these and no other, and fails."""
+    """The shorter script has exactly the events that the failure needs, and fails."""
     script = write(1)
     carry_out = fails_with(guilty, script)
     shorter, result = shrink(script, carry_out(script), carry_out=carry_out)
@@ -52,7 +52,7 @@ def test_what_is_not_needed_goes(guilty: set[int]) -> None:
 
 
 def test_so_many_tries_and_no_more() -> None:
-    """However much could still be left out, the tries are the bound, and what was found by then still fails."""
+    """Shrinking stops at its number of tries, and the script found by then still fails."""
     script, tried = write(1), list[Script]()
     carry_out = fails_with({3}, script)
 
@@ -68,7 +68,7 @@ def test_so_many_tries_and_no_more() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_shorter_script_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a daemon with a fault in it: a seed that fails is told in fewer events, and these fail again in the same way."""
+    """A failing seed of a faulty daemon shrinks to half its events, which fail in the same way."""
     keeps_generations(monkeypatch)
     script, found = next((it, found) for it in map(write, range(SEEDS)) if (found := run(it)).violations)
     shorter, result = shrink(script, found, tries=TRIES)

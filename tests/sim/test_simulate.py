@@ -1,4 +1,4 @@
-"""The simulator against plain models of LRU and of a clairvoyant, and against the published columns."""
+"""The simulator against plain models of LRU and of a clairvoyant, and against published columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ran(trace: Trace, policy: str, **sizes: str) -> Outcome:
 
 
 def clairvoyant_hits(trace: Trace, pages: int) -> list[int]:
-    """Per request, tokens that are found by one who keeps those blocks that are used soonest, whatever they are."""
+    """Per request, tokens hit by a cache that keeps the blocks which are used soonest."""
     uses, held, heap, hits = next_uses(trace).tolist(), {}, [], []
     for request in range(len(trace)):
         blocks = trace.of(request).tolist()
@@ -66,7 +66,7 @@ def clairvoyant_hits(trace: Trace, pages: int) -> list[int]:
 
 @pytest.mark.parametrize("share", ["0.1%", "1%", "5%"])
 def test_every_request_finds_what_a_plain_clairvoyant_finds(shared: Path, share: str) -> None:
-    """On the first requests of the chat trace the clairvoyant's hits are those of Belady's algorithm, request for request."""
+    """On the first requests of the chat trace the clairvoyant's hits equal Belady's, one by one."""
     trace = load(shared, "conversation_a", 500)
     made = tiers(trace, host=share)
     simulation, hits, sums = Simulation(trace, Scenario(0, parse_choice("clairvoyant"), made)), [], [0]
@@ -80,14 +80,14 @@ def test_every_request_finds_what_a_plain_clairvoyant_finds(shared: Path, share:
 
 @pytest.mark.parametrize("policy", sorted({**EVICTION, **RIVALS}))
 def test_no_policy_passes_the_clairvoyant(shared: Path, policy: str) -> None:
-    """In a tier of 2 % of the blocks every policy finds less than the clairvoyant, and something."""
+    """In a tier of 2 % of the blocks every policy hits some tokens, fewer than the clairvoyant."""
     trace = load(shared, "conversation_a", 300)
     (found,) = ran(trace, policy, host="2%").tier_tokens
     assert 0 < found < sum(clairvoyant_hits(trace, parse_size("2%").count(trace.distinct)))
 
 
 def conversations(count: int) -> Trace:
-    """A made-up trace: conversations that grow and return, over a common beginning."""
+    """A made-up trace: conversations that grow and return, with a common prefix."""
     rng, ids = random.Random(7), iter(range(10**9))
     common = [next(ids) for _ in range(2)]
     held, requests = [list(common) for _ in range(8)], []
@@ -99,7 +99,8 @@ def conversations(count: int) -> Trace:
 
 
 def test_any_number_of_processes_gives_the_same() -> None:
-    """One process and two give the same outcomes in the same order; progress reaches the number of all requests."""
+    """One process and two give the same outcomes in the same order; progress counts all
+    requests."""
     trace = conversations(60)
     choices = [parse_choice(text) for text in ("lru", "host:clairvoyant+nvme:lru", "default")]
     runs = [Scenario(0, choice, tiers(trace, host=size, nvme="30%")) for choice in choices for size in ("10%", "20%")]
@@ -112,7 +113,7 @@ def test_any_number_of_processes_gives_the_same() -> None:
 
 
 def test_what_is_far_is_found_and_counted(shared: Path) -> None:
-    """With a second tier more is found than without; what was written to it is a number of whole blocks."""
+    """A second tier adds hits, and its written bytes are a number of whole blocks."""
     trace = load(shared, "conversation_a", 400)
     one, two = ran(trace, "lru", host="2%"), ran(trace, "lru", host="2%", nvme="40%")
     assert sum(two.tier_tokens) > sum(one.tier_tokens)
@@ -124,7 +125,7 @@ def test_what_is_far_is_found_and_counted(shared: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "policy", "row"), CASES)
 def test_the_published_columns_are_met_to_the_last_digit(shared: Path, name: str, policy: str, row: int) -> None:
-    """LRU and the clairvoyant bound over whole traces are the printed ones."""
+    """LRU and the clairvoyant bound over whole traces equal the printed figures."""
     trace = load(shared, name)
     outcome = ran(trace, policy, host=SHARES[row])
     ratio = 100 * outcome.tier_tokens[0] / trace.prompt_tokens
@@ -133,7 +134,7 @@ def test_the_published_columns_are_met_to_the_last_digit(shared: Path, name: str
 
 
 def test_a_request_above_the_tier_keeps_its_beginning() -> None:
-    """Of a request that is larger than the tier its first blocks are kept, as a plain list in order of use keeps them."""
+    """Of a request larger than the tier the first blocks stay, as in a list in order of use."""
     request = Request(0, 512 * 20, tuple(range(20)))
     trace = trace_of([request, request], name="made-up")
     assert [ran(trace, policy, host="5blocks").tier_tokens for policy in ("lru", "clairvoyant")] == [(2560,), (2560,)]

@@ -1,6 +1,7 @@
-"""The daemon on a virtual clock: many seeds of clients, faults, crashes and restarts, and not one promise broken.
+"""The daemon on a virtual clock: clients, faults, crashes and restarts break no promise.
 
-A failure prints its seed and a shorter script; `SIM_SEED=` runs it again, alone, and so does `python -m tests.sim --seed N`.
+A failure prints its seed and a shorter script. `SIM_SEED=` runs it again, alone; so does
+`python -m tests.sim --seed N`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from tests.sim.world import Result, run
 SEEDS = count(test=50, nightly=2_000, weekly=10_000)
 FIRST = int(os.environ.get("SIM_SEED", "0"))
 TIMES_REAL = 200
-"""Virtual seconds for each second of CPU that are meant; reported, and asserted with tenfold slack."""
+"""Target: virtual seconds per second of CPU; reported, and asserted with tenfold slack."""
 LONG_DEPTH = 1024 if DEPTH == "test" else 8192
 """Blocks of long chains."""
 LEAST_HITS = 100
-"""Of each fault in a night."""
+"""Strikes of each fault in a night."""
 
 
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
-    """What every seed came to; shrunk and printed where a promise was broken."""
+    """The result of every seed; a broken promise is shrunk and printed."""
     seeds = [FIRST] if "SIM_SEED" in os.environ else range(SEEDS)
     return [_run(seed) for seed in seeds]
 
@@ -47,7 +48,8 @@ def _run(seed: int) -> Result:
 
 @pytest.mark.timeout(3600)
 def test_no_promise_is_broken(results: list[Result]) -> None:
-    """Every read is the committed bytes or a miss, what is durable is there, every call ends in time, nothing stays held."""
+    """Reads are committed bytes or misses, durable blocks stay, calls end in time, nothing is
+    held."""
     assert {result.seed: result.violations for result in results if result.violations} == {}
     counts: Counter[str] = sum((result.counts for result in results), Counter())
     report(
@@ -61,24 +63,25 @@ def test_no_promise_is_broken(results: list[Result]) -> None:
     if len(results) > 1:
         assert counts["blocks read"] > 10 * len(results)
         assert counts["durable checked"] > 10 * len(results)
-        assert counts["copies that asked nobody"] > len(results)  # by directories that commits write
+        assert counts["copies that asked nobody"] > len(results)  # from directories that commits write
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(count(test=1, nightly=8, weekly=40)))
 def test_long_chains_keep_every_promise(seed: int) -> None:
-    """The same with chains of 16,384 tokens, at night of 131,072, each as long as a segment, and a call for all of it."""
+    """Chains of 16,384 tokens, at night 131,072, each one segment and one call, keep every
+    promise."""
     assert run(write(seed, depth=LONG_DEPTH)).violations == []
 
 
 def test_a_reader_of_an_ended_epoch_keeps_its_page_over_a_restart() -> None:
-    """What a living client holds of an ended epoch is given to nobody else by the next life, even where its segment has nothing else."""
+    """A page of an ended epoch that a client holds, alone in its segment, survives a restart."""
     assert run(write(5781)).violations == []
 
 
 @pytest.mark.timeout(3600)
 def test_every_fault_strikes(results: list[Result]) -> None:
-    """No kind of fault is left out; in a night each strikes a hundred times."""
+    """Every kind of fault strikes; in a night each strikes a hundred times."""
     struck: Counter[str] = sum((result.struck for result in results), Counter())
     report("simulation faults", **{name: struck[name] for name in (*FAULTS, *MEDIUM_FAULTS)})
     if len(results) >= SEEDS:
@@ -102,7 +105,7 @@ def test_time_flies(results: list[Result]) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_seed_decides_everything(results: list[Result], seed: int) -> None:
-    """The same seed gives the same trace, to the last turn, in whatever order seeds run."""
+    """The same seed gives the same trace, to the last turn, in any order of seeds."""
     again = run(write(seed))
     assert again.trace == run(write(seed)).trace
     known = {result.seed: result for result in results}
@@ -111,7 +114,7 @@ def test_a_seed_decides_everything(results: list[Result], seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [10, 11])
 def test_chance_comes_from_the_seed_alone(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Nothing asks the machine for random bytes: they differ from run to run, and a flipped bit of them means something else each time."""
+    """No code asks the machine for random bytes: they differ from run to run."""
     for name in ("token_bytes", "token_hex", "randbits", "randbelow"):
         monkeypatch.setattr(secrets, name, partial(_refuse, name))
     monkeypatch.setattr(os, "urandom", partial(_refuse, "urandom"))

@@ -1,6 +1,7 @@
-"""LRU through the real core, on one tier, against the plainest LRU and against the published column.
+"""LRU through the real core, on one tier, against plain LRU and against the published column.
 
-There and here partial last blocks count as blocks of their own, of full size; a request's blocks are used last to first.
+In all three, partial last blocks count as blocks of full size, and requests use blocks last to
+first.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def distinct(requests: Requests) -> int:
 
 
 def sequence(tokens: int, blocks: list[int]) -> Sequence:
-    """The trace's ids as hashes: an id stands for a block and everything before it, as a hash does."""
+    """The trace's ids as hashes: an id names a block and all blocks before it, as a hash does."""
     words = np.zeros((len(blocks), 4), "<u8")
     words[:, 0] = np.array(blocks, np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     words[:, 1] = np.array(blocks) + 1
@@ -56,7 +57,7 @@ def sequence(tokens: int, blocks: list[int]) -> Sequence:
 
 
 def core_hits(requests: Requests, pages: int) -> list[int]:
-    """Per request: tokens that the core found."""
+    """Per request: tokens that the core hits."""
     tier = TierSpec(
         TierKind.HOST, 0, pages * PAGE_BYTES, pages * PAGE_BYTES, high_watermark=1.0, low_watermark=1.0, eviction="lru"
     )
@@ -66,7 +67,7 @@ def core_hits(requests: Requests, pages: int) -> list[int]:
 
 
 def plain_hits(requests: Requests, pages: int) -> list[int]:
-    """The same by a list in order of use, which a request's blocks enter last to first."""
+    """The same from a list in order of use, which a request's blocks enter last to first."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = []
     for _, tokens, blocks in requests:
@@ -82,7 +83,7 @@ def plain_hits(requests: Requests, pages: int) -> list[int]:
 
 @pytest.mark.parametrize("share", [0.01, 0.1])
 def test_every_request_finds_what_plain_lru_finds(shared, share):
-    """On the first requests of the chat trace, no request finds a token more or less than under plain LRU."""
+    """On the first requests of the chat trace, each request's hits equal those of plain LRU."""
     requests = load(shared / "traces" / "conversation_a.jsonl.gz")[:800]
     pages = round(share * distinct(requests))
     assert core_hits(requests, pages) == plain_hits(requests, pages)

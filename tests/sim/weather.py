@@ -1,6 +1,7 @@
-"""Faults that last for a while: which are on now, what they do to the disk, to memory and to threads, and how often each has struck.
+"""Faults that last for a while, and their effects on the disk, memory and threads.
 
-Purpose: `Weather`. Non-purpose: faults that happen once (world.py). Invariant: what is off strikes nobody; `clear` turns everything off.
+Purpose: `Weather`. Non-purpose: faults that happen once (events.py). Invariants: a fault that is
+off strikes nobody; `clear` turns all faults off.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ ON_DISK: Mapping[str, tuple[str, float]] = {
     "write_is_lost": ("write_lost", 0.3),
     "write_is_misdirected": ("write_misdirected", 0.3),
 }
-"""Fault of a script -> that of the disk, and its chance while it is on."""
+"""A script's fault -> the disk's fault, and its chance while it is on."""
 
 NO_FAULTS = DiskFaults()
 CPU_S, DISK_S = 2e-4, 5e-4
-"""What work takes in the mean: hashing and copying, and a call to the disk."""
+"""Mean times of work: hashing and copying, and a call to the disk."""
 
 
 class Weather:
-    """One per simulation. struck: how often each fault did something."""
+    """One per simulation. struck: how often each fault struck, but for the disk's own."""
 
     def __init__(self, rng: random.Random, disk: SimDisk, *, now: Callable[[], float]) -> None:
         self.struck: Counter[str] = Counter()
@@ -43,17 +44,17 @@ class Weather:
         self._until: dict[str, float] = {}
 
     def begin(self, fault: str, lasts_s: float) -> None:
-        """Turns a fault on for so long."""
+        """Turns a fault on for lasts_s."""
         self._until[fault] = self._now() + lasts_s
         self._reach_disk()
 
     def clear(self) -> None:
-        """Turns everything off."""
+        """Turns all faults off."""
         self._until.clear()
         self._reach_disk()
 
     def strikes(self, fault: str, chance: float) -> bool:
-        """Whether a fault that is on happens to this caller."""
+        """Whether a fault is on and strikes this caller."""
         if self._until.get(fault, 0.0) <= self._now() or self._rng.random() >= chance:
             return False
         self.struck[fault] += 1
@@ -65,7 +66,7 @@ class Weather:
         return self.struck + Counter(on_disk)
 
     def pace(self, work: Callable[..., Any]) -> Pace:
-        """How long work in a thread takes, and when its bytes move."""
+        """The duration of work in a thread, and the moment at which its bytes move."""
         self._reach_disk()
         moves_at = self._rng.choice((0.0, 1.0, self._rng.random()))
         if getattr(work, "__module__", "") == "tierd.mover":

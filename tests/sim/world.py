@@ -1,8 +1,9 @@
-"""A machine with a daemon and its clients, in one process, on a virtual clock: a script is carried out, and every promise checked on the way.
+"""A machine with a daemon and its clients, in one process, on a virtual clock.
 
-Purpose: `run`: what a script comes to. Non-purpose: what happens when (script.py), what must hold (oracle.py), shrinking (shrink.py).
-Invariants: a script gives the same trace every time; what a dead process leaves behind is exactly what a SIGKILL at that moment would;
-after the last fault the daemon must serve again and have everything that it acknowledged as durable.
+Purpose: `run` carries a script out and checks every promise. Non-purpose: times of events
+(script.py), promises (oracle.py), shrinking (shrink.py). Invariants: a script gives the same trace
+every time. A dead process leaves the state that a SIGKILL at that moment leaves. After the last
+fault the daemon serves again and has every block that it acknowledged as durable.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ CONFIGS = TypeAdapter(Config)
 
 @dataclass
 class Result:
-    """What a script came to. violations: promises broken, in order; trace: a hash of everything that happened; struck: faults, by kind."""
+    """The outcome of a script. violations: broken promises. trace: hash of events. struck:
+    faults."""
 
     seed: int
     violations: list[str]
@@ -59,7 +61,7 @@ class Result:
     cpu_s: float
     wall_s: float
     first_s: float = 0.0
-    """When the first promise was broken, in virtual time."""
+    """Virtual time of the first broken promise."""
 
 
 class World:
@@ -77,14 +79,14 @@ class World:
         self.daemon: SimDaemon | None = None
         self.clients: list[Client] = []
         self.puts: deque[Blocks] = deque(maxlen=8)
-        """The names that any client put last."""
+        """The blocks of the last puts of all clients."""
         self.counts: Counter[str] = Counter()
         self.restarts_wanted = True
         self._trace = hashlib.blake2b(digest_size=16)
         self._pids = 0
         self._sessions: dict[int, int] = {}  # session to pid
         self._alive: set[int] = set()
-        self._held: dict[int, set[int]] = {}  # by pid, generations of pages when the daemon ended last
+        self._held: dict[int, set[int]] = {}  # by pid, generations of held pages at the daemon's last end
         self._dead: list[tuple[SimDaemon, list[Callable[[], None]]]] = []
         self._dead_clients: list[Client] = []
         self.happenings = Happenings(self)
@@ -99,37 +101,37 @@ class World:
         )
         self.loop.pace, self.loop.between = self.weather.pace, self._bury
 
-    # -- what everybody may ask
+    # -- for daemon, clients and events
 
     def serving(self) -> SimDaemon:
-        """The daemon of now. Raises Unavailable."""
+        """The present daemon. Raises Unavailable."""
         if self.daemon is None or not self.daemon.is_serving or self.loop.is_ended(self.daemon.life):
             raise Unavailable("daemon: none serves")
         return self.daemon
 
     def fail(self, what: str) -> None:
-        """A promise is broken. What a dead process does while it is cleared away counts for nothing."""
+        """Records a broken promise, unless a dead process that unwinds reports it."""
         if not self.loop.is_ended():
             self.first_s = self.first_s or self.loop.time()
             self.violations.append(f"{self.loop.time():.4f} s: {what}")
             self.trace("violation", what)
 
     def trace(self, *what: object) -> None:
-        """Something happened."""
+        """Adds an event to the trace."""
         self._trace.update(repr((round(self.loop.time(), 9), *what)).encode())
 
     def new_session(self, pid: int) -> int:
-        """An id for a session of this process."""
+        """Returns the id of a new session of this process."""
         session = self.rng.getrandbits(62) + 1
         self._sessions[session] = pid
         return session
 
     def domain(self, tenant: str) -> int:
-        """The tenant's trust domain, as the daemon says."""
+        """The tenant's trust domain, from the daemon's registry."""
         return self.serving().assembly.cache.registry.domain_of(tenant)
 
     def acknowledge(self, assembly: Assembly, keys: list[Key]) -> None:
-        """The daemon is about to say that these are durable; those that it has let go of since the sync need not come back."""
+        """Notes keys that are acknowledged as durable, but for those dropped since the sync."""
         core = assembly.cache.core
         nvme = sum(1 << tier.position for tier in assembly.tiers if tier.spec.kind is TierKind.NVME)
         for key in keys:
@@ -138,21 +140,21 @@ class World:
                 self.oracle.acknowledged(key)
 
     def check_calm(self, assembly: Assembly) -> None:
-        """Where nothing can fail no token is missed for a failure: whoever waits for a flight, his own or another's, gets what it brings."""
+        """Checks that in a calm script no token is missed for a failed transfer, by any waiter."""
         if self.script.is_calm and assembly.metrics.tokens_missed.labels(reason="failed")._value.get():
             self.fail("tokens were missed by a failed transfer, and nothing was made to fail")
 
     # -- processes
 
     def new_client(self, number: int) -> Client:
-        """A process begins."""
+        """Starts a client's process."""
         self._pids += 1
         client = Client(self, pid=self._pids, tenant=f"t{number % self.machine.tenants}")
         self._alive.add(client.pid)
         return client
 
     def end_client(self, client: Client) -> None:
-        """SIGKILL to a client. The daemon hears of it by and by; until then its pages are as it left them, or worse."""
+        """SIGKILL to a client. Half-written pages are spoilt; the daemon learns of it later."""
         if client.pid not in self._alive:
             return
         self.trace("client ends", client.pid)
@@ -169,7 +171,7 @@ class World:
             self._tell_end(self.daemon, sessions)
 
     def _tell_end(self, daemon: SimDaemon, sessions: list[int]) -> None:
-        """End of file on its socket, then its pidfd."""
+        """The daemon sees end of file on the socket, then an event on the pidfd."""
         cache, later_s = daemon.assembly.cache, self.rng.expovariate(100)
         for session in sessions:
             context = self.loop.context_of(daemon.life)
@@ -197,7 +199,7 @@ class World:
         self.counts["returns of a store"] += back
 
     def lose_power(self) -> None:
-        """The machine: daemon, clients, memory, and what the disk had not synced."""
+        """The machine loses daemon, clients, memory and the bytes that the disk had not synced."""
         self.kill_daemon(why="power")
         for client in self.clients:
             self.end_client(client)
@@ -213,7 +215,8 @@ class World:
         self.oracle.power_lost()
 
     def _bury(self) -> None:
-        """After each turn: processes that have ended are cleared away, and what outlives them is as it was at their end."""
+        """After each turn: clears ended processes away and restores the state that outlives
+        them."""
         while self._dead:
             daemon, put_back = self._dead.pop()
             self.loop.bury(daemon.life)
@@ -230,7 +233,7 @@ class World:
     # -- the run
 
     async def live(self) -> None:
-        """From the first start to the last look."""
+        """Runs the script from the first start to the final checks."""
         supervisor = self.loop.create_task(self._supervise())
         self.clients = [self.new_client(i) for i in range(self.machine.clients)]
         for event in self.script.events:
@@ -260,7 +263,7 @@ class World:
             await asyncio.sleep(self.rng.uniform(0.01, 0.5))
 
     def _check_held(self, daemon: SimDaemon) -> None:
-        """The new life knows every page that a living client held when the former one ended, from the session table alone."""
+        """Checks that the session table tells the new life all pages that living clients held."""
         known = {g for former in daemon.assembly.former for g in former.leased["generation"].tolist()}
         for pid, held in self._held.items():
             if pid in self._alive:
@@ -270,7 +273,7 @@ class World:
 
     def _cannot_start(self, error: BaseException) -> None:
         self.counts["starts that failed"] += 1
-        # A disk that lies may even seem to refuse O_DIRECT, or to hold another version's files.
+        # A lying disk may also seem to refuse O_DIRECT, or to hold another version's files.
         expected = (TierFailed, ConfigError, VersionMismatch) if self.script.medium_lies else TierFailed
         if not isinstance(error, expected) or not self.happenings.may_fail_to_start:
             self.fail(f"the daemon cannot start: {error!r}")
@@ -292,7 +295,7 @@ class World:
                 self.fail(f"a page of generation {generation} is freed while a transfer uses it")
 
     def result(self, begun: tuple[float, float]) -> Result:
-        """What it came to. begun: seconds of CPU and of the clock on the wall at its beginning."""
+        """The result. begun: CPU time and wall-clock time at the start, in seconds."""
         self.violations += [f"unforeseen: {text}" for text in self.loop.unforeseen]
         self.trace("end", self.loop.turns)
         for client in self.clients:
@@ -334,7 +337,7 @@ def run(script: Script) -> Result:
 
 @contextmanager
 def _watching(world: World) -> Iterator[None]:
-    """Fault points and the daemon's log are the world's for as long as it runs."""
+    """Sends fault points and the daemon's log to the world while it runs."""
 
     def listen(_logger: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
         error = event.get("exc_info") and sys.exc_info()[1]
@@ -353,7 +356,7 @@ def _watching(world: World) -> Iterator[None]:
 
 
 def _photograph(path: Path) -> Callable[[], None]:
-    """A file's content of this moment; the result puts it back into the same file, which may be mapped."""
+    """Saves a file's content; the result writes it back into the same file, which may be mapped."""
     content = path.read_bytes() if path.exists() else b""
 
     def put_back() -> None:

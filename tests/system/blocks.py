@@ -1,6 +1,7 @@
-"""Puts and gets over raw messages, every byte looked at: what the system tests do to a daemon, whatever state the SDK is in.
+"""Puts and gets over raw messages, with every byte checked: how the system tests drive a daemon.
 
-`BlockClient.read` raises WrongBytes for anything but committed bytes; everything else that goes wrong is a smaller number.
+The client does not depend on the SDK. `BlockClient.read` raises WrongBytes for bytes that were
+never committed. Any other failure only gives a smaller number.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from tierd.core.formats.model import HANDLE, StructArray
 from tierd.testing import content_of, is_content
 
 TOKENS = 16
-"""Of a block."""
+"""Tokens of a block."""
 SOON_S = 10.0
-"""Tenfold what anything here should take: the bound of every wait, never of a measurement."""
+"""Ten times the time that any step here should take. It bounds every wait and never a measurement."""
 
 
 Memory = tuple[int, int]
-"""A page: inode of its file, offset in it."""
+"""A page: the inode of its file and its offset in that file."""
 
 
 class WrongBytes(AssertionError):
-    """A get gave bytes that were never committed under that name."""
+    """A get returned bytes that were never committed under that name."""
 
 
 @dataclass(frozen=True)
 class Leased:
-    """What an Acquire gave. handles: HANDLE [n]; pages: their bytes, mapped."""
+    """The reply of an Acquire. handles: HANDLE [n]; pages: their bytes, mapped."""
 
     lease: int
     handles: StructArray
@@ -62,14 +63,14 @@ class BlockClient(RawClient):
         return self._mapped[place][start : start + int(handle["length"])]
 
     def memory_of(self, handle: Any, *, writable: bool) -> Memory:
-        """Where the page really lies, whatever the segment is called."""
+        """The memory that holds the page, whatever the segment is called."""
         self.page(handle, writable=writable)
         return self._files[int(handle["tier"]), int(handle["segment"])], int(handle["offset"])
 
     def put(
         self, namespace: int, hashes: np.ndarray, *, length: int | np.ndarray = BLOCK_BYTES, durable: bool = False
     ) -> int:
-        """Stores the blocks that are not there yet; how many of the leading ones are stored now. length: of all, or of each."""
+        """Stores the missing blocks and returns how many leading ones are stored. length: of all, or of each."""
         reservation, handles = self.reserve(namespace, hashes, length=length)
         self.write(handles, hashes)
         statuses = handles["status"].copy()
@@ -81,13 +82,13 @@ class BlockClient(RawClient):
         return _leading(np.isin(statuses, (pb.BLOCK_STATUS_READY, pb.BLOCK_STATUS_EXISTS)))
 
     def write(self, handles: StructArray, hashes: np.ndarray) -> None:
-        """Fills the reserved ones of these pages."""
+        """Fills the reserved pages among these."""
         for handle, name in zip(handles, hashes, strict=True):
             if handle["status"] == pb.BLOCK_STATUS_RESERVED:
                 self.page(handle, writable=True)[:] = content_of(name, int(handle["length"])).tobytes()
 
     def acquire(self, namespace: int, hashes: np.ndarray) -> Leased:
-        """A lease on the leading blocks that can be served in host memory."""
+        """A lease on the leading blocks that the daemon can serve in host memory."""
         group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
         reply = self.call(self.cache.Acquire, pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST))
         given = b"".join(group.handles for group in reply.groups)
@@ -95,7 +96,7 @@ class BlockClient(RawClient):
         return Leased(reply.lease, handles, [self.page(handle, writable=False) for handle in handles])
 
     def read(self, namespace: int, hashes: np.ndarray) -> int:
-        """How many leading blocks a get gives, each compared byte by byte. Raises WrongBytes."""
+        """Gets the leading blocks, compares every byte and returns their count. Raises WrongBytes."""
         leased = self.acquire(namespace, hashes)
         check_bytes(leased, hashes)
         if leased.lease:
@@ -103,12 +104,12 @@ class BlockClient(RawClient):
         return len(leased.pages)
 
     def lookup(self, namespace: int, hashes: np.ndarray) -> int:
-        """How many leading blocks are held anywhere."""
+        """The number of leading blocks that any tier holds."""
         group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
         return int(self.call(self.cache.Lookup, pb.LookupRequest(groups=[group])).tokens) // TOKENS
 
     def abort(self, reservation: int) -> None:
-        """Gives reserved pages back."""
+        """Gives reserved pages back to the daemon."""
         self.call(self.cache.Abort, pb.AbortRequest(reservation=reservation))
 
     def status(self) -> apb.StatusReply:
@@ -116,11 +117,11 @@ class BlockClient(RawClient):
         return self.call(self.admin.Status, apb.StatusRequest())
 
     def tiers(self) -> dict[str, apb.TierInfo]:
-        """By name."""
+        """Tier infos by name."""
         return {tier.name: tier for tier in self.call(self.admin.Tiers, apb.TiersRequest()).tiers}
 
     def counter(self, name: str) -> int:
-        """Of `Status.counters`; 0 if it has not counted."""
+        """A counter of `Status.counters`; 0 if the daemon has not counted it."""
         return int(self.status().counters.get(name, 0))
 
     def _map(self, tier: int, segment: int, writable: bool) -> memoryview:
@@ -137,7 +138,7 @@ class BlockClient(RawClient):
 
 
 def check_bytes(leased: Leased, hashes: np.ndarray) -> None:
-    """Raises WrongBytes."""
+    """Compares every page with its block's content. Raises WrongBytes."""
     for i, (page, name) in enumerate(zip(leased.pages, hashes, strict=False)):
         if not is_content(page, name):
             raise WrongBytes(f"block {i} of {len(leased.pages)} ({name.tobytes().hex()[:16]}): {leased.handles[i]}")
@@ -149,13 +150,13 @@ def _leading(good: np.ndarray) -> int:
 
 @contextmanager
 def connected(daemon: Daemon) -> Iterator[BlockClient]:
-    """A session for as long as the block lasts."""
+    """A session that lasts as long as the `with` block."""
     with BlockClient(daemon.target) as client:
         yield client
 
 
 def await_true(ready: Callable[[], bool], what: str, *, within_s: float = SOON_S) -> float:
-    """Polls until it holds; the seconds that it took. Fails after so long."""
+    """Polls until `ready` holds and returns the seconds that it took. Fails after `within_s`."""
     begun = time.monotonic()
     while not ready():
         assert time.monotonic() - begun < within_s, f"{what}: not within {within_s:g} s"
@@ -164,7 +165,7 @@ def await_true(ready: Callable[[], bool], what: str, *, within_s: float = SOON_S
 
 
 def await_emptied(client: BlockClient) -> None:
-    """Evicts until host memory holds no byte: a client that was killed leaves commits under way, whose blocks come after its session's end."""
+    """Evicts until host memory holds no byte. A killed client's commits may end after its session."""
 
     def is_empty() -> bool:
         client.call(client.admin.Evict, apb.EvictRequest())

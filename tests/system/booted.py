@@ -1,7 +1,8 @@
-"""A systemd of a test's own: process 1 of namespaces of its own, over this machine's files, none of which it changes.
+"""A test's own systemd as process 1 of its own namespaces. It never changes this machine's files.
 
-Purpose: documents that tell how to install a service, typed as they stand. Non-purpose: a network; there is loopback alone. Invariants: what is written goes to
-memory and ends with the machine; nothing of it outlives the test's process.
+Purpose: run the shell commands of the installation documents exactly as they stand. Non-purpose: a
+network; only loopback exists.
+Invariants: all writes go to memory and end with the machine. Nothing outlives the test's process.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BOOT_S, END_S = 90.0, 20.0
 
 
 class Machine:
-    """A context manager. folders: seen in it, for reading, as /srv/NAME. Skips where no such machine can be had."""
+    """A context manager. folders: mounted read-only as /srv/NAME. Skips if systemd cannot boot here."""
 
     def __init__(self, place: Path, *folders: Path) -> None:
         self._place, self._folders = place, folders
@@ -69,11 +70,11 @@ class Machine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # process 1 goes with it, and with that all
+        self._process.kill()  # the kernel kills every process of the namespace with its process 1
         self._process.wait(END_S)
 
     def typed(self, script: str, *, instead: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
-        """What a script of root's prints that ends well, in /srv/repo. instead: other words for words of it."""
+        """Runs a script as root in /srv/repo, which must succeed; its output. instead: replacements for words."""
         for word, other in (instead or {}).items():
             script = script.replace(word, other)
         done = self._run(["bash", "-e", "-o", "pipefail", "-c", f"cd /srv/repo\n{script}"], timeout_s=timeout_s)

@@ -1,7 +1,8 @@
-"""One turn of everything that a daemon does: what a death at any fault point interrupts.
+"""One turn of everything that a daemon does, to be interrupted by a death at any fault point.
 
-Purpose: `Busy.turn` passes every fault point that is passed while a daemon serves, within a second or so. What was acknowledged durable is kept
-here, outside the daemon. Whatever the SDK promises to raise when its daemon dies ends a turn; anything else is an error of the test.
+Purpose: `Busy.turn` passes every fault point of a serving daemon within about a second. This
+process, outside the daemon, records the chains acknowledged as durable. The errors that the SDK
+promises for a dead daemon end a turn. Any other error fails the test.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ segment = "8 MiB"
 TOKENS = 16
 LENGTHS = (4 << 10, 128 << 10)
 GONE = (RetryError, StaleHandle, grpc.RpcError, OSError)
-"""What a turn may end with when its daemon dies. Raw clients see gRPC's and the socket's own errors."""
+"""Errors that may end a turn when its daemon dies. Raw clients see gRPC's and the socket's own errors."""
 LEASE_BLOCKS = 1024
 LEASES = 20
-"""Together more rows than the session table begins with."""
+"""Together these need more rows than the session table has at first."""
 
 
 @dataclass(frozen=True)
 class Durable:
-    """A chain that was acknowledged. kind: of LENGTHS."""
+    """A chain that the daemon acknowledged. kind: index into LENGTHS."""
 
     seed: int
     kind: int
@@ -65,7 +66,7 @@ class Durable:
 
 
 class Busy:
-    """The load, and what it was told. wrong: what a get gave that was never committed. lost: what was acknowledged and did not come; checked: what was asked for."""
+    """The load. wrong, lost: false bytes, and durable blocks that missed; checked: blocks asked for."""
 
     def __init__(self, target: str) -> None:
         self.durable: list[Durable] = []
@@ -82,7 +83,7 @@ class Busy:
         self._client.close()
 
     def turn(self, *, many_leases: bool) -> str:
-        """Does everything once; empty, or what ended it early. many_leases: so many that the session table grows."""
+        """Does everything once; the error that ended it, or "". many_leases: grows the session table."""
         try:
             with BlockClient(self._target) as raw:
                 self._turn(raw)
@@ -93,7 +94,7 @@ class Busy:
         return ""
 
     def check(self, chains: list[Durable]) -> None:
-        """Every byte of what was acknowledged, each fault counted. Raises AssertionError."""
+        """Compares every byte of the acknowledged chains and records each fault. Raises AssertionError."""
         for it in chains:
             got = self._client.get(self._spaces[it.kind], it.hashes)
             self._compare(it.hashes, got.views)
@@ -103,7 +104,7 @@ class Busy:
         assert not self.wrong, f"wrong: {self.wrong}"
 
     def await_room(self) -> None:
-        """Until nothing is held any more by whoever died, or was cut off when its daemon did."""
+        """Waits until no dead or disconnected client holds pages any more."""
         with BlockClient(self._target) as raw:
             try:
                 await_true(
@@ -118,7 +119,7 @@ class Busy:
         return f"holders of room, to process {os.getpid()}: {sessions}\n{list(raw.tiers().values())}"
 
     def _why(self, it: Durable) -> str:
-        """What the daemon says of a chain that did not come, and who holds room."""
+        """The tiers of a chain that missed, and the holders of pages."""
         with BlockClient(self._target) as raw:
             where = self._client.lookup(self._spaces[it.kind], it.hashes).tier_of
             return f"tiers of its blocks: {where}\n{self._holders(raw)}"
@@ -129,7 +130,7 @@ class Busy:
             self._put(kind, count)
         self._read(self.durable[-4:])
         self._give_up()
-        # Above the watermark: the coldest leave for NVMe on their own, and come back.
+        # Above the watermark the daemon demotes the coldest blocks to NVMe. Reads promote them.
         self._client.put(self._spaces[1], *self._blocks(1, 120))
         self._read(self.durable[-4:])
         raw.call(raw.admin.Evict, apb.EvictRequest(tier="host.0"))
@@ -170,10 +171,10 @@ class Busy:
         raw.call(raw.admin.BumpEpoch, apb.BumpEpochRequest(model="side"))
 
     def _lose_client(self) -> None:
-        """A process that has a session, and is killed."""
+        """Forks a process that opens a session, and kills it."""
         ready, told = os.pipe()
         child = os.fork()
-        if not child:  # nothing but system calls from here on: threads of the parent are not there
+        if not child:  # only system calls from here on: the parent's threads do not exist in the child
             try:
                 ask(connect(self._target), hello())
                 os.write(told, b"1")

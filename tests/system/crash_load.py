@@ -1,11 +1,12 @@
-"""A worker that puts and gets while its daemon is killed again and again: `python -m tests.system.crash_load TARGET WORKER LOG [PUT_BYTES]`.
+"""A worker that puts and gets while its daemon is killed again and again.
 
-Chains are named by numbers, and everything about a chain follows from its number, so anybody can look at anybody's blocks. What a
-worker knows it appends to LOG, one JSON record a line, each written before the next call:
+Run it as `python -m tests.system.crash_load TARGET WORKER LOG [PUT_BYTES]`. A chain's number
+determines its content, so a worker can check any other worker's blocks. A worker appends one JSON
+record a line to LOG, before its next call:
 
-    {"stored": number, "durable": bool}        a put was acknowledged
-    {"wrong": text}                            a get gave, or a view came to show, bytes that were never committed
-    {"fault": text}                            the SDK raised what it does not promise to raise
+    {"stored": number, "durable": bool}        the daemon acknowledged a put
+    {"wrong": text}                            a get or a kept view showed false bytes
+    {"fault": text}                            the SDK raised an error that it does not promise
     {"gets", "blocks", "misses", "retries"}    counts since the last such record
 """
 
@@ -39,15 +40,15 @@ PUT_BYTES_PER_S = 2 << 20
 UNBOUNDED = 1 << 60
 HELD_LEASES = 2
 PAUSE_S = 0.01
-"""After a call that is to be tried again."""
+"""Pause before a call is retried."""
 BREATH_S = 0.003
-"""After every call: six threads that never rest are a load on the machine more than on the daemon."""
+"""Pause after every call. Six threads without a pause load the machine more than the daemon."""
 REPORT_EVERY = 20
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a number stands for. kind: which namespace."""
+    """The chain that a number names. kind: index of its namespace."""
 
     number: int
     kind: int
@@ -67,13 +68,13 @@ def chain_of(number: int) -> Chain:
 
 
 def open_all(client: Client) -> list[OpenedNamespace]:
-    """The namespace of each kind, opened by the first call that gets through."""
+    """The namespace of each kind. The first call that succeeds opens it."""
     specs = [NamespaceSpec(model=f"crash-{length}", tokens_per_block=TOKENS, block_bytes=length) for length in LENGTHS]
     return [OpenedNamespace(spec) for spec in specs]
 
 
 class Load:
-    """One thread of a worker. put_bytes: its chains have about so many, all together; then it puts those again. A store that must not evict wants a limit."""
+    """One thread of a worker. put_bytes: about the bytes of its chains; then it puts old ones again."""
 
     def __init__(self, client: Client, worker: int, thread: int, log: int, *, put_bytes: int = UNBOUNDED) -> None:
         self._client, self._log, self._put_bytes = client, log, put_bytes
@@ -86,7 +87,7 @@ class Load:
         self._counts: Counter[str] = Counter()
 
     def run(self) -> None:
-        """For ever."""
+        """Runs random calls without end."""
         verbs = (self.put, self.get, self.copy, self.look, self.give_up, self.recheck)
         while True:
             try:
@@ -102,7 +103,7 @@ class Load:
                 self._counts.clear()
 
     def put(self) -> None:
-        """A chain of its own: mostly a new one, sometimes one that may be there already."""
+        """Puts one of its chains: usually a new one, sometimes one that the daemon may hold already."""
         now = time.monotonic()
         self._allowed_bytes = min(self._allowed_bytes + (now - self._last) * PUT_BYTES_PER_S, 2.0 * PUT_BYTES_PER_S)
         self._last = now
@@ -119,7 +120,7 @@ class Load:
         return None
 
     def get(self) -> None:
-        """Somebody's chain, read in place; the views are kept a while."""
+        """Reads any worker's chain in place and keeps the views for a while."""
         it = self._some()
         got = self._client.get(self._spaces[it.kind], it.hashes)
         self._check(it, got.views, "view")
@@ -130,20 +131,20 @@ class Load:
                 self.recheck()
 
     def copy(self) -> None:
-        """Somebody's chain, copied out."""
+        """Copies any worker's chain out."""
         it = self._some()
         out = [np.zeros(it.length, dtype=np.uint8) for _ in it.hashes]
         got = self._client.get(self._spaces[it.kind], it.hashes, out=out)
         self._check(it, out[: got.blocks], "copy")
 
     def look(self) -> None:
-        """What would be there; and let it come near."""
+        """Looks a chain up and prefetches it."""
         it = self._some()
         self._client.lookup(self._spaces[it.kind], it.hashes)
         self._client.prefetch(self._spaces[it.kind], it.hashes)
 
     def give_up(self) -> None:
-        """Pages that are reserved, half written, and never committed."""
+        """Reserves pages, writes half of the first one, and never commits them."""
         it = chain_of(self._base + self._made + 500_000 + self._chance.randrange(1000))
         with self._client.reserve(PutGroup(self._spaces[it.kind], it.hashes)) as pages:
             for page in pages.buffers()[:1]:
@@ -151,7 +152,7 @@ class Load:
                     page[: len(page) // 2] = 0x5A
 
     def recheck(self) -> None:
-        """Views that were taken before, perhaps from a daemon that is dead by now."""
+        """Checks kept views, perhaps of a daemon that is dead by now."""
         if self._held:
             it, views = self._held.popleft()
             self._check(it, views, "old view")
@@ -180,7 +181,7 @@ class Load:
 
 
 def main() -> None:
-    """Works until it is killed, or its parent is gone."""
+    """Works until the test kills it or its parent ends."""
     target, worker, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     put_bytes = int(sys.argv[4]) if len(sys.argv) > 4 else UNBOUNDED
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

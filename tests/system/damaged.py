@@ -1,4 +1,4 @@
-"""Where blocks lie on the disk and in memory, and how to change a bit there: for tests that damage what a daemon keeps."""
+"""Finds blocks on disk and in memory and changes bits there, for tests that damage a daemon's data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PAGE_BYTES = 4096
 
 
 class Place(NamedTuple):
-    """Where a block begins: in a store, its header; in memory, its page."""
+    """The start of a block: its header in a store, its page in memory."""
 
     path: Path
     offset: int
 
 
 def slots(daemon: Daemon) -> dict[bytes, Place]:
-    """Hash to slot, of every whole header in the daemon's store."""
+    """Maps hash to slot for every whole header in the daemon's store."""
     found: dict[bytes, Place] = {}
     for path in sorted((daemon.root / "state" / "nvme-0").glob("seg-*.slots")):
         rows = np.fromfile(path, dtype=np.uint8).reshape(-1, PAGE_BYTES)[:, :META_BYTES]
@@ -35,7 +35,7 @@ def slots(daemon: Daemon) -> dict[bytes, Place]:
 
 
 def pages(daemon: Daemon, names: np.ndarray, *, length: int = PAGE_BYTES) -> dict[bytes, Place]:
-    """Hash to page, of those of these blocks that lie in the daemon's arena."""
+    """Maps hash to page for those of these blocks that the daemon's arena holds."""
     heads = {content_of(name, length)[:16].tobytes(): name.tobytes() for name in names}
     found: dict[bytes, Place] = {}
     for path in sorted(daemon.arena.rglob("[0-9]*.data")):
@@ -47,7 +47,7 @@ def pages(daemon: Daemon, names: np.ndarray, *, length: int = PAGE_BYTES) -> dic
 
 
 def flip(place: Place, at: int, bit: int = 0) -> None:
-    """Changes one bit, through the file, so that whoever maps it sees it too."""
+    """Changes one bit through the file, so that every process that maps it sees the change."""
     fd = os.open(place.path, os.O_RDWR)
     try:
         where = place.offset + at
@@ -57,14 +57,14 @@ def flip(place: Place, at: int, bit: int = 0) -> None:
 
 
 def copy(place: Place, length: int) -> bytes:
-    """Bytes from a place on."""
+    """`length` bytes from a place on."""
     with place.path.open("rb") as file:
         file.seek(place.offset)
         return file.read(length)
 
 
 def paste(place: Place, data: bytes, *, at: int = 0) -> None:
-    """Puts bytes there."""
+    """Writes bytes at a place."""
     fd = os.open(place.path, os.O_RDWR)
     try:
         os.pwrite(fd, data, place.offset + at)

@@ -1,9 +1,10 @@
-"""A client at work on the device tier of kind "cuda", in a process of its own: one method for each thing that a test asks of it.
+"""A client of the device tier of kind "cuda" in its own process, driven by a test's requests.
 
     with Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["put", [seed, blocks]]) == blocks
 
-It reads pages by their addresses too, through the driver, so a test sees what a kernel would. A chain is named by its seed, and everything about it follows from that.
+The worker also reads pages by address through the driver, so a test sees the bytes that a kernel
+would see. A chain's seed determines its name and content.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ SPEC = NamespaceSpec(model="cuda", tokens_per_block=TOKENS, block_bytes=256 << 1
 DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\n'
 CONFIG = DEVICE + '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\n'
 KEPT = 2
-"""Leases that a worker keeps while it works on."""
+"""Leases that a worker keeps during later rounds."""
 
 
 def blocks_of(seed: int) -> int:
-    """The length of a chain that is put by `live`."""
+    """The length of a chain that `live` puts."""
     return 1 + seed % 4
 
 
 class Worker:
-    """A client that works on the device: one method for each thing that a test asks of it."""
+    """A client that works on the device: one method for each request of a test."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -51,12 +52,12 @@ class Worker:
         self.written: list[tuple[Gpu, int, int]] = []
 
     def resize(self, block_bytes: int) -> int:
-        """From now on blocks have so many bytes."""
+        """Later blocks have this many bytes."""
         self.namespace = self.client.open_namespace(replace(SPEC, model=f"of {block_bytes}", block_bytes=block_bytes))
         return self.namespace.spec.block_bytes
 
     def put(self, seed: int, blocks: int, durability: str = "", tier: str = "device") -> int:
-        """Writes a chain in place and commits it; how many blocks are stored."""
+        """Writes a chain in place and commits it; the number of stored blocks."""
         names = chain(seed, blocks)
         pages = self.client.reserve(PutGroup(self.namespace, names), tier=tier)
         for name, page in zip(names, pages.buffers(), strict=True):
@@ -69,38 +70,38 @@ class Worker:
         return int(np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS)).sum())
 
     def lease(self, seed: int, blocks: int, tier: str = "device") -> int:
-        """Keeps a lease on a chain and its pages; how many blocks."""
+        """Keeps a lease on a chain and its pages; the number of blocks."""
         lease = self.client.acquire(self.namespace, chain(seed, blocks), tier=tier)
         self.kept.append((lease, lease.views(), seed)) if lease else None
         return lease.tokens // TOKENS
 
     def right(self) -> list[int]:
-        """How many of the pages that are kept hold what they must: copied out, and read where they lie."""
+        """The number of kept pages with the right bytes: copied out, and read in place."""
         return [sum(column) for column in zip((0, 0), *(self._right(*kept) for kept in self.kept), strict=True)]
 
     def marks(self) -> list[bool]:
-        """Which kept pages tell that they are read-only."""
+        """For each kept page: whether it is marked read-only."""
         return [page.__cuda_array_interface__["data"][1] for _, views, _ in self.kept for page in views]
 
     def scribble(self) -> None:
-        """Changes a byte of each page that it wrote, as a kernel that is late does."""
+        """Changes 64 bytes of each page that it wrote, as a late kernel would."""
         for gpu, address, nbytes in self.written:
             write_at(gpu, address + nbytes // 2, b"\x5a" * 64)
 
     def write_where_it_may_not(self) -> None:
-        """Raises what the driver says."""
+        """Writes to a leased page. Raises the driver's error."""
         page = self.kept[0][1][0]
         write_at(page.device, page.address, bytes(1))
 
     def drop(self) -> None:
-        """Releases what it keeps."""
+        """Releases all kept leases."""
         while self.kept:
             lease, views, _ = self.kept.pop()
             views.clear()
             lease.release()
 
     def reserve(self, blocks: int) -> int:
-        """Writes private pages and keeps them; how many."""
+        """Writes private pages and keeps them; their number."""
         pages = self.client.reserve(PutGroup.private(self.namespace, blocks), tier="device")
         self.kept_pages = (pages, pages.buffers())
         for page in self.kept_pages[1]:
@@ -109,14 +110,14 @@ class Worker:
         return len([page for page in self.kept_pages[1] if page is not None])
 
     def pass_on(self, blocks: int) -> int:
-        """Takes private pages and gives them back, with their slabs mapped: who has those next needs others. How many."""
+        """Reserves and aborts private pages, with their slabs mapped; how many. Their next owner gets others."""
         pages = self.client.reserve(PutGroup.private(self.namespace, blocks), tier="device")
         given = len([page for page in pages.buffers() if page is not None])
         pages.abort()
         return given
 
     def work(self, seed: int, rounds: int, tier: str = "device") -> list[int]:
-        """Puts, leases and looks, whatever fails; how many rounds went well, and how many pages were wrong."""
+        """Puts, leases and checks despite errors; the number of good rounds and of wrong pages."""
         good = wrong = 0
         for turn in range(rounds):
             try:
@@ -131,9 +132,9 @@ class Worker:
         return [good, wrong]
 
     def live(self, first: int, rounds: int) -> dict[str, Any]:
-        """Puts durable chains from this seed on and looks at them in place, with the device emptied now and then, until the daemon goes.
+        """Puts durable chains from this seed on and checks them in place until the daemon ends.
 
-        durable: seeds that were acknowledged; wrong: how many pages were; end: what the daemon's end looked like. Some pages are kept.
+        durable: acknowledged seeds; wrong: number of wrong pages; end: the error of the last call.
         """
         durable, wrong = list[int](), 0
         for seed in range(first, first + rounds):
@@ -150,16 +151,16 @@ class Worker:
         return {"durable": durable, "wrong": wrong, "end": ""}
 
     def wrong(self) -> int:
-        """How many of the pages that are kept hold what they must not, looked at in both ways."""
+        """The number of kept pages with wrong bytes, over both ways to read them."""
         return 2 * sum(len(views) for _, views, _ in self.kept) - sum(self.right())
 
     def slabs(self) -> list[int]:
-        """Inodes of the device memory that is mapped here: the fake driver's has some."""
+        """Inodes of the device memory mapped here. Only the fake driver's memory has inodes."""
         with open("/proc/self/maps") as maps:
             return sorted({int(line.split()[4]) for line in maps if "tierd-fake-gpu" in line})
 
     def places(self) -> list[tuple[str, int]]:
-        """Of which tier each kept page is, and on which GPU as this process counts."""
+        """The tier of each kept page, and its GPU by this process's numbering."""
         found = []
         for lease, views, _ in self.kept:
             tiers = [self.client.tiers[tier] for tier in lease.handles["tier"].tolist()]
@@ -167,11 +168,11 @@ class Worker:
         return found
 
     def drop_few(self) -> None:
-        """Releases all but the newest."""
+        """Releases all but the newest leases."""
         while len(self.kept) > KEPT:
             lease, views, _ = self.kept.pop(0)
             views.clear()
-            with contextlib.suppress(TierdError):  # it may be a dead daemon's
+            with contextlib.suppress(TierdError):  # the lease may belong to a dead daemon
                 lease.release()
 
     @staticmethod
@@ -186,7 +187,7 @@ class Worker:
 
 
 def serve(talk: Talk, target: str) -> None:
-    """Runs there: does what it is asked until the test has gone."""
+    """Runs in the other process: answers requests until the test ends."""
     worker = Worker(target)
     while True:
         verb, given = talk.hear()
@@ -197,13 +198,13 @@ def serve(talk: Talk, target: str) -> None:
 
 
 def evict(target: str, tier: str) -> None:
-    """Everything that nobody holds leaves the tier."""
+    """Evicts everything unpinned from the tier."""
     with RawClient(target) as admin:
         admin.call(admin.admin.Evict, apb.EvictRequest(tier=tier))
 
 
 def gpu_process(daemon: Daemon, ordinal: int = 0) -> psutil.Process:
-    """The daemon's child that has this GPU."""
+    """The daemon's child process for this GPU."""
     found: list[psutil.Process] = []
 
     def look() -> bool:
@@ -217,6 +218,6 @@ def gpu_process(daemon: Daemon, ordinal: int = 0) -> psutil.Process:
 
 
 def await_put(worker: Elsewhere, seed: int, tier: str = "device") -> None:
-    """The device takes blocks again."""
+    """Waits until the device accepts blocks again."""
     seeds = iter(range(seed, seed + 10_000))
     await_true(lambda: worker.ask(["put", [next(seeds), 1, "", tier]]) == 1, "a put on the device")

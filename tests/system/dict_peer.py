@@ -1,9 +1,9 @@
-"""A worker of the benchmark of peers, whose peer keeps its blocks in a dict.
+"""A worker of the peer benchmark. Its peer keeps the blocks in a dict.
 
     python -m tests.system.dict_peer HOW NAME COUNT BLOCK_BYTES
 
-HOW: `honest`; `wrong`, which gives other bytes back; or the path of a FIFO. The last leaves a
-process behind that holds the FIFO open, and dies at its first get.
+HOW: `honest`; `wrong`, which returns other bytes; or the path of a FIFO. With a FIFO, the worker
+dies at its first get, and its child process holds the FIFO open.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DictPeer:
         return np.empty(size, dtype=np.uint8)
 
     def make_room(self, size: int) -> None:
-        """There is room."""
+        """The dict has no limit."""
 
     def put(self, key: str, blocks: Blocks) -> None:
         self._held[key] = blocks.copy()
@@ -45,7 +45,7 @@ class DictPeer:
         out[-1, -1] ^= self._how == "wrong"
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Nothing needs closing."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What runs in a forked child before any handler of tierd's; imported before tierd, therefore."""
+"""Functions that run in a forked child before any handler of tierd, so tierd is imported later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 first_in_child: list[Callable[[], object]] = []
-"""Called in every child of this process; empty but in the tests that fill it."""
+"""Called in every child of this process. Only the tests that fill it make it non-empty."""
 
 
 def _run() -> None:

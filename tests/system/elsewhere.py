@@ -1,4 +1,4 @@
-"""A function of a test in a process of its own: another client, another user, one that forks and is killed.
+"""Runs a test's function in its own process: another client or user, or one that forks and is killed.
 
     def reader(talk: Talk, target: str) -> None:      # runs there
         client = Client(target)
@@ -9,7 +9,8 @@
         assert other.hear() == "ready"
         other.say(7)
 
-Values are JSON. What is imported after the user has changed is found by descriptors that were opened before, so another uid needs no right to enter the folders above the code.
+Values are JSON. Imports after the change of user go through descriptors that were opened before it.
+So another uid needs no right to enter the folders above the code.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tierd.testing import content_of
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = (tierd.client.transport.grpc_calls.__file__, np.__file__, os.__file__)
-"""Code that another user runs: ours, the environment's, Python's."""
+"""Code that another user runs: this repository's, the environment's and Python's."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
@@ -61,34 +62,34 @@ class Elsewhere:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Pid of the process."""
         return self._process.pid
 
     def say(self, value: Any = None) -> None:
-        """What the function's next `hear` gives."""
+        """Sends a value to the function's next `hear`."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
     def hear(self) -> Any:
-        """What the function said next."""
+        """Receives the function's next value."""
         assert self._process.stdout
         line = self._process.stdout.readline()
         assert line, f"the other process ended with status {self._process.wait()}"
         return json.loads(line)
 
     def ask(self, value: Any = None) -> Any:
-        """Say and hear."""
+        """Sends a value and receives the answer."""
         self.say(value)
         return self.hear()
 
     def kill(self) -> None:
-        """SIGKILL, and gone."""
+        """Sends SIGKILL and waits for the end."""
         self._process.kill()
         self._process.wait()
 
     def finish(self) -> int:
-        """Lets the function end; the exit status."""
+        """Closes the function's input, waits for its end and returns the exit status."""
         assert self._process.stdin
         self._process.stdin.close()
         return self._process.wait()
@@ -110,11 +111,11 @@ class Talk:
     """The function's end."""
 
     def say(self, value: Any = None) -> None:
-        """What the test's next `hear` gives."""
+        """Sends a value to the test's next `hear`."""
         os.write(1, (json.dumps(value) + "\n").encode())
 
     def hear(self) -> Any:
-        """What the test said next; ends the process if the test has gone."""
+        """Receives the test's next value. Ends the process if the test has ended."""
         line = sys.stdin.readline()
         if not line:
             raise SystemExit(0)
@@ -122,9 +123,10 @@ class Talk:
 
 
 class Child:
-    """A fork of this process that does one thing, says how it went, and is gone, or lives until it is released.
+    """A fork of this process that runs one function, reports its result and exits.
 
-    work: its result is what `result` gives; an error is its class's name. The child dies with its parent unless `is_orphan`.
+    work: gives the `result`; an error gives its class name. lives: waits for `end` before the exit.
+    is_orphan: the child outlives its parent.
     """
 
     def __init__(self, work: Callable[[], Any], *, lives: bool = False, is_orphan: bool = False) -> None:
@@ -150,7 +152,7 @@ class Child:
         os._exit(0)
 
     def result(self) -> Any:
-        """What the work gave; None if it was killed by what it did."""
+        """The function's value; None if the function's action killed the child."""
         data = b""
         while part := os.read(self._answer, 65536):
             data += part
@@ -158,13 +160,13 @@ class Child:
         return json.loads(data) if data else None
 
     def end(self) -> int:
-        """Releases it and waits; the exit status as Popen gives it: -11 is SIGSEGV."""
+        """Releases the child and waits; the exit status as Popen gives it: -11 is SIGSEGV."""
         os.close(self._go)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def mapping_of(array: np.ndarray) -> tuple[str, str, int]:
-    """Path, rights and offset in the file of the mapping where an array begins; from /proc/self/maps."""
+    """Path, rights and file offset of the mapping at an array's start, from /proc/self/maps."""
     address = array.ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, rights, offset, _device, _inode, *path = line.split(maxsplit=5)
@@ -175,7 +177,7 @@ def mapping_of(array: np.ndarray) -> tuple[str, str, int]:
 
 
 def main() -> None:
-    """Runs what it was started for."""
+    """Runs the function that its arguments name."""
     place = json.loads(sys.argv[1])
     function = getattr(importlib.import_module(place["module"]), place["function"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -184,12 +186,12 @@ def main() -> None:
         os.setgroups([])
         os.setgid(place["gid"])
         os.setuid(place["uid"])
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self/fd is root's
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise root owns the process's /proc/self/fd
     function(Talk(), place["target"], **place["given"])
 
 
 def _hold_paths() -> None:
-    """From now on packages are found by descriptors of their folders."""
+    """From now on Python imports packages through descriptors of their folders."""
     held = {
         path: f"/proc/self/fd/{os.open(path, os.O_PATH | os.O_DIRECTORY)}" for path in sys.path if os.path.isdir(path)
     }
@@ -205,7 +207,7 @@ def _hold_paths() -> None:
     sys.path[:] = [held.get(path, path) for path in sys.path]
 
 
-# What is imported late is imported now, before the user changes; what must be first in a child, before tierd.
+# Late imports happen here, before the user changes. `early` must register in a child before tierd.
 assert tests.system.early
 assert tierd.client.transport.grpc_calls and tierd.client.aio
 assert len(content_of(bytes(32), 8)) == 8

@@ -1,10 +1,10 @@
-"""A daemon through a list of faults, each in one call of its store and at its first to its twentieth time: the cases, and what must hold after each.
+"""Cases and checks for faults in each call of a daemon's store, at its first to twentieth time.
 
-Purpose: what `test_errno` and `test_errno_buffered` share; they are two files so that a night can run them side by side. Non-purpose: a daemon on a
-disk that fails (trouble.py).
-
-After each case: the daemon lives, no byte is wrong, nothing that was acknowledged durable is lost (also after SIGKILL, with its memory gone), nothing was
-acknowledged whose sync failed, no file whose sync failed was synced again, and writes go on. The pauses of the breaker are short here, so that
+Purpose: the code that `test_errno` and `test_errno_buffered` share. They are two files so that a
+nightly run can run them in parallel. Non-purpose: a daemon on a disk that fails (trouble.py).
+After each case the daemon lives, no byte is wrong, and no block acknowledged as durable is lost.
+The last holds after SIGKILL without the arena, too. The daemon acknowledges no write whose sync
+failed, never syncs such a file again, and goes on writing. The breaker's pauses are short, so that
 thousands of cases fit a night.
 """
 
@@ -27,21 +27,21 @@ from tests.system.trouble import STORE, Troubled, config, troubled
 from tierd.testing import chain
 
 HITS = count(test=1, nightly=20, weekly=20)
-"""The first so many of each case."""
+"""The number of times at which each case strikes."""
 LIFE_CASES = 60
-"""After so many the daemon is killed, and its successor has to have everything from the store."""
+"""After this many cases the test kills the daemon. The next one must read everything from the store."""
 KEPT_SEEDS = 100
-"""Chains that are looked for; older ones may have been evicted."""
+"""The newest chains, which each check looks up. The daemon may have evicted older ones."""
 SEG, JOURNAL = "*/nvme-0/seg-*", "*/nvme-0/journal-*"
 WIDE = 4096 * np.array([*range(1, 16), *range(17, 26, 2)])
-"""Lengths of blocks of which each is of a size class, and so in a slot file, of its own: one sync of them all touches twenty files."""
+"""Block lengths, each of its own size class and slot file: one sync of them touches twenty files."""
 STRIKE_S = 10.0
-"""For so long is the store driven until the fault has struck: while it is out of service a call may come to no file."""
+"""At most this long a case waits for its fault. A store out of service may touch no file."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A fault in the first to twentieth of these calls. when: "put", "get", "mend": while files that failed are replaced, "cut": a journal is cut back."""
+    """A fault in these calls. "mend": failed files are replaced; "cut": a journal is cut back."""
 
     when: str
     calls: str
@@ -59,7 +59,7 @@ OPENING = [
     *(Case(when, "open", fault) for when in ("put", "get") for fault in ("EMFILE", "ENFILE", "EIO")),
     *(Case(when, "close", "EIO") for when in ("put", "get")),
 ]
-"""For the page cache alone: with O_DIRECT a slot file is opened when its place is made, and stays open, so a put or a get opens and closes nothing."""
+"""For the page cache alone. With O_DIRECT slot files stay open from the start."""
 MENDING = [
     *(Case("mend", WRITES, fault) for fault in ("EIO", "ENOSPC", "short")),
     *(Case("mend", SYNCS, fault) for fault in ("EIO", "ENOSPC")),
@@ -83,7 +83,7 @@ class Run:
         self.fired = self.cases = 0
 
     def case(self, case: Case, hit: int) -> None:
-        """One case to its end, with everything looked at but what SIGKILL leaves."""
+        """Runs one case and every check except those after SIGKILL."""
         world = self.world
         {"put": self._put, "get": self._get, "mend": self._mend, "cut": self._cut}[case.when](case, hit)
         has_fired = world.io.fired() > 0
@@ -102,7 +102,7 @@ class Run:
         self.world.io.arm(case.calls, case.fault, case.pattern, first=hit, times=1)
 
     def _turns(self) -> Iterator[int]:
-        """Numbers, until the fault has struck."""
+        """Counts up until the fault has struck."""
         begun = time.monotonic()
         for turn in itertools.count():
             yield turn
@@ -122,20 +122,20 @@ class Run:
         self._arm(case, hit)
         recent = list(world.durable)[-24:]
         for turn in self._turns():
-            world.client.read(world.namespace, chain(recent[turn % 24], 1))  # a miss, or right
+            world.client.read(world.namespace, chain(recent[turn % 24], 1))  # a miss, or the right bytes
             if turn % 24 == 23:
                 world.forget_memory()
 
     def _mend(self, case: Case, hit: int) -> None:
-        """Makes a journal or as many slot files fail, in turns, until the fault has struck while they are replaced."""
+        """Fails a journal or `hit` slot files, in turns, until the fault strikes during their repair."""
         for turn in self._turns():
             self._break(files=0 if (hit + turn) % 2 else hit)
-            if not turn:  # only now, so that the first hit is one of mending
+            if not turn:  # armed only now, so that the first hit is one of mending
                 self._arm(case, hit)
             self.resumed.append(self.world.await_writes())
 
     def _break(self, *, files: int) -> None:
-        """The syncs of one put fail: those of so many slot files, or of the journal."""
+        """Fails the syncs of one put: those of `files` slot files, or of the journal."""
         world = self.world
         world.io.arm(SYNCS, "EIO", SEG if files else JOURNAL, rule=1)
         acknowledged = world.put(files, length=WIDE[:files]) if files else world.put()
@@ -143,7 +143,7 @@ class Run:
         world.io.disarm(1)
 
     def _cut(self, case: Case, hit: int) -> None:
-        """A journal that was written in part is cut back."""
+        """The store cuts a partly written journal back."""
         self._arm(case, hit)
         for _ in self._turns():
             self.world.io.arm(WRITES, "ENOSPC", JOURNAL, times=1, rule=1)
@@ -152,7 +152,7 @@ class Run:
 
 
 def _lives(world: Troubled, cases: list[tuple[Case, int]], run: Run) -> None:
-    """All the cases, with a SIGKILL now and then."""
+    """Runs all cases, with a SIGKILL after every LIFE_CASES."""
     for start in range(0, len(cases), LIFE_CASES):
         with connected(world.daemon) as world.client:
             pid = world.daemon.pid
@@ -170,7 +170,7 @@ def _lives(world: Troubled, cases: list[tuple[Case, int]], run: Run) -> None:
 
 
 def _lost(world: Troubled, seeds: list[int] | None = None) -> list[int]:
-    """Seeds of chains that are not to be had for a while: a store that is out of service, or busy, gives misses too."""
+    """Seeds of chains that still miss after STRIKE_S. A store out of service or busy gives misses too."""
     begun = time.monotonic()
     while (seeds := world.lost(seeds)) and time.monotonic() - begun < STRIKE_S:
         time.sleep(0.05)
@@ -178,10 +178,10 @@ def _lost(world: Troubled, seeds: list[int] | None = None) -> list[int]:
 
 
 def through(tmp_path: Path, direct: str, cases: list[tuple[Case, int]]) -> None:
-    """All of these cases on this backend, reported."""
+    """Runs all these cases on this backend and reports them."""
     begun = time.monotonic()
     text = config(direct=direct).replace('"16 MiB"', '"256 MiB"').replace('"8 MiB"', '"64 MiB"') + QUICK
-    text = text.replace('hang_limit = "1 s"', 'hang_limit = "10 s"')  # slow is not hung, on a machine that is shared
+    text = text.replace('hang_limit = "1 s"', 'hang_limit = "10 s"')  # slow is not hung, on a shared machine
     with troubled(tmp_path, text) as world:
         run, world.block_bytes = Run(world), int(WIDE.max())
         _lives(world, cases, run)

@@ -1,6 +1,6 @@
-"""Lives of a daemon, less its sockets, on the directories of tests/golden/v1.
+"""Lives of a daemon without its sockets, on the directories of tests/golden/v1.
 
-`python -m tests.system.golden_life` writes the golden files anew; do that only together with a new version number.
+`python -m tests.system.golden_life` rewrites the golden files: only with a new version number.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ state_dir = "{{root}}/state"
 SPEC = NamespaceSpec(model="golden", tokens_per_block=16, block_bytes=512)
 SEEDS = {"on both": 1, "in memory": 2, "told by the journal": 3}
 COUNT = 3
-"""Blocks of each."""
+"""Blocks of each chain."""
 
 Places = dict[str, str]
 Stored = dict[int, Durability]
 
 
 def lay_out(places: Places) -> None:
-    """The golden files, where a daemon with these directories finds them."""
+    """Writes the golden files into the directories of a daemon."""
     for path in sorted(GOLDEN.rglob("*.hex")):
         part, *rest = path.relative_to(GOLDEN).with_suffix("").parts
         target = (Path(places["root"]) / "state" if part == "state" else _arena(places)).joinpath(*rest)
@@ -59,7 +59,7 @@ def lay_out(places: Places) -> None:
 async def life(
     places: Places, *, stores: Stored | None = None, during: Callable[[], None] = lambda: None
 ) -> dict[str, list[str]]:
-    """One life: stores these chains, then says for each of SEEDS in which tiers its blocks were found, and calls `during` before it ends."""
+    """One life: stores these chains, finds the tiers of each of SEEDS, and calls `during` before it ends."""
     async with opened(CONFIG, places=places) as world:
         world.namespace = world.cache.open_namespace(world.session, SPEC)
         await world.daemon.keep_namespaces(world.namespace)
@@ -98,7 +98,7 @@ def _arena(places: Places) -> Path:
 
 
 def _keep(places: Places) -> None:
-    """What lies there now, as golden files; spare files and locks are not worth keeping."""
+    """Saves the current files as golden files, without spare files and locks."""
     state = Path(places["root"]) / "state"
     for part, base in (("state", state), ("arena", _arena(places))):
         for path in base.rglob("*"):
@@ -110,7 +110,7 @@ def _keep(places: Places) -> None:
 
 
 def _write() -> None:
-    """The first life ends, which leaves a snapshot; the second is kept as if it had been killed, which leaves a journal."""
+    """The first life ends with a snapshot. The second is copied before its end, with a journal."""
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
         places = {"root": root, "arena": arena}
         (Path(root) / "state").mkdir(mode=0o700)

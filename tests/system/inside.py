@@ -1,7 +1,7 @@
-"""A whole daemon in the test's own process: every part and every socket, and a way past gRPC for calls by the hundred thousand.
+"""A whole daemon in the test's process, with all sockets and a way past gRPC for 100,000s of calls.
 
-`Inside.call` hands bytes to the daemon's own interceptor and handlers, as grpc would after reading them from a connection; the daemon's
-answer comes back as bytes, an error as `Refused`.
+`Inside.call` passes bytes to the daemon's own interceptor and handlers, as grpc does after it reads
+a connection. The daemon's answer returns as bytes, an error as `Refused`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ segment = "1 MiB"
 
 @dataclass
 class Refused(Exception):  # an answer
-    """The daemon's error. fault: the traceback of an exception that nobody foresaw, else empty."""
+    """The daemon's error. fault: the traceback of an unforeseen exception, else empty."""
 
     code: grpc.StatusCode
     details: str
@@ -55,7 +55,7 @@ class Refused(Exception):  # an answer
 
 @dataclass
 class Context:
-    """What a handler asks of a call."""
+    """The part of a gRPC call context that a handler uses."""
 
     timeout_s: float
     replies: list[Any] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Context:
 
 @dataclass
 class Inside:
-    """The daemon. reached: calls that came to their handler, by RPC; faults: what went wrong where nobody was told."""
+    """The daemon. reached: calls that reached their handler, by RPC; faults: errors that no caller saw."""
 
     daemon: Assembly
     listeners: Listeners
@@ -91,13 +91,13 @@ class Inside:
     faults: list[str] = field(default_factory=list)
 
     def connect(self) -> socket.socket:
-        """A session socket before its hello, not blocking."""
+        """A nonblocking session socket before its hello."""
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         client.connect(str(self.target / "session.sock"))
         return client
 
     async def session(self, client: socket.socket) -> dict[str, Any]:
-        """Says hello; what the daemon greets with."""
+        """Sends the hello; the daemon's greeting."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(client, msgpack.packb(hello()))
         return msgpack.unpackb(await loop.sock_recv(client, 65536))
@@ -105,12 +105,12 @@ class Inside:
     async def call(
         self, method: str, raw: Sequence[bytes], *, metadata: dict[str, str], timeout_s: float
     ) -> list[bytes]:
-        """The replies of `/tierd.v1.Cache/Get` and the like to these requests. Raises Refused."""
+        """The replies to these requests of a method such as `/tierd.v1.Cache/Get`. Raises Refused."""
         context = Context(timeout_s, metadata=tuple(metadata.items()), asks=list(raw))
         details = SimpleNamespace(method=method, invocation_metadata=context.metadata)
         handler = await self.listeners._rpc.guard.intercept_service(self._handler, details)
         if handler.response_streaming:
-            with contextlib.suppress(TimeoutError):  # the reader of a stream without an end has gone
+            with contextlib.suppress(TimeoutError):  # an endless stream ends with its reader
                 async with asyncio.timeout(timeout_s):
                     await handler.stream_stream(None, context)
         else:
@@ -138,7 +138,7 @@ async def _each(raw: Sequence[bytes]) -> AsyncIterator[bytes]:
 
 @contextlib.asynccontextmanager
 async def inside(config: str = CONFIG) -> AsyncIterator[Inside]:
-    """A daemon that serves, for as long as the block lasts."""
+    """A serving daemon, for the duration of the `with` block."""
     made, handlers = grpc.aio.server, dict[str, Any]()
 
     def server(*given: Any, **options: Any) -> Any:
@@ -176,7 +176,7 @@ async def inside(config: str = CONFIG) -> AsyncIterator[Inside]:
 
 @contextlib.contextmanager
 def _log() -> Any:
-    """What the daemon logs with a traceback, or as an error that it did not foresee."""
+    """The daemon's log entries with a traceback or of an unforeseen error."""
     faults, kept = list[str](), structlog.get_config()
 
     def note(_logger: Any, level: str, event: dict[str, Any]) -> Any:

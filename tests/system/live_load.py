@@ -1,7 +1,9 @@
-"""A worker that lives through its daemon's restarts: `python -m tests.system.live_load TARGET WORKER LOG FORKS RATE`.
+"""A worker that lives through restarts: `python -m tests.system.live_load TARGET WORKER LOG FORKS
+RATE`.
 
-The load of crash_load, and beyond it: views that are kept through several daemons, reservations half written that are gone on with later,
-and, if FORKS is 1, a forked child that holds the socket and every mapping. RATE: bytes put a second by each thread.
+The load is crash_load's. In addition the worker keeps views over several daemons and goes on later
+with half-written reservations. If FORKS is 1, a forked child holds the socket and every mapping.
+RATE: bytes a second that each thread puts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ HELD_LEASES = 8
 OPEN_RESERVATIONS = 2
 REPORT_EVERY = 5
 PAUSE_S = 0.2
-"""Longer than a crash test's: a daemon that starts needs the processor more than clients that ask for it."""
+"""Longer than a crash test's: a starting daemon needs the processor more than its clients do."""
 
 
 class LiveLoad(Load):
@@ -34,7 +36,7 @@ class LiveLoad(Load):
         self._open: deque[Any] = deque()
 
     def give_up(self) -> None:
-        """Begins a reservation and writes half of it; the oldest is written on, to whatever daemon it belongs, and given back."""
+        """Reserves, writes half; finishes and aborts the oldest reservation, of whichever daemon it is."""
         it = chain_of(self._base + self._made + 500_000 + self._chance.randrange(1000))
         reservation = self._client.reserve(PutGroup(self._spaces[it.kind], it.hashes))
         pages = [page for page in reservation.buffers() if page is not None]
@@ -59,7 +61,7 @@ class LiveLoad(Load):
 
 
 def main() -> None:
-    """Works until it is killed, or its parent is gone."""
+    """Works until the test kills it or its parent ends."""
     target, worker, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     crash_load.HELD_LEASES, crash_load.PUT_BYTES_PER_S = HELD_LEASES, int(sys.argv[5])
     crash_load.REPORT_EVERY, crash_load.PAUSE_S = REPORT_EVERY, PAUSE_S
@@ -67,7 +69,7 @@ def main() -> None:
     client = Client(target, name=f"live-{worker}", timeout_s=20.0)
     client.lookup(open_all(client)[0], chain_of(1).hashes)
     if sys.argv[4] == "1" and not ctypes.PyDLL(None).fork():
-        sys.stdin.buffer.raw.read(1)  # until the test is over
+        sys.stdin.buffer.raw.read(1)  # until the test ends
         os._exit(0)
     for thread in range(THREADS):
         threading.Thread(target=LiveLoad(client, worker, thread, log).run, daemon=True).start()

@@ -1,7 +1,9 @@
-"""A model of a live session: what it has opened, leased and reserved, so that messages can be made that name real things.
+"""A model of a live session's namespaces, leases and reservations, for messages that name real
+things.
 
-`LiveSession.request` makes a good request for any RPC, also for one that was added yesterday: fields are filled by their names from what the
-session knows. `needs` says which good calls come first, and `learn` reads replies. Whoever drives it makes the calls.
+`LiveSession.request` makes a good request for any RPC, even a new one. It fills fields by their
+names from the session's state. `needs` lists the good calls that must come first, and `learn` reads
+replies. The caller sends the messages.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from tierd.testing import chain, content_of
 
 SERVICES = [*pb.DESCRIPTOR.services_by_name.values(), *apb.DESCRIPTOR.services_by_name.values()]
 METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in service.methods]
-"""Every RPC, as the proto files have it."""
+"""Every RPC of the proto files."""
 
 BLOCK_BYTES, TOKENS, RANKS = 4096, 16, 2
 LZ4 = Lz4Planes()
 HELD_LIMIT = 8
-"""Leases, and reservations, that the session keeps."""
+"""Limit of the leases, and of the reservations, that the session keeps."""
 SEQUENCES, LENGTH = 12, 6
-"""Chains of blocks that requests are about."""
+"""Number and length of the block chains in requests."""
 SPECS = [
     pb.OpenNamespaceRequest(
         model=f"fuzzed-{i}",
@@ -53,7 +55,7 @@ Call = tuple[str, list[Message]]
 
 @dataclass(frozen=True)
 class Reserved:
-    """A reservation: its number, where it begins and what it was made for."""
+    """A reservation: its number and the hashes of its blocks."""
 
     number: int
     names: np.ndarray
@@ -61,7 +63,7 @@ class Reserved:
 
 @dataclass
 class LiveSession:
-    """What one session knows. mutator: chooses among it too."""
+    """The state of one session. mutator: also chooses from this state."""
 
     mutator: Mutator
     namespaces: list[int] = field(default_factory=list)
@@ -69,13 +71,13 @@ class LiveSession:
     leases: list[tuple[int, int]] = field(default_factory=list)  # number and blocks
     reservations: list[Reserved] = field(default_factory=list)
     gone: list[int] = field(default_factory=lambda: [1, 0])
-    stored: list[str] = field(default_factory=list)  # hexadecimal names, the last ones
+    stored: list[str] = field(default_factory=list)  # hexadecimal hashes, the newest ones
     fresh: int = 1000
 
     # -- good calls
 
     def needs(self, method: str) -> Iterator[Call]:
-        """Calls to be made first, each with its reply given to `learn`, so that there is something to name."""
+        """Calls to make first, so that the request can name real things. `learn` must read each reply."""
         if len(self.namespaces) < len(SPECS):
             yield from (("OpenNamespace", [spec]) for spec in SPECS)
         if method in ("Release", "ReportAttention", "Ask") and len(self.leases) < 2:
@@ -90,7 +92,7 @@ class LiveSession:
             yield "Abort", [pb.AbortRequest(reservation=held.number)]
 
     def learn(self, method: str, request: Any, reply: Any) -> None:
-        """What a call that went well has changed."""
+        """Updates the state after a successful call."""
         if method == "Ask":
             self._learn_answer(request, reply)
             return
@@ -120,7 +122,7 @@ class LiveSession:
         self.learn(found.name, asked.FromString(ask.message), told.FromString(answer.message))
 
     def failed(self, method: str, request: Any) -> None:
-        """What a refused call may mean: a number that is known no more, a namespace whose epoch has ended."""
+        """Forgets a reservation that a refused commit named, and at times the namespaces of a refused call."""
         if method == "Commit":
             self.reservations = [held for held in self.reservations if held.number != request.reservation]
         for group in getattr(request, "groups", ()):
@@ -129,18 +131,18 @@ class LiveSession:
                 self.ended.append(group.namespace)
 
     def chance(self, share: float) -> bool:
-        """True that often."""
+        """True with this probability."""
         return self.mutator.random.random() < share
 
     def request(self, method: MethodDescriptor) -> list[Message]:
-        """A request that is good, or was."""
+        """A request with good values, or with formerly good ones."""
         if method.input_type is pb.PutChunk.DESCRIPTOR:
             return self.chunks()
         made = getattr(self, f"_{method.input_type.name}", None)
         return [made() if made else self._by_names(method.input_type)]
 
     def chunks(self) -> list[Message]:
-        """A good Put: a sequence of a few blocks, each in two chunks, encoded in one of two."""
+        """A good Put: a sequence of one to three blocks, each in two chunks, half of the time encoded."""
         names, made, is_encoded = self._names(), list[Any](), self.chance(0.5)
         names = names[: self.mutator.random.randrange(1, 4)]
         for index, name in enumerate(names):
@@ -155,7 +157,7 @@ class LiveSession:
         made[0].codec = LZ4.name if is_encoded else ""
         return made
 
-    # -- one maker per message that is more than its fields' names
+    # -- makers of messages that need more than their fields' names
 
     def _Ask(self) -> Message:  # noqa: N802
         alone = [

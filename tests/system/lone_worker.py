@@ -1,6 +1,7 @@
-"""A worker in a process of its own, whose kernels the environment alone chooses: `python -m tests.system.lone_worker LIBRARY DTYPE TARGET [KV_DTYPE]`.
+"""A worker in its own process, whose kernels only the environment chooses.
 
-It serves one request over the daemon at TARGET, or without a daemon for `none`, and prints one JSON object.
+Run it as `python -m tests.system.lone_worker LIBRARY DTYPE TARGET [KV_DTYPE]`. It serves one
+request over the daemon at TARGET, or for `none` without a daemon, and prints one JSON object.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ SPEC = LlamaSpec(
     max_positions=512,
     tied=True,
 )
-"""Small, with a head dim that there are kernels for."""
+"""A small model with a head dim that the kernels support."""
 PROMPT = tuple((7 * i * i + 3) % 64 for i in range(75))
 REQUEST = Request(PROMPT, 12, marks=(70,))
 OPTIONS = EngineOptions(chunk_tokens=32)
 MULTIPLIES = 2
-"""Of the emulator's counters: which are products of matrices."""
+"""Index of the matrix products among the emulator's counters."""
 
 
 def random_model(backend: Backend | None = None) -> Llama:
-    """The same weights everywhere."""
+    """A model with the same weights in every process."""
     return Llama(random_checkpoint(SPEC, seed=3, scale=0.2), backend)
 
 
 def multiplies() -> int:
-    """How many products of matrices the emulator has made in this process; 0 where nobody named a library."""
+    """The emulator's matrix products in this process; 0 if the environment names no library."""
     path = os.environ.get("TIERD_KERNELS_LIBRARY")
     if not path:
         return 0
@@ -57,7 +58,7 @@ def multiplies() -> int:
 
 
 def served(backend: Backend, target: str, kv_dtype: str | None = None) -> dict[str, Any]:
-    """What came of the request."""
+    """Serves the request; its report."""
     model = random_model(backend)
     with ExitStack() as stack:
         shape = page_shape(model, kv_dtype=kv_dtype)

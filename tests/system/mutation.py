@@ -1,7 +1,7 @@
-"""Messages and records that are almost right: a seeded mutator that knows their structure.
+"""Almost correct messages and records: a seeded mutator that knows their structure.
 
-A mutation changes one field, so that what is sent still parses and comes as far as the handler. `Mutator.mutated` counts which fields
-were changed, by name: a run that left one alone has not fuzzed it.
+A mutation changes one field, so the message still parses and reaches the handler. `Mutator.mutated`
+counts the changed fields by name. A run that never changed a field has not fuzzed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORDS = {
     "PutGroup.parent": HASH,
     "ReportAttentionRequest.mass": np.dtype([("mass", "<f4")]),
 }
-"""What is packed into a field of bytes."""
+"""Record types packed into bytes fields."""
 
 NUMBERS = (0, 1, 2, 3, 15, 16, 17, 255, 4095, 4097, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
 DOUBLES = (0.0, -0.0, -1.0, 0.001, 1e308, 5e-324, math.nan, math.inf, -math.inf)
@@ -56,7 +56,7 @@ Path = tuple[FieldDescriptor, ...]
 
 
 def name_of(field: FieldDescriptor) -> str:
-    """`Group.hashes`."""
+    """A field's name, such as `Group.hashes`."""
     return f"{field.containing_type.name}.{field.name}"
 
 
@@ -71,7 +71,7 @@ def paths(message: Descriptor) -> list[Path]:
 
 
 def names(message: Descriptor) -> set[str]:
-    """What `Mutator.mutated` counts if every field of a message has been changed, columns of packed records too."""
+    """Every name that `Mutator.mutated` can count for a message, with the columns of packed records."""
     fields = {name_of(path[-1]) for path in paths(message)}
     packed = [(name, RECORDS[name].names or ()) for name in fields if name in RECORDS]
     return fields | {f"{name}[{column}]" for name, columns in packed for column in columns}
@@ -95,7 +95,7 @@ class Mutator:
             self._along(message, self.rarest(choices, key=lambda path: name_of(path[-1])))
 
     def rarest(self, choices: Sequence[Any], *, key: Callable[[Any], str]) -> Any:
-        """Half the time what was changed least, so that nothing is left alone for long."""
+        """Half of the time the least mutated choice, so that the run mutates every choice."""
         if self.random.random() < 0.5:
             return self.random.choice(choices)
         return min(choices, key=lambda choice: self.mutated[key(choice)])
@@ -150,7 +150,7 @@ class Mutator:
     # -- values
 
     def number(self, value: int, *, low: int = 0, high: int = 1 << 64) -> int:
-        """Another number in [low, high): a border, a neighbour, a flipped bit, or any."""
+        """Another number in [low, high): a border, a neighbour, a flipped bit, or any number."""
         made = self.random.choice((
             lambda: self.random.choice(NUMBERS),
             lambda: value + self.random.choice((-1, 1)),
@@ -173,7 +173,7 @@ class Mutator:
         return self.random.choice(made)()
 
     def data(self, value: bytes) -> bytes:
-        """Other bytes: cut, longer, doubled, with flipped bits, any."""
+        """Other bytes: cut, longer, doubled, with flipped bits, or random."""
         made: list[Callable[[], bytes]] = [
             lambda: b"",
             lambda: value[: self.random.randrange(len(value) + 1)],
@@ -218,7 +218,7 @@ class Mutator:
     # -- msgpack
 
     def mapping(self, message: dict[str, Any]) -> dict[Any, Any]:
-        """A map with one field changed, left out, or more than there should be; what changed is counted as `op.field`."""
+        """A map with one field changed, missing or added. `mutated` counts the change as `op.field`."""
         changed: dict[Any, Any] = dict(message)
         fields = [key for key in message if key != "op"]
         if not fields or self.random.random() < 0.1:

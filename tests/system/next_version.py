@@ -1,6 +1,7 @@
-"""A life of the next version's daemon: `python -m tests.system.next_version ROOT ARENA` raises every format by one, then does as golden_life says.
+"""The next version's daemon on the golden files: `python -m tests.system.next_version ROOT ARENA`.
 
-It prints in which tiers it found the golden blocks, every byte compared.
+It raises every format version by one and runs golden_life. It prints the tiers of the golden blocks
+and compares every byte.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FORMATS = ("META", "CATALOGUE", "ARENA", "SESSIONS", "STORE", "JOURNAL", "SNAPSH
 
 
 def main() -> None:
-    """Raises the versions before anything of the daemon is imported."""
+    """Raises the versions before any import of the daemon's modules."""
     for name in FORMATS:
         now = getattr(versions, name)
         setattr(versions, name, dataclasses.replace(now, oldest=now.current, current=now.current + 1))

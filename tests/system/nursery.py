@@ -1,7 +1,8 @@
-"""Clients by the hundred: a process with everything loaded that forks one whenever it is told to: `python -m tests.system.nursery TARGET`.
+"""Hundreds of clients, forked from a loaded process: `python -m tests.system.nursery TARGET`.
 
-One JSON command a line on standard input, one JSON answer a line on standard output. Each client leases a chain, reserves another, writes
-half of it, and waits to be killed. It ends with the nursery if nobody does.
+It reads one JSON command a line from standard input and writes one JSON answer a line. Each client
+leases a chain, reserves another, writes half of each page and waits for SIGKILL. Every client ends
+with the nursery at the latest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Ward:
-    """A client that holds something. child: a fork of it that has a copy of its socket and mappings, 0 for none; pages: how many it holds."""
+    """A client with pages. child: pid of a fork with its socket and mappings, or 0; pages: their number."""
 
     pid: int
     session: int
@@ -38,21 +39,21 @@ class Ward:
     pages: int
 
     def stop(self) -> None:
-        """SIGSTOP, and stopped."""
+        """Sends SIGSTOP and waits until the client has stopped."""
         stand_still(self.pid)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
 
     def end_child(self) -> None:
-        """The fork goes too."""
+        """Kills the client's fork too."""
         if self.child:
             os.kill(self.child, signal.SIGKILL)
 
 
 class Nursery:
-    """The process. Leaving the context ends it, and with it every client."""
+    """The process. Leaving the context ends it and every client."""
 
     def __init__(self, target: str) -> None:
         self._process = subprocess.Popen(
@@ -64,7 +65,7 @@ class Nursery:
         )
 
     def bear(self, *, leased: int, reserved: int, count: int, forks: bool = False) -> Ward:
-        """A client with a lease on chain `leased` and a reservation for chain `reserved`, of so many blocks each."""
+        """Starts a client with a lease on `leased` and a reservation of `reserved`, `count` blocks each."""
         assert self._process.stdin and self._process.stdout
         command = {"leased": leased, "reserved": reserved, "count": count, "forks": forks}
         self._process.stdin.write(json.dumps(command) + "\n")
@@ -88,7 +89,7 @@ class Nursery:
 
 
 def _lease(client: BlockClient, namespace: int, hashes: np.ndarray) -> Leased:
-    """On all of them: where a load fills the memory there may be no room to bring them for a moment."""
+    """A lease on all blocks. Retries: under load, host memory may lack room to promote them."""
     until = time.monotonic() + GRACE_S
     while len((leased := client.acquire(namespace, hashes)).pages) < len(hashes):
         if leased.lease:
@@ -98,7 +99,7 @@ def _lease(client: BlockClient, namespace: int, hashes: np.ndarray) -> Leased:
 
 
 def _reserve(client: BlockClient, namespace: int, hashes: np.ndarray) -> np.ndarray:
-    """Pages for all of them, likewise: their handles."""
+    """Reserves pages for all blocks, with the same retries; their handles."""
     until = time.monotonic() + GRACE_S
     while True:
         reservation, handles = client.reserve(namespace, hashes)
@@ -135,7 +136,7 @@ def _live(target: str, command: dict[str, Any], *, answer: int, alive: int) -> N
 
 def main() -> None:
     """Forks until its input ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps dead clients
     alive, keep = os.pipe()
     for line in sys.stdin:
         if not os.fork():

@@ -1,19 +1,20 @@
-"""Clients that together ask for more than a daemon has: `python -m tests.system.overload_load KIND TARGET JSON`.
+"""Clients that together exceed a daemon: `python -m tests.system.overload_load KIND TARGET JSON`.
 
-    closed    polite: so many threads of the SDK, each of which acquires, looks at the bytes and releases, one sequence after another
-    open      raw: acquires at a fixed rate, whatever comes back; releases what it was given
-    probe     raw: one acquire after another, to see how long a refusal takes
-    flood     raw: lookups, so many in flight at any time
-    greedy    raw: gets that it does not read, so many at any time, whatever the credits say; cut off, it comes back
-    lookups   polite: lookups by so many threads
+    closed    polite: SDK threads that each acquire, check bytes and release, sequence by sequence
+    open      raw: acquires at a fixed rate, whatever the replies; releases its leases
+    probe     raw: one acquire after another, to measure the time of a refusal
+    flood     raw: lookups, with a fixed number in flight
+    greedy    raw: gets that it never reads, beyond its credits; reconnects when cut off
+    lookups   polite: lookups by some threads
     health    health checks at an even pace
-    slow      gets and watches whose replies nobody reads
-    idle      connections that say nothing, on both sockets, and sessions that do nothing
+    slow      gets and watches whose replies it never reads
+    idle      silent connections to both sockets, and idle sessions
 
-Each says `ready`, is told on its standard input when to end (of the monotonic clock, so that all that run together end together), and prints one JSON
-object at its end: counts and latencies in seconds; what was whole by then; and which pages, by their generations, were in whole answers by then. A page has a
-new generation whenever it is read from the disk, so these are the disk's reads that did somebody good, each counted once, however many asked for
-it. Load runs at a lower priority than the daemon, so that on a small machine it measures the daemon and not itself.
+Each prints `ready` and reads its end from standard input, as a time of the monotonic clock, so that
+all end together. At the end it prints one JSON object: counts, latencies in seconds, whole answers
+by the end, and the generations of their pages. A page's generation is new after every disk read. So
+the generations count each useful disk read once. All kinds but probe and health have a lower
+priority than the daemon, so a small machine measures the daemon.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ TOKENS = 16
 DEADLINE_S = 4.0
 """Of every call of the load."""
 PATIENCE_S = 2.0
-"""Of an open client: less than the disk takes for all that memory has room for, so that a queue without a bound is work for nobody."""
+"""Of an open client. Less than the disk needs to fill memory, so an unbounded queue serves nobody."""
 SETUP_S = 20.0
-"""Of what comes before the load: all begin at one moment."""
+"""Of the calls before the load: all processes begin at one moment."""
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
 OWN = (("grpc.use_local_subchannel_pool", 1),)
 WHOLE = ("whole", "warm")
-"""Every block was there."""
+"""Every block was served."""
 
 
 class Tally:
-    """What came back, by name, with the seconds that it took; threads may share it. in_time: whole by the end; pages: in whole answers by then."""
+    """Results by name, with their seconds, from many threads. in_time, pages: of whole answers by the end."""
 
     def __init__(self, end: float) -> None:
         self.counts: Counter[str] = Counter()
@@ -93,7 +94,7 @@ def main() -> None:
 
 
 def sequences(seeds: list[int]) -> Iterator[int]:
-    """One after another, for ever, begun anywhere: so that none comes back before all the others were read."""
+    """Cycles through the seeds without end from a random start: a seed returns only after all others."""
     start = random.randrange(len(seeds))
     while True:
         for i in range(len(seeds)):
@@ -107,7 +108,7 @@ def spec(block_bytes: int) -> NamespaceSpec:
 def closed(
     target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, block_bytes: int, threads: int
 ) -> None:
-    """Whole: every block was there, and the ones looked at were right."""
+    """Whole: every block was served, and the checked one was right."""
     turn, wanted = threading.Lock(), sequences(seeds)
     with Client(target, timeout_s=DEADLINE_S) as client:
         space = client.open_namespace(spec(block_bytes), timeout_s=SETUP_S)
@@ -130,7 +131,7 @@ def closed(
 
 
 def kind_of(count: int, blocks: int, tier_tokens: Sequence[int]) -> str:
-    """whole: all of it, and from the disk; warm: all of it, and some was in memory."""
+    """whole: all blocks, the first from the disk; warm: all blocks, some from memory."""
     if count < blocks:
         return "short" if count else "nothing"
     return "warm" if tier_tokens[0] else "whole"
@@ -196,7 +197,7 @@ def probe(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: in
 
 
 def send(client: RawClient, request: pb.AcquireRequest, tally: Tally, *, blocks: int) -> None:
-    """One acquire whose answer is not waited for."""
+    """Sends one acquire without waiting for its answer."""
     begun = time.monotonic()
     call = client.cache.Acquire.future(request, metadata=client.metadata, timeout=PATIENCE_S)
 
@@ -219,7 +220,7 @@ def send(client: RawClient, request: pb.AcquireRequest, tally: Tally, *, blocks:
 
 
 def name_of(error: Any) -> str:
-    """The class of a gRPC error as it travels, or the status of the transport's own."""
+    """The class name of the daemon's error, or the status of a transport error."""
     trailing = dict(error.trailing_metadata() or ())
     if ERROR_KEY in trailing:
         return trailing[ERROR_KEY] + (
@@ -229,14 +230,14 @@ def name_of(error: Any) -> str:
 
 
 def flood(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, in_flight: int) -> None:
-    """Lookups by a client that waits for none."""
+    """Lookups by a client that does not wait for the answers."""
     with RawClient(target) as client:
         request = pb.LookupRequest(groups=[group_of(seeds[0], blocks)])
         keep_up(lambda: client.cache.Lookup.future(request, **given(client)), end, tally, in_flight=in_flight)
 
 
 def greedy(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, in_flight: int) -> None:
-    """Gets by a client that keeps to nothing."""
+    """Gets by a client that ignores its credits."""
     request = pb.GetRequest(group=group_of(seeds[0], 2))
     while time.monotonic() < end:
         with contextlib.suppress(OSError, KeyError), narrow(target) as stub, RawClient(target) as client:
@@ -245,7 +246,7 @@ def greedy(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: i
 
 
 def keep_up(call: Callable[[], Any], end: float, tally: Tally, *, in_flight: int) -> None:
-    """So many calls at any time, until the time has come or the session is over."""
+    """Keeps this many calls in flight until the end time or the session's end."""
     room, is_over, calls = threading.Semaphore(in_flight), threading.Event(), deque[Any](maxlen=2 * in_flight)
 
     def ended(done: Any, begun: float) -> None:
@@ -266,18 +267,18 @@ def keep_up(call: Callable[[], Any], end: float, tally: Tally, *, in_flight: int
 
 
 def group_of(seed: int, blocks: int) -> pb.Group:
-    """Of the first namespace."""
+    """A group of the first namespace."""
     return pb.Group(namespace=1, hashes=chain(seed, blocks).tobytes())
 
 
 def given(client: RawClient) -> dict[str, Any]:
-    """What each of its calls has."""
+    """Options of each call of this client."""
     return {"metadata": client.metadata, "timeout": DEADLINE_S}
 
 
 @contextlib.contextmanager
 def narrow(target: str) -> Iterator[cache_pb2_grpc.CacheStub]:
-    """Over a connection that is soon sent nothing more, unless it reads."""
+    """A connection with a small flow-control window: the daemon soon blocks unless the client reads."""
     with grpc.insecure_channel(f"unix:{target}/tierd.sock", options=(*NARROW, *OWN)) as channel:
         yield cache_pb2_grpc.CacheStub(channel)
 
@@ -297,7 +298,7 @@ def health(target: str, end: float, tally: Tally, *, every_s: float) -> None:
 
 
 def slow(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int, count: int) -> None:
-    """Calls that are never read: their deadline is what ends them."""
+    """Makes calls and never reads their replies. Their deadline ends them."""
     with narrow(target) as stub, RawClient(target) as client:
         metadata, left_s = client.metadata, max(1.0, end - time.monotonic())
         requests = [pb.GetRequest(group=group_of(seed, blocks)) for seed in seeds[:count]]
@@ -310,7 +311,7 @@ def slow(target: str, end: float, tally: Tally, *, seeds: list[int], blocks: int
 
 
 def idle(target: str, end: float, tally: Tally, *, count: int) -> None:
-    """Sessions, silent connections and channels, a third each; the silent ones come back as often as they are sent away."""
+    """A third each: sessions, channels and silent connections, which reconnect every second."""
     third = count // 3
     with contextlib.ExitStack() as stack:
         for _ in range(third):
@@ -328,7 +329,7 @@ def idle(target: str, end: float, tally: Tally, *, count: int) -> None:
 
 
 def connected(target: str, tally: Tally) -> socket.socket:
-    """As soon as there is room in the queue of those that the daemon has not accepted yet."""
+    """Connects once the daemon's accept queue has room."""
     begun = time.monotonic()
     while True:
         try:

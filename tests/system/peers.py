@@ -1,4 +1,4 @@
-"""What the peers of the threat table do, each in a process of its own: strangers, writers that scribble, readers."""
+"""The peers of the threat table, each in its own process: strangers, scribbling writers, readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES)
 
 
 def stranger(talk: Talk, target: str, *, files: list[str], namespace: int, **known: Any) -> None:
-    """Tries what it can with what it knows; says what it got."""
+    """Tries every attack that its knowledge allows, and says the results."""
     with BlockClient(target) as raw, Client(target) as client:
         mapped = sum(is_mapped(raw, tier, segment) for tier in (0, 1) for segment in range(64))
         foreign = pb.Group(namespace=namespace, hashes=NAMES.tobytes())
@@ -57,7 +57,7 @@ def opens(path: str) -> bool:
 
 
 def scribbler(talk: Talk, target: str) -> None:
-    """Commits NAMES, then changes the third."""
+    """Commits NAMES, then changes the third block."""
     client = BlockClient(target)
     reservation, handles = client.reserve(client.open_namespace(), NAMES)
     client.write(handles, NAMES)
@@ -68,7 +68,7 @@ def scribbler(talk: Talk, target: str) -> None:
 
 
 def reader(talk: Talk, target: str) -> None:
-    """Says how many blocks it got."""
+    """Says how many blocks its get gave."""
     client = BlockClient(target)
     talk.say(client.read(client.open_namespace(), NAMES))
     talk.hear()
@@ -83,7 +83,8 @@ def copier(talk: Talk, target: str) -> None:
 
 
 def cutter(talk: Talk, target: str) -> None:
-    """Stores NAMES; says how many, whether it may write to one, and what becomes of a commit from a file without bytes."""
+    """Stores NAMES and truncates a reserved page's file. Says: blocks stored, write right, commit's
+    statuses."""
     client = BlockClient(target)
     stored, leased = client.put(client.open_namespace(), NAMES), client.acquire(client.open_namespace(), NAMES)
     reservation, handles = client.reserve(client.open_namespace(), chain(33, 4))

@@ -1,6 +1,7 @@
-"""A client in a process of its own that does what it is told, to be stopped, forked and killed: `python -m tests.system.puppet TARGET`.
+"""A client to be stopped, forked and killed: `python -m tests.system.puppet TARGET`.
 
-One JSON command a line on standard input, one JSON answer a line on standard output. `Puppet` is the test's end of it.
+It reads one JSON command a line from standard input and writes one JSON answer a line. A test
+drives it through `Puppet`.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ class Puppet:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Pid of the process."""
         return self._process.pid
 
     def put(self, seed: int, count: int) -> int:
-        """Stores a chain; how many blocks."""
+        """Stores a chain; the number of stored blocks."""
         return int(self._ask("put", seed=seed, count=count)["stored"])
 
     def lease(self, seed: int, count: int) -> list[Memory]:
-        """Acquires a chain and keeps it; where each page lies."""
+        """Acquires a chain and keeps the lease; the memory of each page."""
         return [(row[0], row[1]) for row in self._ask("lease", seed=seed, count=count)["pages"]]
 
     def reserve(self, seed: int, count: int) -> list[Memory]:
-        """Reserves pages, writes a byte all over them and keeps them; where each page lies."""
+        """Reserves pages, fills them with one byte and keeps them; the memory of each page."""
         return [(row[0], row[1]) for row in self._ask("reserve", seed=seed, count=count)["pages"]]
 
     def wrong(self) -> int:
-        """How many of the pages that it holds do not hold what they did."""
+        """The number of held pages with changed content."""
         return int(self._ask("wrong")["pages"])
 
     def hang_up(self) -> None:
@@ -64,19 +65,19 @@ class Puppet:
         self._ask("hang_up")
 
     def fork(self) -> int:
-        """Leaves a child behind that has a copy of the session's socket; its process id."""
+        """Starts a child that keeps a copy of the session's socket; the child's pid."""
         return int(self._ask("fork")["pid"])
 
     def stop(self) -> None:
-        """SIGSTOP, and stopped."""
+        """Sends SIGSTOP and waits until the process has stopped."""
         stand_still(self.pid)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and gone."""
+        """Sends SIGKILL and waits for the end."""
         self._process.kill()
         self._process.wait()
 
@@ -105,7 +106,7 @@ class Puppet:
 
 
 class Strings:
-    """The puppet's end."""
+    """The commands in the client's process."""
 
     def __init__(self, target: str) -> None:
         self._client = BlockClient(target)
@@ -151,7 +152,7 @@ class Strings:
             pass_fds=[self._client.socket.fileno()],
         )
         os.close(ours)
-        os.set_inheritable(theirs, False)  # closes with this process, and then the child ends too
+        os.set_inheritable(theirs, False)  # the pipe closes with this process, and the child ends
         threading.Thread(target=child.wait, daemon=True).start()
         return {"pid": child.pid}
 
@@ -161,7 +162,7 @@ class Strings:
 
 
 def main() -> None:
-    """Obeys until its input ends."""
+    """Runs commands until its input ends."""
     strings = Strings(sys.argv[1])
     print(json.dumps({"session": strings.session}), flush=True)
     for line in sys.stdin:

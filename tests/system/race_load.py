@@ -1,6 +1,6 @@
-"""The processes of test_races.py: readers of what is being evicted, writers of the same keys, and writers that die.
+"""The processes of test_races.py: readers during eviction, rival writers, and writers that die.
 
-Each is a function for a process of its own. What it saw it puts into a queue, as plain values.
+Each function runs in its own process and puts its results into a queue as plain values.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tierd.testing import chain, content_of
 SPEC = NamespaceSpec(model="race", tokens_per_block=16, block_bytes=4096)
 CHAIN_BLOCKS = 16
 KEYS = 4
-"""That a round of writers fights for."""
+"""Keys that the writers of a round compete for."""
 PATIENCE_S = 120
-"""Of a call: what is promised holds on a machine that stands still for a while, too."""
+"""Of a call. The promises hold on a machine that stalls for a while, too."""
 HELD_TURNS = (3, 20)
-"""So long a reader keeps views and then looks at them again: mostly a little, some until they are the coldest that there is."""
+"""Turns until a reader checks kept views again: few mostly, at times until the blocks are coldest."""
 
 
 class Reader:
-    """Gets whole chains, in turns as views and as copies, and puts back what was evicted."""
+    """Gets whole chains, as views or as copies, and puts evicted blocks again."""
 
     def __init__(self, client: Client, *, chains: int, seed: int) -> None:
         self._client, self._namespace = client, client.open_namespace(SPEC)
@@ -46,7 +46,7 @@ class Reader:
         self.seen: Counter[str] = Counter()
 
     def run(self, gets: int) -> None:
-        """Until so many blocks were got."""
+        """Runs until it has got this many blocks."""
         while self.seen["views"] + self.seen["copies"] < gets:
             self._turn += 1
             self._let_go(until=self._turn)
@@ -85,7 +85,7 @@ class Reader:
 
 
 def read(target: str, told: Queue[Any], *, chains: int, gets: int, seed: int) -> None:
-    """A reader's process. Tells its counts, or the traceback of what it did not expect."""
+    """A reader's process. Puts its counts, or the traceback of an unexpected error, into the queue."""
     try:
         with Client(target, timeout_s=PATIENCE_S) as client:
             reader = Reader(client, chains=chains, seed=seed)
@@ -99,12 +99,12 @@ def read(target: str, told: Queue[Any], *, chains: int, gets: int, seed: int) ->
 
 
 def keys_of(turn: int) -> np.ndarray:
-    """What a round is about: uint8 [KEYS, 32]."""
+    """The keys of a round: uint8 [KEYS, 32]."""
     return chain(1_000_000 + turn, KEYS)
 
 
 def bytes_of(name: np.ndarray, writer: int) -> np.ndarray:
-    """A block as this writer would have it: every byte tells key and writer."""
+    """This writer's content of a block: every byte depends on the key and the writer."""
     page = content_of(name, 4096).copy()
     page ^= np.uint8(writer)
     page[:8] = np.frombuffer(writer.to_bytes(8, "little"), np.uint8)
@@ -112,13 +112,13 @@ def bytes_of(name: np.ndarray, writer: int) -> np.ndarray:
 
 
 def writer_of(name: np.ndarray, page: np.ndarray) -> int:
-    """Whose bytes these are, all of them; -1 where they are mixed or nobody's."""
+    """The writer of all these bytes; -1 if they are mixed or no writer's."""
     writer = int.from_bytes(page[:8].tobytes(), "little")
     return writer if writer < 256 and np.array_equal(page, bytes_of(name, writer)) else -1
 
 
 def write(target: str, told: Queue[Any], *, barrier: Barrier, rounds: int, first: int, threads: int) -> None:
-    """A process of writers: per round and writer, what each put said and whose bytes it then reads."""
+    """A process of writers: each put's statuses and the writer of the bytes read, per round and writer."""
     try:
         with Client(target, timeout_s=PATIENCE_S) as client:
             namespace = client.open_namespace(SPEC)
@@ -159,7 +159,7 @@ def _write_all(
 
 
 def _insisting(call: Any) -> Any:
-    """Refusals of a daemon that has too much to do are no answer here."""
+    """Retries while the daemon is overloaded."""
     while True:
         try:
             return call()
@@ -168,7 +168,7 @@ def _insisting(call: Any) -> Any:
 
 
 def die(target: str, told: Connection, *, rounds: int, writer: int) -> None:
-    """A writer that has reserved every key before the others come, commits a few of them, and dies in a commit."""
+    """Reserves every key before the other writers start, commits some, and dies in a commit."""
     client = Client(target, timeout_s=PATIENCE_S)
     namespace = client.open_namespace(SPEC)
     held = []
@@ -180,7 +180,7 @@ def die(target: str, told: Connection, *, rounds: int, writer: int) -> None:
         held.append(pages)
     told.send("ready")
     chance = random.Random(writer)
-    reserved = [pages for pages in held if pages]  # of the others another has committed every key before
+    reserved = [pages for pages in held if pages]  # for the other keys, another writer has committed already
     for pages in chance.sample(reserved[1:], len(reserved) // 3):
         _insisting(pages.commit)
     last = reserved[0]
@@ -190,5 +190,5 @@ def die(target: str, told: Connection, *, rounds: int, writer: int) -> None:
 
 
 def is_stored(statuses: list[int]) -> bool:
-    """Whether a put said that all its blocks are there."""
+    """Whether a put's statuses say that the daemon holds all its blocks."""
     return all(status in (BlockStatus.READY, BlockStatus.EXISTS) for status in statuses)

@@ -1,4 +1,4 @@
-"""A client that obeys nothing: raw messages to both sockets, for what the SDK would never send."""
+"""A client without the SDK's checks: raw messages to both sockets that the SDK would never send."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ BLOCK_BYTES = 4096
 
 
 class RawClient:
-    """One session. `error_of` gives the class name of a call's error, as it travels."""
+    """One session. `error_of` gives the class name of a call's error."""
 
     def __init__(self, target: str) -> None:
         self.socket = connect(target)
         try:
             self.hello, fds = ask(self.socket, hello())
-            for fd in fds:  # the directory, which this client does not read
+            for fd in fds:  # the directory's descriptors, which this client does not use
                 os.close(fd)
             if "token" not in self.hello:
                 raise ConnectionError(f"refused: {self.hello or 'the socket was closed'}")
         except OSError:
             self.socket.close()
             raise
-        # Its own connection: else clients of one process share one, and what one of them resets the others feel.
+        # Its own connection. Clients of one process would share one, and one client's reset would
+        # hit all.
         self._channel = grpc.insecure_channel(f"unix:{target}/tierd.sock", [("grpc.use_local_subchannel_pool", 1)])
         self.cache = cache_pb2_grpc.CacheStub(self._channel)
         self.admin = admin_pb2_grpc.AdminStub(self._channel)
@@ -55,7 +56,7 @@ class RawClient:
         return method(message, metadata=self.metadata, timeout=CALL_S)
 
     def error_of(self, method: Any, message: Any) -> str:
-        """The error's class name, "" for a call that succeeds."""
+        """The error's class name; "" for a call that succeeds."""
         try:
             self.call(method, message)
         except grpc.RpcError as error:
@@ -64,14 +65,14 @@ class RawClient:
         return ""
 
     def open_namespace(self, *, block_bytes: int = BLOCK_BYTES, model: str = "m") -> int:
-        """A namespace of 16 tokens a block."""
+        """Opens a namespace with 16 tokens a block."""
         request = pb.OpenNamespaceRequest(model=model, tokens_per_block=16, block_bytes=block_bytes)
         return int(self.call(self.cache.OpenNamespace, request).namespace)
 
     def reserve(
         self, namespace: int, hashes: np.ndarray, *, length: int | np.ndarray = BLOCK_BYTES
     ) -> tuple[int, np.ndarray]:
-        """Reservation and handles in the host tier."""
+        """A reservation in the host tier and its handles."""
         group = pb.PutGroup(namespace=namespace, blocks=put_blocks(hashes, length=length).tobytes())
         reply = self.call(self.cache.Reserve, pb.ReserveRequest(groups=[group], tier=pb.TIER_KIND_HOST))
         return reply.reservation, np.frombuffer(reply.handles[0], dtype=HANDLE)
@@ -106,12 +107,12 @@ def connect(target: str) -> socket.socket:
 
 
 def hello(**changed: Any) -> dict[str, Any]:
-    """A hello that is accepted, but for what is changed."""
+    """A hello that the daemon accepts, apart from the changes."""
     return {"op": "hello", "proto": 2, "format": 1, "sdk": "0", "name": "raw", "credential": None} | changed
 
 
 def ask(connection: socket.socket, message: Any) -> tuple[dict[str, Any], list[int]]:
-    """The reply and its descriptors."""
+    """Sends a message; the reply and its descriptors."""
     connection.send(message if isinstance(message, bytes) else msgpack.packb(message))
     data, fds, _, _ = socket.recv_fds(connection, 65536, 4)
     return msgpack.unpackb(data) if data else {}, list(fds)

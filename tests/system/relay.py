@@ -1,4 +1,4 @@
-"""A relay between a client and the daemon's gRPC socket, which counts what passes, or damages it."""
+"""A relay between a client and the daemon's gRPC socket. It counts the bytes or damages them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ PART_BYTES = 1 << 16
 
 
 class Relay:
-    """Listens where `listen` says and connects to `forward`, both a path or (host, port); port 0: any.
+    """Listens at `listen` and connects to `forward`, each a path or (host, port); port 0: any.
 
-    passed: bytes in both directions so far. change: sees each part on its way, and gives what goes on.
+    passed: bytes in both directions so far. change: maps each received part to the part that it
+    sends.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Relay:
 
     @property
     def port(self) -> int:
-        """Of a relay over TCP."""
+        """The port of a relay over TCP."""
         return int(self._listener.getsockname()[1])
 
     def turn(self, forward: str | tuple[str, int]) -> None:
-        """From now on it connects there; what is connected is cut off."""
+        """Later connections go to `forward`. Cuts current connections off."""
         self._forward, connected = forward, self._sockets
         self._sockets = []
         for each in connected:
@@ -91,7 +92,7 @@ class Relay:
 
 
 class Damage:
-    """Flips one bit of one block's bytes, wherever they go by, once."""
+    """Flips one bit of one block's bytes in transit, once."""
 
     def __init__(self, content: np.ndarray) -> None:
         self.done = 0
@@ -107,7 +108,7 @@ class Damage:
 
 
 class LocalRelay(Relay):
-    """A target whose gRPC socket is a relay, and whose session socket is the daemon's own."""
+    """A target with a relay as its gRPC socket and the daemon's own session socket."""
 
     def __init__(self, target: str) -> None:
         self.target = tempfile.mkdtemp(prefix="tierd-relay-")

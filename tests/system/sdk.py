@@ -1,4 +1,4 @@
-"""What the system tests of the SDK share: namespaces, blocks that tell their own content, and what the daemon says is held."""
+"""Shared code of the SDK's system tests: namespaces, self-describing blocks, and counts of held pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BIG = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=2 * MIB)
 SMALL = NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096)
 HOST_BYTES = 32 * MIB
 HOST = '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'
-"""Memory alone: what does not fit is gone."""
+"""Host memory alone: evicted blocks are lost."""
 TENFOLD = 10 * HOST_BYTES
 
 
@@ -37,15 +37,16 @@ def put(client: Client, namespace: OpenedNamespace, seed: int, count: int) -> Pu
 
 
 def right(views: Sequence[np.ndarray], seed: int) -> int:
-    """How many of the views hold what the chain of this seed has there."""
+    """The number of views with the bytes of this seed's chain."""
     hashes = chain(seed, len(views))
     return sum(is_content(np.ascontiguousarray(view), name) for view, name in zip(views, hashes, strict=True))
 
 
 def churn(client: Client, *, seed: int, total: int = TENFOLD, byte: int = 0xEE) -> int:
-    """Stores blocks of 2 MiB that are all one byte until so many bytes have gone in; how many were stored.
+    """Stores 2 MiB blocks of one repeated byte, `total` bytes of them; the number of blocks.
 
-    A put that comes while all that may leave is still on its way to NVMe finds no room and stores nothing: a later one does.
+    A put stores nothing while all evictable blocks are still on their way to NVMe. A later put
+    succeeds.
     """
     namespace = client.open_namespace(BIG)
     block, stored, turns = np.full(BIG.block_bytes, byte, dtype=np.uint8), 0, itertools.count()
@@ -55,7 +56,7 @@ def churn(client: Client, *, seed: int, total: int = TENFOLD, byte: int = 0xEE) 
 
 
 def _store(client: Client, namespace: OpenedNamespace, block: np.ndarray, names: Iterator[np.ndarray]) -> int:
-    """Puts four blocks until some of them are stored; how many."""
+    """Puts four blocks until the daemon stores some of them; their number."""
     begun = time.monotonic()
     while not (stored := client.put(namespace, next(names), [block] * 4).stored):
         assert time.monotonic() - begun < SOON_S, f"no block was stored for {SOON_S:g} s"
@@ -63,7 +64,7 @@ def _store(client: Client, namespace: OpenedNamespace, block: np.ndarray, names:
 
 
 def count_calls(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often this process waits for which calls, from now on."""
+    """Counts this process's later calls by name."""
     found, inner = Counter[str](), LocalTransport.call
 
     def call(self: LocalTransport, method: str, request: Any, **how: Any) -> Any:
@@ -91,32 +92,32 @@ NOTHING = (0, 0, 0, 0)
 
 
 def leases_of(client: RawClient) -> int:
-    """How many leases the daemon knows."""
+    """The daemon's number of leases."""
     return int(client.call(client.admin.Status, apb.StatusRequest()).leases)
 
 
 def session_names(daemon: Daemon) -> set[str]:
-    """Of all sessions in the daemon's books."""
+    """Names of all sessions that the daemon knows."""
     with RawClient(daemon.target) as client:
         return {session.name for session in client.call(client.admin.Sessions, apb.SessionsRequest()).sessions}
 
 
 def await_nothing_held(daemon: Daemon, after: str) -> float:
-    """Until the daemon says that nobody holds anything; the seconds that it took."""
+    """Waits until the daemon counts no lease, reservation or pin; the seconds that it took."""
     gc.collect()
     with RawClient(daemon.target) as client:
         return await_true(lambda: _held(client) == NOTHING, f"everything given back after {after}")
 
 
 def empty(daemon: Daemon, after: str) -> None:
-    """Waits until nothing is held and drops every block, so that another test may have the daemon."""
+    """Waits until nothing is held and evicts every block, so that another test can use the daemon."""
     await_nothing_held(daemon, after)
     with RawClient(daemon.target) as client:
         assert client.call(client.admin.Evict, apb.EvictRequest()).pinned == 0
 
 
 def arena_files(daemon: Daemon) -> list[Path]:
-    """The segments' files and catalogues."""
+    """The files of the segments and catalogues."""
     config = (daemon.root / "tierd.toml").read_text()
     arena = config.split('arena_dir = "')[1].split('"')[0]
     return [path for path in Path(arena).rglob("*") if path.is_file()]

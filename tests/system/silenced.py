@@ -1,4 +1,4 @@
-"""A daemon whose log nobody can read."""
+"""A daemon whose log goes nowhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.system.warm import Daemon
 from tierd.testing.daemon import Process
 
 SILENT = {"full": 'exec "$@" >/dev/full 2>&1', "closed": 'exec "$@" <&- >&- 2>&-'}
-"""How its standard streams are: on a full disk, or closed."""
+"""State of its standard streams: on a full disk, or closed."""
 
 
 class Silenced(Daemon):

@@ -1,4 +1,4 @@
-"""A daemon that also listens on loopback TCP, and what its callers must bring."""
+"""A daemon that also listens on loopback TCP, and its clients' credential."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SECRET = "a-secret-of-some-length"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that no process listens on now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -26,7 +26,7 @@ def has_ipv6() -> bool:
 
 
 def remote_config(root: Path, port: int, *, host: str = HOST, address: str = "127.0.0.1") -> str:
-    """Configuration; the credential is in root/secret."""
+    """A configuration; the credential is in root/secret."""
     (root / "secret").touch(mode=0o600)
     (root / "secret").write_text(SECRET + "\n")
     return f'[server]\ntcp_listen = "{address}:{port}"\ntcp_credential_file = "{root}/secret"\n\n{host}'

@@ -1,4 +1,4 @@
-"""AsyncClient: the same verbs with the same results, and cancelled calls that leave nothing behind."""
+"""AsyncClient: the same verbs and results as Client, and cancelled calls that hold nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tierd.testing import chain, content_of
 COUNT = 6
 BOTH = HOST + '[[nvme]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'
 RESERVED_PAGES = 3
-"""Of what `held` says."""
+"""Index of the reserved pages in `held`."""
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """Host memory and nothing behind it."""
+    """A daemon with host memory only."""
     with Daemon(HOST) as running:
         yield running
 
@@ -42,7 +42,7 @@ def contents(seed: int, count: int, size: int) -> list[np.ndarray]:
 
 
 async def got(call: Any) -> Any:
-    """What a verb of either client gives, or its error's class; a call that shall fail is given as a function."""
+    """The result of either client's verb, or its error's class name. A failing call comes as a function."""
     try:
         answer = call() if callable(call) else call
         return await answer if inspect.isawaitable(answer) else answer
@@ -51,7 +51,7 @@ async def got(call: Any) -> Any:
 
 
 async def every_verb(client: Any, seed: int) -> list[Any]:
-    """One run through all verbs; what of it must be equal for both clients."""
+    """Runs all verbs once; the results that both clients must share."""
     said: list[Any] = []
     namespace = await got(client.open_namespace(SMALL))
     hashes = chain(seed, COUNT)
@@ -121,7 +121,7 @@ VERBS: dict[str, Callable[[AsyncClient, Any, int], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_cancelled(daemon: Daemon, verb: str) -> None:
-    """A call that is cancelled, whenever that is, leaves nothing held, and the client serves on."""
+    """A call cancelled at any moment holds nothing afterwards, and the client works on."""
     async with AsyncClient(daemon.target) as client:
         namespace = await client.open_namespace(BIG)
         await client.put(namespace, chain(1, COUNT), contents(1, COUNT, BIG.block_bytes))
@@ -129,13 +129,13 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
         for turn in range(40):
             task = asyncio.ensure_future(VERBS[verb](client, namespace, 400 + turn))
             for _ in range(turn * turn):
-                await asyncio.sleep(0)  # not a wait: the loop goes round once
+                await asyncio.sleep(0)  # not a wait: the loop runs one round
             task.cancel()
             (outcome,) = await asyncio.gather(task, return_exceptions=True)
             cancelled += isinstance(outcome, asyncio.CancelledError)
             assert isinstance(outcome, asyncio.CancelledError) or not isinstance(outcome, BaseException), outcome
             if isinstance(outcome, asyncio.CancelledError):
-                kept.append((task, outcome))  # what was given is given back all the same
+                kept.append((task, outcome))  # the daemon gets its pages back despite these references
             del task, outcome
         print(f"{verb}: {cancelled} of 40 were cancelled in time")
         assert cancelled > 0
@@ -145,7 +145,7 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
 
 
 async def test_as_few_calls_as_the_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts in a row are one call each, and the second get of a sequence none, as with Client."""
+    """Puts in a row cost one call each, and a second get of a sequence costs none, as with Client."""
     monkeypatch.setattr(notices, "MAILBOX_S", 600.0)
     asked, out, size = count_calls(monkeypatch), np.zeros((COUNT, 4096), np.uint8), 4096
     async with AsyncClient(daemon.target) as client:
@@ -155,14 +155,14 @@ async def test_as_few_calls_as_the_other(daemon: Daemon, monkeypatch: pytest.Mon
         await client.get(namespace, chain(503, COUNT), out=out)
         asked.clear()
         await client.put(namespace, chain(504, COUNT), contents(504, COUNT, size))
-        assert asked["Commit"] == 1 and asked["Reserve"] <= 1  # for the puts that follow
+        assert asked["Commit"] == 1 and asked["Reserve"] <= 1  # the Reserve is for the next puts
         asked.clear()
         assert (await client.get(namespace, chain(503, COUNT), out=out)).blocks == right(list(out), 503) == COUNT
         assert not asked
 
 
 async def test_a_get_that_waits_is_cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A get that waits for a far tier ends when it is cancelled, not when the tier has answered; its buffers are not written to after that, and nothing stays held."""
+    """A cancelled get ends at once, before its far tier answers, and never writes its buffers after that."""
     monkeypatch.setattr(threads, "STOP_S", 60.0)
     with Daemon(BOTH, faults=True) as far, far.faults() as faults:
         async with AsyncClient(far.target) as client:
@@ -176,7 +176,7 @@ async def test_a_get_that_waits_is_cancelled_at_once(monkeypatch: pytest.MonkeyP
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert held(far)[RESERVED_PAGES]  # the disk still reads into them
+            assert held(far)[RESERVED_PAGES]  # the disk still reads into these pages
             faults.disarm()
             await asyncio.to_thread(await_nothing_held, far, "a get that was cancelled")
             assert not out.any()
@@ -184,14 +184,14 @@ async def test_a_get_that_waits_is_cancelled_at_once(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_watch_that_is_cancelled_ends_nothing_else(daemon: Daemon) -> None:
-    """Who cancels a watch in the middle of its wait has his leases as before, and the session that they are of."""
+    """A watch cancelled during its wait ends neither the client's leases nor its session."""
     async with AsyncClient(daemon.target) as client:
         namespace = await client.open_namespace(SMALL)
         await client.put(namespace, chain(600, COUNT), contents(600, COUNT, 4096))
         lease, link = await client.acquire(namespace, chain(600, COUNT)), client._connector.link
         watcher = client.watch()
         first, seed = asyncio.ensure_future(anext(watcher)), 700
-        while not first.done():  # the watch begins at some moment; blocks stored after it are seen
+        while not first.done():  # a watch sees only blocks stored after it begins
             await client.put(namespace, chain(seed, 1), contents(seed, 1, 4096))
             seed += 1
         await first
@@ -208,13 +208,13 @@ async def test_a_watch_that_is_cancelled_ends_nothing_else(daemon: Daemon) -> No
 
 
 async def _last(watcher: AsyncIterator[Any]) -> None:
-    """Waits for events for ever."""
+    """Waits for events without end."""
     async for _ in watcher:
         pass
 
 
 async def test_best_effort_without_a_thread(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread takes a call in its time a best-effort client misses, and another raises."""
+    """Without a free thread in time a best-effort client misses, and another client raises."""
     monkeypatch.setattr(threads, "THREADS", 1)
     for is_best_effort in (True, False):
         over = threading.Event()

@@ -1,4 +1,4 @@
-"""Puts that wait for nobody, against a real daemon: what becomes of their blocks, and who is told."""
+"""Puts with wait=False against a real daemon: the fate of their blocks, and its report."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def put(client: Client, space: OpenedNamespace, number: int, *, count: int = 4, 
 
 @contextlib.contextmanager
 def still(daemon: Daemon) -> Iterator[None]:
-    """The daemon stands still, and goes on afterwards."""
+    """Stops the daemon during the block and continues it afterwards."""
     stand_still(daemon.pid)
     try:
         yield
@@ -53,7 +53,7 @@ def still(daemon: Daemon) -> Iterator[None]:
 
 
 def is_right(client: Client, space: OpenedNamespace, number: int, *, count: int = 4) -> bool:
-    """Whether a sequence is there, byte for byte."""
+    """Whether the daemon holds a sequence, byte for byte."""
     names, out = chain(number, count), np.zeros((count, SPEC.block_bytes), np.uint8)
     got = client.get(space, names, out=out)
     return got.blocks == count and all(
@@ -62,7 +62,7 @@ def is_right(client: Client, space: OpenedNamespace, number: int, *, count: int 
 
 
 def warmed(client: Client) -> OpenedNamespace:
-    """A namespace for whose puts pages are reserved ahead."""
+    """A namespace with reserved pages in stock for its puts."""
     space = client.open_namespace(SPEC)
     for number in range(1000, 1004):
         put(client, space, number, wait=True)
@@ -70,7 +70,7 @@ def warmed(client: Client) -> OpenedNamespace:
     link = client._connector.link
     assert link is not None
     assert link.page_grants is not None
-    while link.page_grants._order is not None:  # its answer is read by who puts
+    while link.page_grants._order is not None:  # the putting thread reads its answer
         link.page_grants._receive(deadline)
         assert time.monotonic() < deadline
     return space
@@ -84,14 +84,12 @@ queue_limit = 4
 capacity = '64 MiB'
 segment = '8 MiB'
 """
-"""A daemon that has three slow calls in progress at most, and of one client two."""
+"""A daemon that runs at most three slow calls at once, two of one client."""
 
 
 @contextlib.contextmanager
 def full(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A daemon with as many slow calls in progress as it takes, until the event is set: commits of
-    other clients whose
-    copies are under way."""
+    """Fills the daemon's slow calls until the event is set: other clients' commits with copies under way."""
     begun, go, run, mine = threading.Semaphore(0), threading.Event(), Copy.run, threading.get_ident()
 
     def slowly(self: Copy) -> None:
@@ -103,7 +101,7 @@ def full(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
     def work(client: Client, number: int) -> None:
         space = client.open_namespace(LONG)
         (name,) = chain(number, 1)
-        with contextlib.suppress(TierdError):  # of a daemon that is killed meanwhile
+        with contextlib.suppress(TierdError):  # the daemon may be killed meanwhile
             client.put(space, name[None], [content_of(name, LONG.block_bytes)])
 
     monkeypatch.setattr(Copy, "run", slowly)
@@ -125,7 +123,7 @@ def full(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.
 
 
 def test_its_own_client_finds_what_it_has_put() -> None:
-    """A get and a lookup right after a put that waited for nobody serve all of it; no block is lost."""
+    """A get or lookup right after a put with wait=False serves all of it; no block is lost."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space = warmed(client)
         for number in range(100):
@@ -136,7 +134,7 @@ def test_its_own_client_finds_what_it_has_put() -> None:
 
 
 def test_it_returns_while_the_daemon_stands_still() -> None:
-    """With pages in stock such a put needs nothing of the daemon, which stores it when it goes on."""
+    """With pages in stock, such a put needs no answer of a stopped daemon, which stores it later."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
         space = warmed(client)
         with still(daemon):
@@ -147,7 +145,7 @@ def test_it_returns_while_the_daemon_stands_still() -> None:
 
 
 def test_a_call_that_has_no_time_for_it_leaves_it_alone() -> None:
-    """A call whose deadline passes behind such a put fails alone: the put is stored all the same."""
+    """A call that times out behind such a put fails alone; the daemon still stores the put."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
         space = warmed(client)
         with still(daemon):
@@ -158,7 +156,7 @@ def test_a_call_that_has_no_time_for_it_leaves_it_alone() -> None:
 
 
 def test_blocks_that_were_lost_are_counted_once() -> None:
-    """A daemon that is killed before it has heard of a put costs its blocks, and flush says how many."""
+    """Blocks of a put lost with a killed daemon are counted once, by flush."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S, best_effort=True) as client:
         space = warmed(client)
         stand_still(daemon.pid)
@@ -169,7 +167,7 @@ def test_blocks_that_were_lost_are_counted_once() -> None:
 
 
 def test_close_waits_for_it() -> None:
-    """A client that closes waits for its puts, and others find them."""
+    """A client's close waits for its puts, and other clients hit them."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as other:
         client = Client(daemon.target, timeout_s=SOON_S)
         space, theirs = warmed(client), other.open_namespace(SPEC)
@@ -185,7 +183,7 @@ def test_close_waits_for_it() -> None:
 
 
 def test_threads_that_share_a_client() -> None:
-    """Each thread finds what it has put, whoever reads the answers."""
+    """Each thread hits its own puts, whichever thread reads the answers."""
     wrong = list[int]()
 
     def work(client: Client, space: OpenedNamespace, first: int) -> None:
@@ -206,7 +204,7 @@ def test_threads_that_share_a_client() -> None:
 
 
 def test_blocks_that_exist_are_not_lost() -> None:
-    """A second put of the same sequence loses nothing, whether it finds pages in stock or not."""
+    """A second put of a sequence loses nothing, with or without pages in stock."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space = warmed(client)
         for _ in range(3):
@@ -216,7 +214,7 @@ def test_blocks_that_exist_are_not_lost() -> None:
 
 
 def test_a_long_put_goes_in_parts() -> None:
-    """A sequence longer than a call may be is put in parts, none of which waits for its answer."""
+    """A sequence longer than a call's limit goes in parts, and no part waits for its answer."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         small = client.open_namespace(NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096))
         names = chain(1, 2500)
@@ -227,7 +225,7 @@ def test_a_long_put_goes_in_parts() -> None:
 
 
 def test_a_durable_put_waits() -> None:
-    """durable=True waits until its blocks are on NVMe, whatever wait says."""
+    """durable=True waits until NVMe holds the blocks, despite wait=False."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space, names = client.open_namespace(SPEC), chain(1, 1)
         assert client.put(space, names, [content_of(names[0], SPEC.block_bytes)], durable=True, wait=False)
@@ -235,7 +233,7 @@ def test_a_durable_put_waits() -> None:
 
 
 def test_a_child_owes_nothing_of_its_parents() -> None:
-    """After a fork the child's flush is of its own puts, and the parent's puts are stored."""
+    """After a fork the child's flush covers only its own puts; the daemon stores the parent's."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space = warmed(client)
         stand_still(daemon.pid)
@@ -250,7 +248,7 @@ def test_a_child_owes_nothing_of_its_parents() -> None:
 
 
 def test_flush_reads_answers_that_came_long_ago() -> None:
-    """An answer that lies there is counted by what it says, also when its put's time is over."""
+    """Flush counts an answer that has arrived, even after its put's deadline."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space, names = warmed(client), chain(1, 4)
         blocks = [content_of(name, SPEC.block_bytes) for name in names]
@@ -264,7 +262,7 @@ def test_flush_reads_answers_that_came_long_ago() -> None:
 
 
 def test_flush_raises_while_answers_are_to_come() -> None:
-    """A flush that knows nothing says so; the next one counts."""
+    """Flush raises while answers are missing; the next flush counts the losses."""
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space = warmed(client)
         stand_still(daemon.pid)
@@ -293,7 +291,7 @@ def test_puts_under_way_leave_a_turn_to_other_calls() -> None:
 async def test_who_cancels_a_verb_takes_no_answer_from_a_put(
     monkeypatch: pytest.MonkeyPatch, *, is_refused: bool
 ) -> None:
-    """A get that is cancelled while it reads the answer of a put leaves to flush what that says."""
+    """A get cancelled while it reads a put's answer keeps that answer for flush."""
     begun, go, inner, plain = threading.Event(), threading.Event(), Sent.reply, BackgroundPuts.send
 
     def reply(self: Sent, **how: Any) -> Any:
@@ -327,7 +325,7 @@ async def test_who_cancels_a_verb_takes_no_answer_from_a_put(
 
 
 async def test_the_asynchronous_client_has_it_too() -> None:
-    """As Client: put without waiting, found, flushed."""
+    """AsyncClient puts without waiting, hits and flushes like Client."""
     with Daemon() as daemon:
         async with AsyncClient(daemon.target, timeout_s=SOON_S) as client:
             space, names = await client.open_namespace(SPEC), chain(1, 4)
@@ -339,8 +337,8 @@ async def test_the_asynchronous_client_has_it_too() -> None:
 
 
 def test_a_put_that_is_refused_for_want_of_room_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A put that the daemon refuses as overloaded is stored when it takes more, from the pages that
-    hold its bytes already, and its source is not read again."""
+    """The client retries a put refused as overloaded from its filled pages, without reading its
+    source again."""
     with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space, names = warmed(client), chain(1, 4)
         blocks = [content_of(name, SPEC.block_bytes) for name in names]
@@ -358,7 +356,7 @@ def test_a_put_that_is_refused_for_want_of_room_is_sent_again(monkeypatch: pytes
 
 
 def test_flush_says_why_blocks_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside how many: each kind of failure with the daemon's own words."""
+    """Flush reports the number of lost blocks and, per kind of failure, the daemon's message."""
     with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space = warmed(client)
         with full(daemon, monkeypatch):
@@ -379,7 +377,7 @@ def test_flush_says_why_blocks_were_lost(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_refused_put_whose_daemon_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is lost with its daemon: flush does not wait for a daemon that takes it."""
+    """A refused put is lost with its daemon: flush does not wait for another daemon."""
     with Daemon(FULL) as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
         space = warmed(client)
         with full(daemon, monkeypatch):

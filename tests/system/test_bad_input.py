@@ -25,14 +25,14 @@ KEPT = chain(7, 4)
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """One daemon that has to bear everything in this file."""
+    """One daemon that gets all the bad input of this file."""
     with Daemon(SMALL.replace("[server]", "[server]\nmax_batch_blocks = 4096")) as running:
         yield running
 
 
 @pytest.fixture
 def raw(daemon: Daemon) -> Iterator[RawClient]:
-    """A session; afterwards the daemon must still serve what it held before, byte for byte."""
+    """A session. Afterwards the daemon must serve the earlier blocks byte for byte."""
     with RawClient(daemon.target) as client:
         _keep_blocks(client)
         yield client
@@ -77,7 +77,7 @@ def _group(**fields: object) -> pb.Group:
 )
 @pytest.mark.parametrize("verb", ["Lookup", "Acquire", "Prefetch"])
 def test_bad_group(raw: RawClient, verb: str, group: pb.Group, error: str) -> None:
-    """Unknown namespaces, wrong sizes and oversized batches are refused by name in every verb over groups."""
+    """Every verb over groups refuses unknown namespaces, wrong sizes and oversized batches by name."""
     tier = {} if verb == "Lookup" else {"tier": pb.TIER_KIND_HOST}
     request = getattr(pb, f"{verb}Request")(groups=[group], **tier)
     assert raw.error_of(getattr(raw.cache, verb), request) == error
@@ -85,7 +85,7 @@ def test_bad_group(raw: RawClient, verb: str, group: pb.Group, error: str) -> No
 
 @pytest.mark.parametrize("tier", [pb.TIER_KIND_DEVICE, pb.TIER_KIND_NVME, pb.TIER_KIND_ARCHIVE])
 def test_tier_that_cannot_be_mapped(raw: RawClient, tier: int) -> None:
-    """Handles into a tier that is absent or not memory are refused."""
+    """The daemon refuses handles into a tier that is absent or not memory."""
     assert raw.error_of(raw.cache.Acquire, pb.AcquireRequest(groups=[_group()], tier=tier)) == "InvalidArgument"
 
 
@@ -101,7 +101,7 @@ def test_tier_that_cannot_be_mapped(raw: RawClient, tier: int) -> None:
     ],
 )
 def test_bad_reserve(raw: RawClient, blocks: bytes) -> None:
-    """Lengths, tokens and batches beyond the namespace's are refused, and no page is set aside."""
+    """A Reserve beyond the namespace's lengths, tokens or batch is refused and reserves no page."""
     namespace = raw.open_namespace()
     request = pb.ReserveRequest(groups=[pb.PutGroup(namespace=namespace, blocks=blocks)], tier=pb.TIER_KIND_HOST)
     assert raw.error_of(raw.cache.Reserve, request) == "InvalidArgument"
@@ -120,12 +120,12 @@ def test_bad_reserve(raw: RawClient, blocks: bytes) -> None:
     ],
 )
 def test_bad_namespace(raw: RawClient, spec: dict[str, object]) -> None:
-    """A namespace whose blocks no tier can hold is refused."""
+    """A namespace whose blocks fit no tier is refused."""
     assert raw.error_of(raw.cache.OpenNamespace, pb.OpenNamespaceRequest(**spec)) == "InvalidArgument"
 
 
 def test_foreign_lease_and_reservation(raw: RawClient, daemon: Daemon) -> None:
-    """What another session holds cannot be committed, aborted, reported on or released."""
+    """A session cannot commit, abort, report on or release another session's pages."""
     namespace = raw.open_namespace()
     reservation, _ = raw.reserve(namespace, chain(8, 2))
     with RawClient(daemon.target) as other:
@@ -141,7 +141,7 @@ def test_foreign_lease_and_reservation(raw: RawClient, daemon: Daemon) -> None:
     [{"index": 2}, {"index": 1 << 31}, {"length": BLOCK_BYTES * 2}, {"length": 0}, {"tokens": 0}, {"hash": 0}],
 )
 def test_bad_commit(raw: RawClient, change: dict[str, int]) -> None:
-    """A commit beyond what was reserved, or without a name, is refused, and the reservation stays."""
+    """A commit beyond its reservation, or without a hash, is refused, and the reservation stays."""
     reservation, _ = raw.reserve(raw.open_namespace(), chain(9, 2))
     blocks = np.zeros(1, dtype=COMMIT_BLOCK)
     blocks["hash"], blocks["tokens"], blocks["length"] = chain(9, 1), 16, BLOCK_BYTES
@@ -179,7 +179,7 @@ def test_unknown_token(raw: RawClient, token: str) -> None:
     ],
 )
 def test_garbage_on_the_session_socket(raw: RawClient, daemon: Daemon, message: bytes) -> None:
-    """Whatever comes before a good hello is answered with a named refusal, and the connection is closed."""
+    """A message before a good hello gets a named refusal, and the daemon closes the connection."""
     with connect(daemon.target) as connection:
         reply, _ = ask(connection, message)
         assert reply["ok"] is False and reply["error"] and reply["message"]
@@ -196,13 +196,13 @@ def test_garbage_on_the_session_socket(raw: RawClient, daemon: Daemon, message: 
     ],
 )
 def test_unknown_segment(raw: RawClient, request_: dict[str, object]) -> None:
-    """Asking for what is not there is refused by name, without a descriptor."""
+    """A request for an unknown segment or verb is refused by name, without a descriptor."""
     reply, fds = ask(raw.socket, request_)
     assert reply["ok"] is False and reply["error"] == "NotFound" and not fds
 
 
 def test_garbage_on_the_grpc_socket(raw: RawClient, daemon: Daemon) -> None:
-    """Bytes that are no HTTP/2 end their connection and nothing else."""
+    """Bytes that are not HTTP/2 end only their connection."""
     noise = np.random.default_rng(1)
     for size in (0, 1, 24, 5000):
         with socket.socket(socket.AF_UNIX) as connection:
@@ -212,7 +212,7 @@ def test_garbage_on_the_grpc_socket(raw: RawClient, daemon: Daemon) -> None:
 
 
 def test_mutated_messages(raw: RawClient) -> None:
-    """Random bytes as a request to any method are an answer or a named error, never a fault of the daemon."""
+    """Random bytes as a request to any method get an answer or a named error, never a fault of the daemon."""
     noise, rounds = np.random.default_rng(2), count(test=20, nightly=20, weekly=200)
     seed = pb.AcquireRequest(groups=[_group(ranks=[0], tokens=64)], tier=1).SerializeToString()
     for verb in (
@@ -245,13 +245,13 @@ def _fault_of(method: grpc.UnaryUnaryMultiCallable, message: bytes, metadata: tu
 
 
 def test_oversized_message(raw: RawClient) -> None:
-    """A message above the limit is refused by the transport."""
+    """The transport refuses a message above the limit."""
     huge = pb.LookupRequest(groups=[_group(hashes=bytes(9 << 20))])
     assert "RESOURCE_EXHAUSTED" in raw.error_of(raw.cache.Lookup, huge)
 
 
 def test_broken_put_stream(raw: RawClient) -> None:
-    """A chunk with a wrong checksum, out of order or beyond its block is refused, and its pages come back."""
+    """A chunk with a wrong checksum, out of order or beyond its block is refused, and its pages are freed."""
     namespace, name = raw.open_namespace(), chain(10, 1)
     group = pb.PutGroup(namespace=namespace, blocks=put_blocks(name).tobytes())
     for chunk in (
@@ -267,7 +267,7 @@ def test_broken_put_stream(raw: RawClient) -> None:
 
 
 def test_bad_operator(raw: RawClient) -> None:
-    """An operator's bad arguments are refused by name."""
+    """The daemon refuses an operator's bad arguments by name."""
     assert raw.error_of(raw.admin.Inspect, apb.InspectRequest(hash="zz")) == "InvalidArgument"
     assert raw.error_of(raw.admin.Inspect, apb.InspectRequest(hash="0" * 64)) == "NotFound"
     assert raw.error_of(raw.admin.Evict, apb.EvictRequest(tier="host.9")) == "NotFound"

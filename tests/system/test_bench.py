@@ -1,4 +1,4 @@
-"""The benchmarks: each suite runs against real daemons at a tiny size and gives the rows that are promised, so that none can rot."""
+"""The benchmarks: each suite runs at a tiny size against real daemons and gives its promised rows."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ ROWS = {
     "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
     "chains": {f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (64, 1024)},
     "policies": {f"policy_{name}_{tiers}" for name in list(PATTERNS)[:2] for tiers in ("one", "two")},
-    "clients": {"clients_4", "lookups_4"},  # sixteen and sixty-four only at full size
+    "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},
 }
 SHORT = ("data_plane", "one_block")
-"""`make test` runs these; each other suite takes some seconds even at its tiny size."""
+"""`make test` runs these. Every other suite takes some seconds even at its tiny size."""
 LIMIT_S = 600
-"""A suite takes seconds; a machine that does much else may take long."""
+"""A suite takes seconds, but may take long on a busy machine."""
 FULL_ONLY = {
     *(f"policy_{name}_{tiers}" for name in list(PATTERNS)[2:] for tiers in ("one", "two")),
     *(f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (8192, 65_536)),
@@ -75,7 +75,7 @@ FULL_ONLY = {
 
 
 def run(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
-    """A command in a group of its own: if it takes too long, its daemons are killed with it."""
+    """Runs a command in its own process group. If it takes too long, its daemons are killed too."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **how)
     try:
@@ -95,7 +95,7 @@ def bench(*names: str, output: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("name", [*SHORT, *slow(*(name for name in ROWS if name not in SHORT))])
 def test_a_suite_gives_its_rows(name: str, tmp_path: Path) -> None:
-    """A suite gives exactly the rows named here, in numbers above zero where they are times and rates, and leaves no file behind but what it writes."""
+    """A suite gives exactly the rows named here, with positive values, and writes no other file."""
     done = bench(name, output=tmp_path / "bench.json")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
@@ -105,13 +105,13 @@ def test_a_suite_gives_its_rows(name: str, tmp_path: Path) -> None:
 
 
 def test_every_promise_has_a_row() -> None:
-    """What the benchmarks promise of a row is of one that a suite gives."""
+    """Every promise of the benchmarks belongs to a row of a suite."""
     assert set(PROMISES) - FULL_ONLY <= set.union(*ROWS.values())
 
 
 @pytest.mark.slow
 def test_a_start_with_many_blocks_is_measured() -> None:
-    """The rows of millions of blocks, with a thousand of them: all are taken in, memory serves, and what it takes, and its calls then, are told."""
+    """The start with a thousand blocks gives the rows of millions: time, service, memory, and calls."""
     made = run([sys.executable, "-m", "tools.bench.many_start", "--blocks", "1000", "--starts", "1", "--json"])
     assert made.returncode == 0, made.stderr
     took, serves, memory, *calls = json.loads(made.stdout)
@@ -120,7 +120,7 @@ def test_a_start_with_many_blocks_is_measured() -> None:
 
 
 def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
-    """A name that is no suite is refused before anything runs, with those that there are."""
+    """An unknown suite is refused before anything runs, with the list of suites."""
     done = bench("data_plan", output=tmp_path / "bench.json")
     assert done.returncode == 2
     assert "data_plane" in done.stderr
@@ -128,9 +128,9 @@ def test_an_unknown_suite_is_refused(tmp_path: Path) -> None:
 
 
 def bench_peer(tmp_path: Path, line: str) -> tuple[dict[str, Any], str]:
-    """What the benchmark writes and prints of Redis, whose Python is a line of a shell here.
+    """The benchmark's file and output for Redis, with a shell line as Redis's Python.
 
-    The benchmark leaves no other file.
+    The benchmark writes no other file.
     """
     python = tmp_path / "redis" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -146,12 +146,12 @@ def bench_peer(tmp_path: Path, line: str) -> tuple[dict[str, Any], str]:
 
 
 def dict_peer(how: str) -> str:
-    """The line of a shell for a peer that keeps its blocks in a dict."""
+    """The shell line for a peer that keeps its blocks in a dict."""
     return f'shift 2; exec {sys.executable} -m tests.system.dict_peer {how} "$@"'
 
 
 def test_a_peer_that_cannot_be_measured_is_told_with_the_reason(tmp_path: Path) -> None:
-    """A peer whose environment lacks its package is a line and an entry with the reason, not a gap and no failure."""
+    """A peer whose environment lacks its package is reported with the reason, and the benchmark succeeds."""
     told, printed = bench_peer(tmp_path, f'exec {sys.executable} "$@"')
     assert "No module named 'redis'" in told["refused"]["redis"]
     assert "No module named 'redis'" in printed
@@ -160,7 +160,7 @@ def test_a_peer_that_cannot_be_measured_is_told_with_the_reason(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_peer_gives_its_rows_beside_tierd(tmp_path: Path) -> None:
-    """Batches and single blocks are rows of the peer and of tierd; tierd alone puts with wait=False."""
+    """The peer and tierd have rows for batches and single blocks; only tierd puts with wait=False."""
     told, printed = bench_peer(tmp_path, dict_peer("honest"))
     batches = {f"{verb}_{shape}" for verb in ("put", "get", "get_again") for shape in ("2MiB_x16", "128KiB_x64")}
     single = {name for name in ROWS["one_block"] if "nowait" not in name}
@@ -172,18 +172,18 @@ def test_a_peer_gives_its_rows_beside_tierd(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_gives_other_bytes_has_no_rows(tmp_path: Path) -> None:
-    """One wrong bit in a get is the reason why a peer has no rows."""
+    """One wrong bit in a get refuses a peer's rows, with the reason."""
     told, _ = bench_peer(tmp_path, dict_peer("wrong"))
     assert told["rows"] == []
     assert "came back with other bytes" in told["refused"]["redis"]
 
 
 def test_a_peer_that_crashes_leaves_no_process(tmp_path: Path) -> None:
-    """What a crashed worker had started is ended, and its files are gone."""
+    """The benchmark ends the processes of a crashed worker and removes its files."""
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     told, _ = bench_peer(tmp_path, dict_peer(str(tmp_path / "alive")))
     assert "ended before it was asked to" in told["refused"]["redis"]
     os.set_blocking(alive, True)
-    assert os.read(alive, 1) == b""  # comes once nobody holds the other end
+    assert os.read(alive, 1) == b""  # end of file comes when no process holds the other end
     os.close(alive)

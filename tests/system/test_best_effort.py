@@ -1,4 +1,4 @@
-"""Best effort: a worker that runs without a daemon, gets one, loses it and gets it back sees misses and nothing else."""
+"""Best effort: a worker without a daemon, or between daemons, sees misses and no errors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tierd.testing import chain
 COUNT = 4
 MISS_S = 0.1
 SLACK = 10
-"""A machine that is busy with other tests is slow, not wrong."""
+"""A machine busy with other tests is slow, not wrong."""
 PATIENCE_S = 30.0
 
 
 def verbs(client: Client, namespace: OpenedNamespace) -> dict[str, Callable[[], Any]]:
-    """Every call that a worker makes, to something that says how much it hit."""
+    """Every call of a worker, as a function whose result counts its hits."""
     hashes = chain(1, COUNT)
     return {
         "open_namespace": lambda: client.open_namespace(SMALL).id,
@@ -50,7 +50,7 @@ def verbs(client: Client, namespace: OpenedNamespace) -> dict[str, Callable[[], 
 
 @contextlib.contextmanager
 def _nobody(kind: str, root: Path) -> Iterator[str]:
-    """A target where no daemon answers."""
+    """A target without an answering daemon."""
     with contextlib.ExitStack() as stack:
         if kind == "port":
             yield f"127.0.0.1:{free_port()}"
@@ -68,7 +68,7 @@ def _nobody(kind: str, root: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", ["nothing", "stale", "hung", "port"])
 def test_nobody_there(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    """Where no daemon is, or one that hangs, every call is a miss within 100 ms, and all of them together are one log line."""
+    """Without an answering daemon every call misses within 100 ms, and all misses share one log line."""
     took: dict[str, float] = {}
     with _nobody(kind, tmp_path) as target, Client(target, best_effort=True) as client:
         namespace = OpenedNamespace(SMALL)
@@ -96,7 +96,7 @@ async def test_nobody_there_async(tmp_path: Path) -> None:
 
 
 def test_import_without_a_daemon(tmp_path: Path) -> None:
-    """The SDK is imported and a client made with no daemon, no socket directory and no writable home, without a word."""
+    """Without daemon, socket directory or writable home, SDK import and client creation print nothing."""
     program = "from tierd.client import Client; Client(best_effort=True); Client()"
     environ = {"TIERD_TARGET": str(tmp_path / "none"), "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, timeout=60, check=False)
@@ -104,7 +104,7 @@ def test_import_without_a_daemon(tmp_path: Path) -> None:
 
 
 def test_one_line_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of what goes wrong within a minute one line is logged; the next minute's line says how many were not."""
+    """The client logs one failure a minute; the next line counts the unlogged ones."""
     now = 1000.0
     monkeypatch.setattr(best_effort, "time", SimpleNamespace(monotonic=lambda: now))
     with caplog.at_level(logging.WARNING, "tierd.client"), Client(str(tmp_path / "none"), best_effort=True) as client:
@@ -119,7 +119,7 @@ def test_one_line_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
 
 
 def test_a_daemon_appears(tmp_path: Path) -> None:
-    """A client that was made before its daemon uses it once it is there, with the namespace that it had."""
+    """A client made before its daemon uses it once it starts, with its existing namespace."""
     daemon = Daemon(HOST, root=tmp_path)
     with Client(daemon.target, best_effort=True) as client:
         namespace = client.open_namespace(SMALL)
@@ -134,7 +134,7 @@ def test_a_daemon_appears(tmp_path: Path) -> None:
 
 
 class _Worker:
-    """Puts and gets in a loop, as fast as it goes, and notes what it sees: hits, misses, wrong bytes, errors."""
+    """Puts and gets in a loop without pauses, and counts hits, misses, wrong bytes and errors."""
 
     def __init__(self, client: Client) -> None:
         self.hits = self.misses = self.wrong = 0
@@ -147,13 +147,13 @@ class _Worker:
         self._thread.start()
 
     def wait_for(self, what: str, more: int) -> None:
-        """Until it has seen so many more."""
+        """Waits for this many more."""
         with self._changed:
             wanted = getattr(self, what) + more
             assert self._changed.wait_for(lambda: getattr(self, what) >= wanted or self.errors, PATIENCE_S), vars(self)
 
     def end(self) -> None:
-        """Stops it."""
+        """Stops the worker."""
         self._is_ending.set()
         self._thread.join(PATIENCE_S)
 
@@ -180,7 +180,7 @@ class _Worker:
 
 @pytest.mark.parametrize("way", ["kill", "stop"])
 def test_a_daemon_comes_and_goes(way: str) -> None:
-    """While its daemon is killed or stopped and started again a worker sees hits, misses, hits, and nothing else."""
+    """A worker sees only hits and misses while its daemon is killed or stopped and started again."""
     with Daemon(HOST) as daemon, Client(daemon.target, best_effort=True) as client:
         worker = _Worker(client)
         try:
@@ -197,7 +197,7 @@ def test_a_daemon_comes_and_goes(way: str) -> None:
 
 
 def test_wrong_use_is_a_miss(tmp_path: Path) -> None:
-    """Handles of a daemon that has gone are stale for a best-effort client too, and its next calls serve."""
+    """A reservation of a former daemon fails for a best-effort client, and its next calls hit."""
     with Daemon(HOST) as daemon, Client(daemon.target, best_effort=True) as client:
         namespace = client.open_namespace(SMALL)
         assert put(client, namespace, 1, COUNT)
@@ -211,7 +211,7 @@ def test_wrong_use_is_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.001, 0.003, None])
 def test_short_timeouts_connect(timeout_s: float | None) -> None:
-    """A client whose calls have a millisecond each is connected by some of them, and served by those that are quick enough."""
+    """A client with timeouts of milliseconds connects after some calls, and fast calls hit."""
     with Daemon(HOST) as daemon, Client(daemon.target) as writer, Client(daemon.target, best_effort=True) as client:
         assert put(writer, writer.open_namespace(SMALL), 1, COUNT)
         namespace, slowest_s = OpenedNamespace(SMALL), 0.0
@@ -229,7 +229,7 @@ def test_short_timeouts_connect(timeout_s: float | None) -> None:
 
 @pytest.mark.parametrize("when", ["between calls", "while it is asked"])
 def test_stopped_daemon(when: str) -> None:
-    """A daemon that is stopped costs each call of a client that was served by it no more than tenths of a second, whatever its timeout; when it goes on it serves again."""
+    """A stopped daemon costs each call under a second, whatever its timeout, and serves again later."""
     with Daemon(HOST) as daemon, Client(daemon.target, best_effort=True, timeout_s=60) as client:
         namespace = client.open_namespace(SMALL)
         await_true(lambda: put(client, namespace, 1, COUNT).stored == COUNT, "a put", within_s=PATIENCE_S)
@@ -256,7 +256,7 @@ def test_stopped_daemon(when: str) -> None:
 
 
 def test_stopped_daemon_over_tcp(tmp_path: Path) -> None:
-    """The same over TCP: neither the first call of a client to a stopped daemon nor that of one that was served takes long, and it is served again."""
+    """Over TCP too, a stopped daemon delays neither new nor served clients, and serves both again later."""
     port = free_port()
     place = {"target": f"127.0.0.1:{port}", "credential_file": str(tmp_path / "secret"), "timeout_s": 60}
     with (

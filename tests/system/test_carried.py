@@ -1,4 +1,4 @@
-"""What of the SDK can be carried elsewhere, to another process or another client, and what says that it cannot."""
+"""SDK objects that can go to another process or client, and the errors of those that cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tierd.errors import StaleHandle, Unsupported
 
 @pytest.mark.parametrize("carry", [lambda it: pickle.loads(pickle.dumps(it)), copy.copy, copy.deepcopy])
 def test_pickling(carry: Callable[[Any], Any]) -> None:
-    """Clients, leases and reservations say by name that they stay in their process; namespaces, groups and views go to others, which use them."""
+    """Clients, leases and reservations refuse to be pickled by name; namespaces, groups and views
+    work elsewhere."""
     spec = NamespaceSpec(model="pickled", tokens_per_block=16, block_bytes=4096)
     with Daemon(f"nvme = []\n{HOST}") as daemon, Client(daemon.target) as client, Client(daemon.target) as other:
         namespace = client.open_namespace(spec)
@@ -38,7 +39,7 @@ def test_pickling(carry: Callable[[Any], Any]) -> None:
 
 
 def test_a_namespace_of_another_tenant(tmp_path: Path) -> None:
-    """A namespace that was opened for another tenant is refused by saying that, and nothing of epochs."""
+    """Another tenant's namespace is refused by that name, without a word of epochs."""
     (tmp_path / "secrets").touch(mode=0o600)
     (tmp_path / "secrets").write_text("other " + "s" * 32 + "\n")
     (tmp_path / "mine").write_text("s" * 32)

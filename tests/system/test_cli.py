@@ -1,4 +1,4 @@
-"""tierctl and tierd against a real daemon: every verb, its JSON, its failures."""
+"""tierctl and tierd against a real daemon: every verb, its JSON and its failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tierd.client import Client, NamespaceSpec
 TOKENS = np.arange(16 * 6, dtype=np.uint32)
 BLOCK_BYTES = 8192
 WATCHED_PUTS = 200
-"""Within which a watcher must have begun to listen."""
+"""A watcher must report an event within this many puts."""
 MODEL = "cli-test"
 
 Run = Callable[..., Result]
@@ -54,7 +54,7 @@ def client(started: Daemon) -> Iterator[Client]:
 
 @pytest.fixture
 def run(started: Daemon, client: Client) -> Run:
-    """`run("status")`: the verb against the daemon."""
+    """`run("status")` runs the verb against the daemon."""
     return lambda *arguments: CliRunner().invoke(ctl.cli, [*arguments, "--target", started.target], prog_name="tierctl")
 
 
@@ -72,7 +72,7 @@ def ask(run: Run) -> Ask:
 
 
 def test_status_tells_what_is_so(run: Run, ask: Ask, started: Daemon) -> None:
-    """The pid, the state and the blocks are the daemon's, in JSON and in the picture."""
+    """Status shows the daemon's pid, state and blocks, in JSON and in the picture."""
     status = ask("status")
     assert (status["pid"], status["state"], status["blocks"]) == (started.pid, "serving", 6)
     shown = run("status", "--counters").stdout
@@ -80,7 +80,7 @@ def test_status_tells_what_is_so(run: Run, ask: Ask, started: Daemon) -> None:
 
 
 def test_the_hit_ratio_is_what_clients_met(client: Client, run: Run, ask: Ask) -> None:
-    """A get that is served whole, and one that is not, move the ratio by their tokens."""
+    """A full hit and a miss change the hit ratio by their tokens."""
     before = ask("status")["hits"]
     space = client.open_namespace(NamespaceSpec(model=MODEL, tokens_per_block=16, block_bytes=BLOCK_BYTES))
     assert client.get(space, TOKENS).tokens == TOKENS.size
@@ -93,7 +93,7 @@ def test_the_hit_ratio_is_what_clients_met(client: Client, run: Run, ask: Ask) -
 
 
 def test_tiers_add_up(ask: Ask) -> None:
-    """Each tier's pages are within its capacity, and classes show the blocks' size."""
+    """The host tier's pages hold the blocks, and its classes show the blocks' size."""
     host, nvme = ask("tiers")["tiers"]
     assert (host["name"], host["kind"], nvme["kind"]) == ("host.0", "host", "nvme")
     assert host["used_bytes"] >= 6 * BLOCK_BYTES
@@ -101,7 +101,7 @@ def test_tiers_add_up(ask: Ask) -> None:
 
 
 def test_blocks_are_filtered_sorted_and_paged(ask: Ask) -> None:
-    """Pages of the list do not overlap and cover it; filters narrow it; the sort is kept."""
+    """Pages of the list cover it without overlap; filters narrow it, and the sort order holds."""
     first, second = (
         ask("blocks", "--sort", "position", "--limit", "4"),
         ask("blocks", "--sort", "position", "--limit", "4", "--offset", "4"),
@@ -116,7 +116,7 @@ def test_blocks_are_filtered_sorted_and_paged(ask: Ask) -> None:
 
 
 def test_inspect_finds_parent_and_child(ask: Ask) -> None:
-    """A block shows its page, its parent and what follows it."""
+    """Inspect shows a block's page, its parent and its children."""
     chain = ask("blocks", "--sort", "position")["blocks"]
     seen = ask("inspect", chain[2]["hash"][:20])
     assert seen["block"]["parent"] == chain[1]["hash"]
@@ -125,7 +125,7 @@ def test_inspect_finds_parent_and_child(ask: Ask) -> None:
 
 
 def test_sessions_and_namespaces_name_who_is_there(ask: Ask) -> None:
-    """The test's own session and its model are listed."""
+    """The lists show the test's own session and its model."""
     sessions = {one["name"]: one for one in ask("sessions")["sessions"]}
     assert sessions["the test"]["pid"] == os.getpid()
     assert sessions["the test"]["state"] == "open"
@@ -133,7 +133,7 @@ def test_sessions_and_namespaces_name_who_is_there(ask: Ask) -> None:
 
 
 def test_a_pinned_block_stays_when_all_is_evicted(ask: Ask) -> None:
-    """Evict drops everything but what an operator has pinned; unpinned, it goes too."""
+    """Evict drops every block except pinned ones, and drops those after an unpin."""
     block = ask("blocks")["blocks"][0]["hash"]
     assert ask("pin", block)["blocks"] == 1
     assert ask("evict", "--all") == {"blocks": 5, "bytes": 5 * BLOCK_BYTES, "pinned": 1}
@@ -143,7 +143,7 @@ def test_a_pinned_block_stays_when_all_is_evicted(ask: Ask) -> None:
 
 
 def test_flushed_blocks_survive_eviction_from_memory(ask: Ask) -> None:
-    """Flush writes what NVMe lacks, once; then the host tier can be emptied and nothing is lost."""
+    """Flush writes missing blocks to NVMe once. Evicting the host tier then loses nothing."""
     assert ask("flush") == {"blocks": 6, "bytes": 6 * BLOCK_BYTES, "left": 0}
     assert ask("flush")["blocks"] == 0
     ask("evict", "--tier", "host.0")
@@ -152,7 +152,7 @@ def test_flushed_blocks_survive_eviction_from_memory(ask: Ask) -> None:
 
 
 def test_an_epoch_bump_hides_what_was_stored(ask: Ask) -> None:
-    """Blocks of the old epoch are gone, and the namespace is listed in its next one."""
+    """After an epoch bump the old blocks are gone, and the list shows the next epoch."""
     assert ask("epoch", "bump", "--model", MODEL) == {"namespaces": 1, "blocks": 6}
     assert ask("status")["blocks"] == 0
     epochs = {one["epoch"]: one["current"] for one in ask("namespaces")["namespaces"] if one["model"] == MODEL}
@@ -160,14 +160,14 @@ def test_an_epoch_bump_hides_what_was_stored(ask: Ask) -> None:
 
 
 def test_top_counts_what_happens(ask: Ask) -> None:
-    """A frame carries the tiers and the rates of the time between two looks."""
+    """A frame shows the tiers and the rates between two samples."""
     frame = ask("top", "--interval", "20 ms")
     assert frame["seconds"] >= 0.02
     assert {tier["name"] for tier in frame["tiers"]} == {"host.0", "nvme.0"}
 
 
 def first_line(client: Client, lines: queue.Queue[str]) -> str:
-    """Puts blocks until the watcher reports one: it misses events from before it listens."""
+    """Puts blocks until the watcher reports one, because it misses events from before it listens."""
     space = client.open_namespace(NamespaceSpec(model="a/watched", tokens_per_block=16, block_bytes=BLOCK_BYTES))
     for number in range(WATCHED_PUTS):
         tokens = np.arange(16, dtype=np.uint32) + 1000 * (number + 1)
@@ -180,7 +180,7 @@ def first_line(client: Client, lines: queue.Queue[str]) -> str:
 @pytest.mark.parametrize("words", [[], ["--json"]], ids=["lines", "json"])
 def test_watch_tells_each_event_until_ctrl_c(started: Daemon, client: Client, words: list[str]) -> None:
     """watch writes one line for each event, and Ctrl-C ends it with 130 and an empty stderr."""
-    # A shell that runs the tests in the background ignores Ctrl-C, and so would this child.
+    # A background shell ignores Ctrl-C, and so would its children.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from tierd.cli.ctl import main; main()"
     command = [sys.executable, "-c", program, "watch", "--target", started.target, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -214,7 +214,7 @@ def test_watch_tells_each_event_until_ctrl_c(started: Daemon, client: Client, wo
     ids=lambda value: "-".join(value)[:30] if isinstance(value, tuple) else "",
 )
 def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], code: int, words: str) -> None:
-    """Thing, fault and remedy in one line on stderr, nothing on stdout, and a code that says of what sort it is."""
+    """A refusal is one line on stderr with thing, fault and remedy; the exit code gives its kind."""
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith("tierctl: ") and result.stderr.count("\n") == 1 and words in result.stderr
@@ -222,7 +222,7 @@ def test_a_refusal_is_one_line(run: Run, arguments: tuple[str, ...], code: int, 
 
 @pytest.mark.parametrize("verb", ["status", "top", "watch", "blocks", "flush", "replay"])
 def test_no_daemon_is_exit_code_3(tmp_path: Path, verb: str) -> None:
-    """Without a daemon every verb says so in one line that names the place and the remedy."""
+    """Without a daemon every verb prints one line that names the place and the remedy."""
     trace = tmp_path / "trace"
     trace.write_text('{"timestamp":0,"input_length":1,"hash_ids":[0]}\n')
     arguments = [verb, *([str(trace)] if verb == "replay" else []), "--target", str(tmp_path)]
@@ -232,7 +232,8 @@ def test_no_daemon_is_exit_code_3(tmp_path: Path, verb: str) -> None:
 
 
 def test_drain_then_purge(tmp_path: Path) -> None:
-    """Drain ends when nothing is held; after the daemon `tierd purge` frees what it left, once, and never while it runs."""
+    """Drain ends when nothing is held. `tierd purge` frees the rest once, and never under a running
+    daemon."""
     with Daemon(root=tmp_path) as daemon:
         config = ["--config", str(tmp_path / "tierd.toml")]
         environment = {"TIERD_RUNTIME_DIR": daemon.target, "TIERD_STATE_DIR": str(tmp_path / "state")}
@@ -247,7 +248,7 @@ def test_drain_then_purge(tmp_path: Path) -> None:
 
 
 def test_purge_of_stores_removes_them_and_nothing_else(tmp_path: Path) -> None:
-    """`tierd purge --nvme` removes the files of each configured store, none of anybody else's and none under a daemon; the next start begins anew."""
+    """`tierd purge --nvme` removes only the stores' own files, and only after the daemon's end."""
     space = NamespaceSpec("purged", 16, 4096)
     with Daemon(root=tmp_path) as daemon:
         (store,) = {path.parent for path in tmp_path.rglob("store.json")}
@@ -268,7 +269,7 @@ def test_purge_of_stores_removes_them_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_bad_configuration_is_one_line(tmp_path: Path) -> None:
-    """`tierd serve` with an unknown key names its nearest neighbour and ends with 2, without a traceback."""
+    """`tierd serve` with an unknown key names the nearest key and exits with 2, without a traceback."""
     config = tmp_path / "bad.toml"
     config.write_text('[server]\nclok = "replay"\n')
     result = CliRunner().invoke(tierd_cli.cli, ["serve", "--config", str(config)], prog_name="tierd")
@@ -277,7 +278,7 @@ def test_a_bad_configuration_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_broken_pipe_is_quiet(started: Daemon, client: Client) -> None:
-    """`tierctl blocks | head -1` ends without a word."""
+    """`tierctl blocks | head -1` ends without an error message."""
     command = [sys.executable, "-m", "tierd.cli.ctl", "blocks", "--target", started.target]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout and process.stderr
@@ -308,7 +309,7 @@ def test_a_daemon_runs_with_the_sizes_of_its_command_line(tmp_path: Path) -> Non
 
 
 def test_calls_of_tierctl_are_not_in_the_log(tmp_path: Path) -> None:
-    """A daemon's log has no line for a call of tierctl, and one for an engine's session."""
+    """A daemon logs no line for a call of tierctl, and one for an engine's session."""
     with Daemon(root=tmp_path) as daemon:
         before = daemon.log
         for verb in ("status", "tiers", "sessions"):
@@ -320,7 +321,7 @@ def test_calls_of_tierctl_are_not_in_the_log(tmp_path: Path) -> None:
 
 
 def test_the_first_lines_of_a_log_say_where_the_daemon_is(tmp_path: Path) -> None:
-    """A log begins with the tiers, their sizes and directories, and every address, ports included."""
+    """A log begins with the tiers, their sizes and directories, and every address with its port."""
     (tmp_path / "credential").write_text("0123456789abcdef\n")
     (tmp_path / "credential").chmod(0o600)
     listen = (

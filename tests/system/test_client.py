@@ -1,4 +1,4 @@
-"""The SDK against the real daemon: forks, kills, restarts, and what a worker sees of them."""
+"""The SDK against the real daemon: forks, kills and restarts, as a worker sees them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run_program(target, body, *args):
 
 
 def test_another_process_reads_what_was_put(daemon):
-    """Blocks put by one process are read in place by another of the same tenant."""
+    """Another process of the same tenant reads put blocks in place."""
     with Client(daemon.target) as client:
         put(client, model="system")
     out = run_program(
@@ -130,7 +130,7 @@ def test_groups_and_ranks(daemon):
 
 
 def test_durable(own_daemon):
-    """A durable put survives the loss of the memory with the process."""
+    """A durable put survives the loss of the process and its memory."""
     with Client(own_daemon.target) as client:
         spec = NamespaceSpec(model="durable", tokens_per_block=16, block_bytes=BLOCK_BYTES)
         ns = client.open_namespace(spec)
@@ -142,7 +142,7 @@ def test_durable(own_daemon):
 
 
 def test_a_kill_is_survived(own_daemon):
-    """When the daemon is killed and comes back, views stay right, old handles are stale, and the next calls are hits."""
+    """After the daemon is killed and restarts, views stay right, old handles are stale, and calls hit."""
     with Client(own_daemon.target) as client:
         ns = put(client, model="killed", seed=3)
         lease = client.acquire(ns, ns.hash(TOKENS))
@@ -164,7 +164,7 @@ def test_a_kill_is_survived(own_daemon):
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_put_in_the_midst_of_which_its_daemon_goes(own_daemon, monkeypatch, durable):
-    """When the daemon is killed and comes back while a put copies, the put is made once more, and what it stored is there."""
+    """If the daemon restarts while a put copies, the client retries the put and all blocks are stored."""
     sum_and_copy, restarts = copying.sum_and_copy, []
 
     def copy(*what, **how):
@@ -185,7 +185,7 @@ def test_a_put_in_the_midst_of_which_its_daemon_goes(own_daemon, monkeypatch, du
 
 @pytest.mark.parametrize("is_spare", [False, True])
 def test_a_put_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeypatch, is_spare):
-    """When the daemon goes between the answer of Reserve, or a spare of it, and the mapping of its pages, the put is made once more."""
+    """If the daemon restarts after Reserve, or a spare of it, but before the mapping, the put is retried."""
     with Client(own_daemon.target) as client:
         ns = client.open_namespace(NamespaceSpec(model="unmapped", tokens_per_block=16, block_bytes=1 << 20))
         blocks = [np.full(1 << 20, i, np.uint8) for i in range(2)]
@@ -208,7 +208,7 @@ def test_a_put_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeyp
 
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_get_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeypatch, is_copied):
-    """When the daemon goes between the answer of Acquire and the mapping of its pages, its successor is asked once more, and has the blocks."""
+    """If the daemon restarts between Acquire and the mapping, the get is retried and hits."""
     with Client(own_daemon.target) as client:
         ns = client.open_namespace(NamespaceSpec(model="unmapped", tokens_per_block=16, block_bytes=1 << 20))
         assert client.put(ns, chain(9, 2), [np.full(1 << 20, i, np.uint8) for i in range(2)]).stored == 2
@@ -228,7 +228,7 @@ def test_a_get_whose_daemon_goes_before_its_pages_are_mapped(own_daemon, monkeyp
 
 
 def test_a_farewell_to_a_daemon_that_dies(own_daemon):
-    """What a client let go of while its daemon was dying, which took the words and did nothing, comes back under the next one."""
+    """Releases that a dying daemon received but ignored take effect at the next daemon."""
     with Client(own_daemon.target) as client:
         ns = put(client, model="farewell", seed=3)
         views = client.get(ns, TOKENS).views
@@ -242,7 +242,7 @@ def test_a_farewell_to_a_daemon_that_dies(own_daemon):
 
 @pytest.mark.parametrize("way", ["dead", "dying"])
 def test_a_client_that_is_closed_without_its_daemon(own_daemon, way):
-    """What a client held that was closed when its daemon was dead, or took its farewell and died, comes back once another one of its process connects."""
+    """Pages of a client closed without a live daemon are freed when its process connects again."""
     client = Client(own_daemon.target)
     ns = put(client, model="closed", seed=3)
     views, pages = client.get(ns, TOKENS).views, client.reserve(PutGroup.private(ns, 1))
@@ -260,8 +260,8 @@ def test_a_client_that_is_closed_without_its_daemon(own_daemon, way):
 
 
 def test_pins_of_a_former_daemon_are_given_back(own_daemon):
-    """What a process held under a former daemon is reusable as soon as its views are gone, while the process lives on."""
-    count = 200  # 12.5 MiB of the tier's 32, of which a session may hold 16
+    """Pins of a former daemon are freed as soon as the views are gone, while the process lives."""
+    count = 200  # 12.5 MiB of the tier's 32; a session may hold 16
     spec = NamespaceSpec(model="held", tokens_per_block=1, block_bytes=BLOCK_BYTES)
     with Client(own_daemon.target) as client:
         ns = client.open_namespace(spec)
@@ -272,12 +272,12 @@ def test_pins_of_a_former_daemon_are_given_back(own_daemon):
             assert len(views) == count
             own_daemon.restart()
             del views
-        # Three times 12.5 MiB were held in turn; did nothing come back, the tier of 32 MiB would be full of pins.
+        # Three times 12.5 MiB were held in turn. Without releases, pins would fill the 32 MiB tier.
         assert client.put(ns, list(range(9000, 9000 + count)), [bytes(BLOCK_BYTES)] * count).stored == count
 
 
 def test_best_effort_through_a_restart(own_daemon):
-    """A best-effort client runs through the daemon's death without an error, and hits again afterwards."""
+    """A best-effort client survives the daemon's death without an error, and hits again afterwards."""
     with Client(own_daemon.target, best_effort=True) as client:
         ns = put(client, model="effort")
         own_daemon.kill()
@@ -289,7 +289,7 @@ def test_best_effort_through_a_restart(own_daemon):
 
 
 def test_forked_children(daemon):
-    """In a forked child handles raise ForkedClient, and its first call opens a session of its own; the parent's goes on."""
+    """In a forked child handles raise ForkedClient; child and parent have their own sessions."""
     run_program(
         daemon.target,
         """
@@ -332,7 +332,7 @@ def test_forked_children(daemon):
 
 
 def test_forks_while_threads_call(daemon):
-    """Forks in the middle of other threads' calls neither hang nor hurt the child or the parent."""
+    """Forks during other threads' calls neither block nor harm the child or the parent."""
     run_program(
         daemon.target,
         """
@@ -356,7 +356,7 @@ def test_forks_while_threads_call(daemon):
 
 
 def test_a_child_of_an_asyncio_worker(daemon):
-    """A process that used AsyncClient forks, and the child reads through a client of its own."""
+    """A process forks after using AsyncClient, and the child reads through its own client."""
     run_program(
         daemon.target,
         """
@@ -391,7 +391,7 @@ def test_a_child_of_an_asyncio_worker(daemon):
 
 
 def test_a_killed_client_leaves_nothing(daemon):
-    """What a killed client held is free again, without a timeout, for whoever asks next."""
+    """The daemon frees a killed client's pages without a timeout, and the next client can have them."""
     body = """
         client = Client(TARGET)
         ns = client.open_namespace(NamespaceSpec(model="killed-client", tokens_per_block=1, block_bytes=65536))
@@ -410,12 +410,12 @@ def test_a_killed_client_leaves_nothing(daemon):
 
 
 async def test_async_client(daemon):
-    """The asynchronous client puts, gets, reserves and watches on the real daemon."""
+    """The asynchronous client puts, gets and watches on the real daemon."""
     async with AsyncClient(daemon.target) as client:
         ns = await client.open_namespace(NamespaceSpec(model="async", tokens_per_block=16, block_bytes=BLOCK_BYTES))
         watcher = aiter(client.watch())
         first = asyncio.ensure_future(anext(watcher))
-        while not first.done():  # the watch begins at some moment; blocks stored after it are seen
+        while not first.done():  # a watch sees only blocks stored after it begins
             tokens = np.random.default_rng().integers(0, 1 << 30, 16).tolist()
             assert await client.put(ns, tokens, [block(1)])
         assert (await first).namespace == ns.id
@@ -425,7 +425,7 @@ async def test_async_client(daemon):
 
 
 def test_tenants_are_apart(tmp_path):
-    """A credential names the tenant; another tenant's equal blocks are not served, and a wrong credential is refused."""
+    """The credential names the tenant. Other tenants miss its blocks, and a wrong credential is refused."""
     file = tmp_path / "credentials"
     file.write_text("red 0123456789abcdef-red\nblue 0123456789abcdef-blue\n")
     file.chmod(0o600)
@@ -441,7 +441,7 @@ def test_tenants_are_apart(tmp_path):
 
 
 def test_remote(tmp_path):
-    """Over TCP with a bearer credential, what was put comes back byte for byte."""
+    """Over TCP with a bearer credential, a get gives the put blocks byte for byte."""
     import socket
 
     with socket.socket() as probe:
@@ -464,7 +464,7 @@ def test_remote(tmp_path):
 
 
 def test_chains(daemon):
-    """Blocks put later continue the chain that was put before."""
+    """Later blocks continue the chain of an earlier put."""
     with Client(daemon.target) as client:
         ns = put(client, model="chain")
         hashes = ns.hash(list(range(64)))

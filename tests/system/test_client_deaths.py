@@ -1,4 +1,5 @@
-"""Clients that are killed, by the hundred: their end is noticed at once, everything that they held comes back, and nothing of it is ever lost."""
+"""Hundreds of killed clients: the daemon notices each death at once, frees all holds and loses
+nothing."""
 
 from __future__ import annotations
 
@@ -49,28 +50,28 @@ segment = "8 MiB"
 HELD = 16
 """Blocks that each client leases, and as many that it reserves."""
 SHARED = 7
-"""The chain that all lease."""
+"""The chain that all clients lease."""
 NOTICED = "cache.end.before_return"
-"""The fault point that every end of a process passes, before anything of it is given back."""
+"""The fault point of every process's end, before the daemon frees any of its holds."""
 WAYS = ("plain", "forked", "stopped", "stopped and forked")
 IDLE_S, LOADED_S, BACK_S = 0.020, 0.100, 1.0
-"""What is promised at the 99th percentile; tenfold is asserted."""
+"""Promised limits at the 99th percentile. The tests assert ten times these."""
 WORKERS_S = 60.0
-"""Tenfold what they may take to begin, on a machine that is busy."""
+"""Ten times the workers' start time on a busy machine."""
 FOREIGN = 0xEE
-"""What the other tenant stores."""
+"""The byte that the other tenant stores."""
 SEED = int(os.environ.get("DEATHS_SEED", "1"))
 
 
 @dataclass
 class Times:
-    """Seconds from SIGKILL on. noticed: until the daemon knew; back: until it had everything back."""
+    """Seconds since SIGKILL. noticed: until the daemon noticed; back: until it had freed all holds."""
 
     noticed: list[float] = field(default_factory=list)
     back: list[float] = field(default_factory=list)
 
     def tell(self, what: str, *, limit_s: float) -> None:
-        """Reports, and asserts tenfold."""
+        """Reports the times and asserts ten times the limits."""
         noticed, back = percentile(self.noticed, 0.99), percentile(self.back, 0.99)
         report(
             f"client deaths, {what}",
@@ -86,7 +87,7 @@ class Times:
 
 @contextmanager
 def load(daemon: Daemon, directory: Path) -> Iterator[None]:
-    """Two workers that put and get as fast as they can, every byte checked."""
+    """Runs two workers that put and get without pause and check every byte."""
     logs = [directory / f"load-{i}.log" for i in range(2)]
     command = [sys.executable, "-m", "tests.system.crash_load", daemon.target]
     workers = [
@@ -110,7 +111,7 @@ def load(daemon: Daemon, directory: Path) -> Iterator[None]:
 
 
 def kept(daemon: Daemon) -> tuple[int, int]:
-    """Sessions and pages in the session table's file, whatever the daemon says."""
+    """Sessions and pages in the session table's file, independent of the daemon's replies."""
     (path,) = daemon.arena.rglob("sessions.tbl")
     words = np.fromfile(path, dtype="<u8")
     rows_at = holds._ROWS_AT // 8
@@ -121,19 +122,20 @@ def kept(daemon: Daemon) -> tuple[int, int]:
 
 
 def in_books(client: BlockClient) -> tuple[int, ...]:
-    """Leases, reservations, pinned, reserved and retiring pages, bytes that are not free: what a dead client must not change."""
+    """Counts that a death must not change: leases, reservations, pinned, reserved, retiring pages,
+    used bytes."""
     status, host = client.status(), client.tiers()["host.0"]
     pages = (host.pages_pinned, host.pages_reserved, host.pages_retiring)
     return (status.leases, status.reservations, *pages, host.used_bytes)
 
 
 def session_is_there(client: BlockClient, ward: Ward) -> bool:
-    """Whether the daemon's books know it; its holds go in the same step."""
+    """Whether the daemon still knows the session; it frees the holds in the same step."""
     return ward.session in [s.id for s in client.call(client.admin.Sessions, apb.SessionsRequest()).sessions]
 
 
 def kill(ward: Ward, faults: Faults, client: BlockClient, times: Times) -> None:
-    """Takes the times of one death."""
+    """Kills one client and times it."""
     hits = faults.hits()[NOTICED]
     begun = time.monotonic()
     ward.kill()
@@ -146,14 +148,14 @@ def kill(ward: Ward, faults: Faults, client: BlockClient, times: Times) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_deaths(tmp_path: Path) -> None:
-    """Killed with leases and reservations, alone or with a fork that holds the socket, running or stopped, idle or under load: noticed at once, 0 bytes leaked."""
+    """After SIGKILL of a client in any state, idle or under load, the daemon frees all its holds at once."""
     deaths, chance, numbers = count(test=12, nightly=300, weekly=2000), random.Random(SEED), itertools.count(10_000)
     with Daemon(CONFIG, faults=True) as daemon, daemon.faults() as faults, Nursery(daemon.target) as nursery:
         faults.arm(NOTICED, "count")
         with connected(daemon) as client:
             namespace, names = client.open_namespace(), chain(SHARED, HELD)
             assert client.put(namespace, names) == HELD
-            shared = client.acquire(namespace, names)  # so that no load evicts what everybody will lease
+            shared = client.acquire(namespace, names)  # so that no load evicts the shared blocks
             assert len(shared.pages) == HELD
             before, rows = in_books(client), kept(daemon)
 
@@ -187,11 +189,11 @@ def test_deaths(tmp_path: Path) -> None:
         assert "Traceback" not in daemon.log, daemon.log[-4000:]
 
 
-# -- those that are not dead
+# -- clients that are not dead
 
 
 def reader(talk: Talk, target: str) -> None:
-    """Keeps views through whatever comes; says how many of them are right when asked."""
+    """Keeps views throughout; on request it says how many are right."""
     client = Client(target)
     namespace = client.open_namespace(SMALL)
     assert put(client, namespace, SHARED, HELD)
@@ -204,7 +206,7 @@ def reader(talk: Talk, target: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_stopped_reader() -> None:
-    """Views of a stopped client hold the same bytes when it goes on, after tenfold churn of the tier and daemons killed and ended in between."""
+    """A stopped client's views keep their bytes through churn and through killed and stopped daemons."""
     lives = count(test=2, nightly=10, weekly=50)
     with Daemon(CONFIG) as daemon, Elsewhere(reader, daemon.target) as other:
         assert other.hear() == HELD
@@ -214,7 +216,7 @@ def test_stopped_reader() -> None:
             daemon.start()
             with Client(daemon.target) as client:
                 assert churn(client, seed=100 + life, total=2 * HOST_BYTES) > 0
-            # Transfers that the churn left behind pin pages too, for a moment.
+            # Transfers after the churn pin pages for a moment, too.
             await_true(lambda: held(daemon)[2] == HELD, "what the stopped client holds, and nothing else")
         os.kill(other.pid, signal.SIGCONT)
         assert other.ask() == HELD
@@ -224,14 +226,14 @@ def test_stopped_reader() -> None:
 
 
 def writer(talk: Talk, target: str, *, credential_file: str) -> None:
-    """Stores what others of its tenant will read."""
+    """Stores blocks for other clients of its tenant."""
     client = Client(target, credential_file=credential_file)
     talk.say(bool(put(client, client.open_namespace(SMALL), SHARED, HELD)))
     talk.hear()
 
 
 def bereaved(talk: Talk, target: str, *, credential_file: str) -> None:
-    """Maps what another process of its tenant wrote, and forks a child that keeps mapping and socket, and says in the end what it sees there."""
+    """Maps another process's blocks. Its forked child keeps mappings and socket, and counts foreign bytes."""
     talk.hear()
     client = Client(target, credential_file=credential_file)
     views = client.get(client.open_namespace(SMALL), chain(SHARED, HELD)).views
@@ -245,7 +247,7 @@ def bereaved(talk: Talk, target: str, *, credential_file: str) -> None:
 
 @pytest.mark.timeout(120)
 def test_orphan_that_maps(tmp_path: Path) -> None:
-    """A fork that outlives its parent with its mappings never sees in them what another tenant stores later."""
+    """A fork that outlives its parent never sees another tenant's later blocks in its mappings."""
     secrets = {tenant: tenant * 32 for tenant in "ab"}
     for tenant, secret in secrets.items():
         (tmp_path / tenant).write_text(secret)
@@ -269,7 +271,7 @@ def test_orphan_that_maps(tmp_path: Path) -> None:
 
 
 def test_a_call_that_ends_after_its_session() -> None:
-    """A session that stops while its namespace is being stored has lost its call: nothing is remembered of it."""
+    """A call whose session ends while the daemon stores its namespace fails with SessionLost."""
     point = "instance.namespaces.before_replace"
     request = pb.OpenNamespaceRequest(model="late", tokens_per_block=16, block_bytes=4096)
     with (

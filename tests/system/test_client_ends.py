@@ -1,4 +1,4 @@
-"""What a client held comes back when its process is gone, at once, and not a moment before."""
+"""The daemon frees a client's holds as soon as its process ends, and never before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ capacity = "64 MiB"
 segment = "4 MiB"
 """
 TIER_BLOCKS = 512
-"""Of 4 KiB, in the host tier."""
+"""Number of 4 KiB blocks in the host tier."""
 SEEDS = itertools.count(1000)
 HELD = 40
 """Blocks that the client under test leases, and as many that it reserves."""
@@ -37,13 +37,13 @@ HELD = 40
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """A host tier that is soon full."""
+    """A daemon with a small host tier."""
     with Daemon(SMALL) as running:
         yield running
 
 
 def _holding(daemon: Daemon) -> tuple[Puppet, set[Memory]]:
-    """A client with leases and reservations, and where their pages lie."""
+    """A client with leases and reservations, and the memory of their pages."""
     puppet = Puppet(daemon.target)
     assert puppet.put(1, HELD) == HELD
     pages = puppet.lease(1, HELD) + puppet.reserve(2, HELD)
@@ -52,7 +52,7 @@ def _holding(daemon: Daemon) -> tuple[Puppet, set[Memory]]:
 
 
 def _pages_given(client: BlockClient, *, rounds: int) -> set[Memory]:
-    """Stores blocks, whatever is in them, until the host tier was filled so often; every page that was given out for them."""
+    """Commits unwritten blocks until they have filled the host tier `rounds` times; their pages."""
     namespace, given = client.open_namespace(model="pressure"), set[Memory]()
     for _ in range(rounds * TIER_BLOCKS // 128):
         reservation, handles = client.reserve(namespace, chain(next(SEEDS), 128))
@@ -69,7 +69,7 @@ def _quiet(client: BlockClient) -> bool:
 
 
 def test_killed_client(daemon: Daemon) -> None:
-    """Leases and reservations of a client that was killed come back by themselves, and their pages are used again."""
+    """The daemon frees a killed client's leases and reservations by itself and reuses their pages."""
     puppet, held = _holding(daemon)
     with puppet, connected(daemon) as client:
         assert (client.status().leases, client.status().reservations) == (1, 1)
@@ -81,7 +81,7 @@ def test_killed_client(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("way", ["hang_up", "stop"])
 def test_living_client(daemon: Daemon, way: str) -> None:
-    """While the process lives, closed socket or stopped, none of its pages is given to anybody, whatever the pressure."""
+    """While its process lives, disconnected or stopped, no page of a client goes to another one."""
     puppet, held = _holding(daemon)
     with puppet, connected(daemon) as client:
         getattr(puppet, way)()
@@ -94,7 +94,7 @@ def test_living_client(daemon: Daemon, way: str) -> None:
 
 
 def test_child_with_the_socket(daemon: Daemon) -> None:
-    """A child that holds a copy of the session's socket keeps nothing alive once its parent is gone."""
+    """A child with a copy of the session's socket keeps no hold alive after its parent's death."""
     puppet, _ = _holding(daemon)
     with puppet, connected(daemon) as client:
         child = puppet.fork()
@@ -107,7 +107,7 @@ def test_child_with_the_socket(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("way", ["hang_up", "stop", None])
 def test_client_across_a_crash(daemon: Daemon, way: str | None) -> None:
-    """A client that lives through a kill -9 of the daemon keeps its pages, bytes and all, until its process is gone."""
+    """A client that survives a kill -9 of the daemon keeps its pages and bytes until its process ends."""
     puppet, held = _holding(daemon)
     with puppet:
         if way:
@@ -128,7 +128,7 @@ def test_client_across_a_crash(daemon: Daemon, way: str | None) -> None:
 
 
 def test_client_across_many_crashes(daemon: Daemon) -> None:
-    """Pages of one client stay its own through daemon after daemon."""
+    """One client's pages stay its own through many daemons."""
     puppet, held = _holding(daemon)
     with puppet:
         for _ in range(4):
@@ -140,7 +140,8 @@ def test_client_across_many_crashes(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("way", ["promoted", "forgotten", "smaller share"])
 def test_reader_across_a_crash(daemon: Daemon, way: str) -> None:
-    """What a client only reads stays as it is over a kill -9, though the daemon wrote the pages, forgot their epoch, or allows less now."""
+    """A reader's leased pages survive a kill -9: promoted pages, a bumped epoch's, or beyond a
+    smaller share."""
     with Puppet(daemon.target) as reader:
         with connected(daemon) as client:
             namespace = client.open_namespace()
@@ -181,7 +182,7 @@ def _one_descriptor_left(daemon: Daemon) -> Iterator[None]:
 
 
 def test_a_segment_that_cannot_be_given_costs_no_descriptor(daemon: Daemon) -> None:
-    """A client that asks for a segment while the daemon has a descriptor for one of its two files alone is refused, and the daemon keeps none open."""
+    """A map request with one free descriptor, for two files, is refused and leaks no descriptor."""
     with RawClient(daemon.target) as client:
         handle = client.reserve(client.open_namespace(), chain(1, 1))[1][0]
         request = {"op": "map", "tier": int(handle["tier"]), "segment": int(handle["segment"])}

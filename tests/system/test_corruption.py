@@ -1,4 +1,4 @@
-"""Bits that change where blocks lie, while the daemon is down or up: a miss, a count and a log line, never bytes."""
+"""Flipped bits on disk or in memory give a miss, a count and a log line, never wrong bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ segment = "4 MiB"
 """
 NAMES = chain(1, 8)
 BAD = 3
-"""The block of NAMES that is damaged."""
+"""Index of the damaged block in NAMES."""
 LENGTH = 64 << 10
 
 
@@ -55,7 +55,7 @@ def _put(daemon: Daemon, *, durable: bool) -> None:
 
 
 def _read(daemon: Daemon) -> int:
-    """Blocks that a get gives, every byte compared; the daemon must serve on."""
+    """The number of blocks that a get gives, every byte compared. The daemon must still serve."""
     with connected(daemon) as client:
         found = client.read(_namespace(client), NAMES)
         assert client.status().state == "serving"
@@ -68,7 +68,7 @@ def _corrupt(daemon: Daemon, tier: str) -> int:
 
 
 def flip(directory: Path, block: int, *, shift: int) -> None:
-    """Flips one bit, `shift` bytes from the start of the block's bytes, in the one file below that holds them."""
+    """Flips one bit at `shift` from the start of a block's bytes, in the one file that holds them."""
     start = content_of(NAMES[block], LENGTH)[:64].tobytes()
     found = [
         (path, at) for path in directory.rglob("*") if path.is_file() and (at := path.read_bytes().find(start)) >= 0
@@ -79,7 +79,7 @@ def flip(directory: Path, block: int, *, shift: int) -> None:
 
 
 def flip_bit(path: Path, at: int) -> None:
-    """Through the file, so that whoever maps it sees it too."""
+    """Flips through the file, so that every process that maps it sees the change."""
     fd = os.open(path, os.O_RDWR)
     try:
         os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 0x10]), at)
@@ -94,7 +94,8 @@ HEADER_PLACES = [-HEADER_BYTES, -HEADER_BYTES + 100, -HEADER_BYTES + 256]
 
 @pytest.mark.parametrize("shift", PLACES + HEADER_PLACES)
 def test_store_slot(daemon: Daemon, shift: int) -> None:
-    """A flipped bit in a slot of the store, payload or header: that block and those after it are a miss, counted, and can be put again."""
+    """A flipped bit in a slot's payload or header is a counted miss from that block on. A new put
+    repairs it."""
     _put(daemon, durable=True)
     daemon.kill()
     wipe_arena(daemon)
@@ -109,7 +110,7 @@ def test_store_slot(daemon: Daemon, shift: int) -> None:
 @pytest.mark.parametrize("shift", PLACES)
 @pytest.mark.parametrize("is_up", [False, True], ids=["down", "up"])
 def test_arena(daemon: Daemon, shift: int, is_up: bool) -> None:
-    """A bit of the arena flipped between two lives, or after the new one has found the block again: a miss on the first hit, counted."""
+    """An arena bit flipped before or after the daemon's start is a counted miss at the first hit."""
     _put(daemon, durable=False)
     daemon.kill()
     if is_up:
@@ -124,7 +125,7 @@ def test_arena(daemon: Daemon, shift: int, is_up: bool) -> None:
 
 
 def test_arena_with_a_far_copy(daemon: Daemon) -> None:
-    """A block whose copy in memory went bad is served from its store by the very get that finds it bad."""
+    """A get that detects a bad memory copy serves the block from its store."""
     _put(daemon, durable=True)
     daemon.kill()
     flip(daemon.arena, BAD, shift=5)
@@ -134,7 +135,7 @@ def test_arena_with_a_far_copy(daemon: Daemon) -> None:
 
 
 def test_both_copies(daemon: Daemon) -> None:
-    """A block that went bad in memory and on the store is found bad in both by one get, and whole again once it was put again."""
+    """One get detects a block bad in memory and in the store; a new put makes it whole."""
     _put(daemon, durable=True)
     daemon.kill()
     flip(daemon.arena, BAD, shift=5)
@@ -147,7 +148,7 @@ def test_both_copies(daemon: Daemon) -> None:
 
 
 def test_bad_memory_does_not_reach_the_store(daemon: Daemon) -> None:
-    """A page that went bad before it was written to the store is refused there: the put that wanted it durable is told."""
+    """A page that went bad in memory is never written to the store: its block is a miss there."""
     _put(daemon, durable=False)
     daemon.kill()
     flip(daemon.arena, BAD, shift=5)
@@ -162,7 +163,8 @@ def test_bad_memory_does_not_reach_the_store(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("seed", range(count(test=6, nightly=6, weekly=60)))
 def test_noise(daemon: Daemon, seed: int) -> None:
-    """Bits flipped anywhere in what a daemon leaves: the next one serves committed bytes and misses, or refuses to start and says why."""
+    """After random flips the next daemon serves committed bytes and misses, or refuses to start
+    with a reason."""
     _put(daemon, durable=seed % 2 == 0)
     daemon.stop() if seed % 4 < 2 else daemon.kill()
     chance = random.Random(seed)
@@ -195,14 +197,14 @@ def _starts(daemon: Daemon) -> bool:
 
 
 def _used_bytes(path: Path) -> int:
-    """Up to the last byte that is not zero."""
+    """Bytes up to the last one that is not zero."""
     used = np.flatnonzero(np.fromfile(path, dtype=np.uint8))
     return int(used[-1]) + 1 if len(used) else 1
 
 
 @pytest.mark.parametrize("lost", ["nvme-0", "arena", "namespaces.jsonl"])
 def test_lost_files(daemon: Daemon, lost: str) -> None:
-    """A store, an arena or the list of namespaces that is gone is a miss at most: the daemon starts and serves."""
+    """A daemon without its store, its arena or its list of namespaces starts and serves every block."""
     _put(daemon, durable=True)
     daemon.kill()
     if lost == "arena":

@@ -1,4 +1,4 @@
-"""The first promise: whatever kills the daemon, whenever, a get gives committed bytes or a miss, and what was acknowledged durable is there."""
+"""The first promise: after any crash a get gives committed bytes or a miss, and durable blocks stay."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 3
 KILLS_PER_RUN = 100
 RECENT_LIVES = 2
-"""What was stored during the last ones is checked whole after each restart."""
+"""Each check after a restart covers every chain of the last lives."""
 SAMPLED_OLDER = 8
-"""Of everything older, so many chains."""
+"""Number of older chains in each check."""
 
 
 def store_bytes(kills: int) -> int:
-    """Capacity of a run's store: it never has to evict, and no thread may make chains of more than a twelfth of it (six threads; slots are up to a third larger)."""
+    """A store that never evicts: each of six threads fills at most 1/12, as slots are up to 1/3 larger."""
     return 512 + 64 * kills << 20
 
 
@@ -55,7 +55,7 @@ segment = "8 MiB"
 
 
 class Oracle:
-    """What the workers were told, read from their logs; it knows nothing of the daemon."""
+    """The acknowledgements in the workers' logs. The oracle never asks the daemon."""
 
     def __init__(self, directory: Path) -> None:
         self.logs = [directory / f"worker-{i}.log" for i in range(WORKERS)]
@@ -65,7 +65,7 @@ class Oracle:
         self._read = dict.fromkeys(self.logs, 0)
 
     def listen(self) -> None:
-        """Takes in what is new in the logs; a line that is not finished waits for the next time."""
+        """Reads the logs' new lines. An unfinished line waits for the next time."""
         for path in self.logs:
             if not path.exists():
                 continue
@@ -78,22 +78,22 @@ class Oracle:
                 self._take(json.loads(line))
 
     def begin_life(self) -> None:
-        """What is told from now on belongs to the next daemon."""
+        """Later acknowledgements belong to the next daemon."""
         self.listen()
         self.lives.append({})
 
     def to_check(self, chance: random.Random) -> list[Chain]:
-        """What was acknowledged durable: the newest whole, a sample of the rest."""
+        """Durable chains to check: all of the newest, and a sample of the others."""
         recent = [n for life in self.lives[-RECENT_LIVES:] for n in life]
         older = [n for life in self.lives[:-RECENT_LIVES] for n in life]
         return [chain_of(n) for n in dict.fromkeys(recent + chance.sample(older, min(SAMPLED_OLDER, len(older))))]
 
     def everything(self) -> list[Chain]:
-        """Every chain that was ever acknowledged durable."""
+        """Every chain that was ever acknowledged as durable."""
         return [chain_of(n) for n in dict.fromkeys(n for life in self.lives for n in life)]
 
     def count_blocks(self) -> int:
-        """Blocks that were ever acknowledged durable, as far as the logs say by now."""
+        """Blocks that were ever acknowledged as durable, by the logs so far."""
         self.listen()
         return sum(len(it.hashes) for it in self.everything())
 
@@ -110,7 +110,7 @@ class Oracle:
 
 
 class Workers:
-    """Processes at work on a daemon, until the context ends."""
+    """Worker processes on a daemon, until the context ends."""
 
     def __init__(self, daemon: Daemon, oracle: Oracle, *, put_bytes: int) -> None:
         self._commands = [
@@ -120,7 +120,7 @@ class Workers:
         self._processes = [self._start(command) for command in self._commands]
 
     def replace(self, i: int) -> None:
-        """One is killed in the middle of what it does, and another takes its place."""
+        """Kills a worker during its work and starts another."""
         self._end(self._processes[i])
         self._processes[i] = self._start(self._commands[i])
 
@@ -148,7 +148,7 @@ class Workers:
 
 
 def check(daemon: Daemon, chains: list[Chain], oracle: Oracle) -> None:
-    """Every byte of these chains. Lost and wrong ones go to the oracle's complaints."""
+    """Compares every byte of these chains. Lost and wrong blocks become the oracle's complaints."""
     with Client(daemon.target, name="check", timeout_s=30.0) as client:
         spaces = open_all(client)
         for it in chains:
@@ -173,7 +173,7 @@ def check(daemon: Daemon, chains: list[Chain], oracle: Oracle) -> None:
 
 
 def kill_and_restart(daemon: Daemon, chance: random.Random, *, start_s: float) -> int:
-    """Kills the daemon, perhaps its successors while they recover, and leaves one that serves; how many of these it killed."""
+    """Kills the daemon and some recovering successors, then starts one; the number of killed starts."""
     daemon.kill()
     starts_killed = 0
     while chance.random() < 0.35:
@@ -186,7 +186,7 @@ def kill_and_restart(daemon: Daemon, chance: random.Random, *, start_s: float) -
 
 
 def crash(kills: int, *, seed: int, directory: Path, kind: type[Daemon] = Daemon) -> None:
-    """A run: so many kills under load, with everything checked."""
+    """A run: `kills` kills under load, with a check after each."""
     chance, oracle, begun = random.Random(seed), Oracle(directory), time.monotonic()
     with kind(config(kills)) as daemon:
         before = time.monotonic()
@@ -231,14 +231,14 @@ def _seed() -> int:
 
 @pytest.mark.timeout(300)
 def test_killed_again_and_again(tmp_path: Path) -> None:
-    """Ten kills under load: no durable block is lost, no byte is ever wrong, and each time the daemon serves again."""
+    """After each of ten kills under load the daemon serves, no durable block is lost and no byte is wrong."""
     crash(count(test=10, nightly=20, weekly=20), seed=_seed(), directory=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_killed_hundreds_of_times(tmp_path: Path) -> None:
-    """Hundreds of kills, most of them of daemons that start warm: as above."""
+    """The same holds for hundreds of kills, mostly of daemons that start warm."""
     kills, seed = count(test=20, nightly=300, weekly=1000), _seed()
     for i, start in enumerate(range(0, kills, KILLS_PER_RUN)):
         directory = tmp_path / str(i)

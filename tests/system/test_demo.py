@@ -1,4 +1,4 @@
-"""`tierd demo`, whole, with a model small enough for a test."""
+"""The whole `tierd demo`, with a model small enough for a test."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tierd.worker.report import Report, Request
 
 @pytest.fixture(autouse=True)
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random model that computes 800 tokens in no time."""
+    """A random model that computes 800 tokens almost at once."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
     monkeypatch.setattr(demo, "RANDOM", replace(demo.RANDOM, **sizes, max_positions=1024))
 
 
 @pytest.fixture
 def roots(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories of the daemons that are started."""
+    """The root directories of the demo's daemons."""
     found: list[Path] = []
 
     class Noted(demo.Daemon):
@@ -37,7 +37,7 @@ def roots(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_the_demo_serves_from_every_place_and_ends_well(roots: list[Path]) -> None:
-    """Cold, device, host, NVMe, after kill -9: each turn from where the table says, tokens equal, exit code 0, nothing left behind."""
+    """The table's tier serves each turn of the demo with equal tokens; it exits with 0 and cleans up."""
     result = CliRunner().invoke(cli, ["demo"])
     assert result.exit_code == 0, result.output
     assert len([line for line in result.stdout.splitlines() if line.endswith("  yes")]) == len(demo.SCENES)
@@ -47,7 +47,7 @@ def test_the_demo_serves_from_every_place_and_ends_well(roots: list[Path]) -> No
 
 
 def test_the_demo_ends_loudly_when_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a turn's tokens are not those of the run without a cache, the demo says which and ends with 1."""
+    """If a turn's tokens differ from those without a cache, the demo names the turn and exits with 1."""
     run = demo.Stage._run
 
     def other(stage: demo.Stage, engine: Engine, prompt: tuple[int, ...]) -> Report:
@@ -63,7 +63,7 @@ def test_the_demo_ends_loudly_when_tokens_differ(monkeypatch: pytest.MonkeyPatch
 
 
 def test_both_engines_are_warm_before_anything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first turn each engine has computed a text of hundreds of tokens, which no turn finds: the cold row compares like with like."""
+    """Before the first turn each engine computes an unrelated long prompt, so the cold row is comparable."""
     generate, lengths = Engine.generate, dict[int, list[int]]()
 
     def noted(engine: Engine, requests: Sequence[Request]) -> list[Report]:

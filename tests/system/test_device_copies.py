@@ -1,4 +1,4 @@
-"""What a GPU's pages can be beside blocks, a real daemon and a real client: in a row, where a segment is a block's bytes; copied by a kernel."""
+"""GPU pages beyond single blocks, with a real daemon and client: contiguous rows and kernel copies."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HOST = '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n'
 
 
 def config(segment: str) -> str:
-    """With a device tier of such segments."""
+    """A configuration with a device tier of this segment size."""
     return f'[[device]]\nkind = "cuda"\ncapacity = "24 MiB"\nsegment = "{segment}"\n' + HOST
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started here find it."""
+    """Later child processes use the driver."""
     use_driver(monkeypatch)
 
 
@@ -47,7 +47,7 @@ def stored(client: Client, seed: int) -> Any:
 
 
 def in_a_row(talk: Talk, target: str) -> None:
-    """Runs there: what it finds at the one address, and what a release says while it is there and then."""
+    """Runs in the worker: reads the row at its one address, and releases with the row and without it."""
     client = Client(target)
     lease = stored(client, 1)
     row = contiguous(lease.views())
@@ -69,7 +69,7 @@ def in_a_row(talk: Talk, target: str) -> None:
 
 
 def test_leased_pages_stand_in_a_row(driver: None) -> None:
-    """Block behind block at one address, a short last one too; the lease is held as long as the row is there, and no longer."""
+    """Leased pages form one contiguous row, with a short last block, and the row keeps its lease alive."""
     with Daemon(config("2 MiB")) as daemon, Elsewhere(in_a_row, daemon.target) as worker:
         assert worker.hear() == [[True] * BLOCKS, [BLOCK_BYTES] * (BLOCKS - 1) + [BLOCK_BYTES // 2], "ViewsAlive"]
         assert held(daemon)[0] == 1
@@ -78,7 +78,7 @@ def test_leased_pages_stand_in_a_row(driver: None) -> None:
 
 
 def refused(talk: Talk, target: str) -> None:
-    """Runs there: what it is told."""
+    """Runs in the worker: says the error of `contiguous`."""
     lease = stored(Client(target), 2)
     try:
         contiguous(lease.views())
@@ -89,7 +89,7 @@ def refused(talk: Talk, target: str) -> None:
 
 
 def test_segments_of_several_blocks_are_no_row(driver: None) -> None:
-    """The error names the block's bytes, the GPU's granularity and the setting."""
+    """The error for larger segments names the block's bytes, the GPU's granularity and the setting."""
     with Daemon(config("4 MiB")) as daemon, Elsewhere(refused, daemon.target) as worker:
         said = worker.hear()
     assert f"{BLOCK_BYTES} bytes" in said and f"granularity is {2 << 20}" in said
@@ -109,7 +109,8 @@ def test_segments_of_several_blocks_are_no_row(driver: None) -> None:
     ],
 )
 def test_by_which_ways_pages_come_is_shown(monkeypatch: pytest.MonkeyPatch, piece_us: str, way: str, said: str) -> None:
-    """By `tierctl tiers`, behind the GPU's name: who copies small pages and how they come from a store, as it was found when the GPU process began."""
+    """`tierctl tiers` shows the engine of small copies and the read path from a store, as probed at
+    the start."""
     monkeypatch.setenv("TIERD_FAKE_CUFILE", way)
     use_fatbins(monkeypatch)
     monkeypatch.setenv("TIERD_FAKE_CUDA_PIECE_US", piece_us)

@@ -1,4 +1,4 @@
-"""Blocks that come from NVMe to a GPU past host memory, on the fake driver and the fake cuFile: which way is taken when, and what is left of it whatever goes wrong."""
+"""Direct reads from NVMe to a GPU, on the fake driver and cuFile: the chosen path, and every failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_USED = "GPUDirect Storage is not used"
 
 
 class Counts(NamedTuple):
-    """What the fake cuFile has read in a GPU process."""
+    """Reads of the fake cuFile in a GPU process."""
 
     total: int
     nvfs: int
@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 class CuFile:
-    """The fake one of a daemon's GPU processes."""
+    """The fake cuFile of a daemon's GPU processes."""
 
     def __init__(self, folder: Path) -> None:
         self.orders, self.told = folder / "orders", folder / "counts"
@@ -53,23 +53,23 @@ class CuFile:
         return {"TIERD_FAKE_CUFILE_ORDERS": str(self.orders), "TIERD_FAKE_CUFILE_COUNTS": str(self.told)}
 
     def order(self, word: str) -> None:
-        """What every read meets with from now on; empty: nothing."""
+        """Sets the outcome of every later read; "" for success."""
         new = self.orders.with_suffix(".new")
         new.write_text(word)
         new.rename(self.orders)
 
     def counts(self) -> Counts:
-        """Of the GPU process that read last."""
+        """Counts of the GPU process that read last."""
         return Counts(*map(int, self.told.read_text().split()))
 
     def await_hung(self) -> None:
-        """A read hangs."""
+        """Waits until a read hangs."""
         await_true(self.orders.with_name("orders.held").exists, "a read that hangs")
 
 
 @pytest.fixture
 def cufile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CuFile:
-    """Reads are direct unless a test says otherwise."""
+    """A fake cuFile whose reads are direct unless a test says otherwise."""
     fake = CuFile(tmp_path)
     use_driver(monkeypatch, TIERD_FAKE_CUFILE="nvfs", **fake.environment)
     return fake
@@ -88,25 +88,25 @@ def worker(daemon: Daemon) -> Iterator[Elsewhere]:
 
 
 def far(daemon: Daemon, worker: Elsewhere, seed: int, blocks: int = BLOCKS) -> None:
-    """A chain that NVMe alone holds."""
+    """Stores a chain on NVMe alone."""
     assert worker.ask(["put", [seed, blocks, "durable"]]) == blocks
     send_far(daemon)
 
 
 def send_far(daemon: Daemon) -> None:
-    """What is nearer leaves."""
+    """Evicts the device and host tiers."""
     for tier in ("device.0", "host.0"):
         evict(daemon.target, tier)
 
 
 def look(daemon: Daemon) -> tuple[dict[str, apb.TierInfo], list[str]]:
-    """The tiers, and what is said of direct reads."""
+    """The tiers, and the notices about direct reads."""
     with connected(daemon) as client:
         return client.tiers(), [notice for notice in client.status().notices if NOT_USED in notice]
 
 
 def is_leased(worker: Elsewhere, seed: int, blocks: int = BLOCKS) -> bool:
-    """Whether all of a chain comes to the device, and is right. It is given back."""
+    """Leases a chain on the device, checks its bytes and drops it; whether all blocks were hits."""
     found = worker.ask(["lease", [seed, blocks]])
     assert worker.ask(["right", []]) == [found, found]
     worker.ask(["drop", []])
@@ -114,20 +114,20 @@ def is_leased(worker: Elsewhere, seed: int, blocks: int = BLOCKS) -> bool:
 
 
 def resume(daemon: Daemon) -> None:
-    """The daemon looks at its device now, not at the next of its looks."""
+    """Makes the daemon probe its device at once."""
     with RawClient(daemon.target) as operator:
         operator.call(operator.admin.Resume, apb.ResumeRequest(tier="device.0"))
 
 
 def await_direct(daemon: Daemon) -> None:
-    """The next GPU process reads directly, and plans go by it."""
+    """Waits until the next GPU process reads directly and the daemon plans for it."""
     await_true(lambda: DIRECT in look(daemon)[0]["device.0"].place, "the direct way")
     resume(daemon)
 
 
 @contextmanager
 def full_host(daemon: Daemon) -> Iterator[None]:
-    """Two clients hold every page of the host tier."""
+    """Two clients reserve every page of the host tier."""
     with Client(daemon.target) as one, Client(daemon.target) as two:
         kept = []
         for client in (one, two):
@@ -140,19 +140,19 @@ def full_host(daemon: Daemon) -> Iterator[None]:
 
 
 def test_blocks_come_past_host_memory(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """With no page of the host left blocks come from NVMe to the device, by cuFile's direct reads alone, right to the bit; `tierctl tiers` says so and no notice the contrary."""
+    """With a full host tier, blocks go from NVMe to the device by direct reads alone, and status shows it."""
     far(daemon, worker, 1)
     with full_host(daemon):
         assert is_leased(worker, 1)
     size = SPEC.block_bytes * BLOCKS + (1 << 20)
-    assert cufile.counts() == Counts(BLOCKS + 1, BLOCKS + 1, 0, 0, size)  # one was the question
+    assert cufile.counts() == Counts(BLOCKS + 1, BLOCKS + 1, 0, 0, size)  # one read was the probe
     tiers, notices = look(daemon)
     assert tiers["host.0"].pages_ready == 0 and tiers["device.0"].pages_ready == BLOCKS
     assert DIRECT in tiers["device.0"].place and notices == []
 
 
 def test_host_memory_comes_first(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """What host memory holds too is not read from the disk again."""
+    """A block that host memory holds is not read from the disk again."""
     far(daemon, worker, 2)
     with Client(daemon.target) as client:
         assert client.get(client.open_namespace(SPEC), chain(2, BLOCKS)).tokens == 16 * BLOCKS
@@ -163,7 +163,7 @@ def test_host_memory_comes_first(daemon: Daemon, worker: Elsewhere, cufile: CuFi
 
 @pytest.mark.parametrize("length", [4095, 4097, 300_001])
 def test_lengths_that_are_no_whole_pages(daemon: Daemon, length: int) -> None:
-    """A block of any length comes directly, right to its last byte."""
+    """A block of any length is read directly, right to its last byte."""
     with Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["resize", [length]]) == length
         far(daemon, worker, 3)
@@ -184,7 +184,7 @@ def test_lengths_that_are_no_whole_pages(daemon: Daemon, length: int) -> None:
 def test_what_is_not_direct_goes_by_host_memory(
     cufile: CuFile, monkeypatch: pytest.MonkeyPatch, way: str, setting: str, reason: str
 ) -> None:
-    """Unless cuFile has itself counted a right read as direct, blocks come by way of host memory, and status and `tierctl tiers` say so, with the reason, once."""
+    """Without a right read counted as direct, blocks go through host memory; status says why, once."""
     monkeypatch.setenv("TIERD_FAKE_CUFILE", way)
     monkeypatch.setenv("TIERD_FAKE_CUDA_WITHOUT", setting)
     config = CONFIG
@@ -204,8 +204,8 @@ def test_what_is_not_direct_goes_by_host_memory(
 
 @pytest.mark.parametrize("word", ["error", *slow("eio", "short"), "wrong"])
 def test_a_way_that_goes_wrong_is_left(daemon: Daemon, worker: Elsewhere, cufile: CuFile, word: str) -> None:
-    """A read that cuFile fails, cuts short or brings wrong is not even a miss: the blocks come by way of host memory, at once and from then on, which is said. The next GPU process reads
-    directly again."""
+    """After a failed, short or wrong direct read the blocks go through host memory, with a notice.
+    The next GPU process reads directly again."""
     far(daemon, worker, 5)
     cufile.order(word)
     assert is_leased(worker, 5)
@@ -227,7 +227,7 @@ def test_a_way_that_goes_wrong_is_left(daemon: Daemon, worker: Elsewhere, cufile
 
 @pytest.mark.parametrize("shift", [4096 + 5, 100, 258], ids=["payload", "header", "table"])
 def test_a_corrupt_slot_is_a_miss(daemon: Daemon, worker: Elsewhere, shift: int) -> None:
-    """A bit that flipped on the disk costs that block and no other, quarantines its slot, and says nothing against the direct way."""
+    """A flipped bit on the disk costs one block, quarantines its slot, and keeps the direct path."""
     far(daemon, worker, 8)
     flip(slots(daemon)[chain(8, BLOCKS)[3].tobytes()], shift)
     assert worker.ask(["lease", [8, BLOCKS]]) == 3
@@ -240,7 +240,7 @@ def test_a_corrupt_slot_is_a_miss(daemon: Daemon, worker: Elsewhere, shift: int)
 
 
 def in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: CuFile, end: Callable[[], None]) -> object:
-    """A chain is wanted, its reads hang, and something ends them; what the worker was told."""
+    """Kills something by `end` while a lease's reads hang; the worker's answer."""
     far(daemon, worker, 9)
     cufile.order("hang")
     worker.say(["lease", [9, BLOCKS]])
@@ -250,13 +250,13 @@ def in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: CuFile, end: Callable
 
 
 def descriptors(daemon: Daemon) -> list[int]:
-    """How many files of the store and pieces of device memory the daemon has open, and how many of whatever its GPU process."""
+    """The daemon's descriptors of store files and device memory, and the GPU process's of any kind."""
     own = [name for name in opened(daemon.pid).values() if "/state/" in name or "tierd-fake-gpu" in name]
     return [len(own), len(opened(gpu_process(daemon).pid))]
 
 
 def test_the_gpu_process_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """SIGKILL of the GPU process while it reads: a miss, every page free again, as many descriptors as before; the next process reads directly."""
+    """SIGKILL of the GPU process in a read gives a miss and frees all pages; the next reads directly."""
     far(daemon, worker, 10)
     assert is_leased(worker, 10)
     before = descriptors(daemon)
@@ -268,7 +268,7 @@ def test_the_gpu_process_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cuf
 
     assert in_mid_read(daemon, worker, cufile, end) == 0
     await_direct(daemon)
-    send_far(daemon)  # they may have come as far as host memory
+    send_far(daemon)  # some blocks may have reached host memory
     await_true(lambda: is_leased(worker, 9), "the blocks")
     tiers, notices = look(daemon)
     assert (tiers["device.0"].pages_reserved, tiers["device.0"].pages_ready, notices) == (0, BLOCKS, [])
@@ -277,7 +277,7 @@ def test_the_gpu_process_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cuf
 
 
 def test_the_daemon_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """SIGKILL of the daemon while its GPU process reads: that ends too, and the next daemon has the blocks, whole."""
+    """SIGKILL of the daemon during a direct read ends its GPU process; the next daemon has whole blocks."""
     gone: list[psutil.Process] = []
 
     def end() -> None:
@@ -297,7 +297,7 @@ def test_the_daemon_dies_in_mid_read(daemon: Daemon, worker: Elsewhere, cufile: 
     "point", ["mover.direct.before_read", *slow("cuda.direct.before_read", "cuda.direct.before_return")]
 )
 def test_the_daemon_dies_at_a_point(cufile: CuFile, point: str) -> None:
-    """Before, in and behind a direct read: the next daemon has the blocks, whole, and reads them directly."""
+    """After a death before, in or after a direct read the next daemon reads the whole blocks directly."""
     with Daemon(CONFIG, faults=True) as daemon:
         with Elsewhere(serve, daemon.target) as worker:
             far(daemon, worker, 14)
@@ -312,7 +312,7 @@ def test_the_daemon_dies_at_a_point(cufile: CuFile, point: str) -> None:
 
 
 def test_a_read_that_hangs_ends_by_patience(cufile: CuFile) -> None:
-    """A read longer under way than `device.hang_limit` ends with its GPU process, its pages free then; later blocks come by way of host memory, which is said."""
+    """A read beyond `device.hang_limit` ends with its GPU process; later blocks go through host memory."""
     with (
         Daemon(CONFIG.replace('kind = "cuda"', 'kind = "cuda"\nhang_limit = "1 s"')) as daemon,
         Elsewhere(serve, daemon.target) as worker,
@@ -329,7 +329,7 @@ def test_a_read_that_hangs_ends_by_patience(cufile: CuFile) -> None:
 
 
 def test_a_way_that_kills_is_left(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """When GPU processes die over direct reads, one after another, the third is the last that was asked for any: blocks come by way of host memory, which is said."""
+    """After three GPU processes died in direct reads, blocks go through host memory, with a notice."""
     far(daemon, worker, 13)
     cufile.order("crash")
     assert worker.ask(["lease", [13, BLOCKS]]) == 0
@@ -340,7 +340,7 @@ def test_a_way_that_kills_is_left(daemon: Daemon, worker: Elsewhere, cufile: CuF
 
 
 def test_descriptors_stay_as_many(daemon: Daemon, worker: Elsewhere) -> None:
-    """Rounds of put, eviction and direct reads leave the daemon with the descriptors that it had, and its GPU process with one for each file of the store that it read from."""
+    """Rounds of put, evict and direct read leak no descriptor; the GPU process keeps one a store file."""
     before = descriptors(daemon)
     for turn in range(12):
         far(daemon, worker, 100 + turn)
@@ -352,7 +352,7 @@ def test_descriptors_stay_as_many(daemon: Daemon, worker: Elsewhere) -> None:
 
 
 def test_resume_asks_no_way_again(daemon: Daemon, worker: Elsewhere, cufile: CuFile) -> None:
-    """Nothing is asked of a way again while its GPU process lives: what has failed once is not tried at the cost of time."""
+    """A failed direct path is not probed again while its GPU process lives, even after a resume."""
     far(daemon, worker, 12)
     cufile.order("error")
     assert is_leased(worker, 12)

@@ -1,4 +1,4 @@
-"""The device tier of kind "cuda", a real daemon and real clients: who reads what where, and what is left of it whoever dies."""
+"""The device tier of kind "cuda" with a real daemon and clients: shared reads, and deaths."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tierd.testing import chain, content_of, is_content
 
 BLOCKS = 6
 BY_ITSELF = 3
-"""After so many deaths in a row the pause before the next start is too long to be waited for."""
+"""After this many deaths in a row the pause before a start is too long for a test."""
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started here find it."""
+    """Later child processes use the driver."""
     use_driver(monkeypatch)
 
 
@@ -42,7 +42,7 @@ def daemon(driver: None) -> Iterator[Daemon]:
 
 
 def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
-    """What one process wrote another reads at its own address, marked read-only; writing there is an error of that process alone and changes nothing."""
+    """A process reads another's pages in place and read-only; its write fails there and changes nothing."""
     with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
         assert writer.ask(["put", [1, BLOCKS]]) == BLOCKS
         for worker in (reader, writer):
@@ -57,7 +57,7 @@ def test_one_writes_and_another_reads_in_place(daemon: Daemon) -> None:
 
 
 def test_what_is_less_than_the_best_is_said(daemon: Daemon) -> None:
-    """The way from NVMe over host memory, where it is the one, stands in the daemon's status, once."""
+    """The status has one notice if NVMe blocks go through host memory, and none if reads are direct."""
     with connected(daemon) as client:
         notices, is_direct = client.status().notices, "read directly" in client.tiers()["device.0"].place
     said = [each for each in notices if each.startswith("device.0: ") and "GPUDirect Storage is not used" in each]
@@ -65,7 +65,7 @@ def test_what_is_less_than_the_best_is_said(daemon: Daemon) -> None:
 
 
 def test_down_to_nvme_and_up_again(daemon: Daemon) -> None:
-    """A durable put on the device lies on NVMe when it returns; from there, and from the host, it comes back to the bit."""
+    """A durable device put is on NVMe at its return, and comes back from there and the host bit by bit."""
     with Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["put", [2, BLOCKS, "durable"]]) == BLOCKS
         for tiers in (["device.0"], ["device.0", "host.0"]):
@@ -82,7 +82,7 @@ def test_down_to_nvme_and_up_again(daemon: Daemon) -> None:
 
 
 def test_a_tier_that_is_full_passes_blocks_on(daemon: Daemon) -> None:
-    """Three times what the device holds can be put there: what is cold moves to the host, nothing is lost and nothing is wrong."""
+    """Three times the device's capacity can be put: cold blocks move to the host, and no byte is wrong."""
     chains = 3 * (16 << 20) // SPEC.block_bytes // BLOCKS // 2
     with Elsewhere(serve, daemon.target) as worker:
         for seed in range(100, 100 + chains):
@@ -94,7 +94,7 @@ def test_a_tier_that_is_full_passes_blocks_on(daemon: Daemon) -> None:
 
 
 def test_scribbled_pages_are_misses(daemon: Daemon) -> None:
-    """A page that its writer changed after the commit is summed on the device before anybody sees it, and is a miss."""
+    """A page changed after its commit fails the device's checksum before any lease and is a miss."""
     with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
         assert writer.ask(["put", [3, BLOCKS]]) == BLOCKS
         writer.ask(["scribble", []])
@@ -104,7 +104,7 @@ def test_scribbled_pages_are_misses(daemon: Daemon) -> None:
 
 
 def test_scribbled_pages_are_not_passed_on(daemon: Daemon) -> None:
-    """A demotion of a page that was changed gives no block to the host."""
+    """A demotion of a changed page gives no block to the host."""
     with Elsewhere(serve, daemon.target) as writer:
         assert writer.ask(["put", [4, BLOCKS]]) == BLOCKS
         writer.ask(["scribble", []])
@@ -113,7 +113,7 @@ def test_scribbled_pages_are_not_passed_on(daemon: Daemon) -> None:
 
 
 def test_scribbled_host_pages_are_not_promoted(daemon: Daemon) -> None:
-    """What arrives on the device is summed there: a host page that was changed after its commit becomes no block of the device."""
+    """A host page changed after its commit fails the checksum on the device and becomes no block there."""
     with Elsewhere(serve, daemon.target) as reader, Client(daemon.target) as client:
         space, names = client.open_namespace(SPEC), chain(12, BLOCKS)
         pages = client.reserve(PutGroup(space, names))
@@ -128,7 +128,7 @@ def test_scribbled_host_pages_are_not_promoted(daemon: Daemon) -> None:
 
 
 def test_while_nobody_can_sum_unverified_pages_are_misses(daemon: Daemon) -> None:
-    """With the GPU process gone a page that nobody has verified yet is a miss and no error, and a hit when another process is there."""
+    """Without a GPU process an unverified page is a miss and no error; it is a hit with the next one."""
     with Elsewhere(serve, daemon.target) as writer, Elsewhere(serve, daemon.target) as reader:
         assert writer.ask(["put", [13, BLOCKS]]) == BLOCKS
         gpu_process(daemon).kill()
@@ -138,7 +138,7 @@ def test_while_nobody_can_sum_unverified_pages_are_misses(daemon: Daemon) -> Non
 
 
 def test_pages_of_a_killed_worker_come_back(daemon: Daemon) -> None:
-    """SIGKILL of a worker with reserved and leased pages gives all of them back, when it is gone."""
+    """After SIGKILL of a worker the daemon frees all its reserved and leased pages."""
     with Elsewhere(serve, daemon.target) as worker, Elsewhere(serve, daemon.target) as other:
         assert other.ask(["put", [5, BLOCKS]]) == BLOCKS
         assert worker.ask(["lease", [5, BLOCKS]]) == BLOCKS
@@ -150,8 +150,8 @@ def test_pages_of_a_killed_worker_come_back(daemon: Daemon) -> None:
 
 
 def test_the_gpu_process_dies_under_load(daemon: Daemon) -> None:
-    """SIGKILL of the GPU process, again and again: the daemon serves its host tier, readers keep their pages, no byte is wrong, and the device comes back
-    with the blocks that it had: by itself, and by command once the pauses before a start have grown."""
+    """After each SIGKILL of the GPU process the host tier serves, and no byte is wrong. The device
+    returns with its blocks by itself, or by command once the pauses have grown."""
     kills, chance = count(test=3, nightly=12, weekly=60), random.Random(3)
     with (
         Elsewhere(serve, daemon.target) as worker,
@@ -187,7 +187,7 @@ def test_the_gpu_process_dies_under_load(daemon: Daemon) -> None:
 
 
 def test_the_daemon_dies(daemon: Daemon) -> None:
-    """SIGKILL of the daemon takes its GPU process along; a worker keeps what it has mapped, and the next daemon's device tier begins empty."""
+    """The daemon's GPU process dies with it; workers keep mapped pages; the next device tier is empty."""
     with Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["put", [7, BLOCKS]]) == BLOCKS
         assert worker.ask(["lease", [7, BLOCKS]]) == BLOCKS
@@ -204,7 +204,7 @@ def test_the_daemon_dies(daemon: Daemon) -> None:
 
 
 def test_what_is_pinned_makes_no_room(daemon: Daemon) -> None:
-    """A worker that wants more than its share of the device gets what there is, and an answer for the rest."""
+    """A worker that wants more than its share of the device gets a part and an answer for the rest."""
     with Elsewhere(serve, daemon.target) as worker:
         share = (16 << 20) // SPEC.block_bytes // 2
         assert 0 < worker.ask(["reserve", [2 * share]]) <= share
@@ -212,7 +212,7 @@ def test_what_is_pinned_makes_no_room(daemon: Daemon) -> None:
 
 
 def see_nothing(talk: Talk, target: str) -> None:
-    """Runs there, without a GPU: what it is told, which tiers are GPUs', and which blocks it has right from the host."""
+    """Runs in a worker without a GPU: says its errors, the GPU tiers, and its right blocks from the host."""
     with Client(target) as client:
         space, names, told = client.open_namespace(SPEC), chain(9, BLOCKS), list[str]()
         for ask in (
@@ -230,7 +230,7 @@ def see_nothing(talk: Talk, target: str) -> None:
 
 
 def test_without_cuda_there_is_the_host(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client without a driver is told so before anything is taken for it, and the same blocks come to it in host memory."""
+    """A client without a driver is refused before it holds a page, and hits the blocks in the host tier."""
     with Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["put", [9, BLOCKS]]) == BLOCKS
         for name, value in BLIND.items():
@@ -243,7 +243,7 @@ def test_without_cuda_there_is_the_host(daemon: Daemon, monkeypatch: pytest.Monk
 
 
 class Late:
-    """As an event of torch: what it stands for happens when it was asked the third time."""
+    """Like a torch event: its work is done at the third query."""
 
     def __init__(self, happens: Callable[[], None]) -> None:
         self.asked, self._happens = 0, happens
@@ -256,7 +256,7 @@ class Late:
 
 
 def test_commit_and_release_wait_for_the_workers_kernels() -> None:
-    """Bytes that a kernel writes after commit was called, and before the work named to `after` is done, are in the block; a release waits alike."""
+    """A commit and a release wait for the work given to `after`; the block has a late kernel's bytes."""
     with Daemon(HOST) as daemon, Client(daemon.target) as client:
         space, names = client.open_namespace(SPEC), chain(11, 1)
         pages = client.reserve(PutGroup(space, names))
@@ -272,7 +272,7 @@ def test_commit_and_release_wait_for_the_workers_kernels() -> None:
 
 
 def test_descriptors_stay_as_many(daemon: Daemon) -> None:
-    """Rounds of put, evict and promotion leave the daemon, its GPU process and a worker with the descriptors that they had."""
+    """Rounds of put, evict and promotion leak no descriptor in daemon, GPU process or worker."""
     with Elsewhere(serve, daemon.target) as worker, RawClient(daemon.target) as admin:
 
         def go_round(turn: int) -> None:
@@ -307,7 +307,7 @@ def test_descriptors_stay_as_many(daemon: Daemon) -> None:
     ],
 )
 def test_no_start_without_the_gpu(config: str, environment: dict[str, str], words: str) -> None:
-    """A GPU, a driver, what slabs need or memory that is not there keeps the daemon from starting, and it says what to do."""
+    """Without the GPU, driver, feature or memory the daemon does not start, and its error says the remedy."""
     daemon = Daemon(config, env=environment)
     with pytest.raises(Unavailable, match=words), daemon:
         pass

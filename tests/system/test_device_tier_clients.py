@@ -1,4 +1,5 @@
-"""A worker on a GPU's tier dies within each call of the driver that it makes: pages come back, others lose nothing, and what it committed is whole or absent."""
+"""A GPU worker dies in each driver call: its pages are freed, its chain is whole or a miss, others
+lose nothing."""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ pytestmark = fake_only("it kills who makes the call that was chosen")
 
 BLOCKS, RESERVED = 4, 2
 OTHERS = 1
-"""The seed of a chain that all share; those of workers that die follow it."""
+"""The seed of the shared chain. The seeds of dying workers follow it."""
 CALLS = 30
-"""Of the driver in a life, at least."""
+"""Driver calls in one life, at least."""
 LIVED = {"put": BLOCKS, "found": BLOCKS, "right": [BLOCKS, BLOCKS], "reserved": RESERVED}
 
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     use_driver(monkeypatch)
-    with Daemon(CONFIG.replace('"16 MiB"', '"64 MiB"')) as running:  # room for all of them
+    with Daemon(CONFIG.replace('"16 MiB"', '"64 MiB"')) as running:  # room for all chains
         yield running
 
 
 def live(talk: Talk, target: str, seed: int) -> None:
-    """Runs there: writes and commits a chain, reads another's in place, holds pages of its own, gives all back."""
+    """Runs in the worker: commits a chain, reads another in place, reserves pages, releases all."""
     worker = Worker(target)
     said = {"put": worker.put(seed, BLOCKS), "found": worker.lease(OTHERS, BLOCKS), "right": worker.right()}
     said["reserved"] = worker.reserve(RESERVED)
@@ -44,7 +45,7 @@ def live(talk: Talk, target: str, seed: int) -> None:
 
 
 def lived(daemon: Daemon, seed: int) -> dict[str, object] | None:
-    """What it said in the end; None if it was killed before."""
+    """The worker's last report; None if it was killed before."""
     with Elsewhere(live, daemon.target, seed=seed) as worker:
         status = worker.finish()
         assert status in (0, -9), status
@@ -52,7 +53,8 @@ def lived(daemon: Daemon, seed: int) -> dict[str, object] | None:
 
 
 def kept_by(pid: int) -> int:
-    """How many descriptors a process has, without slabs, of which there are as many as chains are kept, and without those that watch a process that lives."""
+    """A process's descriptors, except slabs (their number depends on kept chains) and pidfds of
+    live processes."""
     return sum(
         "tierd-fake-gpu" not in name and not ("pidfd" in name and watches_one_that_lives(pid, fd))
         for fd, name in descriptors(pid).items()
@@ -64,8 +66,8 @@ def watches_one_that_lives(pid: int, fd: str) -> bool:
 
 
 def test_a_worker_dies_in_each_call_of_the_driver(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL in each: its pages are free again, its chain is whole or a miss, a chain that it read is as it was, and neither the daemon nor its GPU process keeps a
-    descriptor of it."""
+    """After SIGKILL in any driver call the daemon frees the pages and keeps no descriptor of the worker.
+    Its chain is whole or a miss, and a chain that it read is intact."""
     with Elsewhere(serve, daemon.target) as other:
         assert other.ask(["put", [OTHERS, BLOCKS]]) == BLOCKS
         assert lived(daemon, OTHERS + 1) == LIVED

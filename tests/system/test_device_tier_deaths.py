@@ -1,7 +1,7 @@
-"""A daemon with a GPU's tier dies, at any moment and at the fault points on the tier's way, and its successor while it recovers.
+"""A daemon with a GPU tier dies at random moments and fault points, its successor during recovery.
 
-What a durable put was told holds, no page is ever wrong, workers with slabs mapped live on and keep what they see. Device memory goes with its last descriptor
-and mapping: the daemon's at its death, a worker's when it lets go.
+Durable chains stay, no page is ever wrong, and workers with mapped slabs live on. Device memory is
+freed with its last descriptor and mapping: the daemon's at its death, a worker's at its unmap.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ CONFIG = (
     '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "512 MiB"\nsegment = "8 MiB"\n'
 )
 AT_START = ("cuda.open.before_gpu", "cuda.slab.before_spare")
-"""Passed by every start."""
+"""Every start passes these."""
 AFTER_A_GPU_PROCESS = ("cuda.probe.before_gpu",)
-"""Passed when a GPU process has died."""
+"""Passed after a GPU process's death."""
 AFTER_A_CHANGE_OF_HANDS = ("cuda.slab.before_drop",)
-"""Passed when a slab that one worker maps for writing is to be another's."""
+"""Passed when a slab that one worker maps writable is to go to another."""
 OFTEN = ("cache.commit.before_publish", "mover.publish.before_catalogue")
-"""Of others, passed by every put."""
+"""Among the others, those that every put passes."""
 ON_THE_WAY = [
     *sorted(name for name in POINTS if name.startswith(("cuda.", "mover.device.")) and "direct" not in name),
     *OFTEN,
     "session.map.before_reply",
 ]
-"""Passed by workers that put, look and are robbed of their device pages."""
+"""Passed by workers that put and read while their device pages are evicted."""
 WORKERS = 2
 ROUNDS = 300
-"""Within which a fault point must have been passed."""
+"""A fault point must be passed within this many rounds."""
 STEP = 10_000
 """Between the seeds of two workers, and of two lives."""
 RECENT, OLDER = 12, 6
-"""Chains that are looked at after each death: the last ones, and a sample of the rest."""
+"""Chains that each check reads: the newest, and a sample of the others."""
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU processes and workers find it."""
+    """GPU processes and workers use the driver."""
     use_driver(monkeypatch)
 
 
 class Lives:
-    """A daemon that dies again and again under its workers, and what these were told."""
+    """A daemon that dies again and again under its workers, and the chains that it acknowledged."""
 
     def __init__(self, daemon: Daemon, workers: list[Elsewhere], *, seed: int) -> None:
         self.daemon, self.workers, self.chance = daemon, workers, random.Random(seed)
@@ -69,7 +69,7 @@ class Lives:
         self._seeds = iter(range(STEP, 1 << 40, STEP))
 
     def die(self, end: Callable[[], None]) -> None:
-        """While all work, the daemon's life is ended; its successor may die too; the next one serves what is right."""
+        """Ends the daemon under load, perhaps its successor too, and checks the next one."""
         gpus = [gpu_process(self.daemon)]
         for worker in self.workers:
             worker.say(["live", [next(self._seeds), ROUNDS]])
@@ -81,12 +81,13 @@ class Lives:
         self.recover(gpus)
 
     def kill_soon(self) -> None:
-        """SIGKILL at a moment that nobody has chosen."""
+        """Sends SIGKILL at a random moment."""
         time.sleep(self.chance.uniform(0.1, 1.0))
         self.daemon.kill()
 
     def recover(self, gpus: list[psutil.Process]) -> None:
-        """Starts it, perhaps twice, and looks. gpus: GPU processes of the life before."""
+        """Starts the daemon, perhaps after a killed start, and checks it. gpus: GPU processes of
+        the last life."""
         self.deaths += 1
         if self.chance.random() < 0.5:
             self.start_dying(self.chance.choice(AT_START))
@@ -96,12 +97,12 @@ class Lives:
         self.check(self.durable[-RECENT:] + self.chance.sample(self.durable, min(OLDER, len(self.durable))))
 
     def start_dying(self, point: str) -> None:
-        """A start that ends at a point."""
+        """A start that dies at a point."""
         self.daemon.start(wait=False, failpoints=f"{point}=kill")
         assert self.daemon.await_end() == -9, f"{point} was not passed by a start"
 
     def check(self, seeds: list[int]) -> None:
-        """What workers kept from dead daemons is as it was; chains are whole, in host memory and on the device."""
+        """Workers' pages of dead daemons are unchanged; chains are whole, in host memory and on the device."""
         for worker in self.workers:
             assert worker.ask(["wrong", []]) == 0, "a page changed under a worker that had it"
         with Client(self.daemon.target, timeout_s=30.0) as client:
@@ -119,7 +120,7 @@ class Lives:
         self.checked += sum(map(blocks_of, seeds))
 
     def report(self, what: str, *, seed: int, begun: float) -> None:
-        """Also of a run that failed."""
+        """Reports the run, even a failed one."""
         report(
             f"daemon with a GPU's tier, {what}",
             seed=seed,
@@ -133,7 +134,7 @@ class Lives:
 
 @contextlib.contextmanager
 def lives(what: str, *, seed: int) -> Iterator[Lives]:
-    """A daemon and its workers; in the end everything durable is there, no worker has died, and the log has no traceback."""
+    """A daemon and its workers. At the end all durable chains are whole, and the log has no traceback."""
     begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         daemon = stack.enter_context(WarmDaemon(CONFIG, faults=True))
@@ -170,7 +171,7 @@ def die_at(run: Lives, point: str) -> None:
 
 
 def _take_in_turns(run: Lives, another: Elsewhere) -> None:
-    """Slabs go from the workers to another one and back, until the daemon is dead."""
+    """Slabs go from the workers to another one and back, until the daemon dies."""
     for _ in range(ROUNDS):
         another.ask(["pass_on", [8]])
         if run.daemon.has_ended:
@@ -183,7 +184,7 @@ def _seed() -> int:
 
 @pytest.mark.timeout(900)
 def test_killed_at_random() -> None:
-    """SIGKILL of the daemon under load, whenever: as the module says."""
+    """The module's promises hold after SIGKILL of the daemon at random moments under load."""
     seed = _seed()
     with lives("SIGKILL at random", seed=seed) as run:
         while run.deaths < count(test=2, nightly=4, weekly=60) or not run.durable:
@@ -194,7 +195,7 @@ def test_killed_at_random() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_death_at_each_fault_point() -> None:
-    """A death at every point on the tier's way, each of them reached: as the module says."""
+    """The module's promises hold after a death at every fault point of the tier."""
     seed = _seed()
     with lives("death at each fault point", seed=seed) as run:
         points = ON_THE_WAY * count(nightly=1, weekly=5)
@@ -205,7 +206,7 @@ def test_death_at_each_fault_point() -> None:
 
 @fake_only("its device memory has inodes")
 def test_device_memory_goes_with_its_last_descriptor_and_mapping() -> None:
-    """When a daemon was killed its slabs are a worker's alone, unchanged while it keeps a page, and gone when it has let go and maps anew."""
+    """A killed daemon's slabs stay unchanged for a worker's pages, and are freed once it unmaps them."""
     with WarmDaemon(CONFIG) as daemon, Elsewhere(serve, daemon.target) as worker:
         assert worker.ask(["put", [1, 4]]) == 4 and worker.ask(["lease", [1, 4]]) == 4
         former = set(worker.ask(["slabs", []]))
@@ -223,7 +224,8 @@ def test_device_memory_goes_with_its_last_descriptor_and_mapping() -> None:
 
 
 def test_the_next_daemon_knows_who_may_still_write() -> None:
-    """Before a GPU process copies to host memory its number stands beside that memory, for the next daemon to wait for."""
+    """Before a GPU process writes host memory, its pid is recorded there, so the next daemon waits
+    for its end."""
     with WarmDaemon(CONFIG) as daemon, Elsewhere(serve, daemon.target) as worker:
         assert not list(daemon.arena.rglob(writers.NAME))
         assert worker.ask(["put", [1, 4, "durable"]]) == 4
@@ -232,12 +234,12 @@ def test_the_next_daemon_knows_who_may_still_write() -> None:
 
 
 def maps_anew(worker: Elsewhere) -> bool:
-    """Another segment is mapped, which is when former ones are let go."""
+    """Maps another segment; the client unmaps former ones at that time."""
     return bool(worker.ask(["reserve", [8]]))
 
 
 def slabs_of(pid: int) -> set[int]:
-    """Inodes of the device memory of which a process has a descriptor."""
+    """Inodes of the device memory that a process has open."""
     folder, found = f"/proc/{pid}/fd", set()
     for name in os.listdir(folder):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Several GPUs in one daemon: a tier, a process, slabs and books for each, and a worker that says which one it means."""
+"""Several GPUs in one daemon: each has a tier, a process, slabs and accounts, and workers name theirs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierd.worker.tierd_pages import TierdOptions, TierdPages
 from tools.kernels import MissingTool
 
 TWO = DEVICE.replace("capacity", "ordinal = 1\ncapacity", 1) + CONFIG
-"""The first tier is that of the second GPU: what is counted as what shows."""
+"""The first tier has the second GPU, so that mixed-up numbers show."""
 FIRST, SECOND = "device.0", "device.1"
 ORDINALS = {FIRST: 1, SECOND: 0}
 BLOCKS = 6
@@ -34,7 +34,7 @@ BLOCKS = 6
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, for every process that is started here."""
+    """Two GPUs for every later child process."""
     use_gpus(monkeypatch, 2)
 
 
@@ -51,7 +51,7 @@ def worker(daemon: Daemon) -> Iterator[Elsewhere]:
 
 
 def test_each_has_its_process_slabs_and_books(daemon: Daemon, worker: Elsewhere) -> None:
-    """What is put on one GPU lies in slabs of that GPU alone and counts there alone; a worker maps slabs of both and reads both in place."""
+    """Each GPU has its own process, slabs and counts; a worker maps slabs of both and reads both in place."""
     for seed, tier in ((1, FIRST), (2, SECOND)):
         assert worker.ask(["put", [seed, BLOCKS, "", tier]]) == BLOCKS
         assert worker.ask(["lease", [seed, BLOCKS, tier]]) == BLOCKS
@@ -65,7 +65,7 @@ def test_each_has_its_process_slabs_and_books(daemon: Daemon, worker: Elsewhere)
 
 
 def test_blocks_go_from_one_gpu_to_another(daemon: Daemon, worker: Elsewhere) -> None:
-    """What one GPU has the other gets, over the host, to the bit; both have it then."""
+    """Blocks of one GPU reach another through the host, bit by bit; both hold them then."""
     assert worker.ask(["put", [3, BLOCKS, "", FIRST]]) == BLOCKS
     assert worker.ask(["lease", [3, BLOCKS, SECOND]]) == BLOCKS
     assert worker.ask(["lease", [3, BLOCKS, FIRST]]) == BLOCKS
@@ -74,7 +74,8 @@ def test_blocks_go_from_one_gpu_to_another(daemon: Daemon, worker: Elsewhere) ->
 
 
 def test_a_dead_gpu_costs_only_its_own_tier(daemon: Daemon, worker: Elsewhere) -> None:
-    """While one GPU's process is killed again and again every round on the other goes well, and pages of both stay; the log names the one that died."""
+    """Repeated deaths of one GPU process cost no round or page of the other GPU; the log names the
+    dead one."""
     for seed, tier in ((4, FIRST), (5, SECOND)):
         assert worker.ask(["put", [seed, BLOCKS, "", tier]]) == BLOCKS
         assert worker.ask(["lease", [seed, BLOCKS, tier]]) == BLOCKS
@@ -92,7 +93,7 @@ def test_a_dead_gpu_costs_only_its_own_tier(daemon: Daemon, worker: Elsewhere) -
 
 
 def test_which_gpu_must_be_said(worker: Elsewhere) -> None:
-    """A device without its number, and a number that there is not, are refused with the names that there are."""
+    """A device without its number, or an absent number, is refused with the names that exist."""
     for ask in (["lease", [6, 1]], ["put", [6, 1]]):
         assert worker.ask(ask).startswith(
             "InvalidArgument: tier: device may be any of several GPUs; name one of device.0, device.1"
@@ -103,7 +104,7 @@ def test_which_gpu_must_be_said(worker: Elsewhere) -> None:
 
 
 def test_a_worker_may_see_one_gpu_alone(daemon: Daemon, worker: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that sees one of the GPUs works on its tier; on the other it is told so before anything is taken for it."""
+    """A process that sees one GPU works on its tier, and is refused on the other before it holds a page."""
     assert worker.ask(["put", [7, BLOCKS, "", FIRST]]) == BLOCKS
     monkeypatch.setenv("TIERD_FAKE_CUDA_DEVICES", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
@@ -115,14 +116,14 @@ def test_a_worker_may_see_one_gpu_alone(daemon: Daemon, worker: Elsewhere, monke
 
 
 def test_errors_name_the_gpu() -> None:
-    """A GPU that is not there is told by its number, and keeps the daemon from starting."""
+    """An absent GPU stops the daemon's start, and the error has its number."""
     daemon = Daemon(TWO.replace("ordinal = 1", "ordinal = 99"))
     with pytest.raises(Unavailable, match="cuda:99.*no GPU of this number"), daemon:
         pass
 
 
 def attending(talk: Talk, target: str, *, gpu: int, tier: str) -> None:
-    """A worker on this GPU that answers the same prompt as often as it is told."""
+    """A worker on this GPU that answers the same prompt on every request."""
     model = random_model(Backend("numpy", "float32", f"cuda:{gpu}"))
     with Client(target) as client:
         shape, options = page_shape(model, kv_dtype="float16"), TierdOptions(tier=tier, reserve_pages=4)
@@ -136,7 +137,7 @@ def attending(talk: Talk, target: str, *, gpu: int, tier: str) -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPUs, of which emulated ones know nothing."""
+    """Kernels for the GPUs; emulated GPUs cannot run them."""
     try:
         use_fatbins(monkeypatch)
     except MissingTool as error:
@@ -145,7 +146,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_workers_on_two_gpus_answer_one_prompt(kernels: None, daemon: Daemon) -> None:
-    """What another worker has committed on another GPU is brought to one's own, where a block is found in the midst of an answer too."""
+    """A worker's GPU gets the blocks of another GPU's worker, even in the middle of an answer."""
     with (
         Elsewhere(attending, daemon.target, gpu=1, tier=FIRST) as first,
         Elsewhere(attending, daemon.target, gpu=0, tier=SECOND) as second,
@@ -158,7 +159,7 @@ def test_two_workers_on_two_gpus_answer_one_prompt(kernels: None, daemon: Daemon
 
 
 def refused(talk: Talk, target: str) -> None:
-    """A worker that does not say in which GPU's memory its pages are to lie; what it is told."""
+    """A worker that names no tier; says its error."""
     model = random_model(Backend("numpy", "float32", "cuda:0"))
     with Client(target) as client, pytest.raises(ConfigError) as raised:
         TierdPages(client, model, name="random", shape=page_shape(model, kv_dtype="float16"))
@@ -167,6 +168,6 @@ def refused(talk: Talk, target: str) -> None:
 
 
 def test_a_worker_must_say_which_gpus_memory(kernels: None, daemon: Daemon) -> None:
-    """Where the daemon has memory of several GPUs, a worker that names no tier is told so, and does not just find nothing."""
+    """With several GPUs a worker that names no tier gets an error, not silent misses."""
     with Elsewhere(refused, daemon.target) as worker:
         assert "(device.0, device.1); name one" in worker.ask()

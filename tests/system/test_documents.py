@@ -1,4 +1,4 @@
-"""The pages of deploy/docs, typed as they stand there: commands, Python, and configurations at the paths that they name."""
+"""The pages of deploy/docs, run as written: commands, Python, and configurations at their paths."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ pytestmark = pytest.mark.timeout(600)
 PORTS = ("9440", "9441")
 SERVES = "tierd serve"
 DEFAULT = '[[nvme]]\ncapacity = "4 GiB"\nzero_ahead = false\n'
-"""The defaults, without the zeros that a new store is written over with."""
+"""The defaults, except that a new store is not zeroed."""
 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory with a short name, as sockets want it."""
+    """A directory with a path short enough for sockets."""
     path = Path(tempfile.mkdtemp(prefix="tierd-docs-"))
     yield path
     shutil.rmtree(path)
 
 
 def with_small_tiers(block: Block) -> Block:
-    """A configuration that says nothing of tiers gets small ones."""
+    """Adds small tiers to a configuration without any."""
     is_file = block.script.startswith("mkdir -p ") and f"{END}\n" in block.script and "\ncat > " in block.script
     if not is_file or "[[" in block.script:
         return block
@@ -47,7 +47,7 @@ def with_small_tiers(block: Block) -> Block:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_typed_as_it_stands(page: str, place: Path) -> None:
-    """Every block that is run ends well and prints what the page shows, in the page's order."""
+    """Every block that is run succeeds and prints the page's text, in the page's order."""
     blocks = [with_small_tiers(block) for block in page_blocks(page) if block.is_run]
     if not any(SERVES in block.script for block in blocks):
         with Daemon() as daemon, Shell(daemon, PYTHONPATH=str(ROOT)) as shell:
@@ -58,7 +58,7 @@ def test_a_page_is_typed_as_it_stands(page: str, place: Path) -> None:
     own["TIERD_CONFIG"] = str(place / "default.toml")
     instead = {
         name: str(place / name[1:]) for name in ("/tmp", "/etc/tierd", "/mnt")
-    }  # in this order: the others get a /tmp
+    }  # in this order, because the other values contain /tmp
     try:
         with Shell(str(place / "run"), instead | {port: str(free_port()) for port in PORTS}, **own) as shell:
             (place / "tmp").mkdir()
@@ -75,11 +75,11 @@ def type_all(shell: Shell, blocks: list[Block]) -> None:
 
 
 def purge(env: dict[str, str]) -> None:
-    """Frees what the page's daemon has left."""
+    """Frees the memory and stores of the page's daemon."""
     words = [sys.executable, "-m", "tierd.cli.daemon", "purge", "--nvme"]
     subprocess.run(words, env=os.environ | env, cwd=ROOT, check=True, capture_output=True)
 
 
 def test_pages_are_found() -> None:
-    """Enough pages are run, so that this file does not pass for want of any."""
+    """At least eight pages are run, so this file cannot pass empty."""
     assert len(PAGES) >= 8

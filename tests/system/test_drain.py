@@ -1,4 +1,4 @@
-"""Draining: no new work, old work to its end, and operators who can watch it."""
+"""Draining: the daemon takes no new work, ends old work, and answers operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierd.testing import chain
 
 
 def test_draining_refuses_new_work_and_lets_operators_watch() -> None:
-    """A drained daemon refuses reservations, keeps what leases hold until they end, and still answers operators."""
+    """A drained daemon refuses reservations, keeps leased pages until the release, and answers operators."""
     names = chain(1, 2)
     with Daemon() as daemon, RawClient(daemon.target) as worker:
         namespace = worker.open_namespace()

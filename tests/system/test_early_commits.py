@@ -1,4 +1,4 @@
-"""Puts whose commit is under way while they are written, by writers that stop, die or fail in the middle."""
+"""Puts with a commit under way during their copy, by writers that stop, die or fail."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ with Client(sys.argv[1]) as client:
 
 @pytest.fixture(autouse=True)
 def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every put of this process goes as those of many bytes do."""
+    """Every put of this process commits early, as large ones do."""
     monkeypatch.setattr(writing, "EARLY_BYTES", 0)
 
 
 @contextmanager
 def writer(daemon: Daemon, timeout_s: int = TIMEOUT_S) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written the first blocks of a put, and waits for a line before it writes the others."""
+    """A process that has written a put's first blocks and waits for a line before it writes the others."""
     command = [sys.executable, "-c", WRITER, daemon.target, str(timeout_s)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -83,7 +83,7 @@ def writer(daemon: Daemon, timeout_s: int = TIMEOUT_S) -> Iterator[subprocess.Po
 
 
 def go_on(process: subprocess.Popen[str]) -> str:
-    """What the writer says then, or the next time that it waits."""
+    """Lets the writer continue; its next line."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -91,14 +91,14 @@ def go_on(process: subprocess.Popen[str]) -> str:
 
 
 def commits(daemon: Daemon) -> int:
-    """Commits that have ended."""
+    """The number of ended commits."""
     with RawClient(daemon.target) as client:
         counters = client.call(client.admin.Status, apb.StatusRequest()).counters
     return sum(count for name, count in counters.items() if "Commit" in name)
 
 
 def test_a_writer_that_stops_for_longer_than_its_call() -> None:
-    """What it goes on to write reaches nobody's block: its pages are its own after the commit was given up, and come back when it lets go of them."""
+    """Late writes of a timed-out put reach no other block: its pages stay its own until it releases them."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client, writer(daemon) as process:
         space = client.open_namespace(BIG)
         assert held(daemon) == (0, 1, 0, BLOCKS)
@@ -119,7 +119,7 @@ def test_a_writer_that_stops_for_longer_than_its_call() -> None:
 
 
 def test_a_writer_that_dies_while_it_writes() -> None:
-    """Nothing of its put is found, and its pages come back."""
+    """A writer killed during its copy stores nothing, and its pages are freed."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client, writer(daemon) as process:
         process.kill()
         await_nothing_held(daemon, "the end of a writer")
@@ -127,7 +127,8 @@ def test_a_writer_that_dies_while_it_writes() -> None:
 
 
 def test_a_daemon_ends_in_order_under_a_put_that_is_written() -> None:
-    """SIGTERM waits a moment for a writer that has not ended, and not until its deadline: others' transfers have that time."""
+    """SIGTERM waits briefly for an unfinished writer, not until its deadline, and saves time for
+    transfers."""
     with Daemon(f"nvme = []\n[server]\nshutdown_deadline = '{SHUTDOWN_S} s'\n" + HOST) as daemon, writer(daemon, 60):
         begun = time.monotonic()
         assert daemon.stop() == 0
@@ -135,8 +136,7 @@ def test_a_daemon_ends_in_order_under_a_put_that_is_written() -> None:
 
 
 def test_a_put_whose_last_word_the_daemon_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that stands still while a put copies costs it its deadline; its pages go back when the daemon goes
-    on."""
+    """A daemon stopped during a put's copy makes the put time out; it frees the pages when it continues."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, run = client.open_namespace(BIG), writing.Copy.run
         assert put(client, space, 1, BLOCKS).stored == BLOCKS
@@ -150,7 +150,7 @@ def test_a_put_whose_last_word_the_daemon_does_not_hear(monkeypatch: pytest.Monk
 
 
 def test_a_durable_put_has_its_time_after_the_copy() -> None:
-    """A client that takes most of its time to copy gets what is left of it for the disk."""
+    """A put that spends most of its time on the copy has the rest of it for the disk."""
     with Daemon() as daemon, Client(daemon.target) as client:
         space, inner = client.open_namespace(SMALL), writing.Copy.run
         with pytest.MonkeyPatch.context() as slow:
@@ -168,8 +168,7 @@ EARLY, LATE = ["Reserve", "Commit unwritten", "copy"], ["Reserve", "copy", "Comm
     ids=["a long put", "without lines", "a small put"],
 )
 def test_who_is_asked_first(least: int, lines: int, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit of a long put goes before its copy; of one that is soon copied, after it. Where there is no line
-    gRPC takes it, when all is written."""
+    """A large put commits before its copy, with or without a line; a small one after it."""
     monkeypatch.setattr(writing, "EARLY_BYTES", least)
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, said = client.open_namespace(SMALL), list[str]()
@@ -192,7 +191,7 @@ def test_who_is_asked_first(least: int, lines: int, order: list[str], monkeypatc
 
 
 def test_a_commit_that_is_made_again_finds_its_pages_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the daemon had no place for, and is asked again, is copied once."""
+    """A commit refused as overloaded and retried copies its pages once."""
     with Daemon("nvme = []\n" + HOST) as daemon, Client(daemon.target) as client:
         space, call, calls, copies = client.open_namespace(SMALL), LocalTransport.call, list[str](), list[Any]()
         sum_and_copy = writing.copying.sum_and_copy
@@ -218,7 +217,7 @@ def test_a_commit_that_is_made_again_finds_its_pages_written(monkeypatch: pytest
 
 
 def test_a_put_that_is_cancelled_writes_to_nobodys_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread goes on where it was; while it may still write its pages are nobody else's, and they go back when it has ended."""
+    """A cancelled put's pages stay its own while its thread may write, and are freed after that."""
     at, go, inner = threading.Event(), threading.Event(), reservation._populate
 
     def held_up(*what: Any) -> None:

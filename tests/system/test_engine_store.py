@@ -1,4 +1,4 @@
-"""tierd as an engine's own code sees it (`tierd.integrations.store`), against a real daemon."""
+"""tierd as an engine's own code uses it (`tierd.integrations.store`), against a real daemon."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def store(daemon: Daemon) -> Iterator[EngineStore]:
 
 
 def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore) -> None:
-    """Blocks saved from one memory come back into another, layer by layer, also more than are reserved at once; a second save copies nothing."""
+    """Saved blocks load into another memory layer by layer, in several reservations; a second save
+    copies nothing."""
     count = SAVE_BLOCKS + 7
     kv, ns = memory(count), store.open(SPEC)
     hashes = ns.fold(names(count))
@@ -75,7 +76,7 @@ def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore)
 
 
 def test_a_save_of_what_is_partly_there(store: EngineStore) -> None:
-    """Blocks that are stored already count, wherever among new ones they stand."""
+    """A save counts blocks that are stored already, at any place among new ones."""
     ns, kv = store.open(SPEC), memory(6)
     hashes = ns.fold(names(6))
     for one in (0, 3):
@@ -84,7 +85,7 @@ def test_a_save_of_what_is_partly_there(store: EngineStore) -> None:
 
 
 def test_blocks_that_do_not_follow_each_other(store: EngineStore) -> None:
-    """Blocks of their own are stored in one call, each with its length, and each is told of."""
+    """One call saves unrelated blocks, each with its length, and reports each."""
     ns, kv, lengths = store.open(SPEC), memory(3).reshape(3, -1), [64, LAYERS * PIECE, 640]
     hashes = ns.fold(names(3))
     sources = [[kv[i, :length]] for i, length in enumerate(lengths)]
@@ -99,7 +100,7 @@ def test_blocks_that_do_not_follow_each_other(store: EngineStore) -> None:
 
 
 def test_a_save_is_what_it_has_copied(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon reads no byte of a save: a page that differs from what was copied is stored, and never served."""
+    """The daemon reads no byte of a save: a page changed after its copy is stored but never served."""
     inner, kv = Reservation.commit, memory(4)
     whole = np.ascontiguousarray(kv.transpose(1, 0, 2)).reshape(4, 1, -1)
 
@@ -117,7 +118,7 @@ def test_a_save_is_what_it_has_copied(store: EngineStore, monkeypatch: pytest.Mo
 
 
 def test_sums_are_of_one_commit(store: EngineStore) -> None:
-    """Sums that a writer gives to a commit of some of its blocks are not taken for those of the others."""
+    """Checksums given to a commit of some blocks do not apply to the others."""
     ns, kv = store.open(SPEC), memory(4)
     hashes = ns.fold(names(4))
     with store.client.reserve([PutGroup(ns, hashes)]) as pages:
@@ -130,7 +131,7 @@ def test_sums_are_of_one_commit(store: EngineStore) -> None:
 
 
 def test_only_wanted_blocks_are_copied(store: EngineStore) -> None:
-    """Blocks whose pieces are not given are leased and checked, not copied."""
+    """Blocks without destination pieces are leased and checked, not copied."""
     kv, ns = memory(4), store.open(SPEC)
     store.save(PutGroup(ns, ns.fold(names(4))), pieces(kv))
     back = np.zeros_like(kv)
@@ -139,7 +140,7 @@ def test_only_wanted_blocks_are_copied(store: EngineStore) -> None:
 
 
 def test_a_gap_ends_what_is_good(store: EngineStore) -> None:
-    """What was never saved, and all behind it, is not said to be good."""
+    """A load counts no block as good at or after a block that was never saved."""
     kv, ns = memory(6), store.open(SPEC)
     hashes = ns.fold(names(6))
     assert store.save(PutGroup(ns, hashes[:3]), pieces(kv)[:3]) == 3
@@ -149,7 +150,7 @@ def test_a_gap_ends_what_is_good(store: EngineStore) -> None:
 
 
 def test_wrong_shapes_lose_nothing(store: EngineStore) -> None:
-    """Pieces that do not add up to a block are a failed save, counted, and the daemon goes on."""
+    """Pieces that do not add up to a block are a failed save, counted, and later saves work."""
     kv, ns = memory(2), store.open(SPEC)
     assert store.save(PutGroup(ns, ns.fold(names(2))), [p[:2] for p in pieces(kv)]) == 0
     assert store.counts["failed_saves"] == 1
@@ -157,7 +158,7 @@ def test_wrong_shapes_lose_nothing(store: EngineStore) -> None:
 
 
 def test_without_a_daemon_everything_is_a_miss(daemon: Daemon, store: EngineStore) -> None:
-    """When the daemon has died nothing raises, and after its restart the same store finds what was there."""
+    """Without the daemon every call misses and none raises; after its restart the same store hits again."""
     kv, ns = memory(4), store.open(SPEC)
     hashes = ns.fold(names(4))
     store.save(PutGroup(ns, hashes), pieces(kv))
@@ -176,7 +177,7 @@ def test_without_a_daemon_everything_is_a_miss(daemon: Daemon, store: EngineStor
 
 
 def test_a_daemon_that_hangs_in_the_middle_of_a_save(daemon: Daemon) -> None:
-    """A daemon that hangs between the reservation and the commit costs a save its timeout, not a commit's and an abort's own; when it goes on the pages are free."""
+    """A daemon that hangs during a save costs it one timeout; afterwards the daemon frees the pages."""
 
     class Stopping(list[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -202,14 +203,14 @@ def test_a_daemon_that_hangs_in_the_middle_of_a_save(daemon: Daemon) -> None:
 
 
 def engines_seen(daemon: Daemon) -> list[dict[str, str]]:
-    """What each engine that is connected now says of itself."""
+    """The self-description of each engine with an open session."""
     with connect(daemon.target) as admin:
         sessions = admin.ask(admin_pb2.SessionsRequest()).sessions
     return [dict(one.engine) for one in sessions if one.engine and one.state == "open"]
 
 
 def test_an_engine_is_seen_before_its_first_request_and_after_each_restart(daemon: Daemon) -> None:
-    """Operators see an engine that was never asked for anything, as it describes itself now, and see it again when the daemon is another one."""
+    """Operators see an engine's current description before its first request and after a daemon's restart."""
     with EngineStore(Options(target=daemon.target), FACTS) as store:
         await_true(lambda: engines_seen(daemon) == [FACTS.words()], "the engine is seen")
         more = replace(FACTS, hash_seed="7")
@@ -221,7 +222,7 @@ def test_an_engine_is_seen_before_its_first_request_and_after_each_restart(daemo
 
 
 def test_an_engine_without_a_daemon_says_so_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where no daemon answers an engine's log names the target, once, before any request is a miss for it."""
+    """Without a daemon an engine's log names the target once, before its first request misses."""
     with EngineStore(Options(target=str(tmp_path)), FACTS):
         await_true(lambda: any(str(tmp_path) in line for line in caplog.messages), "the target is named")
     assert sum("served as misses" in line for line in caplog.messages) == 1

@@ -1,4 +1,4 @@
-"""`tierctl engines` against a real daemon and clients that introduce themselves."""
+"""`tierctl engines` against a real daemon and clients that describe their engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def engine(daemon: Daemon, facts: EngineFacts, *, layout: str) -> Client:
-    """A client that says which engine it serves, and has opened that engine's namespace."""
+    """A client that describes its engine and has opened that engine's namespace."""
     client = Client(daemon.target, name=f"vllm {layout}")
     client.introduce(facts.words())
     geometry = KVGeometry(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16", layout=layout)
@@ -39,7 +39,7 @@ def shown(daemon: Daemon, *options: str) -> str:
 
 
 def test_engines_are_listed_with_what_keeps_them_apart(daemon: Daemon) -> None:
-    """Those that introduced themselves are shown, with the namespaces that they opened; two that differ only in their layout are told so, by name."""
+    """The list shows engines with their namespaces; advice names two that differ only in their layout."""
     assert "no engine is connected" in shown(daemon)
     with engine(daemon, FACTS, layout="NHD"), engine(daemon, FACTS, layout="HND"), Client(daemon.target) as plain:
         plain.open_namespace(NamespaceSpec("other", 16, 4096))
@@ -54,7 +54,7 @@ def test_engines_are_listed_with_what_keeps_them_apart(daemon: Daemon) -> None:
 
 
 def test_engines_that_share_are_not_warned(daemon: Daemon) -> None:
-    """Two engines of one namespace are listed, and nothing is said of them; a client that has left is no engine any more."""
+    """Two engines of one namespace are listed without advice, and a closed client is listed no more."""
     with engine(daemon, FACTS, layout="NHD"), engine(daemon, FACTS, layout="NHD"):
         answer = json.loads(shown(daemon, "--json"))
         assert [row["namespaces"] for row in answer["engines"]] == [[1], [1]] and answer["advice"] == []

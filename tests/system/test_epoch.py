@@ -1,4 +1,4 @@
-"""An epoch bump under load: what is leased stays right, and what was stored before is never found again, after a restart neither."""
+"""An epoch bump under load: leases stay right, and earlier blocks always miss, after a restart too."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bump(daemon: Daemon, model: str = SMALL.model) -> apb.BumpEpochReply:
 
 
 def fill(client: Client, *, durable: bool = False) -> OpenedNamespace:
-    """A namespace with some chains in it, on NVMe too where durable."""
+    """A namespace with some chains, on NVMe too if durable."""
     namespace = client.open_namespace(SMALL)
     for seed in range(CHAINS):
         assert put(client, namespace, seed, COUNT)
@@ -63,7 +63,7 @@ def fill(client: Client, *, durable: bool = False) -> OpenedNamespace:
 
 
 def found_anywhere(daemon: Daemon, namespace: OpenedNamespace) -> dict[str, int]:
-    """Blocks of a namespace's chains that any way of asking still finds, by the way."""
+    """Hits on a namespace's chains, by verb."""
     found = dict(NOWHERE)
     group = [pb.Group(namespace=namespace.id, hashes=chain(seed, COUNT).tobytes()) for seed in range(CHAINS)]
     with RawClient(daemon.target) as raw:
@@ -87,7 +87,7 @@ def found_anywhere(daemon: Daemon, namespace: OpenedNamespace) -> dict[str, int]
 
 
 def _existing(raw: RawClient, group: pb.Group) -> int:
-    """Blocks that a reserve, durable or not, says are there already."""
+    """Blocks that a reserve, durable or not, reports as existing or failed."""
     blocks = put_blocks(np.frombuffer(group.hashes, np.uint8).reshape(-1, 32)).tobytes()
     wanted, found = pb.PutGroup(namespace=group.namespace, blocks=blocks), 0
     for durability in (pb.DURABILITY_MEMORY, pb.DURABILITY_DURABLE):
@@ -103,7 +103,7 @@ def _existing(raw: RawClient, group: pb.Group) -> int:
 EVERYWHERE = {
     "lookup": 16 * CHAINS * COUNT,
     "acquire": 16 * CHAINS * COUNT,
-    "prefetch": 0,  # all of it is near
+    "prefetch": 0,  # all blocks are in memory
     "exists": 2 * CHAINS * COUNT,
     "chunks": CHAINS * COUNT,
     "listed": CHAINS * COUNT,
@@ -115,7 +115,7 @@ EVERYWHERE = {
 
 @dataclass
 class Load:
-    """One client in a thread: puts and gets in whichever epoch is current, and what it saw of an old one after the bump's reply."""
+    """One client in a thread: puts and gets in the current epoch, and counts late hits on the old one."""
 
     daemon: Daemon
     number: int
@@ -128,7 +128,7 @@ class Load:
     errors: list[BaseException] = field(default_factory=list)
 
     def run(self) -> None:
-        """Until it is told to end."""
+        """Runs until it is told to end."""
         try:
             with Client(self.daemon.target) as client:
                 namespace = client.open_namespace(SMALL)
@@ -153,7 +153,7 @@ class Load:
 
 
 def test_bump_under_load(daemon: Daemon) -> None:
-    """While four clients put and get, no call that begins after the bump's reply serves the old epoch, and no byte is ever wrong."""
+    """Under load no call after the bump's reply hits the old epoch, and no byte is ever wrong."""
     is_bumped, ending = threading.Event(), threading.Event()
     with Client(daemon.target) as client:
         old = fill(client)
@@ -175,18 +175,19 @@ def test_bump_under_load(daemon: Daemon) -> None:
 
 
 def _await_turns(loads: list[Load], more: int) -> None:
-    """Until each has made so many more turns."""
+    """Waits until each load has made this many more turns."""
     wanted = [load.turns + more for load in loads]
     await_true(
         lambda: all(load.turns >= turns or load.errors for load, turns in zip(loads, wanted, strict=True)), "the load"
     )
 
 
-# -- what is in flight
+# -- leases and reservations in flight
 
 
 def test_leases_finish(daemon: Daemon) -> None:
-    """Leases and views of the old epoch stay right through the bump and ten times the host tier going through it, then their pages are free."""
+    """The old epoch's leases and views stay right through the bump and churn; their release frees
+    the pages."""
     with Client(daemon.target) as client:
         namespace = fill(client)
         lease = client.acquire(namespace, chain(0, COUNT))
@@ -205,7 +206,7 @@ def test_leases_finish(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("has_names", [True, False], ids=["named", "private"])
 def test_reservation_across_the_bump(daemon: Daemon, *, has_names: bool) -> None:
-    """Pages that were reserved before the bump and committed after it are found by nobody, whatever the commit said."""
+    """Pages reserved before the bump and committed after it are never hits, whatever the commit replies."""
     with Client(daemon.target) as client:
         namespace = client.open_namespace(SMALL)
         wanted = PutGroup(namespace, chain(0, 2)) if has_names else PutGroup.private(namespace, 2)
@@ -231,7 +232,7 @@ def test_reservation_across_the_bump(daemon: Daemon, *, has_names: bool) -> None
 @pytest.mark.parametrize("way", ["kill", "stop"])
 @pytest.mark.parametrize("durable", [False, True], ids=["memory", "durable"])
 def test_bump_survives_a_restart(daemon: Daemon, way: str, *, durable: bool) -> None:
-    """A bump that has returned holds after kill -9 and after a stop, for blocks in memory and on NVMe, and what came after it is there."""
+    """A finished bump holds after kill -9 and a stop, in memory and on NVMe; later blocks stay."""
     with Client(daemon.target) as client:
         old = fill(client, durable=durable)
         assert found_anywhere(daemon, old) == EVERYWHERE
@@ -249,7 +250,7 @@ def test_bump_survives_a_restart(daemon: Daemon, way: str, *, durable: bool) -> 
 
 
 def test_two_epochs_and_back(daemon: Daemon) -> None:
-    """Bump after bump with a restart between them counts on, and no earlier epoch comes back."""
+    """Bumps with restarts between them count on, and no earlier epoch returns."""
     seen = []
     with Client(daemon.target) as client:
         for turn in range(3):
@@ -263,20 +264,20 @@ def test_two_epochs_and_back(daemon: Daemon) -> None:
         assert all(found_anywhere(daemon, namespace) == NOWHERE for namespace in seen)
 
 
-# -- in the middle of things
+# -- during transfers and deaths
 
 
 @pytest.fixture
 def armed() -> Iterator[Daemon]:
-    """The same, its fault points within reach."""
+    """The same daemon with fault points."""
     with Daemon(CONFIG, faults=True) as running:
         yield running
 
 
 @pytest.mark.parametrize("point", ["nvme.slots.before_read", "mover.load.before_verify"])
 def test_bump_with_transfers_in_flight(armed: Daemon, point: str) -> None:
-    """Blocks that are on their way up when their epoch ends land nowhere: a get that waits for them may have their right bytes, nobody later finds them, and
-    watchers hear that they went and never that they came."""
+    """A promotion that its epoch's end overtakes commits no block, though a waiting get may have
+    its bytes. Watchers see the removal and no arrival."""
     with Client(armed.target) as client, armed.faults() as faults, RawClient(armed.target) as raw:
         old = fill(client, durable=True)
         raw.call(raw.admin.Evict, apb.EvictRequest(tier="host.0"))
@@ -304,13 +305,13 @@ def test_bump_with_transfers_in_flight(armed: Daemon, point: str) -> None:
 
 
 def _get_right(client: Client, namespace: OpenedNamespace, got: list[int]) -> None:
-    """A get of the first chain; how many blocks came, -1 if one was wrong."""
+    """Gets the first chain; appends its number of blocks, or -1 for a wrong one."""
     found = client.get(namespace, chain(0, COUNT))
     got.append(found.blocks if right(found.views, 0) == found.blocks else -1)
 
 
 def _watching(daemon: Daemon, raw: RawClient) -> tuple[Any, list[pb.Event]]:
-    """A stream of events from now on, and where they are put."""
+    """A stream of events from now on, and the list that collects them."""
     watch, told = raw.cache.Watch(pb.WatchRequest(), metadata=raw.metadata, timeout=60), []
 
     def listen() -> None:
@@ -330,8 +331,7 @@ def _watching(daemon: Daemon, raw: RawClient) -> tuple[Any, list[pb.Event]]:
     "point", ["operator.epoch.before_forgetting", "instance.namespaces.before_replace", "background.before_freeing"]
 )
 def test_gets_without_a_call_when_the_epoch_has_ended(armed: Daemon, point: str) -> None:
-    """A copying get or a lookup that begins once the epoch has ended finds nothing of it, while its
-    pages are still there and the bump is not answered."""
+    """A get or a lookup that begins after the epoch's end misses, even before the bump's reply."""
     out = np.zeros((COUNT, SMALL.block_bytes), np.uint8)
     with Client(armed.target) as client, armed.faults() as faults:
         old = fill(client)
@@ -352,7 +352,7 @@ def test_gets_without_a_call_when_the_epoch_has_ended(armed: Daemon, point: str)
     "point", ["operator.epoch.before_bump", "operator.epoch.before_forgetting", "background.before_freeing"]
 )
 def test_bump_that_the_daemon_does_not_survive(armed: Daemon, point: str) -> None:
-    """A daemon that dies in a bump has ended the epoch or has not: afterwards all its blocks are there, or none, all are right, and the next bump is whole."""
+    """After a death during a bump all blocks or none are left, all right, and the next bump is complete."""
     with Client(armed.target) as client, armed.faults() as faults:
         old = fill(client, durable=True)
         faults.arm(point, "kill")

@@ -1,7 +1,8 @@
-"""Every call that the store makes of the file system, failing in every way, at its first to its twentieth time, under a live daemon.
+"""Every file system call of the store fails in every way, at its first to twentieth time, under
+load.
 
-`errno_matrix.py` has the cases and what must hold after each; `test_errno_buffered.py` runs them without O_DIRECT. `test_with_the_pauses_of_a_user` has
-the breaker's pauses of the defaults.
+`errno_matrix.py` has the cases and the checks after each; `test_errno_buffered.py` runs them
+without O_DIRECT. `test_with_the_pauses_of_a_user` uses the breaker's default pauses.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ HANDFUL = [
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("direct", BACKENDS)
 def test_handful(tmp_path: Path, direct: str) -> None:
-    """The matrix in small."""
+    """A few cases of the matrix pass."""
     through(tmp_path, direct, HANDFUL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_matrix(tmp_path: Path) -> None:
-    """Each call x errno x its first to twentieth hit, with O_DIRECT where the file system takes it."""
+    """Each call x errno x its first to twentieth hit, with O_DIRECT if the file system supports it."""
     through(tmp_path, "auto", matrix("auto"))
 
 
 @pytest.mark.timeout(120)
 def test_with_the_pauses_of_a_user(tmp_path: Path) -> None:
-    """With the defaults, writes go on within seconds after a failed sync of either kind, after writes that failed for a while, and after a full disk."""
+    """With default pauses, writes resume within seconds after failed syncs, failed writes or a full disk."""
     resumed = {}
     with troubled(tmp_path, config()) as world:
         assert world.put() == 1
@@ -91,7 +92,7 @@ def test_with_the_pauses_of_a_user(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_resume_by_command(tmp_path: Path) -> None:
-    """`tierctl tiers` says what keeps a store out of service; --resume tries it at once, to no avail while the disk fails, and puts it back when it works."""
+    """`tierctl tiers` names a store's trouble; --resume retries at once and succeeds once the disk works."""
     pauses = 'retry_pause = "60 s"\nretry_pause_limit = "60 s"\n'
     with troubled(tmp_path, config() + pauses) as world:
 
@@ -116,7 +117,7 @@ def test_resume_by_command(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fault", ["EMFILE", *slow("ENFILE", "EINTR", "EAGAIN", "ECONNABORTED")])
 def test_accept(tmp_path: Path, fault: str) -> None:
-    """Connections that cannot be accepted for a while are accepted afterwards, and those that there are go on."""
+    """After failed accepts new connections are accepted, and the existing ones go on."""
     with troubled(tmp_path, config()) as world:
         namespace = world.namespace
         with world.io.armed("accept", fault, "socket:*", times=20), connected(world.daemon) as other:
@@ -137,18 +138,18 @@ except (OSError, KeyError, ValueError):
 print(len(sessions), flush=True)
 sys.stdin.read()
 """
-"""Sessions until one is not to be had, held until told to go."""
+"""Opens sessions until one fails, and holds them until told to end."""
 
 
 @pytest.mark.timeout(120)
 def test_descriptors_run_out(tmp_path: Path) -> None:
-    """Without descriptors to be had, new sessions are refused or wait; blocks in memory are served, nothing is lost; with some again, all is as before."""
+    """Without free descriptors new sessions fail or wait, memory hits go on, and nothing is lost."""
     with troubled(tmp_path, config(direct="off")) as world:
         client, namespace = world.client, world.namespace
         assert client.put(namespace, chain(1, 8), durable=True) == 8
         assert (
             client.read(namespace, chain(1, 8)) == 8
-        )  # to map a segment takes descriptors, of which by chance there may be none
+        )  # maps the segment now; at the limit the daemon may have no descriptor left for it
         before = _descriptors(world.daemon.pid)
         resource.prlimit(world.daemon.pid, resource.RLIMIT_NOFILE, (before + 24, before + 24))
         command = [sys.executable, "-c", CROWD, world.daemon.target]
@@ -176,9 +177,9 @@ def _descriptors(pid: int) -> int:
 MEMORY = "*/host.0/*"
 """The files of host memory, on a tmpfs."""
 PLACES = 8
-"""Of the tier."""
+"""Segments that the tier has room for."""
 SIZES = range(4096, (2 * PLACES + 1) * 4096, 4096)
-"""Of blocks of twice as many size classes: one segment of each second one takes all places, which then are the others'."""
+"""Block sizes of twice as many size classes; every second class in turn fills all places of the tier."""
 MEMORY_CALLS = [
     ("fallocate", "ENOSPC"),
     ("open", "EMFILE"),
@@ -189,8 +190,8 @@ MEMORY_CALLS = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", MEMORY_CALLS, ids="-".join)
 def test_memory_in_trouble(tmp_path: Path, fault: tuple[str, str]) -> None:
-    """Calls for the files of host memory that fail at their first to twentieth time cost blocks and no more: none is wrong, and afterwards every place of the tier
-    takes a segment again."""
+    """Failing calls on host memory's files cost only blocks: no byte is wrong, and every place of
+    the tier is usable again."""
     with troubled(tmp_path, config()) as world, Client(world.daemon.target) as client:
         memory, fired = Memory(client, world), 0
         for hit in range(1, HITS + 1):
@@ -206,7 +207,7 @@ def test_memory_in_trouble(tmp_path: Path, fault: tuple[str, str]) -> None:
 
 
 class Memory:
-    """A client that fills each place of the host tier with a segment of another size than it had."""
+    """A client that fills each place of the host tier with a segment of a new size class."""
 
     def __init__(self, client: Client, world: Troubled) -> None:
         self._client, self._world, self._seed = client, world, 0
@@ -214,7 +215,7 @@ class Memory:
         self._spaces = [client.open_namespace(spec) for spec in specs]
 
     def turn(self) -> int:
-        """All that is there goes, and a block of each size is stored; how many can be read, every byte looked at."""
+        """Evicts everything, stores a block of each size, and counts the right ones that a get gives."""
         self._seed += 1
         self._world.forget_memory()
         names = chain(self._seed, 1)
@@ -231,14 +232,14 @@ class Memory:
 
 
 NAMES = "*/state/namespaces*"
-"""The file of the namespaces that the daemon knows, and the one that takes its place."""
+"""The file of known namespaces, and its replacement."""
 NAMES_CALLS = [(SYNCS, "EIO"), *slow(("open", "EIO"), (WRITES, "ENOSPC"), ("rename", "EIO"), ("close", "EIO"))]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", NAMES_CALLS, ids="-".join)
 def test_names_in_trouble(tmp_path: Path, fault: tuple[str, str]) -> None:
-    """A namespace that cannot be written down is refused, others serve on; it opens once it can be, and is the same one, with its blocks, after SIGKILL."""
+    """An unwritable namespace is refused, others serve; once opened it survives SIGKILL with its blocks."""
     with troubled(tmp_path, config()) as world:
         client, spaces = world.client, dict[int, int]()
         for hit in range(1, HITS + 1):
@@ -268,7 +269,7 @@ def _is_refused(client: BlockClient, *, model: str) -> bool:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("call", slow("open", "fallocate", "rename", "pread", "pwrite", "fdatasync"))
 def test_start_in_trouble(tmp_path: Path, call: str) -> None:
-    """A start in which the store's files cannot be handled is refused with the file or the store named, and loses nothing for the next one."""
+    """A start with a failing store call loses nothing for the next start."""
     with troubled(tmp_path, config()) as world:
         assert world.put(4) == 4
         world.daemon.kill()
@@ -284,7 +285,7 @@ def test_start_in_trouble(tmp_path: Path, call: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", SILENT)
 def test_log_that_cannot_be_written(how: str) -> None:
-    """Such a daemon starts, serves, refuses what is wrong and ends as any other: its lines alone are lost."""
+    """A daemon without a writable log starts, serves, refuses and ends like any other."""
     with Silenced(how, config()) as daemon, connected(daemon) as client:
         space, names = client.open_namespace(model="m"), chain(1, 8)
         assert client.put(space, names, durable=True) == len(names)

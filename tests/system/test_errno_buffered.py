@@ -1,4 +1,4 @@
-"""The matrix of `test_errno` through the page cache: in a file of its own, so that a night runs the two side by side."""
+"""The matrix of `test_errno` through the page cache, in its own file so that both can run in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of deploy/examples/events, as they stand there."""
+"""The commands of deploy/examples/events, as written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PORTS = ("5557", "5558")
 
 
 def test_a_router_hears_of_blocks() -> None:
-    """A daemon with the example's file tells the example's router of the blocks that the example's client stores."""
+    """With the example's configuration, the example's router gets the events of its client's blocks."""
     (block,) = run_blocks(DOCUMENT)
     config = (ROOT / DOCUMENT).with_name("tierd.toml").read_text(encoding="utf-8")
     free = {port: str(free_port()) for port in PORTS}

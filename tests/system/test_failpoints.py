@@ -1,4 +1,4 @@
-"""The daemon dies at each fault point, and its successor while it recovers: nothing durable is lost, no byte is wrong, it serves again."""
+"""Deaths at each fault point, during recovery too: no durable block is lost and no byte is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AT_START = (
     "nvme.settle.before_journal",
     "nvme.settle.before_removal",
 )
-"""Passed by every start."""
+"""Every start passes these."""
 AT_END = (
     "lifecycle.before_settle",
     "nvme.close.before_sync",
@@ -40,17 +40,17 @@ AT_END = (
     "nvme.compact.before_snapshot",
     "nvme.journal.before_first",
 )
-"""Passed by SIGTERM, after something was stored."""
+"""SIGTERM passes these after something was stored."""
 RARE = ("holds.grow.before_map",)
-"""Passed only by many leases."""
+"""Only many leases pass these."""
 ONCE = {
     "arena.begin.before_discard": "arena.begin.before_discard=kill",
     "arena.prepare.before_memory": "arena.spare.before_file=delay:0.3;arena.prepare.before_memory=kill",
     "arena.spare.before_file": "arena.spare.before_file=kill@3",
 }
-"""Passed early in a life or not at all: what is armed when it begins. The first needs segments of a former life, the others none."""
+"""Passed early in a life or never, so armed at its start. Only the first needs former segments."""
 OF_A_GPU = {name for name in POINTS if name.startswith(("cuda.", "mover.device.", "mover.direct."))}
-"""Passed with a device tier of kind cuda alone, which no daemon of these tests has: `test_device_tier_deaths.py`."""
+"""Only a device tier of kind cuda passes these: see `test_device_tier_deaths.py`."""
 CHOSEN = (
     "arena.publish.before_seal",
     "cache.commit.before_hold",
@@ -60,15 +60,15 @@ CHOSEN = (
     "nvme.settle.before_removal",
     "nvme.compact.before_removal",
 )
-"""Those of `make test`."""
+"""The fault points of `make test`."""
 TURNS = 12
-"""Within which a fault point must have been passed."""
+"""A fault point must be passed within this many turns."""
 RECENT = 30
-"""Chains that are checked after each death; all of them are at the end."""
+"""The newest chains, which are checked after each death. The end checks all."""
 
 
 class Deaths:
-    """A daemon, its load, and how often it died of what."""
+    """A daemon, its load, and the number of its deaths."""
 
     def __init__(self, daemon: Daemon, chance: random.Random) -> None:
         self.daemon = daemon
@@ -77,7 +77,7 @@ class Deaths:
         self.deaths = self.in_recovery = 0
 
     def die_at(self, point: str) -> None:
-        """The daemon, serving, dies at the point; its successor dies while it recovers; the next one serves what is right."""
+        """The daemon dies at the point, its successor perhaps in recovery; the next one serves right bytes."""
         if point in AT_START:
             self.daemon.kill()
             self._die_in_start(point)
@@ -132,13 +132,13 @@ class Deaths:
 
 
 def die_often(points: list[str], *, seed: int, kind: type[Daemon] = Daemon) -> None:
-    """A daemon that dies at all these points, one after another."""
+    """A daemon that dies at all these points in turn."""
     begun = time.monotonic()
     with kind(CONFIG, faults=True) as daemon:
         run = Deaths(daemon, random.Random(seed))
         point = ""
         try:
-            assert not run.busy.turn(many_leases=False)  # so that the first start has something to find
+            assert not run.busy.turn(many_leases=False)  # so that the first start has blocks to recover
             for point in points:
                 run.die_at(point)
             daemon.restart()
@@ -152,7 +152,7 @@ def die_often(points: list[str], *, seed: int, kind: type[Daemon] = Daemon) -> N
 
 
 def _report(run: Deaths, **figures: int) -> None:
-    """Also of a run that failed: what its oracle counted."""
+    """Reports the oracle's counts, even of a failed run."""
     busy = run.busy
     report(
         "death at fault points",
@@ -172,7 +172,7 @@ def _seed() -> int:
 
 @pytest.mark.timeout(200)
 def test_death_at_some_fault_points() -> None:
-    """A death at seven points where most is at stake: no durable block is lost, no byte is wrong."""
+    """A death at each of seven critical points loses no durable block and no byte is wrong."""
     die_often(list(CHOSEN), seed=_seed())
 
 
@@ -180,7 +180,7 @@ def test_death_at_some_fault_points() -> None:
 @pytest.mark.timeout(9000)
 @pytest.mark.parametrize("part", range(4))
 def test_death_at_each_fault_point(part: int) -> None:
-    """Deaths at every fault point that there is without a GPU, each of them reached: as above."""
+    """The same holds for deaths at every fault point that needs no GPU."""
     seed = _seed()
     points = sorted(POINTS.keys() - OF_A_GPU)[part::4] * count(nightly=5, weekly=25)
     random.Random(seed).shuffle(points)

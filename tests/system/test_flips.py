@@ -1,6 +1,6 @@
-"""One bit of a block flipped where it lies, then a get: a miss where the threat table says so, counted, and never a wrong byte unawares.
+"""One flipped bit of a block, then a get: a counted miss if the threat table says so.
 
-`FLIP_SEED=` takes other blocks and other bits.
+`FLIP_SEED=` selects other blocks and bits.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ DEVICE = """\
 capacity = "16 MiB"
 segment = "2 MiB"
 """
-"""Of kind "cpu"."""
+"""A device tier of kind "cpu"."""
 SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES)
 HEADER_BITS = (META_BYTES + 8) * 8
-"""Of a slot: what is under a checksum, with the one slice of such a block."""
+"""Bits of a slot's header that a checksum covers, with the one slice of such a block."""
 
 
 def _rounds(total: int) -> range:
@@ -56,14 +56,14 @@ def _rounds(total: int) -> range:
 
 
 class Reader:
-    """Reads blocks one by one, by turns through a raw client and through the SDK. read, missed and wrong are counts."""
+    """Reads blocks one by one, by a raw client or the SDK. read, missed and wrong are counts."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         self.read = self.missed = self.wrong = 0
 
     def all(self, names: np.ndarray) -> None:
-        """Each of these blocks."""
+        """Reads each of these blocks."""
         with connected(self._daemon) as raw, Client(self._daemon.target) as sdk:
             namespace, opened = raw.open_namespace(), sdk.open_namespace(SPEC)
             for i in range(len(names)):
@@ -87,7 +87,7 @@ class Reader:
 
 
 def _store(daemon: Daemon, seed: int, *, durable: bool) -> np.ndarray:
-    """A round of new blocks."""
+    """Stores a round of new blocks."""
     names = chain(seed, ROUND)
     with connected(daemon) as client:
         namespace = client.open_namespace()
@@ -124,7 +124,7 @@ def _in_page(chance: random.Random) -> int:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("where", [_in_header, _in_slot_payload], ids=["header", "payload"])
 def test_store(where: Callable[[random.Random], int]) -> None:
-    """A bit of a slot, header or payload: that block is a miss, counted, and no other is."""
+    """A flipped bit in a slot's header or payload makes only that block a miss, counted."""
     total = count(test=50, nightly=6_000, weekly=12_000)
     with Daemon(CONFIG.replace("{verify}", "first_hit")) as daemon:
         reader = Reader(daemon)
@@ -143,7 +143,7 @@ def test_store(where: Callable[[random.Random], int]) -> None:
 
 @pytest.mark.timeout(3600)
 def test_page_between_two_lives() -> None:
-    """A bit of a page flipped while the daemon is down: its first hit is a miss, counted, under every setting."""
+    """A page bit flipped while the daemon is down makes the first hit a counted miss in every setting."""
     total, missed = count(test=50, nightly=6_000, weekly=12_000), 0
     with Daemon(CONFIG.replace("{verify}", "first_hit")) as daemon:
         for seed in _rounds(total):
@@ -166,13 +166,13 @@ def test_page_between_two_lives() -> None:
     "verify", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("first_hit", "sampled")), "always"]
 )
 def test_verified_page(verify: str) -> None:
-    """A bit of a page flipped after its first hit: "always" misses every one, "sampled" one hit in 256, "first_hit" none; what is caught is counted."""
+    """Of pages flipped after their first hit, "always" misses all, "sampled" 1 in 256, "first_hit" none."""
     total = count(test=50, nightly=12_000 if verify == "always" else 3_000, weekly=24_000)
     with Daemon(CONFIG.replace("{verify}", verify)) as daemon:
         reader = Reader(daemon)
         for seed in _rounds(total):
             names = _store(daemon, seed, durable=False)
-            with connected(daemon) as client:  # their first hits
+            with connected(daemon) as client:  # the pages' first hits
                 assert client.read(client.open_namespace(), names) == ROUND
             _damage(pages(daemon, names), names, _in_page)
             reader.all(names)
@@ -194,7 +194,7 @@ def test_verified_page(verify: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("verify", ["first_hit", "always"])
 def test_device_page(verify: str) -> None:
-    """A bit of a page of the device tier, flipped before its first hit, or under "always" after it: a miss for who asks there, counted, and nobody else misses."""
+    """A flipped device page is a counted miss before its first hit, with "always" also later; others hit."""
     total, missed = count(test=50, nightly=2_000, weekly=6_000), 0
     config = DEVICE + CONFIG.replace("{verify}", verify)
     with Daemon(config) as daemon, Client(daemon.target) as writer, Client(daemon.target) as reader:
@@ -217,7 +217,7 @@ def test_device_page(verify: str) -> None:
 
 
 def _on_device(client: Client, names: np.ndarray) -> int:
-    """Blocks that are leased in the device tier, each right."""
+    """The number of blocks leased in the device tier, each checked."""
     with client.acquire(client.open_namespace(SPEC), names, tier="device") as lease:
         assert all(
             is_content(np.ascontiguousarray(view), name) for view, name in zip(lease.views(), names, strict=False)

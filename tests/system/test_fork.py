@@ -1,4 +1,5 @@
-"""What a fork does to a client, in every order: the child starts afresh, the parent notices nothing, and no page is anybody else's."""
+"""A fork with a client, in every order: the child starts anew, the parent and all pages are
+unaffected."""
 
 from __future__ import annotations
 
@@ -43,20 +44,20 @@ SEGFAULT = -signal.SIGSEGV
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Daemon]:
-    """Host memory and nothing behind it."""
+    """Host memory only."""
     with Daemon(HOST) as running:
         yield running
 
 
 @pytest.fixture
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
-    """The same for every test; whatever its processes were, nothing is held once they are gone."""
+    """The same daemon for each test. At a test's end nothing is held."""
     yield shared_daemon
     empty(shared_daemon, "the test's processes")
 
 
 class Holding:
-    """A client with everything that a fork could meet: an open session, a lease, views, a reservation half written."""
+    """A client in every state that a fork can meet: session, lease, views, a half-written reservation."""
 
     def __init__(self, target: str) -> None:
         self.client = Client(target, name=f"pid-{os.getpid()}")
@@ -84,23 +85,23 @@ class Holding:
         }
 
     def is_whole(self) -> bool:
-        """Whether everything that is held is as it was."""
+        """Whether all held bytes are unchanged."""
         return right(self.views, 1) == COUNT and bool((self.page[:MIB] == 7).all())
 
 
 def use_client(client: Client, seed: int) -> list[int]:
-    """A whole life of a client: what it stored, got right, and how many sessions of this process are known by its name."""
+    """A client's whole work: the number of stored blocks, and of right ones in a get."""
     namespace = client.open_namespace(SMALL)
     stored = put(client, namespace, seed, 2).stored
     return [stored, right(client.get(namespace, chain(seed, 2)).views, seed)]
 
 
-# -- before anything, and with an open session
+# -- before the first call, and with an open session
 
 
 @pytest.mark.parametrize("when", ["before the first call", "with an open session"])
 def test_early_fork(daemon: Daemon, when: str) -> None:
-    """A client forked before its first call, or with an idle session, serves parent, child and grandchild, each by its own session."""
+    """A client forked before its first call, or idle, serves parent, child and grandchild in own sessions."""
     with Elsewhere(early, daemon.target, is_open=when == "with an open session") as other:
         assert other.hear() == [[2, 2]] * 3
         assert other.hear() == [2, 2]
@@ -108,7 +109,7 @@ def test_early_fork(daemon: Daemon, when: str) -> None:
 
 
 def early(talk: Talk, target: str, *, is_open: bool) -> None:
-    """Forks a child, which forks one; says what each could do, then what the parent can."""
+    """Forks a child, which forks one; says the results of both, then of the parent."""
     client = Client(target, name="early")
     if is_open:
         use_client(client, 1)
@@ -131,7 +132,7 @@ def early(talk: Talk, target: str, *, is_open: bool) -> None:
 
 
 def test_handles_in_the_child(daemon: Daemon) -> None:
-    """In the child every use of a lease or a reservation made before the fork raises ForkedClient; none of it reaches the daemon."""
+    """In the child every use of a former lease or reservation raises ForkedClient and reaches no daemon."""
     with Elsewhere(handles, daemon.target) as other:
         raised, status = other.hear()
         assert set(raised.values()) == {"ForkedClient"}, raised
@@ -143,7 +144,7 @@ def test_handles_in_the_child(daemon: Daemon) -> None:
 
 
 def handles(talk: Talk, target: str) -> None:
-    """A child tries every handle, drops all of them, and collects; then the parent goes on where it was."""
+    """A child tries and drops every handle and collects; then the parent continues with its own."""
     mine = Holding(target)
 
     def child() -> dict[str, str]:
@@ -173,7 +174,7 @@ def handles(talk: Talk, target: str) -> None:
 
 @pytest.mark.parametrize("order", ["child first", "child uses it", "child closes it", "churn"])
 def test_parent_notices_nothing(daemon: Daemon, order: str) -> None:
-    """Whatever the child does with the client, to its end, the parent's views and half-written pages stay as they were, and are its own."""
+    """No use of the client in the child changes the parent's views or half-written pages."""
     with Elsewhere(parent, daemon.target, order=order) as other:
         other.hear()
         with Client(daemon.target) as client:
@@ -183,7 +184,7 @@ def test_parent_notices_nothing(daemon: Daemon, order: str) -> None:
 
 
 def parent(talk: Talk, target: str, *, order: str) -> None:
-    """Forks a child that does something, and says whether everything is whole after the test's churn."""
+    """Forks a child that does its work; says whether all bytes are unchanged after the test's churn."""
     mine = Holding(target)
     work = {
         "child first": lambda: None,
@@ -203,7 +204,7 @@ def parent(talk: Talk, target: str, *, order: str) -> None:
 
 
 def test_child_reads_and_does_not_write_what_its_parent_writes(daemon: Daemon) -> None:
-    """Views of the parent's own puts and its reserved pages are right in the child, early and late, and may be dropped there; a child that writes to them is killed by it, and the parent's bytes stay."""
+    """A child can read and drop views of its parent's pages. A write there kills it and changes no byte."""
     with Elsewhere(touching, daemon.target) as other:
         for _ in range(2):
             assert other.hear() == [[COUNT, 7, True], 0]
@@ -212,12 +213,12 @@ def test_child_reads_and_does_not_write_what_its_parent_writes(daemon: Daemon) -
 
 
 def touching(talk: Talk, target: str) -> None:
-    """Children read what the parent may write, drop it and collect, and write to it; at once, and after calls of their own."""
+    """Children read, drop or write the parent's pages: at once, and after calls of their own."""
     mine = Holding(target)
     taken: list[mmap.mmap] = []
 
     def take() -> None:
-        taken.extend(mmap.mmap(-1, 4 * MIB) for _ in range(32))  # whatever is free near the old addresses
+        taken.extend(mmap.mmap(-1, 4 * MIB) for _ in range(32))  # addresses near the old mappings
 
     def read() -> list[Any]:
         found = [right(mine.views, 1), int(mine.page[0])]
@@ -246,7 +247,7 @@ def touching(talk: Talk, target: str) -> None:
 
 
 def test_child_reads_pages_of_others(daemon: Daemon) -> None:
-    """Views of pages that other processes wrote are right in the child too, for as long as the parent lives."""
+    """Views of other processes' pages are right in the child too, while the parent lives."""
     with Client(daemon.target) as client:
         assert put(client, client.open_namespace(BIG), 1, COUNT)
         with Elsewhere(reading, daemon.target) as other:
@@ -256,7 +257,7 @@ def test_child_reads_pages_of_others(daemon: Daemon) -> None:
 
 
 def reading(talk: Talk, target: str) -> None:
-    """Parent and child look at the same views after the test's churn."""
+    """Parent and child read the same views after the test's churn."""
     client = Client(target)
     views = client.get(client.open_namespace(BIG), chain(1, COUNT)).views
     ours, theirs = os.pipe()
@@ -274,13 +275,13 @@ def reading(talk: Talk, target: str) -> None:
     talk.hear()
 
 
-# -- who dies first
+# -- order of deaths
 
 
 @pytest.mark.parametrize("way", ["python", "raw"])
 @pytest.mark.parametrize("end", ["killed", "exits"])
 def test_parent_goes_first(daemon: Daemon, end: str, way: str) -> None:
-    """When the parent is killed or exits, all that it held comes back, though its child lives on with every descriptor it inherited."""
+    """A parent's death or exit frees all its holds, even if its child has every inherited descriptor."""
     with Elsewhere(dying, daemon.target, way=way) as other:
         child = other.hear()
         try:
@@ -300,7 +301,7 @@ def test_parent_goes_first(daemon: Daemon, end: str, way: str) -> None:
 
 
 def dying(talk: Talk, target: str, *, way: str) -> None:
-    """Forks a child that only lives, by Python's fork or by one that Python does not know of."""
+    """Forks a child that only lives, by Python's fork or by a raw one."""
     mine = Holding(target)
     talk.say(_idle_child(raw=way == "raw"))
     sys.stdin.readline()
@@ -308,7 +309,7 @@ def dying(talk: Talk, target: str, *, way: str) -> None:
 
 
 def _idle_child(*, raw: bool) -> int:
-    """A child that waits to be killed."""
+    """A child that waits for its SIGKILL."""
     fork = ctypes.PyDLL(None).fork if raw else os.fork
     child = int(fork())
     if not child:
@@ -318,7 +319,7 @@ def _idle_child(*, raw: bool) -> int:
 
 
 def test_pages_are_not_reused_while_the_parent_lives(daemon: Daemon) -> None:
-    """A child that ends does not end its parent's holds: half of a tier stays as it is while others fill what is left."""
+    """A child's end keeps its parent's holds: half of a tier is unchanged while others fill the rest."""
     with Elsewhere(holding_half, daemon.target) as other, Client(daemon.target) as client:
         count = other.hear()
         assert held(daemon)[2] == count
@@ -329,7 +330,7 @@ def test_pages_are_not_reused_while_the_parent_lives(daemon: Daemon) -> None:
 
 
 def holding_half(talk: Talk, target: str) -> None:
-    """Leases as much as a session may, forks children that end in different ways, and looks again."""
+    """Leases a session's limit, forks children with different ends, and checks again."""
     client = Client(target)
     namespace = client.open_namespace(BIG)
     count = HOST_BYTES // 2 // BIG.block_bytes
@@ -344,7 +345,7 @@ def holding_half(talk: Talk, target: str) -> None:
 
 
 def test_child_after_its_parent(daemon: Daemon) -> None:
-    """A child whose parent is gone goes on as a client like any other."""
+    """A child whose parent has ended works as an ordinary client."""
     with Elsewhere(orphaning, daemon.target) as other:
         child = other.hear()
         other.kill()
@@ -357,7 +358,7 @@ def test_child_after_its_parent(daemon: Daemon) -> None:
 
 
 def orphaning(talk: Talk, target: str) -> None:
-    """Its child waits for a signal, then works and lives on."""
+    """Forks a child that waits for a signal, then works and lives on."""
     mine = Holding(target)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What was just put is there for the get that follows, on a real daemon with full tiers under the default policies."""
+"""A get right after a put hits, on a real daemon with full tiers and default policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ segment = "1 MiB"
 
 
 def play(client: Client, first: int, *, rounds: int = ROUNDS, durable: bool = False) -> int:
-    """Puts batches of fresh chains and gets each batch; how many blocks were not found."""
+    """Puts batches of fresh chains and gets each batch; the number of missed blocks."""
     space = client.open_namespace(NamespaceSpec(model="fresh", tokens_per_block=16, block_bytes=BLOCK_BYTES))
     blocks = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
     missing = 0
@@ -38,14 +38,14 @@ def play(client: Client, first: int, *, rounds: int = ROUNDS, durable: bool = Fa
 
 
 def test_full_tiers_lose_nothing_between_a_put_and_its_get() -> None:
-    """Batches of an eighth of the memory, put and then read, with three times as many in all as the tiers hold: none is missing, the durable ones neither."""
+    """With full tiers a get right after a put of an eighth of the memory misses no block, durable or not."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
         assert play(client, 0) == 0
         assert play(client, 1_000, rounds=6, durable=True) == 0
 
 
 def lost_by_two() -> int:
-    """Blocks that two clients of one new daemon, at once, do not find again."""
+    """Misses of two clients that work on one new daemon at the same time."""
     missing: list[int] = []
     with Daemon(CONFIG) as daemon, Client(daemon.target) as one, Client(daemon.target) as other:
         threads = [

@@ -1,4 +1,4 @@
-"""fsck: finds what was planted in each kind of file, nothing in a healthy one, and changes no byte."""
+"""fsck reports planted damage in each kind of file, nothing in a healthy one, and changes no byte."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD = 3
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """A daemon that keeps eight blocks, in memory and on its store."""
+    """A daemon that holds eight blocks, in memory and in its store."""
     with Daemon(CONFIG) as running:
         with connected(running) as client:
             namespace = client.open_namespace(block_bytes=LENGTH)
@@ -58,19 +58,19 @@ def _findings(daemon: Daemon) -> list[Finding]:
 
 
 def _run(daemon: Daemon, *arguments: str) -> Result:
-    """`tierctl fsck`, in this process."""
+    """Runs `tierctl fsck` in this process."""
     environ = {"TIERD_RUNTIME_DIR": daemon.target, "TIERD_STATE_DIR": str(daemon.root / "state"), "COLUMNS": "80"}
     return CliRunner().invoke(ctl.cli, ["fsck", *arguments], env=environ)
 
 
 def _sums(daemon: Daemon) -> dict[Path, str]:
-    """Of every file that the daemon keeps, locks and all."""
+    """Digests of every file of the daemon, locks included."""
     files = [path for top in (daemon.root / "state", daemon.arena) for path in top.rglob("*") if path.is_file()]
     return {path: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files}
 
 
 def test_where_nothing_is_kept(tmp_path: Path) -> None:
-    """Where the configuration, or its absence, names no place that a daemon has used, nothing was checked: exit code 2, and it says where it looked."""
+    """Without a used directory fsck checks nothing, exits with 2 and names the directory."""
     (tmp_path / "config.toml").write_text('[[host]]\ncapacity = "8 MiB"\n')
     for arguments in ([], ["--json"], ["--config", str(tmp_path / "config.toml")]):
         environ = {"TIERD_STATE_DIR": str(tmp_path / "none"), "TIERD_CONFIG": None}
@@ -82,7 +82,7 @@ def test_where_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_nothing_is_found_where_nothing_is_wrong(daemon: Daemon) -> None:
-    """After SIGKILL and after an orderly end: every block is looked at, nothing is found, and not a byte is changed."""
+    """After SIGKILL or a stop, fsck reads every block, reports nothing and changes no byte."""
     for end in (daemon.kill, daemon.stop):
         end()
         before = _sums(daemon)
@@ -97,7 +97,7 @@ def test_nothing_is_found_where_nothing_is_wrong(daemon: Daemon) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(count(test=2, nightly=20, weekly=200)))
 def test_nothing_is_found_after_a_death_under_load(seed: int) -> None:
-    """SIGKILL while clients put, get and evict in a store that is full: what is left is in order, or a note."""
+    """After SIGKILL under load on a full store fsck reports no finding."""
     with Daemon(CONFIG) as daemon:
         enough = threading.Event()
         worker = threading.Thread(target=_put_for_ever, args=(daemon, random.Random(seed).randint(10, 90), enough))
@@ -111,7 +111,7 @@ def test_nothing_is_found_after_a_death_under_load(seed: int) -> None:
 
 
 def _put_for_ever(daemon: Daemon, number: int, enough: threading.Event) -> None:
-    """Chains of eight blocks, more than the store holds; tells when there were so many, and ends with the daemon."""
+    """Puts more chains than the store holds. Sets `enough` after `number` chains; ends with the daemon."""
     with contextlib.suppress(grpc.RpcError, OSError), connected(daemon) as client:
         namespace = client.open_namespace(block_bytes=LENGTH)
         for turn in itertools.count():
@@ -170,11 +170,11 @@ PLANTS: dict[str, tuple[Plant, str, str, str]] = {
     "description": (_in_file("store.json", 1), "nvme.0", "store.json", "not a description"),
     "namespaces": (_in_file("namespaces.jsonl", 60), "instance", "line 1", "checksum does not match"),
 }
-"""What is damaged: how, and part, place and fault of the one finding that must come of it."""
+"""The damage: its plant, and the part, place and fault of the one finding that it must give."""
 
 
 def test_one_flipped_bit_is_found(daemon: Daemon) -> None:
-    """In each kind of file: one finding, at its place, and not a byte more is changed."""
+    """One flipped bit in any kind of file gives one finding at its place, and fsck changes no byte."""
     daemon.kill()
     for what, (plant, part, place, fault) in PLANTS.items():
         with _mended(daemon):
@@ -191,7 +191,7 @@ def test_one_flipped_bit_is_found(daemon: Daemon) -> None:
 
 @contextlib.contextmanager
 def _mended(daemon: Daemon) -> Iterator[None]:
-    """Every file has the bytes from before again, afterwards."""
+    """Restores every file's bytes at the end."""
     before = {path: path.read_bytes() for path in _sums(daemon)}
     yield
     for path, raw in before.items():
@@ -200,7 +200,7 @@ def _mended(daemon: Daemon) -> Iterator[None]:
 
 
 def test_damage_in_a_snapshot_is_found(daemon: Daemon) -> None:
-    """In its head, its tables, and its rows, which are lost without a word at the start."""
+    """fsck reports damage in a snapshot's header, tables and rows. A start drops damaged rows silently."""
     daemon.stop()
     (path,) = (daemon.root / "state").rglob("snapshot-*.bin")
     for at, fault in ((20, "header's checksum"), (100, "checksum of its tables"), (-300, "damaged pieces")):
@@ -213,7 +213,7 @@ def test_damage_in_a_snapshot_is_found(daemon: Daemon) -> None:
 
 
 def test_a_torn_journal_is_a_note(daemon: Daemon) -> None:
-    """Cut anywhere in its last record, as a crash cuts it: no finding; the same bytes gone from its middle are one."""
+    """A journal cut in its last record gives a note and no finding. Damage in its middle is a finding."""
     daemon.kill()
     (path,) = (daemon.root / "state").rglob("journal-*.log")
     whole = path.read_bytes()
@@ -223,12 +223,12 @@ def test_a_torn_journal_is_a_note(daemon: Daemon) -> None:
         assert (store.findings, len(store.notes)) == ([], 1), cut
     path.write_bytes(
         whole[:60] + b"\xff\x0f" + whole[62:]
-    )  # a length that reaches beyond the end, whole records behind it
+    )  # a length that reaches beyond the file's end, with whole records after it
     assert [finding.part for finding in _findings(daemon)] == ["nvme.0"]
 
 
 def test_what_the_daemon_makes_of_it_is_what_was_told(daemon: Daemon) -> None:
-    """After a finding the daemon starts, and serves the blocks before the bad one."""
+    """After a finding the daemon starts and serves the blocks before the bad one."""
     daemon.kill()
     for directory in (daemon.arena, daemon.root / "state"):
         flip(directory, BAD, shift=5)
@@ -243,7 +243,7 @@ def test_what_the_daemon_makes_of_it_is_what_was_told(daemon: Daemon) -> None:
 
 
 def test_a_running_daemon_is_left_alone(daemon: Daemon) -> None:
-    """Refused, with the process that runs and the way to check it all the same."""
+    """fsck refuses a running daemon's files, and names the process and --online."""
     with pytest.raises(AlreadyOwned, match=f"process {daemon.pid}.*--online"):
         _check(daemon)
     refused = _run(daemon, "--config", str(_config(daemon)))
@@ -253,7 +253,7 @@ def test_a_running_daemon_is_left_alone(daemon: Daemon) -> None:
 
 
 def test_online(daemon: Daemon) -> None:
-    """A scrub of every tier and an audit of the books, through the daemon: 0, then 1 once something was planted."""
+    """fsck --online scrubs every tier and audits the accounts: 0, or 1 after planted damage."""
     clean = _run(daemon, "--online")
     assert (clean.exit_code, "records are consistent" in clean.stdout) == (0, True), clean
     flip(daemon.root / "state", BAD, shift=100)
@@ -262,7 +262,7 @@ def test_online(daemon: Daemon) -> None:
 
 
 def test_the_command_says_what_it_found(daemon: Daemon) -> None:
-    """0 and one row a part; 1 with place, fault and outcome; 3 where no daemon answers. JSON has the same."""
+    """fsck exits with 0, with 1 and the findings, or with 3 without a daemon. JSON has the same."""
     daemon.stop()
     healthy = _run(daemon, "--config", str(_config(daemon)))
     assert (healthy.exit_code, "blocks and their metadata: no problems." in healthy.stdout) == (0, True), healthy

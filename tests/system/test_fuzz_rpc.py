@@ -1,4 +1,4 @@
-"""Every RPC that the proto files have, with requests that are almost right: an answer or a named error, never a fault, a stall or a lost block.
+"""Every RPC with almost correct requests: a reply or a named error, no fault, stall or lost block.
 
 `FUZZ_SEED=` runs the messages of another seed; a failure prints the request.
 """
@@ -41,36 +41,36 @@ SEED = os.environ.get("FUZZ_SEED", "1")
 MESSAGES = count(test=200, nightly=20_000, weekly=100_000)
 OVER_A_SOCKET = count(test=20, nightly=1_000, weekly=10_000)
 LIFE = 2_000
-"""Messages to one daemon in the test's process, then the next begins anew."""
+"""Messages to one daemon in the test's process. Then a new one starts."""
 SHORT_LIFE = {"OpenNamespace": 250}
-"""Where each message leaves something behind that the next one has to write again."""
+"""RPCs with state in the daemon that each later message writes again."""
 OF_ITS_OWN = {"Drain", "Namespaces"}
-"""What needs a daemon of its own: one drains it, the other lists all that was sent before."""
+"""RPCs that need their own daemon: one drains it, the other lists all earlier state."""
 CHECK_EVERY = 250
 CALL_S = {"Watch": 0.002, "Drain": 0.004, "Quiesce": 0.01, "Flush": 0.05, "Scrub": 0.01, "Commit": 0.02}
-"""What would otherwise wait as long as it may: a Commit of pages that are not said to be written waits for its writer."""
+"""Timeouts of calls that could wait long. A Commit of unwritten pages waits for its writer."""
 LONG_S = 1.0
-"""A call that takes longer is a stall; asserted with tenfold slack, since machines are shared."""
+"""A longer call is a stall. The test asserts ten times this, because machines are shared."""
 MEMORY_BYTES = 256 << 20
-"""What a process may gain; a leak of a kilobyte a message would be far beyond it at night."""
+"""Limit of a process's memory growth. A leak of 1 KiB a message exceeds it in a nightly run."""
 REPLAY = CONFIG.replace("[server]", '[server]\nclock = "replay"')
 KEPT = chain(77, 4)
 LABELS = [method.full_name for method in METHODS]
 
 
 def path_of(method: MethodDescriptor) -> str:
-    """As it stands in a call."""
+    """The method's path in a call."""
     return f"/{method.containing_service.full_name}/{method.name}"
 
 
 @dataclass
 class Tally:
-    """What became of the calls of one RPC."""
+    """The outcomes of one RPC's calls."""
 
     seconds: list[float] = field(default_factory=list)
     codes: Counter[str] = field(default_factory=Counter)
     faults: dict[str, str] = field(default_factory=dict)
-    """Where it went wrong, and the first request that did it."""
+    """The fault, and the first request that caused it."""
 
     def add(self, seconds: float, code: str) -> None:
         self.seconds.append(seconds)
@@ -78,7 +78,7 @@ class Tally:
 
 
 class Fuzzer:
-    """Makes one RPC's requests: good ones with something changed, now and then as bytes, with odd metadata, or left as they are."""
+    """Makes one RPC's requests: good ones with a change, at times as raw bytes or with odd metadata."""
 
     def __init__(self, method: MethodDescriptor, *, part: object) -> None:
         self.method = method
@@ -86,7 +86,7 @@ class Fuzzer:
         self.live = LiveSession(self.mutator)
 
     def request(self) -> tuple[list[Message], list[bytes]]:
-        """Messages, and the bytes that are sent for them."""
+        """Messages, and the bytes to send for them."""
         made, chance = self.live.request(self.method), self.mutator.random
         if chance.random() < 0.92:
             self.mutator.message(chance.choice(made))
@@ -99,7 +99,7 @@ class Fuzzer:
         return made, raw
 
     def metadata(self, token: str) -> dict[str, str]:
-        """Of a call: the session's, with what else a client may send."""
+        """Metadata of a call: the session's, at times with an odd entry."""
         chance, odd = self.mutator.random, {}
         if chance.random() < 0.1:
             name = chance.choice(("tierd-request", "tierd-time-ms", "tierd-session", "authorization", "tierd-x"))
@@ -118,22 +118,22 @@ class Fuzzer:
         )()
 
     def unchanged(self, mutated: Counter[str]) -> set[str]:
-        """Fields of the request that were left alone."""
+        """Fields of the request that no message changed."""
         return names(self.method.input_type) - {name for name, times in mutated.items() if times}
 
 
-# -- in the test's own process: the bulk
+# -- in the test's own process: most messages
 
 
 class Within:
-    """One life of a daemon in this process, with a session and with blocks that must stay right."""
+    """One life of a daemon in this process, with a session and blocks that must stay right."""
 
     def __init__(self, daemon: Inside, token: str) -> None:
         self.daemon, self.token = daemon, token
         self.kept = np.zeros(0, dtype=EXTENT)
 
     async def good(self, name: str, messages: list[Message], *, timeout_s: float = 10.0) -> Any:
-        """The reply of a call that should go well. Raises Refused."""
+        """The reply of a call that should succeed. Raises Refused."""
         method = next(each for each in METHODS if each.name == name)
         raw = [message.SerializeToString() for message in messages]
         metadata = {"tierd-session": self.token}
@@ -141,7 +141,7 @@ class Within:
         return method.output_type._concrete_class.FromString(replies[-1])
 
     async def keep(self) -> None:
-        """Stores blocks that no message names, and leases them."""
+        """Stores and leases blocks that no message names."""
         group = await self._namespace("kept")
         await self.good("Put", _put(group, KEPT))
         request = pb.AcquireRequest(groups=[pb.Group(namespace=group, hashes=KEPT.tobytes())], tier=pb.TIER_KIND_HOST)
@@ -153,13 +153,13 @@ class Within:
         assert len(self.kept) == len(KEPT)
 
     def check(self) -> None:
-        """The kept blocks are right, byte for byte."""
+        """Checks the kept blocks byte for byte."""
         for extent, name in zip(self.kept, KEPT, strict=True):
             tier: Any = self.daemon.daemon.tiers[int(extent["tier"])]
             assert is_content(tier.view(extent)[: int(extent["length"])], name)
 
     async def check_service(self, turn: int) -> None:
-        """The next good calls work: a new block is stored and read again, every byte right."""
+        """Good calls still work: a new block is stored and read again, every byte right."""
         self.check()
         assert (await self.good("Status", [apb.StatusRequest()])).pid == os.getpid()
         if self.daemon.daemon.cache.is_draining:
@@ -174,7 +174,7 @@ class Within:
             assert int.from_bytes(reply.statuses, "little") == pb.BLOCK_STATUS_NO_ROOM
 
     async def good_chunks(self, request: pb.GetRequest) -> bytes:
-        """What a Get gives."""
+        """The bytes of a Get."""
         metadata = {"tierd-session": self.token}
         raw = await self.daemon.call(
             "/tierd.v1.Cache/Get", [request.SerializeToString()], metadata=metadata, timeout_s=10.0
@@ -197,7 +197,7 @@ def _put(namespace: int, hashes: np.ndarray) -> list[Message]:
 
 @contextlib.asynccontextmanager
 async def life() -> AsyncIterator[Within]:
-    """A daemon, its session, and blocks that are kept. What the lives before left is collected first: no process has two of them."""
+    """A daemon with a session and kept blocks. First collects the former life, so that only one exists."""
     gc.collect()
     async with inside() as daemon:
         with daemon.connect() as client:
@@ -207,14 +207,14 @@ async def life() -> AsyncIterator[Within]:
 
 
 async def test_a_daemon_that_ended_runs_no_more() -> None:
-    """A life leaves no task behind, which would keep the whole daemon."""
+    """A daemon's end stops all of its tasks, which would keep the daemon in memory."""
     async with life():
         pass
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def fuzz_within(within: Within, fuzzer: Fuzzer, messages: int, tally: Tally) -> None:
-    """So many messages to one daemon."""
+    """Sends `messages` messages to one daemon."""
     path, name = path_of(fuzzer.method), fuzzer.method.name
     for turn in range(messages):
         for needed, request in fuzzer.live.needs(name):
@@ -242,7 +242,7 @@ async def fuzz_within(within: Within, fuzzer: Fuzzer, messages: int, tally: Tall
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", METHODS, ids=LABELS)
 async def test_within(method: MethodDescriptor) -> None:
-    """Almost right requests to each RPC: every field was changed, most of them reach the handler, none is a fault, and what was kept is kept."""
+    """Almost correct requests change every field, mostly reach the handler, and cause no fault or loss."""
     tally, reached, mutated, before = Tally(), 0, Counter[str](), _memory_of(os.getpid())
     life_messages = SHORT_LIFE.get(method.name, LIFE)
     for part in range(-(-MESSAGES // life_messages)):
@@ -261,7 +261,7 @@ async def test_within(method: MethodDescriptor) -> None:
 @pytest.mark.parametrize("number", [math.nan, -1.0, -math.inf])
 @pytest.mark.parametrize("verb", ["Drain", "Flush", "Quiesce"])
 async def test_deadlines_that_are_none(verb: str, number: float) -> None:
-    """A deadline that is no number of seconds is refused, before an event loop's timer sees it."""
+    """A deadline that is no number of seconds is refused, before the event loop's timer gets it."""
     async with life() as within:
         request = getattr(apb, f"{verb}Request")(deadline_s=number)
         with pytest.raises(Refused) as refused:
@@ -271,7 +271,7 @@ async def test_deadlines_that_are_none(verb: str, number: float) -> None:
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400", "x", ""])
 async def test_times_that_are_none(number: str) -> None:
-    """A replayed call's time that is none is refused, and time goes on from where it was."""
+    """An invalid time of a replayed call is refused, and the clock does not change."""
     async with inside(REPLAY) as daemon:
         with daemon.connect() as client:
             metadata = {"tierd-session": (await daemon.session(client))["token"], "tierd-time-ms": number}
@@ -281,18 +281,18 @@ async def test_times_that_are_none(number: str) -> None:
             assert daemon.daemon.cache.clock.now() == 0.0
 
 
-# -- a daemon of its own, over its unix socket
+# -- another process's daemon, over its unix socket
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Any:
-    """One daemon that has to bear all that is sent over its socket, but for what needs another."""
+    """The daemon of all messages over a socket, except those that need their own."""
     with Daemon(SMALL) as running:
         yield running
 
 
 class Over:
-    """A session over a real socket, and blocks that are kept."""
+    """A session over a real socket, with kept blocks."""
 
     def __init__(self, client: BlockClient) -> None:
         self.client = client
@@ -302,7 +302,7 @@ class Over:
         assert len(self.kept.pages) == len(KEPT)
 
     def check(self, turn: int) -> None:
-        """The kept blocks are right, and the next good call works."""
+        """Checks that the kept blocks are right and the next good call works."""
         check_bytes(self.kept, KEPT)
         if self.client.status().state == "serving":
             namespace, name = self.client.open_namespace(model="asked"), chain(20_000 + turn, 1)
@@ -323,7 +323,7 @@ class Over:
         return [channel.unary_unary(path)(raw[0], **given)]
 
     def learn(self, fuzzer: Fuzzer, name: str, request: list[Message]) -> None:
-        """A good call, and what follows from it."""
+        """Makes a good call and learns from its reply."""
         method = next(each for each in METHODS if each.name == name)
         with contextlib.suppress(grpc.RpcError):
             replies = self.call(method, [message.SerializeToString() for message in request], timeout_s=10.0)
@@ -331,7 +331,7 @@ class Over:
 
 
 def fuzz_over(over: Over, fuzzer: Fuzzer, messages: int, tally: Tally) -> None:
-    """So many messages to a daemon."""
+    """Sends `messages` messages to a daemon."""
     name = fuzzer.method.name
     for turn in range(messages):
         for needed, request in fuzzer.live.needs(name):
@@ -357,7 +357,7 @@ def _sendable(fuzzer: Fuzzer, over: Over) -> Any:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", METHODS, ids=LABELS)
 def test_over_a_socket(method: MethodDescriptor, daemon: Daemon) -> None:
-    """The same to a daemon of its own over its socket: it never answers INTERNAL or UNKNOWN, logs no traceback, and serves on."""
+    """A daemon over its socket answers no INTERNAL or UNKNOWN, logs no traceback and serves on."""
     with contextlib.ExitStack() as stack:
         used = stack.enter_context(Daemon(SMALL)) if method.name in OF_ITS_OWN else daemon
         before, pid = _memory_of(used.pid), used.pid
@@ -370,7 +370,7 @@ def test_over_a_socket(method: MethodDescriptor, daemon: Daemon) -> None:
 
 
 def test_error_of_a_long_request(daemon: Daemon) -> None:
-    """An error that quotes what was sent comes with its name, however long that was."""
+    """An error that quotes a very long request still has its name."""
     with BlockClient(daemon.target) as client:
         assert (
             client.error_of(client.admin.Inspect, apb.InspectRequest(hash="\N{GRINNING FACE}" * 50_000))

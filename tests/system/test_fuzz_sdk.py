@@ -1,4 +1,4 @@
-"""Every verb of the SDK with arguments of which one or two are odd: it works, or a TierdError says what is wrong; best effort never raises.
+"""Every SDK verb with odd arguments: it works or raises a TierdError; best effort never raises.
 
 `FUZZ_SEED=` runs the calls of another seed; a failure prints the call.
 """
@@ -46,13 +46,13 @@ ODD: list[Any] = [
     np.zeros(0), np.zeros(3), np.array(5), np.array([-1]), np.array([2**40]), np.zeros((2, 31), np.uint8), np.zeros((3, 32), np.uint8), np.zeros((2, 32), np.int8),
     np.zeros(64, np.uint8)[::2], bytearray(3), memoryview(b"abcd"), [bytearray(1)] * 3, [b""], lambda: 1, int, Need.LAST_STATE, iter([1]),
 ]  # fmt: skip
-"""What nobody should pass, and some of what one may."""
+"""Mostly invalid values, and some valid ones."""
 SPEC = NamespaceSpec(model="odd", tokens_per_block=16, block_bytes=4096, rank_count=2)
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Calls:
-    """Good calls with something changed."""
+    """Good calls with up to two changed arguments."""
 
     def __init__(self, namespace: OpenedNamespace, seed: str) -> None:
         self.namespace, self.chance, self.turn = namespace, random.Random(seed), 0
@@ -64,7 +64,7 @@ class Calls:
             yield name, *self.odd(*VERBS[name](self))
 
     def odd(self, arguments: list[Any], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """One or two of the arguments, or none, are something else."""
+        """Replaces no, one or two arguments."""
         for _ in range(self.chance.choice((0, 1, 1, 1, 2))):
             if self.chance.random() < len(arguments) / (len(arguments) + len(options)):
                 arguments[self.chance.randrange(len(arguments))] = self.chance.choice(ODD)
@@ -73,7 +73,7 @@ class Calls:
         return tuple(arguments), options
 
     def maybe(self, value: Any, share: float = 0.95) -> Any:
-        """The value, or something odd."""
+        """The value, or an odd one."""
         return value if self.chance.random() < share else self.chance.choice(ODD)
 
     def hashes(self) -> Any:
@@ -130,14 +130,14 @@ VERBS: dict[str, Callable[[Calls], tuple[list[Any], dict[str, Any]]]] = {
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """One that has to bear all of it, with blocks that are kept."""
+    """The daemon of all calls, with blocks that must stay."""
     with Daemon("nvme = []\n" + HOST.replace("32 MiB", "64 MiB")) as running, Client(running.target) as client:
         assert put(client, client.open_namespace(NamespaceSpec("kept", 16, 4096)), KEPT, 4)
         yield running
 
 
 def check(daemon: Daemon) -> None:
-    """Nothing is held, and what was kept is right."""
+    """Checks that nothing is held and the kept blocks are right."""
     with Client(daemon.target) as client:
         assert (
             right(client.get(client.open_namespace(NamespaceSpec("kept", 16, 4096)), chain(KEPT, 4)).views, KEPT) == 4
@@ -147,7 +147,7 @@ def check(daemon: Daemon) -> None:
 
 
 def note(tally: Counter[str], call: Call, error: BaseException | None, *, best_effort: bool) -> None:
-    """What became of a call. What is no TierdError fails, and so does each with best effort."""
+    """Counts a call's outcome. Any error but a TierdError fails; with best effort every error fails."""
     name = type(error).__name__ if error else "OK"
     tally[f"{call[0]} {name}"] += 1
     if error is not None and (best_effort or not isinstance(error, TierdError)):
@@ -157,7 +157,7 @@ def note(tally: Counter[str], call: Call, error: BaseException | None, *, best_e
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("best_effort", [False, True])
 def test_client(daemon: Daemon, best_effort: bool) -> None:
-    """Whatever its arguments a verb of Client works or raises a TierdError, with best effort it raises nothing; each works at times, and each is refused at times."""
+    """A verb of Client works or raises a TierdError; with best effort it never raises."""
     tally: Counter[str] = Counter()
     with Client(daemon.target, best_effort=best_effort) as client:
         calls = Calls(client.open_namespace(SPEC), f"{SEED}/{best_effort}")
@@ -181,7 +181,7 @@ def test_client(daemon: Daemon, best_effort: bool) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("best_effort", [False, True])
 async def test_async_client(daemon: Daemon, best_effort: bool) -> None:
-    """The same of AsyncClient, eight verbs at a time."""
+    """The same holds for AsyncClient with eight verbs at a time."""
     tally: Counter[str] = Counter()
     async with AsyncClient(daemon.target, best_effort=best_effort) as client:
         calls = Calls(await client.open_namespace(SPEC), f"{SEED}/async/{best_effort}")
@@ -198,7 +198,7 @@ async def test_async_client(daemon: Daemon, best_effort: bool) -> None:
 
 
 def test_every_verb_is_fuzzed() -> None:
-    """No verb that takes arguments and waits is left out, of either client."""
+    """The fuzzer covers every verb of both clients that waits and takes arguments."""
     for kind in (Client, AsyncClient):
         verbs = {name for name, verb in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
         assert verbs - {"close", "watch", "introduce"} == set(VERBS)
@@ -206,7 +206,7 @@ def test_every_verb_is_fuzzed() -> None:
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300, HUGE, 2**40], ids=["inf", "1e300", "huge", "2^40"])
 def test_timeouts_that_never_pass(daemon: Daemon, timeout_s: float) -> None:
-    """A timeout of infinity, or beyond all that the system can wait, is one that does not pass: every verb works."""
+    """With an infinite or huge timeout every verb works."""
     with Client(daemon.target, timeout_s=timeout_s) as client:
         ns = client.open_namespace(SPEC)
         tokens = np.arange(48)

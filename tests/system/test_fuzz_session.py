@@ -1,4 +1,5 @@
-"""Every message of the session socket, almost right: an answer, a refusal by name or the end of that connection, and the daemon serves on."""
+"""Almost correct session messages: a reply, a named refusal or a closed connection; the daemon
+serves on."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from tierd.testing import chain
 
 SOON_S = 10.0
 MARK = {"op": "map", "tier": 999, "segment": 0}
-"""Sent behind each message; its refusal says that the message has been dealt with."""
+"""Sent after each message. Its refusal shows that the daemon has handled the message."""
 UNREACHED = ("not a msgpack map", "instead of a map", "unknown op", "before hello", "a message above")
-"""How what never came to a handler is refused."""
+"""Refusals of messages that reach no handler."""
 MESSAGE: dict[str, dict[str, Any]] = {
     "hello": hello(engine={"engine": "vllm"}),
     "map": {"op": "map", "tier": 0, "segment": 1},
@@ -40,7 +41,7 @@ MESSAGE: dict[str, dict[str, Any]] = {
 
 
 class Speaker:
-    """A client of the session socket that opens another session whenever the daemon has closed its last one."""
+    """A client of the session socket that reconnects after the daemon closes its connection."""
 
     def __init__(self, within: Within) -> None:
         self.within = within
@@ -49,7 +50,7 @@ class Speaker:
         self._socket: socket.socket | None = None
 
     async def greet(self) -> None:
-        """A session, if there is none; what is left of the one before is forgotten."""
+        """Opens a session if there is none, and forgets ended ones."""
         if self._socket is None:
             self._socket = self.within.daemon.connect()
         if not self.session:
@@ -62,7 +63,7 @@ class Speaker:
                     assert (await self.exchange(msgpack.packb({"op": "forget", "session": left.id})))[0]["ok"]
 
     async def exchange(self, message: bytes) -> list[dict[str, Any]]:
-        """What the daemon says to a message; an empty map in the end means that it closed the connection."""
+        """The daemon's replies to a message. A final empty map means that it closed the connection."""
         if self._socket is None:
             self._socket = self.within.daemon.connect()
         said: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ class Speaker:
         return [*said, {}]
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Closes the socket."""
         self.session = {}
         if self._socket is not None:
             self._socket.close()
@@ -92,7 +93,7 @@ class Speaker:
             except (
                 BlockingIOError,
                 ConnectionResetError,
-            ):  # the latter once, before what was said last: our mark lay unread
+            ):  # ConnectionResetError comes once, before the last reply: the mark was unread
                 await asyncio.sleep(0)
                 continue
             for fd in fds:
@@ -101,7 +102,7 @@ class Speaker:
         raise AssertionError(f"the session socket said nothing for {SOON_S:g} s")
 
     async def known(self, op: str) -> dict[str, Any]:
-        """The message with things in it that this session really has."""
+        """The message, with numbers that exist in this session."""
         message, core = dict(MESSAGE[op]), self.within.daemon.daemon.cache.core
         if op == "map":
             message["segment"] = next((s.segment for s in core.segments(0)), 1)
@@ -124,7 +125,7 @@ class Speaker:
 
 
 async def fuzz(speaker: Speaker, op: str, mutator: Mutator, messages: int, seconds: list[float]) -> int:
-    """So many messages; how many came to the handler of some op."""
+    """Sends `messages` messages; the number that reached a handler."""
     reached = 0
     for turn in range(messages):
         if op != "hello":
@@ -152,7 +153,7 @@ async def fuzz(speaker: Speaker, op: str, mutator: Mutator, messages: int, secon
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("op", MESSAGE)
 async def test_message(op: str) -> None:
-    """Almost right messages of each kind: every field was changed, most come to a handler, and no one else's session or block suffers."""
+    """Almost correct messages of each kind mostly reach a handler and harm no other session or block."""
     seconds, reached, mutated = list[float](), 0, Counter[str]()
     for part in range(-(-MESSAGES // LIFE)):
         mutator = Mutator(f"{SEED}/{op}/{part}")
@@ -176,7 +177,7 @@ async def test_message(op: str) -> None:
 
 
 async def test_every_message_is_known_here() -> None:
-    """The daemon knows no other word than those that are fuzzed."""
+    """The fuzzer covers every op that the daemon knows."""
     async with life() as within:
         speaker = Speaker(within)
         await speaker.greet()
@@ -185,7 +186,7 @@ async def test_every_message_is_known_here() -> None:
 
 
 async def test_message_limit() -> None:
-    """A message may have so many bytes and not one more."""
+    """A message may have exactly the maximum number of bytes."""
     async with life() as within:
         speaker = Speaker(within)
         await speaker.greet()
@@ -199,7 +200,7 @@ async def test_message_limit() -> None:
 
 @pytest.mark.parametrize("maps", [False, True])
 async def test_goodbyes_leave_nothing(maps: bool) -> None:
-    """A process that says hello and goodbye again and again is remembered for the memory that it has mapped, and for nothing else."""
+    """After repeated hellos and goodbyes the daemon keeps a process only for its mapped memory."""
     async with life() as within:
         speaker, core = Speaker(within), within.daemon.daemon.cache.core
         before = core.stats().sessions

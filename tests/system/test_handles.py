@@ -1,4 +1,4 @@
-"""What a daemon gave and has taken back, presented to it again: old handles, numbers, tokens, namespaces and segments, within a life and after a restart."""
+"""Old handles, numbers, tokens, namespaces and segments presented again, after a restart too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierd.core.formats.model import COMMIT_BLOCK, StructArray
 from tierd.testing import chain, is_content
 
 REUSES = count(test=4_000, nightly=100_000, weekly=1_000_000)
-"""Pages given again through a daemon; tests/property/test_stale_handles.py does the bulk against the core."""
+"""Reused pages with a daemon. tests/property/test_stale_handles.py tests far more with the core alone."""
 CONFIG = """\
 [server]
 session_share = 1.0
@@ -52,13 +52,13 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Daemon]:
-    """One for all tests that restart nothing and count nothing."""
+    """One daemon for all tests that need no restart and no counts."""
     with Daemon(CONFIG) as running:
         yield running
 
 
 class WordReader(BlockClient):
-    """A raw session that maps the generation words of each segment too, as the SDK does."""
+    """A raw session that also maps the generation words of each segment, as the SDK does."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)
@@ -66,7 +66,7 @@ class WordReader(BlockClient):
         self._requests = itertools.count()
 
     def are_good(self, handles: StructArray) -> np.ndarray:
-        """For which handles the word is still theirs: what is looked at after a copy."""
+        """For each handle: whether its generation word still matches, as a client checks after a copy."""
         out = np.zeros(len(handles), bool)
         for key in np.unique(handles[["tier", "segment"]]).tolist():
             rows = (handles["tier"] == key[0]) & (handles["segment"] == key[1])
@@ -74,7 +74,7 @@ class WordReader(BlockClient):
         return out
 
     def named(self, method: Any, message: Any) -> tuple[Any, str]:
-        """A call that has an id, and the id."""
+        """A call with a request id; the reply and the id."""
         request = f"{next(self._requests)}"
         return method(message, metadata=(*self.metadata, ("tierd-request", request)), timeout=15), request
 
@@ -92,7 +92,7 @@ class WordReader(BlockClient):
 
 
 class Presented:
-    """Everything old, and what became of it when it was presented again."""
+    """Old handles and numbers, and their fate when they are presented again."""
 
     def __init__(self, client: WordReader) -> None:
         self._client = client
@@ -105,7 +105,7 @@ class Presented:
         self._requests: list[str] = []
 
     def turn(self, namespace: int, seed: int) -> None:
-        """Stores a chain, leases it, gives it back; the pages of others go for it."""
+        """Stores, leases and releases a chain, which evicts other blocks."""
         client, names = self._client, chain(seed, COUNT)
         reservation, handles = client.reserve(namespace, names)
         self._given(handles[handles["status"] == pb.BLOCK_STATUS_RESERVED])
@@ -124,7 +124,7 @@ class Presented:
             self._over.append((place, handle))
 
     def accepted(self) -> list[str]:
-        """Each way in which something old was taken for good."""
+        """Each old thing that the daemon or a generation word accepted."""
         client, before = self._client, _counts(self._client)
         over = [handle for place, handle in self._over if self._now[place] != int(handle["generation"])]
         handles = np.array(over, self._over[0][1].dtype)
@@ -152,7 +152,7 @@ def _counts(client: RawClient) -> tuple[int, int]:
 
 @pytest.mark.timeout(1200)
 def test_nothing_old_is_accepted(shared_daemon: Daemon) -> None:
-    """Through a daemon too no old handle, lease, reservation, commit or call is taken for good, while something live beside it stays."""
+    """A daemon accepts no old handle, lease, reservation, commit or call, and live ones stay."""
     begun = time.monotonic()
     with WordReader(shared_daemon.target) as client, Client(shared_daemon.target) as sdk:
         namespace = client.open_namespace()
@@ -184,7 +184,7 @@ def test_nothing_old_is_accepted(shared_daemon: Daemon) -> None:
 def _copies_of_what_was_taken(
     sdk: Client, opened: object, client: WordReader, namespace: int, seed: int
 ) -> tuple[int, int]:
-    """Copies of a lease that the daemon ended behind the SDK's back are misses once pages are reused, and right before.
+    """If the daemon ends a lease without the SDK, copies are right until pages are reused, then misses.
 
     Returns the numbers of blocks copied and of blocks missed.
     """
@@ -207,7 +207,7 @@ def _copies_of_what_was_taken(
 
 
 def _errors_of_old_numbers(client: RawClient, *, lease: int, reservation: int) -> list[str]:
-    """What a session says to another one's numbers."""
+    """A session's errors for another session's numbers."""
     block = np.zeros(1, COMMIT_BLOCK)
     block["hash"], block["tokens"], block["length"] = chain(5, 1), 16, 4096
     attention = pb.ReportAttentionRequest(lease=lease, mass=np.ones(1, "<f4").tobytes())
@@ -225,7 +225,7 @@ def _errors_of_old_numbers(client: RawClient, *, lease: int, reservation: int) -
 
 @pytest.mark.parametrize("way", ["kill", "stop"])
 def test_numbers_of_another_life_after_a_restart(daemon: Daemon, way: str) -> None:
-    """After a restart an old token opens nothing and old numbers free nothing; what they stood for stays its process's own until that lets go."""
+    """After a restart old tokens and numbers do nothing, and old processes keep their pages."""
     with BlockClient(daemon.target) as old, BlockClient(daemon.target) as writer:
         namespace = writer.open_namespace()
         assert writer.put(namespace, chain(1, 8)) == 8
@@ -249,7 +249,7 @@ def test_numbers_of_another_life_after_a_restart(daemon: Daemon, way: str) -> No
 
 
 def test_watch_goes_on_in_another_life(daemon: Daemon) -> None:
-    """A watcher that comes back with a number of the former life is told that it missed something, before anything else."""
+    """A watcher that resumes with a former life's number first gets KIND_LOST."""
     with BlockClient(daemon.target) as client:
         watch = client.cache.Watch(pb.WatchRequest(after=1), metadata=client.metadata, timeout=30)
         assert client.put(client.open_namespace(), chain(1, 2)) == 2
@@ -268,7 +268,7 @@ def test_watch_goes_on_in_another_life(daemon: Daemon) -> None:
 
 
 def _verbs(client: BlockClient, namespace: int) -> dict[str, str]:
-    """Every verb that takes a namespace id, and how it is refused."""
+    """Every verb that takes a namespace id, and its error."""
     hashes, cache = chain(1, 4), client.cache
     group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
     put = np.zeros(4, np.dtype([("hash", "u1", (32,)), ("tokens", "<u4"), ("length", "<u4")]))
@@ -296,7 +296,7 @@ def _get_error(client: RawClient, group: pb.Group) -> str:
 
 @pytest.mark.parametrize("daemon", [STORE], indirect=True, ids=["store"])
 def test_old_namespace_ids(daemon: Daemon) -> None:
-    """A namespace id whose epoch has ended is refused by every verb, one that never was too, after a restart as before; nothing of it is listed."""
+    """Every verb refuses an ended or unknown namespace id, before and after a restart."""
     with BlockClient(daemon.target) as client:
         namespace = client.open_namespace()
         assert client.put(namespace, chain(1, 4), durable=True) == 4
@@ -322,7 +322,7 @@ def test_old_namespace_ids(daemon: Daemon) -> None:
 
 
 def test_old_segments(shared_daemon: Daemon) -> None:
-    """A segment whose life has ended is not handed out again, and who maps it still sees that no page of it is good; numbers that are none are refused."""
+    """An ended segment is never mapped again, and its generation words match no handle."""
     with WordReader(shared_daemon.target) as client:
         namespace = client.open_namespace(block_bytes=1 << 16)
         reservation, handles = client.reserve(namespace, chain(1, 4))
@@ -339,7 +339,7 @@ def test_old_segments(shared_daemon: Daemon) -> None:
 
 
 def test_a_segment_has_one_writer() -> None:
-    """Whoever did not reserve in a segment gets a descriptor that cannot be mapped for writing, whatever it was told before."""
+    """Only the session that reserved in a segment gets a descriptor that can be mapped writable."""
     with Daemon() as daemon, BlockClient(daemon.target) as writer, BlockClient(daemon.target) as reader:
         namespace = writer.open_namespace()
         _, handles = writer.reserve(namespace, chain(332, 2))
@@ -355,7 +355,7 @@ def test_a_segment_has_one_writer() -> None:
 
 
 def test_sessions_know_their_own_numbers_only(daemon: Daemon) -> None:
-    """A live lease or reservation of another session can be neither used nor ended with its number."""
+    """A session can neither use nor end another session's lease or reservation by its number."""
     with BlockClient(daemon.target) as one, BlockClient(daemon.target) as other:
         namespace = one.open_namespace()
         assert one.put(namespace, chain(1, 2)) == 2

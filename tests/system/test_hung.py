@@ -1,4 +1,4 @@
-"""Slow and hung disks, and an event loop that is stuck: a miss at the deadline, memory served as ever, an end when told to."""
+"""Slow or hung disks and a stuck event loop: misses at the deadline, memory hits, and a timely end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tierd.testing import chain, content_of
 
 FAR, NEAR = chain(1, 16), chain(2, 16)
 SLACK_S = 1.0
-"""Tenfold what a call may take beyond its deadline."""
+"""Ten times the time that a call may take beyond its deadline."""
 
 
 def _stored(world: Troubled) -> None:
-    """FAR lies on the store alone, NEAR in memory."""
+    """Stores FAR on the store alone, and NEAR in memory."""
     client, namespace = world.client, world.namespace
     assert client.put(namespace, FAR, durable=True) == len(FAR)
     world.forget_memory()
@@ -39,7 +39,7 @@ def _stored(world: Troubled) -> None:
 
 
 def _status_p99_ms(client: BlockClient) -> float:
-    """How fast the event loop answers a call that moves nothing."""
+    """The event loop's response time to a call that moves no block."""
     took = []
     for _ in range(100):
         begun = time.perf_counter()
@@ -49,7 +49,7 @@ def _status_p99_ms(client: BlockClient) -> float:
 
 
 def _hits(client: BlockClient, number: int) -> list[float]:
-    """Seconds of so many gets from memory."""
+    """Seconds of each of `number` gets from memory."""
     namespace, took = client.open_namespace(), []
     for _ in range(number):
         begun = time.perf_counter()
@@ -61,7 +61,7 @@ def _hits(client: BlockClient, number: int) -> list[float]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("direct", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_hung_reads(tmp_path: Path, direct: str) -> None:
-    """With every read of the store hung, a get of what lies there is a miss at its deadline, then at once; memory is served as ever; all is back when it ends."""
+    """With hung reads a get of a far block misses at its deadline, later at once; memory hits go on."""
     gets = count(test=50, nightly=500, weekly=2000)
     with troubled(tmp_path, config(direct=direct)) as world:
         _stored(world)
@@ -97,7 +97,8 @@ def test_hung_reads(tmp_path: Path, direct: str) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("calls", [pytest.param(WRITES, marks=pytest.mark.slow), SYNCS], ids=["writes", "syncs"])
 def test_hung_writes(tmp_path: Path, calls: str) -> None:
-    """With writes or syncs hung, a durable put is FAILED at its deadline, then at once; reads of the store and puts into memory go on; nothing is acknowledged falsely."""
+    """With hung writes or syncs a durable put fails at its deadline, later at once; reads and
+    memory go on."""
     with troubled(tmp_path, config()) as world:
         _stored(world)
         with world.io.armed(calls, "hang", STORE):
@@ -110,7 +111,7 @@ def test_hung_writes(tmp_path: Path, calls: str) -> None:
             assert time.monotonic() - begun < SLACK_S
             assert world.client.tiers()["nvme.0"].serving
             assert world.client.read(world.namespace, FAR) == len(FAR)
-            for _ in range(4):  # more than memory holds: demotion has nowhere to go
+            for _ in range(4):  # more than memory holds: demotion has no target
                 assert world.put(400, durable=False) == 400
         putting.join()
         world.await_writes()
@@ -119,7 +120,7 @@ def test_hung_writes(tmp_path: Path, calls: str) -> None:
 
 
 def _reserve_durable(client: BlockClient, namespace: int) -> list[int]:
-    """Statuses of a durable put of what the store holds already."""
+    """Statuses of a durable reserve of blocks that the store holds already."""
     group = pb.PutGroup(namespace=namespace, blocks=put_blocks(FAR).tobytes())
     wanted = pb.ReserveRequest(groups=[group], tier=pb.TIER_KIND_HOST, durability=pb.DURABILITY_DURABLE)
     return list(np.frombuffer(client.call(client.cache.Reserve, wanted).handles[0], dtype=HANDLE)["status"])
@@ -132,7 +133,7 @@ def _put_quietly(daemon: Daemon) -> None:
 
 @pytest.mark.timeout(60)
 def test_slow_disk(tmp_path: Path) -> None:
-    """A disk that takes 50 ms for each call serves everything, and stays in service."""
+    """A disk that takes 50 ms for each call serves everything and stays in service."""
     with troubled(tmp_path, config()) as world:
         _stored(world)
         with world.io.armed(f"{READS},{WRITES},{SYNCS}", "delay:0.05", STORE):
@@ -148,7 +149,7 @@ ENDS = [READS, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (WRITE
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("calls", ENDS, ids=["reads", "writes", "syncs", "close"])
 def test_end_with_a_hung_disk(tmp_path: Path, calls: str) -> None:
-    """SIGTERM ends the daemon within its shutdown deadline and some slack though the disk hangs, and the next life has what was durable."""
+    """SIGTERM ends a daemon with a hung disk within its deadline, and durable blocks survive."""
     with troubled(tmp_path, config()) as world:
         _stored(world)
         putting = threading.Thread(target=_put_until_gone, args=(world.client, world.namespace))
@@ -181,7 +182,7 @@ def _put_until_gone(client: BlockClient, namespace: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_start_on_a_hung_disk(tmp_path: Path) -> None:
-    """A start that waits for the disk says so, and SIGTERM ends it; when the disk comes back the next one serves."""
+    """A start that waits for a hung disk logs that, and SIGTERM ends it. The next start serves."""
     with troubled(tmp_path, config()) as world:
         assert world.put() == 1
         world.daemon.stop()
@@ -205,7 +206,8 @@ WATCHED = 'loop_warning = "0.5 s"\nloop_limit = "2 s"'
 
 @pytest.mark.timeout(60)
 def test_wedged_loop() -> None:
-    """A loop that does not turn is told with every thread's stack; beyond the limit the process ends with a last line, and its successor is warm."""
+    """A stuck loop is logged with all stacks; beyond the limit the daemon aborts, and its successor
+    is warm."""
     with Daemon(config(server=WATCHED), faults=True) as daemon:
         with connected(daemon) as client, daemon.faults() as faults:
             namespace = client.open_namespace()
@@ -229,7 +231,7 @@ def test_wedged_loop() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", SILENT)
 def test_wedged_loop_that_nobody_hears_of(how: str) -> None:
-    """It ends beyond the limit all the same where the last line cannot be written."""
+    """Without a writable log a stuck daemon aborts beyond the limit, too."""
     silenced = Silenced(how, config(server=WATCHED), faults=True)
     with silenced as daemon, connected(daemon) as client, daemon.faults() as faults:
         namespace = client.open_namespace()
@@ -249,7 +251,7 @@ def _release(client: BlockClient, lease: int) -> None:
 
 @pytest.mark.timeout(60)
 def test_stopped_daemon_is_not_wedged() -> None:
-    """A daemon that was stopped as a whole for longer than the limit goes on when it is continued; calls meanwhile end at their deadlines."""
+    """A daemon stopped for longer than the limit continues after SIGCONT; meanwhile calls time out."""
     with Daemon(config(server=WATCHED)) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
         assert client.put(namespace, NEAR) == len(NEAR)
@@ -266,10 +268,10 @@ def test_stopped_daemon_is_not_wedged() -> None:
 
 @pytest.mark.timeout(60)
 def test_hung_daemon_costs_its_deadline_once() -> None:
-    """With best_effort a daemon that hangs after the hello costs one call its deadline at most, the others next to
-    nothing; when it goes on they are hits again.
+    """A hung daemon costs a best-effort client one deadline at most. Later calls miss at once, and
+    hit when it continues.
 
-    Views need the daemon, also of what lies near.
+    Views need the daemon even for blocks in memory.
     """
     with Daemon(config()) as daemon, Client(daemon.target, best_effort=True, timeout_s=1.0) as client:
         namespace = client.open_namespace(NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096))

@@ -1,8 +1,10 @@
-"""Daemons forked from a process that has imported all of tierd: a start without the 0.6 s of CPU that imports take.
+"""Daemons forked from a process with all of tierd imported. Imports take 0.6 s of CPU a start.
 
-Purpose: `Daemon`, for tests that ask what a daemon does and not how it starts; `WarmDaemon`, for those that start hundreds of lives and spend a night on it. Non-purpose: anything that looks
-at a start, or at what memory holds: that has `tierd.testing.Daemon`. Invariants: from `main` on it is what `python -m tierd.cli.daemon` runs, in a process of its own with the environment and the output that were
-asked for; the one that forks has a single thread, has touched neither gRPC nor a socket of a daemon, and ends with the tests.
+Purpose: `Daemon`, for tests of a daemon's work and not of its start; `WarmDaemon`, for hundreds of
+lives in a night. Non-purpose: tests of a start or of memory's content; they use
+`tierd.testing.Daemon`. Invariants: from `main` on a fork runs the code of
+`python -m tierd.cli.daemon`, in its own process with the given environment and output. The forking
+process has one thread, has never used gRPC or a daemon's socket, and ends with the tests.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MESSAGE_BYTES = 1 << 18
 """An environment may be long."""
 ANSWER_S = 60.0
 LOADED_BY = ("LD_PRELOAD", "PYTHONPATH")
-"""What of an environment says which code a process has."""
+"""Environment variables that select the code of a process."""
 
 
 class WarmDaemon(testing.Daemon):
@@ -39,7 +41,7 @@ class WarmDaemon(testing.Daemon):
 
 
 class Daemon(testing.Daemon):
-    """A daemon whose lives are forked in `make test`, unless they are to have other code than the tests, and started as a user's at night."""
+    """Forks its lives in `make test`, unless they need other code; at night starts them as a user does."""
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
         if DEPTH == "test" and all(env.get(name) == os.environ.get(name) for name in LOADED_BY):
@@ -61,26 +63,26 @@ class Nest:
         atexit.register(self.close)
 
     def fork(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Forked:
-        """`tierd` with these arguments."""
+        """Starts `tierd` with these arguments."""
         with self._turn:
             socket.send_fds(self._socket, [msgpack.packb({"run": list(arguments), "env": dict(env)})], [log])
             pid = int(self._socket.recv(64))
         return Forked(self, pid)
 
     def reap(self, pid: int) -> int:
-        """The exit status of one that has ended, negative for a signal."""
+        """The exit status of an ended fork, negative for a signal."""
         with self._turn:
             self._socket.send(msgpack.packb({"reap": pid}))
             return int(self._socket.recv(64))
 
     def close(self) -> None:
-        """The end of its process."""
+        """Ends the forking process."""
         self._socket.close()
         self._process.wait(ANSWER_S)
 
 
 class Forked:
-    """One that was forked, as subprocess.Popen would show it. It stays a zombie until it has been waited for, so its pid is its own."""
+    """A fork with Popen's interface. It stays a zombie until `wait`, so no other process gets its pid."""
 
     def __init__(self, nest: Nest, pid: int) -> None:
         self.pid = pid
@@ -99,13 +101,13 @@ class Forked:
         return status
 
     def send_signal(self, sig: int) -> None:
-        """Unless it has been waited for."""
+        """Sends a signal, unless the process was waited for."""
         with self._turn:
             if self._status is None:
                 os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         self.send_signal(9)
 
     def _ended(self, timeout_s: float | None) -> int | None:
@@ -118,12 +120,12 @@ class Forked:
 
 @cache
 def nest() -> Nest:
-    """One for all tests of this process."""
+    """One forking process for all tests of this process."""
     return Nest()
 
 
 def _await_turn(told: socket.socket) -> list[str] | None:
-    """In the one that forks: serves until its socket ends, then gives None. In each that it forks: the arguments to go on with."""
+    """In the forking process: serves until its socket ends; None. In a fork: its daemon's arguments."""
     while True:
         data, fds, _, _ = socket.recv_fds(told, MESSAGE_BYTES, 1)
         if not data:
@@ -141,7 +143,7 @@ def _await_turn(told: socket.socket) -> list[str] | None:
 
 
 def _become(log: int, env: Mapping[str, str]) -> None:
-    """What a new process has of its own."""
+    """Sets a fork's environment, random seed and standard streams."""
     os.environ.clear()
     os.environ.update(env)
     random.seed()

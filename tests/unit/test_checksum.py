@@ -28,7 +28,7 @@ def test_sums_are_xxh3_as_published() -> None:
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=8), st.data())
 def test_any_changed_bit_is_noticed(lengths: list[int], data: st.DataObject) -> None:
-    """A block of which any one bit differs is not verified; what lies behind its slices does not matter."""
+    """A block with any one changed bit fails verification; bytes behind its slices do not matter."""
     block = bytearray(np.random.default_rng(sum(lengths)).bytes(sum(lengths) + 16))
     sums = slice_sums(block, lengths)
     block[sum(lengths)] ^= 1
@@ -39,14 +39,14 @@ def test_any_changed_bit_is_noticed(lengths: list[int], data: st.DataObject) -> 
 
 
 def test_slices_are_summed_one_by_one() -> None:
-    """Each sum depends on its own slice alone, so slices can be verified apart."""
+    """Each sum depends only on its own slice, so slices can be verified separately."""
     block = np.arange(100, dtype=np.uint8)
     sums = slice_sums(memoryview(block), [60, 40])
     assert sums.tolist() == [record_checksum(block[:60].tobytes()), record_checksum(block[60:].tobytes())]
 
 
 def test_wrong_sizes_are_not_verified() -> None:
-    """A view shorter than the slices, or a table of another length, is not verified; summing such a view is refused."""
+    """A view shorter than the slices, or a table of another length, fails; summing such a view is refused."""
     sums = slice_sums(bytes(64), [32, 32])
     assert not verify(bytes(63), sums, [32, 32])
     assert not verify(bytes(64), sums[:1], [32, 32])
@@ -55,14 +55,14 @@ def test_wrong_sizes_are_not_verified() -> None:
 
 
 def test_order_of_the_table_matters_to_the_digest() -> None:
-    """Two slices exchanged give another digest."""
+    """Two exchanged slices give another digest."""
     sums = np.array([1, 2], dtype="<u8")
     assert table_digest(sums) != table_digest(sums[::-1])
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=5), st.integers(0, 3))
 def test_many_views_are_summed_as_each_alone(cuts: list[list[int]], spare: int) -> None:
-    """Whether each view is one slice, or several, and however much is behind it: sums and digests are those of one after another."""
+    """Many views give the same sums and digests as one at a time, with any cuts and any spare bytes."""
     views = [memoryview(np.random.default_rng(i).bytes(sum(cut) + spare)) for i, cut in enumerate(cuts)]
     tables = sums_of_views(views, cuts)
     assert [table.tolist() for table in tables] == [
@@ -73,6 +73,6 @@ def test_many_views_are_summed_as_each_alone(cuts: list[list[int]], spare: int) 
 
 @pytest.mark.parametrize("cuts", [[[8], [9]], [[4, 4], [9]]])
 def test_a_view_that_is_too_short_is_refused_among_many(cuts: list[list[int]]) -> None:
-    """One that ends before its slices raises, as it would alone."""
+    """A view that ends before its slices raises, as it would alone."""
     with pytest.raises(InvalidArgument, match="9 bytes in all, but the page has 8"):
         sums_of_views([memoryview(bytes(8))] * 2, cuts)

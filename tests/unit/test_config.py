@@ -1,4 +1,4 @@
-"""The configuration: what is accepted, what is refused and in which words."""
+"""The configuration: accepted settings, refused settings and the words of each refusal."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_nothing_but_the_arena_is_left_open() -> None:
 
 
 def test_written_directories_win_over_the_environment() -> None:
-    """A directory that is written in the file is not replaced by TIERD_RUNTIME_DIR."""
+    """TIERD_RUNTIME_DIR does not replace a directory that the file sets."""
     config = resolve(read_config('[server]\nruntime_dir = "/mine"'), environ=ENVIRON)
     assert config.server.runtime_dir == "/mine"
 
 
 def test_sizes_and_durations_are_numbers_afterwards() -> None:
-    """Human texts become bytes and seconds."""
+    """Human-readable texts become bytes and seconds."""
     config = read_config('[server]\ncall_timeout = "250 ms"\n[[host]]\ncapacity = "64 MiB"\nsegment = 1048576')
     assert (config.server.call_timeout, config.host[0].capacity, config.host[0].segment) == (0.25, 64 * MIB, MIB)
 
@@ -57,13 +57,13 @@ def test_tiers_are_indexed_as_written() -> None:
 
 
 def test_uids_are_numbers() -> None:
-    """Tenants are looked up by the number of the uid."""
+    """Tenants are keyed by the numeric uid."""
     assert read_config('[identity]\ntenants = { "1000" = "search" }').identity.tenants == {1000: "search"}
 
 
 @given(st.sampled_from(sorted(SECTIONS)), st.data())
 def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> None:
-    """Any setting with a letter too many is refused and the right name is given."""
+    """Any setting with a letter too many is refused, and the message gives the right name."""
     name = data.draw(st.sampled_from([field.name for field in dataclasses.fields(SECTIONS[section])]))
     header = f"[[{section}]]" if section in ("device", "host", "nvme") else f"[{section}]"
     message = refusal(f"{header}\n{name}x = 1")
@@ -127,7 +127,7 @@ def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> N
     ],
 )
 def test_refusals_say_thing_fault_value_limit_and_remedy(text: str, words: list[str]) -> None:
-    """Each impossible setting is refused with its name, its value, its limit and what to do."""
+    """Each impossible setting is refused with its name, its value, its limit and the remedy."""
     message = refusal(text)
     assert [word for word in words if word not in message] == [], message
 
@@ -140,7 +140,7 @@ def test_a_path_of_107_bytes_is_the_longest() -> None:
 
 
 def test_credential_open_to_all_is_refused(tmp_path: Path) -> None:
-    """A credential that every user can read is no credential."""
+    """A credential that every user can read is refused."""
     secret = tmp_path / "credential"
     secret.write_text("hush\n")
     secret.chmod(0o644)
@@ -151,7 +151,7 @@ def test_credential_open_to_all_is_refused(tmp_path: Path) -> None:
 
 
 def test_file_is_named_in_the_refusal(tmp_path: Path) -> None:
-    """A fault in a file, or a file that is not there, is told with the file's path."""
+    """A fault in a file, or a missing file, is reported with the file's path."""
     path = tmp_path / "tierd.toml"
     with pytest.raises(ConfigError, match=str(path)):
         load_config(path)
@@ -162,7 +162,7 @@ def test_file_is_named_in_the_refusal(tmp_path: Path) -> None:
 
 @given(st.integers(4096, 1 << 44))
 def test_auto_segment_fits_any_capacity(capacity_bytes: int) -> None:
-    """An automatic segment is aligned, at most 1 GiB, and at least one fits."""
+    """An automatic segment is aligned, at most 1 GiB, and at least one fits the capacity."""
     segment = auto_segment_bytes(capacity_bytes)
     assert segment % 4096 == 0
     assert 4096 <= segment <= min(capacity_bytes, 1 << 30)
@@ -175,14 +175,14 @@ def test_auto_segment_aims_at_32_of_16_mib_or_more() -> None:
 
 
 def test_auto_rounds_the_capacity_down_to_whole_segments() -> None:
-    """With an automatic segment any capacity is accepted and the odd rest is left out."""
+    """With an automatic segment any capacity is accepted and rounded down to whole segments."""
     tier = resolve(read_config('[[host]]\ncapacity = "1 GB"'), environ=ENVIRON).host[0]
     assert tier.capacity % tier.segment == 0
     assert 0 <= 10**9 - tier.capacity < tier.segment
 
 
 def test_resolving_twice_changes_nothing() -> None:
-    """A resolved config is a fixed point."""
+    """Resolving a resolved config changes nothing."""
     once = resolve(Config(), environ=ENVIRON)
     assert resolve(once, environ={}) == once
 
@@ -197,7 +197,7 @@ def test_address_parts(address: str, parts: tuple[str, int]) -> None:
 
 
 def test_config_cannot_be_changed() -> None:
-    """Settings are read once."""
+    """Settings are immutable."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().server.queue_limit = 3  # type: ignore[misc]
 
@@ -213,6 +213,6 @@ def test_config_cannot_be_changed() -> None:
     ],
 )
 def test_the_wear_budget_follows_from_endurance_and_years(text: str, daily_bytes: float) -> None:
-    """What is said of the budget holds; else the rated endurance is spread over the wanted years; else there is none."""
+    """The budget is the configured one, else the rated endurance over the wanted years, else none."""
     (store,) = resolve(read_config(f"[[nvme]]\n{text}"), environ={}, uid=1).nvme
     assert store.daily_write_bytes == pytest.approx(daily_bytes)

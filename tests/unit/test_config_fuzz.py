@@ -1,4 +1,4 @@
-"""Every setting with values of every kind: the configuration is read and checked, or a ConfigError names the setting; nothing else ever."""
+"""Every setting with values of every kind gives a valid configuration or a ConfigError by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ODD = st.one_of(
 
 
 def toml(value: Any) -> str:
-    """As one writes it."""
+    """The value in TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{json.dumps(key)} = {toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, list):
@@ -68,7 +68,7 @@ def toml(value: Any) -> str:
 
 
 def config_of(written: list[tuple[str, str, Any]]) -> Config:
-    """The resolved configuration of these settings, each table written once."""
+    """The resolved configuration of these settings, with each table written once."""
     lines: list[str] = []
     for section in dict.fromkeys(section for section, _, _ in written):
         lines.append(f"[[{section}]]" if section in TIER_SECTIONS else f"[{section}]")
@@ -78,7 +78,7 @@ def config_of(written: list[tuple[str, str, Any]]) -> Config:
 
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=[".".join(key) for key in KEYS])
 def test_every_key_with_each_odd_value(section: str, key: str) -> None:
-    """Each setting takes a value, or refuses it with the setting's own name and the way out; a refusal that is about another one names that."""
+    """Each setting accepts a value, or a ConfigError names the faulty setting and the remedy."""
     for value in [*TEXTS, *NUMBERS, True, [], {}]:
         said = ""
         try:
@@ -93,7 +93,7 @@ def test_every_key_with_each_odd_value(section: str, key: str) -> None:
 )
 @given(st.lists(st.tuples(st.sampled_from(KEYS), ODD), min_size=1, max_size=4))
 def test_settings_together(written: list[tuple[tuple[str, str], Any]]) -> None:
-    """Whatever several settings are, the configuration is read or a ConfigError is raised; what was read is complete, and reading it again changes nothing."""
+    """Any settings give a complete configuration or a ConfigError; resolving it again changes nothing."""
     try:
         config = config_of([(*key, value) for key, value in written])
     except ConfigError:
@@ -107,7 +107,7 @@ def test_settings_together(written: list[tuple[tuple[str, str], Any]]) -> None:
 @settings(max_examples=count(test=100, nightly=20_000, weekly=100_000), deadline=None)
 @given(st.one_of(st.text(), st.text(alphabet="[]{}=\"'.,#\n ahostnvme0123", max_size=60)))
 def test_any_text(text: str) -> None:
-    """Any text at all is a configuration or a ConfigError."""
+    """Any text is a configuration or a ConfigError."""
     with contextlib.suppress(ConfigError):
         resolve(read_config(text), environ=ENVIRON)
 
@@ -115,14 +115,14 @@ def test_any_text(text: str) -> None:
 @pytest.mark.parametrize("path", ["x", "./x", "../x", "~", "~/x", "~root/x", "/x\0"])
 @pytest.mark.parametrize(("section", "key"), PATHS, ids=[".".join(key) for key in PATHS])
 def test_paths_are_absolute(section: str, key: str, path: str) -> None:
-    """A path that means another place in another working directory, or for another user, is refused by name, as is one that no file can have."""
+    """A path that depends on the working directory or the user, or is impossible, is refused by name."""
     with pytest.raises(ConfigError, match=rf"{section}.*{key}: .* is no absolute path"):
         config_of([(section, key, path)])
 
 
 @pytest.mark.parametrize("name", ["TIERD_RUNTIME_DIR", "TIERD_STATE_DIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"])
 def test_paths_of_the_environment_are_absolute(name: str) -> None:
-    """What the environment says instead of the file is held to the same."""
+    """Paths from the environment obey the same rule."""
     with pytest.raises(ConfigError, match="'here.* is no absolute path"):
         resolve(Config(), environ={name: "here"})
 
@@ -132,7 +132,7 @@ def test_paths_of_the_environment_are_absolute(name: str) -> None:
     [("/a", "/a/b"), ("/a", "/a/b/c"), ("/a/", "/a"), ("/a", "/a/./"), ("/", "/a"), ("/a/../b", "/b/c")],
 )
 def test_stores_lie_apart(outer: str, inner: str) -> None:
-    """A store in another one's directory is refused whichever comes first, however it is written; neighbours with a like beginning are not."""
+    """A store inside another store's directory is refused, in any order and spelling; siblings are not."""
     for first, second in ((outer, inner), (inner, outer)):
         with pytest.raises(ConfigError, match=r"nvme\[\d\]\.path: .*give each"):
             resolve(read_config(f'[[nvme]]\npath = "{first}"\n[[nvme]]\npath = "{second}"'), environ=ENVIRON)
@@ -141,7 +141,7 @@ def test_stores_lie_apart(outer: str, inner: str) -> None:
 
 @pytest.mark.parametrize("value", ["0", '"0 B"', "1", "-1", "-4096", '"4095 B"', "0.0"])
 def test_a_segment_is_pages(value: str) -> None:
-    """A segment of no page is refused; only "auto" leaves its size to the daemon."""
+    """A segment below one page is refused; only "auto" lets the daemon choose the size."""
     for section in TIER_SECTIONS:
         with pytest.raises(ConfigError, match=rf"{section}\[0\].segment"):
             resolve(read_config(f"[[{section}]]\nsegment = {value}"), environ=ENVIRON)

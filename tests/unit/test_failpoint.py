@@ -1,4 +1,4 @@
-"""Fault points: named once, silent until armed, and then exactly what was asked for."""
+"""Fault points: each has one name, does nothing until armed, and then does exactly the armed fault."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OFF_NS, CALLS = 100.0, 100_000
 
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
-    """No test leaves a fault behind."""
+    """Every test ends with no armed fault."""
     yield
     failpoint.disarm()
 
 
 def called() -> Counter[str]:
-    """Names of the calls of failpoint() in the package."""
+    """The names in calls of failpoint() in the package, with counts."""
     calls = (node for module in modules() for node in ast.walk(module.tree) if isinstance(node, ast.Call))
     return Counter(
         ast.literal_eval(call.args[0])
@@ -48,7 +48,7 @@ def test_every_point_stands_once() -> None:
 
 
 def test_costs_next_to_nothing_while_nothing_is_armed() -> None:
-    """A call of a point that nobody has armed is to take less than 0.1 us of the processor; tenfold is asserted."""
+    """The target for an unarmed point is 0.1 us of processor time; the test asserts ten times that."""
     rounds = timeit.repeat(
         "point(name)",
         globals={"point": failpoint.failpoint, "name": POINT},
@@ -62,7 +62,7 @@ def test_costs_next_to_nothing_while_nothing_is_armed() -> None:
 
 
 def test_silent_while_nothing_is_armed() -> None:
-    """A point that is not armed does nothing, also while another one is."""
+    """An unarmed point does nothing, also while another one is armed."""
     failpoint.failpoint(POINT)
     failpoint.arm("nvme.journal.before_sync", "error:EIO")
     failpoint.failpoint(POINT)
@@ -109,20 +109,20 @@ finally:
 
 @pytest.mark.parametrize("fault", ["", "explode", "error", "error:EWHAT", "delay:soon", "kill@", "kill x2"])
 def test_nonsense_is_refused(fault: str) -> None:
-    """A fault that cannot be read is an InvalidArgument, and arms nothing."""
+    """An unreadable fault raises InvalidArgument and arms nothing."""
     with pytest.raises(InvalidArgument):
         failpoint.arm(POINT, fault)
     assert failpoint.hits() == {}
 
 
 def test_unknown_point_is_refused() -> None:
-    """So that a test which arms a renamed point fails instead of testing nothing."""
+    """An unknown point raises InvalidArgument, so a test that arms a renamed point fails."""
     with pytest.raises(InvalidArgument, match=r"nvme\.nothing"):
         failpoint.arm("nvme.nothing", "kill")
 
 
 def test_socket_speaks() -> None:
-    """The verbs of the fault socket arm, count, wait and disarm; a malformed one is told."""
+    """The fault socket arms, counts, waits and disarms; a malformed request gets an error reply."""
     assert fault_socket.answer(f"arm {POINT} count") is True
     failpoint.failpoint(POINT)
     assert fault_socket.answer("hits") == {POINT: 1}

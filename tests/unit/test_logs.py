@@ -29,7 +29,7 @@ def lines() -> Iterator[io.StringIO]:
 
 
 def test_json_is_one_object_a_line(lines: io.StringIO) -> None:
-    """Event, level, part, time and fields stand in one JSON object."""
+    """One JSON object holds event, level, part, time and fields."""
     logs.get_logger("mover").info("transfer failed", tier="nvme.0", bytes=4096)
     line = json.loads(lines.getvalue())
     assert line.pop("timestamp").endswith("Z")
@@ -37,13 +37,13 @@ def test_json_is_one_object_a_line(lines: io.StringIO) -> None:
 
 
 def test_level_is_the_least_that_is_written(lines: io.StringIO) -> None:
-    """Lines below the level cost nothing and leave nothing."""
+    """Lines below the level write nothing."""
     logs.get_logger("core").debug("detail")
     assert lines.getvalue() == ""
 
 
 async def test_request_id_is_on_every_line_of_its_task_only(lines: io.StringIO) -> None:
-    """Two calls at one time do not lend each other their ids, and none stays behind."""
+    """Concurrent calls do not share request ids, and no id stays after its call."""
 
     async def handle(request_id: str) -> None:
         with logs.request(request_id):
@@ -57,7 +57,7 @@ async def test_request_id_is_on_every_line_of_its_task_only(lines: io.StringIO) 
 
 
 def test_other_libraries_take_the_same_road(lines: io.StringIO) -> None:
-    """A line of the standard library's logging comes out in the same form, its exception with it."""
+    """A line of the standard library's logging has the same form and includes its exception."""
     try:
         raise OSError("disk on fire")
     except OSError:
@@ -68,14 +68,14 @@ def test_other_libraries_take_the_same_road(lines: io.StringIO) -> None:
 
 
 def test_values_that_json_cannot_hold_are_written_as_text(lines: io.StringIO) -> None:
-    """A path in a field is written as people write it."""
+    """A path in a field is written as plain text."""
     logs.get_logger("tiers").warning("odd", value=Path("/x"))
     assert json.loads(lines.getvalue())["value"] == "/x"
 
 
 @pytest.mark.parametrize("style", ["console", "json"])
 def test_a_line_that_cannot_be_written_harms_nobody(style: Literal["console", "json"]) -> None:
-    """On a full disk the line is lost, and whoever said it goes on."""
+    """On a full disk the line is lost, and the caller continues."""
     full = open("/dev/full", "w")  # noqa: SIM115 - to close it raises
     try:
         logs.configure(style=style, level="info", stream=full)
@@ -89,7 +89,7 @@ def test_a_line_that_cannot_be_written_harms_nobody(style: Literal["console", "j
 
 
 def test_console_is_for_people() -> None:
-    """The console style writes the event and its fields in plain text without colours into a file."""
+    """The console style writes the event and its fields to a file as plain text without colours."""
     stream = io.StringIO()
     try:
         logs.configure(style="console", level="debug", stream=stream)
@@ -104,7 +104,7 @@ def test_console_is_for_people() -> None:
 
 @pytest.mark.parametrize("style", ["console", "json"])
 def test_a_traceback_shows_no_values(style: Literal["console", "json"]) -> None:
-    """Where an exception comes from is written, what was in its variables is not: tokens, and megabytes that take seconds to print."""
+    """A traceback has no variable values: they hold tokens, and megabytes that print for seconds."""
     stream = io.StringIO()
     logs.configure(style=style, level="info", stream=stream)
     try:

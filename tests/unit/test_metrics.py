@@ -17,7 +17,7 @@ KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}
 
 
 def attributes(metrics: Metrics) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Full name -> kind and labels of every attribute that is a metric."""
+    """Maps the full name of every metric attribute to its kind and labels."""
     found = {}
     for value in vars(metrics).values():
         if kind := KINDS.get(type(value)):
@@ -27,7 +27,7 @@ def attributes(metrics: Metrics) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def test_rows_and_attributes_are_the_same() -> None:
-    """Every row of the table is an attribute of Metrics, with its kind and labels, and nothing else is."""
+    """The table's rows and the metrics of Metrics are the same, with their kinds and labels."""
     assert attributes(Metrics()) == {name: (row.kind, row.labels) for name, row in METRICS.items()}
 
 
@@ -42,21 +42,21 @@ def test_names_end_in_their_unit(name: str) -> None:
 
 
 def test_two_daemons_in_one_process_do_not_mix() -> None:
-    """Nothing is global: what one object counts, the other does not show."""
+    """No state is global: one object does not show another's counts."""
     one, other = Metrics(), Metrics()
     one.lookups.inc()
     assert (one.counters()["tierd_lookups_total"], other.counters()["tierd_lookups_total"]) == (1, 0)
 
 
 def test_counters_carry_their_labels() -> None:
-    """The map of counters is keyed by name and labels, as an operator would write them."""
+    """The map of counters is keyed by name and labels, as an operator writes them."""
     metrics = Metrics()
     metrics.freed.labels(tier="host.0", reason="EVICTED").inc(3)
     assert metrics.counters()['tierd_freed_total{tier="host.0",reason="EVICTED"}'] == 3
 
 
 def test_render_is_the_text_format_of_prometheus() -> None:
-    """What is rendered parses, and a label keeps its value whatever is in it."""
+    """The rendered text parses, and a label keeps any value."""
     metrics = Metrics()
     metrics.notice('no O_DIRECT on "/x": buffered')
     families = {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
@@ -64,7 +64,7 @@ def test_render_is_the_text_format_of_prometheus() -> None:
 
 
 def test_listen_serves_until_it_is_closed() -> None:
-    """GET /metrics answers the rendered text on loopback, and nobody answers after close."""
+    """GET /metrics returns the rendered text on loopback, and the port is closed after close()."""
     metrics = Metrics()
     metrics.lookups.inc(5)
     serving = Listener(metrics, host="127.0.0.1", port=0)
@@ -77,7 +77,7 @@ def test_listen_serves_until_it_is_closed() -> None:
 
 
 def test_who_asks_for_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection to /metrics on which no request comes is closed, and its thread ends."""
+    """A connection to /metrics without a request is closed, and its thread ends."""
     assert Reader.timeout, "none is waited for without an end"
     monkeypatch.setattr(Reader, "timeout", 0.1)
     serving = Listener(Metrics(), host="127.0.0.1", port=0)

@@ -1,4 +1,4 @@
-"""What the mover promises: order on a link, nothing READY that was not verified, and no thread left on a page that was let go."""
+"""The mover's promises: order on a link, only verified blocks READY, no thread on a released page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _batch(world: World, blocks: np.ndarray, target: StructArray) -> tuple[Struc
 
 
 async def test_a_copy_is_verified_where_it_arrives() -> None:
-    """Each block of a copy is READY if its bytes are right and CORRUPT if not; only right ones are in the catalogue."""
+    """A copied block is READY if its bytes are right, else CORRUPT; only right ones enter the catalogue."""
     async with opened() as world:
         committed = await world.put(NAMES)
         spare = (await world.cache.reserve(world.session, [world.put_query(chain(2, 4))], kind=1)).extents[0]
@@ -44,7 +44,7 @@ async def test_a_copy_is_verified_where_it_arrives() -> None:
 
 
 async def test_a_target_that_fails_is_a_status() -> None:
-    """A store that cannot write makes every block FAILED, and raises nothing."""
+    """If a store cannot write, every block is FAILED and the copy raises nothing."""
     async with opened() as world:
         committed = await world.put(NAMES)
         target = np.zeros(4, dtype=batch_dtype())
@@ -55,7 +55,7 @@ async def test_a_target_that_fails_is_a_status() -> None:
 
 
 async def test_blocks_come_to_their_own_pages_in_whatever_order_they_are_asked_for() -> None:
-    """Blocks that a store holds side by side are READY, each in the page it was meant for, also when asked for from the last to the first."""
+    """Adjacent blocks in a store are READY, each in its own page, also when asked for in reverse order."""
     async with opened() as world:
         committed = await world.put(NAMES)
         assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
@@ -67,7 +67,7 @@ async def test_blocks_come_to_their_own_pages_in_whatever_order_they_are_asked_f
 
 
 async def test_an_error_on_the_way_is_a_status() -> None:
-    """An error of the system in a copy makes every block of the batch FAILED, and none READY."""
+    """A system error in a copy makes every block of the batch FAILED, and none READY."""
     async with opened() as world:
         committed = await world.put(NAMES)
         spare = (await world.cache.reserve(world.session, [world.put_query(chain(2, 4))], kind=1)).extents[0]
@@ -81,7 +81,7 @@ async def test_an_error_on_the_way_is_a_status() -> None:
 
 
 async def test_a_changed_source_is_not_stored() -> None:
-    """A page that was changed after its commit is CORRUPT on its way out, and the store holds none of it."""
+    """A page changed after its commit is CORRUPT on its way out, and the store holds none of it."""
     async with opened() as world:
         committed = await world.put(NAMES)
         world.page(committed.extents[0])[0] ^= 1
@@ -91,7 +91,7 @@ async def test_a_changed_source_is_not_stored() -> None:
 
 
 async def test_a_damaged_table_is_not_written_by() -> None:
-    """A block whose table in the catalogue is not the one that was committed is hashed before it is written, as one without a table is, and is stored whole."""
+    """A block with a damaged or missing slice table is hashed again and stored with the right table."""
     async with opened() as world:
         committed = await world.put(NAMES)
         host = world.cache.tiers[0]
@@ -110,7 +110,7 @@ async def test_a_damaged_table_is_not_written_by() -> None:
 
 
 async def test_check_finds_the_pages_that_are_not_as_committed() -> None:
-    """`check` tells each page whose bytes are not its block's."""
+    """`check` reports each page whose bytes are not its block's."""
     async with opened() as world:
         committed = await world.put(NAMES)
         world.page(committed.extents[2])[100] ^= 1
@@ -120,7 +120,7 @@ async def test_check_finds_the_pages_that_are_not_as_committed() -> None:
 
 
 async def test_demand_goes_first() -> None:
-    """On a link that is taken, demand passes prefetch and prefetch passes demotion; equals keep their order."""
+    """On a busy link, demand passes prefetch and prefetch passes demotion; equals keep their order."""
     link, order = Link(1), []
 
     async def go(priority: int, name: str) -> None:
@@ -139,7 +139,7 @@ async def test_demand_goes_first() -> None:
 
 
 async def test_what_nobody_waits_for_leaves_half_of_a_link() -> None:
-    """Demotion, however much of it there is, has half of a link at most, so that demand which comes then is begun at once; and all goes in the end."""
+    """Demotion uses at most half of a link, so new demand starts at once; all of it runs in the end."""
     link, order, ends = Link(4), list[str](), asyncio.Event()
 
     async def go(priority: int, name: str) -> None:
@@ -162,7 +162,7 @@ async def test_what_nobody_waits_for_leaves_half_of_a_link() -> None:
 
 
 async def test_demand_takes_none_of_the_half_that_is_for_others() -> None:
-    """Demand that goes on and on does not keep demotion from a place that is free."""
+    """Steady demand does not keep demotion from a free slot."""
     link = Link(4)
     async with asyncio.timeout(SOON_S), link.slot(0), link.slot(0), link.slot(2):
         assert (link.active, link.unawaited) == (3, 1)
@@ -170,14 +170,14 @@ async def test_demand_takes_none_of_the_half_that_is_for_others() -> None:
 
 
 async def test_a_link_of_one_carries_all() -> None:
-    """Half of it is still one."""
+    """Demotion may use a link of one: half of it still counts as one."""
     async with asyncio.timeout(SOON_S), Link(1).slot(2):
         pass
 
 
 @pytest.mark.parametrize("is_its_turn", [False, True])
 async def test_a_turn_that_nobody_takes_is_passed_on(is_its_turn: bool) -> None:
-    """A batch that is cancelled while it waits, or in the moment in which its turn comes, keeps no place on the link."""
+    """A batch cancelled while it waits, or just as its turn comes, keeps no slot on the link."""
     link = Link(1)
 
     async def go() -> None:
@@ -197,7 +197,7 @@ async def test_a_turn_that_nobody_takes_is_passed_on(is_its_turn: bool) -> None:
 
 
 async def test_who_waits_for_a_refused_link_is_told() -> None:
-    """When a tier goes out of service whoever waits for a link of it fails at once; what is on the link goes on, and the link works afterwards."""
+    """When a tier fails, waiters for its link fail at once; running work goes on; the link recovers."""
     link = Link(1)
 
     async def go() -> None:
@@ -216,7 +216,7 @@ async def test_who_waits_for_a_refused_link_is_told() -> None:
 
 
 async def test_who_is_refused_and_cancelled_at_once_had_no_place() -> None:
-    """A batch that is cancelled in the moment in which its link refuses it gives back nothing: no more batches than allowed are on the link afterwards."""
+    """A batch cancelled just as its link refuses it returns no slot, so the link's limit still holds."""
     link = Link(1)
 
     async def go() -> None:
@@ -235,7 +235,7 @@ async def test_who_is_refused_and_cancelled_at_once_had_no_place() -> None:
 
 
 async def test_no_thread_is_left_behind() -> None:
-    """Work of which one part fails ends with its last part: until then threads may touch the pages."""
+    """If one part of the work fails, the call ends only after the last part, which may touch the pages."""
     mover = Mover([], hash_threads=2, link_limit=1)
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -261,7 +261,7 @@ def batch_dtype() -> np.dtype:
 
 
 async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system gives too few threads nothing is begun that would work on pages which are let go; once it gives them, all is done."""
+    """If the system refuses threads, no work starts on pages; once it allows them, all work runs."""
     mover = Mover([], hash_threads=2, link_limit=1)
     started, done, start = list[str](), list[int](), threading.Thread.start
 

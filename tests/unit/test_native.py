@@ -1,4 +1,4 @@
-"""The compiled loops: clean under sanitizers, and never a reason for an install to fail."""
+"""The compiled loops: clean under sanitizers, and optional at install."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *s
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """The library touches no byte that is not its own, and does nothing that C++ leaves undefined, whatever bytes
-    the tests give it."""
+    """The library touches only its own bytes and has no undefined behaviour, for any input."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip(NO_COMPILER)
@@ -60,7 +59,7 @@ def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiler", ["", "/nowhere/c++", "false"], ids=["none", "not there", "fails"])
 def test_without_a_compiler_it_says_so(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An install where nothing compiles goes on, and says what that costs and what to do."""
+    """An install without a working compiler continues, and reports the cost and the remedy."""
     monkeypatch.setattr("tools.native.COMPILERS", ())
     monkeypatch.setenv("CXX", compiler)
     said = compile_native(tmp_path / "plane.so")

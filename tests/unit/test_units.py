@@ -11,7 +11,7 @@ from tierd.units import format_bytes, parse_bytes, parse_seconds
 
 @given(st.integers(0, 1 << 60))
 def test_size_survives_writing_and_reading(size: int) -> None:
-    """Any size reads back as what was written."""
+    """Any size reads back as the same number after formatting."""
     assert parse_bytes(format_bytes(size)) == size
 
 
@@ -25,7 +25,7 @@ def test_size_in_any_unit(text: object, size: int) -> None:
 
 @pytest.mark.parametrize("value", ["12 GX", "12", "-1 MiB", -1, "1.5 B", 1.5, True, "", None, "MiB", "1 mib"])
 def test_no_size(value: object) -> None:
-    """What is not clearly a size is refused."""
+    """An ambiguous or invalid size is refused."""
     with pytest.raises(ValueError, match=r"write|units are"):
         parse_bytes(value)
 
@@ -34,12 +34,12 @@ def test_no_size(value: object) -> None:
     ("text", "duration_s"), [("5 s", 5.0), ("250 ms", 0.25), ("2 min", 120.0), (3, 3.0), (0.5, 0.5)]
 )
 def test_duration_in_any_unit(text: object, duration_s: float) -> None:
-    """Units and bare numbers are seconds."""
+    """Durations with a unit, and bare numbers, become seconds."""
     assert parse_seconds(text) == duration_s
 
 
 @pytest.mark.parametrize("value", ["5", "5 days", -1, float("inf"), float("nan"), True, None])
 def test_no_duration(value: object) -> None:
-    """What is not clearly a duration is refused."""
+    """An ambiguous or invalid duration is refused."""
     with pytest.raises(ValueError, match=r"write|units are"):
         parse_seconds(value)

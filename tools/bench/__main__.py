@@ -2,8 +2,9 @@
 
     python -m tools.bench [NAME ...] [--output build/bench.json] [--tiny]
 
-Rows are {name, value, unit, limit, ratio, bar, goal, ...}; `limit` is the physical or promised bound, measured or set in the same run. A suite that fails
-is said in the end, and the others' rows stand.
+Rows are {name, value, unit, limit, ratio, bar, goal, ...}. `limit` is the physical or promised
+bound, measured or set in the same run. A suite that fails is named at the end; the others' rows
+count.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ RESULT = Path("build/bench.json")
 
 
 def machine() -> dict[str, object]:
-    """What the rows were measured on."""
+    """The machine that the rows were measured on."""
     told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
     return {
@@ -77,14 +78,14 @@ def machine() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "built": " ".join(platform.python_build()[1].split()),  # which of several Pythons of one version
+        "built": " ".join(platform.python_build()[1].split()),  # distinguishes several Pythons of one version
         "load": round(os.getloadavg()[0], 2),
         "at": round(time.time()),
     }
 
 
 def measure(names: Sequence[str], effort: Effort, console: Console) -> tuple[list[Row], list[str]]:
-    """The rows of these suites, and which suites failed."""
+    """The rows of these suites, and the names of the suites that failed."""
     rows, failed = list[Row](), list[str]()
     for name in names:
         begun = time.perf_counter()
@@ -99,7 +100,8 @@ def measure(names: Sequence[str], effort: Effort, console: Console) -> tuple[lis
 
 
 def write(rows: Sequence[Row], path: Path, *, picture: Callable[[Path], None], **more: object) -> list[Path]:
-    """The rows and what more there is as JSON, and a picture beside it where matplotlib is installed; what was written."""
+    """Writes the rows and `more` as JSON, and a picture beside it if matplotlib is installed.
+    Returns the paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
     told = [asdict(row) | {"verdict": row.verdict.value} for row in rows]
     path.write_text(json.dumps({"machine": machine(), **more, "rows": told}, indent=1) + "\n", encoding="utf-8")
@@ -120,7 +122,7 @@ def title() -> str:
 
 
 def main() -> None:
-    """Runs the suites named, or all that take seconds."""
+    """Runs the named suites, or all."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description="tierd against the machine's own limits")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--output", type=Path, default=RESULT)

@@ -1,6 +1,8 @@
-"""What it costs to await: verbs of AsyncClient, one after another, against the same verbs of Client in the same run.
+"""The cost of awaiting: verbs of AsyncClient in turn, against the same verbs of Client in the same
+run.
 
-Each client has a namespace of its own, and puts, gets and looks up one sequence of 16 blocks of 128 KiB after another. `async_get` is the first get of it, which asks the daemon; `async_get_again` asks nobody.
+Each client has its own namespace. It puts, gets and looks up sequences of 16 blocks of 128 KiB. The
+first get of one is `async_get`, with a call. The next one is `async_get_again`, without.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MEANINGS = {
 
 
 class Bench:
-    """One client, its verbs by name. run: carries a verb of it out."""
+    """One client, its verbs by name. run: executes a verb."""
 
     def __init__(self, client: Any, run: Callable[[Any], Any], *, block_bytes: int) -> None:
         self._client, self._run = client, run
@@ -43,7 +45,7 @@ class Bench:
         self._out = np.ones((BLOCKS, block_bytes), np.uint8)
 
     def costs(self, number: int) -> Iterator[tuple[str, Cost]]:
-        """Of each verb of a new sequence, in order."""
+        """The cost of each verb of a new sequence, in order."""
         yield "put", cost_of(self._put(number))
         yield "get", cost_of(self._get(number))
         yield "get_again", cost_of(self._get(number))

@@ -1,7 +1,8 @@
-"""What a call costs: lookups, and gets as views, against raw gRPC echoes of the same message sizes on an open stream in the same run.
+"""The cost of a call: lookups, and gets as views, against raw gRPC echoes in the same run.
 
-Messages are as long as those of the calls; the echoes have no session, no checks, nothing to find. Slices of calls take turns with slices of echoes. Local calls go over
-a socket and not over gRPC: `lookup_empty_raw` is against an echo on a raw socket, the limit of that way.
+The echoes' messages are as long as the calls', on an open stream; they have no session, no checks
+and no search. Slices of calls and of echoes take turns. Local calls use a socket instead of gRPC:
+`lookup_empty_raw` is against an echo on a raw socket, the limit of that way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ capacity = "64 MiB"
 
 
 class Bench:
-    """A client of a daemon that holds one chain, and what messages about it weigh."""
+    """A client of a daemon that holds one chain, and the lengths of messages about it."""
 
     def __init__(self, client: Client, echo: Echo, *, blocks: int) -> None:
         self._client, self._echo, self.blocks = client, echo, blocks
@@ -43,11 +44,11 @@ class Bench:
         assert not self._client.lookup(self._space, self._missing).tokens
 
     def lookup(self) -> None:
-        """Of all, which are held."""
+        """Of all blocks, which are held."""
         assert self._client.lookup(self._space, self._held).tokens == self.blocks * 16
 
     def view(self) -> None:
-        """All in one call; the views are dropped, and with them the lease."""
+        """All in one call. The client then drops the views, and so the lease."""
         assert self._client.get(self._space, self._held).blocks == self.blocks
 
     def echo_of(self, verb: str, *, raw: bool = False) -> Callable[[], object]:
@@ -64,7 +65,7 @@ class Bench:
 
 
 def _slice(work: Callable[[], object], count: int) -> Callable[[int], Callable[[], object]]:
-    """So many calls, as one work."""
+    """This many calls, as one work."""
 
     def calls() -> None:
         for _ in range(count):
@@ -74,7 +75,8 @@ def _slice(work: Callable[[], object], count: int) -> Callable[[int], Callable[[
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`lookup_empty`, `lookup_empty_raw` and `get_view_256`, microseconds; `lookup_256`, calls a second."""
+    """`lookup_empty`, `lookup_empty_raw` and `get_view_256`, microseconds; `lookup_256`, calls a
+    second."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client, Echo(f"unix:{daemon.root}/echo.sock") as echo:
         bench = Bench(client, echo, blocks=effort.pick(BLOCKS, 8))
         verbs = {"lookup_empty": bench.lookup_empty, "lookup": bench.lookup, "view": bench.view}

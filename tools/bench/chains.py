@@ -1,8 +1,10 @@
-"""Long prompts through full tiers: what a block costs, how long the longest step of the daemon's loop is, how long another client waits.
+"""Long prompts through full tiers: cost of a block, longest step of the daemon's loop, others'
+wait.
 
-Two instruments. The core alone, where a step is a call and its time that of the processor: every policy, with NVMe and without, chains of 64 to 65,536 blocks in
-calls of PART_BLOCKS, disks that are a thousand blocks behind. And a real daemon: one client puts chains that do not fit together, another looks up one block again
-and again, and is timed.
+Two instruments. One is the core alone: a step is a call, and its time is the processor's. It runs
+every policy, with NVMe and without, and chains of 64 to 65,536 blocks in calls of PART_BLOCKS. Its
+disks are a thousand blocks behind. The other is a real daemon: one client puts chains that do not
+fit together. A second client looks up one block again and again, and is timed.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ segment = "16 MiB"
 
 
 class Books:
-    """A core, and a disk that is behind. took_s: processor seconds of all calls; longest_s: of the longest."""
+    """A core, and a disk that is behind. took_s, longest_s: processor seconds of all, of one call."""
 
     def __init__(self, policy: str, pages: int, *, far: bool) -> None:
         size = 1024 * PAGE
@@ -64,7 +66,7 @@ class Books:
         self.now, self.flying, self.longest_s, self.took_s = 0.0, deque[int](), 0.0, 0.0
 
     def put(self, first: int, count: int) -> None:
-        """A chain, in calls of PART_BLOCKS blocks, and half of it is asked for."""
+        """Puts a chain in calls of PART_BLOCKS blocks, and gets its first half, one call at most."""
         names = hashes(first, count)
         self.now += 0.5
         for at in range(0, count, PART_BLOCKS):
@@ -120,7 +122,7 @@ class Books:
 
 
 def of_core(policy: str, length: int, pages: int, *, far: bool) -> tuple[float, float]:
-    """Microseconds a block costs in full tiers, milliseconds of the longest step."""
+    """Microseconds of a block in full tiers, milliseconds of the longest step."""
     pages = max(pages, 2 * length)
     books, first = Books(policy, pages, far=far), 0
     while first < pages * (3 if far else 1):
@@ -134,7 +136,7 @@ def of_core(policy: str, length: int, pages: int, *, far: bool) -> tuple[float, 
 
 
 def waits_s(policy: str, length: int, pages: int, *, far: bool) -> list[float]:
-    """How long lookups take while another client puts long chains through a daemon's full tiers."""
+    """Times of lookups while another client puts long chains through a daemon's full tiers."""
     host_mib = pages * PAGE >> 20
     near = CONFIG.format(host=host_mib, policy=policy)
     config = near + FAR.format(nvme=4 * host_mib) if far else "nvme = []\n" + near
@@ -169,7 +171,7 @@ def told(pipe: Connection) -> Any:
 
 
 def ask(target: str, pipe: Connection) -> None:
-    """The other client, in a process of its own: says how long each of its lookups took, when it is told to end."""
+    """The other client, a separate process. It sends its lookups' times when it is asked to end."""
     with Client(target, timeout_s=60) as client:
         space, nobody, took = client.open_namespace(SPEC), hashes(1 << 40, 1), list[float]()
         client.lookup(space, nobody)

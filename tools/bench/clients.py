@@ -1,7 +1,8 @@
-"""One, four, sixteen and sixty-four clients, each a process of its own: what they do together, against what one does alone.
+"""One, four, sixteen and sixty-four client processes: their rate together, against one alone.
 
-A get copies 16 blocks of 128 KiB out, of a sequence of the client's own, again and again: the daemon is asked once in 33 of them, so it is mostly processors and caches that they share. A lookup of the same sequence
-asks the daemon each time. All are connected the whole time; in each slice so many of them are at work.
+A get copies 16 blocks of 128 KiB of the client's own sequence, again and again. It asks the daemon
+once in 33 times, so clients mostly share processors and caches. A lookup of the same sequence asks
+each time. All are connected the whole time; in each slice some of them work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ segment = "{segment} MiB"
 
 
 def serve(target: str, number: int, block_bytes: int, pipe: Connection) -> None:
-    """A client: for each verb and moment that it is told, does that until then, and how often. None ends it."""
+    """A client: repeats each received verb until the deadline, and sends the count. None ends it."""
     blocks = np.full((BLOCKS, block_bytes), number, dtype=np.uint8)
     out, hashes = np.ones_like(blocks), chain(number, BLOCKS)
     with Client(target, timeout_s=60) as client:
@@ -57,7 +58,7 @@ def serve(target: str, number: int, block_bytes: int, pipe: Connection) -> None:
 
 
 class Crowd:
-    """So many clients of one daemon. Forked from a process that has made no call yet, so that they share what they have loaded."""
+    """This many clients of one daemon, forked from a process without calls to share its imports."""
 
     def __init__(self, target: str, count: int, *, block_bytes: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -75,7 +76,7 @@ class Crowd:
             _told(pipe, START_S)
 
     def rate(self, verb: str, count: int, slice_s: float) -> float:
-        """How often a second so many of them do it together."""
+        """How often a second this many clients do it together."""
         at_work: Sequence[Connection] = self._pipes[:count]
         begun = time.monotonic()
         for pipe in at_work:
@@ -104,7 +105,8 @@ def _told(pipe: Connection, timeout_s: float) -> int:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`clients_4`, `clients_16`, `clients_64`: gets a second of all together, against those of one alone in the same round; and `lookups_4` and so on."""
+    """`clients_4`, `clients_16`, `clients_64`: gets a second together, against one alone;
+    `lookups_4` and so on."""
     counts, block_bytes = effort.pick(COUNTS, (1, 2)), effort.pick(BLOCK_BYTES, 4 * KIB)
     slice_s = effort.pick(0.5, 0.05)
     rates: dict[tuple[str, int], list[float]] = {(verb, count): [] for verb in VERBS for count in counts}

@@ -1,4 +1,5 @@
-"""What 100,000 blocks on NVMe add to the start of an empty daemon: real processes, from exec to "ready"."""
+"""Start time that 100,000 blocks on NVMe add to an empty daemon: real processes, from exec to
+"ready"."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def _config(blocks: int) -> str:
 
 
 def _fill(daemon: Daemon, blocks: int) -> None:
-    """Puts so many blocks of a namespace that the daemon knows into its store's snapshot."""
+    """Puts this many blocks, of a namespace that the daemon knows, into its store's journal."""
     daemon.start()
     with Client(daemon.target) as client:
         namespace = client.open_namespace(NamespaceSpec(model="bench", tokens_per_block=16, block_bytes=4096))

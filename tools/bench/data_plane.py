@@ -1,10 +1,11 @@
 """Puts and gets of batches by a local client, against a memory copy of as many bytes.
 
-The tier is full before what is promised counts: a put displaces the coldest, as it does all day. Fresh memory costs several times as much on any system,
-and a first get finds more of the way cold: they are rows of their own. LRU, so that it is known what is there. What
-is copied was not touched for so long that no cache holds it.
-The limit is the C library's copy, as it is in what others publish: a get's into one target, as the caller's, a put's into memory as cold as a page that was displaced. `copy_streamed` is tierd's own, which may
-be faster: what it leaves of a row's ratio is tierd's doing.
+The tier is full before the promised rows count, so a put displaces the coldest blocks. Fresh memory
+costs several times as much, and a first get meets more cold data: both have separate rows. The
+policy is LRU, so that the contents are known. No cache holds the copied bytes. The limit is the C
+library's copy, as in others' publications. A get's is into one target, a put's into cold memory.
+The row `copy_streamed` is tierd's own copy, perhaps faster. The rest of a ratio is tierd's
+overhead.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ VERBS = {
 
 
 class Bench:
-    """A client that moves batches of so many blocks; batch number n is a sequence of its own."""
+    """A client that moves batches of this many blocks; batch number n is a separate sequence."""
 
     def __init__(self, client: Client, cold: Cold, *, count: int, block_bytes: int) -> None:
         self._client, self._cold, self._count, self._block_bytes = client, cold, count, block_bytes
@@ -57,12 +58,12 @@ class Bench:
         return lambda: np.copyto(target, source)
 
     def copy_apart(self, number: int) -> Callable[[], object]:
-        """The limit of a put: the target was not touched for as long as the source."""
+        """The limit of a put: the target is as cold as the source."""
         source, target = (self._cold.blocks(self._count, self._block_bytes) for _ in range(2))
         return lambda: np.copyto(target, source)
 
     def copy_streamed(self, number: int) -> Callable[[], object]:
-        """The same as a put and a get copy and sum: past the processor's caches, where it can."""
+        """Copies and sums as a put and a get do: past the processor's caches, if it can."""
         source, target = self._cold.blocks(self._count, self._block_bytes), self._target
         at, to = ([*map(address_of, rows)] for rows in (source, target))
         blocks = copying.blocks_of(at, to, [self._block_bytes] * self._count, 0)
@@ -88,11 +89,11 @@ class Bench:
         return work
 
     def note(self, number: int) -> None:
-        """Sums what the last put took; not in `put`, which reads what no cache holds."""
+        """Sums the last put's blocks. It is separate from `put`, whose source no cache may hold."""
         self._sums.note(number, self._source)
 
     def verify(self, number: int) -> None:
-        """Raises RuntimeError unless the last get gave what was noted under its number."""
+        """Raises RuntimeError unless the last get returned the bytes noted under its number."""
         self._sums.check(number, self._target)
 
     def check(self, number: int) -> None:
@@ -104,7 +105,8 @@ class Bench:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`put_2MiB_x16` and `get_copy_2MiB_x16`, the same of 128 KiB x 64, and beside each what a first time costs, GB/s; and `put_sealed_2MiB_x16`."""
+    """`put_2MiB_x16` and `get_copy_2MiB_x16`, the same of 128 KiB x 64, and the first times, GB/s;
+    and `put_sealed_2MiB_x16`."""
     cold = Cold(effort.pick(384 * MIB, 8 * MIB))
     out: list[Row] = []
     for name in SHAPES:
@@ -125,7 +127,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
 
 @contextlib.contextmanager
 def _bench(name: str, cold: Cold, effort: Effort, *, sealed: bool = False) -> Iterator[tuple[Bench, int]]:
-    """Of a shape, against a daemon of its own, and this daemon's process."""
+    """A bench of a shape and its own daemon's pid."""
     count, block_bytes = SHAPES[name]
     config = CONFIG.format(capacity=effort.pick(768, 16), segment=effort.pick(32, 1)) + "sealed_puts = true\n" * sealed
     with Daemon(config) as daemon, Client(daemon.target) as client:
@@ -133,7 +135,8 @@ def _bench(name: str, cold: Cold, effort: Effort, *, sealed: bool = False) -> It
 
 
 def _costs(bench: Bench, pid: int, *, batches: int, effort: Effort) -> dict[str, list[Cost]]:
-    """Fills the tier, then goes on: a batch is put, one is read first that has left the caches meanwhile, and so is one that was read before."""
+    """Fills the tier; then each run puts a batch, gets one for the first time, and gets one again.
+    No cache holds either."""
     fresh = interleaved({"copy": bench.copy_apart, "put": bench.put}, runs=batches - WARM, warm=WARM, pid=pid)
     lag = batches // 6
     known = range(batches - 2 * lag, batches - lag)

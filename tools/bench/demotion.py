@@ -1,7 +1,8 @@
-"""What gets lose while the daemon demotes in the background, beyond what any writer to the disk would cost them.
+"""Loss of gets while the daemon demotes, beyond the cost of any writer to the disk.
 
-A burst of puts passes the high watermark, and the daemon writes the coldest to its store while gets of others go on; those count that ended while it wrote. The limit is the same gets beside a
-process that writes as many bytes at the same pace with raw O_DIRECT: what the two cost alike is the shared bandwidth of memory and disk.
+A burst of puts passes the high watermark. The daemon writes the coldest blocks to its store while
+gets of others continue; those that end meanwhile count. The limit is the same gets beside a process
+with as many raw O_DIRECT writes at the same pace. Both share bandwidth of memory and disk.
 
     python -m tools.bench.demotion DIRECTORY PIECE_BYTES      that process
 """
@@ -36,9 +37,9 @@ from tools.bench.rows import Row, row_of
 
 HOT, COUNT = 8, 16
 LIMIT_S = 20.0
-"""The longest that one burst may take to be written."""
+"""The longest time to write one burst."""
 LOOK_S, QUIET_S = 0.01, 0.15
-"""Between two looks at what was written; the writing has ended when it was no more for so long."""
+"""LOOK_S: between two looks at the bytes written. QUIET_S: without any, the writing has ended."""
 CONFIG = """\
 [scrub]
 period = "0 s"
@@ -58,7 +59,8 @@ eviction = "lru"
 
 
 class Bench:
-    """A client of a daemon that holds a few hot batches. burst: blocks that are put at once; written: bytes that the daemon has given to its store so far."""
+    """A client of a daemon with a few hot batches. burst: blocks of a burst; written: bytes so far
+    in the store."""
 
     def __init__(self, client: Client, *, block_bytes: int, burst: int, written: Callable[[], int]) -> None:
         self._client, self._block_bytes, self._burst, self._written = client, block_bytes, burst, written
@@ -76,7 +78,7 @@ class Bench:
         assert self._client.get(self._space, hashes, out=list(self._target)).blocks == COUNT
 
     def gets(self, is_over: Callable[[], bool]) -> Gets:
-        """Gets until it is so, one at least, at most for so long."""
+        """Gets until it is over: at least one, for at most 2 * LIMIT_S."""
         moments = [time.perf_counter()]
         while len(moments) == 1 or not (is_over() or moments[-1] - moments[0] > 2 * LIMIT_S):
             self.get(len(moments))
@@ -84,13 +86,13 @@ class Bench:
         return Gets(moments, self._target.nbytes)
 
     def put_burst(self) -> None:
-        """So many new blocks, of which the daemon will write as many."""
+        """Puts a burst of new blocks; the daemon will write as many."""
         for _ in range(self._burst // COUNT):
             self._bursts += 1
             self._client.put(self._space, chain(1000 + self._bursts, COUNT), list(self._blocks))
 
     def demote(self) -> Demoted:
-        """Gets while the daemon writes what a burst has left above the watermark."""
+        """Gets while the daemon writes the blocks above the watermark."""
         earlier = self._written()
         self.put_burst()
         before, looks = self._written(), Looks(self._written)
@@ -104,18 +106,18 @@ class Bench:
 
 
 def disk_bytes_of(pid: int) -> int:
-    """What a process has given to disks so far: told by the kernel, so that a daemon has no work with it."""
+    """Bytes that a process has written to disks so far. The kernel counts, so a daemon has no work."""
     told = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(told["write_bytes"])
 
 
 def store_bytes_of(operator: Connection) -> int:
-    """What a daemon says that it has given to its store."""
+    """Bytes that a daemon reports as written to its store."""
     return int(operator.ask(pb.TiersRequest()).tiers[1].bytes_written)
 
 
 def is_disk(directory: Path) -> bool:
-    """Whether the kernel counts what is written there, as it does not of a tmpfs."""
+    """Whether the kernel counts writes to the directory; for a tmpfs it does not."""
     before = disk_bytes_of(os.getpid())
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(4 * KIB))
@@ -125,7 +127,7 @@ def is_disk(directory: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Gets:
-    """moments: when they began, and when each of them had ended, of time.perf_counter(); so many bytes each."""
+    """moments: the begin, and the end of each, of time.perf_counter(). size: bytes of each."""
 
     moments: Sequence[float]
     size: int
@@ -137,7 +139,7 @@ class Gets:
 
 
 class Looks:
-    """At a number that grows. seen: what it was in the end; changed_s: when it last was another one, as far as looks tell."""
+    """Watches a growing number. seen: its last value; changed_s: the time of its last seen change."""
 
     def __init__(self, look: Callable[[], int]) -> None:
         self._look = look
@@ -145,7 +147,7 @@ class Looks:
         self.seen, self.changed_s = -1, time.perf_counter()
 
     def until_quiet(self, earlier: int) -> None:
-        """Until it is another than it was earlier, and has stayed so for a while; at most for so long."""
+        """Looks until it differs from `earlier` and stays the same for QUIET_S; at most LIMIT_S."""
         begun = time.perf_counter()
         while time.perf_counter() - begun < LIMIT_S:
             if (now := self._look()) != self.seen:
@@ -158,7 +160,7 @@ class Looks:
 
 @dataclass(frozen=True, slots=True)
 class Demoted:
-    """gets: GB/s while so many bytes were written in so many seconds."""
+    """gets: GB/s while written_bytes were written in `seconds`."""
 
     gets: float
     written_bytes: int
@@ -174,7 +176,7 @@ class Writer:
         line_of(self._process, timeout_s=2 * LIMIT_S)
 
     def write(self, demoted: Demoted) -> threading.Event:
-        """As many bytes in as much time; the event is set when it is done."""
+        """Writes as many bytes in as much time; sets the event when it is done."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{demoted.written_bytes} {demoted.seconds}\n")
         self._process.stdin.flush()
@@ -199,7 +201,7 @@ class Writer:
 
 
 def write_as_asked(directory: Path, piece_bytes: int) -> None:
-    """The writer's side: a line of bytes and seconds, and a line when they are over."""
+    """The writer's side: reads a line of bytes and seconds, and prints a line at the end of each."""
     with RawFile(directory, length_bytes=16 * piece_bytes, piece_bytes=piece_bytes, count=4) as raw:
         raw.allocate()
         print("ready", flush=True)
@@ -222,7 +224,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
         root, pid = Path(daemon.root), daemon.pid
         written = partial(disk_bytes_of, pid) if is_disk(root) else partial(store_bytes_of, operator)
         bench = Bench(client, block_bytes=block_bytes, burst=burst, written=written)
-        for _ in range(4):  # until the tier is full, and the store has been written to
+        for _ in range(4):  # fills the tier, and writes to the store
             bench.demote()
         values, limits, paces = list[float](), list[float](), list[float]()
         with Writer(root, piece_bytes=block_bytes) as writer:

@@ -1,9 +1,9 @@
-"""Raw gRPC, and a raw socket, in a process of their own: the limits of a call, without anything that tierd does.
+"""Raw gRPC, and a raw socket, in a separate process: a call's limits without the work of tierd.
 
     python -m tools.bench.echo ADDRESS
 
-Bytes in, bytes out: no message is encoded. The server is grpc.aio, as the daemon's; the caller's side is synchronous, as the SDK's. A request begins with the
-length of the reply that it wants.
+Bytes in, bytes out: no message is encoded. The server is grpc.aio, as the daemon's; the caller's
+side is synchronous, as the SDK's. A request begins with the length of the reply that it wants.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ HEAD = struct.Struct("<II")
 """Bytes of a reply, and how many replies a pull gets."""
 START_S, CALL_S = 30.0, 30.0
 LENGTH, RAW = struct.Struct("<I"), ".raw"
-"""Before each message on a raw socket; what its path ends with."""
+"""The length before each message on a raw socket; the suffix of its path."""
 SERVICE = "bench.Echo"
 COLD_MESSAGES = 192
-"""That a stream takes turns with, at most."""
+"""Messages that a stream uses in turn, at most."""
 _REPLIES: dict[int, bytes] = {}
 
 
 def request_of(length: int, *, reply: int, count: int = 1) -> bytes:
-    """A request of so many bytes (8 at least) for a reply of so many, or for `count` of them from a pull."""
+    """A request of this many bytes (8 at least) for a reply, or for `count` of them from a pull."""
     return HEAD.pack(reply, count).ljust(length, b"x")
 
 
@@ -50,7 +50,7 @@ def _reply(request: bytes) -> bytes:
 
 @functools.cache
 def cold_messages(length: int) -> Iterator[bytes]:
-    """Messages of so many bytes, for ever: each from memory that was not touched for long, where they are long."""
+    """Endless messages of this many bytes; long ones come from cold memory."""
     cold = Cold(min(COLD_BYTES, COLD_MESSAGES * length))
     return itertools.cycle([bytes(cold.blocks(1, length)) for _ in range(min(COLD_BYTES // length, COLD_MESSAGES))])
 
@@ -74,7 +74,7 @@ async def _pull(request: bytes, _context: Any) -> AsyncIterator[bytes]:
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """On a raw socket each message comes after its length (u4)."""
+    """On a raw socket each message follows its length (u4)."""
     while head := await reader.read(LENGTH.size):
         reply = _reply(await reader.readexactly(*LENGTH.unpack(head)))
         writer.write(LENGTH.pack(len(reply)) + reply)
@@ -100,7 +100,8 @@ async def serve(address: str) -> None:
 
 
 class Echo:
-    """A server in a process of its own, and the caller's side of it. address: `unix:PATH`, or `127.0.0.1:0` for a free port."""
+    """A server in a separate process, and the caller's side of it. address: `unix:PATH`, or
+    `127.0.0.1:0` for a free port."""
 
     def __init__(self, address: str) -> None:
         command = [sys.executable, "-m", "tools.bench.echo", address]
@@ -119,7 +120,7 @@ class Echo:
         self._answers = self._channel.stream_stream(f"/{SERVICE}/stream")(iter(self._asked.get, None))
 
     def stream(self, request: bytes) -> bytes:
-        """One message to and fro on the stream that is open."""
+        """One message to and fro on the open stream."""
         self._asked.put(request)
         answer: bytes = next(self._answers)
         return answer
@@ -134,11 +135,11 @@ class Echo:
         return answer
 
     def push(self, messages: Iterator[bytes]) -> int:
-        """Sends a stream; the bytes that arrived."""
+        """Sends a stream; returns the bytes that arrived."""
         return int(struct.unpack("<Q", self._push(messages, timeout=CALL_S))[0])
 
     def pull(self, length: int, count: int) -> int:
-        """Receives a stream of so many messages; the bytes that arrived."""
+        """Receives a stream of `count` messages; returns the bytes that arrived."""
         return sum(map(len, self._pull(request_of(HEAD.size, reply=length, count=count), timeout=CALL_S)))
 
     def __enter__(self) -> Self:

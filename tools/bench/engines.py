@@ -1,9 +1,10 @@
-"""vLLM on the CPU: time to first token of a prompt whose prefix is computed, in vLLM's own cache, in tierd's memory, or on tierd's store; and throughput.
+"""vLLM on the CPU: throughput, and time to first token by the place of the prompt's prefix.
 
     python -m tools.bench.engines [--rounds 15] [--batches 7] [--prefix 1024] [--dtype bfloat16]
 
-Run by a Python that has vLLM; it is no suite of `make bench`. Two engines, one without and one with the connector, take turns within each round, so that a
-drifting machine colours all rows alike; ratios are taken round by round.
+The prefix is computed, in vLLM's own cache, in tierd's memory, or on tierd's store. A Python with
+vLLM runs it; it is no suite of `make bench`. Two engines, one without and one with the connector,
+take turns within each round, so a drifting machine affects all rows alike. Ratios are per round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tierd.testing import Daemon
 
 SUFFIX_TOKENS = 16
 BATCH, BATCH_PROMPT_TOKENS, BATCH_ANSWER_TOKENS = 16, 256, 32
-"""Of the throughput: requests that nobody has seen, served together."""
+"""Of the throughput: requests with new prompts, served together."""
 CONFIG = """\
 [server]
 shutdown_deadline = "5 s"
@@ -61,13 +62,13 @@ def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
 
 
 def tierctl(daemon: Daemon, *arguments: str) -> None:
-    """Asks the daemon."""
+    """Runs a `tierctl` command against the daemon."""
     command = [sys.executable, "-m", "tierd.cli.ctl", *arguments, "--target", daemon.target]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def one_round(plain: Engine, tiered: Engine, daemon: Daemon, prompt: list[int]) -> dict[str, float]:
-    """Seconds of each row, for a prompt that nobody has seen."""
+    """Seconds of each row, for a new prompt."""
 
     def first_token(engine: Engine, *, cached: bool) -> float:
         answer = engine.generate([prompt], max_tokens=1)[0]
@@ -86,7 +87,7 @@ def one_round(plain: Engine, tiered: Engine, daemon: Daemon, prompt: list[int]) 
 
 
 def one_batch(engine: Engine, prompts: list[list[int]]) -> float:
-    """Seconds until all are answered, and what was computed is stored."""
+    """Seconds until all are answered, and the computed blocks are stored."""
     begun = time.perf_counter()
     engine.generate(prompts, max_tokens=BATCH_ANSWER_TOKENS)
     engine.settle()

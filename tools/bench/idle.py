@@ -1,4 +1,5 @@
-"""A daemon with nothing to do, as it is configured by default, one client connected: its share of a core, and its memory without the arena."""
+"""An idle daemon in its default configuration with one client: its share of a core, and its memory
+without the arena."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tools.bench.measure import FULL, MIB, Effort, cpu_s, family
 from tools.bench.rows import Row, row_of
 
 CPU_PERCENT, MEMORY_MIB = 0.5, 150.0
-"""What the two may be at most."""
+"""The limits of the two."""
 CONFIG = """\
 [[host]]
 capacity = "512 MiB"
@@ -22,7 +23,7 @@ capacity = "1 GiB"
 
 
 def memory_mib(pid: int) -> float:
-    """Resident memory of a process and its family but for shared pages, which are the arena's."""
+    """Resident memory of a process and its children, without shared pages, which are the arena's."""
     total = 0
     for member in family(pid):
         told = dict(line.split(":", 1) for line in Path(f"/proc/{member}/status").read_text().splitlines())
@@ -35,7 +36,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
     slice_s, shares, sizes = effort.pick(1.5, 0.05), list[float](), list[float]()
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
         client.open_namespace(NamespaceSpec(model="bench-idle", tokens_per_block=16, block_bytes=4096))
-        time.sleep(slice_s)  # what a start leaves to be done
+        time.sleep(slice_s)  # the rest of the start's work
         for _ in range(effort.runs):
             before, begun = cpu_s(daemon.pid), time.perf_counter()
             time.sleep(slice_s)

@@ -1,11 +1,12 @@
-"""What ten million blocks in one core cost: bytes of memory for each, time of each operation, the longest call while it fills.
+"""Cost of ten million blocks in one core: memory of each, time of each operation, the longest call.
 
     python -m tools.bench.index_scale [--blocks 10000000] [--policy NAME] [--json]
 
-One batch in eight comes as requests do (acquire, reserve, commit, release), the others as a restart brings them (adopt), both 256 blocks at a time. Every
-policy fills a process of its own, so that its memory is what the process grew by. Times are those of the processor: what else runs beside it lengthens
-no call. `limit` of a time is a plain lookup in the same table and run, per block; what is promised stands in the row's meaning. Policies are asked by chains of
-one request, by 256 blocks from anywhere, and by one at a time; what is told of 1 is the mean of 256 such calls.
+One batch in eight comes as requests do (acquire, reserve, commit, release), the others as a restart
+adopts them, both 256 blocks at a time. Every policy fills a separate process, whose growth is its
+memory. Times are the processor's, so other load lengthens no call. A time's `limit` is a plain
+lookup in the same table and run, per block. A row's meaning states its promise. Policies get chains
+of one request, 256 blocks from anywhere, and one at a time. A figure of 1 is the mean of 256 calls.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tools.bench.rows import Row, row_of
 BLOCKS, BATCH, ASKED, TOKENS = 10_000_000, 256, 1000, 16
 PUT_EVERY, SEGMENT_PAGES, REPEATS = 8, 1 << 14, 100
 POLICIES = {"lru": 0.5, "reuse-index": 2.0}
-"""What a use, a choice and an arrival may take together for a block, in batches of 256, in microseconds."""
+"""Limits of a use, a choice and an arrival together: microseconds per block, in batches of 256."""
 ONE_US = 10.0
 """The same, one block at a time."""
 MEANINGS = {"lookup": "a question to the core", "use": "touch", "leave": "victims, forget, track", "turn": "all four"}
@@ -44,7 +45,8 @@ _HIGH = 1 << 40
 
 
 def hashes(first: int, count: int) -> NDArray[np.uint8]:
-    """Names first, first + 1, ...: uint8 [count, 32], as even as a digest's (splitmix64, Steele, Lea and Flood, 2014)."""
+    """Names first, first + 1, ...: uint8 [count, 32], as even as a digest's (splitmix64, Steele,
+    Lea and Flood, 2014)."""
     x = np.arange(4 * first + 1, 4 * (first + count) + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
@@ -52,13 +54,13 @@ def hashes(first: int, count: int) -> NDArray[np.uint8]:
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process, less what malloc keeps of what was given back."""
+    """Resident memory of this process, after malloc has returned its free pages."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 class Watched:
-    """The core as the filling calls it: notes how long the longest call took."""
+    """The core as the filling calls it: notes the time of the longest call."""
 
     def __init__(self, core: Core, filled: Filled) -> None:
         self._core, self._filled = core, filled
@@ -74,7 +76,7 @@ class Watched:
 
 
 class Filled:
-    """A core with one host tier of small pages, being filled. longest_s: processor time of the longest call so far."""
+    """A core with one host tier of small pages. longest_s: processor time of the longest call."""
 
     def __init__(self, blocks: int, policy: str) -> None:
         places = int(blocks / 0.9 / SEGMENT_PAGES) + 2
@@ -87,7 +89,7 @@ class Filled:
         self._place, self._slot = places, SEGMENT_PAGES
 
     def fill(self, blocks: int) -> None:
-        """Adds batches up to so many blocks."""
+        """Adds batches up to this many blocks."""
         while self.count < blocks:
             self.now += 0.05
             self._put() if self.count // BATCH % PUT_EVERY == 0 else self._adopt()
@@ -126,7 +128,7 @@ class Filled:
 def times_us(
     count: int, given: Sequence[Any], work: Callable[[Any], object], *, before: Callable[[Any], object] = id
 ) -> list[float]:
-    """Processor time of work on each of what is given, per block of `count`, in microseconds; not that of what has to be done before it."""
+    """Processor time of work per block of `count`, in microseconds. `before` runs untimed."""
     out = []
     for one in given:
         before(one)
@@ -137,14 +139,14 @@ def times_us(
 
 
 class Full:
-    """What is done to a full core, each on other blocks, at random."""
+    """Operations on a full core, each on other blocks, at random."""
 
     def __init__(self, filled: Filled) -> None:
         self._noise, self._filled, self._index = np.random.default_rng(1), filled, filled.core._index
         self._policy, self._held = self._index.policies[0], self._index.held[0]
 
     def figures(self) -> dict[str, list[float]]:
-        """Times per block, by what is done and how many at a time."""
+        """Times per block, by the operation and the number of blocks at a time."""
         core, table = self._filled.core, self._index.blocks.table
         keys = [self._index.blocks.keys(ids) for ids in self._ids(ASKED)]
         out = {"plain": times_us(ASKED, keys, lambda k: table.find(k, lambda _, ids: ids >= 0))}
@@ -168,7 +170,7 @@ class Full:
         return [ids[start : start + count] for start in range(0, BATCH, count)]
 
     def _tell(self, parts: Sequence[Ids]) -> None:
-        """The core notes a use before a policy hears of it."""
+        """The core notes a use before the policy does."""
         self._filled.now += 0.05
         for ids in parts:
             self._index.blocks.touch(ids, self._filled.now)
@@ -178,7 +180,7 @@ class Full:
             self._policy.touch(ids, self._filled.now)
 
     def _leave(self, parts: Sequence[Ids]) -> None:
-        """The coldest are named and go; others come."""
+        """The policy names the coldest and forgets them; then it tracks them as new."""
         for ids in parts:
             gone = self._policy.victims(len(ids), self._held)
             assert gone is not None
@@ -187,21 +189,21 @@ class Full:
             self._policy.track(gone, self._filled.now)
 
     def _turn(self, parts: Sequence[Ids]) -> None:
-        """Both, by turns: what is used, what goes for it, what comes."""
+        """Both in turn: a use, then a choice and an arrival."""
         for ids in parts:
             self._policy.touch(ids, self._filled.now)
             self._leave((ids,))
 
 
 def question(numbers: Ids) -> GroupQuery:
-    """For blocks that lie nowhere near one another."""
+    """For blocks from anywhere."""
     names = np.concatenate([hashes(number, 1) for number in numbers.tolist()])
     return GroupQuery((1,), names, TOKENS, TOKENS * len(names))
 
 
 def figures(blocks: int, policy: str) -> dict[str, Any]:
     """Of one policy, measured in this process."""
-    Filled(2 * PUT_EVERY * BATCH, policy).fill(2 * PUT_EVERY * BATCH)  # what is loaded and made once
+    Filled(2 * PUT_EVERY * BATCH, policy).fill(2 * PUT_EVERY * BATCH)  # loads modules and makes one-time objects
     filled, before, begun = Filled(blocks, policy), memory_bytes(), time.perf_counter()
     filled.fill(blocks)
     taken_s = time.perf_counter() - begun

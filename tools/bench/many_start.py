@@ -1,10 +1,13 @@
-"""How long a daemon whose store holds ten million blocks takes to serve what is in memory and to be ready, the most memory that it takes on the way, and what its calls cost then.
+"""Start of a daemon whose store holds ten million blocks: time, peak memory, and cost of later
+calls.
 
     python -m tools.bench.many_start [--blocks 10000000] [--starts 3] [--json]
 
-Real processes, from exec to the first block that a client gets from the host tier, and to "ready". A start reads nothing of the slots, so the slot files are sparse: ten million blocks take 2.6 GB of disk, the snapshot's.
-The promise for ten million is 15 s, the host tier from the first second, and at most 1.3 times the memory that the daemon has afterwards. Calls are about blocks in memory, a thousand beside those
-of the store, and take turns with those of a daemon that has the same tiers and no other blocks; each promises at most 1.3 times the time.
+Real processes, from exec to "ready", and to the first block that a client gets from the host tier.
+A start reads no slot, so the slot files are sparse: ten million blocks take 2.6 GB of disk, the
+snapshot's. Promises: ready in 15 s, the host tier in the first second, at most 1.3 times the later
+memory. Calls are about a thousand blocks in memory, in turn with those of a daemon with the same
+tiers and no other blocks. Each promises at most 1.3 times that daemon's time.
 """
 
 from __future__ import annotations
@@ -50,11 +53,11 @@ ASKED_EVERY_S = 0.02
 RUNS = 31
 """Of each call."""
 SETTLED_S = 3.0
-"""After which nothing of the start is left to be given back."""
+"""After this time the start has freed all of its memory."""
 INSTALLED = {"PYTHONDONTWRITEBYTECODE": ""}
-"""Whatever the shell says: a package that is installed has been compiled; here the life before the first start that is measured does it."""
+"""Overrides the shell: the life before the first measured start compiles, as an install does."""
 CONFIG = daemon_start.CONFIG + "\n[scrub]\nperiod = 0\n"
-"""Nothing looks for rot: in the slots there is nothing."""
+"""No scrub: the slots are empty."""
 
 
 def places(blocks: int) -> int:
@@ -63,7 +66,7 @@ def places(blocks: int) -> int:
 
 
 def make_sparse(directory: Path, blocks: int) -> None:
-    """Slot files that take no room, for a store that is opened for the first time."""
+    """Slot files that take no disk space, for a store that is opened for the first time."""
     directory.mkdir(parents=True, mode=0o700)
     for place in range(places(blocks)):
         fd = os.open(slots_path(directory, place), os.O_RDWR | os.O_CREAT, 0o600)
@@ -72,7 +75,7 @@ def make_sparse(directory: Path, blocks: int) -> None:
 
 
 def metas_of(blocks: int, store: bytes, *, namespace: int) -> StructArray:
-    """What a store says of so many blocks of one namespace."""
+    """A store's records of this many blocks of one namespace."""
     metas = new_meta(blocks)
     metas["namespace"], metas["domain"], metas["tokens"], metas["epoch"] = namespace, 1, 16, 1
     metas["logical_length"], metas["stored_length"], metas["slices"] = PAGE_ALIGN_BYTES, PAGE_ALIGN_BYTES, 1
@@ -89,7 +92,7 @@ def metas_of(blocks: int, store: bytes, *, namespace: int) -> StructArray:
 
 
 def fill(directory: Path, blocks: int, namespace: int) -> None:
-    """Puts them into the store's snapshot, as its last life would have."""
+    """Writes them into the store's snapshot, as its last life would have."""
     store = bytes.fromhex(json.loads((directory / "store.json").read_text())["store"])
     former = load_index(directory, store=store)
     segments = {i: SegmentBegun(i, i + 1, 1, CLASS_BYTES, PAGES) for i in range(-(-blocks // PAGES))}
@@ -108,7 +111,7 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def first_served_s(target: str, namespace: NamespaceSpec) -> float:
-    """When a client first got the prompt that lies in host memory: time.perf_counter()."""
+    """The time.perf_counter() at which a client first got the prompt in host memory."""
     page = bytearray(len(PROMPT) // TOKENS * PAGE_ALIGN_BYTES)
     while True:
         with contextlib.suppress(TierdError), Client(target) as client:
@@ -118,7 +121,7 @@ def first_served_s(target: str, namespace: NamespaceSpec) -> float:
 
 
 def measure(blocks: int, starts: int) -> list[Row]:
-    """The rows, of so many starts."""
+    """The rows, of this many starts."""
     config = CONFIG.format(capacity=places(blocks) * PAGES * CLASS_BYTES, segment=PAGES * CLASS_BYTES)
     daemon = Daemon(config, env=INSTALLED)
     directory = daemon.root / "state" / "nvme-0"
@@ -166,7 +169,7 @@ def measure(blocks: int, starts: int) -> list[Row]:
 
 
 def calls_among(blocks: int, daemon: Daemon, config: str) -> list[Row]:
-    """`put_at_10M`, `get_at_10M`, `lookup_at_10M`: milliseconds a call of this daemon, against those of one that has so much room and nothing in it."""
+    """`put_at_10M`, `get_at_10M`, `lookup_at_10M`: milliseconds a call, against an empty daemon."""
     empty = Daemon(config, env=INSTALLED)
     make_sparse(empty.root / "state" / "nvme-0", blocks)
     with empty, Client(empty.target) as first, Client(daemon.target) as second:

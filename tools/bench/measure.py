@@ -1,4 +1,4 @@
-"""How a suite measures: works that take turns within a run, their wall time and what the processor gave to both processes."""
+"""Measurement of a suite: works take turns within a run; wall and processor time of both processes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 KIB, MIB = 1 << 10, 1 << 20
 COLD_BYTES = 384 * MIB
-"""More than caches hold: what was read this long ago has left them."""
+"""More than caches hold: bytes read this long ago are evicted."""
 _SCHED = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h
 
 Work = Callable[[int], Callable[[], object]]
-"""Prepares run number n and gives what is timed."""
+"""Prepares run number n and returns the timed call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much a suite does. runs: at least so many of each work. is_tiny: only to see that it works."""
+    """A suite's size. runs: at least this many of each work. is_tiny: only to check that it works."""
 
     runs: int = 9
     is_tiny: bool = False
@@ -37,7 +37,7 @@ class Effort:
         return tiny if self.is_tiny else full
 
     def at_least(self, runs: int) -> int:
-        """Runs of a work so short that it takes more of them."""
+        """Runs of a short work, which needs more of them."""
         return self.runs if self.is_tiny else max(self.runs, runs)
 
 
@@ -46,23 +46,23 @@ FULL, TINY = Effort(), Effort(runs=2, is_tiny=True)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one work: by the clock, and by the processor, of this process and the daemon together."""
+    """Seconds of one work by the clock, and by the processor for this process and the daemon."""
 
     wall_s: float
     cpu_s: float
 
 
 Measure = Callable[[int], Cost]
-"""Does run number n, here or in another process, and gives what it cost."""
+"""Does run number n, here or in another process, and returns its cost."""
 
 
 def family(pid: int) -> list[int]:
-    """A process and those that it has started for itself."""
+    """A process and its children."""
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds that a process and those of its family have had, all of their threads, to the nanosecond."""
+    """Processor seconds of a process and its children, all threads, to the nanosecond."""
     return sum(time.clock_gettime(~member << 3 | _SCHED) for member in family(pid))
 
 
@@ -90,7 +90,7 @@ def measured(work: Work, *, pid: int | None = None, then: Callable[[int], object
 def interleaved(
     works: Mapping[str, Work], *, runs: int, warm: int = 2, pid: int | None = None
 ) -> dict[str, list[Cost]]:
-    """Costs of each work, run by run, as `take_turns` gives them."""
+    """Costs of each work, run by run, as `take_turns` returns them."""
     return take_turns({name: measured(work, pid=pid) for name, work in works.items()}, runs=runs, warm=warm)
 
 
@@ -122,12 +122,13 @@ def cpus(costs: Sequence[Cost]) -> list[float]:
 
 
 def medians(values: Sequence[float], *, of: int) -> list[float]:
-    """The median of each `of` values that follow one another."""
+    """The median of each `of` consecutive values."""
     return [statistics.median(values[i : i + of]) for i in range(0, len(values), of)]
 
 
 def line_of(process: subprocess.Popen[str], *, timeout_s: float) -> str:
-    """The next line that a process prints, without its end. Raises TimeoutError after so long, EOFError when it has ended."""
+    """The next line that a process prints, without its end. Raises TimeoutError after timeout_s,
+    EOFError if it has ended."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], timeout_s)[0]:
         raise TimeoutError(f"process {process.pid}: no line within {timeout_s:g} s; is the machine busy?")
@@ -138,7 +139,7 @@ def line_of(process: subprocess.Popen[str], *, timeout_s: float) -> str:
 
 
 class Cold:
-    """Bytes given out in pieces that were not touched for long."""
+    """Gives out cold bytes in pieces."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class Cold:
         memory: NDArray[np.uint8] | None = None,
         content: NDArray[np.uint8] | None = None,
     ) -> None:
-        """memory: to be filled with them, in place of new memory of so many bytes. content: bytes to be repeated, in place of random ones."""
+        """memory: used instead of length_bytes of new memory. content: instead of random bytes."""
         self._bytes = np.empty(length_bytes, dtype=np.uint8) if memory is None else memory
         if content is None:
             content = np.random.default_rng(0).integers(0, 256, len(self._bytes), dtype=np.uint8)
@@ -162,9 +163,9 @@ class Cold:
 
 
 class Sums:
-    """The sum of each 4 KiB of what was put, by the number of its batch.
+    """The sum of each 4 KiB of the put bytes, by the number of their batch.
 
-    A CRC sees order within these too, but takes five times as long between what is timed.
+    A CRC detects order within these too, but takes five times as long between timed works.
     """
 
     def __init__(self) -> None:
@@ -175,7 +176,7 @@ class Sums:
         self._sums[number] = _sums_of(blocks)
 
     def check(self, number: int, blocks: NDArray[np.uint8]) -> None:
-        """Raises RuntimeError if a get gave other bytes."""
+        """Raises RuntimeError if a get returned other bytes."""
         if not np.array_equal(_sums_of(blocks), self._sums[number]):
             raise RuntimeError(f"batch {number} came back with other bytes")
 

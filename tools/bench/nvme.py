@@ -1,13 +1,15 @@
-"""The store: blocks written and read by the daemon, verified, against raw O_DIRECT I/O of as many pieces at the best depth on the same disk.
+"""The store: verified reads and writes of blocks by the daemon, against raw O_DIRECT on the same
+disk.
 
-Blocks come to a store in three ways, and each has its row. `nvme_write`: demotion, which verifies what it writes and does not sync, against raw writes that do not
-either; by a daemon on a replay clock, which demotes only in a Quiesce, and then all that is in memory. `nvme_flush`: a flush, which syncs, against raw writes and one
-fdatasync; these are slower where the machine below keeps writes in its memory until somebody syncs. `nvme_durable`: puts that ask for it. A batch is put into
-memory, then written. `nvme_write_first`: demotion to slots that nobody has written yet, as they are for as long as a daemon has not written its store over with zeros
-(`zero_ahead`); after that the first write is as any other.
-
-Reads are of the batches that a store holds one after another, by a get of views, so that each has been displaced from memory when its turn comes again. Batch by batch the
-raw file is written and read beside the store, and before each work both are synced.
+The raw I/O has as many pieces, at the best depth. Blocks reach a store in three ways, each a row.
+The row `nvme_write` is demotion, which verifies and does not sync, against raw writes without a
+sync. Its daemon has a replay clock: it demotes only in a Quiesce, and then all of memory. The row
+`nvme_flush` is a flush, which syncs, against raw writes and one fdatasync. Both are slower if the
+machine below keeps writes in memory until a sync. The row `nvme_durable` is durable puts. A batch
+is put into memory, then written. The row `nvme_write_first` is demotion to unwritten slots, as
+before a daemon fills its store with zeros (`zero_ahead`). Later first writes are as fast as others.
+Reads are gets of views of a store's batches in turn, so memory has displaced each by its next turn.
+The raw file is written and read batch by batch beside the store. Both are synced before each work.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ admission = "all"
 eviction = "lru"
 """
 BY_ASKING = {"clock": "monotonic", "high": 1.0, "low": 0.99}
-"""A daemon that writes what it is asked to write."""
+"""A daemon that writes only on request."""
 AT_REST = {"clock": "replay", "high": 0.0002, "low": 0.0001}
-"""A daemon that demotes all that is in memory, in a Quiesce."""
+"""A daemon that demotes all of memory, in a Quiesce."""
 HOST_BATCHES, NVME_BATCHES, WARM = 2, 10, 2
-"""What the tiers hold at most, headers and what does not fill a segment included. Segments are as long as they are by default."""
+"""The tiers' limits, with headers and unused rests of segments. Segments have their default length."""
 READ_BATCHES = HOST_BATCHES + 2
-"""So many are read in turns: memory does not hold them all."""
+"""Batches that are read in turn: memory does not hold them all."""
 SHAPES = {"2MiB": (128, 2 * MIB), "128KiB": (1024, 128 * KIB)}
-"""Of a batch, which is so large that its begin and its end, some milliseconds, do not count for more than they do in a long transfer."""
+"""Of a batch. It is so large that its begin and end, some milliseconds, weigh little."""
 DURABLE_COUNT = 16
 
 
@@ -80,11 +82,11 @@ class Bench:
         return list(self._noise.integers(0, 256, (count, self.block_bytes), dtype=np.uint8))
 
     def settle(self) -> None:
-        """Whatever is in memory is in the store too, synced."""
+        """Flushes all of memory to the store."""
         assert self._operator.ask(pb.FlushRequest(deadline_s=30.0)).left == 0
 
     def demote(self, number: int) -> Callable[[], object]:
-        """All that is in memory goes to the store, as it does in the background. Raises RuntimeError where it did not the last time."""
+        """Demotes all of memory to the store. Raises RuntimeError if the last time failed."""
         self.check_demoted()
         self.put(number, count=self.count)
 
@@ -96,13 +98,13 @@ class Bench:
         return work
 
     def check_demoted(self) -> None:
-        """The store was given all that was demoted. Raises RuntimeError."""
+        """Raises RuntimeError if the store has written less than was demoted."""
         written = self._operator.ask(pb.TiersRequest()).tiers[1].bytes_written
         if written < self._demoted_bytes:
             raise RuntimeError(f"nvme: {written} bytes were written of {self._demoted_bytes} that were demoted")
 
     def flush(self, number: int) -> Callable[[], object]:
-        """All that is in memory goes to the store, synced."""
+        """Flushes all of memory to the store, synced."""
         self.put(number, count=self.count)
         return self.settle
 
@@ -128,7 +130,7 @@ class Bench:
         return work
 
     def read(self, number: int) -> Callable[[], object]:
-        """A get of what only the store holds."""
+        """A get of blocks that only the store holds."""
         hashes = chain(number, self.count)
         if (tiers := set(self._client.lookup(self._space, hashes).tier_of[0].flat)) != {1}:
             raise RuntimeError(f"nvme: batch {number} lies in tiers {tiers} and not in the store alone")
@@ -140,7 +142,7 @@ class Bench:
 
 
 class Beside:
-    """A daemon's store and a raw file on the same disk, batch by batch. costs: of each work, run by run."""
+    """A daemon's store and a raw file on the same disk. costs: of each work, run by run."""
 
     def __init__(self, bench: Bench, raw: RawFile, pid: int) -> None:
         self._bench, self._raw, self._pid = bench, raw, pid
@@ -159,14 +161,14 @@ class Beside:
         }
 
     def run(self, number: int, names: Iterable[str], *, under: str = "") -> None:
-        """Each of these works once, in order, and none finds what the one before has left unsynced. under: begins the names that they are kept by."""
+        """Runs these works once, in order; syncs both sides before each. under: names' prefix."""
         for name in names:
             self._bench.settle()
             self._raw.sync()
             self.costs[under + name].append(cost_of(self._works[name](number), pid=self._pid))
 
     def first(self, batches: int) -> None:
-        """Demotion to slots that nobody has written yet: nothing leaves the store meanwhile."""
+        """Demotion to slots that were never written: the store drops no block meanwhile."""
         for number in range(batches):
             self.run(number, ("raw_write", "demote"), under="first_")
 
@@ -177,8 +179,8 @@ class Beside:
         self._bench.check_demoted()
 
     def asked(self, runs: int) -> None:
-        """Flushes and durable writes, then reads of what the flushes brought; at last durable puts, which displace it."""
-        full = NVME_BATCHES  # so many and each slot was written before
+        """Flushes, durable writes, reads of flushed batches, then durable puts that displace them."""
+        full = NVME_BATCHES  # after this many each slot was written before
         count = full + max(runs, READ_BATCHES)
         for number in range(count):
             kept = "" if number >= full else "warm_"
@@ -198,7 +200,8 @@ class Beside:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`nvme_read_...`, `nvme_write_...`, `nvme_write_first_...` and `nvme_flush_...` of 2 MiB and 128 KiB; `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
+    """`nvme_read_...`, `nvme_write_...`, `nvme_write_first_...`, `nvme_flush_...` of both shapes;
+    `nvme_durable_2MiB_x16`, `nvme_durable_put_2MiB_x16`; GB/s."""
     return [row for name in SHAPES for suite in (_demoted, _asked) for row in suite(name, effort)]
 
 
@@ -222,7 +225,7 @@ def _beside(name: str, effort: Effort, how: Mapping[str, object]) -> Iterator[tu
 
 
 def _demoted(name: str, effort: Effort) -> list[Row]:
-    """What demotion writes."""
+    """Rows of demotion."""
     with _beside(name, effort, AT_REST) as (beside, raw, bench):
         beside.first(NVME_BATCHES - 2)
         beside.again(effort.runs, first=NVME_BATCHES - 2)
@@ -236,7 +239,7 @@ def _demoted(name: str, effort: Effort) -> list[Row]:
 
 
 def _asked(name: str, effort: Effort) -> list[Row]:
-    """What is read and written because somebody asks for it."""
+    """Rows of reads and writes on request."""
     with _beside(name, effort, BY_ASKING) as (beside, raw, bench):
         beside.asked(effort.runs)
     reads, writes = (f"raw O_DIRECT {verb}s at depth {raw.depths[verb]}" for verb in ("read", "write"))

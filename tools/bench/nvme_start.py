@@ -1,9 +1,9 @@
-"""How long a store of many blocks takes to open, and how that compares to reading the same bytes of its snapshot raw.
+"""Time to open a store of many blocks, against a raw read of its snapshot.
 
     python tools/bench/nvme_start.py [--blocks 100000] [--directory DIR] [--repeats 5] [--json]
 
-Prints medians: open() after a clean life (the snapshot alone), after a crash (everything still in the journal), loading the index
-alone, and the raw read of the snapshot with the cache as warm as open() finds it.
+Prints medians: `open` after a clean life (the snapshot alone) and after a crash (all in the
+journal). Others are loading the index alone, and a raw read with the cache as warm as for `open`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ BATCH = 64
 
 
 def spec_for(blocks: int) -> TierSpec:
-    """A store that the blocks fill to below its watermarks; nothing is in the slots, which open() does not read."""
+    """A store that the blocks fill to below its watermarks. Its slots are empty: open() does not
+    read them."""
     segments = -(-blocks * 5 // (PAGES * 4))
     segment_bytes = CLASS_BYTES * PAGES
     return TierSpec(TierKind.NVME, 0, segments * segment_bytes, segment_bytes, slot_overhead_bytes=PAGE_ALIGN_BYTES)
 
 
 def records_of(blocks: int, store: bytes, *, namespace: int = 0) -> list[Record]:
-    """What the journal of a store that holds so many blocks, all of one namespace, would say."""
+    """The journal's records of a store that holds this many blocks of one namespace."""
     metas = new_meta(blocks)
     metas["namespace"], metas["domain"], metas["tokens"], metas["epoch"] = namespace, 1, 16, 1
     metas["logical_length"], metas["slices"] = PAGE_ALIGN_BYTES, 1
@@ -60,7 +61,8 @@ def records_of(blocks: int, store: bytes, *, namespace: int = 0) -> list[Record]
 
 
 def prepare(spec: TierSpec, directory: Path, records: list[Record] | None) -> bytes:
-    """Makes the store, or brings its files to where a life ended: in a snapshot (no records given), or in a journal."""
+    """Makes the store, or files as at the end of a life: in a snapshot (records None), or in a
+    journal."""
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         opened = open_store(spec, directory=directory, direct="off", buffered=BufferedIO(1, loop))
         store, number = opened.store, opened.journal.number
@@ -85,7 +87,7 @@ async def open_once(spec: TierSpec, directory: Path, blocks: int) -> float:
 
 
 def median_s(repeats: int, run: Callable[[], float]) -> float:
-    """The median of so many runs, seconds."""
+    """The median of this many runs, seconds."""
     return statistics.median(run() for _ in range(repeats))
 
 

@@ -1,9 +1,9 @@
-"""One block at a time: what a put and a get take beyond the C library's copy of as many bytes, counted in raw echoes
-on an open stream.
+"""One block at a time: time of a put and a get beyond the C library's copy of as many bytes.
 
-The copy reads what no cache holds, as the put and the get do, and writes to memory as warm as theirs: a put's is a page that was displaced, a get's the caller's.
-Each run is a median over single calls that take turns. The bytes of every get are verified after
-its time was taken.
+Raw echoes on an open stream measure that time. The copy reads bytes that no cache holds, as the put
+and the get do. It writes to memory as warm as theirs: a put's is a displaced page, a get's the
+caller's. Each run is a median over single calls that take turns. The bytes of every get are
+verified after its time was taken.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ SIZES = {"2MiB": 2 * MIB, "128KiB": 128 * KIB}
 VERBS = {"put": "", "put_nowait": " with wait=False", "get": ""}
 LIMITS = ("put_copy", "get_copy", "echo")
 HELD_BYTES, GOT_BYTES = 384 * MIB, 96 * MIB
-"""HELD_BYTES: what fills the tier. GOT_BYTES: what gets go round in, more than caches hold."""
+"""HELD_BYTES: fill the tier. GOT_BYTES: gets read these in turn, more than caches hold."""
 MESSAGE_BYTES = 128
-"""About what a call about one block and its answer weigh."""
+"""About the length of a call for one block and of its answer."""
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """Rows of each size and verb, as `rows_of` gives them.
+    """Rows of each size and verb, as `rows_of` returns them.
 
-    `put_nowait`: until a put with wait=False returns; its answer is awaited before the next one begins.
+    `put_nowait`: until a put with wait=False returns; a flush awaits its answer before the next
+    one.
     """
     return [row for size in SIZES for row in rows_of(took(size, effort), size)]
 
 
 def rows_of(times: Mapping[str, Sequence[float]], size: str, *, who: str = "", whose: str = "") -> list[Row]:
-    """Of each verb in `times` a row of the whole, and one of what it takes beyond its copy.
+    """Two rows for each verb in `times`: the whole time, and the time beyond its copy.
 
-    times: microseconds of each run, by VERBS and LIMITS. who, whose: what names and meanings of
-    rows begin with.
+    times: microseconds of each run, by VERBS and LIMITS. who, whose: prefixes of the rows' names
+    and meanings.
     """
     out: list[Row] = []
     for verb in (verb for verb in VERBS if verb in times):
@@ -56,7 +57,7 @@ def rows_of(times: Mapping[str, Sequence[float]], size: str, *, who: str = "", w
 def took(size: str, effort: Effort, beside: Mapping[str, Measure] | None = None) -> dict[str, list[float]]:
     """Microseconds of each run by VERBS, LIMITS and the names of `beside`; all take turns.
 
-    Raises RuntimeError if a get gives other bytes than were put.
+    Raises RuntimeError if a get returns other bytes than were put.
     """
     each, block_bytes = effort.pick(EACH, 1), effort.pick(SIZES[size], 4 * KIB)
     config = CONFIG.format(capacity=effort.pick(HELD_BYTES // MIB, 16), segment=effort.pick(32, 1))

@@ -1,7 +1,8 @@
 """Rows as a picture, by matplotlib: each ratio beside its bar and its goal.
 
-Two panels, as ratios are of two kinds: shares of a limit, where more is better, and multiples of a price, where less is. A line spans the quartiles of the
-runs. matplotlib is imported only when a picture is made; it is no requirement of tierd.
+Two panels for two kinds of ratios: shares of a limit, of which more is better, and multiples of a
+price, of which less is. A line spans the quartiles of the runs. matplotlib is imported only when a
+picture is made; tierd does not require it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ COLOURS = {
     Verdict.GOAL: "#009e73",
     Verdict.NOTHING_PROMISED: "#888888",
 }
-"""Told apart by colour-blind people too (M. Okabe and K. Ito)."""
+"""Colour-blind people distinguish them too (M. Okabe and K. Ito)."""
 ROW_INCHES, WIDTH_INCHES = 0.34, 11.0
 FARTHEST = 4.0
-"""Multiples of a limit that the axis reaches; what lies beyond is told by its number."""
+"""Multiples of a limit at the axis's end; a ratio beyond shows as its number."""
 BAR, GOAL = "#444444", "#009e73"
 
 
 def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
-    """Writes the picture; the ending says which kind. Raises Unsupported without matplotlib, OSError."""
+    """Writes the picture; the suffix selects its format. Raises Unsupported without matplotlib,
+    OSError."""
     panels = [
         ("share of the limit (more is better)", [row for row in rows if not row.at_most]),
         ("multiple of the limit (less is better)", [row for row in rows if row.at_most]),

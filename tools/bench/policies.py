@@ -1,6 +1,7 @@
-"""What the default policy misses of made-up traffic, beside what LRU misses.
+"""Misses of the default policy on synthetic traffic, against LRU's misses.
 
-Each pattern of traffic.py is played to cores whose transfers succeed at once, of one tier and of two; the limit is what LRU misses, admission `all`, and one point more.
+Each pattern of traffic.py is played to cores of one tier and of two, whose transfers succeed at
+once. The limit is LRU's misses with admission `all`, and one point more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PACES_S = (0.01, 1.0)
 
 
 def specs(host: int, nvme: int, *, eviction: str, admission: str) -> Sequence[TierSpec]:
-    """Tiers of so many blocks; nvme 0: none."""
+    """Tiers of this many blocks; nvme 0: none."""
     tiers = [TierSpec(TierKind.HOST, 0, host * PAGE, 8 * PAGE, eviction=eviction)]
     if nvme:
         sizes = {"capacity_bytes": nvme * 2 * PAGE, "segment_bytes": 16 * PAGE, "slot_overhead_bytes": PAGE}

@@ -1,4 +1,4 @@
-"""What is promised of each row: a bar that holds, and a goal beyond it. Both are of the row's ratio to its limit."""
+"""The promise of each row: a bar that holds, and a goal beyond it, both of the ratio to its limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.bench.traffic import PATTERNS
 
 
 class Verdict(enum.Enum):
-    """Where a row stands."""
+    """A row's ratio against its bar and goal."""
 
     NOTHING_PROMISED = "reported"
     BELOW_BAR = "below its bar"
@@ -19,7 +19,8 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """at_most: the ratio is a price, and less is better. bar None: nothing is promised; goal None: the bar is all that is asked."""
+    """at_most: the ratio is a price, and less is better. bar None: no promise; goal None: the bar
+    alone counts."""
 
     bar: float | None
     goal: float | None
@@ -35,7 +36,7 @@ def _at_most(bar: float | None = None, goal: float | None = None) -> Promise:
 
 
 PROMISES = {
-    # Misses, of what LRU misses and a point.
+    # Misses, of LRU's misses and a point.
     **{f"policy_{name}_{tiers}": _at_most(1.0) for name in PATTERNS for tiers in ("one", "two")},
     # Of a memory copy.
     "put_2MiB_x16": _at_least(0.90, 1.1),
@@ -45,7 +46,7 @@ PROMISES = {
     "get_copy_128KiB_x64": _at_least(0.90, 1.1),
     "get_first_128KiB_x64": _at_least(0.90, 1.1),
     **{f"{verb}_{size}_p50": _at_most() for verb in ("put", "put_nowait", "get") for size in ("2MiB", "128KiB")},
-    # Of raw echoes: what one block takes beyond its copy, a call, calls a second.
+    # Of raw echoes: the time of one block beyond its copy, a call, calls a second.
     "put_2MiB_beyond_copy": _at_most(1.5, 1.15),
     "get_2MiB_beyond_copy": _at_most(1.5, 1.15),
     "get_view_256": _at_most(1.5, 1.1),
@@ -76,7 +77,7 @@ PROMISES = {
     "lookups_64": _at_least(1.0),
     "record_acquire_32": _at_least(0.98),
     "record_acquire_256": _at_least(0.98),
-    # Of what stands in the row's limit.
+    # Of the row's limit.
     **{f"chain_cost_{length}": _at_most(1.5) for length in (64, 1024, 8192, 65_536)},
     **{f"chain_step_{length}": _at_most(1.0) for length in (64, 1024, 8192, 65_536)},
     **{f"chain_wait_{length}": _at_most(1.0) for length in (64, 1024, 8192, 65_536)},

@@ -1,6 +1,7 @@
-"""The limit of a store: raw O_DIRECT reads and writes, as fio makes them, by plain threads on a preallocated file that was written once.
+"""The limit of a store: raw O_DIRECT reads and writes, as fio makes them, by plain threads.
 
-Purpose: what the disk below a directory gives at the best depth. Non-purpose: checks, names, order. Invariant: the file is gone when the context ends.
+The file is preallocated and was written once. Purpose: the disk's rate at the best depth.
+Non-purpose: checks, names, order. Invariant: the context's end removes the file.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _Move = Callable[[int, list[memoryview], int], int]
 
 
 class RawFile:
-    """A file of so many bytes in a directory, for batches of at most `count` pieces of `piece_bytes`; they go round it, so that none is near the one before.
+    """A file of length_bytes, for batches of at most `count` pieces; none is near the one before.
 
-    depths: the best ones, of reads and of writes. Raises OSError where the file system takes no O_DIRECT.
+    depths: the best ones, of reads and of writes. Raises OSError without O_DIRECT.
     """
 
     def __init__(self, directory: Path, *, length_bytes: int, piece_bytes: int, count: int) -> None:
@@ -35,13 +36,13 @@ class RawFile:
         self._length, self._piece_bytes, self._count = length_bytes, piece_bytes, count
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         self._memory = mmap.mmap(-1, count * piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)  # the best a disk can be given, as an arena's
+        self._memory.madvise(mmap.MADV_HUGEPAGE)  # a disk's best case, as an arena's
         self._threads = ThreadPoolExecutor(max(DEPTHS))
         self._at = 0
         self.depths = {"read": 1, "write": 4}
 
     def allocate(self) -> None:
-        """Sets the file aside and writes zeros over it once; batches are random bytes from here on."""
+        """Allocates the file and writes zeros over it once; later batches are random bytes."""
         os.posix_fallocate(self._fd, 0, self._length)
         for _ in range(self._length // (self._count * self._piece_bytes)):
             self.write()
@@ -49,7 +50,7 @@ class RawFile:
         self._memory[:] = noise.tobytes()
 
     def calibrate(self) -> None:
-        """Finds the best depths."""
+        """Determines the best depths."""
         for name, move in (("write", os.pwritev), ("read", os.preadv)):
             self.depths[name] = min(DEPTHS, key=partial(self._median_s, move))
 
@@ -63,7 +64,7 @@ class RawFile:
         self.sync()
 
     def sync(self) -> None:
-        """Of what was written so far, nothing is left to be synced; with most disks, of no other file either."""
+        """Syncs all writes so far; with most disks, those of other files too."""
         os.fdatasync(self._fd)
 
     def read(self) -> None:

@@ -1,7 +1,8 @@
-"""What a recording costs those who are recorded: acquires a second of a real daemon with one, against those without in the same run.
+"""The cost of a recording: acquires a second of a real daemon with one, against those without.
 
-Both take turns in short slices, in either order, so that a drifting machine colours both alike. The lock of the interpreter and the second core are
-what they share with the thread that writes; a machine with nothing else to do shows the least.
+Both take turns in short slices, in either order, so a drifting machine affects both alike. They
+share the interpreter's lock and the second core with the writing thread. An idle machine shows the
+least cost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ capacity = "128 MiB"
 
 
 class Bench:
-    """A client that acquires and releases chains of so many blocks, all of them held."""
+    """A client that acquires and releases chains of this many blocks, all of them held."""
 
     def __init__(self, client: Client, operator: Connection, *, blocks: int, slice_s: float) -> None:
         self._client, self._operator, self._blocks, self._slice_s = client, operator, blocks, slice_s
@@ -43,7 +44,7 @@ class Bench:
         return done / elapsed
 
     def recorded_rate(self) -> float:
-        """The same while everything is recorded, and nothing lost."""
+        """The same under a recording that loses nothing."""
         self._operator.ask(pb.RecordStartRequest(name=f"bench-{time.monotonic_ns()}"))
         rate = self.rate()
         told = self._operator.ask(pb.RecordStopRequest())
@@ -52,7 +53,8 @@ class Bench:
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`record_acquire_32` and `record_acquire_256`: acquires a second under recording, against those without."""
+    """`record_acquire_32` and `record_acquire_256`: acquires a second under recording, against
+    those without."""
     found = []
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client, connect(daemon.target) as operator:
         for blocks in (32, 256):

@@ -1,8 +1,9 @@
 """Put and get over loopback TCP, against raw gRPC streams of 2 MiB messages between two processes.
 
-The streams carry as many bytes, from memory as cold as the blocks' own, with no checksums, no pages, nothing to find; the server is grpc.aio, as the daemon's. The first get of a batch, in which the daemon verifies it, is
-a row of its own, as it is of local clients. With lz4 the blocks are bf16 noise, of
-which five bytes in six travel: a loopback is quicker than any codec, so nothing is promised of those rows, and GB/s are of blocks.
+The streams have as many bytes, from memory as cold as the blocks', and no checksums, pages or
+search. The server is grpc.aio, as the daemon's. A batch's first get, in which the daemon verifies
+it, has a separate row. With lz4 the blocks are bf16 noise, of which five bytes in six travel. A
+loopback is faster than any codec, so those rows promise nothing; their GB/s are of blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ COUNT = 16
 VERBS = (("get", "pull", "received"), ("get_first", "pull", "verified and received"), ("put", "push", "sent"))
 """Each with the stream that is its limit."""
 HEAP_BYTES = 16 * MIB
-"""As long as glibc has not freed a mapping of such a size it maps, and faults in, each message anew: raw streams then take twice as long, gets a third more."""
+"""Until glibc has freed a mapping of this size, it maps and faults in each message anew. Raw
+streams then take twice as long, gets a third more."""
 CONFIG = """\
 nvme = []
 [server]
@@ -44,7 +46,8 @@ def _noise() -> NDArray[np.uint8]:
 
 
 def _works(client: Client, echo: Echo, cold: Cold, block_bytes: int) -> dict[str, Work]:
-    """Puts of new batches, first gets of the one before, second ones of that before it, and streams of as many bytes."""
+    """Puts of new batches, first gets of the last one, second gets of the one before, and streams
+    of as many bytes."""
     space = client.open_namespace(NamespaceSpec(model="bench-remote", tokens_per_block=16, block_bytes=block_bytes))
     messages, target = cold_messages(block_bytes), np.ones((COUNT, block_bytes), dtype=np.uint8)
 
@@ -79,7 +82,7 @@ def rows(effort: Effort = FULL) -> list[Row]:
 
 def _rows(cold: Cold, effort: Effort, *, codec: str = "") -> list[Row]:
     block_bytes = effort.pick(2 * MIB, 4 * KIB)
-    bytes(HEAP_BYTES)  # and freed: as in a process that has run for a while
+    bytes(HEAP_BYTES)  # and frees it: as in a process that has run for a while
     with tempfile.TemporaryDirectory() as directory, socket.create_server(("127.0.0.1", 0)) as probe:
         port, secret = probe.getsockname()[1], Path(directory) / "secret"
         probe.close()

@@ -1,4 +1,4 @@
-"""What every benchmark gives: rows with the physical limit measured in the same run, and what is promised of their ratio."""
+"""Rows of a benchmark: a figure, the physical limit of the same run, and the promise of the ratio."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from tools.bench.promises import PROMISES, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. limit: what the machine or the promise allows, in the same unit and run. ratio: value over limit, the median of the runs; low and
-    high: its quartiles. spread: between the quartiles of the value, as a share of it. cpu_s_per_gb: processor seconds of client and daemon together.
-    bar, goal: of the ratio, None where nothing is promised; at_most: less is better."""
+    """One figure. limit: of the machine or the promise, in the same unit and run.
+    ratio: value over limit, the median of the runs; low and high: its quartiles.
+    spread: between the value's quartiles, as a share of it.
+    cpu_s_per_gb: processor seconds of client and daemon together.
+    bar, goal: of the ratio, None if nothing is promised; at_most: less is better."""
 
     name: str
     value: float
@@ -32,12 +34,12 @@ class Row:
     at_most: bool = False
 
     def with_cpu(self, cpu_s: Sequence[float], *, gigabytes: float) -> Self:
-        """The same with the processor's part: seconds of each run, which moved so much each."""
+        """The same with processor seconds of each run; gigabytes: the amount that each moved."""
         return replace(self, cpu_s_per_gb=statistics.median(cpu_s) / gigabytes)
 
     @property
     def verdict(self) -> Verdict:
-        """Where the ratio stands."""
+        """The ratio against its bar and goal."""
         if self.bar is None:
             return Verdict.NOTHING_PROMISED
         sign = -1 if self.at_most else 1
@@ -47,7 +49,7 @@ class Row:
 
 
 def row_of(name: str, values: Sequence[float], *, unit: str, limits: Sequence[float], meaning: str) -> Row:
-    """A row of medians. The ratio is value over limit, run by run, so that a drifting machine does not colour it."""
+    """A row of medians. The ratio is value over limit, run by run, to exclude the machine's drift."""
     value = statistics.median(values)
     ratios = [v / limit for v, limit in zip(values, limits, strict=True)]
     first, last = quartiles(values)

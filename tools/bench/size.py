@@ -1,8 +1,9 @@
-"""What a call costs when much is held: the same calls of two daemons, one with a thousand blocks, one with a hundred thousand.
+"""The cost of a call by blocks held: a daemon with a hundred thousand, against one with a thousand.
 
-    python -m tools.bench.size [--blocks 1000000]      another size against a thousand; each block takes 4 KiB of memory
+    python -m tools.bench.size [--blocks 1000000]      another size; a block takes 4 KiB of memory
 
-Puts, gets as views and lookups of 256 blocks take turns between the two daemons. Ten million on NVMe: many_start; in one core: index_scale.
+Puts, gets as views and lookups of 256 blocks take turns between the two. The suite many_start has
+ten million on NVMe, index_scale in one core.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VERBS = {"put": "puts", "get": "gets as views", "lookup": "lookups"}
 
 
 class Bench:
-    """A client of a daemon that holds so many blocks. Its calls are of chains at random."""
+    """A client of a daemon that holds this many blocks. Its calls are of chains at random."""
 
     def __init__(self, client: Client, *, blocks: int, batch: int) -> None:
         self._client, self.batch, self._chains = client, batch, blocks // batch
@@ -40,7 +41,7 @@ class Bench:
         self._noise = np.random.default_rng(1)
         for number in range(self._chains):
             self.put(number)()
-            client.get(self._space, chain(number, batch))  # verified and mapped, as what is held for long has been
+            client.get(self._space, chain(number, batch))  # verified and mapped, as blocks that are held for long
 
     def put(self, number: int) -> Callable[[], object]:
         """A new chain."""
@@ -52,7 +53,7 @@ class Bench:
         return work
 
     def get(self, number: int) -> Callable[[], object]:
-        """One that is held."""
+        """A held chain."""
         hashes = chain(int(self._noise.integers(self._chains)), self.batch)
 
         def work() -> None:
@@ -61,7 +62,7 @@ class Bench:
         return work
 
     def lookup(self, number: int) -> Callable[[], object]:
-        """One that is held."""
+        """A held chain."""
         hashes = chain(int(self._noise.integers(self._chains)), self.batch)
 
         def work() -> None:
@@ -71,13 +72,14 @@ class Bench:
 
 
 def _config(blocks: int, *, batch: int, runs: int) -> str:
-    """With room for the blocks, and for all that is put while it is measured."""
+    """With room for the blocks, and for all puts of the measurement."""
     mib = math.ceil((blocks + (runs + 8) * batch) * BLOCK_BYTES / 0.9 / (4 << 20)) * 4
     return CONFIG.format(mib=max(32, mib))
 
 
 def rows(effort: Effort = FULL, *, many: int = MANY) -> list[Row]:
-    """`put_at_100K`, `get_at_100K`, `lookup_at_100K`: milliseconds a call, against those at a thousand."""
+    """`put_at_100K`, `get_at_100K`, `lookup_at_100K`: milliseconds a call, against those at a
+    thousand."""
     batch, runs = effort.pick(BATCH, 16), effort.at_least(31)
     sizes = {"few": effort.pick(FEW, 64), "many": effort.pick(many, 256)}
     few, many_held = (Daemon(_config(count, batch=batch, runs=runs)) for count in sizes.values())

@@ -1,4 +1,4 @@
-"""Rows as a table for a terminal: each against the limit of the same run, red below its bar, yellow below its goal, green at it."""
+"""Rows as a table for a terminal: red below their bar, yellow below their goal, green at it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = 140
 
 
 def table_of(rows: Sequence[Row], *, title: str, is_wide: bool = True) -> Table:
-    """One line a row. is_wide: with what each row is."""
+    """One line for each row. is_wide: with each row's meaning."""
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "row" else "right", no_wrap=True)
@@ -54,7 +54,7 @@ def short(value: float) -> str:
 
 
 def counts_of(rows: Sequence[Row]) -> str:
-    """How many stand where, in a line."""
+    """How many rows have each verdict, in a line."""
     found = [row.verdict for row in rows]
     told = [f"{found.count(verdict)} {verdict.value}" for verdict in Verdict if verdict in found]
     return ", ".join(told)

@@ -1,7 +1,8 @@
-"""Made-up traffic, of the kinds on which policies differ, and a core that it is played to.
+"""Synthetic traffic, of the kinds on which policies differ, and a core that it is played to.
 
-Purpose: what a policy makes of puts, gets, and gets that put what they miss. Non-purpose: traces (`tierctl simulate`), bytes, sockets. Sizes are in blocks and in multiples of the tiers', so the same patterns
-suit tiers of any size. Invariant: a pattern depends on its arguments and its seed alone.
+Purpose: a policy's hits on puts, gets, and gets that put their misses. Non-purpose: traces
+(`tierctl simulate`), bytes, sockets. Sizes are in blocks and in multiples of the tiers', so
+patterns suit tiers of any size. Invariant: a pattern depends only on its arguments and its seed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ PAGE = 4096
 TOKENS = 16
 MIX = 0x9E37_79B9_7F4A_7C15
 Verb = Literal["put", "get", "use"]
-"""use: a get, and a put of what it missed, as an engine does."""
+"""use: a get, and a put of its misses, as an engine does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """blocks: of a chain by number, first to last; a number stands for a block and all before it."""
+    """blocks: of a chain by number, first to last; a number identifies a block and all before it."""
 
     verb: Verb
     blocks: Ids
@@ -36,18 +37,18 @@ class Step:
 
 
 Pattern = Callable[[int, np.random.Generator], Iterator[Step]]
-"""(blocks of the tier that is to be contended for, dice) -> steps."""
+"""(blocks of the contended tier, dice) -> steps."""
 
 
 def chain(number: int, length: int) -> Ids:
-    """The blocks of chain number so-and-so; chains of one pattern are of one length."""
+    """The blocks of chain `number`; chains of one pattern have one length."""
     return np.arange(number * length, (number + 1) * length)
 
 
 def put_then_get(
     size: int, _: np.random.Generator, *, share: float = 1 / 16, rounds: int = 40, length: int = 4
 ) -> Iterator[Step]:
-    """A batch of fresh chains is put, then read once; again with others."""
+    """A batch of fresh chains is put, then read once; then the next batch."""
     count, fresh = max(1, int(share * size / length)), 0
     for _round in range(rounds):
         batch = [chain(fresh + number, length) for number in range(count)]
@@ -84,7 +85,7 @@ def zipf(
 def scans(
     size: int, dice: np.random.Generator, *, hot: float = 0.5, scan: float = 0.75, rounds: int = 8, length: int = 4
 ) -> Iterator[Step]:
-    """A hot set is in use; now and then a scan of chains that nobody asks for again goes by."""
+    """A hot set is in use; each round ends with a scan of chains that are never used again."""
     count, fresh = int(hot * size / length), size
     for _ in range(rounds):
         for number in dice.integers(count, size=size // length).tolist():
@@ -95,7 +96,7 @@ def scans(
 
 
 def phases(size: int, dice: np.random.Generator, *, length: int = 4) -> Iterator[Step]:
-    """Zipf, a loop, puts and gets, uniform, Zipf again; each of chains of its own."""
+    """Zipf, a loop, puts and gets, a loop, uniform, Zipf again; each of separate chains."""
     parts: Sequence[Iterator[Step]] = (
         zipf(size, dice, uses=4, length=length),
         loop(size, dice, share=0.75, uses=4, length=length),
@@ -136,7 +137,7 @@ def puts_again(
 
 
 def tenants(size: int, dice: np.random.Generator, *, count: int = 24, uses: int = 8, length: int = 4) -> Iterator[Step]:
-    """Many tenants, each with a working set and a pace of its own; some only write."""
+    """Many tenants, each with its own working set and pace; some only write."""
     weights = 1 / np.arange(1, count + 1)
     fresh = 0
     for tenant in dice.choice(count, size=uses * size // length, p=weights / weights.sum()).tolist():
@@ -211,7 +212,8 @@ def sequence(step: Step) -> Chain:
 
 
 def hit_rate(pattern: Pattern, specs: Sequence[TierSpec], pace_s: float, *, seed: int = 0) -> float:
-    """Per cent of the blocks of gets that were found, from the first step on; a step every so many seconds. The farthest tier is contended for."""
+    """Per cent of the blocks of gets that hit, from the first step on; one step each pace_s
+    seconds. The farthest tier is contended for."""
     player = Player(specs)
     size = specs[-1].capacity_bytes // (PAGE + specs[-1].slot_overhead_bytes)
     for number, step in enumerate(pattern(size, np.random.default_rng(seed))):

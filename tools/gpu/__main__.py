@@ -1,12 +1,13 @@
-"""`make gpu`: on a machine with a GPU, probes, checks and benchmarks within eight minutes; build/gpu.json and cuda/RESULTS.md.
+"""`make gpu`: probes, checks and benchmarks on a machine with a GPU, within eight minutes.
+
+It writes build/gpu.json and cuda/RESULTS.md, and updates both files after each result.
 
     python -m tools.gpu [PART ...]     some parts alone write build/RESULTS.md
     python -m tools.gpu --waiting      cuda/RESULTS.md before any run
-    python -m tools.gpu --small        tiny sizes, for the fake driver: `python -m tools.fake_cuda` says how; no figure says anything
+    python -m tools.gpu --small        tiny sizes, for `python -m tools.fake_cuda`; no figure counts
 
-The exit status is 1 if a check failed, a promise was missed, or a part came to nothing. What is there after each result is in the files at once.
-
-Without a package of NEEDED it says which, and ends with 1: where nothing can be installed they may be carried there.
+The exit status is 1 if a check failed, a promise was missed, or a part gave no result. If a package
+of NEEDED is missing, it names that one and exits with 1. A machine without network may get copies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NEEDED = {
     "google.protobuf": "protobuf",
     "cuda.bindings": "cuda-bindings",
 }
-"""All that is not in this repository, by the names of modules and of packages."""
+"""All imports from outside this repository, by the names of modules and of packages."""
 
 
 def main() -> int:

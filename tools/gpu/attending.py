@@ -1,7 +1,8 @@
-"""Processes around one slab: `python -m tools.gpu.attending own|read|write DESCRIPTOR LENGTH FATBINS`. Each says by lines what it does, until it is killed.
+"""Processes of one slab: `python -m tools.gpu.attending own|read|write DESCRIPTOR LENGTH FATBINS`.
 
-own: makes the slab, fills it with pages, and sends its descriptor over the socket; from then on it does nothing. read: maps it for reading, and attends to its
-pages again and again. write: maps it for reading, and writes.
+The owner makes the slab and sends its descriptor over the socket. It then waits. A reader maps the
+slab for reading, and attends to its pages until it is killed. A writer maps it for reading, and
+writes. Both report by lines.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def pool_in(gpu: Gpu, slab: slabs.Slab, *, is_filled: bool) -> Pool:
 
 
 def own(descriptor: int, length_bytes: int) -> None:
-    """Ends when it is killed, or when the socket does."""
+    """Ends when it is killed, or when the socket closes."""
     gpu, peer = Gpu(with_kernels=False), socket.socket(fileno=descriptor)
     slab = slabs.made(gpu, length_bytes)
     pool_in(gpu, slab, is_filled=False)
@@ -40,7 +41,7 @@ def own(descriptor: int, length_bytes: int) -> None:
 
 
 def read(descriptor: int, length_bytes: int, fatbins: Path) -> None:
-    """Lines: how many decodes in all, a digest of all that came of those since the last line, and whether the first was right."""
+    """Lines: the count of decodes, a digest of the outputs since the last line, right or wrong."""
     gpu = Gpu(fatbins)
     slab = slabs.imported(gpu, descriptor, length_bytes, rights="READ")
     with gpu.room() as room:
@@ -60,7 +61,7 @@ def read(descriptor: int, length_bytes: int, fatbins: Path) -> None:
 
 
 def write(descriptor: int, length_bytes: int) -> None:
-    """One line: what the driver said."""
+    """One line: the driver's answer."""
     gpu = Gpu(with_kernels=False)
     slab = slabs.imported(gpu, descriptor, length_bytes, rights="READ")
     try:

@@ -1,6 +1,6 @@
-"""What every part is given: where the kernels are, how large it may be, until when, and how it starts processes of its own.
+"""A part's settings: the kernels' folder, its size, its deadline, and its own processes.
 
-Invariants: whatever a part starts is ended with it.
+Invariants: a process that a part starts ends with the part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PATIENCE_S = 10
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """until: of time.monotonic, when the part should be through. is_small: sizes that the emulator can do, of which no figure says anything."""
+    """until: the part's deadline, of time.monotonic. is_small: sizes for the emulator; no figure
+    counts."""
 
     fatbins: Path
     until: float
@@ -34,16 +35,16 @@ class Bench:
         return Gpu(self.fatbins, with_kernels=with_kernels)
 
     def pick(self, full: T, small: T) -> T:
-        """By the size of the run."""
+        """The value for the size of the run."""
         return small if self.is_small else full
 
     def has_time(self, seconds: float = 0) -> bool:
-        """Whether so much is left."""
+        """Whether this much time remains."""
         return time.monotonic() + seconds < self.until
 
     @contextmanager
     def process(self, module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[str]]:
-        """A module of this package as a process that talks by lines. It is killed at the end."""
+        """A module of this package as a process that reports by lines. It is killed at the end."""
         with started(module, *arguments, pass_fds=pass_fds) as child:
             try:
                 yield child
@@ -52,7 +53,7 @@ class Bench:
 
 
 def started(module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
-    """It runs. The caller ends it."""
+    """Starts the process. The caller ends it."""
     return subprocess.Popen(
         [sys.executable, "-m", f"tools.gpu.{module}", *map(str, arguments)],
         cwd=ROOT,
@@ -65,7 +66,7 @@ def started(module: str, *arguments: object, pass_fds: Sequence[int] = ()) -> su
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """Kills it; one that the driver does not let go is left behind."""
+    """Kills it. If the driver does not release it, the process remains."""
     child.kill()
     for pipe in (child.stdin, child.stdout):
         if pipe:

@@ -1,4 +1,5 @@
-"""What the loader takes for granted: that MAX_THREADS_PER_BLOCK of a kernel is the launch bound in its source. Its blocks have so many threads."""
+"""Checks that a kernel's MAX_THREADS_PER_BLOCK is the launch bound in its source. The loader
+assumes so: blocks have that many threads."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ THREADS = (
     (r"slice_sums", 32),
     (r"store_\w+|copy_rows_16|copy_runs|read_all", 256),
 )
-"""As in cuda/src; the first that fits. A kernel that is not here is only counted."""
+"""As in cuda/src; the first that fits. A kernel that is not listed is only counted."""
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """Of every kernel in the fatbins."""
+    """Checks every kernel in the fatbins."""
     gpu = bench.gpu()
     found = {name: gpu.kernels._found(name).threads for name in gpu.kernels._kernels}
     known = {name: threads for name, threads in found.items() if expected(name)}

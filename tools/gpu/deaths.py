@@ -1,7 +1,8 @@
-"""Whether a killed client's pidfd fires before or after the last byte of what it had under way. That memory is reused after the pidfd rests on it.
+"""Checks whether a killed client's pidfd fires only after the last byte of its copies.
 
-A client (`dying`) copies without end into host memory, or into a slab, that this process has mapped too. It is killed in mid-copy; from the kill on, samples say when
-bytes changed last; when the pidfd has fired the whole memory is looked at for some time, and must stay the same.
+The daemon reuses memory after the pidfd. A client (`dying`) copies without end into host memory, or
+into a slab, that this process has mapped too. It is killed in mid-copy. From the kill on, samples
+record the last change of bytes. After the pidfd all of the memory must stay the same for some time.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tools.gpu.results import Result, Row, row_of
 Array = np.ndarray[Any, Any]
 KILLS = 20
 READY = 3
-"""Clients that are started ahead: a context takes its time."""
+"""Clients that are started ahead: making a context takes time."""
 WATCHED_S, LOOK_S = 0.3, 0.02
-"""For late bytes, after a pidfd has fired; and between two looks."""
+"""The watch for late bytes after a pidfd, and the pause between two looks."""
 SAMPLE_STEP = 4096
 LIMIT_S = 10
 SHARE = 0.45
@@ -35,7 +36,7 @@ SHARE = 0.45
 
 
 class Memory(Protocol):
-    """What a client writes and this process looks at."""
+    """Memory that a client writes and this process reads."""
 
     kind: str
     descriptor: int
@@ -46,13 +47,13 @@ class Memory(Protocol):
         ...
 
     def whole(self) -> Array:
-        """All of its bytes, as they are at one time."""
+        """All of its bytes at one time."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Seconds from the kill to the pidfd, and from the last change that was seen to the pidfd; whether bytes changed after it."""
+    """Seconds from the kill, and from the last change, to the pidfd; whether bytes changed later."""
 
     to_pidfd: float
     margin: float
@@ -60,7 +61,7 @@ class Death:
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """Of as many kills as there is time for."""
+    """As many kills as fit in the time."""
     gpu, begun, deaths = bench.gpu(with_kernels=False), time.monotonic(), list[Death]()
     with gpu.room() as room:
         whole = bench.until - begun
@@ -85,7 +86,7 @@ class HostSide:
         self._bytes = host.mapped(self.descriptor, length_bytes).bytes
 
     def sample(self) -> Array:
-        """A byte of each of its pages."""
+        """One byte of each page."""
         return self._bytes[::SAMPLE_STEP].copy()
 
     def whole(self) -> Array:
@@ -113,14 +114,14 @@ class SlabSide:
         )
 
     def whole(self) -> Array:
-        """All of it: a copy within the GPU takes well under a millisecond, and then there is time."""
+        """All of it, by a copy within the GPU, which takes well under a millisecond."""
         gpu, to = self._gpu, self._taken
         gpu.ask("cuMemcpyDtoDAsync", to.address, self._slab.address, self.length_bytes, gpu.stream)
         return gpu.read_back(to)
 
 
 def _deaths(bench: Bench, memory: Memory, *, until: float) -> Iterator[Death]:
-    """One after another."""
+    """One death after another."""
     ahead = deque[subprocess.Popen[str]]()
     rng = np.random.default_rng(len(memory.kind))
     try:
@@ -146,7 +147,7 @@ def _client(memory: Memory) -> subprocess.Popen[str]:
 
 
 def _let_it_copy(client: subprocess.Popen[str], memory: Memory) -> None:
-    """Until bytes are seen to change twice: copies are under way. Raises RuntimeError if they are not."""
+    """Waits until bytes changed twice: copies are under way. Raises RuntimeError if they are not."""
     assert client.stdin and client.stdout
     if client.stdout.readline() != "ready\n":
         raise RuntimeError(f"a client that was to be killed ended by itself, with {client.wait(LIMIT_S)}")

@@ -1,6 +1,8 @@
-"""Decode against what the memory gives to a kernel that only reads as many bytes, in the shapes of Llama-3; and what page masses cost.
+"""Decode in the shapes of Llama-3 against a kernel that only reads as many bytes; cost of page
+masses.
 
-Invariants: keys and values of one launch are 256 MB or more and stand in other pages than those of the launch before; limits are of the same minute.
+Invariants: a launch reads 256 MB or more of keys and values, from other pages than the launch
+before. Its limit is measured within the same minute.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def results(bench: Bench) -> Iterator[Result]:
 
 
 class Asked:
-    """A row: its name, whose heads, the limit in bytes a second, and where samples are told."""
+    """A row: its name, its model, the limit in bytes a second, and the list that collects samples."""
 
     def __init__(self, name: str, model: Model, limits: Sequence[float], samples: list[str]) -> None:
         self.name, self.model, self.limits, self.samples = name, model, list(limits), samples
@@ -74,11 +76,11 @@ def _bandwidths(gpu: Gpu, room: Room, pool: Pool) -> Iterator[Result]:
     yield row_of("read_bandwidth", read, "GB/s", limits, note)
     copied = [rate / GIGA for rate in copy_rates(gpu, pool.memory, pool.memory.nbytes // 2)]
     yield row_of("copy_bandwidth", copied, "GB/s", limits, note)
-    gpu.repeat(pool.memory, pool.pattern)  # which a copy may have moved by part of a page
+    gpu.repeat(pool.memory, pool.pattern)  # a copy may have shifted its pages
 
 
 def _decode(bench: Bench, gpu: Gpu, pool: Pool, lens: list[int], asked: Asked) -> Iterator[Result]:
-    """A row, unless there is no time; samples of its numbers are told."""
+    """A row, unless there is no time. It appends samples of its numbers to the list."""
     if not bench.has_time():
         yield Left(asked.name, "no time was left")
         return

@@ -1,4 +1,5 @@
-"""Decode on the GPU against the reference in float64: every type, head dim, group and page size, windows, chosen pages, long ragged batches."""
+"""Decode on the GPU against the reference in float64: every type, head dim, group and page size,
+windows, chosen pages, long ragged batches."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tools.gpu.results import Result, Row
 TYPES = (("bf16", "bf16"), ("f16", "f16"), ("bf16", "e4m3"), ("f16", "e4m3"))
 DIMS = (64, 96, 128, 256)
 LEAST_SHARED_BYTES = 101_376
-"""Of a block of sm_86, 89 and 120: 99 KiB."""
+"""Shared memory of a block of sm_86, 89 and 120: 99 KiB."""
 RAGGED = ((1, 133), (1, 0), (1, 1), (1, 16), (1, 300))
 WINDOWS = ((0, 1), (4, 100), (40, 33), (16, 16), (3, 1000))
 SPARSE = ((1, 500), (1, 20), (1, 3), (1, 0), (1, 700))
@@ -50,7 +51,7 @@ def results(bench: Bench) -> Iterator[Result]:
 
 
 def _flat(bench: Bench, library: Any) -> Row:
-    """Weights of many tokens that are nearly the same: their rounding does not cancel. The queries are a quarter of the other cases'."""
+    """Nearly equal weights, whose rounding does not cancel; queries are a quarter of the others'."""
     case = made(Shape(((1, bench.pick(20_000, 300)),), head_dim=bench.pick(128, 64)))
     case.q = (case.q.astype(np.float32) / 4).astype(case.q.dtype)
     got, want = decoded(library, case, blocks=7), expected(case)
@@ -83,7 +84,7 @@ def _small() -> dict[str, list[Shape]]:
 
 
 def _narrow(dims: Iterable[int]) -> Iterator[Case]:
-    """As on GPUs whose blocks have less shared memory: of every type, and, whatever fits, by the smaller ring."""
+    """As on GPUs whose blocks have less memory: every type; other shapes always by the small ring."""
     for types, dim in itertools.product(TYPES, dims):
         yield _check_least, Shape(RAGGED, types, dim, seed=dim)
     for shape in NARROW_DECODES:
@@ -95,7 +96,7 @@ def _check_least(library: Any, shape: Shape) -> None:
 
 
 def _by_blocks(shapes: list[Shape], counts: tuple[int, ...]) -> Iterator[Case]:
-    """Each by another number of thread blocks."""
+    """Each shape with another number of thread blocks."""
     for shape, blocks in zip(shapes, itertools.cycle(counts), strict=False):
         yield _of(blocks), shape
 

@@ -1,7 +1,8 @@
-"""A GPU for checks and benchmarks, by NVIDIA's bindings alone: memory as arrays, numpy's arrays brought there and back, and times.
+"""A GPU for checks and benchmarks, by NVIDIA's bindings alone: arrays, copies and times.
 
-Purpose: `Gpu`; `DeviceArray`, which the kernels' faces take. Non-purpose: what is checked or timed. Invariants: every call of the driver is checked; all work goes
-to one stream of its own; memory stays until its `Room` ends. torch and cupy are not needed.
+Purpose: `Gpu`; `DeviceArray`, which the kernels' functions accept. Non-purpose: the checks.
+Invariants: every driver call is checked; all work goes to one separate stream. Memory lives until
+its `Room` ends. torch and cupy are not needed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ GUARD = 0xA5
 
 
 class DeviceArray:
-    """Memory of the GPU: what `Buffer` asks of an array. shape in elements, strides in bytes."""
+    """Memory of the GPU with the fields that `Buffer` needs. shape in elements, strides in bytes."""
 
     device = SimpleNamespace(id=0)
 
@@ -50,7 +51,7 @@ class DeviceArray:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def part(self, first: int, count: int) -> DeviceArray:
-        """Some of its first axis."""
+        """Some indices of its first axis."""
         return DeviceArray(self.address + first * self.strides[0], (count, *self.shape[1:]), self.dtype, self.strides)
 
     def axes(self, *order: int) -> DeviceArray:
@@ -72,7 +73,7 @@ class Kernels(Loaded):
 
     @contextmanager
     def placed(self) -> Iterator[Callable[[Any], Any]]:
-        """As tests/unit/kernels/kernel_cases.py says."""
+        """As tests/unit/kernels/kernel_cases.py defines it."""
         mirror = _Mirror(self.gpu)
         try:
             yield mirror.put
@@ -82,7 +83,8 @@ class Kernels(Loaded):
 
 
 class Gpu:
-    """The first GPU, its primary context in this thread, one stream, and the kernels. Raises Unsupported for whatever is missing."""
+    """The first GPU, its primary context, a stream, the kernels. Raises Unsupported if one of these
+    is missing."""
 
     def __init__(self, fatbins: Path = FATBINS, *, with_kernels: bool = True) -> None:
         self.cuda = bindings()
@@ -96,36 +98,36 @@ class Gpu:
             self.kernels.gpu = self
 
     def ask(self, name: str, *given: Any) -> Any:
-        """What a function of the driver answers. Raises what `call` does, and Unsupported for a function that the driver lacks."""
+        """A driver function's answer. Raises the errors of `call`; Unsupported if it is missing."""
         try:
             return call(getattr(self.cuda, name), *given, what="GPU")
         except RuntimeError as error:  # of the bindings
             raise Unsupported(f"GPU: the driver has no {name} ({error})") from error
 
     def find_attribute(self, name: str) -> int | None:
-        """None where the driver does not know it."""
+        """None if the driver does not know it."""
         code = getattr(self.cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
         result, value = (1, 0) if code is None else self.cuda.cuDeviceGetAttribute(code, self.ordinal)
         return None if result else int(value)
 
     @property
     def name(self) -> str:
-        """As the driver calls it."""
+        """The driver's name for it."""
         told: bytes = self.ask("cuDeviceGetName", 64, self.ordinal)
         return told.split(b"\0")[0].decode()
 
     @property
     def multiprocessors(self) -> int:
-        """How many."""
+        """The number of multiprocessors."""
         return self.find_attribute("MULTIPROCESSOR_COUNT") or 1
 
     def finish(self) -> None:
-        """Waits for all work. Raises TierFailed for what went wrong in it."""
+        """Waits for all work. Raises TierFailed if it failed."""
         self.ask("cuCtxSynchronize")
 
     @contextmanager
     def room(self) -> Iterator[Room]:
-        """Memory for a while."""
+        """Memory that is freed at the end of the context."""
         room = Room(self)
         try:
             yield room
@@ -148,7 +150,7 @@ class Gpu:
         self.finish()
 
     def repeat(self, array: DeviceArray, pattern: Array) -> None:
-        """Fills a dense array with copies of a pattern, by doubling what is there."""
+        """Fills a dense array with copies of a pattern, by doubling the filled part."""
         raw = np.ascontiguousarray(pattern).view(np.uint8).reshape(-1)[: array.nbytes]
         self.ask("cuMemcpyHtoD", array.address, raw.ctypes.data, raw.nbytes)
         self.finish()
@@ -171,7 +173,7 @@ class Gpu:
         return True
 
     def captured(self, work: Callable[[], Any]) -> Any:
-        """A graph of what the work launches, to be launched by cuGraphLaunch. Raises Unsupported."""
+        """A graph of the work's launches, for cuGraphLaunch. Raises Unsupported."""
         self.ask("cuStreamBeginCapture", self.stream, self.cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
             work()
@@ -182,9 +184,10 @@ class Gpu:
         return made
 
     def times(self, works: Sequence[Callable[[], Any]], *, rounds: int, as_graphs: bool = True) -> list[float]:
-        """Seconds of one of the works, a figure for each round. They do the same on different memory, so that none finds its bytes in the cache.
+        """Seconds of one of the works, a figure for each round.
 
-        as_graphs: captured, where the driver does that, so that what the caller takes for a launch does not count; copies in batches cannot be.
+        Each uses other memory, so none hits the cache. as_graphs: captures them if the driver can.
+        Then a figure excludes the caller's launch time. Batched copies cannot be captured.
         """
         for work in works:
             work()
@@ -210,20 +213,20 @@ class Gpu:
 
 
 class Room:
-    """Memory of the GPU that is given back together."""
+    """Memory of the GPU that is freed together."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._places: list[Any] = []
 
     def array(self, shape: Sequence[int], dtype: Any) -> DeviceArray:
-        """With whatever was there."""
+        """An array with undefined contents."""
         made = DeviceArray(0, shape, dtype)
         made.address = self.bytes(max(16, made.nbytes))
         return made
 
     def of(self, elements: Array) -> DeviceArray:
-        """A copy of numpy's."""
+        """A copy of a numpy array."""
         made = self.array(elements.shape, elements.dtype)
         self._gpu.write(made, elements)
         return made
@@ -234,13 +237,13 @@ class Room:
         return int(self._places[-1])
 
     def end(self) -> None:
-        """All of it is free again."""
+        """Frees all of it."""
         while self._places:
             self._gpu.ask("cuMemFree", self._places.pop())
 
 
 class _Mirror:
-    """numpy's arrays on the GPU, each with all of the memory that it is a view of, so that views of one stay views of one."""
+    """Copies of numpy arrays on the GPU, each with its owner's memory, which its views share."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._room = gpu, Room(gpu)
@@ -257,7 +260,7 @@ class _Mirror:
         return given
 
     def fetch(self) -> None:
-        """Brings back what kernels wrote. Raises AssertionError if one wrote beside its arrays."""
+        """Copies back the kernels' writes. Raises AssertionError if one is outside its arrays."""
         self._gpu.finish()
         for owner, place in self._held.values():
             raw = np.empty(owner.nbytes + 2 * GUARD_BYTES, np.uint8)
@@ -267,7 +270,7 @@ class _Mirror:
             ctypes.memmove(owner.ctypes.data, raw[GUARD_BYTES:].ctypes.data, owner.nbytes)
 
     def end(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._room.end()
 
     def _view(self, array: Array) -> DeviceArray:

@@ -1,8 +1,9 @@
-"""Whether a read from a disk comes to a slab without a detour over host memory, as a daemon finds it out: one read, and what cuFile counted of it; and how fast blocks come so.
+"""Checks whether a disk read reaches a slab without a detour over host memory, and its rate.
 
-Purpose: `results`. Non-purpose: how it is told (`tierd.gpu.probe`). Invariants: both ways read the same file past the page cache into the same slab, in turns, and every block is right.
-
-TIERD_DIRECT_FOLDER: where the file is made, for a disk that is not this checkout's.
+As a daemon does, it makes one read and compares cuFile's counters. Purpose: `results`. Non-purpose:
+that comparison (`tierd.gpu.probe`). Invariants: both ways read the same file past the page cache
+into the same slab, in turns. Every block is right. TIERD_DIRECT_FOLDER: the folder of the file, to
+test a disk other than this checkout's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GIGA = 1e9
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """A fact, and where it is direct a figure."""
+    """A fact and, if the read is direct, a figure."""
     folder = Path(os.environ.get("TIERD_DIRECT_FOLDER", ROOT / "build"))
     folder.mkdir(parents=True, exist_ok=True)
     yield from asyncio.run(_life(folder, bench.pick(BLOCKS, 2), bench.pick(ROUNDS, 1)))
@@ -59,7 +60,7 @@ async def _life(folder: Path, blocks: int, rounds: int) -> list[Result]:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """A file of blocks, and host memory for them: descriptors; memory: the latter, mapped; want: the blocks' sums."""
+    """A file of blocks, and host memory: descriptors. memory: mapped; want: the blocks' sums."""
 
     file: int
     host: int
@@ -68,7 +69,7 @@ class Sides:
 
     @property
     def starts(self) -> range:
-        """Of the blocks."""
+        """The blocks' offsets."""
         return range(0, len(self.memory), BLOCK_BYTES)
 
 
@@ -102,7 +103,7 @@ async def _rates(gpu: GpuProcess, sides: Sides, rounds: int) -> list[Result]:
     pieces["host"], pieces["host_offset"] = HOST, sides.starts
     rates: dict[str, list[float]] = {"direct": [], "host": []}
     with ThreadPoolExecutor(THREADS) as threads:
-        for _ in range(rounds + 1):  # the first one registers what is read into
+        for _ in range(rounds + 1):  # the first one registers the memory
             begun = time.perf_counter()
             tables, faults = await gpu.read(reads)
             rates["direct"].append(length / (time.perf_counter() - begun) / GIGA)
@@ -118,7 +119,7 @@ async def _rates(gpu: GpuProcess, sides: Sides, rounds: int) -> list[Result]:
 
 
 def _read(threads: ThreadPoolExecutor, sides: Sides) -> None:
-    """The file into host memory, as a store's lanes do it."""
+    """Reads the file into host memory, as a store's lanes do."""
     parts = [(sides.memory[at : at + BLOCK_BYTES], at) for at in sides.starts]
     list(threads.map(lambda part: os.preadv(sides.file, [part[0]], part[1]), parts))
 

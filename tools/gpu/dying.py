@@ -1,6 +1,7 @@
-"""A client to be killed: `python -m tools.gpu.dying host|slab DESCRIPTOR LENGTH`. It says "ready", waits for a line, and then copies without end.
+"""A client to be killed: `python -m tools.gpu.dying host|slab DESCRIPTOR LENGTH`.
 
-Each round writes the whole of the memory with a byte of its own. Many rounds are always under way, so that it dies with work in flight.
+It prints "ready", waits for a line, and then copies without end. Each round fills all of the memory
+with a byte value of its own. Many rounds are always under way, so it dies with work in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ VALUES = 251
 
 
 def main() -> None:
-    """Until somebody kills it."""
+    """Runs until it is killed."""
     kind, descriptor, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     gpu = Gpu(with_kernels=False)
     with gpu.room() as room:

@@ -1,4 +1,4 @@
-"""Cases of the tests of the kernels, run on the GPU: one result for each family of them."""
+"""Cases of the kernels' tests, run on the GPU: one result for each family."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tools.gpu.results import Check, Left, Result
 SAID = 3
 """Cases that a failed check names."""
 Case = tuple[Callable[..., None], Any]
-"""A check that raises AssertionError, and what it is given beside the library."""
+"""A check that raises AssertionError, and its argument beside the library."""
 
 
 def family(bench: Bench, library: Any, name: str, cases: Iterable[Case]) -> Result:
-    """All of them, or what came before the time was up."""
+    """Runs all cases, or those that fit in the time."""
     right, wrong = 0, list[str]()
     for check, given in cases:
         if not bench.has_time():

@@ -1,11 +1,14 @@
-"""What is expected of each result, written down before any run, and what is promised.
+"""The forecast of each result, written before any run, and the promises.
 
-Purpose: one entry for each name that a part may give, in the order of a report; `verdict`. Non-purpose: measuring. Where the numbers are from: an H100 or H200 of
-132 multiprocessors, on which a copy moves nine tenths of the datasheet's bandwidth; PCIe 5 with 50 to 55 GB/s; what a decode issues per tile (526 instructions
-for 8 KiB, a quarter of the slots in that time); published figures of copies in pieces (vLLM #42212) and of prefill by mma.sync (FlashAttention-3, section 4), less a third, as weights are multiplied in two parts. Copies, stores and merges move 16 bytes a thread
-at a time; a block of a store is over after one turn, which leaves the memory waiting; bounds of keys take two bytes at a time and are not near bandwidth.
-Invariants: `predicted` is of the ratio where a row has a limit, else of the value; a promise is what issue and design name, so missing one is a failure, and
-missing a prediction is none.
+Purpose: one entry for each name that a part may give, in the order of a report; `verdict`.
+Non-purpose: measuring. Sources: an H100 or H200 of 132 multiprocessors, on which a copy moves nine
+tenths of the datasheet's bandwidth; PCIe 5 with 50 to 55 GB/s. A decode issues 526 instructions per
+tile of 8 KiB, a quarter of the slots in that time. Published: copies in pieces (vLLM #42212);
+prefill by mma.sync (FlashAttention-3, section 4), less a third, as weights are multiplied in two
+parts. Copies, stores and merges move 16 bytes a thread at a time. A store's block ends after one
+turn, so the memory idles. Bounds of keys read two bytes at a time, far below bandwidth. Invariants:
+`predicted` is of the ratio if a row has a limit, else of the value. Issue and design name the
+promises: missing one is a failure, and missing a prediction is none.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from tools.gpu.results import Check, Fact, Left, Result, Row
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """predicted: a number for a row, a few words for a fact or a check. at_least, at_most: what is promised of the same number."""
+    """predicted: a number for a row, words for a fact or check. at_least, at_most: promised bounds."""
 
     part: str
     name: str
@@ -39,7 +42,7 @@ DECODE_SIZES = {
     "ragged": "32 requests of 256 to 64 K tokens, log-uniform",
 }
 SMALL_SIZES = {"1x1k": "one request of 1 K", "1x8k": "one of 8 K", "8x1k": "8 of 1 K", "64x256": "64 of 256"}
-"""Whose keys and values are less than 256 MB: there others' kernels are the limit."""
+"""Their keys and values are smaller than 256 MB: other projects' kernels are their limit."""
 MODELS = {"8b": "Llama-3-8B", "70b": "Llama-3-70B"}
 
 
@@ -241,7 +244,7 @@ FORECASTS = {
 
 
 def verdict(result: Result, *, is_judged: bool = True) -> str:
-    """`passed`, `missed` or `failed`; nothing where nothing is promised. is_judged: whether sizes are those that promises are about."""
+    """`passed`, `missed`, `failed`; "" without a promise. is_judged: promises cover the sizes."""
     if isinstance(result, Check):
         return "passed" if result.passed else "failed"
     if isinstance(result, Fact | Left):

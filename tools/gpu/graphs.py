@@ -1,4 +1,4 @@
-"""CUDA graphs: a decode is captured once and replayed at growing lengths; and what a call costs its caller by either way."""
+"""CUDA graphs: one captured decode, replayed at growing lengths; cost of each way to the caller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def results(bench: Bench) -> Iterator[Result]:
 
 
 def _growing(gpu: Gpu, decode: Decode, graph: Any, most: list[int]) -> Check:
-    """Each step changes the lengths in the array that the graph reads, and poisons what it writes."""
+    """Each step changes the lengths in the array that the graph reads, and poisons its output."""
     wrong = []
     for step in range(1, max(most) + 1, max(1, max(most) // 7)):
         lengths = np.minimum(most, step + np.arange(len(most)) * 3).astype(np.int32)

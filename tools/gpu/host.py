@@ -1,6 +1,7 @@
-"""Host memory as the daemon and its clients have it: a file in memory, mapped by whoever has a descriptor, and registered for copies.
+"""Host memory as the daemon and its clients have it: a file in memory, registered for copies.
 
-Invariants: a mapping is seen through numpy, and its address is the one that the driver is told.
+A process with its descriptor can map it. Invariants: numpy shows a mapping, and the driver gets the
+same address.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ class HostMemory:
 
 
 def made(length_bytes: int) -> int:
-    """A descriptor of such a file; its pages are there."""
+    """A descriptor of such a file with allocated pages."""
     descriptor = os.memfd_create("tierd-gpu-check")
     os.posix_fallocate(descriptor, 0, length_bytes)
     return descriptor
 
 
 def mapped(descriptor: int, length_bytes: int, *, is_read_only: bool = False) -> HostMemory:
-    """The file in this process. is_read_only: by a descriptor of its own that was opened so, as clients get theirs."""
+    """The file in this process. is_read_only: by a separate read-only descriptor, as clients get
+    theirs."""
     if not is_read_only:
         return HostMemory(np.frombuffer(mmap.mmap(descriptor, length_bytes), np.uint8))
     opened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
@@ -53,7 +55,7 @@ def mapped(descriptor: int, length_bytes: int, *, is_read_only: bool = False) ->
 
 @contextmanager
 def registered(gpu: Gpu, memory: HostMemory, flags: int = 0) -> Iterator[int]:
-    """Its address for copies and kernels. Raises what the driver says."""
+    """Its address for copies and kernels. Raises the driver's error."""
     gpu.ask("cuMemHostRegister", memory.address, memory.bytes.nbytes, flags)
     try:
         yield int(gpu.ask("cuMemHostGetDevicePointer", memory.address, 0))

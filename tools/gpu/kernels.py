@@ -1,4 +1,5 @@
-"""Prefill against the tensor cores; stores, gathers, merges, bounds of keys and checksums against copies or reads of as many bytes."""
+"""Prefill against the tensor cores. Stores, gathers, merges, bounds of keys and checksums against
+copies or reads of as many bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Step = Callable[["Table"], Result]
 
 
 class Table:
-    """What all rows share: the GPU, memory for a while, a pool, and limits in bytes a second."""
+    """Shared by all rows: the GPU, memory of a room, a pool, and limits in bytes a second."""
 
     def __init__(self, bench: Bench, gpu: Gpu, room: Room) -> None:
         self.bench, self.gpu, self.room = bench, gpu, room
@@ -61,7 +62,7 @@ def results(bench: Bench) -> Iterator[Result]:
 
 
 def _prefill(table: Table, name: str, size: tuple[int, int]) -> Result:
-    """size: query tokens, and all tokens. Counted are the products of what a query sees."""
+    """size: query tokens, and all tokens. The flops are of the keys that a query sees."""
     gpu, pool, (rows, length) = table.gpu, table.pool, size
     model = pool.model
     with gpu.room() as room:
@@ -99,7 +100,8 @@ def _store(table: Table) -> Result:
 
 
 def _gather(table: Table) -> Result:
-    """Blocks of several layers, in random order, into tensors of an engine [pages, 2, tokens, kv_heads, head_dim], one a layer."""
+    """Blocks of several layers, in random order, into an engine's tensors, one a layer: [pages, 2,
+    tokens, kv_heads, head_dim]."""
     gpu, bench = table.gpu, table.bench
     count, layers = bench.pick((512, 32), (3, 2))
     with gpu.room() as room:
@@ -120,7 +122,7 @@ def _gather(table: Table) -> Result:
 
 
 def _merge(table: Table) -> Result:
-    """Parts in f32, as splits leave them."""
+    """Parts in f32, as splits write them."""
     gpu, rows, (heads, dim) = table.gpu, table.bench.pick(4096, 4), (32, 128)
     with gpu.room() as room:
         outs = room.array((PARTS, rows, heads, dim), np.float32)
@@ -133,7 +135,7 @@ def _merge(table: Table) -> Result:
 
 
 def _summary(table: Table) -> Result:
-    """Keys of one layer are read, two rows of each page are written."""
+    """Reads the keys of one layer, and writes two rows for each page."""
     gpu, pool, count = table.gpu, table.pool, table.bench.pick(16384, 4)
     with gpu.room() as room:
         ids = np.random.default_rng(7).permutation(pool.pages).astype(np.int32)
@@ -168,4 +170,4 @@ def _sums(table: Table) -> Result:
 
 
 def _nothing(_: object) -> None:
-    """What a face answers is not looked at."""
+    """Drops the result of a kernel's Python function."""

@@ -1,4 +1,5 @@
-"""What the machine allows: the memory's bandwidth by the datasheet's clock and width, by a kernel that only reads, and by copies; the tensor cores' rate."""
+"""The machine's limits: the tensor cores' rate, and the memory's bandwidth. The latter is by the
+datasheet's clock and width, by a kernel that only reads, and by copies."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ FLOPS_OF_A_CLOCK = {8: 2048, 9: 4096, 10: 8192, 12: 1024}
 
 
 def find_datasheet(gpu: Gpu) -> float | None:
-    """Bytes a second of its memory: both edges of the clock. None if the driver does not tell."""
+    """Bytes a second of its memory: both edges of the clock. None if the driver reports none."""
     clock_khz, width_bits = gpu.find_attribute("MEMORY_CLOCK_RATE"), gpu.find_attribute("GLOBAL_MEMORY_BUS_WIDTH")
     return 2e3 * clock_khz * width_bits / 8 if clock_khz and width_bits else None
 
@@ -24,14 +25,14 @@ def find_flops(gpu: Gpu) -> float | None:
 
 
 def read_rates(gpu: Gpu, room: Room, memory: DeviceArray, length_bytes: int) -> list[float]:
-    """Bytes a second of a kernel that only reads so many."""
+    """Bytes a second of a kernel that only reads this many."""
     length = min(length_bytes, memory.nbytes)
     seconds = gpu.times(Reader(gpu, room).runs(memory, length), rounds=ROUNDS)
     return [length / each for each in seconds]
 
 
 def copy_rates(gpu: Gpu, memory: DeviceArray, length_bytes: int) -> list[float]:
-    """Bytes read and written a second by the driver's own copies from one half of this memory to the other."""
+    """Bytes read and written a second by the driver's copies between the halves of this memory."""
     half = memory.nbytes // 2
     length = min(length_bytes // 2, half)
     places = [memory.address + i * length for i in range(max(1, min(4, half // length)))]

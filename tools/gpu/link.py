@@ -1,4 +1,5 @@
-"""Copies between host memory and the GPU in pieces, by the driver's batches and by a kernel on mapped memory, against one copy of as many bytes."""
+"""Copies in pieces between host memory and the GPU, against one copy of as many bytes. The driver's
+batches make them, or a kernel on mapped memory."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ GIGA = 1e9
 ROUNDS = 5
 PIECES = {"2m": 2 << 20, "256k": 256 << 10, "64k": 64 << 10, "16k": 16 << 10}
 BATCHES = 8
-"""Of one copy: their number does not matter to a link, and no call gets too many pieces."""
+"""Batches of one copy: a link does not depend on their number, and no call gets too many pieces."""
 GATHER_BLOCKS = 64
 ADJOINING = 16
-"""Small pieces that follow each other on both sides, as blocks of one sequence may."""
+"""Small pieces that are adjacent on both sides, as blocks of one sequence may be."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Ends:
     rounds: int
 
     def rates(self, work: Callable[[], None]) -> list[float]:
-        """GB a second of what copies all of it."""
+        """GB a second of work that copies all of it."""
         return [
             self.device.nbytes / each / GIGA for each in self.gpu.times([work], rounds=self.rounds, as_graphs=False)
         ]
@@ -69,7 +70,7 @@ def _whole(ends: Ends, way: str) -> None:
 
 
 def _sides(ends: Ends, way: str) -> tuple[int, int]:
-    """Where to, and where from."""
+    """The target's and the source's address."""
     both = ends.device.address, ends.memory.address
     return both if way == "h2d" else both[::-1]
 
@@ -81,7 +82,7 @@ def _batched(bench: Bench, ends: Ends, name: str, piece: int, limits: list[float
 
 
 def _joined(bench: Bench, ends: Ends, name: str, limits: list[float]) -> Result:
-    """Pieces of 16 KiB of which some adjoin: the GPU process copies what does so at once."""
+    """Pieces of 16 KiB of which some adjoin: the GPU process copies adjacent ones at once."""
     if not bench.has_time(2):
         return Left(name, "no time was left")
     piece = PIECES["16k"]
@@ -105,7 +106,7 @@ def _batch_rates(ends: Ends, batches: list[Batch]) -> list[float]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pieces of one call: addresses of the driver's type, and how their sources are read."""
+    """Pieces of one call: addresses of the driver's type, and the access order of their sources."""
 
     to: list[Any]
     source: list[Any]
@@ -125,13 +126,13 @@ def batches_of(ends: Ends, way: str, piece: int, *, permutation: int = 8) -> lis
 
 
 def _places(ends: Ends, way: str, piece: int, *, permutation: int = 8) -> list[NDArray[np.uint64]]:
-    """Addresses of all pieces of the memory: where to, and where from."""
+    """Addresses of all pieces of the memory: targets, and sources."""
     count, rng = ends.device.nbytes // piece, np.random.default_rng(permutation)
     return [(base + piece * rng.permutation(count)).astype(np.uint64) for base in _sides(ends, way)]
 
 
 def _cut(ends: Ends, way: str, targets: NDArray[np.uint64], sources: NDArray[np.uint64], piece: int) -> list[Batch]:
-    """Copies in batches; from the host sources may be read at any time, from the GPU in the order of the stream."""
+    """Copies in batches. Host sources may be read at any time, the GPU's in the stream's order."""
     cuda = ends.gpu.cuda
     attributes = cuda.CUmemcpyAttributes()
     order = "ANY" if way == "h2d" else "STREAM"
@@ -158,7 +159,7 @@ def _gathered(bench: Bench, ends: Ends, name: str, limits: list[float]) -> Resul
 
 
 def _told_runs(bench: Bench, ends: Ends, name: str, limits: list[float]) -> Result:
-    """The same by the kernel that the GPU process copies small pages with, which is told their addresses."""
+    """The same by the GPU process's kernel for small pages, which gets their addresses."""
     if not bench.has_time(2):
         return Left(name, "no time was left")
     with ends.gpu.room() as room:
@@ -212,7 +213,7 @@ def _run_all(ends: Ends, way: str) -> None:
 
 
 def _bytes(ends: Ends, name: str, piece: int, copy: Callable[[Ends, str], None]) -> Check:
-    """There in one permutation, and back in the same: all is where it was, and had been elsewhere between."""
+    """Copies there and back in the same permutations, and compares all bytes with expected ones."""
     want = ends.memory.bytes.copy()
     for way in ("h2d", "d2h"):
         copy(ends, way)

@@ -1,4 +1,5 @@
-"""What the results are of: `python -m tools.gpu.machine` prints it as JSON, or says what is missing and ends with 1. In a process of its own, since a driver may hang."""
+"""The machine of the results: `python -m tools.gpu.machine` prints it as JSON, or names a missing
+part and exits with 1. It is a separate process, since a driver may hang."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Missing(Exception):
-    """There is no GPU to check, or not all that it takes."""
+    """There is no GPU to check, or the driver or a tool is missing."""
 
 
 def asked() -> dict[str, object]:
@@ -60,7 +61,7 @@ def of(gpu: Gpu) -> dict[str, object]:
 
 
 def digest() -> str:
-    """Of the kernels' sources and of their Python faces."""
+    """Of the kernels' sources and of their Python modules."""
     found = hashlib.sha256()
     for path in sorted(
         [*(ROOT / "cuda").rglob("*.h"), *(ROOT / "cuda").rglob("*.cu"), *(ROOT / "tierd/kernels").glob("*.py")]

@@ -1,4 +1,5 @@
-"""Stores, copies between layouts, bounds of keys and checksums on the GPU, to the bit; and the kernel that benchmarks read with."""
+"""Stores, copies between layouts, bounds of keys, checksums and the benchmarks' reads on the GPU,
+bit-exact."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def _small() -> dict[str, list[Case]]:
 
 
 def check_mapped(gpu: Gpu, to_host: bool) -> None:  # noqa: FBT001 -- what a case is given
-    """Pages between the GPU's memory and registered memory of the host, by a kernel, and nothing else changes."""
+    """A kernel copies pages between the GPU's memory and registered host memory, and changes
+    nothing else."""
     ours, theirs = Memory("pages-hnd", "bf16"), Memory("layers-nhd", "bf16")
     ours.fill(np.random.default_rng(5))
     with gpu.room() as room, host.pinned(gpu, theirs.lies[0].nbytes) as memory:

@@ -1,8 +1,10 @@
-"""The parts of `make gpu`, each a process of its own: what hangs or loses the GPU's context is ended at its bound, and the others go on.
+"""The parts of `make gpu`, each a separate process: one that hangs is killed at its bound.
 
-Purpose: `PARTS`; `results_of`, in the process that runs them; `main`, in each part's own: `python -m tools.gpu.parts NAME MODULE DESCRIPTOR ...`. Non-purpose: what a
-part does. Invariants: a result is with the caller as soon as the part has it; no part, and nothing that it started, outlives its bound by more than the
-kernel needs to end it.
+A part that loses the GPU's context does not stop the others. Purpose: `PARTS`; `results_of`, in the
+process that runs them; `main`, in each part's process: `python -m tools.gpu.parts NAME MODULE
+DESCRIPTOR ...`. Non-purpose: a part's work. Invariants: the caller gets a result as soon as the
+part has it. A part and its children outlive its bound only by the time that the kernel needs to end
+them.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from tools.gpu.bench import ROOT, Bench
 from tools.gpu.results import Check, Result, line_of, result_of
 
 TOTAL_S = 475
-"""Of all parts, so that all is done within eight minutes."""
+"""Of all parts, so that all end within eight minutes."""
 GRACE_S = 5
-"""Between the time at which a part should be through and its end."""
+"""Between a part's deadline and its kill."""
 LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """module: whose `results(bench)` gives them. bound_s: after which it is killed."""
+    """module: has `results(bench)`. bound_s: seconds until the part is killed."""
 
     name: str
     module: str
@@ -62,7 +64,7 @@ PARTS = (
 
 
 def results_of(part: Part, *, fatbins: Path, is_small: bool, bound_s: float) -> Iterator[Result]:
-    """What the part gives, as it comes; a failed check under its own name if it does not end well."""
+    """The part's results, as they come; if it does not end well, a failed check under its own name."""
     ours, theirs = os.pipe()
     child = subprocess.Popen(
         [
@@ -96,7 +98,7 @@ def results_of(part: Part, *, fatbins: Path, is_small: bool, bound_s: float) -> 
 
 
 def _lines(descriptor: int, *, until: float) -> Iterator[Result]:
-    """Up to the end of a pipe. Raises TimeoutError."""
+    """Results until the pipe closes. Raises TimeoutError."""
     held = b""
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
@@ -110,7 +112,7 @@ def _lines(descriptor: int, *, until: float) -> Iterator[Result]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """It and all that it started."""
+    """Kills it and all its children."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -118,7 +120,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """One part; what went wrong is told like what it found."""
+    """Runs one part; reports an error like a result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("module")

@@ -55,7 +55,8 @@ def _full() -> dict[str, list[Shape]]:
 
 
 def _narrow(dims: Iterable[int]) -> Iterator[Case]:
-    """As on GPUs whose blocks have less shared memory: of every type, and, whatever fits, by the smaller stages."""
+    """As on GPUs whose blocks have less shared memory: every type; other shapes always by small
+    stages."""
     for types, dim in itertools.product(TYPES, dims):
         yield _check_least, Shape(((20, 150), (9, 9)), types, dim, seed=dim)
     for shape in NARROW_PREFILLS:
@@ -63,7 +64,7 @@ def _narrow(dims: Iterable[int]) -> Iterator[Case]:
 
 
 def _odd(count: int) -> Iterator[Case]:
-    """So many of either."""
+    """This many of either."""
     yield from ((check_odd_prefill, odd) for odd in ODD_PREFILLS[:count])
     yield from ((check_short_prefill, shape) for shape in SHORT_PREFILLS[:count])
 

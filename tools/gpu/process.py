@@ -1,4 +1,4 @@
-"""The GPU process of the device tier on this driver: slabs, copies and checksums, what is left of it when it is killed, and its rates against the link."""
+"""The device tier's GPU process on this driver: slabs, copies, checksums, its death, and its rates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Sides:
-    """Blocks in host memory, of which the first half is the source and the other where they come back to, and the pieces both ways. descriptor: of the slab."""
+    """Blocks in host memory, and their pieces both ways. The memory's first half is the source; the
+    second receives the blocks that come back. descriptor: of the slab."""
 
     memory: host.HostMemory
     load: Array
@@ -44,14 +45,14 @@ class Sides:
         return self.memory.bytes.nbytes // 2
 
     def tables(self) -> list[SliceTable]:
-        """Of the blocks as they are loaded."""
+        """The tables of the blocks in the order of the loads."""
         lengths = slice_lengths(BLOCK_BYTES, LAYERS)
         places = self.load["host_offset"].tolist()
         return [slice_sums(memoryview(self.memory.bytes[at : at + BLOCK_BYTES]), lengths) for at in places]
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """The link first, by this process, which then has nothing of the GPU."""
+    """Measures the link first, in this process, which then releases its GPU memory."""
     length = bench.pick(512 << 20, 3 * BLOCK_BYTES)
     limits = _link(bench, length)
     with ExitStack() as stack:
@@ -93,7 +94,7 @@ def _sides(descriptor: int, length_bytes: int) -> Sides:
 
 
 async def _life(bench: Bench, sides: Sides, descriptor: int, limits: tuple[float, float]) -> list[Result]:
-    """Two lives: the first is killed, the second takes over its slab."""
+    """Two GPU processes: the first is killed, the second takes over its slab."""
     dead = asyncio.Event()
     first = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: dead.set())
     facts = await first.start()
@@ -147,7 +148,7 @@ def _are_same(got: list[SliceTable], want: list[SliceTable]) -> bool:
 
 
 def _is_back(sides: Sides) -> bool:
-    """Every block, at its new place."""
+    """Whether every block came back, at its new place."""
     blocks = sides.memory.bytes.reshape(-1, BLOCK_BYTES)
     places = [pieces["host_offset"] // BLOCK_BYTES for pieces in (sides.load, sides.store)]
     return bool((blocks[places[0]] == blocks[places[1]]).all())

@@ -1,4 +1,4 @@
-"""Whether the driver registers a read-only shared mapping for copies by the GPU, and at what rate against a writable one."""
+"""Whether the driver registers a read-only shared mapping for GPU copies, and at which rate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def results(bench: Bench) -> Iterator[Result]:
 
 
 class _Rate:
-    """Of one registration: GiB a second of registering and of copying, and whether the bytes came."""
+    """One registration: GiB a second of registering and of copying, and whether the bytes were
+    right."""
 
     def __init__(self, gpu: Gpu, memory: host.HostMemory, flags: int) -> None:
         length = memory.bytes.nbytes

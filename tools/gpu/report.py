@@ -1,6 +1,6 @@
-"""cuda/RESULTS.md: what every row was expected to be, and what came; or that it waits for a GPU.
+"""cuda/RESULTS.md: every row's forecast and result; without a run, rows that wait for a GPU.
 
-Invariants: written by this module alone. Without a run it holds no figure but predictions and promises.
+Invariants: only this module writes it. Without a run its only figures are predictions and promises.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ HEADINGS = {
 
 
 def waiting() -> str:
-    """Before any run."""
+    """The report before any run."""
     return TITLE + WAITING + "".join(_tables({}, is_judged=False))
 
 
 def text(machine: Mapping[str, object], results: Mapping[str, Result], *, is_judged: bool) -> str:
-    """After one. machine: what it ran on, by name. is_judged: whether sizes were those that promises are about."""
+    """The report of a run. machine: its properties, by name. is_judged: whether promises cover the
+    sizes."""
     told = "".join(f"\n- {name}: {value}" for name, value in machine.items())
     unforeseen = [result for name, result in results.items() if name not in FORECASTS]
     wrong = "".join(f"\n- **{result.name}**: {result.said}" for result in unforeseen if not isinstance(result, Row))

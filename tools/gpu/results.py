@@ -1,6 +1,7 @@
-"""What a part gives: rows with a limit of the same run, checks, facts, and what was left out; and how they travel as lines of JSON.
+"""A part's results, and their form as lines of JSON.
 
-Non-purpose: judging them, which `forecasts` does. Invariants: a ratio is value over limit, pair by pair where both are lists.
+Kinds: rows with a limit of the same run, checks, facts, and omissions. Non-purpose: judging them,
+which `forecasts` does. Invariants: a ratio is value over limit, pair by pair if both are lists.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. limit: what the machine allows, measured in the same run and in the same unit; None: there is none."""
+    """One figure. limit: the machine's, measured in the same run and in the same unit; None: there
+    is none."""
 
     name: str
     value: float
@@ -25,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that is right or not."""
+    """A check that passed or failed."""
 
     name: str
     passed: bool
@@ -34,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a driver answers, where no answer is wrong."""
+    """A driver's answer, if no answer is wrong."""
 
     name: str
     said: str
@@ -42,7 +44,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was left out, and why."""
+    """An omitted result, and the reason."""
 
     name: str
     said: str
@@ -73,6 +75,6 @@ def line_of(result: Result) -> bytes:
 
 
 def result_of(line: bytes) -> Result:
-    """Of such a line."""
+    """The result of such a line."""
     told = json.loads(line)
     return KINDS[told.pop("kind")](**told)

@@ -1,7 +1,8 @@
-"""Others' decodes side by side with ours, where they are installed: torch's SDPA on gathered keys and values, FlashInfer on the same pages, by its quickest backend.
+"""Decodes of torch's SDPA and of FlashInfer beside tierd's, if they are installed.
 
-Invariants: all get the same numbers, and memory in turn, so that none finds its bytes in the cache; all are captured as graphs by torch, and ours is launched into
-torch's stream.
+SDPA has gathered keys and values; FlashInfer has the same pages, and its quickest backend counts.
+Invariants: all get the same numbers, and use places in turn, so none hits the cache. All are
+captured by torch as graphs; tierd's decode launches into torch's stream.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ROUNDS = 9
 BACKENDS = ("fa2", "fa3")
 """Of FlashInfer; the second is for sm_90 alone."""
 OUT_LIMIT = 1e-2
-"""Between two that round in other places."""
+"""Between two outputs that round in other places."""
 
 
 def results(bench: Bench) -> Iterator[Result]:
@@ -70,7 +71,7 @@ def _found(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds, and how far the two outputs are from each other. by: which of a rival's ways it was."""
+    """Microseconds, and the distance of the two outputs. by: the rival's backend."""
 
     ours: float
     theirs: float
@@ -92,7 +93,8 @@ def _row(bench: Bench, name: str, measured: Callable[[], Times]) -> Result:
 
 @dataclass
 class Turns:
-    """Requests of one length in several places of a pool [pages, 2, kv_heads, PAGE_TOKENS, head_dim], all of torch."""
+    """Requests of one length in several places of a pool of torch: [pages, 2, kv_heads,
+    PAGE_TOKENS, head_dim]."""
 
     torch: Any
     library: Loaded
@@ -131,7 +133,7 @@ class Turns:
         ]
 
     def compared(self, theirs: Sequence[Callable[[], Any]]) -> Times:
-        """Each by its median. theirs: launches that give an output [requests, q_heads, head_dim], up to ones in its shape."""
+        """Each by its median. theirs: launches that return `q`'s shape, perhaps with axes of one."""
         out = self.torch.empty_like(self.q)
         ours = self.ours(out)
         ours[0]()
@@ -172,7 +174,7 @@ def _against_sdpa(turns: Turns) -> Times:
 
 
 def _against_flashinfer(turns: Turns, flashinfer: Any) -> Times:
-    """By the quicker of its backends that are right. Raises what the last of them raised, if none runs."""
+    """By the quickest backend with a right output. If none runs, raises the error of the last."""
     found, failure = list[Times](), Exception("no backend was tried")
     for backend in BACKENDS:
         try:
@@ -185,7 +187,7 @@ def _against_flashinfer(turns: Turns, flashinfer: Any) -> Times:
 
 
 def _by_flashinfer(turns: Turns, flashinfer: Any, backend: str) -> list[Callable[[], Any]]:
-    """Its plans are made beforehand, by the CPU."""
+    """The CPU makes its plans beforehand."""
     torch, pages = turns.torch, turns.length // PAGE_TOKENS
     indptr = torch.arange(turns.requests + 1, dtype=torch.int32) * pages
     last = torch.full((turns.requests,), PAGE_TOKENS, dtype=torch.int32)

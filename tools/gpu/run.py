@@ -1,4 +1,4 @@
-"""A run of `make gpu`: its parts one after another, what is known so far in files, and the exit status at the end."""
+"""A run of `make gpu`: its parts in turn, files of the results so far, and the exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAD = ("failed", "missed")
 
 
 class Run:
-    """What is known so far, kept in files."""
+    """The results so far, kept in files."""
 
     def __init__(self, told: dict[str, object], folder: Path, *, is_small: bool, is_whole: bool) -> None:
         self.told, self.is_small, self.results = told, is_small, dict[str, Result]()
@@ -31,13 +31,13 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, result: Result) -> None:
-        """Says it, and keeps it."""
+        """Prints the result, and keeps it."""
         self.results[result.name] = result
         print(self._line(result), flush=True)
         self.write()
 
     def write(self) -> None:
-        """All that there is."""
+        """Writes all results."""
         objects = [
             as_object(result) | {"predicted": _predicted(name), "verdict": self._verdict(result)}
             for name, result in self.results.items()
@@ -46,7 +46,7 @@ class Run:
         _replace(self._json, json.dumps(whole, indent=1) + "\n")
 
     def end(self) -> int:
-        """Writes the report; the exit status."""
+        """Writes the report; returns the exit status."""
         _replace(self._text, report.text(self.told, self.results, is_judged=not self.is_small))
         bad = [result for result in self.results.values() if self._verdict(result) in BAD]
         for result in bad:
@@ -73,14 +73,14 @@ def _predicted(name: str) -> float | str | None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """At once: whoever reads it sees the former or the new."""
+    """Atomically: a reader sees the former file or the new one."""
     unfinished = path.with_name(f".{path.name}.new")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.rename(path)
 
 
 def run_parts(run: Run, parts: Sequence[Part], folder: Path) -> None:
-    """One after another, each with a share of what is left."""
+    """One after another, each with a share of the remaining time."""
     until = time.monotonic() + TOTAL_S
     for part in parts:
         left = until - time.monotonic()
@@ -95,7 +95,7 @@ def run_parts(run: Run, parts: Sequence[Part], folder: Path) -> None:
 
 
 def built(folder: Path, architecture: str) -> Path:
-    """The fatbins; compiled for this GPU alone if there are none and there is an nvcc. Raises Missing."""
+    """The fatbins. If there are none, nvcc compiles them for this GPU alone. Raises Missing."""
     if any(folder.glob("*.fatbin")):
         return folder
     if fatbins.find_nvcc() is None:

@@ -1,4 +1,5 @@
-"""What `sanitizing` looks at, as a program: `python -m tools.gpu.sanitized FATBINS`. Two small cases of each kernel and a decode whose parts are joined in two steps, each result compared."""
+"""The program that `sanitizing` checks: `python -m tools.gpu.sanitized FATBINS`. It compares
+results of two small cases of each kernel, and of a decode whose parts are joined in two steps."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ CASES = [
 
 
 def main() -> None:
-    """Raises AssertionError where a result is wrong."""
+    """Raises AssertionError if a result is wrong."""
     kernels = Gpu(Path(sys.argv[1])).kernels
     for check, shape in CASES:
         check(kernels, shape)

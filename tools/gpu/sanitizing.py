@@ -1,7 +1,8 @@
-"""A few cases of each kernel under NVIDIA's compute-sanitizer: bad addresses, races in shared memory, barriers that not all reach.
+"""A few cases of each kernel under NVIDIA's compute-sanitizer.
 
-Non-purpose: memory order between blocks, which no tool of it looks at: cuda/README.md states what orders what. Where the tool is missing, or does not work on this machine, its
-rows are left out with the reason: that is no fault of a kernel's.
+It detects bad addresses, races in shared memory, and barriers that not all threads reach.
+Non-purpose: memory order between blocks, which no tool of it checks; cuda/README.md states it. If
+the tool is missing or does not work, its rows are omitted with the reason.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from tools.gpu.results import Check, Left, Result
 TOOL = "compute-sanitizer"
 CHECKS = ("memcheck", "racecheck", "synccheck")
 LEAST_S = 5
-"""For one of them to be begun."""
+"""The least time to start one of them."""
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) .*")
 SAID = 3
-"""Lines of what it found that a failed check tells."""
+"""Lines of its findings that a failed check prints."""
 
 
 def results(bench: Bench) -> Iterator[Result]:

@@ -1,7 +1,8 @@
-"""Decodes as models have them, of any size, with all they need on the GPU, and what they must give.
+"""Decodes of models' shapes and any size, with their GPU memory and their expected outputs.
 
-Purpose: `Pool`, pages of random numbers; `Decode`, a batch over them, in several places of the pool; `Reader`, which only reads. Non-purpose: times. Invariants:
-tables of one decode share no page, and pages stand in them in random order; contents repeat after PATTERN_PAGES, which is how `expected` knows them.
+Purpose: `Pool`, pages of random numbers; `Decode`, a batch over them, in several places of the
+pool; `Reader`, which only reads. Non-purpose: times. Invariants: tables of one decode share no page
+and list pages in random order. Contents repeat after PATTERN_PAGES, so `_expected` knows them.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ class Model:
     head_dim: int = 128
 
     def decode(self, requests: int) -> DecodeShape:
-        """For so many at most."""
+        """The shape for at most this many requests."""
         return DecodeShape(requests, self.q_heads, self.kv_heads, self.head_dim)
 
 
 MODELS = {"8b": Model(32, 8), "70b": Model(64, 8), "70b/8": Model(8, 1)}
-"""The last: of Llama-3-70B what one of eight GPUs has."""
+"""The last: the share of one of eight GPUs in Llama-3-70B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pool is: in new memory of a room, or at an address, where its pages may stand already."""
+    """A pool's place: new memory of a room, or an address, which may have its pages already."""
 
     room: Room | None = None
     address: int = 0
@@ -60,7 +61,8 @@ class Place:
 
 
 class Pool:
-    """Pages [pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim], heads outside of tokens, layers within a page as in a block."""
+    """Pages [pages, layers, 2, kv_heads, PAGE_TOKENS, head_dim], all layers in a page as in a
+    block."""
 
     def __init__(self, gpu: Gpu, model: Model, pages: int, place: Place, *, dtype: Any = BF16) -> None:
         self.model, self.pages, self.layers = model, pages, place.layers
@@ -84,12 +86,12 @@ class Pool:
         return k, v
 
     def bytes_of(self, tokens: int) -> int:
-        """Keys and values of so many in one layer."""
+        """Keys and values of this many tokens in one layer."""
         return tokens * 2 * self.model.kv_heads * self.model.head_dim * self.memory.dtype.itemsize
 
 
 class Decode:
-    """One query token for each of some sequences. `runs`: the same on other pages of the pool, as many as there are."""
+    """One query token for each of some sequences. `runs`: the same on other pages of the pool."""
 
     def __init__(
         self, gpu: Gpu, room: Room, pool: Pool, lengths: Sequence[int], *, q_heads: int, with_mass: bool = False
@@ -109,7 +111,7 @@ class Decode:
 
     @property
     def kv_bytes(self) -> int:
-        """What one of them reads of keys and values."""
+        """Bytes of keys and values that one launch reads."""
         return self._pool.bytes_of(sum(self._lengths))
 
     def runs(self, *, most: int = 8) -> list[Callable[[], None]]:
@@ -124,7 +126,7 @@ class Decode:
         self._decode(self._q, self._pool.kv(layer), batch, self.to)
 
     def distances(self, rows: Iterable[tuple[int, int]], lengths: Sequence[int] = ()) -> Distances:
-        """Of the last launch of (0, 0) from float64. rows: (sequence, kv head). lengths: of the sequences, if the array has been given others."""
+        """Of launch (0, 0) from float64. rows: (sequence, kv head). lengths: if the array changed."""
         outs, lses = (self._gpu.read_back(array).astype(np.float64) for array in (self.to.out, self.to.lse))
         group = self.q.shape[1] // self._pool.model.kv_heads
         off = norm = lse = 0.0
@@ -157,14 +159,14 @@ class Distances:
     @property
     def are_right(self) -> bool:
         """Within the limits of the tests."""
-        return self.out <= OUT_LIMIT["bf16"] and self.lse <= LSE_LIMIT  # false of NaN
+        return self.out <= OUT_LIMIT["bf16"] and self.lse <= LSE_LIMIT  # false for NaN
 
     def __str__(self) -> str:
         return f"{self.out:.2e} off, lse {self.lse:.1e}"
 
 
 def _tables(lengths: Sequence[int], pages: int) -> list[Array]:
-    """i32 [n, most pages], as many as a pool of so many pages has room for, with 0 behind what a sequence has."""
+    """i32 [n, most pages], as many tables as the pool has pages for; 0 after a sequence's pages."""
     needed = [-(-length // PAGE_TOKENS) for length in lengths]
     ids = np.random.default_rng(len(lengths)).permutation(pages).astype(np.int32)
     made = []
@@ -184,7 +186,7 @@ class ReadParams(ctypes.Structure):
 
 
 class Reader:
-    """Reads memory of the GPU and keeps nothing of it."""
+    """Reads GPU memory and keeps only sums."""
 
     def __init__(self, gpu: Gpu, room: Room) -> None:
         self._gpu, self._blocks = gpu, gpu.multiprocessors * LARGE_BLOCKS
@@ -197,7 +199,7 @@ class Reader:
         self._gpu.kernels.launch("read_all", (blocks, 1, 1), ReadParams(address, self.sums.address, pieces))
 
     def runs(self, memory: DeviceArray, length_bytes: int, *, most: int = 8) -> list[Callable[[], None]]:
-        """Launches, each on other memory as long as there is some."""
+        """Launches, each on other memory as far as it suffices."""
         count = max(1, min(most, memory.nbytes // length_bytes))
         length = min(length_bytes, memory.nbytes)
         return [lambda i=i: self.launch(memory.address + i * length, length) for i in range(count)]

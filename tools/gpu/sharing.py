@@ -1,4 +1,4 @@
-"""Several processes attend to the pages of one slab, as workers do to the device tier's; one of them is killed, then the slab's owner."""
+"""Several processes attend to one slab's pages, as workers do. One dies, then the slab's owner."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ READERS = 3
 WATCHED_S = 1.5
 LIMIT_S = 25
 SEAM_BYTES = 64 << 10
-"""On either side of where one mapping ends and the next begins."""
+"""On either side of the seam between two mappings."""
 
 
 class Reader:
-    """A process that attends; what it said so far."""
+    """A process that attends, and its reports so far."""
 
     def __init__(self, child: subprocess.Popen[str]) -> None:
         self.child, self.count, self.digests, self.right = child, 0, set[str](), ""
 
     def hear(self) -> None:
-        """One line more. Raises RuntimeError if it has ended."""
+        """Reads one more line. Raises RuntimeError if the process has ended."""
         assert self.child.stdout
         told = self.child.stdout.readline().split()
         if not told:
@@ -86,7 +86,7 @@ def _owned(bench: Bench, stack: ExitStack, length_bytes: int) -> tuple[subproces
 
 
 def _pace(readers: list[Reader], seconds: float) -> float:
-    """Decodes a second of all of them. Raises RuntimeError if one ends, or says nothing."""
+    """Decodes a second of all of them. Raises RuntimeError if one ends."""
     for reader in readers:
         reader.hear()
     begun, counts, until = time.monotonic(), [reader.count for reader in readers], time.monotonic() + seconds
@@ -109,7 +109,7 @@ def _same(name: str, readers: list[Reader]) -> Check:
 
 
 def _in_a_row(bench: Bench, descriptor: int, length_bytes: int) -> Check:
-    """The slab twice in one range of addresses, mapped as a worker maps it; and a kernel's copy of what lies about the seam."""
+    """Maps the slab twice in a row, as a worker does; a kernel copies bytes across the seam."""
     gpu, worker = bench.gpu(), device.Gpu(device.GpuPlace("", 0))
     memory = worker.map(descriptor, length_bytes, is_writable=False)
     page = device.DevicePage(memory, memory.address, length_bytes, pin=None, writable=False)
@@ -127,7 +127,7 @@ def _in_a_row(bench: Bench, descriptor: int, length_bytes: int) -> Check:
 
 
 def _write_fault(bench: Bench, readers: list[Reader], descriptor: int, length_bytes: int) -> Check:
-    """One more process writes where it may only read."""
+    """One more process writes to memory that it may only read."""
     with bench.process("attending", "write", descriptor, length_bytes, pass_fds=[descriptor]) as writer:
         assert writer.stdout
         said = writer.stdout.readline().strip()
@@ -137,7 +137,7 @@ def _write_fault(bench: Bench, readers: list[Reader], descriptor: int, length_by
 
 
 def _owner_death(bench: Bench, readers: list[Reader], descriptor: int, length_bytes: int) -> Check:
-    """The readers went on; and whoever has the descriptor can map the memory again, with what was in it."""
+    """The readers continue; a process with the descriptor can map the memory again, unchanged."""
     same = _same("shared_owner_death", readers)
     try:
         gpu = bench.gpu(with_kernels=False)

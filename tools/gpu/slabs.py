@@ -1,6 +1,6 @@
-"""Device memory that several processes map: made and exported by one, imported by others, as the device tier does it.
+"""Device memory that several processes map: one makes and exports it, as the device tier does.
 
-Invariants: the one who makes a slab says what others may do; whoever has a descriptor keeps the memory alive.
+Invariants: the maker of a slab sets the others' rights; an open descriptor keeps the memory alive.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def rounded(gpu: Gpu, length_bytes: int) -> int:
 
 
 def made(gpu: Gpu, length_bytes: int) -> Slab:
-    """A new one, which may be written here."""
+    """A new slab, writable in this process."""
     length = rounded(gpu, length_bytes)
     return _mapped(gpu, gpu.ask("cuMemCreate", length, _kind_of_memory(gpu), 0), length)
 
 
 def exported(gpu: Gpu, slab: Slab) -> int:
-    """A descriptor of it."""
+    """A descriptor of the slab."""
     return int(gpu.ask("cuMemExportToShareableHandle", slab.handle, _handle_type(gpu), 0))
 
 
 def imported(gpu: Gpu, descriptor: int, length_bytes: int, *, rights: str = "READWRITE") -> Slab:
-    """Of another process. rights: READ or READWRITE."""
+    """A slab of another process. rights: READ or READWRITE."""
     handle = gpu.ask("cuMemImportFromShareableHandle", descriptor, _handle_type(gpu))
     return _mapped(gpu, handle, length_bytes, rights=rights)
 
 
 def dropped(gpu: Gpu, slab: Slab) -> None:
-    """This process has it no more."""
+    """Unmaps and releases it in this process."""
     gpu.finish()
     gpu.ask("cuMemUnmap", slab.address, slab.length_bytes)
     gpu.ask("cuMemAddressFree", slab.address, slab.length_bytes)

@@ -1,7 +1,8 @@
-"""What is broken in the kernels, one at a time, to see that their tests notice: `python -m tools.kernel_mutants` tries it.
+"""Faults in the kernels, one at a time, for `python -m tools.kernel_mutants`.
 
-Purpose: the table `MUTANTS`. Non-purpose: how they are tried. Invariant: what is replaced stands in its file exactly once, which a test sees to.
-Every barrier and every wait has a row but the two waits at the ends of decode and prefill: all that they wait for is empty groups of copies.
+Purpose: the table `MUTANTS`; its runs show that the kernels' tests detect each fault. Non-purpose:
+the runs. Invariant, which a test checks: the replaced text is in its file exactly once. Every
+barrier and wait has a row, except the last waits of decode and prefill, whose groups are empty.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ ATTENTION: tuple[Mutant, ...] = (
         MERGE,
     ),
     Mutant("merge-rest", "four parts are merged", "merge.cu", "first += kAtOnce", "first = p.parts", MERGE),
-    # -- what is no number, and rows that were not foretold
+    # -- NaN and infinities, and rows that were not foretold
     Mutant(
         "prefill-nan",
         "a sum of NaN is taken for nothing that a prompt's query saw",

@@ -1,4 +1,4 @@
-"""Faults of decode, and of what it shares with prompts."""
+"""Faults of decode, and of the code that it shares with prompts."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ DECODES: tuple[Mutant, ...] = (
         "const float share = from + j < parts ? 1.f : 0.f;",
         DECODE,
     ),
-    # -- what is no number, and what calls before have left
+    # -- NaN and infinities, and state of earlier calls
     Mutant(
         "decode-nan",
         "a sum of NaN is taken for nothing that was seen",

@@ -1,4 +1,4 @@
-"""Faults of what moves pages, sums slices or only reads."""
+"""Faults of the kernels that move pages, sum slices or only read."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ MOVING: tuple[Mutant, ...] = (
     Mutant(
         "hash-empty", "a slice of no bytes is read", "hash.cu", "if (length == 0) return", "if (false) return", HASH
     ),
-    # -- what benchmarks call the memory's bandwidth
+    # -- reads that measure the memory's bandwidth for benchmarks
     Mutant("read-tail", "a piece behind the end is read", "read.cu", "at < p.pieces ?", "at <= p.pieces ?", READ),
     Mutant("read-rest", "one turn of all blocks is read", "read.cu", "first += step)", "first = p.pieces)", READ),
     Mutant(

@@ -1,4 +1,4 @@
-"""A fault of the kernels, and the source files whose cases should notice."""
+"""A fault of the kernels, and the source file whose cases should detect it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ DECODE, PREFILL, PAGES, MERGE, HASH, READ = "decode", "prefill", "pages", "merge
 
 @dataclass(frozen=True)
 class Mutant:
-    """what: the fault. file: under cuda/src, where `old` stands once. unit: the source file whose cases should notice."""
+    """`what` is the fault. file: under cuda/src, with `old` once in it. unit: the source file whose
+    cases should detect it."""
 
     name: str
     what: str
@@ -20,5 +21,5 @@ class Mutant:
     unit: str
 
     def is_there(self, sources: Path) -> bool:
-        """Whether its text stands in its file exactly once."""
+        """Whether its text is in its file exactly once."""
         return (sources / "src" / self.file).read_text(encoding="utf-8").count(self.old) == 1

@@ -1,1 +1,1 @@
-"""Takes the checks out of the code, one at a time, and shows which test notices."""
+"""Removes the code's checks, one at a time, and shows which test fails."""

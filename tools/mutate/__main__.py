@@ -1,10 +1,12 @@
 """Mutation runs: `python -m tools.mutate [--only NAME] [--list]`.
 
-Each row of `mutations.py` is one small change that takes a check away. It is made in a copy of the tree, the tests that should notice are run there,
-and it is taken back. First the same tests must pass without it. A table says which test noticed; the exit status is 1 if none did for some
-mutation, 2 if a mutation could not be tried (its text is not there once, or its tests fail without it).
+Each row of `mutations.py` is one small change that removes a check. The program makes it in a copy
+of the tree, runs the tests that should fail, and undoes it. The same tests must first pass without
+it. A table names the test that failed. Exit status: 1 if no test failed for some mutation. 2 if one
+could not be tried: its text is not there exactly once, or its tests fail without it.
 
-Purpose: proof that the tests would see a missing check. Non-purpose: finding places by itself. Invariant: the working tree is only read.
+Purpose: proof that the tests detect a missing check. Non-purpose: a search for places to change.
+Invariant: the working tree is only read.
 """
 
 from __future__ import annotations
@@ -38,14 +40,15 @@ LEFT_OUT = (
     ".hypothesis",
 )
 TIMEOUT_S = 240.0
-"""Of the tests of one mutation; one that makes them hang so long is noticed too."""
+"""Of the tests of one mutation; a mutation that makes them hang this long counts as detected."""
 PASSED, FAILED = 0, 1
-"""pytest's exit statuses; all others say that it could not run."""
+"""pytest's exit statuses; with any other one it could not run."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the tests. status: pytest's, None for out of time; test: the first that failed; text: the end of what was said."""
+    """The result of the tests. status: pytest's, None if they timed out; test: the first that
+    failed; text: the end of the output."""
 
     status: int | None
     test: str
@@ -62,7 +65,7 @@ class Copy:
         self._green: dict[tuple[str, ...], Outcome] = {}
 
     def without(self, mutation: Mutation) -> Outcome:
-        """The tests of a mutation on the unchanged tree; run once for all mutations that have the same."""
+        """Runs a mutation's tests on the unchanged tree, once for all mutations with the same."""
         if mutation.tests not in self._green:
             self._green[mutation.tests] = self._run(mutation.tests)
         return self._green[mutation.tests]
@@ -83,7 +86,7 @@ class Copy:
             path.write_text(text, encoding="utf-8")
 
     def _run(self, tests: tuple[str, ...]) -> Outcome:
-        # No bytecode: a change and its undoing within one second would not be seen.
+        # No bytecode: Python would not see a change and its undoing within one second.
         subprocess.run([sys.executable, "-m", "tools.native"], cwd=self._place, check=False, stderr=subprocess.DEVNULL)
         env = os.environ | {"PYTHONPATH": str(self._place), "PYTHONDONTWRITEBYTECODE": "1", "TIERD_DEPTH": "test"}
         begun = time.monotonic()
@@ -101,7 +104,7 @@ class Copy:
 
 
 def verdict(copy: Copy, mutation: Mutation) -> tuple[str, int]:
-    """What the table says of a mutation, and the exit status that follows from it."""
+    """The table's text for a mutation, and the exit status that follows from it."""
     if not mutation.is_there(ROOT):
         return f"NOT TRIED: its text is not in {mutation.file} once", NOT_TRIED
     before = copy.without(mutation)

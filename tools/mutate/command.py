@@ -12,7 +12,7 @@ SURVIVED, NOT_TRIED = 1, 2
 
 
 class Named(Protocol):
-    """what: for people."""
+    """`what` is a text for people."""
 
     @property
     def name(self) -> str: ...
@@ -25,7 +25,8 @@ Some = TypeVar("Some", bound=Named)
 
 
 def choose(known: Sequence[Some], description: str) -> list[Some]:
-    """Those that `--only` names, or all. Ends the process for `--list`, and for a name that is none of theirs."""
+    """The mutants that `--only` names, or all. Ends the process for `--list` and for an unknown
+    name."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this one alone; may be repeated")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")

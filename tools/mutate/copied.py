@@ -1,5 +1,5 @@
-"""Mutations of what clients do by themselves: puts that are told of before they are written, or wait for nobody, and
-copies."""
+"""Mutations of work that clients do: puts announced before they are written, puts that nobody
+awaits, and copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ONE_SIDED = ("tests/system/test_one_sided.py",)
 EARLY = ("tests/system/test_early_commits.py",)
 
 COPIED: tuple[Mutation, ...] = (
-    # -- puts that wait for nobody
+    # -- puts that nobody awaits
     Mutation(
         "unanswered-lost",
         "blocks of a put that waited for nobody and failed are counted",

@@ -1,4 +1,4 @@
-"""What a mutation is."""
+"""One mutation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mutation:
-    """what: the promise that it breaks. tests: arguments for pytest, the quickest that should notice."""
+    """`what` is the promise that it breaks. tests: arguments for pytest, the quickest that should
+    fail."""
 
     name: str
     what: str
@@ -18,6 +19,6 @@ class Mutation:
     tests: tuple[str, ...]
 
     def is_there(self, root: Path) -> bool:
-        """Whether its text stands in its file exactly once."""
+        """Whether its text is in its file exactly once."""
         path = root / self.file
         return path.exists() and path.read_text(encoding="utf-8").count(self.old) == 1

@@ -1,6 +1,7 @@
-"""The mutations, as data: which text goes, what comes in its place, which tests should notice.
+"""The mutations, as data: the old text, the new text, and the tests that should fail.
 
-Purpose: one row per check whose loss would show somebody wrong bytes, or lose what was promised to be kept. A text stands in its file exactly once.
+Purpose: one row for each check without which a client could read wrong bytes, or lose promised
+ones. A text is in its file exactly once.
 """
 
 from __future__ import annotations

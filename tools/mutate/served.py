@@ -1,4 +1,4 @@
-"""Mutations of what decides who is served what: processes, epochs, rights, queues, former lives, full disks."""
+"""Mutations of the checks on access: processes, epochs, rights, queues, former lives, full disks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ SERVED: tuple[Mutation, ...] = (
         "lost = doom < 0",
         ("tests/unit/core/requests/test_gets.py", "tests/unit/core/test_upkeep.py"),
     ),
-    # -- who may
+    # -- rights
     Mutation(
         "tenant",
         "another tenant's namespace is refused",

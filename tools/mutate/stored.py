@@ -1,4 +1,5 @@
-"""Mutations of what keeps bytes right and durable: generations, checksums, first hits, syncs."""
+"""Mutations of the checks that keep bytes right and durable: generations, checksums, first hits,
+syncs."""
 
 from __future__ import annotations
 

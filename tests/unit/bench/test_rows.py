@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks' rows: medians, ratios run by run, and what is promised of them."""
+"""The arithmetic of benchmark rows: medians, ratios run by run, and their promises."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def row(name: str, ratio: float) -> Row:
 
 
 def test_a_ratio_is_the_median_of_the_runs_ratios() -> None:
-    """A machine that halves its speed between two runs changes value and limit, and not the ratio."""
+    """A machine whose speed changes between runs changes value and limit, not the ratio."""
     found = row_of("a", [8.0, 4.0, 2.0], unit="GB/s", limits=[10.0, 5.0, 2.5], meaning="")
     assert (found.value, found.limit, found.ratio, found.runs) == (4.0, 5.0, pytest.approx(0.8), 3)
     assert (found.low, found.high) == (pytest.approx(0.8), pytest.approx(0.8))
 
 
 def test_the_spread_is_between_quartiles() -> None:
-    """One run out of nine that went astray is not the spread."""
+    """One outlier of nine runs does not change the spread."""
     found = row_of("a", [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 1000.0], unit="s", limits=[1.0] * 9, meaning="")
     assert found.spread == pytest.approx((7.0 - 3.0) / 5.0)
     assert (found.low, found.high) == (3.0, 7.0)
@@ -68,21 +68,21 @@ def test_a_goal_lies_beyond_its_bar() -> None:
 
 
 def test_processor_seconds_are_per_gigabyte() -> None:
-    """The median of the runs' seconds, over what one run moved."""
+    """`cpu_s_per_gb` is the median of the runs' seconds over the bytes of one run."""
     found = row("put_2MiB_x16", 1.0).with_cpu([0.1, 0.2, 9.0], gigabytes=0.5)
     assert found.cpu_s_per_gb == pytest.approx(0.4)
     assert cells_of(found)[5] == "0.40"
 
 
 def test_costs_become_rates() -> None:
-    """Amount over wall time, run by run; medians of a few runs each."""
+    """A rate is the amount over the wall time of each run. `medians` takes a few runs each."""
     costs = [Cost(wall_s=0.5, cpu_s=0.1), Cost(wall_s=0.25, cpu_s=0.3)]
     assert (rates(costs, 2.0), cpus(costs)) == ([4.0, 8.0], [0.1, 0.3])
     assert medians([1.0, 5.0, 2.0, 7.0, 9.0, 8.0], of=3) == [2.0, 8.0]
 
 
 def test_works_take_turns() -> None:
-    """Each run begins with the next work, every work sees every run's number, and the first runs do not count."""
+    """Each run begins with the next work, every work gets every run's number, and warm runs do not count."""
     seen: list[tuple[str, int]] = []
     works = {name: lambda n, name=name: lambda: seen.append((name, n)) for name in "ab"}
     costs = interleaved(works, runs=2, warm=1)
@@ -91,13 +91,13 @@ def test_works_take_turns() -> None:
 
 
 def test_runs_are_numbered_from_where_they_begin() -> None:
-    """Measures see the numbers from the first one on, and those of the first runs do not count."""
+    """Run numbers begin at `first`, and warm runs do not count."""
     costs = take_turns({"a": lambda n: Cost(n, 0.0), "b": lambda n: Cost(-n, 0.0)}, runs=2, warm=1, first=5)
     assert {name: [cost.wall_s for cost in each] for name, each in costs.items()} == {"a": [6, 7], "b": [-6, -7]}
 
 
 def test_a_look_afterwards_is_no_part_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is called then gets the run's number, comes after the work, and its time does not count."""
+    """`then` gets the run's number after the work, and its time does not count."""
     seen: list[int] = []
     monkeypatch.setattr(time, "perf_counter", lambda: float(sum(seen)))
     measure = measured(lambda n: lambda: seen.append(n), then=lambda n: seen.append(100 * n))
@@ -106,7 +106,7 @@ def test_a_look_afterwards_is_no_part_of_the_work(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_bytes_are_noticed() -> None:
-    """A batch fits the sums under its number; another one, exchanged blocks or one bit do not."""
+    """A batch passes the sums of its number; another batch, exchanged blocks or a flipped bit do not."""
     batch = np.random.default_rng(0).integers(0, 256, (2, 4096), dtype=np.uint8)
     sums = Sums()
     sums.note(1, batch)
@@ -120,14 +120,14 @@ def test_other_bytes_are_noticed() -> None:
 
 
 def test_processor_time_of_both_processes_counts() -> None:
-    """What a work costs the processor is there, and is not what it waits."""
+    """A cost has the work's CPU time, apart from its waits."""
     cost = cost_of(lambda: sum(range(1_000_000)))
     assert 0 < cost.cpu_s <= 10 * cost.wall_s
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_is_drawn_of_any_rows(suffix: str, tmp_path: Path) -> None:
-    """Shares, prices, rows without a promise and ratios far beyond the axis make a picture of the kind that its ending says."""
+    """`draw` draws any rows, also beyond the axis, in the format of the file's ending."""
     rows = [row("put_2MiB_x16", 0.5), row("lookup_empty", 400.0), row("anything", 3.0)]
     draw(rows, tmp_path / f"picture.{suffix}", title="here")
     head = (tmp_path / f"picture.{suffix}").read_bytes()[:5]
@@ -135,7 +135,7 @@ def test_a_picture_is_drawn_of_any_rows(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_line_tells_ratio_bar_and_goal() -> None:
-    """What is promised stands beside the ratio, with the direction; of nothing nothing."""
+    """The promise stands beside the ratio, with its direction; a row without a promise has none."""
     assert cells_of(row("lookup_empty", 1.2))[4] == "≤ 1.30, 1.10"
     assert "yellow" in cells_of(row("lookup_empty", 1.2))[3]
     assert cells_of(row("anything", 1.2))[4] == ""
@@ -143,7 +143,7 @@ def test_a_line_tells_ratio_bar_and_goal() -> None:
 
 
 def test_numbers_are_short() -> None:
-    """Three digits, and no powers of ten where people read microseconds."""
+    """A number has three digits, and no powers of ten."""
     assert [short(value) for value in (0.12345, 12.345, 999.4, 1234.5, 46_500.0)] == [
         *("0.123", "12.3", "999", "1,234", "46,500")
     ]

@@ -1,4 +1,4 @@
-"""Commits that wait for their pages, and their writer's sums, in a world."""
+"""Commits that wait for their pages and their writer's sums, in a world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = chain(1, 4)
 
 
 class Counted:
-    """How many pages the mover sums for commits and first hits."""
+    """The number of pages that the mover sums for commits and first hits."""
 
     def __init__(self, world: World) -> None:
         self.pages = 0
@@ -32,7 +32,7 @@ class Counted:
 
 
 class Late:
-    """A commit that waits for its pages to be written. sums: what its writer says then."""
+    """A commit that waits until its pages are written. sums: a future with the writer's sums."""
 
     def __init__(self, world: World, reservation: int, *, blocks: StructArray | None = None, **options: object) -> None:
         self.sums: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -41,14 +41,14 @@ class Late:
         )
 
     async def begun(self) -> Late:
-        """When it waits."""
+        """Returns once the commit waits."""
         for _ in range(8):
             await asyncio.sleep(0)
         assert not self.commit.done()
         return self
 
     async def end(self, sums: bytes = b"") -> Committed:
-        """All is written."""
+        """Ends the wait: all pages are written."""
         self.sums.set_result(sums)
         return await self.commit
 

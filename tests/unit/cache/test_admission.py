@@ -1,4 +1,4 @@
-"""Admission: a disk whose queue is long is not read from by those who would wait too long."""
+"""Admission: a disk with a long queue refuses reads that would wait too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierd.core.formats.model import TRANSFER, Reason, StructArray
 MIB = 1 << 20
 DISK, OTHER, HOST = 1, 2, 0
 FORTY = 40 * MIB
-"""Bytes that take a second, once that was seen."""
+"""Bytes that the fixture's disk reads in a second."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Disk:
     def begin(
         self, size: int, *, session: int = 1, tier: int = DISK, reason: Reason = Reason.DEMAND, blocks: int = 8
     ) -> StructArray:
-        """A batch of so many bytes sets off."""
+        """Begins a batch of `size` bytes."""
         batch = np.zeros(blocks, dtype=TRANSFER)
         batch["id"] = np.arange(blocks) + self.made + 1
         batch["source"]["tier"], batch["reason"] = tier, reason
@@ -41,18 +41,18 @@ class Disk:
         return batch
 
     def end(self, batch: StructArray, *, after_s: float) -> None:
-        """It ends."""
+        """Ends the batch."""
         self.now += after_s
         self.admission.end(batch)
 
     def shut(self, session: int = 9, *, timeout_s: float = 60.0, is_demand: bool = True) -> frozenset[int]:
-        """For a caller that has nothing under way."""
+        """The shut tiers for a caller without reads under way."""
         return self.admission.shut(session, timeout_s=timeout_s, is_demand=is_demand)
 
 
 @pytest.fixture
 def disk() -> Disk:
-    """A disk that has shown that it reads 40 MiB a second."""
+    """A disk whose measured rate is 40 MiB a second."""
     disk = Disk()
     for _ in range(50):
         disk.end(disk.begin(FORTY // 4), after_s=0.25)
@@ -60,12 +60,12 @@ def disk() -> Disk:
 
 
 def test_an_idle_disk_is_open(disk: Disk) -> None:
-    """With nothing under way everybody is let in, whatever was measured and however little time there is."""
+    """An idle disk admits every caller, at any measured rate and any deadline."""
     assert disk.shut(timeout_s=0.001) == frozenset()
 
 
 def test_a_long_queue_is_shut(disk: Disk) -> None:
-    """A queue of more than two seconds is shut, and open again when it has become shorter; other disks are not touched."""
+    """A queue of more than two seconds is shut until it is shorter. Other disks stay open."""
     batches = [disk.begin(FORTY // 2, session=i) for i in range(5)]
     assert disk.shut() == {DISK}
     disk.begin(FORTY, tier=OTHER)
@@ -76,21 +76,21 @@ def test_a_long_queue_is_shut(disk: Disk) -> None:
 
 
 def test_a_short_deadline_is_told_at_once(disk: Disk) -> None:
-    """Who has little time is turned away by a queue that others may join."""
+    """A caller with a short deadline is refused by a queue that others may join."""
     disk.begin(FORTY, session=1)
     assert disk.shut(timeout_s=1.5) == {DISK}
     assert disk.shut(timeout_s=3.0) == frozenset()
 
 
 def test_no_session_fills_the_queue(disk: Disk) -> None:
-    """A session whose own reads take half of the queue gets no more, while another does."""
+    """A session whose reads take half of the queue gets no more; other sessions do."""
     disk.begin(FORTY + MIB, session=1)
     assert disk.shut(1) == {DISK}
     assert disk.shut(2) == frozenset()
 
 
 def test_prefetches_wait_behind_demand(disk: Disk) -> None:
-    """Prefetches get half of the queue, and never keep a demand out."""
+    """Prefetches get at most half of the queue, and never block a demand."""
     disk.begin(FORTY, session=1, reason=Reason.PREFETCH)
     disk.begin(FORTY // 4, session=2, reason=Reason.PREFETCH)
     assert disk.shut(3, timeout_s=math.inf, is_demand=False) == {DISK}
@@ -98,7 +98,7 @@ def test_prefetches_wait_behind_demand(disk: Disk) -> None:
 
 
 def test_a_disk_that_hangs_is_shut(disk: Disk) -> None:
-    """A read that does not end shuts its disk after two seconds, whatever its size; its end opens it."""
+    """A read that hangs for two seconds shuts its disk; the read's end opens it."""
     stuck = disk.begin(MIB)
     disk.now += 1.9
     assert disk.shut() == frozenset()
@@ -109,21 +109,21 @@ def test_a_disk_that_hangs_is_shut(disk: Disk) -> None:
 
 
 def test_bounded_before_anything_is_known() -> None:
-    """A burst on a disk that was never read is bounded in number."""
+    """A burst on a disk without a measured rate is bounded by the number of blocks."""
     disk = Disk()
     disk.begin(MIB, blocks=1000)
     assert disk.shut() == {DISK}
 
 
 def test_what_does_not_read_a_disk_counts_nothing(disk: Disk) -> None:
-    """Copies from memory, and writes, are no part of it."""
+    """Copies from memory do not count."""
     disk.end(disk.begin(FORTY * 10, tier=HOST), after_s=0.0)
     assert disk.admission.queued() == 0
     assert disk.shut() == frozenset()
 
 
 def test_the_refusal_says_when(disk: Disk) -> None:
-    """The hint grows with the queue, within its bounds."""
+    """The retry hint grows with the queue, within its bounds."""
     disk.begin(FORTY * 2 + FORTY // 2)
     short = disk.admission.refusal([DISK]).retry_after_s
     disk.begin(FORTY * 20)
@@ -132,7 +132,7 @@ def test_the_refusal_says_when(disk: Disk) -> None:
 
 
 def test_everything_is_forgotten_at_the_end(disk: Disk) -> None:
-    """When nothing is under way nothing is remembered of it."""
+    """An idle queue keeps no counts."""
     for batch in [disk.begin(FORTY, session=i) for i in range(5)]:
         disk.end(batch, after_s=0.1)
     queue = disk.admission._queues[DISK]

@@ -1,4 +1,4 @@
-"""What goes on without being asked, and survives what goes wrong."""
+"""Background work that needs no request, and its recovery from faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierd.testing import chain
 from tierd.tiers.store.nvme import NvmeStore
 
 FULL = chain(1, 120)
-"""Of the 4 MiB that hold 512 blocks; a low mark of 10 % lets 51 stay."""
+"""Of the 4 MiB that hold 512 blocks; a low watermark of 10 % keeps 51 of them unwritten."""
 
 
 def _with_marks(high: float, low: float) -> str:
@@ -30,7 +30,7 @@ async def _until_demoted(world: World) -> None:
 
 
 async def test_what_was_found_full_is_demoted() -> None:
-    """A tier that is above its watermark when the daemon starts is written ahead without anybody putting anything."""
+    """A tier above its watermark at the daemon's start is demoted without any put."""
     with directories() as places:
         async with opened(places=places) as world:
             await world.put(FULL)
@@ -42,7 +42,7 @@ async def test_what_was_found_full_is_demoted() -> None:
 
 
 async def test_what_was_held_is_demoted_when_it_is_let_go() -> None:
-    """Blocks above the watermark that somebody reads stay as they are, and are written ahead once nobody does, without anybody putting anything."""
+    """Leased blocks above the watermark are demoted once they are released, without any put."""
     async with opened(_with_marks(0.2, 0.1)) as world:
         lease = (await world.put(FULL, lease=True)).lease
         world.cache.background.start()
@@ -56,7 +56,7 @@ async def test_what_was_held_is_demoted_when_it_is_let_go() -> None:
 
 
 async def test_what_was_demoted_before_a_flush_is_durable_after_it(tmp_path: Path) -> None:
-    """Blocks that lie on NVMe and were not synced yet are when a flush has ended: a store over a copy of the files finds them."""
+    """After a flush, unsynced NVMe blocks are durable: a store over a copy of the files has them."""
     with directories() as places:
         async with opened(places=places) as world:
             committed = await world.put(chain(1, 4))
@@ -72,7 +72,7 @@ async def test_what_was_demoted_before_a_flush_is_durable_after_it(tmp_path: Pat
 
 
 async def test_demotion_survives_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fails in an unforeseen way is told, and demotion goes on."""
+    """The daemon logs a demotion step that fails unexpectedly, and demotion goes on."""
     monkeypatch.setattr(background, "PAUSE_S", 0.01)
     async with opened(_with_marks(0.2, 0.1)) as world:
         demote, calls = world.cache.core.demote, []
@@ -93,7 +93,7 @@ async def test_demotion_survives_a_fault(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_failed_store_is_told_once() -> None:
-    """A store whose sync failed takes nothing more, is said so once and is served from; a probe that succeeds puts it back."""
+    """After a failed sync a store only serves reads, with one log line. A successful probe restores it."""
     async with opened() as world:
         committed = await world.put(chain(1, 4))
         await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)
@@ -112,7 +112,7 @@ async def test_a_failed_store_is_told_once() -> None:
 
 
 async def test_quiesce_leaves_nothing_to_do() -> None:
-    """After a Quiesce nothing flies and no tier has anything to write ahead."""
+    """After a Quiesce no transfer is in flight and no tier has blocks to demote."""
     async with opened(_with_marks(0.2, 0.1)) as world:
         await world.put(FULL)
         assert await world.cache.background.quiesce(timeout_s=SOON_S) > 0
@@ -123,7 +123,7 @@ async def test_quiesce_leaves_nothing_to_do() -> None:
 
 @pytest.mark.parametrize(("limit", "writes_ahead"), [("", True), ('wear_budget = "1 GB"', False)])
 async def test_zeros_are_no_part_of_a_budget(limit: str, *, writes_ahead: bool) -> None:
-    """Where what is written to a store is limited, nothing is written ahead: a footprint of zeros could be the budget of days."""
+    """Under a wear budget a store writes no zeros ahead: its footprint of zeros may be days of budget."""
     async with opened(CONFIG + limit) as world:
         store = world.daemon.tiers[1]
         assert isinstance(store, NvmeStore) and store.zero_ahead is writes_ahead

@@ -1,4 +1,4 @@
-"""The breaker of a stored tier: when it opens, what it takes out of service, when it comes back."""
+"""The breaker of a stored tier: its opening, its effect on reads and writes, and its recovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _opened(now: float = 100.0) -> Breaker:
 
 
 def test_few_faults_are_tolerated() -> None:
-    """Below the limit nothing happens; the limit within the window takes it out of service for writes alone, with a reason."""
+    """The fault limit within the window opens the breaker for writes alone, with a reason."""
     breaker = Breaker(TOLERANCE)
     breaker.look(Health(write_errors=1), 0.0)
     assert not breaker.look(Health(write_errors=1, read_errors=1), 1.0)
@@ -28,7 +28,7 @@ def test_few_faults_are_tolerated() -> None:
 
 
 def test_faults_far_apart_are_forgotten() -> None:
-    """So many faults over more than the window do not open it."""
+    """Faults spread over more than the window do not open it."""
     breaker = Breaker(TOLERANCE)
     for count in range(1, 10):
         breaker.look(Health(write_errors=count), count * 301.0)
@@ -36,13 +36,13 @@ def test_faults_far_apart_are_forgotten() -> None:
 
 
 def test_one_failed_sync_is_enough() -> None:
-    """A fault that keeps everything from becoming durable opens it at once, and reads go on."""
+    """A failed sync opens the breaker for writes at once, and reads go on."""
     breaker = _opened()
     assert (breaker.writes, breaker.reads, breaker.reason) == (False, True, "no sync")
 
 
 def test_hang() -> None:
-    """A read that hangs takes reads out too, a write that hangs does not; both are said."""
+    """A hung read stops reads and writes, a hung write only writes; both set the reason."""
     for health, reads in ((Health(read_age_s=5.1), False), (Health(write_age_s=5.1), True)):
         breaker = Breaker(TOLERANCE)
         assert not breaker.look(Health(read_age_s=4.9, write_age_s=4.9), 0.0)
@@ -52,7 +52,7 @@ def test_hang() -> None:
 
 
 def test_reads_that_all_fail() -> None:
-    """As many failed reads in a row as the limit, however far apart, take reads out of service; so does it while open for writes already."""
+    """As many failed reads in a row as the limit stop reads, also if the breaker is open for writes."""
     breaker = Breaker(TOLERANCE)
     breaker.look(Health(read_errors=3, unread=3), 0.0)
     assert not breaker.reads
@@ -62,7 +62,7 @@ def test_reads_that_all_fail() -> None:
 
 
 def test_comes_back() -> None:
-    """After the pause it is probed, once; a probe that succeeds puts it back, and what went before is forgotten."""
+    """After the pause one probe is due. If it succeeds, the breaker closes and past faults do not count."""
     breaker = _opened(100.0)
     assert not breaker.is_due(100.4)
     assert breaker.is_due(100.5)
@@ -75,7 +75,7 @@ def test_comes_back() -> None:
 
 
 def test_pause_doubles_to_its_bound() -> None:
-    """Each probe that fails, and each new opening soon after, doubles the pause up to the bound; after a long calm it is short again."""
+    """Failed probes and early reopenings double the pause up to its bound. A long calm resets it."""
     breaker, now, pauses = _opened(0.0), 0.0, []
     for _ in range(6):
         begun = now
@@ -92,7 +92,7 @@ def test_pause_doubles_to_its_bound() -> None:
 
 
 def test_resume() -> None:
-    """By command an open one is due at once; a closed one stays as it is."""
+    """By command an open breaker is due for a probe at once; a closed one stays as it is."""
     breaker = _opened(100.0)
     breaker.resume()
     assert breaker.is_due(100.0)
@@ -102,7 +102,7 @@ def test_resume() -> None:
 
 
 def test_limit_of_zero() -> None:
-    """With fault_limit 0 errors never open it; a failed sync still does."""
+    """With fault_limit 0 errors never open the breaker; a failed sync still does."""
     breaker = Breaker(Tolerance(faults=0))
     breaker.look(Health(read_errors=1000, unread=1000), 0.0, corrupt=1000)
     assert breaker.state is State.CLOSED
@@ -117,7 +117,8 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_never_stays_open(steps: list[tuple[str, float]]) -> None:
-    """Whatever happens, reads in service imply nothing about writes, writes imply reads, and an open one is probed after the longest pause."""
+    """After any faults, writes imply reads, and an open breaker is due for a probe after the longest
+    pause."""
     breaker, now, errors = Breaker(TOLERANCE), 0.0, 0
     for what, wait_s in steps:
         now += wait_s

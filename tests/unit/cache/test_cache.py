@@ -1,4 +1,4 @@
-"""What the conductor promises when a call is cut short, a page is bad, a session goes."""
+"""The conductor with cancelled calls, bad pages and ended sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tierd.testing import chain, is_content
 
 
 async def test_page_changed_after_its_commit_shortens_the_answer() -> None:
-    """A writer that scribbles over a committed page costs that block and those behind it, and no more."""
+    """A page that its writer changes after the commit is a miss, as are the blocks behind it, and no
+    other."""
     async with opened() as world:
         committed = await world.put(chain(1, 4))
         world.page(committed.extents[2])[0] ^= 0xFF
@@ -36,7 +37,7 @@ async def test_page_changed_after_its_commit_shortens_the_answer() -> None:
 
 
 async def test_a_farther_copy_of_a_changed_page_is_used_once() -> None:
-    """A get that finds a page changed takes the copy of the store instead, and its blocks are used once by it."""
+    """A get that meets a changed page uses the store's copy, and counts one use per block."""
     async with opened() as world:
         names = chain(1, 4)
         committed = await world.put(names, durability=Durability.DURABLE)
@@ -46,7 +47,7 @@ async def test_a_farther_copy_of_a_changed_page_is_used_once() -> None:
 
 
 async def test_commit_gives_no_lease_on_a_page_that_changed() -> None:
-    """Who commits what exists already, with a lease, is never given a page that another writer has changed since its commit."""
+    """A commit of existing blocks never gives a lease on a page that was changed after its commit."""
     async with opened() as world:
         first, second = await world.reserve(chain(1, 4)), await world.reserve(chain(1, 4))
         committed = await world.commit(first.reservation)
@@ -61,7 +62,7 @@ async def test_commit_gives_no_lease_on_a_page_that_changed() -> None:
 
 
 async def test_commit_gives_no_lease_on_a_store() -> None:
-    """A block that exists on NVMe alone is committed again without a lease: nobody can map its page."""
+    """A commit of a block that only NVMe holds gives no lease, because no client can map its page."""
     async with opened() as world:
         second = await world.reserve(chain(1, 4))
         committed = await world.put(chain(1, 4), durability=Durability.DURABLE)
@@ -75,7 +76,7 @@ async def test_commit_gives_no_lease_on_a_store() -> None:
 
 @pytest.mark.parametrize("steps", range(6))
 async def test_cancelled_acquire_holds_nothing(steps: int) -> None:
-    """An Acquire that is cancelled, at whatever await, leaves no lease."""
+    """An Acquire that is cancelled at any await keeps no lease."""
     async with opened() as world:
         await world.put(chain(1, 4))
         task = asyncio.create_task(world.acquire(chain(1, 4)))
@@ -87,7 +88,7 @@ async def test_cancelled_acquire_holds_nothing(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", range(1, 6))
 async def test_cancelled_commit_leaves_no_lease(steps: int) -> None:
-    """A Commit that is cancelled publishes or does not, and in either case nothing stays held."""
+    """A cancelled Commit may publish or not, and keeps no hold either way."""
     async with opened() as world:
         reserved = await world.reserve(chain(1, 4))
         task = asyncio.create_task(world.commit(reserved.reservation, lease=True))
@@ -95,7 +96,7 @@ async def test_cancelled_commit_leaves_no_lease(steps: int) -> None:
         task.cancel()
         await _ended(task, world)
         async with asyncio.timeout(10):
-            while world.pins:  # noqa: ASYNC110  # the end of hashing rings no bell
+            while world.pins:  # noqa: ASYNC110  # the end of hashing sends no signal
                 await asyncio.sleep(0)
         world.cache.core.check()
         assert world.pins == 0
@@ -127,7 +128,7 @@ async def test_acquire_of_a_stopped_session_holds_nothing(monkeypatch: pytest.Mo
 
 
 async def test_session_that_ends_during_a_call_is_told() -> None:
-    """A process that ends during an Acquire or a Commit leaves clean books behind, whatever its calls answer."""
+    """A process that ends during an Acquire or a Commit leaves the books clean."""
     async with opened() as world:
         await world.put(chain(1, 4))
         reserved = await world.reserve(chain(2, 4))
@@ -144,7 +145,7 @@ async def test_session_that_ends_during_a_call_is_told() -> None:
 
 @pytest.mark.parametrize("how", ["end_session", "leave_session"])
 async def test_a_session_that_holds_much_ends_in_steps(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a session that ends each step of the loop gives back STEP_PAGES pages, leases and reservations, until nothing is held."""
+    """Each turn of the loop releases STEP_PAGES pages of an ended session, until it holds none."""
     monkeypatch.setattr(holdings, "STEP_PAGES", 4)
     monkeypatch.setattr("tierd.cache.sessions.STEP_PAGES", 4)
     async with opened() as world:
@@ -165,7 +166,7 @@ async def test_a_session_that_holds_much_ends_in_steps(how: str, monkeypatch: py
 
 
 async def test_commits_in_parts_erase_their_rows() -> None:
-    """Pages that were committed with keep_open are held as a reservation no longer."""
+    """After a keep_open commit the session table holds no reservation for its pages."""
     async with opened() as world:
         reserved = await world.reserve(chain(1, 4))
         await world.commit(reserved.reservation, keep_open=True)
@@ -173,7 +174,7 @@ async def test_commits_in_parts_erase_their_rows() -> None:
 
 
 async def test_committed_blocks_are_ready() -> None:
-    """A put answers READY for what was new and EXISTS for what was there."""
+    """A put answers READY for new blocks and EXISTS for present ones."""
     async with opened() as world:
         assert (await world.put(chain(1, 4))).statuses.tolist() == [BlockStatus.READY] * 4
         first, second = await world.reserve(chain(2, 2)), await world.reserve(chain(2, 2))
@@ -182,7 +183,7 @@ async def test_committed_blocks_are_ready() -> None:
 
 
 async def test_reply_is_about_what_was_committed() -> None:
-    """A block that leaves before the answer does, and whose id another one gets, is answered for as what it was."""
+    """A commit's reply describes its own block, even after another block reuses its id."""
     async with opened() as world:
         committed = await world.put(chain(1, 1))
         world.cache.flights.start(world.cache.core.evict(committed.blocks, tier=None, now=0.0))
@@ -196,7 +197,7 @@ async def test_reply_is_about_what_was_committed() -> None:
 
 
 async def test_watch_ends_with_its_session() -> None:
-    """A session that has stopped is told of nothing more."""
+    """A stopped session receives no further events."""
     async with opened() as world, aclosing(world.cache.watch(world.session, after=0, sees_all=False)) as events:
         waiting = asyncio.ensure_future(anext(events))
         await _turns(1)
@@ -213,7 +214,7 @@ async def test_watch_ends_with_its_session() -> None:
 
 
 async def test_a_watch_that_hears_nothing_ends_with_its_session() -> None:
-    """Who waits for the next event is told at once that his session has ended, though nothing happens any more."""
+    """A client that waits for events gets SessionLost at once when its session stops."""
     async with opened() as world, aclosing(world.cache.watch(world.session, after=0, sees_all=False)) as events:
         waiting = asyncio.ensure_future(anext(events))
         await _turns(1)
@@ -229,14 +230,14 @@ async def _turns(count: int) -> None:
 
 
 async def _ended(task: asyncio.Task, world: World) -> None:  # type: ignore[type-arg]
-    """The call has ended; what it answered in time is let go of."""
+    """Waits for the call, and releases its lease if it has one."""
     done = await asyncio.gather(task, return_exceptions=True)
     if getattr(done[0], "lease", 0):
         world.cache.release(world.session, [done[0].lease])  # type: ignore[union-attr]
 
 
 async def test_a_session_holds_only_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session with as many leases as it may have is refused another, whose pages come back; after a release it gets one."""
+    """A session at its lease limit is Overloaded until it releases a lease."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
     async with opened() as world:
         await world.put(chain(1, 2))
@@ -250,7 +251,7 @@ async def test_a_session_holds_only_so_much(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_of_several_reservations_all_are_recorded_or_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a session may hold some of the reservations that it asks for ahead, and not all, it holds none of them."""
+    """If a session may hold only some of its reservations ahead, it holds none of them."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
     async with opened() as world:
         group = world.put_query(np.zeros((2, 32), np.uint8))
@@ -263,7 +264,7 @@ async def test_of_several_reservations_all_are_recorded_or_none_is_held(monkeypa
 
 
 async def test_what_cannot_be_recorded_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the session table is full and cannot grow, calls fail and count for nothing: when it can, the session gets as many leases as ever."""
+    """If the session table cannot grow, calls fail and do not count against the limit."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
     async with opened() as world:
         await world.put(chain(1, 2))
@@ -281,7 +282,7 @@ async def test_what_cannot_be_recorded_is_not_held(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_full_disk_queue_is_told_at_once() -> None:
-    """Who asks for what lies behind a queue that is full is Overloaded with a hint; what is in memory is served as ever."""
+    """A get behind a full disk queue is Overloaded with a hint; a get from memory is served."""
     async with opened() as world:
         far, near = chain(1, 4), chain(2, 4)
         stored = await world.put(far, durability=Durability.DURABLE)
@@ -303,13 +304,13 @@ async def test_a_full_disk_queue_is_told_at_once() -> None:
 
 
 async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that changed, and whose epoch ends during its verification, is a miss at once, quarantined and counted once."""
+    """A changed page whose epoch ends during its verification is a miss, quarantined and counted once."""
     monkeypatch.setattr("tierd.mover.AT_ONCE_BYTES", 0)  # so that there is a moment in which pages are looked at
     async with opened() as world:
         committed = await world.put(chain(1, 4))
         world.page(committed.extents[2])[0] ^= 0xFF
         task = asyncio.create_task(world.acquire(chain(1, 4)))
-        await _turns(1)  # it is settled, and its pages are being hashed
+        await _turns(1)  # the lease is settled, and its pages are being hashed
         assert world.cache.core.stats().leases == 1
         await world.end_epoch()
         async with asyncio.timeout(SOON_S):
@@ -322,7 +323,7 @@ async def test_a_bad_page_whose_epoch_ends_while_it_is_looked_at(monkeypatch: py
 
 
 async def test_nothing_is_verified_for_who_sums_what_he_copies() -> None:
-    """Until he says that a page is bad: then the daemon looks at that one, and he is served what is good."""
+    """For a client that sums its copies, the daemon verifies only the pages that the client doubts."""
     names = chain(1, 4)
     async with opened(CONFIG.replace('segment = "1 MiB"', 'segment = "1 MiB"\nverify = "always"', 1)) as world:
         committed, counted = await world.put(names), Counted(world)

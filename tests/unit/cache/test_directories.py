@@ -1,4 +1,4 @@
-"""Directories of trust domains: each names what its domain has near, and nothing of another's."""
+"""Directories of trust domains: each lists the near blocks of its own domain, and of no other."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ class Reader:
         self.directory = Directory(words_of(self.memory, count=length // 8))
 
     async def places(self, namespace: int, names: np.ndarray = NAMES) -> list[tuple[int, int]]:
-        """Of those of the blocks that are entered, when what was told before is."""
+        """The places of those of the blocks that are entered, after pending entries are written."""
         await asyncio.sleep(0)
         found = (self.directory.place(namespace, name.tobytes()) for name in names)
         return [place for place in found if place is not None]
 
 
 async def test_what_is_published_is_entered_and_what_leaves_is_not() -> None:
-    """Blocks stand in their domain's directory where they lie, from their publication on and until their pages are
-    freed."""
+    """A directory lists a block from its publication until its page is freed."""
     async with opened() as world:
         reader = Reader(world, "t")
         reserved = await world.reserve(NAMES)
@@ -53,8 +52,7 @@ async def test_what_is_published_is_entered_and_what_leaves_is_not() -> None:
 
 
 async def test_what_comes_near_is_entered_too() -> None:
-    """Blocks that were in the tiers before the domain's first session came are entered when a client that lacks them
-    has asked."""
+    """Blocks from before the domain's first session are entered after a client asks for them."""
     async with opened() as world:
         await world.put(NAMES)
         reader = Reader(world, "t")
@@ -67,7 +65,7 @@ async def test_what_comes_near_is_entered_too() -> None:
 
 
 async def test_another_domain_sees_nothing_of_it() -> None:
-    """Blocks of two tenants that come near in one batch stand each in its own tenant's directory and in no other."""
+    """Blocks of two tenants in one batch are entered in their own tenant's directory only."""
     async with opened() as world:
         world.cache.open_session(12, tenant="u")
         spec = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
@@ -84,11 +82,10 @@ async def test_another_domain_sees_nothing_of_it() -> None:
 
 
 async def test_a_namespace_is_read_without_a_call_until_its_epoch_ends() -> None:
-    """From the opening of a namespace by a session that has a directory, up to the end of its
-    epoch; nobody else's directory says so."""
+    """`runs` holds from a session's open of a namespace to its epoch's end, in its own directory only."""
     async with opened() as world:
         reader, theirs = Reader(world, "t").directory, Reader(world, "u").directory
-        assert not reader.runs(world.namespace.id)  # it was opened before there was one
+        assert not reader.runs(world.namespace.id)  # the session opened it before the directory existed
         namespace = world.cache.open_namespace(world.session, replace(world.namespace.spec, rank_count=3))
         assert [reader.runs(i) for i in namespace.ids] == [True] * 3
         assert not any(theirs.runs(i) for i in namespace.ids)
@@ -102,11 +99,10 @@ async def test_a_namespace_is_read_without_a_call_until_its_epoch_ends() -> None
 
 
 async def test_a_client_can_change_nothing_of_it() -> None:
-    """The descriptor that it is given can neither be mapped for writing nor made longer or shorter, and is no way to
-    one that can."""
+    """A client can neither map the descriptor for writing, nor resize it, nor reopen it as writable."""
     async with opened() as world:
         reader = Reader(world, "t")
-        again = os.open(f"/proc/self/fd/{reader.fd}", os.O_RDWR)  # as a client of the daemon's own user can
+        again = os.open(f"/proc/self/fd/{reader.fd}", os.O_RDWR)  # a client of the daemon's own user can do this
         for fd in (reader.fd, again):
             with pytest.raises(PermissionError):
                 mmap.mmap(fd, mmap.PAGESIZE)

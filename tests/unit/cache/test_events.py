@@ -1,4 +1,4 @@
-"""What the event log promises."""
+"""The event log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _add(log: EventLog, count: int, *, namespace: int = 1) -> None:
 
 
 async def test_watcher_sees_what_follows() -> None:
-    """A watcher that waits gets the next event, and not those before it came."""
+    """A watcher gets the events after its start, and none from before."""
     log = EventLog(limit=10)
     _add(log, 1)
     async with aclosing(log.follow()) as followed:
@@ -37,7 +37,7 @@ async def test_watcher_resumes() -> None:
 
 
 async def test_gap_is_told() -> None:
-    """A watcher that fell behind the log's limit is told that events were lost."""
+    """A watcher behind the log's limit gets a LOST event."""
     log = EventLog(limit=3)
     _add(log, 10)
     async with aclosing(log.follow(1)) as followed:
@@ -46,7 +46,7 @@ async def test_gap_is_told() -> None:
 
 
 async def test_other_tenants_are_not_seen() -> None:
-    """A restricted watcher hears only of the namespaces that it may."""
+    """A restricted watcher gets events of its own namespaces only."""
     log = EventLog(limit=10)
     _add(log, 1, namespace=1)
     _add(log, 1, namespace=2)
@@ -60,7 +60,7 @@ async def test_other_tenants_are_not_seen() -> None:
 
 
 async def test_close_ends_watchers() -> None:
-    """After close a watcher gets what there is, and then the end."""
+    """After close a watcher gets the remaining events, then the end."""
     log = EventLog(limit=10)
     _add(log, 3)
     async with aclosing(log.follow(1)) as followed:
@@ -69,7 +69,7 @@ async def test_close_ends_watchers() -> None:
 
 
 async def test_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events of many blocks do not make the log large: the oldest go, and that is told."""
+    """Large events keep the log within its byte limit: it drops the oldest and reports LOST."""
     monkeypatch.setattr(events, "LOG_BYTES", 10 * 32)
     log = EventLog(limit=1000)
     for _ in range(30):
@@ -81,7 +81,7 @@ async def test_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_no_event_and_no_batch_outgrows_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What concerns very many blocks is told in several events, and a slow watcher gets what it missed in several batches."""
+    """The log splits an event with very many blocks, and sends a slow watcher several batches."""
     monkeypatch.setattr(events, "EVENT_BYTES", 4 * 32)
     monkeypatch.setattr(events, "BATCH_BYTES", 8 * 32)
     log = EventLog(limit=1000)

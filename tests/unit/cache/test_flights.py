@@ -1,4 +1,4 @@
-"""What the flights promise: order, one flight for many, and an end to everything that began."""
+"""Flights: their order, one flight for many waiters, and an end for each."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NAMES = chain(1, 4)
 
 
 async def _far(world: World, names: np.ndarray) -> None:
-    """Stores blocks and leaves them on NVMe alone."""
+    """Stores blocks and keeps them on NVMe alone."""
     committed = await world.put(names)
     assert (await world.cache.persistence.persist(committed.blocks, timeout_s=SOON_S)).all()
     for extent in committed.extents:
-        world.page(extent)[:] = bytes(BLOCK_BYTES)  # nobody shall find the right bytes by chance
+        world.page(extent)[:] = bytes(BLOCK_BYTES)  # so that no reader gets the right bytes by chance
     for position, tier in enumerate(world.cache.tiers):
         if tier.spec.kind is not TierKind.NVME:
             world.cache.flights.start(world.cache.core.evict(committed.blocks, tier=position, now=0.0))
@@ -53,7 +53,7 @@ async def test_blocks_come_over_two_links() -> None:
 
 
 async def test_order_of_a_plan_is_no_matter() -> None:
-    """A flight waits for the one that fills its source, also where the plan names it first."""
+    """A flight waits for the one that fills its source, even if the plan names it first."""
     async with opened(DEVICE) as world:
         await _far(world, NAMES)
         got = world.cache.core.acquire(
@@ -64,7 +64,7 @@ async def test_order_of_a_plan_is_no_matter() -> None:
         async with _hung(world):
             world.cache.flights.start(turned)
             await world.cache.flights.prepared([s.segment for s in plan.segments])
-            for _ in range(20):  # turns of the mover's threads, in which nothing may be copied yet
+            for _ in range(20):  # turns of the mover's threads, which must not copy yet
                 await asyncio.get_running_loop().run_in_executor(world.cache.parts.mover._threads, int)
         assert await world.cache.flights.landed(turned, timeout_s=SOON_S)
         assert world.cache.core.settle(got.lease, now=0.0).tokens == 64
@@ -72,7 +72,7 @@ async def test_order_of_a_plan_is_no_matter() -> None:
 
 
 async def test_what_waits_holds_nothing_up() -> None:
-    """A block that is near already is served though the one behind it hangs on another link."""
+    """A near block is served while the next block hangs on another link."""
     async with opened(DEVICE) as world:
         await _far(world, NAMES[2:])
         await world.put(NAMES[:2])
@@ -83,7 +83,7 @@ async def test_what_waits_holds_nothing_up() -> None:
 
 
 async def test_memory_that_is_still_made_holds_up_only_what_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks come into the first segment of several while the next is being made, and those behind them once it is there."""
+    """Blocks load into a ready segment while the next segment is still being prepared."""
     names = chain(1, 16)
     async with opened(CONFIG.replace('"1 MiB"', '"64 KiB"', 1)) as world:
         await _far(world, names)
@@ -105,7 +105,7 @@ async def test_memory_that_is_still_made_holds_up_only_what_goes_there(monkeypat
 
 
 async def test_many_wait_for_one_flight() -> None:
-    """Two who want the same blocks at once get them by one transfer each block."""
+    """Two gets of the same blocks share one transfer per block."""
     async with opened() as world:
         await _far(world, NAMES)
         made = world.cache.flights.made
@@ -115,7 +115,7 @@ async def test_many_wait_for_one_flight() -> None:
 
 
 async def test_corrupt_block_on_nvme_shortens() -> None:
-    """A block whose bytes on NVMe are wrong is a miss, never found again, and costs no other."""
+    """A block with wrong bytes on NVMe is a miss from then on, and costs no other block."""
     async with opened() as world:
         await _far(world, NAMES)
         found = world.cache.core.extents(world.cache.core.blocks(tier=1), tier=1)
@@ -130,7 +130,7 @@ async def test_corrupt_block_on_nvme_shortens() -> None:
 
 
 async def test_no_watcher_hears_of_what_did_not_stay() -> None:
-    """An epoch ends while its blocks fly: they land nowhere, and nobody is told that they are stored."""
+    """Blocks whose epoch ends in flight do not arrive, and no watcher gets a STORED event."""
     async with opened() as world:
         await _far(world, NAMES)
         told: list[Event] = []
@@ -153,7 +153,7 @@ async def _tell(world: World, told: list[Event]) -> None:
 
 
 async def test_segment_that_cannot_be_prepared() -> None:
-    """A segment without its files is a TierFailed for whom it was made, and the next one is tried afresh."""
+    """A segment without its files is TierFailed for its caller, and the next one is tried afresh."""
     async with opened() as world:
         used = max((s.segment for t in range(2) for s in world.cache.core.segments(t)), default=0)
         tables: Path = world.daemon.tiers[0].tables  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ async def test_segment_that_cannot_be_prepared() -> None:
 
 
 async def test_failed_write_leaves_the_block_where_it_was() -> None:
-    """A block whose way to NVMe fails stays in memory, readable, and no page is left behind on the store."""
+    """A block whose write to NVMe fails stays in memory, and no page stays reserved on the store."""
     async with opened() as world:
         committed = await world.put(NAMES)
         world.page(committed.extents[1])[7] ^= 0xFF
@@ -188,7 +188,7 @@ async def test_failed_write_leaves_the_block_where_it_was() -> None:
 
 @asynccontextmanager
 async def _hung(world: World) -> AsyncIterator[None]:
-    """Nothing comes from NVMe for as long as this lasts."""
+    """No transfer comes from NVMe within this context."""
     link = world.cache.parts.mover._links.setdefault(NVME_TO_HOST, Link(1))
     async with AsyncExitStack() as taken:
         for _ in range(link.limit):
@@ -213,7 +213,7 @@ def _name(world: World, extent: np.void) -> bytes:
 
 
 def _spoil(path: Path, name: np.ndarray) -> None:
-    """Turns one byte of a block over."""
+    """Flips one byte of a block."""
     data = bytearray(path.read_bytes())
     data[data.find(content_of(name, BLOCK_BYTES)[:64].tobytes()) + 100] ^= 0xFF
     path.write_bytes(data)

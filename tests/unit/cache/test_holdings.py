@@ -21,7 +21,7 @@ def pages(count: int, *, first: int) -> np.ndarray:
 
 
 def test_what_is_recorded_together_is_dropped_apart(tmp_path: Path) -> None:
-    """Of reservations that are recorded at once each has its own rows: what goes with one leaves the others held."""
+    """Reservations that are recorded in one call have rows of their own, and are dropped one by one."""
     table = HoldTable(tmp_path / "holds")
     table.open()
     held = Holdings(table)
@@ -36,7 +36,7 @@ def test_what_is_recorded_together_is_dropped_apart(tmp_path: Path) -> None:
 
 
 def test_all_or_none_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where several would be one too many, none is recorded."""
+    """If several leases would exceed the limit, none is recorded."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 3)
     table = HoldTable(tmp_path / "holds")
     table.open()
@@ -50,7 +50,7 @@ def test_all_or_none_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages_of_what_is_held_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts' leases count by their pages, until they are let go of in any way; a single one is never too long."""
+    """Holds count by their pages until they are dropped. A single lease is never too long."""
     monkeypatch.setattr(holdings, "HELD_PAGES_LIMIT", 8)
     table = HoldTable(tmp_path / "holds")
     table.open()

@@ -1,4 +1,4 @@
-"""What a daemon does while the index of a store is still being taken into its books."""
+"""The daemon's service while it still loads the index of a store."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tierd.errors import TierFailed
 from tierd.tiers.store.snapshot import FiledRows
 
 LOOK_S = 0.2
-"""For so long is something seen not to happen."""
+"""The time that a test waits to see that nothing happens."""
 STORE = 1
 """The store's position."""
 
 
 async def left_behind(places: dict[str, str], *chains: np.ndarray, kept: bool = False) -> None:
-    """A life that put these blocks onto the store. kept: in memory they stay too."""
+    """A life that persists these blocks. kept: the blocks also stay in memory."""
     async with opened(places=places) as world:
         for names in chains:
             await world.put(names, durability=Durability.DURABLE)
@@ -33,7 +33,7 @@ async def left_behind(places: dict[str, str], *chains: np.ndarray, kept: bool = 
 
 
 async def filled(world: World, names: np.ndarray, byte: int) -> int:
-    """A reservation of these blocks, each full of this byte."""
+    """A reservation of these blocks, each page full of this byte."""
     reserved = await world.reserve(names)
     for extent in reserved.extents[0]:
         world.page(extent)[:] = bytes([byte]) * int(extent["length"])
@@ -46,7 +46,7 @@ async def bytes_of(world: World, names: np.ndarray) -> list[bytes]:
 
 
 async def test_memory_serves_while_a_store_loads() -> None:
-    """What is in memory is found and memory takes new blocks; what only the store has is a miss until all of it is in the books, and a hit from then on."""
+    """Memory serves and takes blocks during a load. The store's blocks are misses until all are loaded."""
     near, far, new = chain("near", 3), chain("far", 3), chain("new", 2)
     with directories() as places:
         await left_behind(places, far)
@@ -67,7 +67,7 @@ async def test_memory_serves_while_a_store_loads() -> None:
 
 
 async def test_what_is_to_be_durable_waits_for_a_store_that_loads() -> None:
-    """A durable commit ends well once the store is loaded, and not before."""
+    """A durable commit ends once the store is loaded, and not before."""
     with directories() as places:
         await left_behind(places, chain("far", 3))
         async with opened(places=places, loads=False) as world:
@@ -79,7 +79,7 @@ async def test_what_is_to_be_durable_waits_for_a_store_that_loads() -> None:
 
 @pytest.mark.parametrize("is_same", [True, False])
 async def test_a_block_that_was_put_meanwhile_is_the_one_that_holds(is_same: bool) -> None:
-    """A name put into memory while the store that has it loads: with the same bytes it lies on both, with others the new ones hold, then and after memory is lost."""
+    """A block put during the load wins over a store's copy with other bytes, also after memory is lost."""
     names = chain("a", 3)
     with directories() as places:
         await left_behind(places, names)
@@ -102,7 +102,7 @@ async def test_a_block_that_was_put_meanwhile_is_the_one_that_holds(is_same: boo
 
 
 async def test_a_load_that_is_cut_short_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that is stopped, or whose disk fails, while it loads leaves the store as it was."""
+    """A stop or a disk fault during the load leaves the store as it was."""
     names = chain("far", 5)
     stretches = FiledRows.stretches
 

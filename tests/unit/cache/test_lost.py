@@ -1,4 +1,5 @@
-"""What a store loses with a sync that failed: nobody is told that it is durable, and whoever has it still writes it again."""
+"""Blocks that a store loses in a failed sync: the daemon never reports them durable, and rewrites
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tierd.tiers.store.nvme import NvmeStore
 
 BLOCKS = chain(1, 8)
 MARKED = CONFIG.replace("[[host]]", "[[host]]\nhigh_watermark = 1e-5\nlow_watermark = 1e-6")
-"""Everything is to be clean."""
+"""Watermarks under which every block is due for demotion."""
 
 
 @contextmanager
@@ -47,30 +48,30 @@ async def world() -> AsyncIterator[World]:
 
 
 def stored(world: World) -> int:
-    """How many blocks the books have on the store."""
+    """The number of blocks that the books have on the store."""
     return len(world.cache.core.blocks(tier=1))
 
 
 async def lose(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sync that nobody waits for fails."""
+    """A background sync fails."""
     with failing(monkeypatch):
         await world.cache.background.sync()
 
 
 async def mend(world: World) -> str:
-    """The fault is seen, and the disk tried at once. What keeps the store out of service then."""
+    """The health check sees the fault and probes the disk. Returns the reason that still keeps it shut."""
     world.cache.health.look()
     return await world.cache.health.resume(1, timeout_s=SOON_S)
 
 
 async def found_without_memory(world: World) -> int:
-    """How many blocks a get gives when host memory is empty."""
+    """The number of blocks that a get hits when host memory is empty."""
     await Operator(world.cache).evict([], "host.0")
     return len((await world.acquire(BLOCKS)).served.extents)
 
 
 async def test_what_was_lost_is_written_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failed sync the blocks are in memory alone, dirty; when the store is back they are written again, and are there without memory; no page is quarantined."""
+    """After a failed sync the blocks are dirty in memory, and are rewritten when the store is back."""
     await lose(world, monkeypatch)
     world.cache.health.look()
     assert stored(world) == 0
@@ -84,7 +85,7 @@ async def test_what_was_lost_is_written_again(world: World, monkeypatch: pytest.
 
 
 async def test_a_flush_writes_what_was_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flush after a failed sync that was mended says how many it has written, and leaves none only if all are there without memory."""
+    """A flush after a mended sync reports the blocks it rewrote, and leaves none unwritten."""
     await lose(world, monkeypatch)
     assert not await mend(world)
     flushed = await Operator(world.cache).flush(timeout_s=SOON_S)
@@ -93,19 +94,19 @@ async def test_a_flush_writes_what_was_lost(world: World, monkeypatch: pytest.Mo
 
 
 async def test_a_flush_before_anybody_looked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flush right after a failed sync, of which no watch has heard, leaves all that was lost."""
+    """A flush right after a failed sync, before any health check, reports all lost blocks as left."""
     await lose(world, monkeypatch)
     assert await Operator(world.cache).flush(timeout_s=SOON_S) == Flushed(0, 0, left=len(BLOCKS))
 
 
 async def test_a_flush_whose_own_sync_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a flush found written, and its sync has lost, it leaves."""
+    """A flush reports the blocks that its own sync loses as left."""
     with failing(monkeypatch):
         assert await Operator(world.cache).flush(timeout_s=SOON_S) == Flushed(0, 0, left=len(BLOCKS))
 
 
 async def test_a_flush_during_which_another_sync_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are lost between a flush's first look and its last sync, which goes well because the store was mended meanwhile, are left."""
+    """A flush reports blocks as left if another sync loses them before its own sync succeeds."""
     persistence, sync = world.cache.persistence, world.cache.persistence.sync
 
     async def late(**given: object) -> int:
@@ -118,13 +119,11 @@ async def test_a_flush_during_which_another_sync_fails(world: World, monkeypatch
 
 
 async def test_a_page_of_after_the_sync_is_not_durable_by_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is lost while a durable put's sync waits its turn, and is written again to another page before that put looks, is not durable by that sync."""
+    """A block that is lost and rewritten during a durable put's sync is not durable by that sync."""
     ids, cache, real = world.cache.core.blocks(tier=1), world.cache, NvmeStore.sync
 
     async def sync(store: NvmeStore) -> None:
-        await real(
-            store
-        )  # it is over; until its caller hears of it the store fails, is mended, and gets the blocks anew
+        await real(store)  # the sync is done; before its caller resumes, the store fails, recovers and gets new pages
         monkeypatch.undo()
         rows = cache.core.extents(ids, tier=1)
         store._segments[int(rows["segment"][0])].generations[rows["slot"]] = 0
@@ -138,7 +137,7 @@ async def test_a_page_of_after_the_sync_is_not_durable_by_it(world: World, monke
 
 
 async def test_pinned_blocks_are_lost_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that an operator or a reader holds are written again like others, before they are said to be durable."""
+    """Pinned and leased blocks are rewritten too before they count as durable."""
     ids = world.cache.core.blocks(tier=1)
     world.cache.core.pin_blocks(ids)
     lease = await world.acquire(BLOCKS)
@@ -150,8 +149,8 @@ async def test_pinned_blocks_are_lost_too(world: World, monkeypatch: pytest.Monk
 
 
 async def test_a_second_sync_fails_while_the_first_is_mended(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the probe's own files fail too it is told at the next look, and when one succeeds all is written again."""
-    with failing(monkeypatch, times=2):  # the second is that of the new slot file
+    """If the probe's own files fail too, the next probe recovers, and all blocks are rewritten."""
+    with failing(monkeypatch, times=2):  # the second sync is that of the new slot file
         await world.cache.background.sync()
         assert "no new file" in await mend(world)
     assert stored(world) == 0
@@ -161,7 +160,7 @@ async def test_a_second_sync_fails_while_the_first_is_mended(world: World, monke
 
 
 async def test_what_no_new_file_could_take_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A durable block that cannot be read when its file gives way is in memory alone as soon as the store is back, and is written again."""
+    """A durable block that cannot be read for its new file is rewritten from memory after recovery."""
     assert (await Operator(world.cache).flush(timeout_s=SOON_S)).left == 0
     await world.put(chain(2, 1))
     assert await world.cache.background.quiesce(timeout_s=SOON_S) == 1
@@ -187,7 +186,7 @@ async def test_what_no_new_file_could_take_is_lost(world: World, monkeypatch: py
 
 
 async def test_reads_of_what_was_lost_count_for_no_fault(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A get that asks for lost blocks before anybody looked is a miss; nothing is corrupt, and no page is bad."""
+    """A get of lost blocks before any health check is a miss, and no page counts as corrupt."""
     await Operator(world.cache).evict([], "host.0")
     await lose(world, monkeypatch)
     assert (await world.acquire(BLOCKS)).served.tokens == 0

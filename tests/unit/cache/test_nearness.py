@@ -1,4 +1,4 @@
-"""What a lookup brings near, and when it looks once only."""
+"""The promotions of a lookup, and the lookups that need none."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NAMES = chain(1, 8)
 
 
 async def world_with_far_blocks(world: World) -> None:
-    """Blocks of a sequence in both tiers, then the second half on the store alone."""
+    """Blocks of a sequence in both tiers, whose second half memory then drops."""
     committed = await world.put(NAMES, durability=Durability.DURABLE)
     world.cache.flights.start(world.cache.core.evict(committed.blocks[4:], tier=0, now=0.0))
 
 
 async def test_a_lookup_brings_near_what_lies_far() -> None:
-    """A lookup of blocks of which some lie on the store alone sets off their way to memory, and so does one whose first half is near."""
+    """A lookup starts transfers to memory for the blocks that only the store holds."""
     async with opened() as world:
         await world_with_far_blocks(world)
         found = world.cache.lookup(world.session, [world.query(NAMES)])
@@ -33,7 +33,7 @@ async def test_a_lookup_brings_near_what_lies_far() -> None:
 
 
 async def test_what_is_near_is_known() -> None:
-    """Prefixes whose blocks lie in memory are near, misses or not; anything on a store is not, nor what is asked for other than as a prefix."""
+    """`is_near` holds for prefix queries whose hits are all in memory, and for no other query."""
     async with opened() as world:
         await world_with_far_blocks(world)
         tiers, core = world.cache.tiers, world.cache.core

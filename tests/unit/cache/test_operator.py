@@ -1,4 +1,4 @@
-"""What operators ask of all blocks is done some at a time; what happens to blocks in between makes none of it wrong."""
+"""Operator verbs over all blocks run in pieces, and changes between two pieces make no result wrong."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PIECE = 4
 NAMES = chain(1, 30)
 OTHERS = chain(2, 30)
 GOES_THROUGH = ("blocks", "find_by_prefix", "column", "tier_bits", "names", "describe", "evict", "free_forgotten")
-"""What the core is asked about many ids, or does with them."""
+"""The core's methods that take many ids."""
 
 
 class Turns:
-    """How many ids the core is asked about at one turn of the loop, by what is asked."""
+    """The number of ids per core method at each turn of the loop."""
 
     def __init__(self, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.rows = 0, Counter[tuple[int, str]]()
@@ -58,7 +58,7 @@ def whole(name: np.ndarray) -> str:
 
 
 async def tell_all(world: World) -> None:
-    """As routers are told that begin to listen."""
+    """Feeds all blocks, as for routers that subscribe."""
     feed = Feed(world.cache, None)  # type: ignore[arg-type]
     for ids in world.cache.core.pieces():
         assert all(step.is_stored for step in feed._held(ids))
@@ -83,7 +83,7 @@ VERBS: dict[str, Callable[[World, Operator], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_no_step_goes_through_all_blocks(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two turns of the loop a verb has the core look at no more blocks than are in a piece, twice at most, however many there are."""
+    """Between two turns of the loop a verb makes the core visit at most two pieces of blocks."""
     async with opened() as world:
         await world.put(NAMES, durability=Durability.DURABLE)
         await world.put(OTHERS, durability=Durability.DURABLE)
@@ -95,7 +95,7 @@ async def test_no_step_goes_through_all_blocks(verb: str, monkeypatch: pytest.Mo
 
 
 def after_first(core: Core, name: str, what: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something happens once the core has been asked this for the first time."""
+    """Calls `what` after the core's first call of this method."""
     ask = getattr(core, name)
 
     def asked(*args: Any, **options: Any) -> Any:
@@ -121,7 +121,7 @@ def used_bytes(world: World) -> int:
 
 
 async def test_what_somebody_pins_before_its_turn_comes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An eviction takes what nobody holds in that moment, whatever was held when it began, and counts both."""
+    """An eviction checks pins at the moment of each piece, and counts dropped and pinned blocks."""
     async with opened() as world:
         await world.put(NAMES)
         core, last = world.cache.core, ids_of(world, NAMES[-1:])
@@ -134,7 +134,7 @@ async def test_what_somebody_pins_before_its_turn_comes_stays(monkeypatch: pytes
 
 
 async def test_an_eviction_that_is_cut_short_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has dropped is gone, the rest is whole, and the next one takes that."""
+    """A cancelled eviction keeps the remaining blocks intact, and the next eviction drops them."""
     async with opened() as world:
         await world.put(NAMES)
         monkeypatch.setattr(world.cache.core, "piece_blocks", PIECE)
@@ -149,7 +149,8 @@ async def test_an_eviction_that_is_cut_short_can_be_made_again(monkeypatch: pyte
 
 
 async def test_an_id_that_gets_another_block_is_not_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that was found by its name, and is gone before the verb has found all of its names, is passed over; what has its id now stays as it is."""
+    """A verb skips a block that is evicted while it resolves other names, and never pins the id's new
+    block."""
     async with opened() as world:
         one, two, three = NAMES[:1], OTHERS[:1], chain(3, 1)
         await world.put(one)
@@ -171,7 +172,7 @@ async def test_an_id_that_gets_another_block_is_not_taken_for_the_first(monkeypa
 
 @pytest.mark.parametrize("digits", [16, 64])
 async def test_a_name_of_an_ended_epoch_is_not_found(digits: int) -> None:
-    """Neither whole nor by its first digits; the same name in a current one is."""
+    """A name of an ended epoch is NotFound, by its full hash or by its first digits."""
     async with opened() as world:
         await world.put(NAMES)
         wanted = whole(NAMES[2])[:digits]
@@ -183,7 +184,7 @@ async def test_a_name_of_an_ended_epoch_is_not_found(digits: int) -> None:
 
 @pytest.mark.parametrize("sort", ["", "-recent", "hits", "position", "-position", "bytes"])
 async def test_a_listing_in_pieces_is_the_listing_at_once(sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of a listing put together are every block, once, in the order that was asked for."""
+    """The pages of a listing contain every block once, in the requested order."""
     async with opened() as world:
         await world.put(NAMES)
         await world.acquire(NAMES[:7])
@@ -199,7 +200,7 @@ async def test_a_listing_in_pieces_is_the_listing_at_once(sort: str, monkeypatch
 
 
 async def test_a_listing_shows_nothing_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that left before the page was drawn is not in it, nor is the one that has its id."""
+    """A listing shows neither a block evicted meanwhile nor the new block of its id."""
     async with opened() as world:
         await world.put(NAMES)
         monkeypatch.setattr(world.cache.core, "piece_blocks", PIECE)
@@ -214,7 +215,7 @@ async def test_a_listing_shows_nothing_that_has_gone(monkeypatch: pytest.MonkeyP
 
 
 async def test_an_epoch_ends_at_once_and_is_freed_when_the_next_life_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the first thing is awaited nothing of it is found any more, and nothing of it is freed, so that a life which began now would find all; when the bump returns, all is freed."""
+    """A bump hides all blocks before its first await, and frees them only after the epoch is on disk."""
     async with opened() as world:
         await world.put(NAMES, durability=Durability.DURABLE)
         core, used = world.cache.core, used_bytes(world)
@@ -237,7 +238,7 @@ async def test_an_epoch_ends_at_once_and_is_freed_when_the_next_life_knows(monke
 
 
 async def test_a_bump_goes_on_without_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch whose bump is cancelled is over all the same: what it left is freed, and not before the next life knows."""
+    """A cancelled bump still ends the epoch, and frees its blocks after the epoch is on disk."""
     async with opened() as world:
         await world.put(NAMES)
         monkeypatch.setattr(world.cache.core, "piece_blocks", PIECE)
@@ -261,7 +262,7 @@ async def test_a_bump_goes_on_without_its_caller(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_bump_for_which_one_tenant_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All epochs end, or none: one tenant at its limit leaves the others theirs."""
+    """If one tenant is at its limit, no epoch ends."""
     async with opened() as world:
         cache = world.cache
         cache.open_session(12, tenant="full")
@@ -275,7 +276,7 @@ async def test_a_bump_for_which_one_tenant_has_no_room(monkeypatch: pytest.Monke
 
 
 async def test_a_bump_that_the_next_life_cannot_be_told_of() -> None:
-    """The caller hears why, and in this life the epoch is over."""
+    """If the new epoch cannot be stored, the caller gets the error, and the epoch still ends in this life."""
     async with opened() as world:
         await world.put(NAMES)
 
@@ -289,7 +290,8 @@ async def test_a_bump_that_the_next_life_cannot_be_told_of() -> None:
 
 
 async def test_an_end_in_the_middle_of_a_bump_leaves_nothing_to_the_next_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that stops while an ended epoch is being freed stops at once; the next one finds none of it, in memory or on the store."""
+    """A daemon that stops while it frees an ended epoch stops at once. The next life has none of its
+    blocks."""
     with directories() as places:
         async with opened(places=places) as world:
             await world.put(NAMES, durability=Durability.DURABLE)
@@ -313,7 +315,7 @@ async def test_an_end_in_the_middle_of_a_bump_leaves_nothing_to_the_next_life(mo
 
 
 async def test_routers_are_right_after_all_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that come and go while everything is being told, told already or not yet, are held in the routers' books in the end exactly where they are."""
+    """Routers end up with exactly the held blocks, though blocks come and go during the feed."""
     async with opened() as world:
         await world.put(NAMES)
         core = world.cache.core

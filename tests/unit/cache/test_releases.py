@@ -1,4 +1,4 @@
-"""Releases that lie unread in notices: the daemon reads them when somebody needs the room."""
+"""Unread releases in notices: the daemon reads them when a session needs the room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES, OTHERS = chain(1, 4), chain(2, 4)
 
 
 def give_back(world: World, *leases: int) -> None:
-    """What clients have written into notices: it is read when the daemon asks for it."""
+    """Releases that clients wrote into notices. The daemon reads them when it calls `hear`."""
     unread = [leases]
 
     def hear(_asker: int | None) -> None:
@@ -35,7 +35,7 @@ def give_back(world: World, *leases: int) -> None:
 
 
 async def held(world: World, *, besides: int = 0) -> int:
-    """A lease that its client has given back unread. besides: how many other leases there are."""
+    """A lease whose client has written its release. besides: the number of other leases."""
     await world.put(NAMES)
     lease = (await world.acquire(NAMES)).lease
     give_back(world, lease)
@@ -44,9 +44,9 @@ async def held(world: World, *, besides: int = 0) -> int:
 
 
 async def test_a_put_finds_the_room() -> None:
-    """Pages whose release is asked for are there for the put that follows it."""
+    """A put gets the pages of releases that the daemon reads for it."""
     async with opened(SMALL) as world:
-        for number in (1, 2):  # all that the session may pin: half of the tier
+        for number in (1, 2):  # the session pins its whole share: half of the tier
             await world.put(chain(number, 4))
         lease = (await world.acquire(NAMES)).lease
         other = (await world.acquire(OTHERS)).lease
@@ -57,7 +57,7 @@ async def test_a_put_finds_the_room() -> None:
 
 
 async def test_a_get_finds_the_room() -> None:
-    """An acquire within a share that an asked-for release gives back gets all of it."""
+    """An acquire gets the whole share that an unread release frees."""
     async with opened(SMALL) as world:
         await world.put(NAMES)
         await world.put(OTHERS)
@@ -71,7 +71,7 @@ async def test_a_get_finds_the_room() -> None:
 
 @pytest.mark.parametrize("is_named", [False, True])
 async def test_an_eviction_finds_what_was_given_back(is_named: bool) -> None:
-    """Pages whose release is asked for leave the tier when an operator evicts them; those that are leased still stay."""
+    """An operator's eviction drops pages with an unread release; leased pages stay."""
     async with opened() as world:
         await world.put(OTHERS)
         kept = (await world.acquire(OTHERS)).lease
@@ -83,7 +83,7 @@ async def test_an_eviction_finds_what_was_given_back(is_named: bool) -> None:
 
 
 async def test_a_session_that_holds_as_much_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has given back is not counted against it, and what it has not is."""
+    """Leases with unread releases do not count against a session's limit; other leases do."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 2)
     async with opened() as world:
         await world.put(NAMES)
@@ -100,7 +100,7 @@ async def test_a_session_that_holds_as_much_as_it_may(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("how", ["leave_session", "end_session"])
 async def test_a_session_whose_end_is_heard_late_holds_nothing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A goodbye that is read while a get makes room for its lease leaves no lease, and nothing in the session table."""
+    """A goodbye that the daemon reads during a get leaves no lease and no row in the session table."""
     monkeypatch.setattr(holdings, "HOLDS_LIMIT", 1)
     async with opened() as world:
         await world.put(NAMES)
@@ -113,7 +113,7 @@ async def test_a_session_whose_end_is_heard_late_holds_nothing(how: str, monkeyp
 
 
 async def test_a_get_that_is_tried_again_counts_once() -> None:
-    """Blocks that a get asks for a second time, because a release has made room for more of them, are used once by it."""
+    """A get that retries after a release counts as one use of its blocks."""
     async with opened(SMALL) as world:
         both = chain(2, 4)
         await world.put(NAMES)

@@ -1,4 +1,4 @@
-"""Passes over what is held: nothing passed over, never faster than allowed, in nobody's way."""
+"""Scrub passes: they cover every page, keep to the rate, and delay no other work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierd.testing import chain
 MIB = 1 << 20
 BLOCK = 8192
 NAMES = chain(1, 200)
-"""More than a batch; the last one is short."""
+"""More than a batch; the last batch is short."""
 
 
 async def passed(world: World, *tiers: int) -> Pass:
@@ -48,7 +48,7 @@ def flip(world: World, name: np.ndarray) -> None:
 
 @pytest.fixture
 def faults() -> Iterator[None]:
-    """Fault points of this process, disarmed in the end."""
+    """Fault points of this process, disarmed after the test."""
     yield
     failpoint.disarm()
 
@@ -58,7 +58,7 @@ def faults() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(count(test=20, nightly=200, weekly=1000)))
 def test_never_ahead_of_the_rate(seed: int) -> None:
-    """At no moment of a clock has more been read than the rate allows since the beginning, whatever the batches and however late they come."""
+    """The bytes read never exceed the rate times the elapsed time, for any batches and delays."""
     luck = random.Random(seed)
     rate, now, done = luck.uniform(1e5, 1e9), 0.0, 0
     pacer = Pacer(now)
@@ -69,12 +69,12 @@ def test_never_ahead_of_the_rate(seed: int) -> None:
         size = luck.randint(1, BATCH_BYTES)
         pacer.pay(size)
         done += size
-        now += luck.choice([0.0, luck.uniform(0, 2 * BATCH_BYTES / rate)])  # a tier that is slow at times
+        now += luck.choice([0.0, luck.uniform(0, 2 * BATCH_BYTES / rate)])  # a tier that is sometimes slow
     assert done > 0.4 * rate * now, f"seed {seed}: {done} bytes after {now} s at {rate}"
 
 
 def test_a_steady_pass_keeps_the_rate() -> None:
-    """Where nothing is slow, the bytes of each second are those of the rate."""
+    """Without delays a pass reads exactly at the rate."""
     now, done, pacer = 0.0, 0, Pacer(0.0)
     while now < 1000:
         while pause := pacer.pause_s(10 * MIB, now):
@@ -85,7 +85,7 @@ def test_a_steady_pass_keeps_the_rate() -> None:
 
 
 def test_nothing_is_saved_up() -> None:
-    """After a long rest it goes on at the rate, with no burst for the time that has passed."""
+    """After a long rest a pass goes on at the rate, without a burst."""
     now, done, pacer = 100.0, 0, Pacer(0.0)
     while now <= 101:
         while pause := pacer.pause_s(10 * MIB, now):
@@ -96,7 +96,7 @@ def test_nothing_is_saved_up() -> None:
 
 
 def test_a_rate_that_grows_is_heeded_within_the_longest_pause() -> None:
-    """Who began to wait when there was little to verify does not sleep for a day when there is much."""
+    """A pause lasts at most 60 s, so the pacer soon follows a rate that grows."""
     now, pacer = 0.0, Pacer(0.0)
     assert pacer.pause_s(1.0, now) == 60.0
     assert pacer.pause_s(0.0, now + 60) == 60.0
@@ -104,7 +104,7 @@ def test_a_rate_that_grows_is_heeded_within_the_longest_pause() -> None:
 
 
 async def test_the_rate_follows_what_is_held() -> None:
-    """The period's share of what is held now, and never more than the bandwidth; nothing for an empty daemon."""
+    """The rate is the held bytes over the period, at most the bandwidth, and zero for an empty daemon."""
     async with opened() as world:
         scrub = Scrub(world.cache, period_s=100, bandwidth=20_000)
         assert scrub._rate() == 0
@@ -118,7 +118,7 @@ async def test_the_rate_follows_what_is_held() -> None:
 
 
 async def test_every_page_of_every_tier_is_verified() -> None:
-    """A pass meets all that is held, in memory and on the store, the last short batch too."""
+    """A pass verifies every page in memory and on the store, also the last short batch."""
     async with opened() as world:
         await world.put(NAMES, durability=Durability.DURABLE)
         made = await passed(world)
@@ -129,7 +129,7 @@ async def test_every_page_of_every_tier_is_verified() -> None:
 
 @pytest.mark.parametrize("number", [0, 127, 128, 199])
 async def test_a_bad_page_is_found_wherever_it_lies(number: int) -> None:
-    """The first, the last, and at the seams of batches: found once, a miss from then on, counted and quarantined with its reason."""
+    """A bad page at any place of a batch is found once, quarantined with its fault, and then a miss."""
     async with opened() as world:
         await world.put(NAMES)
         flip(world, NAMES[number])
@@ -144,7 +144,7 @@ async def test_a_bad_page_is_found_wherever_it_lies(number: int) -> None:
 
 @pytest.mark.usefixtures("faults")
 async def test_what_changes_hands_meanwhile_is_no_find() -> None:
-    """A slot that is freed and written again while its batch is being read is neither condemned nor counted."""
+    """A slot that is rewritten while its batch is read is neither condemned nor counted."""
     old, new = NAMES[:50], chain(2, 50)
     async with opened() as world:
         await world.put(old, durability=Durability.DURABLE)
@@ -163,7 +163,7 @@ async def test_what_changes_hands_meanwhile_is_no_find() -> None:
 
 
 async def test_only_a_page_that_nobody_can_write_is_marked_verified() -> None:
-    """While its writer lives the first hit verifies a page again; once it has gone, a scrub is enough."""
+    """A scrub marks a page verified only after its writer's session ends."""
     async with opened() as world:
         await world.put(NAMES[:4])
         await passed(world)
@@ -186,7 +186,7 @@ async def test_nothing_leaves_for_a_scrub() -> None:
 
 
 async def test_a_scrub_is_last_in_line() -> None:
-    """On a link that is busy, demand, prefetch and demotion that came later go before it."""
+    """On a busy link, later demand, prefetch and demotion go before a scrub."""
     async with opened() as world:
         mover, order = world.cache.parts.mover, []
         link = mover._links.setdefault((1, 0), Link(1))
@@ -205,7 +205,7 @@ async def test_a_scrub_is_last_in_line() -> None:
 
 
 async def test_one_pass_at_a_time_is_asked_for() -> None:
-    """The second is refused; one that is given up makes room for the next."""
+    """A second pass is Overloaded while one runs. A closed pass makes room for the next."""
     async with opened() as world:
         await world.put(NAMES)
         scrub = Scrub(world.cache, period_s=0, bandwidth=MIB)
@@ -220,7 +220,7 @@ async def test_one_pass_at_a_time_is_asked_for() -> None:
 
 
 async def test_under_a_replay_clock_nothing_runs_by_itself() -> None:
-    """Passes happen on request alone."""
+    """Under a replay clock passes run only on request."""
     async with opened(CONFIG.replace("[server]", '[server]\nclock = "replay"')) as world:
         scrub = Scrub(world.cache, period_s=1e-3, bandwidth=1 << 40)
         scrub.start()
@@ -231,7 +231,7 @@ async def test_under_a_replay_clock_nothing_runs_by_itself() -> None:
 
 
 async def test_the_background_goes_round_and_round() -> None:
-    """With a short period passes follow one another, and what goes bad between two is found by the next."""
+    """With a short period pass follows pass, and the next one detects a new bad page."""
     async with opened() as world:
         await world.put(NAMES[:50])
         scrub = Scrub(world.cache, period_s=0.1, bandwidth=1 << 40)
@@ -251,7 +251,7 @@ async def test_the_background_goes_round_and_round() -> None:
 
 @pytest.mark.usefixtures("faults")
 async def test_a_slot_that_is_read_the_second_time_is_good() -> None:
-    """One error of the disk costs nothing."""
+    """A slot that reads well on retry is neither bad nor unread."""
     async with opened() as world:
         await world.put(NAMES[:20], durability=Durability.DURABLE)
         failpoint.arm("nvme.slots.before_read", "error:EIO@1x2")
@@ -262,7 +262,7 @@ async def test_a_slot_that_is_read_the_second_time_is_good() -> None:
 
 @pytest.mark.usefixtures("faults")
 async def test_a_slot_that_cannot_be_read_is_quarantined() -> None:
-    """Where others can be: its block is dropped from the store, with the reason."""
+    """If other slots can be read, an unreadable slot is quarantined with Fault.IO."""
     async with opened() as world:
         await world.put(NAMES[:20], durability=Durability.DURABLE)
         failpoint.arm("nvme.slots.before_read", "error:EIO@1x2")
@@ -279,7 +279,7 @@ async def test_a_slot_that_cannot_be_read_is_quarantined() -> None:
 @pytest.mark.usefixtures("faults")
 @pytest.mark.parametrize("blocks", [1, UNREAD_LIMIT + 1, 40])
 async def test_a_disk_that_gives_nothing_loses_no_block(blocks: int) -> None:
-    """What cannot be read for the disk's sake is left alone, and there again when the disk is."""
+    """Blocks that a failed disk cannot read stay, and are hits when the disk works again."""
     async with opened() as world:
         await world.put(NAMES[:blocks], durability=Durability.DURABLE)
         failpoint.arm("nvme.slots.before_read", "error:EIO")

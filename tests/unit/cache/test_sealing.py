@@ -1,4 +1,5 @@
-"""Sealed puts through the conductor: copied at their commit, hashed where they were copied to, and not verified again."""
+"""Sealed puts through the conductor: the daemon copies at commit, hashes its copy, and does not verify
+again."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def used(world: World) -> tuple[int, int]:
 
 
 def right(world: World, extents: np.ndarray) -> list[bool]:
-    """Which of the pages hold what belongs there."""
+    """For each page, if it holds the right content."""
     return [
         bytes(world.page(extent)) == content_of(name, BLOCK_BYTES).tobytes()
         for extent, name in zip(extents, NAMES, strict=True)
@@ -34,7 +35,7 @@ def right(world: World, extents: np.ndarray) -> list[bool]:
 
 
 async def test_who_writes_after_the_commit_changes_nothing() -> None:
-    """What was written at the commit is what is served, at the first hit and at later ones, whatever the writer puts into his pages afterwards."""
+    """Hits serve the bytes of the commit, though the writer changes its pages afterwards."""
     async with opened(SEALED) as world:
         reserved = await world.reserve(NAMES)
         assert (await world.commit(reserved.reservation)).statuses.tolist() == [BlockStatus.READY] * 4
@@ -46,7 +47,7 @@ async def test_who_writes_after_the_commit_changes_nothing() -> None:
 
 
 async def test_what_is_hashed_is_what_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that scribbles at the very moment of hashing, and again and again, gets a block whose checksum is that of the bytes that are served."""
+    """A writer that changes its pages during hashing gets a block whose checksum fits the served bytes."""
     async with opened(SEALED) as world:
         reserved = await world.reserve(NAMES)
         inner, scribbled = movers.slice_sums, []
@@ -67,7 +68,7 @@ async def test_what_is_hashed_is_what_was_copied(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_first_hit_is_not_verified_again() -> None:
-    """After sealed puts a get hashes nothing, neither the first nor the second; after others the first hashes all."""
+    """After sealed puts no get hashes; after other puts the first get hashes all pages."""
     for config, first in ((SEALED, 0), (CONFIG, 4)):
         async with opened(config) as world:
             await world.put(NAMES)
@@ -78,7 +79,7 @@ async def test_a_first_hit_is_not_verified_again() -> None:
 
 
 async def test_what_was_found_at_start_is_verified_again() -> None:
-    """A sealed block that changes while no daemon runs is a miss after the next start, like any other."""
+    """A sealed block that changes while no daemon runs is a miss after the next start."""
     with directories() as places:
         async with opened(SEALED, places=places) as world:
             committed = await world.put(NAMES)
@@ -88,7 +89,7 @@ async def test_what_was_found_at_start_is_verified_again() -> None:
 
 
 async def test_a_commit_that_cannot_be_copied_fails_as_a_whole() -> None:
-    """Where memory cannot be had at the commit its blocks are FAILED, and all pages come back."""
+    """If the sealing copy fails, all blocks of the commit are FAILED and all pages are freed."""
     async with opened(SEALED) as world:
         before = used(world)
         reserved = await world.reserve(NAMES)
@@ -104,7 +105,7 @@ async def test_a_commit_that_cannot_be_copied_fails_as_a_whole() -> None:
 
 
 async def test_a_writers_sums_do_not_count() -> None:
-    """The daemon serves its own copy of a sealed put under its own sums, whatever sums the writer sends."""
+    """The daemon serves its own copy of a sealed put under its own sums and ignores the writer's sums."""
     async with opened(SEALED) as world:
         reserved = await world.reserve(NAMES)
         for extent in reserved.extents[0]:
@@ -117,7 +118,7 @@ async def test_a_writers_sums_do_not_count() -> None:
 
 
 async def test_a_sealed_put_can_be_durable() -> None:
-    """Durable blocks of sealed puts come back from the store, byte by byte, when memory has dropped them."""
+    """Durable blocks of sealed puts come back from the store byte by byte after memory drops them."""
     async with opened(SEALED) as world:
         assert (await world.put(NAMES, durability=Durability.DURABLE)).statuses.tolist() == [BlockStatus.READY] * 4
         core, now = world.cache.core, world.cache.clock.now()
@@ -128,7 +129,8 @@ async def test_a_sealed_put_can_be_durable() -> None:
 
 @pytest.mark.parametrize("size", [1, (256 << 10) + 1, (3 << 20) - 5])
 async def test_pieces_have_the_sums_of_the_whole(size: int) -> None:
-    """Copied and hashed piece by piece, a block of any length and number of layers has the same bytes and the same slice sums as where it was written."""
+    """A piecewise copy of a block of any length and layers has the bytes and slice sums of its staging
+    page."""
     config = SEALED.replace('"4 MiB"\nsegment = "1 MiB"', '"64 MiB"\nsegment = "4 MiB"')
     async with opened(config) as world:
         query = world.put_query(NAMES)
@@ -150,7 +152,7 @@ TWO = SEALED.replace("[[nvme]]", '[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB
 
 
 async def test_a_commit_over_a_sealed_tier_and_another_has_the_right_sums() -> None:
-    """Blocks of one put that are striped over a tier with sealed puts and one without are each hashed where they lie, in the order of the commit."""
+    """Blocks striped over a sealed and a plain tier are hashed in place, in the order of the commit."""
     async with opened(TWO) as world:
         names = chain(5, 16)
         reserved = await world.reserve(names, kind=TierKind.HOST)

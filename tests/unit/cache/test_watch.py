@@ -1,4 +1,4 @@
-"""What follows when a stored tier goes out of service: who is told, and that it takes nothing until it is back."""
+"""A stored tier out of service: its callers get errors, and it takes no blocks until it is back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierd.tiers.store.nvme import NvmeStore
 
 
 async def test_a_store_that_hangs_is_left_alone() -> None:
-    """While a read hangs the store is planned for nothing, and what waits for a link of it fails at once; then it comes back by itself."""
+    """While a read hangs, the core plans no reads or writes on the store, and waiters fail at once."""
     async with opened() as world:
         cache = world.cache
         store = next(tier for tier in cache.tiers if isinstance(tier, NvmeStore))
@@ -38,7 +38,7 @@ async def test_a_store_that_hangs_is_left_alone() -> None:
 
 
 async def test_a_store_whose_writes_hang_is_read_on() -> None:
-    """While a write hangs the store takes no new pages and what it holds is served; then it comes back by itself."""
+    """While a write hangs, the store takes no new pages and serves its blocks. Then it recovers."""
     async with opened() as world:
         cache = world.cache
         store = next(tier for tier in cache.tiers if isinstance(tier, NvmeStore))
@@ -53,7 +53,7 @@ async def test_a_store_whose_writes_hang_is_read_on() -> None:
 
 
 async def test_nobody_looks_at_tiers_that_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stores that have no call under way are not looked at; one whose next call hangs is taken out of service all the same."""
+    """The watch skips idle stores, and still takes a store out of service when its next call hangs."""
     monkeypatch.setattr(watch, "LOOK_S", 0)
     async with opened(CONFIG + "zero_ahead = false\n") as world:
         cache, looks, look = world.cache, list[None](), world.cache.health.look
@@ -73,7 +73,7 @@ async def test_nobody_looks_at_tiers_that_rest(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_look_that_failed_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a look meets, the next one comes, though nothing stirs meanwhile."""
+    """A look that raises is followed by the next one, even without new calls."""
     monkeypatch.setattr(watch, "LOOK_S", 0)
     async with opened(CONFIG + "zero_ahead = false\n") as world:
         health, look, faults = world.cache.health, world.cache.health.look, [RuntimeError("no reason")]
@@ -93,7 +93,7 @@ async def test_a_look_that_failed_is_taken_again(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_wrong_bytes_wake_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that gives wrong blocks goes out of service though no call of its own is under way, as none is where a GPU looks at its memory."""
+    """Corrupt blocks take a tier out of service without a call under way, as for GPU memory."""
     monkeypatch.setattr(watch, "LOOK_S", 0)
     async with opened(CONFIG + "zero_ahead = false\n") as world:
         cache = world.cache
@@ -108,7 +108,7 @@ async def test_wrong_bytes_wake_the_watch(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def _turns() -> None:
-    """More turns of the loop than a watch takes to find that nothing happens."""
+    """More turns of the loop than a watch takes to become idle."""
     for _ in range(100):
         await asyncio.sleep(0)
 

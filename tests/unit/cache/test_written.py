@@ -1,4 +1,4 @@
-"""Commits and their writers: made before the pages are written, and of sums that the writer made."""
+"""Commits before their pages are written, and commits with the writer's sums."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ READY = [BlockStatus.READY] * 4
 
 
 async def unwritten(world: World, names: np.ndarray = NAMES) -> Reserved:
-    """Reserved pages that hold nothing yet."""
+    """Reserved pages without content."""
     return await world.cache.reserve(world.session, [world.put_query(names)], kind=TierKind.HOST)
 
 
 def write(world: World, reserved: Reserved) -> None:
-    """The bytes that belong there."""
+    """Writes the right bytes into the pages."""
     for extent, name in zip(reserved.extents[0], NAMES, strict=True):
         world.page(extent)[:] = content_of(name, BLOCK_BYTES).tobytes()
 
 
 @pytest.mark.parametrize("sums", [b"", sums_of(NAMES)], ids=["summed by the daemon", "summed by the writer"])
 async def test_a_commit_may_come_before_its_pages_are_written(sums: bytes) -> None:
-    """It publishes nothing before its writer says that all is written, and then what the pages hold; the daemon sums
-    what the writer has not."""
+    """A commit publishes only after its writer reports the bytes. The daemon sums pages without sums."""
     async with opened() as world:
         counted, reserved = Counted(world), await unwritten(world)
         late = await Late(world, reserved.reservation).begun()
@@ -44,7 +43,7 @@ async def test_a_commit_may_come_before_its_pages_are_written(sums: bytes) -> No
 
 
 async def test_a_writers_sums_are_the_blocks() -> None:
-    """A commit with sums publishes the tables and digests that the daemon would have made, and reads no byte."""
+    """A commit with sums publishes the same digests as the daemon's own, and reads no byte."""
     async with opened() as world:
         digests = []
         for names, sums in ((NAMES, sums_of(NAMES)), (chain(2, 4), b"")):
@@ -57,7 +56,7 @@ async def test_a_writers_sums_are_the_blocks() -> None:
 
 
 async def test_a_writer_that_lies_has_misses() -> None:
-    """Bytes that are not those of the writer's sums are a miss at the first get, and so is what hangs on them."""
+    """A block whose bytes do not match the writer's sums is a miss, and so are its descendants."""
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         world.page(reserved.extents[0][2])[5] ^= 1
@@ -68,8 +67,7 @@ async def test_a_writer_that_lies_has_misses() -> None:
 @pytest.mark.parametrize("sums", [sums_of(NAMES[:3]), sums_of(NAMES) + b"\0" * 8, b"\0" * 31])
 @pytest.mark.parametrize("is_late", [True, False])
 async def test_sums_of_another_length_are_refused(sums: bytes, is_late: bool) -> None:
-    """Too few, too many, or no whole number: InvalidArgument; the pages stay their writer's, who may commit them
-    again."""
+    """Sums of a wrong length are InvalidArgument, and the writer may commit its pages again."""
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         with pytest.raises(InvalidArgument, match=f"{len(sums)} bytes, but the 4 blocks have 4 slices"):
@@ -82,7 +80,7 @@ async def test_sums_of_another_length_are_refused(sums: bytes, is_late: bool) ->
 
 
 async def test_sums_of_parts() -> None:
-    """Of a commit of some blocks of a reservation the sums are those blocks' alone."""
+    """The sums of a partial commit are those of its blocks alone."""
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         first = await world.commit(reserved.reservation, named(2), sums=sums_of(NAMES[:2]), keep_open=True)
@@ -92,7 +90,7 @@ async def test_sums_of_parts() -> None:
 
 
 async def test_pages_of_a_commit_that_was_given_up_stay_their_writers() -> None:
-    """Its client may still write to them: nobody else gets them, and he may commit them later."""
+    """After a cancelled commit the pages stay their writer's, who may still write and commit them."""
     async with opened(CONFIG.replace('capacity = "4 MiB"', 'capacity = "1 MiB"')) as world:
         reserved = await unwritten(world)
         late = await Late(world, reserved.reservation).begun()
@@ -110,7 +108,7 @@ async def test_pages_of_a_commit_that_was_given_up_stay_their_writers() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "session"])
 async def test_a_reservation_that_ends_under_a_commit_that_waits(end: str) -> None:
-    """Whether its commit ends by a word or for want of one, no page stays behind."""
+    """An abort or a session's end during a waiting commit leaves no page reserved."""
     async with opened() as world:
         reserved = await unwritten(world)
         late = await Late(world, reserved.reservation).begun()
@@ -127,7 +125,8 @@ async def test_a_reservation_that_ends_under_a_commit_that_waits(end: str) -> No
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 4), slice(0, 4)])
 async def test_a_block_that_another_session_commits_meanwhile(rows: slice) -> None:
-    """A waiting commit answers EXISTS for it, with the page of the session that was first."""
+    """A waiting commit answers EXISTS for a block that another session commits first, with that one's
+    page."""
     async with opened() as world:
         mine, late = world.session, Late(world, (await world.reserve(NAMES)).reservation)
         await late.begun()
@@ -143,7 +142,7 @@ async def test_a_block_that_another_session_commits_meanwhile(rows: slice) -> No
 
 
 async def test_an_epoch_that_ends_under_a_commit_that_waits() -> None:
-    """Nothing of it is catalogued or found: FAILED."""
+    """A waiting commit of an ended epoch is FAILED, and publishes nothing."""
     async with opened() as world:
         late = await Late(world, (await world.reserve(NAMES)).reservation).begun()
         await world.end_epoch()
@@ -154,7 +153,7 @@ async def test_an_epoch_that_ends_under_a_commit_that_waits() -> None:
 
 @pytest.mark.parametrize("lease", [False, True])
 async def test_blocks_whose_entries_cannot_be_written(*, lease: bool) -> None:
-    """The commit raises, a get misses them, and no page stays busy or pinned."""
+    """The commit raises, a get misses its blocks, and no page stays busy or pinned."""
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         failpoint.arm("arena.publish.before_seal", "error:EIO@1x1")

@@ -1,4 +1,5 @@
-"""A conductor over a real core, arena and store, without sockets: what `assemble` builds, and clients that write through the daemon's own mapping."""
+"""A conductor over a real core, arena and store without sockets, as `assemble` builds it.
+Its clients write through the daemon's own mapping."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ segment = "1 MiB"
 
 @dataclass
 class World:
-    """A daemon's inside, and one session of it."""
+    """The daemon's parts and one of its sessions."""
 
     daemon: Assembly
     namespace: Namespace
@@ -65,7 +66,7 @@ class World:
         return PutQuery(namespace=self.namespace.id, parent=ROOT, position=0, blocks=blocks)
 
     async def reserve(self, hashes: np.ndarray, *, kind: TierKind = TierKind.HOST) -> Reserved:
-        """Pages, filled with what belongs there."""
+        """Reserved pages, filled with their right content."""
         reserved = await self.cache.reserve(self.session, [self.put_query(hashes)], kind=kind)
         for extent, status, name in zip(reserved.extents[0], reserved.statuses[0], hashes, strict=True):
             if status == BlockStatus.RESERVED:
@@ -84,24 +85,24 @@ class World:
         return await self.cache.acquire(self.session, [self.query(hashes)], kind=kind, timeout_s=SOON_S)
 
     async def end_epoch(self) -> int:
-        """How many blocks became unreachable."""
+        """The number of blocks that become unreachable."""
         bump = Operator(self.cache).bump_epoch
         return (await bump(model="m", namespace_id=0, keep=self.daemon.keep_namespaces))[1]
 
     def page(self, extent: np.void) -> memoryview:
-        """A block's bytes, writable."""
+        """The writable bytes of a block."""
         return self.daemon.tiers[int(extent["tier"])].view(extent)[: int(extent["length"])]  # type: ignore[attr-defined]
 
     @property
     def pins(self) -> int:
-        """Leases and reservations in the core's books, and rows of the holds file."""
+        """Leases and reservations in the core's books, plus rows of the holds file."""
         stats = self.cache.core.stats()
         return stats.leases + stats.reservations + self.daemon.holds.count
 
 
 @contextlib.contextmanager
 def directories() -> Iterator[dict[str, str]]:
-    """Where a daemon keeps its files: root and arena."""
+    """The directories of a daemon: root and arena."""
     root, arena = tempfile.mkdtemp(prefix="tierd-"), tempfile.mkdtemp(prefix="tierd-test-", dir="/dev/shm")
     try:
         yield {"root": root, "arena": arena}
@@ -114,7 +115,7 @@ def directories() -> Iterator[dict[str, str]]:
 async def opened(
     config: str = CONFIG, *, places: dict[str, str] | None = None, loads: bool = True
 ) -> AsyncIterator[World]:
-    """A world; places: directories of a former one, to be taken up again. loads: whether what lies on its stores is in the books already."""
+    """A world. places: directories of an earlier world to reuse. loads: whether the stores are loaded."""
     with contextlib.ExitStack() as stack:
         found = places or stack.enter_context(directories())
         for name, path in found.items():

@@ -26,7 +26,7 @@ def admin() -> FakeAdmin:
 
 @pytest.fixture
 def run(admin: FakeAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`run("status", "--json")`: the verb against the fake service."""
+    """Returns a function: `run("status", "--json")` runs the verb against the fake service."""
     with served(admin, tmp_path) as connection:
         monkeypatch.setattr("tierd.cli.ask.connect", lambda target: connection)
         yield lambda *arguments: CliRunner().invoke(cli, list(arguments), prog_name="tierctl")

@@ -1,4 +1,4 @@
-"""An Admin service that answers from a table of replies and remembers what it was asked."""
+"""An Admin service that answers from a table of replies and records every request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         return lambda request, context: self.reply(name, request, context)
 
     def reply(self, name: str, request: Message, context: grpc.ServicerContext) -> Message:
-        """The table's answer, or its error as the daemon tells it."""
+        """Returns the table's reply, or aborts with its error as the daemon does."""
         self.asked.append((name, request, dict(context.invocation_metadata()).get("tierd-session", "")))
         answer = self.answers[name]
         if isinstance(answer, TierdError):
@@ -72,7 +72,7 @@ def served(admin: FakeAdmin, directory: Path) -> Iterator[Connection]:
 
 
 def samples() -> dict[str, Message | TierdError]:
-    """A busy daemon's answers."""
+    """The replies of a busy daemon."""
     block = pb.BlockInfo(
         hash=HASH, parent=bytes(32), namespace=1, position=0, tokens=512, bytes=65536, pins=2, hits=41, idle_s=3.25,
         tiers=["host.0", "nvme.0"],
@@ -126,7 +126,7 @@ def samples() -> dict[str, Message | TierdError]:
 
 
 def recorded(state: str, *, reason: str = "", lost: int = 0) -> pb.RecordReply:
-    """A recording that goes on, or has ended."""
+    """The reply for a recording that is running or has ended."""
     return pb.RecordReply(
         state=state, name="a", path="/state/a.jsonl.gz", reason=reason, requests=6848, blocks=171_316, distinct=111_932,
         lost=lost, bytes=462_000, max_bytes=1 << 28, elapsed_s=2126, seconds=3600,
@@ -136,7 +136,7 @@ def recorded(state: str, *, reason: str = "", lost: int = 0) -> pb.RecordReply:
 def tier(
     name: str, kind: TierKind, *, capacity: int, used: int, mode: str = "tmpfs", unready: int = 0, reason: str = ""
 ) -> pb.TierInfo:
-    """One tier's answer."""
+    """The reply for one tier."""
     return pb.TierInfo(
         name=name, kind=int(kind), capacity_bytes=capacity, used_bytes=used, assigned_bytes=used, pages_ready=used >> 16,
         pages_pinned=12, pages_reserved=1, pages_retiring=2, evictions=1234, bytes_read=3 << 30, bytes_written=2 << 30,
@@ -146,7 +146,7 @@ def tier(
 
 
 def worn_stores() -> list[pb.StoreWear]:
-    """A store whose drive tells its wear, and one whose drive does not."""
+    """One store whose drive reports its wear, and one whose drive does not."""
     told = pb.DriveInfo(
         device="/dev/nvme0n1", model="Fast 9", capacity_bytes=3_840_755_982_336, has_health=True, percentage_used=3,
         written_bytes=237_774_404_000_000, power_on_hours=27567,

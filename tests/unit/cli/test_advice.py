@@ -1,4 +1,4 @@
-"""What is said of engines: pure functions over rows, by tables."""
+"""The advice about engines: pure functions over rows, tested by tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALONE = {
 
 @pytest.mark.parametrize("case", ALONE)
 def test_what_is_said_of_one_engine(case: str) -> None:
-    """A version outside the window or not run, a policy that fails requests, hashes that nobody else computes: each is said, with its remedy."""
+    """Each fault of a version, a load failure policy or a hash algorithm gets advice with its remedy."""
     words, fault, remedy, is_urgent = ALONE[case]
     (said,) = advise([with_words(GOOD, **words)])
     assert "vllm worker (pid 100)" in said.fault and fault in said.fault and remedy in said.remedy
@@ -50,7 +50,7 @@ def test_what_is_said_of_one_engine(case: str) -> None:
 
 @pytest.mark.parametrize("words", [{}, {"engine": "mine", "version": "7"}, {"version": ""}, {"version": "0.31.2+cpu"}])
 def test_nothing_is_said_of_what_is_well_or_unknown(words: dict[str, str]) -> None:
-    """An engine that is configured well, or of which too little is known, gets no warning."""
+    """An engine that is configured well, or one with too few known settings, gets no warning."""
     assert advise([with_words(GOOD, **words)]) == []
 
 
@@ -66,7 +66,7 @@ APART = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_two_engines_that_could_share_are_told_why_they_do_not(name: str) -> None:
-    """Both are named, what differs is shown with both values, and the remedy says what to set."""
+    """The advice names both engines, shows both values of each difference and gives the remedy."""
     other = with_words(OTHER, **APART[name])
     (said,) = advise([GOOD, other])
     assert said.sessions == (1, 2) and said.is_urgent
@@ -87,19 +87,19 @@ SILENT = {
 
 @pytest.mark.parametrize("case", SILENT)
 def test_engines_that_share_or_were_never_meant_to_are_left_alone(case: str) -> None:
-    """A shared namespace, another model, engine or weights, or a word that one of them does not say: no warning about the pair."""
+    """No warning if engines share a namespace, differ in model, engine or weights, or lack a word."""
     first = replace(GOOD, spaces=(Space(1, {"weights_digest": "a"}),))
     assert advise([first, SILENT[case]]) == []
 
 
 def test_another_tenant_is_a_note() -> None:
-    """Engines of two tenants share nothing by design: it is said, with the setting that would make them one."""
+    """Engines of two tenants share nothing by design: a note names the setting that joins them."""
     (said,) = advise([GOOD, replace(OTHER, tenant="ads")])
     assert not said.is_urgent and "(search, ads)" in said.fault and "identity.tenants" in said.remedy
 
 
 def test_namespaces_speak_where_the_engine_does_not() -> None:
-    """Block size, dtype, layout and ranks come from the latest namespace's spec where the words lack them."""
+    """Block size, dtype, layout and ranks come from the latest namespace's spec if the words lack them."""
     bare = {"engine": "vllm", "version": "0.32.0"}
     spec = {"model": "m", "tokens_per_block": 16, "rank_count": 1, "geometry": {"dtype": "bf16", "layout": "NHD"}}
     one = replace(GOOD, words=bare, spaces=(Space(1, {}), Space(2, spec)))
@@ -113,7 +113,7 @@ def test_namespaces_speak_where_the_engine_does_not() -> None:
 
 
 def test_engines_that_are_configured_alike_are_spoken_of_once() -> None:
-    """Sixteen workers of each of two ways to be configured: one sentence about the pair, one about what concerns all, what is urgent first."""
+    """Two groups of sixteen equal workers get one advice for the pair and one for all, urgent first."""
     workers = [
         replace(with_words(GOOD, version="0.33.0", ranks=f"{i}/16"), session=i, pid=i, spaces=(Space(1),))
         for i in range(16)
@@ -128,7 +128,7 @@ def test_engines_that_are_configured_alike_are_spoken_of_once() -> None:
 
 
 def test_one_mismatch_between_engines_of_several_processes_is_said_once() -> None:
-    """A scheduler knows its hash seed and a worker does not: of two such engines one sentence is said, which names all that differs; a third way to be configured is told apart from both."""
+    """Two engines of several processes get one advice with all differences; each other pair gets its own."""
 
     def engine(number: int, **words: str) -> list[Engine]:
         return [

@@ -1,4 +1,4 @@
-"""Settings from a file and from the command line: what `tierd config` says, what `tierd serve` runs with."""
+"""Settings from a file and from the command line, for `tierd config` and `tierd serve`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_valid_file_ends_with_0(file: Path) -> None:
-    """`tierd config check` says in one line that a file is valid."""
+    """`tierd config check` confirms a valid file in one line."""
     result = run("config", "check", str(file))
     assert (result.exit_code, result.output) == (0, f"{file}: the configuration is valid.\n")
 
@@ -77,13 +77,13 @@ def test_what_is_shown_is_read_back_as_the_same(file: Path, words: tuple[str, ..
 
 
 def test_no_tier_is_shown_as_none() -> None:
-    """Tiers that are not configured are shown as empty lists, which are read back as none."""
+    """Tiers that are not configured are printed as empty lists, and an empty list reads back as no tier."""
     text = "\n".join(toml_lines(resolve(Config(nvme=()))))
     assert read_config(text).nvme == () and read_config(text).device == ()
 
 
 def test_sizes_go_over_a_file(file: Path) -> None:
-    """--memory and --disk replace sizes and stores; a tier and a store of the file keep their other settings."""
+    """--memory and --disk replace sizes and stores; tiers and stores of the file keep other settings."""
     settings = settings_of(file, memory=1 << 30, disks=[("/mnt/one", 2 << 30), ("/mnt/two", 4 << 30)])
     assert [(host.capacity, host.eviction) for host in settings.host] == [(1 << 30, "lru")]
     assert [(s.path, s.capacity, s.direct) for s in settings.nvme] == [
@@ -93,7 +93,7 @@ def test_sizes_go_over_a_file(file: Path) -> None:
 
 
 def test_sizes_stand_in_place_of_a_file() -> None:
-    """Without a file the sizes go over the defaults."""
+    """Without a file, --memory and --disk replace the defaults."""
     settings = settings_of(None, memory=1 << 30, disks=[("/mnt/two", 4 << 30)])
     assert [host.capacity for host in settings.host] == [1 << 30]
     assert [(store.path, store.capacity) for store in settings.nvme] == [("/mnt/two", 4 << 30)]
@@ -113,7 +113,7 @@ def test_sizes_stand_in_place_of_a_file() -> None:
 )
 @pytest.mark.parametrize("command", [("serve",), ("config", "show")], ids=" ".join)
 def test_a_wrong_size_is_refused(command: tuple[str, ...], words: tuple[str, ...], said: str) -> None:
-    """A size or directory that cannot be meant ends with 2 and says what to write; nothing starts."""
+    """An impossible size or directory ends with 2 and a message with the remedy; nothing starts."""
     result = run(*command, *words)
     assert (result.exit_code, result.stdout) == (2, "")
     assert said in result.stderr and "Traceback" not in result.output

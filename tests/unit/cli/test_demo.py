@@ -1,4 +1,4 @@
-"""What the demo says of itself must be true: its faults are found, its prompts fit."""
+"""The demo's claims are true: it reports its own faults, and its prompts fit the model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLAIN = Report(prompt_tokens=100, ttft_s=1.0, tokens=[1, 2, 3])
 
 
 def turn(tier: str, **changes: object) -> Turn:
-    """A turn that was to come from a tier, its report changed."""
+    """A turn expected from this tier, with changes to its report."""
     return Turn(Scene("a place", Stage.stay, tier), replace(GOOD, **changes), PLAIN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tier", ["host.0", "*"])
 def test_a_turn_as_promised_has_no_fault(tier: str) -> None:
-    """Equal tokens, served from the named tier: exit code 0."""
+    """Equal tokens, served from the named tier, give exit code 0."""
     assert turn(tier).fault == ""
     assert verdict(new_console(), [turn(tier)]) == 0
 
@@ -42,14 +42,14 @@ def test_a_turn_as_promised_has_no_fault(tier: str) -> None:
     ids=["other-token", "fewer-tokens", "other-tier", "nothing", "not-cold", "mostly-elsewhere"],
 )
 def test_a_turn_that_differs_fails_loudly(faulty: Turn, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other tokens than without a cache, or another source than the table says: exit code 1 and a line that begins with FAILED."""
+    """Wrong tokens or the wrong source give exit code 1 and a line that begins with FAILED."""
     assert verdict(new_console(), [turn("host.0"), faulty]) == 1
     assert "FAILED: a place" in capsys.readouterr().out
 
 
 @given(st.integers(600, 100_000))
 def test_prompts_keep_within_the_model(positions: int) -> None:
-    """The last prompt and its answer fit into the model's positions, each prompt begins with all that was said, turns end on blocks."""
+    """Prompts and answers fit the model's positions, extend the conversation and end on block boundaries."""
     plan = Plan.within(positions, turns=len(SCENES))
     conversation = Conversation(plan, turns=len(SCENES))
     said: list[int] = []

@@ -1,4 +1,4 @@
-"""What help says: every verb in a group, whole sentences, an example that can be typed."""
+"""Help texts: every verb is in a group, sentences are whole, and each example can be typed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAMS: dict[str, click.Group] = {"tierctl": tierctl, "tierd": tierd}
 
 
 def commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The words of every command below a group, groups too."""
+    """The words of every command below a group, including groups."""
     context = click.Context(group)
     for name in group.list_commands(context):
         yield (*path, name)
@@ -32,7 +32,7 @@ EVERY = [words for name, program in PROGRAMS.items() for words in commands(progr
 
 
 def helped(words: tuple[str, ...], columns: int = 80) -> str:
-    """The help of a command in a terminal of so many columns."""
+    """The help of a command in a terminal of this width."""
     ran = CliRunner(env={"COLUMNS": str(columns)}).invoke(
         PROGRAMS[words[0]], [*words[1:], "--help"], prog_name=words[0]
     )
@@ -43,13 +43,13 @@ def helped(words: tuple[str, ...], columns: int = 80) -> str:
 @pytest.mark.parametrize("columns", [60, 80, 140])
 @pytest.mark.parametrize("words", [("tierctl",), ("tierd",), *EVERY], ids=" ".join)
 def test_no_line_of_help_is_cut(words: tuple[str, ...], columns: int) -> None:
-    """The sentences in a list of commands are whole, however narrow the terminal is."""
+    """The sentences in a list of commands are whole at every terminal width."""
     listed = [line for line in helped(words, columns).splitlines() if not line.startswith("Usage:")]
     assert not [line for line in listed if line.rstrip().endswith(("...", "…"))]
 
 
 def test_verbs_stand_in_groups() -> None:
-    """`tierctl --help` has its verbs under what they are for."""
+    """`tierctl --help` lists its verbs under the group of their purpose."""
     text = helped(("tierctl",))
     places = [text.index(f"\n{title}:\n") for title in GROUPS]
     assert [*GROUPS] == ["Look", "Act", "Verify", "Traces"] and places == sorted(places)

@@ -1,4 +1,4 @@
-"""The options that all verbs share: where they may stand, and what they do."""
+"""The options that all verbs share: their allowed positions and their effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LISTING = ["status", "tiers", "blocks", "sessions", "namespaces", "engines", "we
     "arguments", [("--json", "status"), ("status", "--json"), ("record", "--json", "status")], ids=" ".join
 )
 def test_json_may_stand_before_the_verb(run: Run, arguments: tuple[str, ...]) -> None:
-    """--json means the same before a verb, before a verb's verb, and after them."""
+    """--json means the same before a verb, before a subverb, and after them."""
     assert isinstance(json.loads(run(*arguments).stdout), dict)
 
 
@@ -28,7 +28,7 @@ def test_json_may_stand_before_the_verb(run: Run, arguments: tuple[str, ...]) ->
 def test_target_may_stand_before_the_verb(
     run: Run, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--target names the daemon before a verb and after it; the one after it wins."""
+    """--target names the daemon before a verb and after it; the one after the verb wins."""
     asked: list[str | None] = []
     from tierd.cli import ask
 
@@ -41,7 +41,7 @@ def test_target_may_stand_before_the_verb(
 
 @pytest.mark.parametrize("verb", LISTING)
 def test_output_is_chosen(run: Run, verb: str) -> None:
-    """-o json is --json, and -o wide shows at least the columns of -o table."""
+    """-o json equals --json, and -o wide shows at least the columns of -o table."""
     assert json.loads(run(verb, "-o", "json").stdout) == json.loads(run(verb, "--json").stdout)
     assert run(verb, "-o", "table").stdout.split() == run(verb).stdout.split()
     assert set(run(verb).stdout.split()) <= set(run(verb, "-o", "wide").stdout.split())
@@ -49,7 +49,7 @@ def test_output_is_chosen(run: Run, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", [*LISTING, "inspect 00", "record status"])
 def test_watch_looks_again_until_ctrl_c(run: Run, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--watch looks again after so many seconds; Ctrl-C ends it with exit code 130."""
+    """--watch repeats the verb after that many seconds; Ctrl-C ends it with exit code 130."""
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -64,11 +64,11 @@ def test_watch_looks_again_until_ctrl_c(run: Run, verb: str, monkeypatch: pytest
 
 
 def test_watch_needs_a_pause(run: Run, admin: FakeAdmin) -> None:
-    """A pause of nothing is refused, and nobody is asked."""
+    """A pause of 0 is refused, and no request is sent."""
     assert (run("status", "--watch", "0").exit_code, admin.asked) == (2, [])
 
 
 def test_help_names_the_options() -> None:
-    """Help of a listing verb names -o, and --watch beside it."""
+    """The help of a listing verb names -o and --watch."""
     text = CliRunner().invoke(cli, ["tiers", "--help"]).stdout
     assert "--output [table|wide|json]" in text and "--watch SECONDS" in text

@@ -1,4 +1,4 @@
-"""Numbers for people, tables for terminals."""
+"""Numbers for people and tables for terminals."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def test_bytes_have_three_digits(value: int, text: str) -> None:
     ],
 )
 def test_durations_read_as_people_say_them(value: float, text: str) -> None:
-    """Durations go from microseconds to days."""
+    """Durations range from microseconds to days."""
     assert human_seconds(value) == text
 
 
 def test_nothing_is_a_dash() -> None:
-    """Shares of nothing and rates of nothing are dashes, large counts are shortened."""
+    """Shares of zero and rates of zero are dashes; large counts are shortened."""
     assert (human_share(1, 0), human_rate(0), human_count(12_345), human_count(2.5e7)) == ("-", "-", "12,345", "25.0 M")
 
 
 @given(st.integers(0, 1 << 60))
 def test_sizes_never_grow_wide(value: int) -> None:
-    """No size needs more than ten characters, so columns do not jump."""
+    """No size needs more than ten characters, so column widths stay stable."""
     assert len(human_bytes(value)) <= 10
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=9), st.integers(1, 200))
 def test_columns_go_by_need(shapes: list[tuple[int, int]], width: int) -> None:
-    """Columns that are needed stay; no spare column is dropped while one less needed stays; what stays fits unless all is needed."""
+    """Needed columns stay, the most spare ones drop first, and the rest fit the width if any is spare."""
     columns = [Column("x", spare=spare) for _, spare in shapes]
     shown = fitting(columns, [n for n, _ in shapes], width=width)
     dropped = [columns[i].spare for i in range(len(columns)) if i not in shown]
@@ -70,7 +70,7 @@ def test_columns_go_by_need(shapes: list[tuple[int, int]], width: int) -> None:
 
 
 def test_plain_tables_are_aligned_and_whole() -> None:
-    """In a pipe columns line up and nothing is cut."""
+    """In a pipe, columns are aligned and no cell is cut."""
     columns = (Column("name"), Column("bytes", right=True), Column("note", spare=9))
     lines = plain_lines(columns, [["a", "1", "x" * 200], ["bcdefg", "12345678", ""]])
     assert lines == ["name       bytes  note", f"a              1  {'x' * 200}", "bcdefg  12345678"]
@@ -78,7 +78,7 @@ def test_plain_tables_are_aligned_and_whole() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_pictures_keep_within_the_terminal(width: int) -> None:
-    """At 80 and at 120 columns no line is cut with an ellipsis or runs over."""
+    """At 80 and at 120 columns no line overflows or is cut with an ellipsis."""
     answers = samples()
     console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
     one = top.Sample(0.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_ranks_of_an_engine_are_told_apart(width: int) -> None:
-    """Of an engine's processes, alike but for their ranks, no two lines of the table are equal in a terminal of this width."""
+    """Processes of one engine that differ only in rank get different lines at this terminal width."""
     words = {
         "engine": "vllm",
         "version": "0.32.0",
@@ -112,7 +112,7 @@ def test_ranks_of_an_engine_are_told_apart(width: int) -> None:
 
 
 def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
-    """A counter's rate is its growth a second; one that fell is counted from zero."""
+    """A counter's rate is its growth per second; a counter that fell counts from zero."""
     answers = samples()
     one = top.Sample(10.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
     change = top.Change(one, top.Sample(12.0, one.status, one.tiers, one.sessions))
@@ -120,7 +120,7 @@ def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
 
 
 def test_hits_since_the_last_look() -> None:
-    """The hit ratio between two looks counts what came between them, and all after a restart."""
+    """The hit ratio covers the interval between two polls; after a restart it covers all counts."""
     old, new = Hits({"host.0": 10}, 90), Hits({"host.0": 40, "nvme.0": 20}, 130)
     assert (new.since(old).hit, new.since(old).asked) == (50, 90)
     assert old.since(new) == old
@@ -128,7 +128,7 @@ def test_hits_since_the_last_look() -> None:
 
 @pytest.mark.parametrize("part", [0, 3, 8])
 def test_bars_without_colour(part: int) -> None:
-    """A bar is as long as its share, and nobody sees one where there is no colour."""
+    """A bar is as long as its share; without colours no bar is drawn."""
     assert bar(part, 8).plain.count("━") == part
     assert len(bar(part, 8).plain) == 8
     columns = (Column("tier"), Column("", is_bar=True))
@@ -143,7 +143,7 @@ def test_bars_without_colour(part: int) -> None:
 
 @pytest.mark.parametrize("used", [0, 80, 95, 100])
 def test_a_full_tier_is_no_trouble(used: int) -> None:
-    """However full a tier is, nothing of it is red; a tier that is out of service is."""
+    """A full tier shows nothing in red; a tier out of service does."""
     info = pb.TierInfo(name="host.0", capacity_bytes=100, used_bytes=used, serving=True)
     row = [cell for cell in look.tier_row(info) if isinstance(cell, Text)]
     assert not [cell for cell in row if "red" in str(cell.style) or any("red" in str(s.style) for s in cell.spans)]

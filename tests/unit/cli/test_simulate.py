@@ -1,4 +1,4 @@
-"""`tierctl simulate` as a person or a script meets it."""
+"""`tierctl simulate` as a user or a script runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(*arguments: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """Four blocks, the same four again, four others."""
+    """Three requests: four blocks, the same four again, four other blocks."""
     lines = [
         {"timestamp": 1000 * i, "input_length": 2048, "hash_ids": ids}
         for i, ids in enumerate(([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]))
@@ -44,7 +44,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_json_has_a_row_for_every_trace_size_and_policy(trace: str) -> None:
-    """Rows have the fixed keys, sizes as they were given, hits as fractions; the order is traces, sizes, policies."""
+    """Rows have fixed keys, sizes as given, hits as fractions; the order is traces, sizes, policies."""
     found = rows(trace, trace, "--policy", "lru,lfu", "--host", "4blocks,2blocks")
     assert [set(row) for row in found] == [KEYS] * 8
     assert [(row["host"], row["policy"]) for row in found[:4]] == [
@@ -69,7 +69,7 @@ def test_json_has_a_row_for_every_trace_size_and_policy(trace: str) -> None:
 
 
 def test_every_tiers_sizes_multiply(trace: str) -> None:
-    """Sizes of several tiers are combined; without any, the tiers are those of the settings."""
+    """Sizes of several tiers are combined; without any sizes, the settings define the tiers."""
     found = rows(trace, "--device", "2blocks,3blocks", "--host", "50%", "--nvme", "100%,7blocks", "--policy", "lru")
     assert [(row["device"], row["host"], row["nvme"]) for row in found] == [
         (device, "50%", nvme) for device in ("2blocks", "3blocks") for nvme in ("100%", "7blocks")
@@ -78,7 +78,7 @@ def test_every_tiers_sizes_multiply(trace: str) -> None:
 
 
 def test_the_configuration_says_what_the_command_line_leaves_open(trace: str, tmp_path: Path) -> None:
-    """With --config tiers and `default` are that daemon's."""
+    """With --config, the tiers and the policy `default` are those of that daemon."""
     config = tmp_path / "tierd.toml"
     config.write_text('nvme = []\n[[host]]\ncapacity = "1 MiB"\neviction = "mru"\n', encoding="utf-8")
     wrong = simulated(trace, "--config", str(config))
@@ -88,7 +88,7 @@ def test_the_configuration_says_what_the_command_line_leaves_open(trace: str, tm
 
 
 def test_the_table_has_a_line_for_every_run(trace: str) -> None:
-    """In a pipe a plain table: policies, sizes and shares; columns that say nothing are left out."""
+    """In a pipe the table is plain: policies, sizes and shares; columns without information are absent."""
     lines = simulated(trace, "--policy", "lru,clairvoyant", "--host", "4blocks").stdout.splitlines()
     assert lines[0].split() == ["policy", "host", "hits", "took"]
     assert [re.split(r" {2,}", line)[:3] for line in lines[1:]] == [
@@ -98,7 +98,7 @@ def test_the_table_has_a_line_for_every_run(trace: str) -> None:
 
 
 def test_a_page_is_written_and_says_so_before_anything_runs(trace: str, tmp_path: Path) -> None:
-    """--plot FILE.html writes a page beside the table; a file that cannot be is refused before the first request."""
+    """--plot FILE.html writes a page beside the table; an impossible file is refused before any request."""
     page = tmp_path / "curves.html"
     assert simulated(trace, "--host", "2blocks,4blocks", "--plot", str(page)).exit_code == 0
     assert "4blocks" in page.read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def test_a_page_is_written_and_says_so_before_anything_runs(trace: str, tmp_path
 def test_pictures_without_matplotlib_say_what_to_install(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the package a PNG ends before anything runs, with both remedies; a page needs nothing."""
+    """Without the package a PNG is refused before the run, with both remedies; a page needs no package."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = simulated(trace, "--host", "4blocks", "--plot", str(tmp_path / "curves.png"))
     assert result.exit_code == 1
@@ -131,6 +131,6 @@ def test_pictures_without_matplotlib_say_what_to_install(
     ],
 )
 def test_a_wrong_command_line_says_what_to_write(trace: str, arguments: tuple[str, ...], fault: str) -> None:
-    """Exit code 2 and one line with fault and remedy."""
+    """A wrong command line gives exit code 2 and one line with fault and remedy."""
     result = CliRunner().invoke(cli, ["simulate", trace, *arguments], prog_name="tierctl")
     assert (result.exit_code, fault in " ".join(result.stderr.split())) == (2, True), result.output

@@ -1,4 +1,4 @@
-"""What a start leaves for the garbage collector, and which threads it begins."""
+"""The start of a program: its objects for the garbage collector, its imports and its threads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ try:
 except OSError:
     print(gc.isenabled(), len(gc.get_objects()), gc.get_freeze_count())
 """
-"""A start that ends at once, since its directory is a file."""
+"""A start that ends at once, because its directory is a file."""
 
 
 def test_the_collector_looks_at_no_imports(tmp_path: Path) -> None:
-    """Garbage is collected while a daemon runs, but not sought among the tens of thousands of objects that stay for its life."""
+    """The collector runs in a daemon but skips the tens of thousands of objects that live as long as it."""
     (file := tmp_path / "a file").touch()
     env = os.environ | {"TIERD_STATE_DIR": str(file), "TIERD_RUNTIME_DIR": str(file)}
     ran = subprocess.run(
@@ -35,7 +35,7 @@ def test_the_collector_looks_at_no_imports(tmp_path: Path) -> None:
 
 
 def test_a_start_does_not_load_rich(tmp_path: Path) -> None:
-    """The daemon prints no table: what draws them is not loaded, and can be by whoever wants it later."""
+    """The daemon prints no table, so it does not load rich; a later import still works."""
     (file := tmp_path / "a file").touch()
     env = os.environ | {"TIERD_STATE_DIR": str(file), "TIERD_RUNTIME_DIR": str(file)}
     code = PROGRAM + "import sys; print('rich' in sys.modules); import rich"
@@ -44,7 +44,7 @@ def test_a_start_does_not_load_rich(tmp_path: Path) -> None:
 
 
 def test_matrices_are_multiplied_in_one_thread() -> None:
-    """The programs start no threads of a linear algebra library: for matrices as small as the learner's these wait longer than they work."""
+    """The programs start no linear algebra threads: for the learner's small matrices these mostly wait."""
     code = "import tierd.cli, numpy, os; numpy.ones((500, 500)) @ numpy.ones((500, 500)); print(len(os.listdir('/proc/self/task')))"
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -52,7 +52,7 @@ def test_matrices_are_multiplied_in_one_thread() -> None:
 
 
 def test_no_plugin_gets_into_the_programs(tmp_path: Path) -> None:
-    """What other packages offer pydantic as a plugin is neither looked for nor loaded by a start."""
+    """A start neither searches for nor loads pydantic plugins that other packages offer."""
     (offered := tmp_path / "plug-1.dist-info").mkdir()
     (offered / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1\n")
     (offered / "entry_points.txt").write_text("[pydantic]\nplug = plug:plug\n")
@@ -74,7 +74,7 @@ HEAVY = ("pydantic", "prometheus_client", "tierd.server", "tierd.simulator", "ti
     ("arguments", "more"), [("--help", ("grpc", "numpy", "rich")), ("status", ()), ("tiers", ()), ("top", ())]
 )
 def test_tierctl_loads_little(tmp_path: Path, arguments: str, more: tuple[str, ...]) -> None:
-    """What a verb does not need is not loaded for it; no daemon's code, no simulator, for those that ask a daemon."""
+    """A verb loads only the modules that it needs: a verb that asks a daemon loads no daemon or simulator."""
     code = (
         f"import sys; sys.argv = ['tierctl', {arguments!r}]\nfrom tierd.cli.ctl import main\ntry: main()\nexcept SystemExit: pass\n"
         f"print([name for name in {HEAVY + more!r} if name in sys.modules])"
@@ -86,7 +86,7 @@ def test_tierctl_loads_little(tmp_path: Path, arguments: str, more: tuple[str, .
 
 @pytest.mark.parametrize("name", VERBS)
 def test_the_list_of_verbs_says_what_they_say(name: str) -> None:
-    """The list that is shown without loading a verb has its name, and the first sentence of its help."""
+    """The preloaded list of verbs has each verb's name and the first sentence of its help."""
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     assert (command.name, command.get_short_help_str(200)) == (name, VERBS[name][1])

@@ -1,4 +1,4 @@
-"""The trace format: read, refused, and turned into hashes and bytes."""
+"""The trace format: reading, refusal, and conversion to hashes and bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES = [
 
 
 def written(path: Path, *, packed: bool) -> Path:
-    """The lines in a file."""
+    """Writes LINES to a file."""
     text = "".join(json.dumps(line) + "\n" for line in LINES).encode()
     path.write_bytes(gzip.compress(text) if packed else text)
     return path
@@ -31,7 +31,7 @@ def written(path: Path, *, packed: bool) -> Path:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_trace_is_read_gzip_or_plain(tmp_path: Path, packed: bool) -> None:
-    """The content decides, not the name; unknown fields are ignored; a limit stops early."""
+    """The content decides the format, not the name; unknown fields are ignored; a limit stops early."""
     path = written(tmp_path / "trace", packed=packed)
     whole = [Request(0, 1000, array("q", [0, 1])), Request(3000, 512, array("q", [0]))]
     assert list(read_trace(path)) == whole
@@ -60,7 +60,7 @@ def test_a_trace_is_read_gzip_or_plain(tmp_path: Path, packed: bool) -> None:
     ids=lambda line: line[:70].decode("latin-1"),
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
-    """A line that is no request raises InvalidArgument with its number, wherever it stands."""
+    """A line that is not a request raises InvalidArgument with its line number."""
     path = written(tmp_path / "trace", packed=False)
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(InvalidArgument, match="line 3"):
@@ -71,11 +71,11 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
 def test_what_was_cut_off_is_dropped_with_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bool
 ) -> None:
-    """Wherever a file ends too early its whole lines are read and what is lost is said; without a whole line it is refused."""
+    """A truncated file yields its whole lines and a warning; a file without a whole line is refused."""
     path = written(tmp_path / "trace", packed=False)
     whole, lines = list(read_trace(path)), path.read_bytes().splitlines(keepends=True)
     parts = [gzip.compress(line, mtime=0) for line in lines] if packed else lines
-    ends = {len(parts[0]), len(parts[0]) - (not packed)}  # of a plain line the end itself may be missing
+    ends = {len(parts[0]), len(parts[0]) - (not packed)}  # a plain line may lack only its newline
     for end in range(2, len(parts[0] + parts[1]) - 1):
         path.write_bytes((parts[0] + parts[1])[:end])
         found, told = found_in(path), capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_what_was_cut_off_is_dropped_with_a_word(
 
 
 def found_in(path: Path) -> list[Request]:
-    """The requests of a file; none of one that is refused."""
+    """The requests of a file, or none if the file is refused."""
     try:
         return list(read_trace(path))
     except InvalidArgument:
@@ -93,7 +93,7 @@ def found_in(path: Path) -> list[Request]:
 
 
 def test_a_last_line_needs_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A last line that is whole but for its end is read in silence; members that were appended to a file are one trace."""
+    """A last line without a newline is read without a warning; appended gzip members are one trace."""
     path = written(tmp_path / "trace", packed=False)
     path.write_bytes(gzip.compress(path.read_bytes()) + gzip.compress(path.read_bytes()[:-1]))
     assert (len(list(read_trace(path))), capsys.readouterr().err) == (4, "")
@@ -101,12 +101,12 @@ def test_a_last_line_needs_no_end(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("at", [0, 3, 20, 60, -6])
 def test_a_damaged_archive_is_refused(tmp_path: Path, at: int) -> None:
-    """A gzip file with a wrong byte raises InvalidArgument, not a traceback, and no request is made up."""
+    """A gzip file with a wrong byte raises InvalidArgument, never a traceback or an invented request."""
     path = written(tmp_path / "trace", packed=True)
     raw, whole = bytearray(path.read_bytes()), list(read_trace(path))
     raw[at] ^= 0x55
     path.write_bytes(raw)
-    assert found_in(path) in ([], whole)  # whole: a byte of the header that says nothing
+    assert found_in(path) in ([], whole)  # whole: the byte belongs to a header field without effect
 
 
 def test_no_line_is_read_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_no_line_is_read_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_recording_says_how_large_its_blocks_are(tmp_path: Path) -> None:
-    """Tokens of a block, its bytes and its namespace come from the line, and time stays where it would go back."""
+    """Block tokens, block bytes and namespace come from the line; a time that would go back stays."""
     path = tmp_path / "trace"
     line = {"timestamp": 9, "input_length": 17, "hash_ids": [3, 4], "tokens_per_block": 16, "block_bytes": 4096}
     lines = [line | {"namespace": 1}, line | {"timestamp": 5}]
@@ -130,14 +130,14 @@ def test_a_recording_says_how_large_its_blocks_are(tmp_path: Path) -> None:
 
 
 def test_hashes_follow_id_and_namespace() -> None:
-    """The same id gives the same hash in one namespace and another in another."""
+    """The same id gives the same hash in one namespace and another hash in another namespace."""
     here, there = hash_ids([7, 7, 8], digest=b"a" * 32), hash_ids([7], digest=b"b" * 32)
     assert (here[0] == here[1]).all() and (here[0] != here[2]).any() and (here[0] != there[0]).any()
 
 
 @given(st.integers(1, 5000), st.integers(0, 4999))
 def test_content_tells_blocks_and_places_apart(length: int, place: int) -> None:
-    """A block's bytes match themselves, and neither another block's nor themselves with one byte changed."""
+    """A block's bytes match themselves, but not another block's, nor themselves with one changed byte."""
     content = Content(5000)
     one, two = hash_ids([1, 2], digest=bytes(32))
     held = content.of(one, length=length).copy()
@@ -148,6 +148,6 @@ def test_content_tells_blocks_and_places_apart(length: int, place: int) -> None:
 
 
 def test_content_has_no_repeats() -> None:
-    """No two words of a block are equal, so shifted bytes are found."""
+    """No two words of a block are equal, so a test detects shifted bytes."""
     words = Content(1 << 16).of(hash_ids([3], digest=bytes(32))[0], length=1 << 16).view(np.uint64)
     assert len(np.unique(words)) == len(words)

@@ -1,4 +1,4 @@
-"""tierctl's verbs against a fake Admin service: what they ask, what they show, how they fail."""
+"""tierctl's verbs against a fake Admin service: their requests, their output, their failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("arguments", SHOWN, ids="-".join)
 def test_a_verb_shows_its_answer_without_escape_codes_in_a_pipe(run: Run, arguments: tuple[str, ...]) -> None:
-    """Every verb succeeds, shows what matters and colours nothing when stdout is no terminal."""
+    """Every verb succeeds, prints its answer and uses no colours when stdout is not a terminal."""
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     assert SHOWN[arguments] in result.stdout
@@ -48,7 +48,7 @@ def test_a_verb_shows_its_answer_without_escape_codes_in_a_pipe(run: Run, argume
 
 @pytest.mark.parametrize("verb", ["status", "tiers"])
 def test_memory_that_is_not_ready_is_told(run: Run, verb: str) -> None:
-    """How far a tier's memory is made, and what keeps the background from making more."""
+    """The verb shows how much of a tier's memory is ready and the reason that stops the background work."""
     told = run(verb).stdout
     assert "device.0: 192 MiB of 256 MiB are ready; the rest follows on demand (no room)" in told
     assert "host.0: 480 MiB of 512 MiB are ready; the rest follows in the background" in told
@@ -64,7 +64,7 @@ def test_every_verb_speaks_json(run: Run, arguments: tuple[str, ...]) -> None:
 
 
 def test_a_flush_that_left_something_fails(run: Run, admin: FakeAdmin) -> None:
-    """Blocks that could not be made durable are counted, and the exit code is 1."""
+    """flush counts the blocks that it could not make durable and ends with exit code 1."""
     admin.answers["Flush"] = pb.FlushReply(blocks=8, bytes=8 << 20, left=2)
     result = run("flush")
     assert result.exit_code == 1
@@ -72,7 +72,7 @@ def test_a_flush_that_left_something_fails(run: Run, admin: FakeAdmin) -> None:
 
 
 def test_a_drain_says_that_it_is_for_good(run: Run) -> None:
-    """drain says in its help and in its answer that only a restart takes it back."""
+    """drain's help and answer state that only a restart reverts it."""
     assert "until somebody restarts it" in " ".join(run("drain", "--help").stdout.split())
     assert "until somebody restarts it" in run("drain").stdout
 
@@ -87,7 +87,7 @@ def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
 
 @pytest.mark.parametrize("arguments", [("status",), ("top", "--interval", "1 ms")], ids=lambda words: words[0])
 def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str, ...]) -> None:
-    """status and top show tokens hit of tokens asked for, in all and for each tier; a dash while nobody asks."""
+    """status and top show the token hit ratio, in all and by tier; a dash if no tokens were asked for."""
     assert "hit ratio 80.0 % of 1,000 tokens   host.0 60.0 %   nvme.0 20.0 %" in run(*arguments).stdout
     hits = json.loads(run(*arguments, "--json").stdout)["hits"]
     tiers = {"host.0": 600, "nvme.0": 200}
@@ -99,7 +99,7 @@ def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str
 
 
 def test_blocks_are_headed_plainly(run: Run) -> None:
-    """blocks says the model and the position of each block, and inspect does."""
+    """blocks shows the model and the position of each block; inspect shows the model."""
     head, row = run("blocks").stdout.splitlines()[:2]
     assert head.split()[:3] == ["block", "model", "position"]
     assert row.split()[:3] == [HASH.hex()[:12], "llama-3-8b", "0"]
@@ -107,13 +107,13 @@ def test_blocks_are_headed_plainly(run: Run) -> None:
 
 
 def test_counters_have_the_names_of_metrics(run: Run) -> None:
-    """A counter is shown by the name and labels with which /metrics has it."""
+    """A counter has the same name and labels as in /metrics."""
     shown = run("status", "--counters").stdout
     assert all((name in shown) == bool(count) for name, count in COUNTERS.items())
 
 
 def test_a_session_is_short_and_this_program_is_none(run: Run, admin: FakeAdmin) -> None:
-    """A session shows the first digits of its number; tierctl neither lists nor counts its own."""
+    """A session shows the first digits of its number; tierctl neither lists nor counts its own session."""
     answer = admin.answers["Sessions"]
     assert isinstance(answer, pb.SessionsReply)
     answer.sessions[0].id = 1234567890123456789
@@ -125,7 +125,7 @@ def test_a_session_is_short_and_this_program_is_none(run: Run, admin: FakeAdmin)
 
 
 def test_a_block_shows_its_priority(run: Run, admin: FakeAdmin) -> None:
-    """Its number, with what is left of its time if that ends."""
+    """inspect shows a block's priority, and its remaining time if the priority expires."""
     answer = admin.answers["Inspect"]
     assert isinstance(answer, pb.InspectReply)
     answer.block.priority = 90
@@ -184,7 +184,7 @@ def test_filters_reach_the_daemon(run: Run, admin: FakeAdmin) -> None:
 def test_a_malformed_command_line_ends_with_2_and_asks_nothing(
     run: Run, admin: FakeAdmin, arguments: tuple[str, ...]
 ) -> None:
-    """Usage errors are found before the daemon is asked."""
+    """Usage errors are reported before any request to the daemon."""
     result = run(*arguments)
     assert (result.exit_code, admin.asked) == (2, [])
     assert result.stderr
@@ -200,7 +200,7 @@ def test_a_malformed_command_line_ends_with_2_and_asks_nothing(
     ids=["not-found", "not-permitted", "unavailable"],
 )
 def test_a_failure_is_one_line_and_a_code(run: Run, admin: FakeAdmin, error: Exception, code: int) -> None:
-    """What the daemon raises is told in one line on stderr, nothing on stdout, and the exit code says of what sort it is."""
+    """A daemon error prints one line on stderr, nothing on stdout, and its class sets the exit code."""
     admin.answers["Inspect"] = error  # type: ignore[assignment]
     result = run("inspect", "ab12")
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"tierctl: {error}\n")
@@ -217,7 +217,7 @@ def test_help_lists_every_verb(run: Run) -> None:
 
 @pytest.mark.parametrize("reason", ["partial", "unlikely", "budget", "newer"])
 def test_inspect_says_why_a_block_was_not_written(run: Run, admin: FakeAdmin, reason: str) -> None:
-    """A block that admission declined says why, in words where this build knows them; one that was not says nothing."""
+    """inspect explains why admission declined a block, in words if known; otherwise it prints no reason."""
     assert "not written" not in run("inspect", HASH.hex()[:8]).stdout
     answer = admin.answers["Inspect"]
     assert isinstance(answer, pb.InspectReply)

@@ -1,4 +1,4 @@
-"""A daemon of a few lines for tests of the SDK: real sockets, real mapped files, no tiers, and faults on request."""
+"""A small fake daemon for tests of the SDK: real sockets and mapped files, no tiers, faults on demand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKENS = list(range(40))  # two full blocks and a short one
 
 
 class Memory:
-    """One segment of 64 pages, which outlives a FakeDaemon's lives."""
+    """One segment of 64 pages, which outlives each FakeDaemon."""
 
     def __init__(self, root: Path) -> None:
         self.data = root / "1.data"
@@ -52,7 +52,7 @@ class Memory:
         self.used = 0
 
     def publish(self, name: bytes, slot: int, length: int, tokens: int, generation: int) -> None:
-        """The block's entry, with the sums of what its page holds."""
+        """Publishes the block's entry, with the sums of its page's bytes."""
         self.slots[name] = (slot, length, tokens, generation)
         page = np.fromfile(self.data, np.uint8, count=length, offset=slot * CLASS_BYTES)
         meta = new_meta(1)
@@ -63,9 +63,9 @@ class Memory:
 
 
 class FakeDaemon(cache_pb2_grpc.CacheServicer):
-    """Sockets in `directory`, served by a thread of its own. calls: how often each method was called.
+    """Sockets in `directory`, served by a separate thread. calls: number of calls of each method.
 
-    faults: method -> error to raise; before: method -> what to do first; readers: leases not ended.
+    faults: method -> error to raise; before: method -> function to run first.
     """
 
     def __init__(self, directory: Path, memory: Memory) -> None:
@@ -90,18 +90,18 @@ class FakeDaemon(cache_pb2_grpc.CacheServicer):
         return str(self.directory)
 
     def stop(self) -> None:
-        """Ends it as a kill would: sockets closed, calls cut."""
+        """Ends it as a kill does: sockets closed, calls cut."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(20)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for something that a client's message brings about."""
+        """Waits until a client's message makes the condition true."""
         with self._changed:
             assert self._changed.wait_for(condition, 5)
 
     def retract(self, slot: int) -> None:
-        """Takes a page away."""
+        """Retracts a page."""
         self.memory.catalogue.retract(np.array([slot], dtype=np.uint32))
 
     # -- life
@@ -316,7 +316,7 @@ def _detached(file: Any) -> int:
 
 
 class Place:
-    """Where daemons come and go."""
+    """A directory whose daemon a test stops and starts."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -351,7 +351,7 @@ def client(daemon):
 
 @pytest.fixture
 def silent_target():
-    """A daemon that accepts and never says a word."""
+    """A daemon that accepts connections and never answers."""
     root = Path(tempfile.mkdtemp(prefix="tierd-"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(root / "session.sock"))

@@ -1,4 +1,4 @@
-"""AsyncClient is Client, awaited."""
+"""AsyncClient is Client with await."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_faces_are_the_same():
 
 
 async def test_put_and_get(daemon):
-    """What was put comes back, as views that own their pin and as copies."""
+    """A get returns the bytes of a put, as views that own their pin and as copies."""
     async with AsyncClient(daemon.target) as client:
         ns = await client.open_namespace(SPEC)
         assert (await client.put(ns, TOKENS, BLOCKS)).stored == 3
@@ -45,7 +45,7 @@ async def test_put_and_get(daemon):
 
 
 async def test_reservations(daemon):
-    """Reservations are committed and aborted with await, and aborted when left."""
+    """Reservations are committed and aborted with await, and aborted at the end of their block."""
     async with AsyncClient(daemon.target) as client:
         ns = await client.open_namespace(SPEC)
         reservation = await client.reserve(PutGroup.private(ns, 1))
@@ -84,7 +84,7 @@ async def test_errors_and_deadlines(daemon):
 
 
 async def test_a_cancelled_put_gives_its_pages_back(daemon):
-    """A verb that is cancelled gives back what it holds."""
+    """A cancelled verb releases its pages."""
     release = threading.Event()
     async with AsyncClient(daemon.target) as client:
         ns = await client.open_namespace(SPEC)
@@ -99,7 +99,7 @@ async def test_a_cancelled_put_gives_its_pages_back(daemon):
 
 
 async def test_restart(place):
-    """A restart goes unnoticed; old leases are stale."""
+    """A client survives a restart; old leases are stale."""
     async with AsyncClient(place.daemon.target) as client:
         ns = await client.open_namespace(SPEC)
         await client.put(ns, TOKENS, BLOCKS)
@@ -111,7 +111,7 @@ async def test_restart(place):
 
 
 async def test_a_channel_that_breaks_is_replaced(daemon):
-    """A call whose connection breaks under it is made again over a new one."""
+    """A call whose connection breaks is retried over a new connection."""
     async with AsyncClient(daemon.target) as client:
         ns = await client.open_namespace(SPEC)
         client._connector.link.transport.close()

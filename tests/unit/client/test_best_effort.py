@@ -1,4 +1,4 @@
-"""What best_effort makes of failures keeps nothing of them."""
+"""A failed best-effort call keeps no reference to its objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierd.errors import TierdError, Unavailable
 @pytest.mark.parametrize("best_effort", [False, True])
 @pytest.mark.parametrize("error", [Unavailable("gone"), TypeError("no number")])
 def test_a_failed_call_keeps_nothing(error: Exception, best_effort: bool) -> None:
-    """What a call held when it failed is let go of at once, not when somebody looks for garbage: a lease is a hold on pages."""
+    """A failed call drops its objects at once, without a garbage collection: a lease pins pages."""
 
     class Held:
         pass

@@ -1,4 +1,4 @@
-"""What the synchronous client promises, against a daemon whose faults are made to order: gets, puts, views, reservations."""
+"""The synchronous client's promises for gets, puts, views and reservations, against a fake daemon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierd.errors import (
 
 
 def test_put_then_get(client, stored, blocks):
-    """What was put comes back as read-only views of the daemon's memory."""
+    """A get returns the bytes of a put as read-only views of the daemon's memory."""
     got = client.get(stored, TOKENS)
     assert (got.tokens, got.blocks, got.tier_tokens) == (40, 3, (40,))
     for view, block in zip(got.views, blocks, strict=True):
@@ -32,7 +32,7 @@ def test_put_then_get(client, stored, blocks):
 
 
 def test_calls_do_not_grow_with_blocks(client, daemon, ns):
-    """A get and a put of any number of blocks is a constant number of calls."""
+    """A get or a put of any number of blocks makes a constant number of calls."""
     tokens = list(range(16 * 32))
     assert client.put(ns, PutGroup(ns, ns.hash(tokens), lengths=[100] * 32), [bytes(100)] * 32)
     client.get(ns, tokens)
@@ -47,39 +47,39 @@ def test_calls_do_not_grow_with_blocks(client, daemon, ns):
 
 
 def test_put_again(client, stored, blocks):
-    """Blocks that are held already are not written again."""
+    """Blocks that exist already are not written again."""
     assert client.put(stored, TOKENS, blocks).statuses.tolist() == [BlockStatus.EXISTS] * 3
 
 
 def test_put_without_the_short_block(client, ns, blocks):
-    """The rest of a sequence that fills no block may be left out."""
+    """A put may omit the rest of a sequence that fills no block."""
     assert client.put(ns, TOKENS, blocks[:2]).stored == 2
     assert client.get(ns, TOKENS).tokens == 32
 
 
 def test_put_beyond_the_room(client, ns):
-    """What does not fit is reported per block, and the prefix is stored."""
+    """Blocks without room are reported one by one, and the prefix is stored."""
     result = client.put(ns, list(range(16 * 70)), [bytes(CLASS_BYTES)] * 70)
     assert (result.stored, bool(result)) == (64, False)
     assert set(result.statuses[64:]) == {BlockStatus.NO_ROOM}
 
 
 def test_lookup(client, stored):
-    """A lookup says how much could be served, and from which tier."""
+    """A lookup returns how much could be served, and from which tier."""
     found = client.lookup(stored, stored.hash(list(range(64))))
     assert (found.tokens, found.tier_of[0].tolist()) == (32, [[0, 0, -1, -1]])
     assert client.tiers == ("host.0",)
 
 
 def test_a_miss(client, daemon, ns):
-    """A miss is an empty lease and an empty result, and holds nothing."""
+    """A miss is an empty lease and an empty result, and pins nothing."""
     assert not client.acquire(ns, ns.hash(TOKENS))
     assert not client.get(ns, TOKENS)
     assert daemon.leases == set()
 
 
 def test_hashes_instead_of_tokens(client, ns, blocks):
-    """Hashes and groups serve as well as tokens."""
+    """Hashes and groups work as well as tokens."""
     hashes = ns.hash(TOKENS, with_tail=True)
     assert client.put(ns, hashes[:2], blocks[:2])
     assert client.get(ns, hashes[:2]).tokens == 32
@@ -89,7 +89,7 @@ def test_hashes_instead_of_tokens(client, ns, blocks):
 
 @pytest.mark.parametrize("form", ["one", "list", "memoryviews", "longer"])
 def test_copies(client, daemon, stored, blocks, form):
-    """Blocks are copied into one buffer or into one each, and the lease is over."""
+    """Blocks are copied into one buffer or into one each, and the lease ends."""
     total = 2 * CLASS_BYTES + CLASS_BYTES // 2
     outs = {
         "one": np.zeros(total, dtype=np.uint8),
@@ -124,7 +124,7 @@ def test_buffers_that_do_not_fit(client, daemon, stored, out, fault):
 
 
 def test_a_page_taken_away_is_a_miss(client, daemon, stored, monkeypatch):
-    """After copying out, a changed generation makes that block and all after it a miss."""
+    """If a generation changes during the copy, that block and all after it are misses."""
     slot = daemon.memory.slots[stored.hash(TOKENS)[1].tobytes()][0]
     copy = copying.sum_and_copy
     monkeypatch.setattr(copying, "sum_and_copy", lambda *a: (copy(*a), daemon.retract(slot))[0])
@@ -133,7 +133,7 @@ def test_a_page_taken_away_is_a_miss(client, daemon, stored, monkeypatch):
 
 
 def test_check_sees_a_page_taken_away(client, daemon, stored):
-    """A lease says how many of its blocks still are what was leased."""
+    """A lease reports how many leading blocks are still valid."""
     with client.acquire(stored, stored.hash(TOKENS)) as lease:
         assert lease.check() == 2
         daemon.retract(int(lease.handles["slot"][0]))
@@ -144,7 +144,7 @@ def test_check_sees_a_page_taken_away(client, daemon, stored):
 
 
 def test_views_own_their_pin(client, daemon, stored):
-    """The lease of a get ends when the last array made from any of its views is collected, and not before."""
+    """A get's lease ends exactly when the last array made from any of its views is collected."""
     got = client.get(stored, TOKENS)
     assert daemon.leases
     part = got.views[1][100:200].reshape(10, 10)[3:].view(np.uint16)
@@ -174,7 +174,7 @@ def test_views_live_longer_than_the_client(daemon, blocks):
 
 
 def test_closing_under_live_views(client, daemon, stored):
-    """A lease does not close while arrays made from it are alive; detached, it ends with the last."""
+    """A lease refuses to close while arrays made from it are alive; detached, it ends with the last."""
     lease = client.acquire(stored, stored.hash(TOKENS))
     view = lease.view(-1)
     with pytest.raises(ViewsAlive, match="detach"):
@@ -190,7 +190,7 @@ def test_closing_under_live_views(client, daemon, stored):
 
 
 def test_an_explicit_release_is_acknowledged(client, daemon, stored):
-    """When release returns, the daemon has unpinned; views cannot be made any more; twice is no fault."""
+    """When release returns, the daemon has unpinned; new views are refused; a second release is harmless."""
     lease = client.acquire(stored, stored.hash(TOKENS))
     lease.release()
     assert daemon.leases == set()
@@ -208,7 +208,7 @@ def test_a_view_never_outlives_a_release_in_another_thread(client, stored, monke
 
 
 def test_a_lease_without_views_ends_with_its_handle(client, daemon, stored):
-    """A lease that is dropped without a word is released."""
+    """A lease that is dropped without release is released."""
     lease = client.acquire(stored, stored.hash(TOKENS))
     view = lease.view(0)
     del view
@@ -218,26 +218,26 @@ def test_a_lease_without_views_ends_with_its_handle(client, daemon, stored):
 
 
 def test_views_made_apart_hold_the_lease_together(client, daemon, stored):
-    """Of views that were made one by one, the last one ends the lease."""
+    """Of views that were made separately, the last one ends the lease."""
     lease = client.acquire(stored, stored.hash(TOKENS))
     first, second = lease.view(0), lease.view(1)
     lease.detach()
     del first
-    client.lookup(stored, stored.hash(TOKENS))  # what the daemon was told before has arrived by then
+    client.lookup(stored, stored.hash(TOKENS))  # earlier messages have reached the daemon by then
     assert daemon.leases
     del second
     daemon.until(lambda: not daemon.leases)
 
 
 def test_an_error_inside_with_is_not_masked(client, stored):
-    """An error that leaves a with block with views alive is the error that is seen."""
+    """An error inside a with block with live views is not replaced by ViewsAlive."""
     with pytest.raises(ZeroDivisionError), client.acquire(stored, stored.hash(TOKENS)) as lease:
         views = lease.views()
         assert views[5 // 0]
 
 
 def test_view_indices(client, stored):
-    """Blocks are counted from 0; what is outside is refused."""
+    """Blocks are counted from 0; an index outside is refused."""
     lease = client.acquire(stored, stored.hash(TOKENS))
     assert bytes(lease.view(-1)) == bytes(lease.view(1))
     with pytest.raises(InvalidArgument, match="block 2"):
@@ -248,7 +248,7 @@ def test_view_indices(client, stored):
 
 
 def test_private_pages(client, daemon, ns):
-    """Private pages are written in place and get their names at commit; a lease may come with it."""
+    """Private pages are written in place and named at commit, which can also lease them."""
     reservation = client.reserve(PutGroup.private(ns, 2))
     for i, page in enumerate(reservation.buffers()):
         page[:] = i + 1
@@ -260,7 +260,7 @@ def test_private_pages(client, daemon, ns):
 
 
 def test_pages_are_sealed_by_commit(client, ns):
-    """After commit the arrays that were given out are read-only, and no others are to be had."""
+    """After commit the reservation's arrays are read-only, and it gives no others."""
     reservation = client.reserve(PutGroup(ns, ns.hash(TOKENS)))
     pages = reservation.buffers()
     reservation.commit()
@@ -271,7 +271,7 @@ def test_pages_are_sealed_by_commit(client, ns):
 
 
 def test_committing_in_parts(client, daemon, ns):
-    """With keep_open, what was not named stays reserved and writable."""
+    """With keep_open, unnamed pages stay reserved and writable."""
     reservation = client.reserve(PutGroup.private(ns, 2))
     pages = reservation.buffers()
     hashes = ns.hash(TOKENS)
@@ -282,7 +282,7 @@ def test_committing_in_parts(client, daemon, ns):
 
 
 def test_left_without_commit(client, daemon, ns):
-    """A reservation that is left without commit is aborted; one that is dropped too, after its last array."""
+    """A reservation is aborted at the end of its block, or when its last array is collected."""
     with client.reserve(PutGroup.private(ns, 1)):
         pass
     assert (daemon.calls["Abort"], daemon.reservations) == (1, {})
@@ -294,7 +294,7 @@ def test_left_without_commit(client, daemon, ns):
 
 
 def test_a_put_that_fails_gives_its_pages_back(client, daemon, ns, monkeypatch):
-    """When copying or committing fails, the reservation is given back."""
+    """When copying or committing fails, the reservation is aborted."""
     daemon.faults["Commit"] = TierFailed("host.0: no")
     with pytest.raises(TierFailed) as caught:  # kept: its traceback must not keep the pages
         client.put(ns, TOKENS, [bytes(CLASS_BYTES)] * 2)
@@ -303,7 +303,7 @@ def test_a_put_that_fails_gives_its_pages_back(client, daemon, ns, monkeypatch):
 
 
 def test_unreserved_blocks_have_no_buffer(client, stored):
-    """What exists already, or found no room, has no page to write."""
+    """A block that exists already, or has no room, has no page to write."""
     reservation = client.reserve(PutGroup(stored, stored.hash(list(range(48)))))
     assert [page is None for page in reservation.buffers()] == [True, True, False]
     with pytest.raises(InvalidArgument, match="statuses"):
@@ -328,7 +328,7 @@ def test_unreserved_blocks_have_no_buffer(client, stored):
     ],
 )
 def test_calls_that_are_wrong(client, ns, call, fault):
-    """A wrong call is refused here, with thing, value and remedy."""
+    """The client refuses a wrong call with thing, value and remedy."""
     with pytest.raises(InvalidArgument, match=fault):
         call(client, ns)
 
@@ -337,7 +337,7 @@ def test_calls_that_are_wrong(client, ns, call, fault):
 
 
 def test_watch(client, daemon):
-    """Events arrive as they happen, from after the one last seen."""
+    """Events arrive as they happen, after the given sequence number."""
     events = client.watch(after=5)
     event = next(events)
     assert (event.sequence, event.kind, event.hashes.shape) == (6, EventKind.STORED, (2, 32))
@@ -345,7 +345,7 @@ def test_watch(client, daemon):
 
 
 def test_import_is_light():
-    """Importing the SDK loads neither grpc nor asyncio, and needs no daemon."""
+    """Importing the SDK loads neither grpc nor asyncio nor pydantic, and needs no daemon."""
     program = "import sys, tierd.client; print({'grpc', 'asyncio', 'pydantic'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""The SDK's side of credits: turns in order, none lost, and refused calls made again when the daemon said."""
+"""The SDK's side of credits: turns in order, none lost, and retries of refused calls after the hint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOON_S = 10.0
 
 
 def test_no_more_turns_than_credits() -> None:
-    """Threads that all want to call are never more than the credits at one time, and all get their turn."""
+    """At most as many threads as credits call at one time, and all get their turn."""
     own, inside, most, done = Credits(3), 0, 0, 0
     lock = threading.Lock()
 
@@ -40,19 +40,19 @@ def test_no_more_turns_than_credits() -> None:
 
 
 def test_no_turn_in_time() -> None:
-    """Who gets no turn within its time is Overloaded, and the turn that comes later is not lost."""
+    """A call without a turn in its time is Overloaded, and the turn that comes later is not lost."""
     own = Credits(1)
     with own.turn("Lookup", timeout_s=SOON_S):
         with pytest.raises(Overloaded, match="credits"), own.turn("Lookup", timeout_s=0.01):
             pass
-        with own.turn("Release", timeout_s=0.01):  # gives something back: never waits
+        with own.turn("Release", timeout_s=0.01):  # it gives a resource back, so it never waits
             pass
     with own.turn("Lookup", timeout_s=0.01) as left_s:
         assert 0 <= left_s <= 0.01
 
 
 def test_who_waits_no_longer_leaves_the_queue() -> None:
-    """However often no turn comes in time, nothing of it stays in the queue, and the next who waits is served."""
+    """Calls that time out vanish from the queue, and the next waiter is served."""
     own = Credits(1)
     with own.turn("Lookup", timeout_s=SOON_S):
         for _ in range(20):
@@ -66,7 +66,7 @@ def test_who_waits_no_longer_leaves_the_queue() -> None:
 
 
 def test_no_number_no_bound() -> None:
-    """A daemon that names no credits bounds nothing."""
+    """A daemon that names no credits sets no bound."""
     own = Credits(0)
     with own.turn("Lookup", timeout_s=0), own.turn("Lookup", timeout_s=0):
         pass
@@ -97,7 +97,7 @@ def test_who_is_stopped_waits_no_longer() -> None:
 
 
 def test_pauses() -> None:
-    """A refused call is made again after the hint and before twice of it; not without a hint, not too often, not beyond the deadline."""
+    """A retry comes after one to two times the hint: not without hint, too often or past the deadline."""
     told = Overloaded("x", retry_after_s=0.1)
     pauses = [pause_s(told, tries=1, left_s=10.0) or 0.0 for _ in range(100)]
     assert 0.1 <= min(pauses) < max(pauses) <= 0.2

@@ -1,4 +1,4 @@
-"""What the synchronous client promises over TCP, without shared memory."""
+"""The synchronous client's promises over TCP, without shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def remote(daemon, tmp_path, *, asking="", **options):
 
 
 def test_remote_put(daemon, tmp_path):
-    """Over TCP blocks travel as checksummed chunks, of blocks larger than a chunk too."""
+    """Over TCP blocks travel as checksummed chunks, also blocks larger than a chunk."""
     spec = NamespaceSpec(model="big", tokens_per_block=16, block_bytes=3 << 20)
     with remote(daemon, tmp_path) as client:
         result = client.put(client.open_namespace(spec), TOKENS, [bytes(3 << 20), bytes(3 << 20), bytes(3 << 19)])
@@ -40,7 +40,7 @@ def test_remote_put(daemon, tmp_path):
 
 @pytest.mark.parametrize("form", ["views", "one", "list"])
 def test_remote_get_ends_at_a_wrong_byte(daemon, tmp_path, form):
-    """Blocks arrive whole and in order; the first one whose checksum does not match ends the prefix."""
+    """Blocks arrive whole and in order; the first wrong checksum ends the prefix."""
     out = {"views": None, "one": bytearray(8 * CLASS_BYTES), "list": [bytearray(CLASS_BYTES) for _ in range(8)]}[form]
     with remote(daemon, tmp_path) as client:
         ns = client.open_namespace(SPEC)
@@ -57,7 +57,7 @@ def test_remote_get_ends_at_a_wrong_byte(daemon, tmp_path, form):
 
 
 def test_what_the_caller_cannot_take_ends_the_call(daemon, tmp_path):
-    """A get into an `out` that is too short is refused, and its call has ended at the daemon when the caller hears of it, though he keeps the error."""
+    """A get with a short `out` is refused after its call at the daemon has ended."""
     with remote(daemon, tmp_path) as client:
         ns = client.open_namespace(SPEC)
         with pytest.raises(InvalidArgument) as kept:
@@ -69,7 +69,7 @@ def test_what_the_caller_cannot_take_ends_the_call(daemon, tmp_path):
 
 @pytest.mark.parametrize("method", ["Put", "Get"])
 def test_refused_stream_is_made_again(daemon, tmp_path, method):
-    """A put and a get over TCP that are refused with a hint are made again, whole, and succeed unnoticed."""
+    """A TCP put or get that is refused with a hint is retried whole, and succeeds."""
 
     def note():
         if daemon.calls[method] == 3:
@@ -93,7 +93,7 @@ def test_remote_has_no_handles(daemon, tmp_path):
 
 
 def test_remote_get_is_of_a_prefix(daemon, tmp_path):
-    """A group that needs its last tokens alone is refused by name, not answered as if nothing were there; best effort makes of it a miss."""
+    """Over TCP a group that needs only its last tokens is Unsupported by name, or a best-effort miss."""
     with remote(daemon, tmp_path) as client, remote(daemon, tmp_path, best_effort=True) as careless:
         ns, other = client.open_namespace(SPEC), careless.open_namespace(SPEC)
         wanted = [Group(space, space.hash(TOKENS), need=Need.LAST_TOKENS, need_tokens=16) for space in (ns, other)]
@@ -104,7 +104,7 @@ def test_remote_get_is_of_a_prefix(daemon, tmp_path):
 
 
 def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
-    """A client that wants a codec puts to and gets from a daemon that does not know of codecs as if it wanted none."""
+    """A client with a codec works without it if the daemon knows no codecs."""
     with remote(daemon, tmp_path, asking="?codec=lz4") as client:
         ns = client.open_namespace(SPEC)
         assert client.put(ns, TOKENS, [bytes(CLASS_BYTES), b"x" * CLASS_BYTES, b"y" * (CLASS_BYTES // 2)]).stored == 3
@@ -117,14 +117,14 @@ def test_codec_of_a_daemon_that_knows_none(daemon, tmp_path):
     [("codec=zip", "'zip' is unknown to this process; use 'lz4'"), ("kodec=lz4", "'kodec' is no option")],
 )
 def test_wrong_codec(kind, options, fault):
-    """A codec that nobody knows, and an option that is none, is refused when the client is made."""
+    """An unknown codec or option is refused when the client is made."""
     with pytest.raises(InvalidArgument, match=fault):
         kind(f"127.0.0.1:1?{options}")
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_codec_without_its_package(monkeypatch, kind):
-    """A codec whose package this process lacks is refused with the remedy when the client is made; without one nothing is missed."""
+    """A client whose codec lacks its package is refused with the remedy; without a codec none is needed."""
     monkeypatch.setitem(sys.modules, "lz4", None)
     with pytest.raises(Unsupported, match=r"pip install 'tierd\[lz4\]'"):
         kind("127.0.0.1:1?codec=lz4")
@@ -133,7 +133,7 @@ def test_codec_without_its_package(monkeypatch, kind):
 
 @pytest.mark.parametrize("secret", UNSENDABLE)
 def test_credential_that_no_call_can_carry(daemon, tmp_path, secret):
-    """A credential file over TCP that is not one line of ASCII is refused by name before anything is sent; best effort makes of it a miss."""
+    """A TCP credential that is not one ASCII line is refused before any call, or a best-effort miss."""
     path = tmp_path / "secret"
     path.write_bytes(secret)
     place = {"target": f"127.0.0.1:{daemon.port}", "credential_file": str(path)}
@@ -145,20 +145,20 @@ def test_credential_that_no_call_can_carry(daemon, tmp_path, secret):
 
 
 def test_no_remote_daemon(daemon, tmp_path):
-    """A port where nobody listens is Unavailable at once."""
+    """A port without a listener is Unavailable at once."""
     daemon.stop()
     with pytest.raises(Unavailable, match="tcp_listen"), remote(daemon, tmp_path) as client:
         client.open_namespace(SPEC)
 
 
 def test_one_transport_for_first_calls_at_once() -> None:
-    """Threads that make the first calls of a link share one transport, however long it takes to load."""
+    """Threads that make a link's first calls at once share one transport, however slowly it loads."""
     both, made = threading.Barrier(2), list[object]()
 
     def open_transport(_link: Link) -> Any:
         made.append(object())
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.2)  # for the other one, which must not come
+            both.wait(0.2)  # for the other thread, which must not arrive
         return made[-1]
 
     link = Link(1, None, metadata=(), open_transport=open_transport)

@@ -1,4 +1,4 @@
-"""What the synchronous client does about errors, deadlines, restarts and a daemon that is not there."""
+"""The synchronous client's reaction to errors, deadlines, restarts and a missing daemon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierd.errors import (
 
 @pytest.mark.parametrize("error", [NotFound, Overloaded, TierFailed, InvalidArgument, Unavailable])
 def test_errors_come_back_as_they_were_raised(client, daemon, ns, error):
-    """The daemon's error is raised here, by its class and with its words."""
+    """The client raises the daemon's error with its class and message."""
     daemon.faults["Lookup"] = error("thing: fault; remedy")
     with pytest.raises(error, match="^thing: fault; remedy$"):
         client.lookup(ns, ns.hash(TOKENS))
@@ -35,7 +35,7 @@ def test_errors_come_back_as_they_were_raised(client, daemon, ns, error):
 
 @pytest.mark.parametrize("method", ["Lookup", "Acquire", "Reserve", "Commit"])
 def test_a_refused_call_is_made_again_when_it_was_told_to(client, daemon, ns, blocks, method):
-    """What is refused with a hint is made again after that time, and not before, and then succeeds unnoticed."""
+    """A call that is refused with a hint is retried after that time, not before, and succeeds."""
     hint_s, made = 0.05, []
 
     def note():
@@ -52,7 +52,7 @@ def test_a_refused_call_is_made_again_when_it_was_told_to(client, daemon, ns, bl
 
 
 def test_a_hint_beyond_the_deadline_is_not_waited_for(client, daemon, ns):
-    """A refusal that says "in a minute" to a call of a second is raised at once, hint and all."""
+    """A hint of a minute raises at once in a call with one second, with the hint in the error."""
     daemon.faults["Reserve"] = Overloaded("thing: full; later", retry_after_s=60.0)
     with pytest.raises(Overloaded, match="full") as told:
         client.reserve(PutGroup.private(ns, 1), timeout_s=1.0)
@@ -60,7 +60,7 @@ def test_a_hint_beyond_the_deadline_is_not_waited_for(client, daemon, ns):
 
 
 def test_deadlines(client, daemon, ns):
-    """A call that takes too long is DeadlineExceeded, and the client goes on."""
+    """A call that takes too long raises DeadlineExceeded, and the client stays usable."""
     release = threading.Event()
     daemon.before["Lookup"] = lambda: release.wait(10)
     with pytest.raises(DeadlineExceeded):
@@ -89,7 +89,7 @@ def test_a_restart_goes_unnoticed(place, client, stored, blocks):
 
 
 def test_a_lost_session_is_opened_again(client, daemon, stored):
-    """A session that the daemon has ended is replaced, and the call is made again."""
+    """A session that the daemon has ended is replaced, and the call is retried."""
     for session in daemon.sessions.list():
         daemon._loop.call_soon_threadsafe(daemon.sessions.stop, session)
     daemon.until(lambda: daemon.calls["stop"] == 1)
@@ -97,13 +97,13 @@ def test_a_lost_session_is_opened_again(client, daemon, stored):
 
 
 def test_a_channel_that_breaks_is_replaced(client, stored):
-    """A call whose connection breaks under it is made again over a new one."""
+    """A call whose connection breaks is retried over a new connection."""
     client._connector.link.transport.close()
     assert client.get(stored, TOKENS).tokens == 40
 
 
 def test_a_patient_client_tries_every_time(place):
-    """Without best effort, a call succeeds as soon as there is a daemon, however lately the last one failed."""
+    """Without best effort, a call succeeds as soon as a daemon runs, however recent the last failure."""
     place.daemon.stop()
     with Client(place.daemon.target) as client:
         with pytest.raises(Unavailable):
@@ -113,7 +113,7 @@ def test_a_patient_client_tries_every_time(place):
 
 
 def test_old_handles_are_stale_after_a_restart(place, client, stored, blocks):
-    """Leases and reservations of a daemon that has gone are stale; views of it stay readable."""
+    """Leases and reservations of a dead daemon are stale; views of its memory stay readable."""
     lease = client.acquire(stored, stored.hash(TOKENS))
     view = lease.view(0)
     reservation = client.reserve(PutGroup.private(stored, 1))
@@ -127,7 +127,7 @@ def test_old_handles_are_stale_after_a_restart(place, client, stored, blocks):
 
 
 def test_mappings_of_a_lost_daemon_go_with_their_views(place, client, stored):
-    """What an old daemon's segments took is unmapped with the last view, and the next daemon is told."""
+    """An old daemon's segments are unmapped with the last view, and the client informs the next daemon."""
     view = client.get(stored, TOKENS).views[0]
     old = client._connector.link
     place.restart()
@@ -146,7 +146,7 @@ def mapped(place):
 
 
 def test_a_moved_epoch_is_not_taken_silently(place, client, stored):
-    """If the epoch has moved while the daemon was away, the old namespace is stale instead of silently another."""
+    """If the epoch moved while the daemon was away, the old namespace is stale, not silently renewed."""
     place.restart()
     place.daemon.epoch = 2
     with pytest.raises(StaleHandle, match="epoch 1 has become 2"):
@@ -155,12 +155,12 @@ def test_a_moved_epoch_is_not_taken_silently(place, client, stored):
 
 
 def test_descriptors_do_not_pile_up(client, daemon, stored):
-    """Mapping keeps no descriptor, and gets and puts leave none."""
+    """Mapping keeps no descriptor, and gets and puts leak none."""
     import gc
     import os
 
     client.get(stored, TOKENS)
-    gc.collect()  # clients of other tests that nobody closed
+    gc.collect()  # clients of other tests that were never closed
     before = len(os.listdir("/proc/self/fd"))
     for i in range(5):
         client.put(stored, [i] * 16, [bytes(CLASS_BYTES)])
@@ -191,7 +191,7 @@ def test_best_effort_without_a_daemon(tmp_path, caplog):
 
 
 def test_best_effort_does_not_try_every_time(tmp_path, monkeypatch):
-    """Between two attempts to connect, calls give up without trying."""
+    """Between two attempts to connect, calls fail without a new attempt."""
     from tierd.client.connect import connection
 
     tries = []
@@ -211,7 +211,7 @@ def test_best_effort_does_not_try_every_time(tmp_path, monkeypatch):
 
 
 def test_best_effort_recovers(place, caplog):
-    """When the daemon comes, the next attempt serves, with the namespace opened by itself."""
+    """When the daemon starts, the next attempt succeeds and opens the namespace itself."""
     place.daemon.stop()
     with Client(place.daemon.target, best_effort=True) as client:
         ns = client.open_namespace(SPEC)
@@ -223,7 +223,7 @@ def test_best_effort_recovers(place, caplog):
 
 
 def test_best_effort_with_a_stuck_daemon(silent_target):
-    """A daemon that answers nothing is a miss too, long before the call's deadline."""
+    """A daemon that never answers is a miss too, long before the call's deadline."""
     with Client(silent_target, best_effort=True, timeout_s=60) as client:
         begun = time.monotonic()
         assert not client.get(client.open_namespace(SPEC), TOKENS)
@@ -232,7 +232,7 @@ def test_best_effort_with_a_stuck_daemon(silent_target):
 
 @pytest.mark.parametrize("method", ["OpenNamespace", "Acquire", "Reserve", "Commit"])
 def test_best_effort_with_a_failing_daemon(daemon, method):
-    """Whatever the daemon fails at is a smaller hit."""
+    """Any failure of the daemon is a smaller hit."""
     daemon.faults[method] = TierFailed("host.0: no")
     with Client(daemon.target, best_effort=True) as client:
         ns = client.open_namespace(SPEC)

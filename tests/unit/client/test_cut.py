@@ -20,7 +20,7 @@ WHOLE = np.arange(256, dtype=np.uint8)
     moved=st.none() | st.tuples(st.integers(0, 2 * ROWS_LEAST), st.sampled_from(["offset", "length"])),
 )
 def test_rows_are_the_slices(first: int, step: int, length: int, count: int, moved: tuple[int, str] | None) -> None:
-    """Where pages are cut as rows they are the very bytes that slices would be; pages that differ in length or distance never are."""
+    """Pages cut as rows equal their slices; pages of uneven length or distance never are rows."""
     handles = np.zeros(count, HANDLE)
     handles["offset"], handles["length"] = first + step * np.arange(count), length
     if moved is not None and moved[0] < count:

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_told_at_once(case: str) -> None:
-    """It raises InvalidArgument with the argument's name and value before it sends anything, in one short line."""
+    """InvalidArgument names the argument and its value in one short line, before any message is sent."""
     call, says = CASES[case]
     with pytest.raises(InvalidArgument, match=says) as told:
         call()

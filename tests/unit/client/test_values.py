@@ -1,4 +1,4 @@
-"""What a caller gives and gets."""
+"""The values that a caller passes and receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPEC = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096)
 
 
 def test_blocks_are_named_after_those_before_them() -> None:
-    """The first block's parent is the one given, each other's is the block before it; positions and tokens go on from the first's."""
+    """The first block has the given parent, each other the block before it; positions and tokens go on."""
     namespace = OpenedNamespace(SPEC, id=1, digest=bytes(32))
     hashes, parent = np.frombuffer(bytes(range(96)), dtype=np.uint8).reshape(3, 32), b"\xff" * 32
     named = namespace.naming(hashes, index=[7, 4, 5], parent=parent, position=10, tokens=40)
@@ -35,12 +35,12 @@ def test_blocks_are_named_after_those_before_them() -> None:
     ],
 )
 def test_a_result_prints_names(statuses: list[int], text: str) -> None:
-    """A printed result of a put says its statuses by name, equal ones counted."""
+    """A printed put result shows its statuses by name, with counts of equal ones."""
     assert repr(PutResult(np.array(statuses, dtype=np.uint16))) == text
 
 
 def test_other_answers_print_names() -> None:
-    """A printed commit and a printed event say names, too, and no array."""
+    """A printed commit or event also shows names, and no array."""
     handles = np.zeros(2, dtype=np.uint16)
     assert repr(Committed(np.array([1, 9], dtype=np.uint16), handles)).startswith("Committed(1 READY, 1 ")
     event = Event(7, EventKind.REMOVED, 0, 3, np.zeros((2, 32), dtype=np.uint8), "evicted")

@@ -1,6 +1,7 @@
 """A small core and a client of it, for the core's unit tests.
 
-Purpose: one line per call, every plan's transfers at hand, `check()` after every call. Non-purpose: what is promised.
+A test makes one line per call and sees every plan's transfers. The kit runs `check()` after every
+call.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HOST, NVME, DEVICE = TierKind.HOST, TierKind.NVME, TierKind.DEVICE
 
 
 def tier(kind: TierKind, pages: int, *, segment: int = 4, index: int = 0, **more: object) -> TierSpec:
-    """A tier of so many 4 KiB pages in segments of so many (plus the slot overhead)."""
+    """A tier of `pages` 4 KiB pages in segments of `segment` pages, plus the slot overhead."""
     overhead = PAGE if kind is NVME else 0
     size = PAGE + overhead
     spec = TierSpec(
@@ -60,7 +61,7 @@ def tier(kind: TierKind, pages: int, *, segment: int = 4, index: int = 0, **more
 
 
 def chain(name: str, count: int) -> StructArray:
-    """uint8 [count, 32]: hashes of one sequence."""
+    """uint8 [count, 32]: the hashes of one sequence."""
     raw = b"".join(hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(count))
     return np.frombuffer(raw, np.uint8).reshape(count, 32)
 
@@ -73,7 +74,7 @@ def group(
 
 
 class Kit:
-    """A core with session 1 (domain 1) open. Time passes by one second a call. `flying`: transfers that have not been finished."""
+    """A core with session 1 (domain 1) open. A call takes one second. flying: the unfinished transfers."""
 
     def __init__(self, *tiers: TierSpec, share: float = 1.0, start: Start = Start()) -> None:  # noqa: B008  # frozen
         self.core = Core(tiers, policies=NamedPolicies(), session_share=share, start=start)
@@ -86,13 +87,13 @@ class Kit:
         return self.now
 
     def took(self, plan: Plan) -> Plan:
-        """Keeps a plan's transfers and checks the books."""
+        """Keeps a plan's transfers and checks the core's books."""
         self.core.check()
         self.flying.extend(plan.transfers)
         return plan
 
     def forget(self, namespace: int = 1) -> Plan:
-        """Its epoch ends, and what it left is freed at once."""
+        """Ends the namespace's epoch and frees its blocks at once."""
         self.took(self.core.forget_namespaces([namespace], now=self.tick()).plan)
         (ids,) = self.core.pieces()
         return self.took(self.core.free_forgotten(ids, namespaces=[namespace], now=self.tick()))
@@ -115,7 +116,7 @@ class Kit:
         return answer
 
     def reserve_ahead(self, puts: int, count: int, *, session: int = 1, length: int = PAGE) -> ReservedAhead:
-        """Private pages for so many puts of so many blocks."""
+        """Reserves private pages for `puts` puts of `count` blocks each."""
         blocks = np.zeros(count, PUT_BLOCK)
         blocks["tokens"], blocks["length"] = TOKENS, length
         query = PutQuery(1, ROOT, 0, blocks)
@@ -126,7 +127,7 @@ class Kit:
     def commit(
         self, reserved: Reserved, *, session: int = 1, good: bool = True, lease: bool = False, digest: int = 7
     ) -> Committed:
-        """Commits a reservation as it was named."""
+        """Commits a whole reservation under its reserved names."""
         begun = self.core.begin_commit(session, reservation=reserved.reservation, blocks=None, now=self.tick())
         self.core.check()
         return self.finish_commit(begun, good=good, lease=lease, digest=digest)
@@ -147,7 +148,7 @@ class Kit:
         return answer
 
     def put(self, hashes: StructArray, **where: object) -> Committed | None:
-        """Reserves and commits what is missing of a chain."""
+        """Reserves and commits the missing blocks of a chain."""
         reserved = self.reserve(hashes, **where)  # type: ignore[arg-type]
         session = int(where.get("session", 1))  # type: ignore[call-overload]
         return self.commit(reserved, session=session) if reserved.reservation else None
@@ -163,7 +164,7 @@ class Kit:
         return answer
 
     def get(self, *groups: GroupQuery, kind: Wanted = HOST) -> Served:
-        """Acquires, lets every transfer succeed, settles."""
+        """Acquires, lets every transfer succeed and settles."""
         acquired = self.acquire(*groups, kind=kind)
         self.land()
         return self.settle(acquired)
@@ -172,7 +173,7 @@ class Kit:
         return self.took(self.core.release(session, leases=leases, now=self.tick()))
 
     def land(self, status: int = BlockStatus.READY, *, only: Sequence[int] | None = None) -> Plan:
-        """Ends all transfers in flight, or some of them (numbers in `flying`)."""
+        """Ends all transfers in flight, or those at the positions `only` in `flying`."""
         chosen = list(range(len(self.flying))) if only is None else list(only)
         ids = np.asarray([self.flying[i]["id"] for i in chosen], np.uint64)
         self.flying = [flight for i, flight in enumerate(self.flying) if i not in chosen]

@@ -1,4 +1,4 @@
-"""What the core asks of an admission and what it makes of the answers."""
+"""The core's questions to an admission policy, and its use of the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierd.policies.named import NamedPolicies
 
 
 class Told:
-    """Declines blocks of odd positions, or all, and remembers what it heard."""
+    """Declines blocks of odd positions, or all, and records the core's calls."""
 
     def __init__(self, spec: TierSpec, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -44,7 +44,7 @@ class Told:
 
 
 class Telling(NamedPolicies):
-    """Admissions that are `told`."""
+    """Policies whose admissions are recorded in `told`."""
 
     def __init__(self, told: list[Told]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Telling(NamedPolicies):
 
 
 class Asked(Kit):
-    """A kit of a host and a store whose admission is `told`. low: the host's watermark."""
+    """A kit whose store has an admission that records into `told`."""
 
     def __init__(self, *tiers: TierSpec) -> None:
         super().__init__(*tiers)
@@ -66,12 +66,12 @@ class Asked(Kit):
 
 
 def asked() -> Asked:
-    """Eight pages of host memory that are all to be clean, and a store."""
+    """A store below eight pages of host memory, whose watermarks make every block due for writing."""
     return Asked(tier(HOST, 8, high_watermark=0.01, low_watermark=0.001), tier(NVME, 16))
 
 
 def test_policies_hear_of_a_get() -> None:
-    """Once, when it is made: the last block of the sequence first."""
+    """A get is one use of each block, the last block of the sequence first."""
     kit, names = asked(), chain("a", 2)
     kit.put(names)
     blocks, told = kit.ids(names).tolist(), kit.told[0]
@@ -81,13 +81,13 @@ def test_policies_hear_of_a_get() -> None:
 
 
 def test_each_store_has_its_own_and_no_other_tier_has_one() -> None:
-    """One admission is made for each NVMe tier."""
+    """The core makes one admission for each NVMe tier, and none for others."""
     kit = Asked(tier(HOST, 8), tier(NVME, 8), tier(NVME, 8, index=1))
     assert [told.name for told in kit.told] == ["nvme.0", "nvme.1"]
 
 
 def test_what_is_declined_is_not_written_and_not_asked_about_again() -> None:
-    """Demotion writes what is admitted; a declined block is asked about once, and counted."""
+    """Demotion writes the admitted blocks. It asks once about a declined block and counts it."""
     kit = asked()
     hashes = chain("a", 6)
     kit.put(hashes)
@@ -103,7 +103,7 @@ def test_what_is_declined_is_not_written_and_not_asked_about_again() -> None:
 
 
 def test_a_plan_is_empty_only_where_nothing_is_to_be_written() -> None:
-    """Declined blocks do not hide those behind them from a call that may write few: it goes on until it has found one."""
+    """Demotion with a small limit skips declined blocks until it finds one to write."""
     kit = asked()
     hashes = chain("a", 8)
     kit.put(hashes)
@@ -117,7 +117,7 @@ def test_a_plan_is_empty_only_where_nothing_is_to_be_written() -> None:
 
 
 def test_a_use_makes_a_block_new() -> None:
-    """A declined block that is used again is asked about again."""
+    """The core asks again about a declined block after its next use."""
     kit = asked()
     kit.told[0].all = True
     hashes = chain("a", 4)
@@ -134,7 +134,7 @@ def test_a_use_makes_a_block_new() -> None:
 
 
 def test_what_a_store_has_is_known() -> None:
-    """A block is kept from when it is being written to a store until it has left it."""
+    """`kept` is set from the begin of a block's write to a store until the store drops it."""
     kit, hashes = asked(), chain("a", 6)
     kit.put(hashes)
     ids, kept = kit.ids(hashes), kit.core._index.blocks.kept
@@ -148,7 +148,7 @@ def test_what_a_store_has_is_known() -> None:
 
 
 def test_what_is_declined_is_dropped_for_room() -> None:
-    """When its page is wanted, a declined block leaves as EVICTED, without a write, and a clean one as DEMOTED."""
+    """Under pressure a declined block is EVICTED without a write, and a clean one is DEMOTED."""
     kit = asked()
     hashes = chain("a", 8)
     kit.put(hashes)
@@ -161,7 +161,7 @@ def test_what_is_declined_is_dropped_for_room() -> None:
 
 
 def test_durable_blocks_are_written_unasked() -> None:
-    """persist writes what admission would decline, and it is told."""
+    """`persist` writes blocks without asking the admission, and reports the bytes to it."""
     kit = asked()
     kit.told[0].all = True
     kit.put(chain("a", 4))
@@ -172,7 +172,7 @@ def test_durable_blocks_are_written_unasked() -> None:
 
 
 def test_uses_are_heard_wherever_blocks_lie() -> None:
-    """A commit and each demand are uses, last of the sequence first."""
+    """A commit and each demand are uses in all tiers, the last block of the sequence first."""
     kit = asked()
     hashes = chain("a", 3)
     kit.put(hashes)
@@ -183,5 +183,5 @@ def test_uses_are_heard_wherever_blocks_lie() -> None:
 
 
 def test_the_budget_is_asked_through_the_core() -> None:
-    """wear_balance is the admission's."""
+    """`wear_balance` returns the admission's balance."""
     assert asked().core.wear_balance(1, 5.0) == (1.0, 2.0, 3.0)

@@ -1,4 +1,5 @@
-"""Where numbers end: generations, segments, pages, leases. Nothing is ever given twice; past the end there is no room, and what is there stays."""
+"""Ends of ranges of generations, segments, pages and leases: no number is given twice, and held blocks
+stay."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def generations(reserved: Reserved) -> list[int]:
 
 
 def test_the_last_generations_are_given_once():
-    """Three generations are left: three pages are given, then none, whatever is freed, and what was stored is still served."""
+    """Three generations are left: the core gives three pages, then none. Stored blocks are still served."""
     kit = Kit(tier(HOST, 8), start=Start(generation=GENERATION_LIMIT - 3))
     reserved = kit.reserve(chain("a", 5))
     assert statuses(reserved) == [RESERVED] * 3 + [NO_ROOM] * 2
@@ -38,7 +39,7 @@ def test_the_last_generations_are_given_once():
 
 
 def test_no_generation_left_is_no_transfer():
-    """A block that lies far stays there, found and not brought near, when no page can be given any more."""
+    """When no page can be given, a far block stays a hit in its tier and is not promoted."""
     kit = Kit(tier(HOST, 4), tier(NVME, 8), start=Start(generation=GENERATION_LIMIT - 4))
     kit.put(chain("a", 2))
     kit.took(kit.core.persist(kit.ids(chain("a", 2)), now=kit.tick()))
@@ -50,7 +51,7 @@ def test_no_generation_left_is_no_transfer():
 
 
 def test_generations_near_their_end_are_told_apart():
-    """Where floats could not tell them apart generations are compared as what they are: verdicts reach the page of that generation and no other."""
+    """A verdict reaches only the page of its exact generation, also above the precision of a float64."""
     kit = Kit(tier(HOST, 4), start=Start(generation=GENERATION_LIMIT - 100))
     kit.put(chain("a", 4))
     served = kit.get(group(chain("a", 4)))
@@ -64,7 +65,7 @@ def test_generations_near_their_end_are_told_apart():
 
 
 def test_the_last_segment_begins_once():
-    """After the last segment id nothing is emptied for a life that cannot begin: other sizes get no room, the present ones go on."""
+    """After the last segment id the core empties no segment: other sizes get no room, present ones go on."""
     kit = Kit(tier(HOST, 8), start=Start(segment=SEGMENT_LIMIT - 2))
     kit.put(chain("a", 8))
     assert [used.segment for used in kit.core.segments(0)] == [SEGMENT_LIMIT - 2, SEGMENT_LIMIT - 1]
@@ -75,7 +76,7 @@ def test_the_last_segment_begins_once():
 
 
 def test_page_ids_end(monkeypatch: pytest.MonkeyPatch):
-    """When page ids are used up, those of ended segments are used again with other generations, and no more segments begin at one time."""
+    """When page ids are used up, the core reuses those of ended segments under new generations."""
     monkeypatch.setattr(pages, "PAGE_LIMIT", 4)
     kit = Kit(tier(HOST, 8))
     first = kit.reserve(chain("a", 8))
@@ -87,7 +88,7 @@ def test_page_ids_end(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_block_ids_never_wrap(monkeypatch: pytest.MonkeyPatch):
-    """More blocks than ids stop the core: an id that means two blocks would serve one for the other."""
+    """More blocks than ids stop the core, because an id of two blocks would serve one for the other."""
     monkeypatch.setattr(blocks, "ID_LIMIT", 3)
     kit = Kit(tier(HOST, 8))
     kit.put(chain("a", 3))
@@ -96,7 +97,7 @@ def test_block_ids_never_wrap(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_leases_have_half_of_8_bytes_to_go():
-    """Numbers of leases may begin at 2^63 and go on from there; above it a core does not begin."""
+    """Lease numbers may begin at 2^63 and go on from there. A core refuses to begin above it."""
     kit = Kit(tier(HOST, 4), start=Start(id=ID_LIMIT))
     kit.put(chain("a", 2))
     lease = kit.acquire(group(chain("a", 2))).lease
@@ -113,7 +114,8 @@ def test_leases_have_half_of_8_bytes_to_go():
 
 
 def made_up(kind: str, count: int) -> np.ndarray:
-    """Names that are alike where a client may hope that it hurts: equal first 8 bytes, or different only in the top bits of each word."""
+    """Names that a hostile client chooses: equal first 8 bytes, or words that differ only in their top
+    bits."""
     hashes = np.zeros((count, 4), np.uint64)
     if kind == "first words":
         hashes[:, 1] = np.arange(1, count + 1)
@@ -128,7 +130,7 @@ def made_up(kind: str, count: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["first words", "top bits"])
 def test_made_up_names_share_no_place(kind: str):
-    """2,000 names that a client chose to be alike have keys as different as any, in their upper halves too."""
+    """Keys of 2,000 alike names differ as much as any others, also in their upper halves."""
     kit = Kit(tier(HOST, 2048, segment=2048), start=Start(seed=7))
     kit.put(made_up(kind, 2000))
     names = Names(np.ones(2000, np.uint32), words(made_up(kind, 2000)))
@@ -137,7 +139,7 @@ def test_made_up_names_share_no_place(kind: str):
 
 
 def test_the_seed_changes_no_answer():
-    """Two cores with other seeds give the same plans for the same calls, ids and pages included."""
+    """Two cores with different seeds give the same plans, ids and pages for the same calls."""
     kits = [Kit(tier(HOST, 8), tier(NVME, 16), start=Start(seed=seed)) for seed in (1, 2)]
     for turn in range(40):
         name = chain(f"{turn % 7}", 1 + turn % 5)

@@ -1,4 +1,4 @@
-"""Puts into tiers of which some is given up."""
+"""Puts into tiers that must give up blocks or segments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierd.core.requests.put_request import wish_ahead, wish_of
 
 
 def test_pages_ahead_are_as_many_wishes_of_one() -> None:
-    """A wish for several puts that may come is that of the same query as often."""
+    """A wish for n puts ahead equals the wish for n times the same query."""
     blocks = np.zeros(3, PUT_BLOCK)
     blocks["tokens"], blocks["length"] = [16, 16, 5], [PAGE, PAGE, 100]
     said = np.asarray([1, 2, 3], np.uint8), np.asarray([0, 7, 9], np.uint32)
@@ -23,7 +23,7 @@ def test_pages_ahead_are_as_many_wishes_of_one() -> None:
 
 
 def test_a_segment_that_a_client_could_write_to_ends_when_it_empties() -> None:
-    """Of a writer that has gone: what the daemon loads goes to a new life of the place, though its key is that of the segment that emptied for it."""
+    """The daemon loads into a new life of a dead writer's emptied segment, although the key is the same."""
     kit, a, b = Kit(tier(HOST, 4), tier(NVME, 8)), chain("a", 4), chain("b", 4)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -38,7 +38,7 @@ def test_a_segment_that_a_client_could_write_to_ends_when_it_empties() -> None:
 
 
 def test_a_head_waits_for_a_child_that_stays() -> None:
-    """A block with two children of which one may go does not go right after it."""
+    """A block with two children is not a victim while one of them stays."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 3)
     kit.put(a[:2])
     kit.put(a[[0, 2]])

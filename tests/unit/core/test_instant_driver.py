@@ -26,7 +26,7 @@ def sequence(name: str, blocks: int, *, tail: int = 0) -> Sequence:
 
 
 def driver(*pages: int, eviction: str = "lru") -> InstantDriver:
-    """A host tier of so many pages and, with a second number, an NVMe tier of that many."""
+    """A host tier of the first number of pages, and an NVMe tier for each further number."""
     tiers = [TierSpec(TierKind.HOST, 0, pages[0] * PAGE_BYTES, pages[0] * PAGE_BYTES, high_watermark=1.0)]
     tiers += [
         TierSpec(TierKind.NVME, 0, count * SLOT_BYTES, count * SLOT_BYTES, slot_overhead_bytes=4096)
@@ -38,7 +38,7 @@ def driver(*pages: int, eviction: str = "lru") -> InstantDriver:
 
 @pytest.fixture
 def settled():
-    """Checks at the end of a test that the driver left nothing in the air."""
+    """Checks at the end of a test that the driver holds no lease, reservation or transfer."""
     drivers: list[InstantDriver] = []
     yield drivers.append
     for one in drivers:
@@ -48,7 +48,7 @@ def settled():
 
 
 def test_the_second_request_finds_what_the_first_one_stored(settled):
-    """A sequence is missed once, then found whole in the host tier."""
+    """The first request for a sequence misses; the second hits the whole of it in the host tier."""
     one = driver(8)
     settled(one)
     assert one.request(sequence("a", 4), now=1.0) == [0]
@@ -56,7 +56,7 @@ def test_the_second_request_finds_what_the_first_one_stored(settled):
 
 
 def test_a_short_tail_is_stored_and_found(settled):
-    """The last block of a sequence may be short; its own tokens count."""
+    """The last block of a sequence may be short, and counts with its own tokens."""
     one = driver(8)
     settled(one)
     one.request(sequence("a", 2, tail=5), now=1.0)
@@ -64,7 +64,7 @@ def test_a_short_tail_is_stored_and_found(settled):
 
 
 def test_a_longer_sequence_finds_its_prefix(settled):
-    """Only the held prefix counts, and the rest is stored."""
+    """A longer sequence hits its held prefix, and the driver stores the rest."""
     one = driver(16)
     settled(one)
     one.request(sequence("a", 3), now=1.0)
@@ -73,7 +73,7 @@ def test_a_longer_sequence_finds_its_prefix(settled):
 
 
 def test_what_is_too_long_keeps_its_head(settled):
-    """A sequence of more blocks than the tier has pages is kept from its first block on."""
+    """The core keeps the first blocks of a sequence that has more blocks than the tier has pages."""
     one = driver(4)
     settled(one)
     one.request(sequence("a", 9), now=1.0)
@@ -81,7 +81,7 @@ def test_what_is_too_long_keeps_its_head(settled):
 
 
 def test_the_least_recently_used_sequence_loses_its_tail(settled):
-    """Room for one more block is made at the end of the oldest chain."""
+    """The core makes room for one more block at the end of the oldest chain."""
     one = driver(8)
     settled(one)
     for now, name in enumerate("abab"):
@@ -92,7 +92,7 @@ def test_the_least_recently_used_sequence_loses_its_tail(settled):
 
 
 def test_demoted_blocks_come_back_from_below(settled):
-    """What left the host tier for lack of room is found in the NVMe tier, and its copies are counted."""
+    """Blocks that the host tier evicts for room are NVMe hits, and the driver counts their copies."""
     tiers = [
         TierSpec(TierKind.HOST, 0, 8 * PAGE_BYTES, 8 * PAGE_BYTES, high_watermark=0.6, low_watermark=0.5),
         TierSpec(TierKind.NVME, 0, 64 * SLOT_BYTES, 64 * SLOT_BYTES, slot_overhead_bytes=4096),

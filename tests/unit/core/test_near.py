@@ -1,4 +1,4 @@
-"""Gets whose answer lies near already are answered in a few steps: with what the many steps come to."""
+"""Gets with near blocks take a short path, and get the same answers as on the long path."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WORLDS = {
 
 
 def long_way(kit: Kit) -> Kit:
-    """The same, without the few steps."""
+    """The same kit without the short path."""
     kit.core._gets._acquire_near = lambda *_, **__: None  # type: ignore[method-assign]
     return kit
 
 
 def told(served: Served) -> tuple[object, ...]:
-    """Every word of an answer."""
+    """All fields of an answer."""
     groups = [
         (g.first, g.count, g.extents.tobytes(), g.tokens.tobytes(), g.extents.shape, g.blocks.tolist())
         for g in served.groups
@@ -37,13 +37,13 @@ def told(served: Served) -> tuple[object, ...]:
 
 
 def books(kit: Kit) -> tuple[object, ...]:
-    """What the core tells of itself."""
+    """The core's descriptions of its blocks and its stats."""
     described = kit.core.describe(kit.core.blocks()).tobytes()
     return described, kit.core.stats(), kit.core.tier_stats(), kit.core.session_stats()
 
 
 def acquired(kit: Kit, answer: Acquisition, *, lands: bool) -> tuple[object, ...]:
-    """What an acquisition says, and what it settles to. lands: its transfers do before; if not, they are still under way at the next call."""
+    """The fields of an acquisition and of its settle. lands: all transfers finish before the settle."""
     said = (answer.lease, answer.tokens, answer.tier_tokens, answer.whole, answer.shut, answer.plan.transfers.tobytes())
     asked = (answer.question.kind, [ids.tolist() for ids in answer.question.used])
     if lands:
@@ -55,7 +55,7 @@ def acquired(kit: Kit, answer: Acquisition, *, lands: bool) -> tuple[object, ...
 
 
 def step(kit: Kit, chooser: random.Random, leases: list[int]) -> object:
-    """One call that a random choice gives, and its answer."""
+    """One random call and its answer."""
     verb, name, count = (
         chooser.choice(["put", "get", "get", "get", "twice", "release", "far", "other"]),
         chooser.choice(NAMES),
@@ -73,7 +73,7 @@ def step(kit: Kit, chooser: random.Random, leases: list[int]) -> object:
         kit.release(*leases[: len(leases) // 2 + 1])
         del leases[: len(leases) // 2 + 1]
         return None
-    if verb == "twice":  # a question may name a block more than once
+    if verb == "twice":  # a query may name a block more than once
         hashes = np.concatenate((hashes, hashes[:1]))
     need = Need.LAST_TOKENS if verb == "other" else Need.PREFIX
     tokens = TOKENS * len(hashes) - chooser.choice([0, 0, 3])
@@ -84,7 +84,7 @@ def step(kit: Kit, chooser: random.Random, leases: list[int]) -> object:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_same_answers(world: str) -> None:
-    """Of two cores with the same calls, one of which always goes the long way, all answers and books are alike."""
+    """Two cores give the same answers and books for the same calls, one of them only on the long path."""
     answered = 0
     for seed in range(count(test=4, nightly=12, weekly=48)):
         kits = [Kit(*WORLDS[world], share=0.7), long_way(Kit(*WORLDS[world], share=0.7))]
@@ -99,7 +99,8 @@ def test_the_same_answers(world: str) -> None:
 
 @pytest.mark.parametrize("world", ["host", "host and store", "device"])
 def test_it_is_answered_at_once(world: str) -> None:
-    """What lies in the one tier that was asked for, with nothing nearer, has its answer in the acquisition; also the part of a sequence that is there."""
+    """An acquisition already holds the answer if the requested tier has the blocks and no nearer tier
+    does."""
     kit = Kit(*WORLDS[world])
     kit.put(chain("a", 3), kind=HOST)
     for blocks in (3, 5):
@@ -109,7 +110,7 @@ def test_it_is_answered_at_once(world: str) -> None:
 
 
 def test_what_lies_apart_is_not() -> None:
-    """Blocks of which a nearer tier has some, or the tier itself not all, take the long way."""
+    """If the requested tier lacks some of the held blocks, the get takes the long path."""
     kit = Kit(tier(HOST, 8), tier(NVME, 8))
     kit.put(chain("a", 4))
     kit.took(kit.core.persist(kit.ids(chain("a", 4)), now=kit.tick()))
@@ -121,7 +122,7 @@ def test_what_lies_apart_is_not() -> None:
 @pytest.mark.parametrize("world", ["host", "host and store"])
 @pytest.mark.parametrize("seed", range(3))
 def test_gets_that_clients_make_by_themselves_teach_the_same(world: str, seed: int) -> None:
-    """A get without a lease moves policies as one with a lease does: what leaves afterwards is the same; and it pins nothing."""
+    """A get without a lease affects evictions as one with a lease does, and pins nothing."""
     chance, asked, alone = random.Random(seed), Kit(*WORLDS[world]), Kit(*WORLDS[world])
     chains = {name: chain(name, chance.randrange(1, 5)) for name in NAMES}
     gets = 0

@@ -1,4 +1,4 @@
-"""Pages that were found bad: withheld, bounded, and no burden to what is good."""
+"""The quarantine of bad pages: it withholds them, is bounded, and does not burden good blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierd.core.formats.model import BlockStatus, Fault, Reason, StructArray
 
 
 def condemned(kit: Kit, hashes: StructArray, *, fault: Fault = Fault.DIGEST, position: int = 0) -> StructArray:
-    """The blocks' extents, condemned."""
+    """Condemns the blocks' pages and returns their extents."""
     extents = kit.core.extents(kit.ids(hashes), tier=position)
     plan = kit.took(kit.core.condemn(extents, now=kit.tick(), fault=fault))
     assert set(plan.freed["reason"].tolist()) <= {Reason.CORRUPTED}
@@ -23,7 +23,7 @@ def withheld(kit: Kit, *, position: int = 0) -> list[tuple[int, int]]:
 
 
 def test_a_page_found_bad_is_not_given_out_again() -> None:
-    """It is in the plan's freed pages, so that tiers retract it, but whoever asks next gets another one."""
+    """A bad page is in the plan's freed pages, so that tiers retract it. Later reserves get other pages."""
     kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 4)
     kit.put(a)
     bad = condemned(kit, a[1:2])
@@ -38,7 +38,7 @@ def test_a_page_found_bad_is_not_given_out_again() -> None:
 
 
 def test_why_and_since_when_is_kept() -> None:
-    """A scrub's finding keeps its fault, a copy's is one of reads; both keep their moment."""
+    """A scrub's finding keeps its fault, a failed copy has Fault.READ, and both keep their time."""
     kit, a = Kit(tier(HOST, 8, quarantine_share=0.5), tier(NVME, 8, quarantine_share=0.5)), chain("a", 2)
     kit.put(a)
     condemned(kit, a[:1], fault=Fault.HEADER)
@@ -52,7 +52,7 @@ def test_why_and_since_when_is_kept() -> None:
 
 
 def test_a_pinned_page_is_withheld_when_it_is_released() -> None:
-    """Nobody finds it meanwhile."""
+    """A condemned page is a miss at once, and is withheld when its lease is released."""
     kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 2)
     kit.put(a)
     acquired = kit.acquire(group(a))
@@ -63,7 +63,8 @@ def test_a_pinned_page_is_withheld_when_it_is_released() -> None:
 
 
 def test_a_page_that_nobody_finds_any_more_is_withheld_too() -> None:
-    """Of a lease whose epoch has ended meanwhile a bad page is taken all the same: settled again it serves nothing, and the page is withheld."""
+    """A bad page of a lease from an ended epoch is withheld, and the next settle of the lease serves
+    nothing."""
     kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 2)
     kit.put(a)
     acquired = kit.acquire(group(a))
@@ -77,7 +78,7 @@ def test_a_page_that_nobody_finds_any_more_is_withheld_too() -> None:
 
 
 def test_the_oldest_come_back_at_the_bound() -> None:
-    """So many bytes are withheld and no more; a page larger than the bound is not withheld at all."""
+    """At its bound the quarantine drops its oldest pages. A page larger than the bound is not withheld."""
     kit = Kit(tier(HOST, 16, quarantine_share=2 / 16))
     names = [chain(name, 1) for name in "abc"]
     for name in names:
@@ -92,7 +93,7 @@ def test_the_oldest_come_back_at_the_bound() -> None:
 
 
 def test_condemning_twice_is_once() -> None:
-    """A read and a scrub may find the same page."""
+    """A page that a read and a scrub both condemn is withheld once."""
     kit, a = Kit(tier(HOST, 8, quarantine_share=0.5)), chain("a", 1)
     kit.put(a)
     extents = condemned(kit, a)
@@ -101,7 +102,7 @@ def test_condemning_twice_is_once() -> None:
 
 
 def test_the_good_copy_stays() -> None:
-    """The bad copy of a block goes, the other one is served."""
+    """The core drops the bad copy of a block and serves the other copy."""
     kit, a = Kit(tier(HOST, 8, quarantine_share=0.5), tier(NVME, 8, quarantine_share=0.5)), chain("a", 2)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -113,7 +114,7 @@ def test_the_good_copy_stays() -> None:
 
 
 def test_a_class_does_not_keep_a_segment_for_one_bad_page() -> None:
-    """A segment that holds nothing but a few quarantined pages is given to another class before anything good must leave."""
+    """The core reassigns a segment of only a few quarantined pages before it evicts any good block."""
     kit = Kit(tier(HOST, 8, quarantine_share=0.5))
     small, large = chain("s", 4), chain("l", 4)
     kit.put(small)
@@ -122,13 +123,13 @@ def test_a_class_does_not_keep_a_segment_for_one_bad_page() -> None:
     assert len(withheld(kit)) == 1
     kit.put(large[:3], length=2 * PAGE)
     assert kit.tiers_of(large[:3]) == [0] * 3
-    assert withheld(kit) == [(3, 0)]  # the page of the other size that lies where the bad one lay
+    assert withheld(kit) == [(3, 0)]  # the page of the other size in the bad page's place
     kit.put(large[3:], length=2 * PAGE)
     assert withheld(kit) == [(3, 0)]
 
 
 def test_the_next_life_withholds_all_that_lies_on_bad_bytes() -> None:
-    """Where a large page was found bad, every small page of the place's next life that lies there is withheld; books are in order."""
+    """The next life of a place withholds every small page that overlaps the large bad page."""
     kit = Kit(tier(HOST, 8, segment=8, quarantine_share=0.5))
     large, small = chain("l", 4), chain("s", 6)
     kit.put(large, length=2 * PAGE)
@@ -141,7 +142,7 @@ def test_the_next_life_withholds_all_that_lies_on_bad_bytes() -> None:
 
 
 def test_a_segment_that_is_mostly_bad_stays_withheld() -> None:
-    """Its place is not used by anybody, whoever wants room."""
+    """No put gets the place of a segment that is mostly bad."""
     kit = Kit(tier(HOST, 8, quarantine_share=0.5))
     small = chain("s", 4)
     kit.put(small)
@@ -154,7 +155,7 @@ def test_a_segment_that_is_mostly_bad_stays_withheld() -> None:
 
 
 def test_quarantine_sets_no_demotion_off() -> None:
-    """What is withheld counts neither as used nor as room, so that watermarks mean what they meant."""
+    """Withheld pages count neither as used nor as room, so watermarks keep their meaning."""
     kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5), tier(NVME, 8))
     a = chain("a", 4)
     kit.put(a)
@@ -165,7 +166,7 @@ def test_quarantine_sets_no_demotion_off() -> None:
 
 
 def test_watermarks_are_of_what_is_left() -> None:
-    """Demotion begins when the good part of a tier is as full as the mark says."""
+    """Demotion begins when the good part of a tier reaches the high watermark."""
     kit = Kit(tier(HOST, 16, quarantine_share=0.5, high_watermark=0.55, low_watermark=0.4), tier(NVME, 16))
     kit.put(chain("bad", 4))
     condemned(kit, chain("bad", 4))
@@ -175,7 +176,7 @@ def test_watermarks_are_of_what_is_left() -> None:
 
 
 def test_a_class_that_is_all_bad_takes_nothing_from_others() -> None:
-    """A size of which little but quarantined pages is left is not short of room, so blocks of other sizes stay."""
+    """A size class with almost only quarantined pages is not short of room, so other sizes stay."""
     kit = Kit(tier(HOST, 8, quarantine_share=0.5, high_watermark=0.6, low_watermark=0.5), tier(NVME, 8))
     small, large = chain("s", 4), chain("l", 1)
     kit.put(small)
@@ -187,7 +188,7 @@ def test_a_class_that_is_all_bad_takes_nothing_from_others() -> None:
 
 
 def test_every_held_page_is_named_once() -> None:
-    """A walk over a tier's pages by id meets each that is held from its beginning to its end, whatever comes and goes."""
+    """A walk over a tier by page id returns each page that is held throughout, once, during other puts."""
     kit, a = Kit(tier(HOST, 24, quarantine_share=0.5)), chain("a", 12)
     kit.put(a)
     met, after = [], -1
@@ -203,7 +204,7 @@ def test_every_held_page_is_named_once() -> None:
 
 
 def test_a_page_is_sealed_once_its_writer_has_gone() -> None:
-    """Only then is what a scrub verifies still true at the next hit."""
+    """A page is sealed only when its writer's session has ended; then a scrub's verdict stays true."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     kit.core.open_session(2, domain=1)
     kit.put(a, session=2)

@@ -1,4 +1,4 @@
-"""What a block costs in the core's memory, and that no call pays for the growth of the whole."""
+"""The core's memory per block, and a bound on the time of any call while the core grows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tools.bench.index_scale import POLICIES, Filled
 
 BYTES_LIMIT = 256
 STEP_BYTES = 16 << 20
-"""More than any one call may touch: 2^15 rows of all columns, or as much of the next table as 256 blocks are due."""
+"""More than any call touches: 2^15 rows of all columns, or a part of the next table for 256 blocks."""
 
 
 def arrays_of(thing: Any, seen: set[int]) -> int:
-    """Bytes of every array that an object of ours leads to, each once."""
+    """Bytes of every array reachable from a tierd object, each counted once."""
     if id(thing) in seen:
         return 0
     seen.add(id(thing))
@@ -42,18 +42,18 @@ def arrays_of(thing: Any, seen: set[int]) -> int:
 
 
 def row_bytes(columns: Columns) -> int:
-    """Of one row of all columns of a table."""
+    """Bytes of one row of all columns of a table."""
     return sum(column.itemsize * (column.shape[1] if column.ndim > 1 else 1) for column, _ in columns._all)
 
 
 def addresses(core: Any) -> list[int]:
-    """Where the columns of a core's tables lie."""
+    """The addresses of the columns of a core's tables."""
     tables = [core._index.blocks._columns, core._index.tiers[0]._columns]
     return [column.__array_interface__["data"][0] for table in tables for column, _ in table._all]
 
 
 def test_columns_stay_where_they_are() -> None:
-    """A core that fills moves no column: to move a mapping took tens of milliseconds in the middle of a call."""
+    """A core that fills moves no column. Moving a mapping took tens of milliseconds within a call."""
     filled = Filled(50_000, "lru")
     before = addresses(filled.core)
     filled.fill(50_000)
@@ -62,14 +62,14 @@ def test_columns_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_block_takes_no_more_than_promised(policy: str) -> None:
-    """All columns, tables and logs of a core with 200,000 blocks, its policy's too, are at most 256 bytes a block."""
+    """A core with 200,000 blocks spends at most 256 bytes a block on all columns, tables and logs."""
     blocks = 200_000
     filled = Filled(blocks, policy)
     empty = arrays_of(filled.core, set())
     filled.fill(blocks)
     assert filled.core.stats().blocks == filled.count
     size = (arrays_of(filled.core, set()) - empty) / filled.count
-    index = filled.core._index  # room for all of them is there from the beginning
+    index = filled.core._index  # the columns reserve room for all rows at the beginning
     rows = row_bytes(index.blocks._columns) + index.blocks.hash.itemsize * 4 + row_bytes(index.tiers[0]._columns)
     report("bytes a block", policy=policy, blocks=blocks, bytes=round(size + rows, 1))
     assert rows > 64 and size + rows <= BYTES_LIMIT
@@ -78,7 +78,7 @@ def test_a_block_takes_no_more_than_promised(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_ten_million_blocks_fit_and_none_waits_for_growth(policy: str) -> None:
-    """Filled to 10 million, a process has grown by at most 256 bytes a block, and no call took longer than ten times what touching 16 MiB takes."""
+    """10 million blocks take at most 256 bytes each. No call takes ten times as long as touching 16 MiB."""
     blocks = count(test=100_000, nightly=10_000_000, weekly=10_000_000)
     command = [sys.executable, "-m", "tools.bench.index_scale", "--json", "--policy", policy, "--blocks", str(blocks)]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=3000).stdout)
@@ -91,7 +91,7 @@ def test_ten_million_blocks_fit_and_none_waits_for_growth(policy: str) -> None:
 
 
 def test_a_parent_is_known_before_it_is_written() -> None:
-    """A block whose parent was never written is its child when that comes; every block's record has the name of its parent, and no trace is left."""
+    """A block links to its parent when the parent comes later, its record names it, and no row stays."""
     kit, names = Kit(tier(HOST, 8)), chain("a", 3)
     for number in (2, 1, 0):
         block = np.zeros(1, PUT_BLOCK)

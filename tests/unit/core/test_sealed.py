@@ -1,4 +1,5 @@
-"""Sealed puts in the books: staging pages that the session writes, pages that nobody but the daemon writes."""
+"""Sealed puts in the core's books: staging pages of the session, and pages that only the daemon
+writes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def begun(kit: Kit, reserved: object, session: int = 1) -> Committing:
 
 
 def writers(kit: Kit, extents: np.ndarray) -> set[int]:
-    """Who may write the segments of pages."""
+    """The sessions that may write to the segments of these pages."""
     of = {given.segment: given.writer for given in kit.core.segments(0)}
     return {of[segment] for segment in extents["segment"].tolist()}
 
@@ -39,7 +40,7 @@ def reserved_pages(kit: Kit) -> int:
 
 
 def test_what_the_session_writes_is_never_where_the_block_will_lie() -> None:
-    """Reserve gives pages of segments that the session writes; the commit is of others, which the daemon alone writes, and says where to copy from."""
+    """Reserve gives staging pages; commit names them and other pages, which only the daemon writes."""
     kit, a = sealed(), chain("a", 3)
     reserved = kit.reserve(a)
     commit = begun(kit, reserved)
@@ -53,7 +54,7 @@ def test_what_the_session_writes_is_never_where_the_block_will_lie() -> None:
 
 
 def test_a_sealed_block_is_verified_by_its_commit() -> None:
-    """Pages of sealed puts are published without UNVERIFIED; those of other puts with it."""
+    """A sealed put publishes its pages without UNVERIFIED; other puts publish theirs with it."""
     kit, plain, a = sealed(), Kit(tier(HOST, 32)), chain("a", 2)
     for each, flags in ((kit, 0), (plain, UNVERIFIED)):
         each.put(a)
@@ -62,7 +63,7 @@ def test_a_sealed_block_is_verified_by_its_commit() -> None:
 
 @pytest.mark.parametrize("end", ["commit", "failed", "abort", "duplicate", "session", "session in commit", "ahead"])
 def test_staging_pages_come_back_with_the_end_of_a_put(end: str) -> None:
-    """After every end of a reservation no page is reserved, and what is used is the blocks that are held."""
+    """After every end of a reservation no page is reserved, and only held blocks count as used."""
     kit, a = sealed(), chain("a", 3)
     kit.core.open_session(2, domain=1)
     if end == "ahead":
@@ -94,12 +95,12 @@ def _end(kit: Kit, reserved: object, names: np.ndarray, how: str) -> None:
     else:
         commit = begun(kit, reserved)
         kit.took(kit.core.end_session(1, now=kit.tick()))
-        assert reserved_pages(kit) == 6  # a thread copies from one half to the other
+        assert reserved_pages(kit) == 6  # a thread still copies from staging to sealed pages
         kit.finish_commit(commit)
 
 
 def test_a_staging_page_is_free_when_its_own_block_is_published() -> None:
-    """With keep_open the blocks that are named give their staging pages back, the others keep both of theirs, as do those of a failed commit."""
+    """With keep_open, only a successful commit frees staging pages, and only those of its named blocks."""
     kit, a = sealed(), chain("a", 3)
     reserved = kit.reserve(a)
     named = commit_blocks(a[:1], [0])
@@ -111,7 +112,7 @@ def test_a_staging_page_is_free_when_its_own_block_is_published() -> None:
 
 
 def test_a_put_takes_twice_its_room_while_it_is_under_way() -> None:
-    """Of a tier of 8 pages 4 blocks can be reserved, however many are asked for; the other is NO_ROOM. When these are published others have room."""
+    """8 pages take 4 reserved blocks; a fifth is NO_ROOM. Other blocks have room after the commit."""
     kit, a = sealed(8), chain("a", 5)
     reserved = kit.reserve(a)
     assert reserved.statuses[0].tolist() == [RESERVED] * 4 + [NO_ROOM]
@@ -120,7 +121,7 @@ def test_a_put_takes_twice_its_room_while_it_is_under_way() -> None:
 
 
 def test_staging_leaves_a_segment_for_the_blocks() -> None:
-    """Where all the staging pages that are asked for would take the segments in which their blocks could lie, fewer are taken, and more blocks have room."""
+    """If staging would fill every segment, the core stages fewer pages, so that more blocks have room."""
     kit = sealed(16)
     kit.core.open_session(2, domain=1)
     kit.reserve(chain("b", 1), session=2)  # one segment of four for staging, one for blocks
@@ -128,7 +129,7 @@ def test_staging_leaves_a_segment_for_the_blocks() -> None:
 
 
 def test_a_restart_keeps_sealed_segments_sealed() -> None:
-    """What a new core finds in sealed segments lies in sealed segments, whose free pages take new blocks."""
+    """A new core keeps surviving sealed segments sealed, and puts new blocks into their free pages."""
     old, new, a = sealed(), sealed(), chain("a", 2)
     old.put(a)
     extents, metas = old.core.extents(old.ids(a), tier=0), old.core.metas(old.ids(a))
@@ -141,7 +142,7 @@ def test_a_restart_keeps_sealed_segments_sealed() -> None:
 
 
 def test_both_pages_count_against_the_session() -> None:
-    """A session whose share is 8 pages reserves 4 blocks, and no more before one of them is published or given up."""
+    """A session with a share of 8 pages reserves 4 blocks, and more only after a commit or an abort."""
     kit = sealed(share=0.25)
     reserved = kit.reserve(chain("a", 6))
     assert reserved.statuses[0].tolist() == [RESERVED] * 4 + [NO_ROOM] * 2
@@ -152,13 +153,13 @@ def test_both_pages_count_against_the_session() -> None:
 
 
 def test_puts_that_may_come_take_both_pages_of_an_eighth() -> None:
-    """Of 64 pages 8 may be reserved ahead: 4 blocks."""
+    """A session may reserve 8 of 64 pages ahead, which is 4 blocks."""
     assert len(sealed(64).reserve_ahead(8, 1).reservations) == 4
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_what_is_ahead_counts_as_it_lies(order: tuple[bool, bool]) -> None:
-    """Beside a tier without sealed puts pages ahead count once there and twice in the other, and all together are an eighth at most."""
+    """A page ahead counts once, or twice in a sealed tier. At most an eighth may be ahead."""
     kit = Kit(*(tier(HOST, 128, index=i, sealed_puts=is_sealed) for i, is_sealed in enumerate(order)))
     ahead = kit.reserve_ahead(64, 3)
     sizes = [PAGE << order[number] for number in ahead.extents["tier"].ravel().tolist()]
@@ -168,7 +169,7 @@ def test_what_is_ahead_counts_as_it_lies(order: tuple[bool, bool]) -> None:
 
 
 def test_a_file_that_a_client_could_write_to_is_never_sealed() -> None:
-    """A place whose file some session had mapped writable gets another file before blocks lie in it, also after that session's end: a fork may have it still."""
+    """A place that a session mapped gets a new file before it is sealed, as a fork may still map it."""
     kit = sealed(12)
     kit.core.open_session(2, domain=1)
     reserved = kit.reserve(chain("a", 2))
@@ -184,7 +185,7 @@ def test_a_file_that_a_client_could_write_to_is_never_sealed() -> None:
 
 
 def test_no_writer_is_given_the_file_of_another() -> None:
-    """A staging segment begins in a file that no other session could write to: it could be cut short under the new one."""
+    """A staging segment never begins in another session's file, which that session could truncate."""
     kit = sealed(8)
     for session in (1, 2, 3):
         if session > 1:
@@ -198,7 +199,7 @@ def test_no_writer_is_given_the_file_of_another() -> None:
 
 
 def test_a_segment_that_lost_its_writer_takes_no_blocks() -> None:
-    """While a commit of an ended session is under way, its staging segment is the daemon's, and no block of anybody is put or promoted into it."""
+    """While a commit of an ended session runs, no put and no promotion uses its staging segment."""
     kit = Kit(tier(HOST, 16, sealed_puts=True), tier(NVME, 16))
     kit.core.open_session(2, domain=1)
     kit.put(chain("far", 1), session=2)
@@ -218,7 +219,7 @@ def test_a_segment_that_lost_its_writer_takes_no_blocks() -> None:
 
 
 def test_the_memory_that_a_writer_has_mapped_stays_with_it() -> None:
-    """Put after put stages in the same segment and displaces the coldest in segments that stay, so that nobody maps anything anew, though the tier is full."""
+    """In a full tier each put stages in the same segment and evicts the coldest: clients map nothing anew."""
     kit, staged = sealed(16), set[int]()
     for i in range(12):
         reserved = kit.reserve(chain(f"c{i}", 4))
@@ -229,8 +230,8 @@ def test_the_memory_that_a_writer_has_mapped_stays_with_it() -> None:
 
 
 def test_who_puts_in_a_row_writes_to_the_same_memory() -> None:
-    """With a full tier no put begins a segment: what was written to is written to again, and blocks displace blocks. When a session has put nothing for a
-    while, its memory is there for others' blocks."""
+    """In a full tier no put begins a segment: sessions reuse staging segments and blocks evict blocks.
+    A session that stays idle for STAY_S loses this memory to others."""
     kit = sealed(32)
     kit.core.open_session(2, domain=1)
 
@@ -255,10 +256,10 @@ def test_who_puts_in_a_row_writes_to_the_same_memory() -> None:
 
 
 def test_memory_that_somebody_just_wrote_to_is_given_up_where_nothing_else_may_leave() -> None:
-    """Where all blocks are held, another session gets what is empty, however lately it was used."""
+    """If all blocks are pinned, another session gets an empty segment, however recently used."""
     kit, a = sealed(12), chain("a", 4)
     kit.core.open_session(2, domain=1)
-    kit.tick = lambda: kit.now  # type: ignore[method-assign] # all at one time
+    kit.tick = lambda: kit.now  # type: ignore[method-assign] # all calls at one time
     kit.put(a)
     kit.get(group(a))
     assert kit.reserve(chain("b", 4), session=2).statuses[0].tolist() == [RESERVED] * 4

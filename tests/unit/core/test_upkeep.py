@@ -1,4 +1,4 @@
-"""Ends of sessions, restarts, verdicts, epochs, operators; listings."""
+"""Session ends, restarts, verdicts, epochs, operators and listings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READY, RESERVED, FAILED = BlockStatus.READY, BlockStatus.RESERVED, BlockStatus.F
 
 
 def survivors(kit: Kit, tier_number: int):
-    """What a tier would report after a crash: segments, extents, metas."""
+    """The report of a tier after a crash: segments, extents, metas."""
     ids = kit.core.blocks(tier=tier_number)
     extents = kit.core.extents(ids, tier=tier_number)
     metas = kit.core.metas(ids)
@@ -27,7 +27,7 @@ def survivors(kit: Kit, tier_number: int):
 
 
 def reborn(kit: Kit, *tiers, sessions=()) -> tuple[Kit, list[np.ndarray]]:
-    """A new core that adopted everything from an old one."""
+    """A new core that adopted every page of an old one."""
     new, taken = Kit(*tiers), []
     for session in sessions:
         new.core.open_session(session, domain=1)
@@ -39,7 +39,7 @@ def reborn(kit: Kit, *tiers, sessions=()) -> tuple[Kit, list[np.ndarray]]:
 
 
 def test_what_survived_is_held_again() -> None:
-    """After adopt every block is found where it lay, chains are known, and new numbers are above the old ones."""
+    """After adopt every block is at its old place in its chain, and new numbers are above the old ones."""
     specs, a = (tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     kit = Kit(*specs)
     kit.put(a)
@@ -58,7 +58,7 @@ def test_what_survived_is_held_again() -> None:
 
 
 def test_survivors_that_contradict_are_left_out() -> None:
-    """A place or a name twice, a place outside, an unknown segment and another digest than a nearer copy's are refused one by one."""
+    """Adopt refuses single pages: duplicate places or names, bad places or segments, conflicting digests."""
     specs, a = (tier(HOST, 8), tier(NVME, 8)), chain("a", 6)
     kit = Kit(*specs)
     kit.put(a)
@@ -81,7 +81,7 @@ def test_survivors_that_contradict_are_left_out() -> None:
 
 
 def test_chains_mend_over_several_tiers() -> None:
-    """A tail adopted before its head is linked to it when the head is adopted from another tier, in whatever order."""
+    """A tail that is adopted before its head is linked when another tier's head is adopted."""
     specs, a = (tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     kit = Kit(*specs)
     kit.put(a)
@@ -97,7 +97,7 @@ def test_chains_mend_over_several_tiers() -> None:
 
 
 def test_a_session_that_lived_through_a_restart_keeps_what_it_held() -> None:
-    """Restored pins cannot be evicted, restored reservations are given to nobody else, both go when the session ends."""
+    """Restored pins and reservations belong to their session until it ends."""
     specs, a = (tier(HOST, 8),), chain("a", 2)
     kit = Kit(*specs)
     kit.core.open_session(5, domain=1)
@@ -125,7 +125,7 @@ def test_a_session_that_lived_through_a_restart_keeps_what_it_held() -> None:
 
 
 def test_what_a_living_writer_left_empty_is_there_for_others() -> None:
-    """After a restart the places of segments in which a living process holds nothing are anybody's, those in which it holds something its own."""
+    """After a restart a segment without pages of its live writer is free for others; one with pages stays."""
     spec, a = tier(HOST, 8), chain("a", 8)
     kit = Kit(spec)
     kit.put(a)
@@ -145,7 +145,7 @@ def test_what_a_living_writer_left_empty_is_there_for_others() -> None:
 
 
 def test_a_page_of_an_ended_epoch_stays_its_readers() -> None:
-    """After a restart a segment that holds nothing but what a living session reads of an ended epoch is nobody else's."""
+    """After a restart no put gets a page of an ended epoch that a live session pins."""
     spec, a = tier(HOST, 8), chain("a", 8)
     kit = Kit(spec)
     kit.core.open_session(2, domain=1)
@@ -164,7 +164,7 @@ def test_a_page_of_an_ended_epoch_stays_its_readers() -> None:
 
 
 def test_a_page_of_an_ended_epoch_is_kept_for_each_of_its_readers() -> None:
-    """Of two sessions that read one page of an ended epoch over a restart, the one that ends takes nothing from the other."""
+    """Over a restart a page of an ended epoch stays until both its readers' sessions end."""
     spec, a = tier(HOST, 8), chain("a", 2)
     kit = Kit(spec)
     kit.put(a)
@@ -186,7 +186,7 @@ def test_a_page_of_an_ended_epoch_is_kept_for_each_of_its_readers() -> None:
 
 
 def test_only_the_page_that_was_held_is_restored() -> None:
-    """A pin on a page that has another generation now is not restored: what lies there is somebody else's."""
+    """A pin on a page with a new generation is not restored, because the page holds another block."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     kit.put(a)
     segments, extents, metas = survivors(kit, 0)
@@ -202,7 +202,7 @@ def test_only_the_page_that_was_held_is_restored() -> None:
 
 
 def test_the_end_of_a_session_frees_what_it_held() -> None:
-    """Leases, reservations and share are gone, committed blocks stay, and ending again does nothing."""
+    """A session's end drops its leases, reservations and share; committed blocks stay. It is idempotent."""
     kit, a = Kit(tier(HOST, 16)), chain("a", 2)
     kit.put(a)
     kit.acquire(group(a))
@@ -226,7 +226,7 @@ def test_a_session_id_is_used_once_at_a_time() -> None:
 
 
 def test_an_epoch_bump_lets_leases_finish() -> None:
-    """Forgotten blocks are never found; pages that nobody pins are freed at once, pinned ones when they are released."""
+    """Forgotten blocks are misses. Unpinned pages are freed at once, pinned ones at their release."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -248,7 +248,7 @@ def test_an_epoch_bump_lets_leases_finish() -> None:
 
 
 def test_an_epoch_bump_during_a_transfer() -> None:
-    """Blocks that are forgotten while they travel arrive nowhere and leave nothing behind."""
+    """Blocks that are forgotten in flight do not arrive, and no page stays behind."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -259,7 +259,7 @@ def test_an_epoch_bump_during_a_transfer() -> None:
 
 
 def test_a_condemned_page_is_never_found_again() -> None:
-    """Its other copies are; a pinned one is freed at its release; an extent of an older generation condemns nothing."""
+    """Other copies of a condemned page are hits; pinned, it is freed at release. Stale extents do nothing."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -277,7 +277,7 @@ def test_a_condemned_page_is_never_found_again() -> None:
 
 
 def test_what_a_store_has_lost_is_written_again() -> None:
-    """A lost page is free at once and quarantines nothing, its block is no longer found there, and persisting the block writes it anew; an older generation loses nothing."""
+    """A lost page is freed, not quarantined, and `persist` rewrites it. Stale generations are ignored."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8, quarantine_share=1.0)), chain("a", 2)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -298,7 +298,7 @@ def test_what_a_store_has_lost_is_written_again() -> None:
 
 
 def test_a_page_is_lost_while_blocks_fly_to_it_and_from_it() -> None:
-    """A transfer that ends well into a lost page brings nothing; one from a lost page condemns nothing, whatever it reads, and the last one frees it."""
+    """A transfer into a lost page brings nothing; one from it condemns nothing, and the last one frees it."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8, quarantine_share=1.0)), chain("a", 1)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -336,7 +336,7 @@ def test_an_operators_pin_outlives_a_tier_out_of_service() -> None:
 
 
 def test_listings_tell_what_is_held() -> None:
-    """Filters, prefixes, pages, pins, hits and tiers of blocks, as operators see them."""
+    """Listings give operators filters, prefixes, pages, pins, hits and tiers of blocks."""
     kit, a, b = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 3), chain("b", 2)
     kit.put(a)
     kit.put(b, namespace=2)
@@ -365,7 +365,7 @@ def test_listings_tell_what_is_held() -> None:
 
 
 def test_a_block_that_returns_is_the_parent_of_its_children() -> None:
-    """A head that was lost and is written again gets back in front of its tail: it cannot leave before it."""
+    """A lost head that is put again precedes its tail again, and is evicted after it."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 4)
     kit.put(a)
     before = kit.ids(a)
@@ -378,7 +378,7 @@ def test_a_block_that_returns_is_the_parent_of_its_children() -> None:
 
 
 def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
-    """Ids, page columns and the table do not grow with the number of blocks that ever were."""
+    """Ids, page columns and the table do not grow with the number of past blocks."""
     core = Core([tier(HOST, 64)], policies=NamedPolicies(), session_share=1.0)
     kit = Kit(tier(HOST, 64))
     kit.core = core
@@ -392,7 +392,7 @@ def test_a_daemon_of_ten_thousand_lives_stays_small() -> None:
 
 
 def test_what_is_forgotten_is_written_and_brought_nowhere() -> None:
-    """From the step in which an epoch ends on no transfer of its blocks is planned, by demotion or for somebody who knows their ids; a page that is wanted meanwhile is lost, not demoted."""
+    """After an epoch ends no transfer of its blocks is planned. A put evicts its pages, without demotion."""
     kit, a = Kit(tier(HOST, 8, high_watermark=0.2, low_watermark=0.1), tier(NVME, 16)), chain("a", 4)
     kit.put(a)
     ids = kit.ids(a)
@@ -409,7 +409,7 @@ def test_what_is_forgotten_is_written_and_brought_nowhere() -> None:
 
 
 def test_an_id_that_has_another_block_is_not_freed_with_the_forgotten() -> None:
-    """Blocks of an ended epoch that room took, and whose ids others have got, are passed over when the rest is freed; so is what another namespace has forgotten."""
+    """`free_forgotten` skips ids that new blocks reuse, and blocks of other ended namespaces."""
     kit, old, other, new = Kit(tier(HOST, 8)), chain("a", 6), chain("c", 2), chain("b", 3)
     kit.put(old)
     kit.put(other, namespace=3)

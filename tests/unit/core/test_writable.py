@@ -1,4 +1,4 @@
-"""Tiers that are served from and take nothing new."""
+"""Tiers that serve reads and accept no new blocks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
 
 
 def _kit(stores: int = 1) -> Kit:
-    """A host tier that demotes early, and stores of 8 pages."""
+    """A host tier that demotes early, and `stores` stores of 8 pages."""
     host = tier(HOST, 4, high_watermark=0.5, low_watermark=0.25)
     return Kit(host, *(tier(NVME, 8, index=i) for i in range(stores)))
 
 
 def test_nothing_is_demoted_there() -> None:
-    """What would be demoted stays, as if there were no farther tier; when it takes blocks again they are demoted."""
+    """No block is demoted to a store that is not writable. Demotion resumes when it is writable again."""
     kit = _kit()
     kit.put(chain("a", 3))
     kit.core.set_writable(1, False)
@@ -22,7 +22,7 @@ def test_nothing_is_demoted_there() -> None:
 
 
 def test_what_it_holds_is_served() -> None:
-    """Its blocks are found and brought near; nothing new is persisted there."""
+    """The blocks of such a store are hits and are promoted. The core persists nothing new to it."""
     kit = _kit()
     kit.put(chain("a", 2))
     kit.took(kit.core.persist(kit.ids(chain("a", 2)), now=kit.tick()))
@@ -35,7 +35,7 @@ def test_what_it_holds_is_served() -> None:
 
 
 def test_the_other_store_takes_over() -> None:
-    """With two stores, every new block goes to the one that is writable."""
+    """With two stores, every new block goes to the writable one."""
     kit = _kit(stores=2)
     kit.core.set_writable(2, False)
     for name in "abcd":

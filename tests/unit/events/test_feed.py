@@ -1,4 +1,4 @@
-"""The feed between the log and the publisher: how often everything is told anew."""
+"""The feed between the log and the publisher, and how often it publishes everything again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDLESS_S = 3600.0
 
 
 class Counted(RouterView):
-    """Books that know how often everything was told anew."""
+    """A router view that counts its `clear` calls."""
 
     clears = 0
 
@@ -32,7 +32,7 @@ class Counted(RouterView):
 
 
 async def told_anew(tmp_path: Path) -> int:
-    """How often, while epochs end one after another and the publisher's thread has had its turn after each."""
+    """The number of `clear` calls while epochs end in sequence and the publisher's thread runs after each."""
     settings = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind="")
     async with opened() as world:
         told = Counted(("CPU", "STORAGE"), 10)
@@ -53,7 +53,7 @@ async def told_anew(tmp_path: Path) -> int:
 
 @pytest.mark.parametrize("is_patient", [True, False])
 async def test_a_pause_lies_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_patient: bool) -> None:
-    """However often the log breaks off, everything is told once until AGAIN_S has passed; with no such pause it would be told again and again."""
+    """After log gaps the feed publishes everything once per AGAIN_S; without that pause it would repeat."""
     monkeypatch.setattr(module, "AGAIN_S", ENDLESS_S if is_patient else 0.0)
     clears = await told_anew(tmp_path)
     assert clears == 1 if is_patient else clears > 2

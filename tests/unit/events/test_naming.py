@@ -1,4 +1,4 @@
-"""From the message of a put to what its engine calls the blocks."""
+"""From the message of a put to the engine's names of its blocks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def message(about: About | None = None, **fields: Any) -> pb.PutGroup:
 
 
 def test_what_a_client_says_arrives() -> None:
-    """Hashes of the engine, their parent and the tokens come through the message unchanged."""
+    """The engine's hashes, their parent and the tokens pass through the message unchanged."""
     names = names_of(message(About([b"one!", b"two!"], b"zero", TOKENS)), NAMESPACE)
     assert names == Names(SPACE, HASHES.tobytes(), 8, b"one!two!", 4, 1, b"zero", TOKENS.tobytes())
     assert names_of(message(About([b"a", b"b", b"c", b"d"], per_block=2)), NAMESPACE).width == 1
 
 
 def test_without_words_the_parent_is_tierds() -> None:
-    """A put without words of an engine names its blocks by tierd's hashes, after tierd's parent; private pages have no names."""
+    """A put without engine names uses tierd's hashes and parent; private pages have no names."""
     assert names_of(message(), NAMESPACE) == Names(SPACE, HASHES.tobytes(), 8, parent=b"p" * 32)
     private = put_group_message(PutGroup.private(OPENED, 2), tells=True)
     assert names_of(private, NAMESPACE).hashes == b""
@@ -57,13 +57,13 @@ def test_without_words_the_parent_is_tierds() -> None:
     ],
 )
 def test_what_does_not_fit_together_is_refused(fields: dict[str, Any]) -> None:
-    """Hashes of unequal length or too long, tokens that are not those of the blocks: InvalidArgument that names the field."""
+    """Hashes of unequal or excessive length, or tokens that do not fit, raise InvalidArgument by field."""
     with pytest.raises(InvalidArgument, match="group.(engine_hashes|engine_per_block|token_ids): "):
         names_of(message(**fields), NAMESPACE)
 
 
 def test_a_part_keeps_its_parent() -> None:
-    """Part of what is said has the hash before it as its parent, and its own tokens."""
+    """A part has the preceding hash as its parent, and only its own tokens."""
     about = About([b"a", b"b", b"c", b"d", b"e", b"f"], b"z", np.arange(12), per_block=2)
     part = about.part(1, 3, size=4)
     assert (list(part.hashes), part.parent, list(part.tokens)) == ([b"c", b"d", b"e", b"f"], b"b", list(range(4, 12)))

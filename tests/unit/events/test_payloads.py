@@ -1,4 +1,4 @@
-"""The format of KV events: bytes as vLLM's own encoder makes them, both shapes, other engines' events, and what is none."""
+"""The format of KV events: vLLM's bytes in both shapes, other engines' events, and invalid payloads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WHOLE = bytes.fromhex(
     "01010101010101010101b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739107aa626c6f636b5f73697a6501a76c6f72615f6964c0a66d656469"
     "756da3475055a96c6f72615f6e616d65c0c0"
 )
-"""One event with whole hashes, by the same."""
+"""One event with whole hashes, by the same encoder."""
 ARRAY: list[Any] = [
     1.5,
     [
@@ -72,14 +72,14 @@ events = st.one_of(stored, st.builds(Removed, hashes, media, groups), st.just(Cl
 
 
 def test_map_is_what_vllm_writes() -> None:
-    """Byte for byte the payload that vLLM's own encoder makes of the same events, integers or whole hashes."""
+    """The payload equals that of vLLM's own encoder byte for byte, for integer and for whole hashes."""
     assert encode(SAMPLE) == MAP and decode(MAP) == SAMPLE
     whole = Batch(1.5, (Stored((NAMES[0],), None, (7,), 1, "GPU"),))
     assert encode(whole) == WHOLE and decode(WHOLE) == whole
 
 
 def test_array_has_the_fields_in_their_old_order() -> None:
-    """The older shape: the type, then the fields in order, the last ones left out where they say nothing."""
+    """The older shape has the type, then the fields in order, without empty fields at the end."""
     payload = encode(SAMPLE, shape="array")
     assert msgpack.unpackb(payload) == ARRAY and decode(payload) == SAMPLE
 
@@ -87,13 +87,13 @@ def test_array_has_the_fields_in_their_old_order() -> None:
 @pytest.mark.parametrize("shape", ["map", "array"])
 @given(st.lists(events, max_size=5), st.one_of(st.none(), st.integers(0, 64)))
 def test_what_is_written_is_read_back(shape: Any, told: list[Event], rank: int | None) -> None:
-    """Whatever the events, either shape decodes to what was encoded."""
+    """Both shapes decode to the events that were encoded."""
     batch = Batch(2.25, tuple(told), rank)
     assert decode(encode(batch, shape=shape)) == batch
 
 
 def test_other_publishers_are_understood() -> None:
-    """Fields that are not known are skipped, missing ones are empty; both shapes in one batch; SGLang's signed hashes and media; no rank."""
+    """Unknown fields are skipped and missing ones are empty, also with mixed shapes and SGLang's values."""
     stored = {"type": "BlockStored", "block_hashes": [-5], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
     raw = [
         3,
@@ -119,14 +119,14 @@ def test_other_publishers_are_understood() -> None:
     ],
 )
 def test_what_is_no_batch_is_refused(raw: Any) -> None:
-    """Another structure is a CorruptRecord, never another exception."""
+    """Another structure raises CorruptRecord and no other exception."""
     with pytest.raises(CorruptRecord, match="no batch of events"):
         decode(msgpack.packb(raw))
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
-    """Any bytes are a batch or a CorruptRecord."""
+    """Any bytes decode to a batch or raise CorruptRecord."""
     for payload in (data, MAP[: len(data)], MAP[:40] + data + MAP[40 + len(data) :]):
         try:
             decode(payload)

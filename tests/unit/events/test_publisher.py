@@ -1,4 +1,4 @@
-"""The publisher's thread and sockets: what is kept, what is lost, what is refused."""
+"""The publisher's thread and sockets: messages that it keeps, drops and refuses."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def send(publisher: Publisher, *events: Event) -> int:
 
 
 def replay(settings: EventsConfig) -> list[tuple[Event, ...]]:
-    """What has events, from the first message that is kept."""
+    """The kept messages that have events, from the first on."""
     with Subscriber(settings.bind, settings.replay_bind) as subscriber:
         return [m.batch.events for m in subscriber.catch_up() if m.batch.events]
 
 
 def test_what_is_kept_is_bounded(publisher: Publisher, settings: EventsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many messages are kept, so many bytes at most; a replay that begins before them begins with cleared."""
+    """The publisher bounds kept messages by count and bytes; an older replay begins with cleared."""
     for number in range(20):
         send(publisher, stored(number))
     kept = replay(settings)
@@ -58,7 +58,7 @@ def test_what_is_kept_is_bounded(publisher: Publisher, settings: EventsConfig, m
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 on its loopback")
 def test_ipv6() -> None:
-    """It binds [::1], and who follows it there hears it and is given what was kept."""
+    """The publisher binds [::1], and a subscriber there receives live and kept messages."""
     settings = EventsConfig(
         enabled=True, bind=f"tcp://[::1]:{free_port('::1')}", replay_bind=f"tcp://[::1]:{free_port('::1')}", buffer=5
     )
@@ -71,7 +71,7 @@ def test_ipv6() -> None:
 
 
 def test_work_that_fails_tells_its_caller_and_ends_nothing(publisher: Publisher, settings: EventsConfig) -> None:
-    """An exception reaches who gave the work; the next work is done."""
+    """An exception reaches the caller that submitted the work; the next work still runs."""
 
     def broken(_told: RouterView) -> list[Event]:
         raise RuntimeError("broken")
@@ -82,7 +82,7 @@ def test_work_that_fails_tells_its_caller_and_ends_nothing(publisher: Publisher,
 
 
 def test_many_events_are_many_messages(publisher: Publisher, settings: EventsConfig) -> None:
-    """Events are spread over messages of bounded size, none is lost, in order; nothing is no message."""
+    """Events are split over bounded messages, in order and without loss; no events make no message."""
     many = [stored(number, 5000) for number in range(9)]
     assert send(publisher, *many) == 3 and send(publisher) == 0
     assert [event for part in parts(many) for event in part] == many
@@ -90,7 +90,7 @@ def test_many_events_are_many_messages(publisher: Publisher, settings: EventsCon
 
 
 def test_a_long_replay_is_whole(tmp_path: Path) -> None:
-    """Everything that is kept comes, in order, also to one that reads only when all has been sent."""
+    """A replay delivers every kept message in order, also to a reader that starts after the last send."""
     count = 3000
     settings = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/e", replay_bind=f"ipc://{tmp_path}/r", buffer=count)
     publisher = Publisher(settings, RouterView(("CPU",), 10))
@@ -104,7 +104,7 @@ def test_a_long_replay_is_whole(tmp_path: Path) -> None:
             asking.connect(settings.replay_bind)
             asking.send_multipart((b"", bytes(8)))
             assert asking.poll(10_000)
-            assert send(publisher, stored(0)) == 1  # behind the replay: it has been sent
+            assert send(publisher, stored(0)) == 1  # queued behind the replay, so the replay has been sent
             frames = []
             while not frames or frames[-1][2] != END:
                 assert asking.poll(10_000)
@@ -116,7 +116,7 @@ def test_a_long_replay_is_whole(tmp_path: Path) -> None:
 
 
 def test_silence_is_broken(publisher: Publisher, settings: EventsConfig) -> None:
-    """A message without events follows after a while, with the next number, so that a lost last message is missed."""
+    """An idle publisher sends a numbered empty message, so a reader detects a lost last message."""
     with Subscriber(settings.bind) as subscriber:
         heard = []
 
@@ -129,7 +129,7 @@ def test_silence_is_broken(publisher: Publisher, settings: EventsConfig) -> None
 
 
 def test_an_address_in_use_is_said(publisher: Publisher, tmp_path: Path) -> None:
-    """What cannot be bound is a ConfigError that names the setting and the address."""
+    """An address that cannot be bound raises ConfigError with the setting and the address."""
     wrong = EventsConfig(enabled=True, bind=f"ipc://{tmp_path}/other", replay_bind=f"ipc://{tmp_path}/none/r")
     with pytest.raises(ConfigError, match=r"events\.replay_bind: ipc://.*cannot be bound"):
         Publisher(wrong, RouterView(("CPU",), 10))

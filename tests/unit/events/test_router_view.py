@@ -1,4 +1,4 @@
-"""What routers are told: names, media, ranks, bounds."""
+"""The events for routers: names, media, ranks, bounds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def told() -> RouterView:
 
 
 def test_a_run_is_one_event_under_the_engines_names(told: RouterView) -> None:
-    """Consecutive blocks are told at once: the engine's hashes, its parent, all tokens, adapter and group; nothing before they are held."""
+    """Consecutive blocks make one event with the engine's names, after they are held and not before."""
     assert told.name(names(1, 2, 3, parent=engine(0))) == []
     assert told.stored(SPACE, own(1, 2, 3), tier=1) == [
         Stored(short(1, 2, 3), short_hash(engine(0)), tokens(1, 2, 3), 4, "CPU", "lora", 1)
@@ -64,7 +64,7 @@ def test_blocks_that_do_not_follow_are_told_apart(told: RouterView) -> None:
 
 
 def test_copies_are_told_by_medium(told: RouterView) -> None:
-    """A copy in another medium is told with its tokens; two tiers of one medium are one, which holds the block until both have let go."""
+    """Each medium gets its own event; two tiers of one medium count as one, until both drop the block."""
     told.name(names(1))
     kinds = [
         told.stored(SPACE, own(1), tier=1)[0],
@@ -84,7 +84,7 @@ def test_copies_are_told_by_medium(told: RouterView) -> None:
 
 
 def test_without_words_of_the_engine_blocks_have_their_own_names(told: RouterView) -> None:
-    """A block that nobody has named is told by tierd's hash, without tokens; a put of tokens alone by tierd's hash, with them."""
+    """A block without an engine name is published under tierd's hash, with tokens only if a put gave them."""
     assert told.stored(SPACE, own(1, 2), tier=1) == [
         Stored((short_hash(own(1)), short_hash(own(2))), None, (), 0, "CPU", "lora", 1)
     ]
@@ -96,7 +96,7 @@ def test_without_words_of_the_engine_blocks_have_their_own_names(told: RouterVie
 
 
 def test_several_blocks_of_the_engine_in_one_of_ours(told: RouterView) -> None:
-    """A block of two of the engine's is told as two hashes, of half the size."""
+    """A block that holds two engine blocks is published as two hashes of half the size."""
     words = np.array(tokens(1, 2), dtype="<u4").tobytes()
     told.name(Names(SPACE, own(1, 2), 8, b"aabbccdd", 2, 2, b"", words))
     (event,) = told.stored(SPACE, own(1, 2), tier=1)
@@ -105,7 +105,7 @@ def test_several_blocks_of_the_engine_in_one_of_ours(told: RouterView) -> None:
 
 
 def test_a_name_that_comes_later_is_told_anew(told: RouterView) -> None:
-    """Blocks found at a start get their engine's names when it says them: taken back under the old name first. Who says nothing changes no name."""
+    """A late engine name first removes the block under its old name; a put without names changes nothing."""
     told.stored(SPACE, own(1), tier=3)
     renamed = told.name(names(1))
     assert renamed == [
@@ -117,7 +117,7 @@ def test_a_name_that_comes_later_is_told_anew(told: RouterView) -> None:
 
 
 def test_a_short_block_is_not_told(told: RouterView) -> None:
-    """Routers count in whole blocks: the short last one of a sequence is never mentioned, stored or removed."""
+    """Routers count whole blocks, so a sequence's short last block is never published."""
     told.name(Names(SPACE, own(1, 2), 6, tokens=np.arange(6, dtype="<u4").tobytes()))
     (event,) = told.stored(SPACE, own(1, 2), tier=1)
     assert isinstance(event, Stored) and event.hashes == (short_hash(own(1)),)
@@ -125,7 +125,7 @@ def test_a_short_block_is_not_told(told: RouterView) -> None:
 
 
 def test_a_block_counts_when_every_rank_holds_it() -> None:
-    """Of several ranks the last to store makes it held, and the first to lose it makes it gone."""
+    """Of several ranks, the last to store makes a block held, and the first to lose it makes it gone."""
     told, space = RouterView(MEDIA, 100), Space(1, 4, ranks=2)
     told.name(names(1, space=space))
     assert told.stored(space, own(1), tier=3, rank=0) == told.removed(space, own(1), tier=3, rank=0) == []
@@ -136,7 +136,7 @@ def test_a_block_counts_when_every_rank_holds_it() -> None:
 
 
 def test_whole_hashes() -> None:
-    """With whole hashes the engine's bytes are told as they are."""
+    """With whole hashes the engine's bytes are published unchanged."""
     told = RouterView(MEDIA, 100, has_whole_hashes=True)
     told.name(names(2, parent=engine(1)))
     (event,) = told.stored(SPACE, own(2), tier=0)
@@ -144,7 +144,7 @@ def test_whole_hashes() -> None:
 
 
 def test_the_books_are_bounded() -> None:
-    """Beyond the limit the oldest blocks are taken back under their names, those that nobody holds first; never more than the limit are known."""
+    """Beyond the limit the view removes the oldest blocks, first those that no tier holds."""
     told = RouterView(MEDIA, 3)
     told.name(names(1, 2, 3))
     told.stored(SPACE, own(1, 2, 3), tier=1)
@@ -155,7 +155,7 @@ def test_the_books_are_bounded() -> None:
 
 
 def test_clear_takes_everything_back_and_keeps_names(told: RouterView) -> None:
-    """After "cleared" a removal says nothing, and what is told anew has its engine's name."""
+    """After "cleared" a removal publishes nothing, and a block stored again keeps its engine's name."""
     told.name(names(1, 2))
     told.stored(SPACE, own(1, 2), tier=1)
     assert told.clear() == [Cleared()]
@@ -166,7 +166,7 @@ def test_clear_takes_everything_back_and_keeps_names(told: RouterView) -> None:
 
 
 def test_one_event_is_bounded(told: RouterView) -> None:
-    """A long sequence is told in several events, none much larger than the bound."""
+    """A long sequence is split into several events, each within the bound."""
     count, told = EVENT_TOKENS // 16, RouterView(MEDIA, 10**6)
     hashes = np.random.default_rng(0).bytes(32 * count)
     words = np.arange(count * 64, dtype="<u4").tobytes()
@@ -184,7 +184,7 @@ steps = st.tuples(st.sampled_from(["name", "store", "remove", "clear"]), st.inte
 
 @given(st.lists(steps, max_size=60), st.integers(1, 8))
 def test_routers_never_believe_in_more_than_is_held(run: list[tuple[str, int, int]], limit: int) -> None:
-    """Whatever happens, and however small the books: what a router believes of a medium is held there, and without a bound it is exactly that."""
+    """A router never assumes more than a medium holds, and without a bound it assumes exactly that."""
     small, large = RouterView(MEDIA, limit), RouterView(MEDIA, 1000)
     beliefs = Whereabouts(), Whereabouts()
     held: set[tuple[int, int]] = set()

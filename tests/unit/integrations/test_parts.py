@@ -1,4 +1,4 @@
-"""What all integrations are made of: versions, options, matches, pieces, couriers."""
+"""The common parts of all integrations: versions, options, matches, pieces, couriers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ KIB = 1 << 10
 
 @pytest.mark.parametrize("found", ["0.30.9", "0.34.0", "dev", "1", "0.40.1+cpu"])
 def test_versions_outside_the_window(found: str) -> None:
-    """An engine outside its window is refused with the window, the version found and the remedy."""
+    """An engine outside its window is refused with the window, the version and the remedy."""
     with pytest.raises(Unsupported, match=r"vllm .*vllm>=0\.31,<0\.34 .*install"):
         check_version("vllm", found)
 
 
 def test_versions_inside_the_window() -> None:
-    """Inside it all are taken, and it is known which of them were run."""
+    """Every version inside the window is accepted, and `has_run` names the tested ones."""
     for found in ("0.31.0", "0.32.0+cpu", "0.33.1"):
         check_version("vllm", found)
     assert has_run("vllm", "0.32.0+cpu") and has_run("sglang", "0.5.23") and not has_run("vllm", "0.33.0")
@@ -42,7 +42,7 @@ def test_versions_inside_the_window() -> None:
 
 @pytest.mark.parametrize("words", [{"sokcet": "x"}, {"threads": 0}, {"timeout_s": "soon"}, {"queue_limit": -1}])
 def test_options_are_checked(words: dict[str, object]) -> None:
-    """An unknown name or an impossible value is an error that says where it stands and what may."""
+    """An unknown name or an impossible value is an error with its place and the known names."""
     with pytest.raises(ConfigError, match=rf"extra\.{next(iter(words))}: .*known are .*least_load_tokens"):
         Options.read(words, where="extra")
     assert Options.read({"threads": 3}, where="extra").threads == 3
@@ -50,7 +50,7 @@ def test_options_are_checked(words: dict[str, object]) -> None:
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 300), st.integers(0, 64))
 def test_claims(found: int, computed: int, prompt: int, least: int) -> None:
-    """A claim is whole blocks that were found, leaves a token to compute, and is nothing below its least."""
+    """A claim covers whole hit blocks, leaves a token to compute, and is 0 below its least."""
     gain = claim(Match(found, computed - computed % 16, prompt), tokens_per_block=16, least_tokens=least)
     end = computed - computed % 16 + gain
     assert gain == 0 or (end <= found and end < prompt and end % 16 == 0 and gain >= least)
@@ -76,7 +76,7 @@ def test_pieces_keep_their_order() -> None:
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("lengths", [[5], [5, 4], [4096] * 4, [256 * KIB] * 3, [300 * KIB, 212 * KIB], [640 * KIB] * 2])
 def test_what_is_copied_in_is_summed(lengths: list[int], layers: int) -> None:
-    """Whatever pieces blocks have, contiguous or not, pages hold them, and the sums are those of the blocks' slices."""
+    """Pages hold the pieces, contiguous or not, and the sums are those of the blocks' slices."""
     rng = np.random.default_rng(7)
     memory = [rng.integers(0, 255, (length, 2), dtype=np.uint8) for length in lengths]
     rows, strided = [np.ascontiguousarray(both[:, 0]) for both in memory], [both[:, 1] for both in memory]
@@ -104,7 +104,7 @@ def test_pieces_of_torch() -> None:
 
 
 def test_tensors_are_summed() -> None:
-    """What is copied in from tensors of any kind has the sums of its bytes."""
+    """A copy from tensors of any kind returns the sums of their bytes."""
     torch = pytest.importorskip(
         "torch", reason="torch is not installed: tensors are checked in the engines' environments"
     )
@@ -126,7 +126,7 @@ def test_tensors_are_summed() -> None:
 
 
 def test_a_courier_brings_each_job_back_once() -> None:
-    """Values and errors come out once each, the one above the limit is refused, and what never began is told at close."""
+    """Each value or error comes out once, and the job above the limit is refused."""
     gate = threading.Event()
     courier: Courier[int, str] = Courier("test", threads=1, limit=3)
     assert courier.submit(1, lambda: "one" if gate.wait(SOON_S) else "late")
@@ -142,7 +142,7 @@ def test_a_courier_brings_each_job_back_once() -> None:
 
 
 def test_a_closed_courier_leaves_nobody_waiting() -> None:
-    """Jobs behind a running one are dropped at close, and come out as not begun."""
+    """Close drops the jobs behind a running one, and they come out as not begun."""
     gate, begun = threading.Event(), threading.Event()
     courier: Courier[int, bool] = Courier("test", threads=1, limit=3)
     assert courier.submit(1, lambda: begun.set() or gate.wait(SOON_S)) and courier.submit(2, lambda: True)
@@ -154,7 +154,7 @@ def test_a_closed_courier_leaves_nobody_waiting() -> None:
 
 
 def test_a_courier_wakes_after_each_outcome() -> None:
-    """Whoever is woken finds the outcome there, also that of a job that never began; all have been told of when it is closed."""
+    """`wake` sees each outcome, also that of a job that never began, before close returns."""
     seen: list[int] = []
     courier: Courier[int, int] = Courier(
         "test", threads=1, limit=9, wake=lambda: seen.extend(o.key for o in courier.finished())
@@ -165,6 +165,6 @@ def test_a_courier_wakes_after_each_outcome() -> None:
 
 
 def test_facts_fit_a_hello() -> None:
-    """Only what is known is said, and never more than a hello carries."""
+    """A hello contains only known facts, within its limit."""
     words = EngineFacts("vllm", "0.32.0", "TierdConnector", model="m" * 300).words()
     assert words == {"engine": "vllm", "version": "0.32.0", "face": "TierdConnector", "model": "m" * WORD_CHARS}

@@ -1,4 +1,4 @@
-"""Who follows a publisher of KV events: what becomes of one that is started anew."""
+"""A subscriber of KV events, and its publisher's restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def stored(number: int) -> Stored:
 
 
 def test_a_publisher_that_counts_from_its_beginning_again(tmp_path: Path) -> None:
-    """An engine that was started anew numbers its messages from 0 on: nothing of its first life is believed, and nothing of its second is passed over."""
+    """An engine that restarts counts from 0 again: the subscriber clears its first life and misses no
+    event."""
     address, heard = f"ipc://{tmp_path}/e", list[Message]()
     with zmq.Context() as context, context.socket(zmq.PUB) as out, Subscriber(address) as subscriber:
         out.setsockopt(zmq.LINGER, 0)
@@ -36,7 +37,7 @@ def test_a_publisher_that_counts_from_its_beginning_again(tmp_path: Path) -> Non
 
         await_true(lambda: is_heard(1000, stored(1), 50.0), "the first life")
         heard.clear()
-        send(1000, stored(1), 50.0)  # as seen in a replay
+        send(1000, stored(1), 50.0)  # as in a replay
         for number in range(3):
             send(number, stored(10 + number), 60.0 + number)
         await_true(has_four, "the second life")

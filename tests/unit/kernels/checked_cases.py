@@ -1,4 +1,6 @@
-"""What callers may put into arrays by mistake, for kernels of a checked build: `python -m tests.unit.kernels.checked_cases LIBRARY NAME`, in a process that they end."""
+"""Callers' mistakes in arrays, for kernels of a checked build. Each ends its process.
+
+`python -m tests.unit.kernels.checked_cases LIBRARY NAME` runs one."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ PAGES, TOKENS, HEADS, DIM = 3, 16, 2, 64
 
 @dataclass(frozen=True)
 class Mistake:
-    """unit: the source file whose kernel meets it; said: by which words."""
+    """unit: the source file of the kernel that detects it; said: part of the message."""
 
     unit: str
     said: str
@@ -28,7 +30,7 @@ class Mistake:
 def _attended(
     change: Callable[[Case], object], *, decodes: bool = True, chosen: int = 0
 ) -> Callable[[Emulated], object]:
-    """Of a case whose second sequence has 3 pages of a pool of 16, and a table of 10."""
+    """A case whose second sequence has 3 pages of a pool of 16, and a table of 10."""
     rows = 1 if decodes else 5
 
     def run(library: Emulated) -> object:

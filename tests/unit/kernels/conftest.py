@@ -9,12 +9,12 @@ from tierd.kernels.library import Emulated
 from tools.kernels import MissingTool, build_emulator
 
 ORDERS = ("0", "1", "2", "3")
-"""Of a block's threads: forward, reverse, two shuffled."""
+"""Orders of a block's threads: forward, reverse, two shuffled."""
 
 
 @pytest.fixture(scope="session")
 def library() -> Emulated:
-    """Their own source, run by the emulator of cuda/emulator."""
+    """The kernels' own source, run by the emulator of cuda/emulator."""
     try:
         return Emulated(build_emulator())
     except MissingTool as error:
@@ -23,5 +23,5 @@ def library() -> Emulated:
 
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which order threads take turns."""
+    """The order in which threads take turns."""
     monkeypatch.setenv("SIMT_ORDER", request.param)

@@ -1,6 +1,7 @@
-"""Tests on the fake driver of cuda/fake: each runs in a child process that finds it in place of NVIDIA's.
+"""Tests on the fake driver of cuda/fake: each runs in a child process that loads it, not NVIDIA's.
 
-`on_fake_driver` marks such a test. As a program it runs one function of a module: `python -m tests.unit.kernels.fake_driver MODULE FUNCTION ARGUMENTS`.
+`on_fake_driver` marks such a test. As a program, the module runs one function:
+`python -m tests.unit.kernels.fake_driver MODULE FUNCTION ARGUMENTS`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ COUNTED = [
 
 
 def on_fake_driver(*, dies_of: signal.Signals | None = None, **environment: str) -> Callable[[Any], Callable[[], None]]:
-    """The test runs in a child. dies_of: the signal that ends it, after it printed `now`; environment: of the child, beside ours."""
+    """Runs the test in a child. dies_of: the signal after it printed `now`; environment: more variables."""
 
     def marked(test: Any) -> Callable[[], None]:
         def run() -> None:
@@ -64,13 +65,13 @@ def on_fake_driver(*, dies_of: signal.Signals | None = None, **environment: str)
 
 
 def command(function: Any, *arguments: object) -> list[str]:
-    """Runs the function in a process of its own, its arguments as texts."""
+    """The command that runs the function in its own process, with its arguments as texts."""
     where = [sys.executable, "-m", "tests.unit.kernels.fake_driver"]
     return [*where, function.__module__, function.__name__, *map(str, arguments)]
 
 
 def fake_environment() -> dict[str, str]:
-    """In which the bindings find the fake driver. Skips the test where there is none."""
+    """An environment in which the bindings load the fake driver. Skips the test if it cannot be built."""
     try:
         return os.environ | {"LD_LIBRARY_PATH": str(build_driver()), "OPENBLAS_NUM_THREADS": "1"}
     except MissingTool as error:
@@ -86,7 +87,7 @@ def entered() -> Any:
 
 
 def ok(answer: tuple[Any, ...]) -> Any:
-    """What a call of the bindings answers beside its success."""
+    """The results of a successful call of the bindings."""
     assert not answer[0], answer[0].name
     return answer[1] if len(answer) == 2 else answer[1:]
 
@@ -97,21 +98,21 @@ def refused(answer: tuple[Any, ...]) -> str:
 
 
 def counts() -> dict[str, int]:
-    """What this process has not given back to the driver, where that is anything."""
+    """The resources that this process has not returned to the driver, by kind, without zeros."""
     room = (ctypes.c_uint64 * len(COUNTED))()
     ctypes.CDLL("libcuda.so.1").fake_cuda_counts(room)
     return {name: count for name, count in zip(COUNTED, room, strict=True) if count}
 
 
 def peek(address: int, length_bytes: int) -> bytes:
-    """What lies in device memory now, past all streams. Ends the process where the mapping may not be read."""
+    """The bytes in device memory now, past all streams. Ends the process if the mapping is unreadable."""
     room = ctypes.create_string_buffer(length_bytes)
     ctypes.CDLL("libcuda.so.1").fake_cuda_read(room, ctypes.c_uint64(address), ctypes.c_size_t(length_bytes))
     return room.raw
 
 
 def poke(address: int, data: bytes) -> None:
-    """Changes what lies there, past all streams. Ends the process where the mapping may not be written to."""
+    """Writes the bytes there, past all streams. Ends the process if the mapping is not writable."""
     ctypes.CDLL("libcuda.so.1").fake_cuda_write(ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
 
 
@@ -141,16 +142,16 @@ def mapped(cuda: Any, handle: Any, *, rights: str = "READWRITE", length_bytes: i
 
 
 def unmapped(cuda: Any, address: int, *, length_bytes: int = SLAB) -> None:
-    """The address and its space are given back."""
+    """Unmaps the address and frees its space."""
     ok(cuda.cuMemUnmap(address, length_bytes))
     ok(cuda.cuMemAddressFree(address, length_bytes))
 
 
 class DeviceArray:
-    """A numpy array's dense copy in device memory, with what `Buffer` asks of an array."""
+    """A numpy array's dense copy in device memory, with the attributes that `Buffer` needs."""
 
     class Device:
-        """As cupy names it."""
+        """Named as in cupy."""
 
         id = 0
 
@@ -169,13 +170,13 @@ class DeviceArray:
         return {"data": (self.address, False)}
 
     def numpy(self) -> Any:
-        """What it holds, after all that was put into streams that wait for the default one."""
+        """Its content, after all work in streams that wait for the default one."""
         array = np.empty(self.shape, self.dtype)
         ok(self._cuda.cuMemcpyDtoH(array.ctypes.data, self.address, array.nbytes))
         return array
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         ok(self._cuda.cuMemFree(self.address))
 
 

@@ -1,6 +1,7 @@
-"""Cases beyond what small ones reach: pages so far from each other that no 32 bits tell where, as in a GPU's pool of many GiB, and batches of many rows.
+"""Cases beyond the small ones: pages whose distances exceed 32 bits, and batches of many rows.
 
-Of the memory between such pages nothing is ever touched. ThreadSanitizer goes through its shadow of all of it, so these cases are not for sanitizers.
+The pages are as far apart as in a GPU's pool of many GiB. The memory between them is untouched.
+ThreadSanitizer scans its shadow of all that memory, so sanitizers do not run these cases.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STEP_BYTES = (1 << 30) + (1 << 16)
 """From a page to the next: the third is beyond 31 bits, the fifth beyond 32."""
 PAGES = 6
 MAP_NORESERVE = 0x4000
-"""Of Linux: no memory is set aside for what nobody touches."""
+"""Linux's flag to reserve no memory for untouched pages."""
 FAR_DECODES = (Shape(((1, 50), (1, 16))), Shape(((1, 90),), types=("f16", "e4m3"), group=2))
 FAR_PREFILLS = (Shape(((20, 40), (3, 3)), group=1),)
 MANY = Shape(((1, 1), (1, 0), (1, 17)) * 50, group=1)
@@ -30,7 +31,7 @@ MANY = Shape(((1, 1), (1, 0), (1, 17)) * 50, group=1)
 
 
 def far_apart(pages: Array) -> Array:
-    """The same pages [n, ...] in memory of their own, STEP_BYTES from one to the next."""
+    """The same pages [n, ...] in separate memory, STEP_BYTES from one to the next."""
     room = mmap.mmap(-1, STEP_BYTES * len(pages), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     view: Array = np.ndarray(pages.shape, pages.dtype, room, strides=(STEP_BYTES, *pages.strides[1:]))
     view[:] = pages
@@ -54,7 +55,7 @@ def check_far_prefill(library: Library, shape: Shape) -> None:
 
 
 def check_far_pages(library: Library, kind: str) -> None:
-    """New tokens go there, pages come from there and go there, and bounds are of what lies there. Raises AssertionError."""
+    """Stores, copies in both directions and bounds of far pages are right. Raises AssertionError."""
     rng = np.random.default_rng(6)
     want = poison((PAGES, 1, 2, TOKENS, HEADS, 64), kind)
     far = far_apart(want)

@@ -1,7 +1,7 @@
-"""Cases of paged attention for the kernels of cuda/, and what they must give: the plain reference, in float64.
+"""Cases of paged attention for the kernels of cuda/, with results of the plain float64 reference.
 
-Whatever a kernel must not read is poison: stale tails and unused pages are NaN, unused entries of tables and subsets point far away, those of every other
-kv head to a page that is there, outputs begin as NaN.
+Memory that a kernel must not read is poison: stale tails, unused pages and outputs begin as NaN.
+Unused entries of tables and subsets point far away, for every other kv head to an existing page.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from tierd.kernels.reference import Attended, PagedBatch, merge_attention, paged
 Array = np.ndarray[Any, Any]
 TYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn, "f32": np.float32}
 OUT_LIMIT = {"bf16": 2e-3, "f16": 3e-4}
-"""Relative L2 distance, most of it the rounding of the output to the type of the queries."""
+"""Relative L2 distance. Most of it is the rounding of the output to the queries' type."""
 LSE_LIMIT = MASS_LIMIT = 1e-5
 WILD = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """sequences: (query tokens, kv tokens) each. chosen: how many pages each kv head sees, in any order, every second one less; 0: all. spread: of the queries; the less, the flatter is attention."""
+    """sequences: (query tokens, kv tokens) each. chosen: pages each kv head sees; odd heads one less.
+    0: all. spread: of the queries; a low one gives flat attention."""
 
     sequences: tuple[tuple[int, int], ...]
     types: tuple[str, str] = ("bf16", "bf16")
@@ -125,9 +126,9 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 
 @contextmanager
 def placed(library: Library) -> Iterator[Callable[[Any], Any]]:
-    """What moves arrays, and whatever holds some, to where a library's kernels run; what these write is brought back at the end.
+    """Yields a function that moves arrays, and objects with arrays, to the library's memory.
 
-    A library whose kernels run elsewhere has a context of this name; the emulator's run where numpy's arrays are.
+    At the end, written arrays are copied back. The emulator's kernels use numpy's arrays.
     """
     if hasattr(library, "placed"):
         with library.placed() as put:
@@ -137,7 +138,7 @@ def placed(library: Library) -> Iterator[Callable[[Any], Any]]:
 
 
 class Narrow:
-    """A library whose thread blocks have less shared memory than they could; all else is as it is."""
+    """A library whose thread blocks have less shared memory; all else is unchanged."""
 
     def __init__(self, library: Library, block_shared_bytes: int) -> None:
         self._library, self.block_shared_bytes = library, block_shared_bytes
@@ -147,7 +148,7 @@ class Narrow:
 
 
 def decoded(library: Library, case: Case, *, blocks: int = 3, with_mass: bool = True) -> Attended:
-    """What the decode kernels give."""
+    """The result of the decode kernels."""
     n, heads, dim = case.q.shape
     shape = DecodeShape(n + 1, heads, case.shape.kv_heads, dim)
     mass = allocate((n, heads, case.device.tables.shape[1]), "float32") if with_mass else None
@@ -159,7 +160,7 @@ def decoded(library: Library, case: Case, *, blocks: int = 3, with_mass: bool = 
 
 
 def prefilled(library: Library, case: Case) -> Attended:
-    """What the prefill kernels give."""
+    """The result of the prefill kernels."""
     starts = np.array(case.batch.query_starts, np.int32)
     longest = max(rows for rows, _ in case.shape.sequences)
     to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))
@@ -181,7 +182,7 @@ def expected(case: Case) -> Attended:
 
 
 def check(case: Case, got: Attended) -> None:
-    """Raises AssertionError where a kernel differs from the reference by more than its limit."""
+    """Raises AssertionError if a kernel differs from the reference by more than its limit."""
     want = expected(case)
     out, wrong = got.out.astype(np.float64), np.isnan(want.out)
     assert (np.isnan(out) == wrong).all(), (
@@ -198,7 +199,7 @@ def check(case: Case, got: Attended) -> None:
         for i, of in enumerate(want.mass or []):
             whole = np.zeros(got.mass[i].shape)
             whole[:, : of.shape[1]] = of
-            seen = np.isnan(whole) & (got.mass[i] != 0)  # of a page that no query sees there may be no mass
+            seen = np.isnan(whole) & (got.mass[i] != 0)  # a page that no query sees may have no mass
             assert np.isnan(got.mass[i][seen]).all(), f"{case.shape}: masses of NaN that are none"
             assert not np.isnan(of).any() or seen.any(), f"{case.shape}: no mass is NaN"
             whole[np.isnan(whole)] = got.mass[i][np.isnan(whole)]
@@ -214,7 +215,7 @@ def check_decode(library: Library, shape: Shape) -> None:
 
 
 def check_cut_decode(library: Library, cut: tuple[int, Shape]) -> None:
-    """By a number of blocks. Raises AssertionError."""
+    """Decodes with this number of blocks. Raises AssertionError."""
     blocks, shape = cut
     case = made(shape)
     check(case, decoded(library, case, blocks=blocks))
@@ -227,7 +228,7 @@ def check_prefill(library: Library, shape: Shape) -> None:
 
 
 def check_dirty_decode(library: Library, cut: tuple[int, Shape]) -> None:
-    """A second call is right though the first has left some, and any number, in what counts parts: a call that others ran beside, or whose lengths changed, may."""
+    """A second call is right with any part counters, as concurrent calls or new lengths cause them."""
     blocks, shape = cut
     case, kept = made(shape), list[Array]()
 
@@ -240,7 +241,7 @@ def check_dirty_decode(library: Library, cut: tuple[int, Shape]) -> None:
     counters = [array for array in kept if array.dtype.kind == "i" and array.size > 1]
     assert counters
     for dirt in (0, 1, 3, 2):
-        case.q *= -1  # parts that are left of the call before are none of this one
+        case.q *= -1  # so that parts left by the previous call are wrong
         for array in counters:
             array[:dirt] += dirt
         to = Attended(_poison_like(case.q), allocate((n, heads), "float32"))
@@ -248,7 +249,7 @@ def check_dirty_decode(library: Library, cut: tuple[int, Shape]) -> None:
 
 
 def check_short_prefill(library: Library, shape: Shape) -> None:
-    """The caller says too short a longest chunk: the kernel writes NaN to rows beyond it, and right results to the others.
+    """If the caller's longest chunk is too short, rows beyond it are NaN and the others are right.
 
     Raises AssertionError.
     """
@@ -257,7 +258,7 @@ def check_short_prefill(library: Library, shape: Shape) -> None:
     to = Attended(_poison_like(case.q), allocate(case.q.shape[:2], "float32"))
     with placed(library) as put:
         longest = -(-len(case.q) // len(shape.sequences))
-        to.lse[:] = 0  # which is none of what may come
+        to.lse[:] = 0  # a value that no result may have
         to.out[:] = 0
         paged_prefill(library, put(Chunks(case.q, starts, longest)), put(case.pages), put(case.device), put(to))
     covered = -(-longest * shape.group // 64) * 64
@@ -270,19 +271,19 @@ def check_short_prefill(library: Library, shape: Shape) -> None:
 
 
 def check_narrow_decode(library: Library, shape: Shape) -> None:
-    """With shared memory for the smaller ring alone. Raises AssertionError."""
+    """With shared memory only for the smaller ring. Raises AssertionError."""
     most = decode_fit(library, shape.head_dim, shape.group, shape.types[1]).shared_bytes
     check_decode(Narrow(library, most - 1), shape)
 
 
 def check_narrow_prefill(library: Library, shape: Shape) -> None:
-    """With shared memory for the smaller stages alone. Raises AssertionError."""
+    """With shared memory only for the smaller stages. Raises AssertionError."""
     most = prefill_fit(library, shape.head_dim, shape.types[1]).shared_bytes
     check_prefill(Narrow(library, most - 1), shape)
 
 
 def check_merge(library: Library, kind: str, dim: int = 96) -> None:
-    """Parts of very different weight, one that saw nothing and is not read, and a row of which none saw anything; in one array, and each in one of its own."""
+    """Merges parts of unequal weight, an empty one and an empty row, from one array and from several."""
     rng = np.random.default_rng(1)
     outs, lses = rng.standard_normal((6, 5, 2, dim)), (4 * rng.standard_normal((6, 5, 2))).astype(np.float32)
     lses[1, 2], lses[:, 4] = -np.inf, -np.inf
@@ -315,18 +316,18 @@ PREFILLS = (
     Shape(((40, 96), (10, 10)), types=("f16", "f16"), sinks=4, window=26, group=1),
     Shape(((30, 150), (0, 20), (9, 9)), page_tokens=32, chosen=2, group=2),
 )
-"""Small ones of each kind, of the head dim that sanitizers are built for. A prompt has three stages of tiles, so that one is filled
-anew; windows begin at the last token of a tile, those of decodes in the second tile of a page; of decodes a run ends where the last row
-does, and is so long that each warp fills a place of its ring anew; the decode of one request is of flat attention."""
+"""Small ones of each kind, with the sanitizers' head dim. A prompt has three stages of tiles, so
+one stage is refilled. Windows begin at a tile's last token, in decodes in a page's second tile.
+A decode run ends with the last row and refills each warp's ring. One decode has flat attention."""
 CUT_DECODES = (
     (1, Shape(((1, 1060),), kv_heads=1)),
     (10, Shape(((1, 600),), types=("f16", "e4m3"), kv_heads=1, group=9)),
     (64, Shape(((1, 20), (1, 1100), (1, 30)), kv_heads=1, group=2)),
 )
-"""By so many blocks: a run of more than 64 tiles, a row of so many parts that are joined at once, and one of so many that are joined in two steps."""
+"""By this many blocks: a run of over 64 tiles, and rows whose parts join in one step and in two."""
 SHORT_PREFILLS = (Shape(((100, 150), (1, 40))), Shape(((5, 5), (90, 90), (0, 9)), types=("f16", "e4m3"), group=3))
-"""Of which one sequence has most of the tokens."""
+"""One sequence has most of the tokens."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
 NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])
-"""Of both sizes of elements; decodes with a partial result for each of several rows, and one that comes round its ring many times."""
+"""Both element sizes; decodes with partial results for several rows, and one that wraps its ring."""
 MERGES = ("f32", "bf16", "f16")

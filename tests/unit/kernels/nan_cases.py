@@ -1,6 +1,6 @@
-"""What is no number in queries, keys and values: it shows in what comes of them, and never becomes "nothing was seen".
+"""NaN and infinity in queries, keys and values reach the result and never count as "no token seen".
 
-Non-purpose: what must not be read, which is NaN in every case of `kernel_cases`.
+Non-purpose: memory that must not be read, which is NaN in every case of `kernel_cases`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from tierd.kernels.library import Library
 from tierd.kernels.pages import summarize_pages
 
 BEYOND_F16 = 65_536.0
-"""A number of bf16 that fp16 has not."""
+"""A number of bf16 that fp16 cannot represent."""
 
 
 @dataclass(frozen=True)
 class Odd:
-    """A shape of which one thing is odd. token: where, of a query its channel from the end. where: `key`, a channel of one token; `keys`, all tokens of a sequence; `value`; `query`, while every key's channel is negative; `nothing`, keys
-    whose scores are all -inf, which weigh what tokens do that nobody sees."""
+    """A shape with one odd number. token: its token; for a query, its channel from the end.
+    Values of `where`: `key`, a token's channel; `keys`, all tokens; `value`; `query`, with negative
+    keys. Keys of `nothing` have scores of -inf, so they weigh like unseen tokens."""
 
     shape: Shape
     where: str
@@ -43,13 +44,13 @@ class Odd:
 
 
 def check_odd_decode(library: Library, odd: Odd) -> None:
-    """By one block, and by so many that a row has parts of which one alone has the odd number. Raises AssertionError."""
+    """By one block, and by so many that one part of a row alone has the number. Raises AssertionError."""
     for blocks in (1, 9):
         _check(library, odd, lambda case, blocks=blocks: decoded(library, case, blocks=blocks))
 
 
 def check_odd_prefill(library: Library, odd: Odd) -> None:
-    """The same of chunks. Raises AssertionError."""
+    """The same for chunks. Raises AssertionError."""
     _check(library, odd, lambda case: prefilled(library, case))
 
 
@@ -59,7 +60,8 @@ def _check(library: Library, odd: Odd, attend: Callable[[Case], Attended]) -> No
     if odd.where != "query":
         check(case, got)
         return
-    # The first row's second head sees as much as the others, and its result is none, whatever the reference makes of a number beyond fp16.
+    # The first row's second head sees all tokens and must give NaN, whatever the reference gives
+    # beyond fp16.
     assert np.isnan(got.lse[0, 1]) and np.isnan(got.out[0, 1].astype(np.float32)).all(), f"{odd}: a number came out"
     others = np.ones(got.lse.shape, bool)
     others[0, 1] = False
@@ -69,7 +71,7 @@ def _check(library: Library, odd: Odd, attend: Callable[[Case], Attended]) -> No
 
 
 def _made(odd: Odd) -> Case:
-    """The case with the odd number in its first sequence and second kv head, or in the first head's queries."""
+    """The case with the odd number in sequence 0 and kv head 1, or in the first kv head's queries."""
     case = made(odd.shape)
     table, page_tokens, channel = case.batch.tables[0], odd.shape.page_tokens, odd.shape.head_dim - 3
     if odd.where == "query":
@@ -90,7 +92,7 @@ def _made(odd: Odd) -> Case:
 
 
 def check_odd_summary(library: Library, kind: str) -> None:
-    """Bounds of a channel of which one token is NaN are NaN; others are as they would be. Raises AssertionError."""
+    """Bounds of a channel with one NaN token are NaN; others are unchanged. Raises AssertionError."""
     shape = Summary(kind=kind)
     rng = np.random.default_rng(4)
     keys = np.zeros((2, TOKENS, HEADS, shape.dim), np.float32)

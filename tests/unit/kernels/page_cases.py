@@ -1,6 +1,7 @@
-"""Cases for the kernels that move pages: stores, copies between layouts, runs of bytes, bounds of keys. What must come out is the reference's, to the bit.
+"""Cases for the kernels that move pages: stores, copies, runs of bytes and bounds of keys.
 
-Whole pools are compared, so that a byte beside the right place is seen too: what is written to begins as 0xFF, NaN in every type.
+Results equal the reference's to the bit. Whole pools are compared, to detect stray bytes. Targets
+begin as 0xFF, NaN in every type.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LAYOUTS = {
     "tensors-nhd": "l/cpthd",
     "tensors-hnd": "l/pchtd",
 }
-"""Axes in memory: page, layer, K or V, token, head, dim (channel); what stands before a stroke are tensors of their own."""
+"""Axes in memory: page, layer, K or V, token, head, dim (channel). A slash follows separate tensors."""
 AXES = "plcthd"
 
 
@@ -39,7 +40,7 @@ def poison(shape: tuple[int, ...], kind: str) -> Array:
 
 
 def assert_same_bytes(got: Array, want: Array, what: object) -> None:
-    """To the bit, in memory order."""
+    """Compares to the bit, in memory order."""
     differ = np.flatnonzero(got.reshape(-1).view(np.uint8) != want.reshape(-1).view(np.uint8))
     assert not differ.size, f"{what}: {differ.size} bytes differ, the first at {differ[0]}"
 
@@ -49,7 +50,7 @@ def assert_same_bytes(got: Array, want: Array, what: object) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """is_hnd: heads outside of tokens in a page. gap: elements between new tokens, which take their alignment away if they are few."""
+    """is_hnd: heads outside of tokens in a page. gap: elements between new tokens; few misalign them."""
 
     tokens: int = 40
     types: tuple[str, str] = ("bf16", "bf16")
@@ -60,7 +61,7 @@ class Store:
     gap: int = 0
 
     def pool(self) -> Array:
-        """Of poison, with a page before and one behind those that are given to a kernel."""
+        """A pool of poison, with an extra page before and behind those that the kernel gets."""
         middle = (self.heads, self.page_tokens) if self.is_hnd else (self.page_tokens, self.heads)
         return poison((self.tokens // self.page_tokens + 5, 2, *middle, self.dim), self.types[1])
 
@@ -70,7 +71,7 @@ class Store:
 
 
 def check_store(library: Library, shape: Store) -> None:
-    """Keys of a wider array, values of a dense one, in random slots, every third of them nowhere; values beyond the range of e4m3 among them."""
+    """Stores strided keys and dense values in random slots, a third in none, some beyond e4m3's range."""
     rng = np.random.default_rng(shape.tokens)
     new = np.exp(rng.uniform(-12, 8, (2, shape.tokens, shape.heads, shape.dim))) * rng.choice([-1, 1], shape.dim)
     k, v = new.astype(TYPES[shape.types[0]])
@@ -107,7 +108,7 @@ class Copy:
 
 
 class Memory:
-    """Pages of a layout: the arrays as they lie, and views of them with the axes that faces take."""
+    """Pages of a layout: the arrays in memory, and views of them with the axes that the API takes."""
 
     def __init__(self, layout: str, kind: str, pages: int = PAGES) -> None:
         outer, _, inner = LAYOUTS[layout].rpartition("/")
@@ -118,7 +119,7 @@ class Memory:
         self.is_list = bool(outer)
 
     def fill(self, rng: np.random.Generator) -> None:
-        """Random bits, NaN of all kinds among them."""
+        """Random bits, including NaN of all kinds."""
         for array in self.lies:
             array.view(np.uint8)[:] = rng.integers(0, 256, array.view(np.uint8).shape)
 
@@ -127,7 +128,7 @@ class Memory:
         return self.views if self.is_list else [self.views[0][:, i] for i in range(LAYERS)]
 
     def place(self, pages: tuple[int, ...] | None, put: Callable[[Any], Any]) -> Place:
-        """As a side of a copy. put: moves arrays to where its kernel runs."""
+        """The pages as a side of a copy. put: moves arrays to the kernel's memory."""
         ids, views = put(None if pages is None else np.array(pages, np.int32)), put(self.views)
         if not self.is_list:
             return Place(views[0], ids)
@@ -135,7 +136,7 @@ class Memory:
 
 
 def check_copy(library: Library, shape: Copy) -> None:
-    """The pages that were named arrive to the bit, and nothing else of the target changes."""
+    """The named pages arrive to the bit, and nothing else of the target changes."""
     count = len(shape.of_source or shape.of_target or range(PAGES))
     source = Memory(shape.source, shape.kind, PAGES if shape.of_source is not None else count)
     source.fill(np.random.default_rng(count))
@@ -151,7 +152,7 @@ def check_copy(library: Library, shape: Copy) -> None:
 
 
 def check_long_copy(library: Library, blocks: int) -> None:
-    """Rows of more than threads take together, whose last share is not whole: 2,400 bytes. What lies between them stays."""
+    """Rows longer than one step of the threads, with a partial last share: 2,400 bytes. Gaps stay."""
     source, got = (np.full((4, 1, 3, 5, 3, 40), value, np.uint16).view(np.float16) for value in (0, 7))
     source.view(np.uint16)[:] = np.random.default_rng(5).integers(0, 1 << 16, source.shape)
     want = got.copy()
@@ -166,7 +167,7 @@ def check_long_copy(library: Library, blocks: int) -> None:
 
 @dataclass(frozen=True)
 class Runs:
-    """lengths: bytes; each run begins so many bytes behind a multiple of GRANULE: shifts of targets and of sources, taken in turn."""
+    """lengths: bytes. of_targets, of_sources: offsets of runs from a multiple of GRANULE, used in turn."""
 
     lengths: tuple[int, ...]
     of_targets: tuple[int, ...] = (0,)
@@ -174,7 +175,7 @@ class Runs:
     blocks: int = 3
 
     def starts(self, shifts: tuple[int, ...], order: Array) -> Array:
-        """Where runs lie if they follow each other in this order, a byte apart at least."""
+        """The starts of runs that follow each other in this order, at least a byte apart."""
         rooms = -(-(np.array(self.lengths, np.int64)[order] + GRANULE) // GRANULE) * GRANULE
         starts = np.empty(len(order), np.int64)
         starts[order] = np.cumsum(rooms) - rooms + np.resize(shifts, len(order))[order]
@@ -182,7 +183,7 @@ class Runs:
 
 
 def check_runs(library: Library, runs: Runs) -> None:
-    """Every run arrives, in another order than it lay in, and nothing else changes; entries beside those that are given point far away."""
+    """Every run arrives in another order, no other byte changes; entries beside point far away."""
     count, room = len(runs.lengths), sum(runs.lengths) + 3 * GRANULE * (len(runs.lengths) + 1)
     rng = np.random.default_rng(count)
     starts = [runs.starts(runs.of_targets, rng.permutation(count)), runs.starts(runs.of_sources, np.arange(count))]
@@ -205,7 +206,7 @@ def check_runs(library: Library, runs: Runs) -> None:
 
 @dataclass(frozen=True)
 class Summary:
-    """tokens: how many of each page are there."""
+    """tokens: valid tokens of each page."""
 
     tokens: tuple[int, ...] = (16, 0, 1, 5)
     kind: str = "bf16"
@@ -214,7 +215,7 @@ class Summary:
 
 
 def check_summary(library: Library, shape: Summary) -> None:
-    """Stale tokens and other pages are NaN and have no say."""
+    """Stale tokens and other pages are NaN and do not count."""
     rng = np.random.default_rng(len(shape.tokens))
     middle = (HEADS, TOKENS) if shape.is_hnd else (TOKENS, HEADS)
     memory = poison((len(shape.tokens) + 2, *middle, shape.dim), shape.kind)

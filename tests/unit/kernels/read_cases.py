@@ -1,4 +1,4 @@
-"""Cases for the kernel that benchmarks read memory with: the exclusive or of all words, of which none lies beside what was asked for."""
+"""Cases for the benchmarks' read kernel: the exclusive or of exactly the requested words."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def check_read(library: Library, shape: Read) -> None:
 
 
 READS = (Read(0), Read(1), Read(5000), Read(8192, blocks=1))
-"""None, one, a turn of all blocks and a part, several turns of one block."""
+"""None, one, one step of all blocks and a part, several steps of one block."""

@@ -1,6 +1,7 @@
-"""One small case of each kind, as a program: `python -m tests.unit.kernels.small_cases LIBRARY [--unit UNIT] [--orders 0,1] [--beyond]`.
+"""One small case of each kind, as a program, for sanitizers and deliberately broken kernels.
 
-For what must own its process: sanitizers, and kernels that were broken on purpose. It says which case failed, and in which order of threads.
+`python -m tests.unit.kernels.small_cases LIBRARY [--unit UNIT] [--orders 0,1] [--beyond]`
+It prints the case that failed, and its order of threads.
 """
 
 from __future__ import annotations
@@ -102,11 +103,11 @@ BEYOND: dict[str, list[tuple[Callable[..., None], Any]]] = {
     "prefill": [(check_far_prefill, shape) for shape in FAR_PREFILLS],
     "pages": [(check_far_pages, "bf16")],
 }
-"""Those that sanitizers take too long for, likewise."""
+"""Cases that take too long under sanitizers, by source file too."""
 
 
 def main() -> int:
-    """The exit status: 1 if a result is wrong. The emulator ends the process with 97, race detectors with 66, a limit with SIGKILL."""
+    """Returns 1 if a result is wrong. Exit codes: emulator 97, race detectors 66; a limit gives SIGKILL."""
     parser = argparse.ArgumentParser(description="Runs small cases of the kernels of an emulated library.")
     parser.add_argument("library", type=Path)
     parser.add_argument("--unit", action="append", choices=UNITS, help="of this source file alone")
@@ -133,7 +134,7 @@ def main() -> int:
 
 
 def _of_dim(shape: Any, head_dim: int) -> Any:
-    """A shape of attention with heads of so many channels; any other as it is."""
+    """A shape of attention with this head dim; any other shape unchanged."""
     if isinstance(shape, tuple):
         return tuple(_of_dim(part, head_dim) for part in shape)
     if isinstance(shape, Odd):

@@ -1,7 +1,7 @@
-"""Cases for the kernel that sums slices: what must come out is what the xxhash package says of the same bytes.
+"""Cases for the kernel that sums slices, with the xxhash package's sums as the expected results.
 
-Slices lie in a pool of random bytes, so that a byte beside one changes its sum; a slice of no bytes points far away, as do entries before and behind those that
-are given; sums begin as 0xFF, and those beside them must stay so.
+Slices are in a pool of random bytes, so a stray byte changes a sum. Empty slices, and entries
+beside the given ones, point far away. Sums begin as 0xFF, and those beside must stay so.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tierd.kernels.sums import slice_sums
 Array = np.ndarray[Any, Any]
 WILD, POISON = 0x7FFF_FFFF_0000, 2**64 - 1
 GRANULE = 16
-"""Bytes: places at multiples of it take another way than others."""
+"""Bytes: the kernel reads places at multiples of it in another way than others."""
 RAGGED = (
     *(0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 32, 33, 64, 65, 127, 128, 129, 143, 144, 239, 240),
     *(241, 255, 256, 257, 320, 321, 1023, 1024, 1025, 1088, 1089, 2048, 2049, 4096, 4097, 5121, 8193, 9999),
 )
-"""Lengths at both sides of where the algorithm changes: its paths, stripes of 64 bytes, blocks of 1024, and as many of these as are under way."""
+"""Lengths around the algorithm's limits: paths, stripes of 64 bytes, blocks of 1024, blocks in flight."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Slices: lengths in bytes, each at so many bytes behind a multiple of GRANULE."""
+    """Slices: lengths in bytes, and their offsets from a multiple of GRANULE."""
 
     lengths: tuple[int, ...]
     offsets: tuple[int, ...] = (0,)
     seed: int = 0
 
     def starts(self) -> list[int]:
-        """Where in the pool they begin, one close behind the other; offsets are taken in turn."""
+        """The slices' starts in the pool, one close behind the other; offsets are used in turn."""
         starts, end = [], GRANULE
         for i, length in enumerate(self.lengths):
             starts.append(-(-end // GRANULE) * GRANULE + self.offsets[i % len(self.offsets)])
@@ -51,7 +51,7 @@ def surrounded(inner: Any, dtype: Any, beside: int) -> Array:
 
 
 def check_sums(library: Library, spans: Spans) -> None:
-    """Each slice's sum to the bit, and nothing else is written."""
+    """Each slice's sum is right to the bit, and no other entry is written."""
     starts = spans.starts()
     end = max((start + n for start, n in zip(starts, spans.lengths, strict=True)), default=0)
     pool = np.random.default_rng(spans.seed).integers(0, 256, end + GRANULE, np.uint8)

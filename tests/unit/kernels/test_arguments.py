@@ -1,4 +1,4 @@
-"""What calls of decode are given: checked in every call, worked out in the first one of a kind."""
+"""Arguments of decode calls: every call checks them, and only the first of a kind prepares its launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = Shape(((1, 20), (1, 5)))
 
 
 class Nothing:
-    """A library that notes what it is told to launch, and launches nothing."""
+    """A library that records its launches and launches nothing."""
 
     device = "cpu"
     block_shared_bytes = 232_448
@@ -32,12 +32,12 @@ class Nothing:
         self.launched: list[str] = []
 
     def launch(self, kernel: str, grid: Sequence[int], told: Structure, *, shared_bytes: int = 0) -> None:
-        """Only a note."""
+        """Records the kernel only."""
         self.launched.append(kernel)
 
 
 def moved(array: Any, by_bytes: int) -> Any:
-    """The same so many bytes further on than a multiple of 16."""
+    """A copy of the array that begins this many bytes after a multiple of 16."""
     room = np.empty(array.nbytes + 32, np.uint8)
     first = -room.ctypes.data % 16 + by_bytes
     there = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -78,7 +78,7 @@ WRONG: dict[str, Any] = {
 
 
 def with_pages(given: dict[str, Any], k: Any) -> Any:
-    """Keys and values both."""
+    """The same array as keys and values."""
     return replace(given["pages"], k=k, v=k)
 
 
@@ -90,13 +90,13 @@ def right(case: Case) -> dict[str, Any]:
 
 
 def asked(decode: PagedDecode, given: dict[str, Any]) -> Attended:
-    """A call with them."""
+    """Calls the decode with them."""
     to = Attended(given["out"], given["lse"], given.get("mass"))
     return decode(given["q"], given["pages"], given["batch"], to)
 
 
 def decoding(library: Any, case: Case) -> PagedDecode:
-    """For twice as many sequences."""
+    """A decode for twice as many sequences."""
     n, heads, dim = case.q.shape
     return PagedDecode(library, DecodeShape(2 * n, heads, case.shape.kv_heads, dim), blocks=3, allocate=allocate)
 
@@ -104,7 +104,7 @@ def decoding(library: Any, case: Case) -> PagedDecode:
 @pytest.mark.parametrize("is_known", [False, True], ids=["first", "after a right one"])
 @pytest.mark.parametrize("said", WRONG)
 def test_an_argument_that_does_not_fit_is_named(said: str, is_known: bool) -> None:
-    """Shapes, types, strides, places and alignment are checked before a kernel sees an address, whatever was checked in calls before."""
+    """Every call checks shapes, types, strides, places and alignment before a kernel sees an address."""
     case, library = made(SHAPE), Nothing()
     decode, given = decoding(library, case), right(made(SHAPE))
     if is_known:
@@ -149,19 +149,19 @@ def done(given: dict[str, Any]) -> Attended:
 
 
 def away(given: dict[str, Any]) -> Attended:
-    """One on a GPU."""
+    """A part on a GPU."""
     out, lse = (replace(Buffer.of("", array), device="cuda:0") for array in (given["q"], given["lse"]))
     return Attended(out, lse)
 
 
 def scattered(given: dict[str, Any], **changes: Any) -> None:
-    """A merge of two parts whose arguments are right but for these."""
+    """A merge of two parts whose arguments are right except for the changes."""
     right_ones = {"parts": [done(given)] * 2, "addresses": np.zeros((2, 2), np.int64), "to": done(given)}
     merge_scattered(Nothing(), **(right_ones | changes))
 
 
 def prefill(given: dict[str, Any], *, starts: int = 3, **changes: Any) -> None:
-    """A call whose arguments are right but for these."""
+    """A call whose arguments are right except for the changes."""
     new = given | changes
     chunks, to = Chunks(new["q"], np.arange(starts, dtype=np.int32), 1), Attended(new["out"], new["lse"])
     paged_prefill(Nothing(), chunks, new["pages"], new["batch"], to)
@@ -169,7 +169,7 @@ def prefill(given: dict[str, Any], *, starts: int = 3, **changes: Any) -> None:
 
 @pytest.mark.parametrize("said", OTHERS)
 def test_arguments_of_prefills_and_merges_are_named_too(said: str) -> None:
-    """What has too few axes, or is no array, is refused as what has the wrong lengths is."""
+    """An argument with too few axes, or that is not an array, is refused like one with wrong lengths."""
     given = right(made(SHAPE))
     prefill(given)
     scattered(given)
@@ -180,14 +180,14 @@ def test_arguments_of_prefills_and_merges_are_named_too(said: str) -> None:
 
 @pytest.mark.parametrize(("heads", "dim"), [((7, 2), 64), ((34, 2), 64), ((8, 2), 80)])
 def test_shapes_that_no_kernel_has(heads: tuple[int, int], dim: int) -> None:
-    """Groups that do not divide or are too great, and other head dims, are refused when a decode is made."""
+    """Groups that do not divide or are too large, and other head dims, are refused when a decode is made."""
     with pytest.raises(InvalidArgument, match="^q: "):
         PagedDecode(Nothing(), DecodeShape(1, *heads, dim), blocks=1, allocate=allocate)
 
 
 @pytest.mark.parametrize("blocks", [0, -1])
 def test_somebody_must_do_the_work(blocks: int) -> None:
-    """No thread blocks would leave what was there as the result: a decode or a copy that is given none is refused."""
+    """A decode or a copy without thread blocks, which would return stale results, is refused."""
     place = Place(np.zeros((1, 1, 2, 16, 2, 64), np.float16))
     runs = np.zeros(1, np.uint64)
     for call in (
@@ -200,7 +200,7 @@ def test_somebody_must_do_the_work(blocks: int) -> None:
 
 
 def test_too_little_shared_memory_is_said_before_anything_is_launched() -> None:
-    """The error names the argument, what a block has and the remedy."""
+    """The error names the argument, a block's limit and the remedy."""
     library, case = Nothing(), made(SHAPE)
     library.block_shared_bytes = 16_384
     decode = decoding(library, case)
@@ -213,7 +213,7 @@ def test_too_little_shared_memory_is_said_before_anything_is_launched() -> None:
 
 
 def test_a_later_call_uses_its_own_arrays(library: Emulated) -> None:
-    """Calls whose arrays are alike but for their places and what they hold, masses asked for or not: each gets its own result."""
+    """Calls with alike arrays at other places, with masses or without, each get their own result."""
     cases = [made(replace(SHAPE, seed=seed)) for seed in range(3)]
     decode = decoding(library, cases[0])
     rooms = [(right(case), allocate((2, 8, case.device.tables.shape[1]), "float32")) for case in cases]
@@ -226,7 +226,7 @@ def test_a_later_call_uses_its_own_arrays(library: Emulated) -> None:
 
 
 def test_numbers_are_not_those_of_an_earlier_call(library: Emulated) -> None:
-    """Windows, sinks and the scale of scores are of each call, with the same arrays."""
+    """Windows, sinks and the scale of scores apply per call, with the same arrays."""
     plain, scaled = made(Shape(((1, 100), (1, 70)))), made(Shape(((1, 100), (1, 70))))
     scaled.q = (plain.q * 2).astype(plain.q.dtype)
     decode = decoding(library, plain)
@@ -241,7 +241,7 @@ def test_numbers_are_not_those_of_an_earlier_call(library: Emulated) -> None:
 
 
 def test_growing_tables_do_not_pile_up() -> None:
-    """A decode with page masses whose tables lengthen page by page keeps no more than four times what the longest takes."""
+    """A decode with masses and growing tables keeps at most four times the memory of the longest."""
     made_bytes: list[int] = []
 
     def counted(shape: tuple[int, ...], dtype: str) -> Any:
@@ -258,7 +258,7 @@ def test_growing_tables_do_not_pile_up() -> None:
 
 
 def test_what_is_kept_has_a_bound() -> None:
-    """The oldest goes, the newest are made once, and what cannot be made is tried again."""
+    """The oldest entry is dropped, newer ones are made once, and a failed one is tried again."""
     kept, made_so_far = Kept(), list[int]()
 
     def make(layout: int) -> Prepared:
@@ -281,7 +281,7 @@ def test_what_is_kept_has_a_bound() -> None:
 
 @pytest.mark.parametrize("longest", [0, 9, -3])
 def test_a_longest_sequence_that_cannot_be_is_refused(longest: int) -> None:
-    """Of two sequences with 20 query tokens together one has 10 at least: less is named with both numbers, and nothing is launched."""
+    """A longest sequence too short for the query tokens is refused with both numbers before any launch."""
     case, library = made(Shape(((15, 20), (5, 5)))), Nothing()
     to = Attended(np.empty_like(case.q), allocate(case.q.shape[:2], "float32"))
     chunks = Chunks(case.q, np.array(case.batch.query_starts, np.int32), longest)

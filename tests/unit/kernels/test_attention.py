@@ -1,4 +1,4 @@
-"""The kernels behind the reference's signature: pages where they lie, tables as lists."""
+"""The kernels behind the reference's signature: pages at any place, tables as lists."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PLAIN = [shape for shape in (*DECODES, *PREFILLS) if shape.types[1] != "e4m3"]
 @pytest.mark.parametrize("with_mass", [False, True])
 @pytest.mark.parametrize("shape", PLAIN, ids=str)
 def test_it_is_the_reference(library: Emulated, shape: Shape, with_mass: bool) -> None:
-    """Decodes and prompts, windows with sinks and subsets, with page masses too: what the reference gives."""
+    """Decodes and prompts, windows with sinks, subsets and page masses equal the reference."""
     case = made(shape)
     check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=with_mass))
 
 
 def test_pages_lie_anywhere(library: Emulated) -> None:
-    """Pages that are parts of larger ones, at odd distances and in any order, are read where they are."""
+    """Pages within larger arrays, at odd distances and in any order, are read in place."""
     case = made(SCATTERED)
     room = np.full((4 * case.pool.nbytes,), 0xFF, np.uint8)
     place, pages = -room.ctypes.data % 16, []
@@ -50,7 +50,7 @@ def test_queries_of_another_type_are_rounded(library: Emulated) -> None:
 
 
 def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
-    """Rows of a prompt as decodes give what they give as a prefill."""
+    """A prompt's rows give the same as decodes and as a prefill."""
     case = made(Shape(((7, 40), (3, 3)), types=("f16", "f16")))
     attention = KernelAttention(library)
     whole, rows = (attention(case.q, case.pool, case.batch, with_mass=each) for each in (False, True))
@@ -59,7 +59,7 @@ def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
 
 
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
-    """Pages of two layouts, of float32, none at all, and lengths beyond a table are refused by the argument's name."""
+    """Pages of two layouts, of float32, none at all, and lengths beyond a table are refused by name."""
     case, attention = made(SCATTERED), KernelAttention(library)
     with pytest.raises(InvalidArgument, match=r"pages\[1\]: f16 .* unlike the others"):
         attention(case.q, [case.pool[0], case.pool[1][:, :8], *case.pool[2:]], case.batch)
@@ -72,7 +72,7 @@ def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
 
 
 def test_entries_behind_a_sequence_may_be_anything(library: Emulated) -> None:
-    """A table's pages beyond its length are looked up by nobody, as the reference has it."""
+    """Table entries beyond a sequence's length are ignored, as in the reference."""
     case = made(SCATTERED)
     wild = replace(case.batch, tables=[[*table, 10**9, -7] for table in case.batch.tables])
     for with_mass in (False, True):
@@ -80,14 +80,14 @@ def test_entries_behind_a_sequence_may_be_anything(library: Emulated) -> None:
 
 
 def test_what_sees_all_may_be_as_long_as_it_likes(library: Emulated) -> None:
-    """Windows and sinks beyond what 32 bits count are of all tokens, and no short ones by what is left of the number."""
+    """Windows and sinks beyond 32 bits cover all tokens, and do not wrap around."""
     case = made(SCATTERED)
     for sinks, window in ((0, 2**32 + 1), (2, 2**31), (2**31, 2), (2**32, 2)):
         check(case, KernelAttention(library)(case.q, case.pool, replace(case.batch, sinks=sinks, window=window)))
 
 
 def test_no_rows_give_nothing(library: Emulated) -> None:
-    """A batch whose sequences have no queries gives empty arrays, and masses of zero for each sequence's pages."""
+    """A batch without queries gives empty arrays, and masses of zero for each sequence's pages."""
     case = made(SCATTERED)
     none = replace(case.batch, query_starts=[0, 0, 0, 0])
     want, got = (
@@ -113,14 +113,14 @@ UNFIT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("said", UNFIT)
 def test_a_batch_that_does_not_fit_is_named(library: Emulated, said: str) -> None:
-    """Runs, lengths, pages that are not there, and subsets that name a page twice or none of the table's: an error that says which."""
+    """Runs, lengths, missing pages and subsets that do not fit are refused, and the error names them."""
     case = made(SCATTERED)
     with pytest.raises(InvalidArgument, match=f"^{said}"):
         KernelAttention(library)(case.q, case.pool, replace(case.batch, **UNFIT[said]))
 
 
 def test_slots_are_of_pages_that_there_are(library: Emulated) -> None:
-    """Negative ones, however far, are stored nowhere; those beyond the last page, and queries that are not the batch's, are refused by name."""
+    """Negative slots store nothing; slots beyond the last page, and foreign queries, are refused by name."""
     case = made(SCATTERED)
     attention, new = KernelAttention(library), np.ones((3, 2, 64), np.float16)
     before, pages = case.pool.copy(), case.pool[:, None]

@@ -1,4 +1,4 @@
-"""The kernels of a checked build: what does not fit is named by row and page, and ends the launch; all that is right is as ever."""
+"""The kernels of a checked build: wrong arguments end the launch with row and page, right ones pass."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.unit.kernels.checked_cases import MISTAKES
 from tools.kernels import MissingTool, build_emulator
 
 ENDED = 97
-"""As the emulator ends a process."""
+"""The emulator's exit code when it ends a process."""
 LIMIT_S = 600
 UNITS = ["pages", *(pytest.param(unit, marks=pytest.mark.slow) for unit in ("decode", "prefill"))]
-"""Of which a compiler takes half a minute for the last two."""
+"""A compiler takes half a minute for each of the last two."""
 
 
 def checked(unit: str) -> Path:
-    """The library of one source file. Skips where there is no compiler."""
+    """The library of one source file. Skips if there is no compiler."""
     try:
         return build_emulator("checked", dims=[64], units=[unit])
     except MissingTool as error:
@@ -29,14 +29,14 @@ def checked(unit: str) -> Path:
 
 
 def run(module: str, *given: str) -> subprocess.CompletedProcess[str]:
-    """A program of the tests, to its end."""
+    """Runs a program of the tests to its end."""
     command = [sys.executable, "-m", f"tests.unit.kernels.{module}", *given]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_mistakes_are_named(unit: str) -> None:
-    """Page ids, slots, lengths and chosen pages that do not fit end the launch, and are named by row, page, value and limit."""
+    """Wrong page ids, slots, lengths and chosen pages end the launch with row, page, value and limit."""
     library = checked(unit)
     mistakes = {name: mistake for name, mistake in MISTAKES.items() if mistake.unit == unit}
     assert mistakes
@@ -48,7 +48,7 @@ def test_mistakes_are_named(unit: str) -> None:
 
 @pytest.mark.parametrize("unit", UNITS)
 def test_what_is_right_passes(unit: str) -> None:
-    """The small cases of a source file give in a checked build what they give in any."""
+    """The small cases of a source file have the same results in a checked build as in any."""
     done = run("small_cases", str(checked(unit)), "--unit", unit)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right" in done.stdout

@@ -1,4 +1,4 @@
-"""Launches on the fake driver, by NVIDIA's own bindings: what the driver itself refuses."""
+"""Launches on the fake driver, by NVIDIA's own bindings: the driver's own refusals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ THREADS = 128
 
 
 def library(cuda: Any, image: bytes) -> tuple[Any, ...]:
-    """What loading it answers."""
+    """The answer of loading it."""
     answer: tuple[Any, ...] = cuda.cuLibraryLoadData(image, [], [], 0, [], [], 0)
     return answer
 
 
 @on_fake_driver()
 def test_launches_are_checked() -> None:
-    """Refused: a grid without blocks, another number of threads, more shared memory than the kernel was allowed, parameters of a wrong size or given twice."""
+    """The driver refuses a launch with wrong blocks, threads, shared memory or parameters."""
     cuda = entered()
     merge = ok(library(cuda, (build_fatbins() / "merge.fatbin").read_bytes()))
     function = ok(cuda.cuKernelGetFunction(ok(cuda.cuLibraryGetKernel(merge, KERNEL))))
@@ -47,7 +47,7 @@ def test_launches_are_checked() -> None:
 
 @on_fake_driver()
 def test_images_are_checked() -> None:
-    """What is no fatbin is no image; one that holds nothing for this device is said to; a kernel that it lacks is not found."""
+    """A file that is not a fatbin, a fatbin without this device, and a missing kernel each have an error."""
     cuda = entered()
     assert refused(library(cuda, b"\x7fELF" + bytes(60))) == "INVALID_IMAGE"
     assert refused(library(cuda, struct.pack("<IHHQ", MAGIC, 1, 16, 8) + bytes(8))) == "NO_BINARY_FOR_GPU"
@@ -60,7 +60,7 @@ def test_images_are_checked() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_DEVICES="2")
 def test_what_is_of_another_context_is_refused() -> None:
-    """A function, a stream and an event are one context's: a launch while another is current, or into another's stream, is refused, and so is an event in another's stream."""
+    """A function, a stream or an event is refused while another context than its own is current."""
     cuda = entered()
     second = ok(cuda.cuDevicePrimaryCtxRetain(1))
     kernel = ok(cuda.cuLibraryGetKernel(ok(library(cuda, (build_fatbins() / "merge.fatbin").read_bytes())), KERNEL))
@@ -87,7 +87,8 @@ def test_what_is_of_another_context_is_refused() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_DEVICES="2")
 def test_devices_are_apart() -> None:
-    """A kernel does not reach another device's memory, which costs its own context alone; stream 0 is that of the current one, and who waits for one device does not wait for the other."""
+    """A fault on a device ends only its own context. Stream 0 is the current device's. A wait for one
+    device does not wait for another."""
     cuda = entered()
     second = ok(cuda.cuDevicePrimaryCtxRetain(1))
     here = int(ok(cuda.cuMemAlloc(4096)))
@@ -105,7 +106,7 @@ def test_devices_are_apart() -> None:
 
 @on_fake_driver()
 def test_an_event_behind_all_of_a_context() -> None:
-    """It has passed when what every stream was given before it has, and no later work delays it; with nothing under way it has passed at once."""
+    """A context's event completes when all earlier work of its streams has, or at once without work."""
     cuda = entered()
     context, event = ok(cuda.cuCtxGetCurrent()), ok(cuda.cuEventCreate(2))
     ok(cuda.cuCtxRecordEvent(context, event))

@@ -1,4 +1,4 @@
-"""Device memory on the fake driver, by NVIDIA's own bindings: what is granted, what is refused, and what is left."""
+"""Device memory on the fake driver, by NVIDIA's own bindings: grants, refusals and leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READ_ONLY = 8
 
 @on_fake_driver(TIERD_FAKE_CUDA_BYTES=str(4 * SLAB))
 def test_memory_comes_in_slabs_up_to_what_the_device_has() -> None:
-    """Sizes that are no multiple of the granularity are refused, and so is what passes the device's memory, until some is given back."""
+    """Sizes off the granularity, or beyond the device's memory until some is freed, are refused."""
     cuda = entered()
     prop = shareable(cuda)
     minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -53,7 +53,8 @@ def test_memory_comes_in_slabs_up_to_what_the_device_has() -> None:
 
 @on_fake_driver()
 def test_mappings_are_whole_and_single() -> None:
-    """Refused: an address outside of reserved space, one that is taken, an offset, a part, an unaligned one; unmapping or freeing a part."""
+    """Mappings outside reserved space, taken, partial, at an offset or unaligned are refused; so are
+    partial unmaps and frees."""
     cuda = entered()
     handle = ok(cuda.cuMemCreate(2 * SLAB, shareable(cuda), 0))
     space = int(ok(cuda.cuMemAddressReserve(4 * SLAB, 0, 0, 0)))
@@ -84,7 +85,7 @@ def test_mappings_are_whole_and_single() -> None:
 
 @on_fake_driver(dies_of=signal.SIGSEGV)
 def test_a_new_mapping_has_no_rights() -> None:
-    """Memory that was mapped and not opened by cuMemSetAccess cannot be read."""
+    """Memory that was mapped but not opened by cuMemSetAccess cannot be read."""
     cuda = entered()
     address = int(ok(cuda.cuMemAddressReserve(SLAB, 0, 0, 0)))
     ok(cuda.cuMemMap(address, SLAB, 0, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0)), 0))
@@ -94,7 +95,7 @@ def test_a_new_mapping_has_no_rights() -> None:
 
 @on_fake_driver(dies_of=signal.SIGSEGV)
 def test_the_host_reaches_no_mapping() -> None:
-    """The driver copies from slabs and plain memory; who takes such an address for one of the host's ends, also behind the driver's work."""
+    """The driver copies to and from slabs; a host access to their address ends the process."""
     cuda = entered()
     address, out = mapped(cuda, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))), ctypes.create_string_buffer(2)
     ok(cuda.cuMemcpyHtoD(address, b"in", 2))
@@ -106,7 +107,7 @@ def test_the_host_reaches_no_mapping() -> None:
 
 @on_fake_driver(dies_of=signal.SIGSEGV)
 def test_the_host_reaches_no_allocation() -> None:
-    """The same of memory of cuMemAlloc."""
+    """The same for memory of cuMemAlloc."""
     cuda = entered()
     plain = int(ok(cuda.cuMemAlloc(64)))
     ok(cuda.cuMemsetD8Async(plain, 1, 64, 0))
@@ -117,7 +118,7 @@ def test_the_host_reaches_no_allocation() -> None:
 
 @on_fake_driver()
 def test_the_rights_of_a_mapping_are_told() -> None:
-    """None after cuMemMap, then those of cuMemSetAccess; of space without memory there are none to be told."""
+    """A mapping has no rights, then those of cuMemSetAccess; space without memory is refused."""
     cuda = entered()
     space, here = int(ok(cuda.cuMemAddressReserve(SLAB, 0, 0, 0))), access(cuda, rights="NONE").location
     assert refused(cuda.cuMemGetAccess(here, space)) == "INVALID_VALUE"
@@ -131,7 +132,7 @@ def test_the_rights_of_a_mapping_are_told() -> None:
 
 @on_fake_driver(dies_of=signal.SIGSEGV)
 def test_a_read_only_mapping_is_read_only() -> None:
-    """What is written through one mapping is seen through another of the same memory, which cannot be written to."""
+    """A write through one mapping is visible in another of the same memory, which itself is read-only."""
     cuda = entered()
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     writable, readable = mapped(cuda, handle), mapped(cuda, handle, rights="READ")
@@ -143,7 +144,7 @@ def test_a_read_only_mapping_is_read_only() -> None:
 
 @on_fake_driver()
 def test_a_write_where_it_may_not_be_loses_the_context() -> None:
-    """A copy to a read-only mapping fails when it runs, and every later call that needs the context with it; memory can still be given back."""
+    """A copy to a read-only mapping fails when it runs and loses the context; memory can still be freed."""
     cuda = entered()
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     address, plain, stream = mapped(cuda, handle, rights="READ"), ok(cuda.cuMemAlloc(64)), ok(cuda.cuStreamCreate(1))
@@ -157,7 +158,7 @@ def test_a_write_where_it_may_not_be_loses_the_context() -> None:
 
 @on_fake_driver()
 def test_work_on_memory_that_was_unmapped_loses_the_context() -> None:
-    """Unmapping waits for no work: who unmaps must have waited."""
+    """Unmapping does not wait for work: the caller must wait first."""
     cuda = entered()
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     address, stream = mapped(cuda, handle), ok(cuda.cuStreamCreate(1))
@@ -169,7 +170,7 @@ def test_work_on_memory_that_was_unmapped_loses_the_context() -> None:
 
 @on_fake_driver()
 def test_leaks_are_counted() -> None:
-    """What was taken and not given back is counted, by kind, and in descriptors; nothing is when all was given back."""
+    """Resources that are not freed are counted by kind and as descriptors; after all frees nothing is."""
     cuda = entered()
     before, descriptors = counts(), len(os.listdir("/proc/self/fd"))
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
@@ -195,7 +196,7 @@ def test_leaks_are_counted() -> None:
 
 @on_fake_driver()
 def test_host_memory_is_registered_once_and_with_its_rights() -> None:
-    """Registered twice, or unregistered though it was not, is refused; so are pages that may only be read, unless that is said."""
+    """Double registration, unregistering unknown memory, and read-only pages without the flag are refused."""
     cuda = entered()
     room = mmap.mmap(-1, 2 * SLAB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -222,7 +223,7 @@ def test_host_memory_is_registered_once_and_with_its_rights() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_READ_ONLY_REGISTER="0")
 def test_a_device_may_refuse_read_only_registration() -> None:
-    """Where the attribute says so, registering pages for reading alone is not supported."""
+    """On a device without the attribute, read-only registration is not supported."""
     cuda = entered()
     supported = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
     assert ok(cuda.cuDeviceGetAttribute(supported, 0)) == 0
@@ -232,7 +233,7 @@ def test_a_device_may_refuse_read_only_registration() -> None:
 
 @on_fake_driver()
 def test_calls_need_the_driver_begun_and_a_context() -> None:
-    """Before cuInit, in a thread without a context, with one that is gone, and in a forked child calls are refused as such."""
+    """Calls before cuInit, without a context, with a destroyed one, or in a forked child are refused."""
     cuda = importlib.import_module("cuda.bindings.driver")
     assert refused(cuda.cuDeviceGetCount()) == "NOT_INITIALIZED"
     ok(cuda.cuInit(0))
@@ -254,5 +255,5 @@ def test_calls_need_the_driver_begun_and_a_context() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_DEVICES="0")
 def test_there_may_be_no_device() -> None:
-    """A machine without a GPU says so at once."""
+    """On a machine without a GPU cuInit gives NO_DEVICE."""
     assert refused(importlib.import_module("cuda.bindings.driver").cuInit(0)) == "NO_DEVICE"

@@ -1,4 +1,4 @@
-"""Device memory between processes on the fake driver: descriptors over a socket, and what is left when one of them is killed."""
+"""Device memory between processes on the fake driver: descriptors over a socket, and killed peers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 30
 
 
 def own_slab(descriptor: str) -> None:
-    """The owner: memory that it writes once and never again maps, sent over the socket; ends when the other side does."""
+    """The owner: writes memory once, unmaps it and sends it over the socket; ends with the other side."""
     cuda, peer = entered(), socket.socket(fileno=int(descriptor))
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     address = mapped(cuda, handle)
@@ -45,7 +45,7 @@ def own_slab(descriptor: str) -> None:
 
 
 def use_slab(descriptor: str) -> None:
-    """A client: maps what it is sent, says so, and waits to be killed."""
+    """A client: maps the received memory, reports that, and waits to be killed."""
     cuda, peer = entered(), socket.socket(fileno=int(descriptor))
     poke(mapped(cuda, imported(cuda, peer)), b"\x09" * SLAB)
     peer.send(b"!")
@@ -57,7 +57,7 @@ def kind_of(cuda: Any) -> Any:
 
 
 def imported(cuda: Any, peer: socket.socket) -> Any:
-    """The handle of a descriptor that comes over the socket; the descriptor itself is closed."""
+    """The handle of a descriptor from the socket; the descriptor itself is closed."""
     _, (descriptor,), _, _ = socket.recv_fds(peer, 16, 1)
     handle = ok(cuda.cuMemImportFromShareableHandle(descriptor, kind_of(cuda)))
     os.close(descriptor)
@@ -66,7 +66,7 @@ def imported(cuda: Any, peer: socket.socket) -> Any:
 
 @contextmanager
 def process(function: Any) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """One that runs the function at the other end of a socket."""
+    """A process that runs the function at the other end of a socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(LIMIT_S)
     with theirs, subprocess.Popen(command(function, theirs.fileno()), pass_fds=[theirs.fileno()]) as child:
@@ -80,7 +80,7 @@ def process(function: Any) -> Iterator[tuple[subprocess.Popen[bytes], socket.soc
 
 @on_fake_driver(TIERD_FAKE_CUDA_BYTES=str(SLAB))
 def test_a_descriptor_carries_memory_to_another_process() -> None:
-    """What the owner wrote is read here through a mapping that may only read, what is written here the owner reads, and the memory is charged to it alone."""
+    """Owner and client see each other's writes, also by a read-only mapping; only the owner is charged."""
     cuda = entered()
     with process(own_slab) as (_, peer):
         handle = imported(cuda, peer)
@@ -99,7 +99,7 @@ def test_a_descriptor_carries_memory_to_another_process() -> None:
 
 @on_fake_driver()
 def test_a_mapping_outlives_its_killed_owner() -> None:
-    """After SIGKILL the socket is at its end, and what the owner exported can still be read, written and mapped again."""
+    """After SIGKILL the socket ends, and exported memory can be read, written and mapped again."""
     cuda = entered()
     with process(own_slab) as (owner, peer):
         handle = imported(cuda, peer)
@@ -115,7 +115,7 @@ def test_a_mapping_outlives_its_killed_owner() -> None:
 
 @on_fake_driver()
 def test_a_killed_client_leaves_the_owner_what_it_had() -> None:
-    """Whatever a client was at, the owner has its memory and no descriptor or mapping more than before."""
+    """After a client is killed at any point, the owner has its memory and no extra descriptor or mapping."""
     cuda = entered()
     handle = ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0))
     before, descriptors = counts(), len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""Streams, events and copies on the fake driver: work runs when somebody waits for it and not before, so that a wait that is missing is seen."""
+"""Streams, events and copies on the fake driver: work runs only when waited for, as a test of waits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def filled(cuda: Any, value: int) -> Any:
 
 
 def held(place: Any) -> int:
-    """Its first byte, past all streams: what a reader without any wait would find."""
+    """Its first byte, past all streams: the value that a reader without any wait sees."""
     return peek(int(place), 1)[0]
 
 
 def pinned(cuda: Any, value: int) -> int:
-    """Host memory that copies go to directly."""
+    """Host memory that copies access directly."""
     place = int(ok(cuda.cuMemHostAlloc(LENGTH, 0)))
     ctypes.memset(place, value, LENGTH)
     return place
@@ -37,7 +37,7 @@ def stream_of(cuda: Any, *, is_blocking: bool = False) -> Any:
 
 @on_fake_driver()
 def test_work_runs_when_it_is_waited_for() -> None:
-    """A copy has not happened until its stream is waited for, and another stream's wait does not bring it."""
+    """A copy runs only when its own stream is waited for, not another stream."""
     cuda = entered()
     place, stream, other = filled(cuda, 1), stream_of(cuda), stream_of(cuda)
     ok(cuda.cuMemcpyAsync(place, pinned(cuda, 5), LENGTH, stream))
@@ -51,7 +51,7 @@ def test_work_runs_when_it_is_waited_for() -> None:
 
 @on_fake_driver()
 def test_a_missing_wait_between_streams_is_seen() -> None:
-    """A consumer that does not wait for the producer's event reads what was there before; with the wait it reads what was produced."""
+    """A consumer reads old bytes without a wait for the producer's event, and new bytes with it."""
     cuda = entered()
     for is_waiting, seen in ((False, 1), (True, 5)):
         place, copied, event = filled(cuda, 1), filled(cuda, 0), ok(cuda.cuEventCreate(2))
@@ -68,7 +68,7 @@ def test_a_missing_wait_between_streams_is_seen() -> None:
 
 @on_fake_driver()
 def test_an_event_is_of_the_moment_of_its_record() -> None:
-    """Waiting for an event brings what its stream had before the record, nothing after; a later record changes no earlier wait."""
+    """An event covers its stream's work before the record; later records change no earlier wait."""
     cuda = entered()
     stream, other, event = stream_of(cuda), stream_of(cuda), ok(cuda.cuEventCreate(0))
     before, after = filled(cuda, 0), filled(cuda, 0)
@@ -86,7 +86,7 @@ def test_an_event_is_of_the_moment_of_its_record() -> None:
 
 @on_fake_driver()
 def test_who_asks_is_told_no_once() -> None:
-    """A query of a stream or an event is no wait: it says that work is under way, and only a later one that it is done."""
+    """A query of a stream or an event does not wait: it reports pending work first, and its end later."""
     cuda = entered()
     place, stream, event = filled(cuda, 0), stream_of(cuda), ok(cuda.cuEventCreate(0))
     start = ok(cuda.cuEventCreate(0))
@@ -104,7 +104,7 @@ def test_who_asks_is_told_no_once() -> None:
 
 @on_fake_driver()
 def test_memory_that_is_not_pinned_is_staged() -> None:
-    """Pageable memory is read before the call returns, and has what was read when it returns; pinned memory is read and written when the work runs."""
+    """Copies access pageable memory within the call, and pinned memory only when the work runs."""
     cuda = entered()
     place, stream = filled(cuda, 0), stream_of(cuda)
     pageable = ctypes.create_string_buffer(b"\x03" * LENGTH, LENGTH)
@@ -126,7 +126,7 @@ def test_memory_that_is_not_pinned_is_staged() -> None:
 
 @on_fake_driver()
 def test_the_default_stream_waits_for_blocking_streams_alone() -> None:
-    """The default stream and blocking streams wait for each other's earlier work; it and the others do not."""
+    """The default stream and blocking streams wait for each other's earlier work; others do not."""
     cuda = entered()
     for is_blocking, seen in ((True, 5), (False, 1)):
         place, stream = filled(cuda, 1), stream_of(cuda, is_blocking=is_blocking)
@@ -156,7 +156,7 @@ def batched(cuda: Any, stream: Any, copies: list[tuple[Any, Any]], order: str = 
 
 @on_fake_driver()
 def test_a_batch_has_no_order_of_its_own() -> None:
-    """The copies of a batch come after the stream's earlier work; between them there is no order to rely on."""
+    """A batch's copies run after the stream's earlier work, and in no order among themselves."""
     cuda = entered()
     a, b, c, stream = filled(cuda, 1), filled(cuda, 2), filled(cuda, 3), stream_of(cuda)
     ok(cuda.cuMemsetD8Async(a, 9, LENGTH, stream))
@@ -170,7 +170,7 @@ def test_a_batch_has_no_order_of_its_own() -> None:
 
 @on_fake_driver()
 def test_a_source_of_any_order_is_read_when_that_is_wrong() -> None:
-    """Device memory whose source may be read at any time is read before the work that makes it; host memory after the call, when it may have changed."""
+    """With order ANY, device sources are read before earlier work, and host sources after the call."""
     cuda = entered()
     for order, seen in (("ANY", 1), ("STREAM", 9)):
         made, host, stream = filled(cuda, 1), pinned(cuda, 0), stream_of(cuda)
@@ -188,7 +188,7 @@ def test_a_source_of_any_order_is_read_when_that_is_wrong() -> None:
 
 @on_fake_driver()
 def test_streams_are_long_and_outlive_their_handles() -> None:
-    """A stream takes tens of thousands of pieces of work; what was under way when it was destroyed is done all the same."""
+    """A stream takes tens of thousands of tasks, and pending work survives the stream's end."""
     cuda = entered()
     place, stream = filled(cuda, 0), stream_of(cuda)
     for i in range(20_000):
@@ -205,7 +205,7 @@ def test_streams_are_long_and_outlive_their_handles() -> None:
 
 @on_fake_driver()
 def test_captured_work_runs_at_each_launch() -> None:
-    """What a stream is given while it is captured does not run; a launch of the graph runs it, in the order of the stream, as often as it is launched."""
+    """Captured work does not run at capture; each launch of the graph runs it in the stream's order."""
     cuda = entered()
     a, b, stream = filled(cuda, 1), filled(cuda, 2), stream_of(cuda)
     mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

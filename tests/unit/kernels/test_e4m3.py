@@ -1,4 +1,4 @@
-"""Pages of e4m3 with scales: what their bytes mean, and that the reference and the kernels take them alike."""
+"""Pages of e4m3 with scales: the meaning of their bytes, for the reference and the kernels alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE = np.ones(1, np.float32)
 
 
 def every_value() -> Array:
-    """Float32 [n, 1, 1]: each of e4m3 and what lies half way to the next one, both also one step of float32 up and down; and far beyond."""
+    """Float32 [n, 1, 1]: each e4m3 value and each midpoint, one float32 step around both, and far values."""
     known = VALUES[: NAN - 1]
     middles = (known + VALUES[1:NAN]) / 2
     near = np.concatenate([known, middles, [448, 463.9, 464, 1e4, 3e38, np.inf]]).astype(np.float32)
@@ -33,19 +33,19 @@ def every_value() -> Array:
 
 
 def scaled(case: Case) -> ScaledPages:
-    """As the worker has them in numpy: of bytes."""
+    """The pages as the worker has them in numpy: as bytes."""
     return ScaledPages(list(case.pool.view(np.uint8)), np.stack([case.pages.k_scales, case.pages.v_scales]))
 
 
 def test_bytes_mean_what_the_format_says() -> None:
-    """All 256, against ml_dtypes; 0x7F and 0xFF are no numbers."""
+    """All 256 bytes equal ml_dtypes; 0x7F and 0xFF are NaN."""
     stored = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(VALUES, stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
     assert np.flatnonzero(np.isnan(VALUES)).tolist() == [0x7F, 0xFF]
 
 
 def test_values_are_rounded_to_the_nearest_and_kept_in_range() -> None:
-    """Around every value and every tie the byte is ml_dtypes's; beyond the greatest it is that of the greatest, with its sign; NaN stays NaN."""
+    """Around each value and tie the byte equals ml_dtypes's; beyond the range it saturates; NaN stays NaN."""
     values = every_value()
     stored = encoded(values, ONE)
     want = np.clip(values, -E4M3_MOST, E4M3_MOST).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -58,7 +58,7 @@ def test_values_are_rounded_to_the_nearest_and_kept_in_range() -> None:
 
 
 def test_what_was_read_is_written_as_it_was() -> None:
-    """Each byte, decoded and encoded with one scale, is itself: a copy through values changes nothing."""
+    """Each byte, decoded and encoded with one scale, is unchanged, so a copy through values is exact."""
     stored = np.setdiff1d(np.arange(256), [0x7F, 0xFF]).astype(np.uint8)[:, None, None]
     for scale in (2.0**-9, 1.0, 0.3):
         scales = np.array([scale], np.float32)
@@ -66,7 +66,7 @@ def test_what_was_read_is_written_as_it_was() -> None:
 
 
 def test_torch_has_the_same_bytes() -> None:
-    """Its own type, and numpy without one, agree on every value; also beyond the range."""
+    """torch's own type, and numpy without one, agree on every value, also beyond the range."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     values = every_value()
     stored = encoded(torch.from_numpy(values), ONE)
@@ -75,7 +75,7 @@ def test_torch_has_the_same_bytes() -> None:
 
 
 def test_the_store_kernel_writes_the_same_bytes(library: Emulated) -> None:
-    """New tokens of two layers, through slots, with a scale for each layer, kind and head: what `encoded` gives, in place, and nothing beside it."""
+    """The kernel stores two layers' tokens through slots exactly as `encoded` gives, and nothing beside."""
     rng = np.random.default_rng(2)
     pages = [np.full((2, 2, 16, 3, 64), 0x55, np.uint8) for _ in range(3)]
     scales = np.exp2(rng.integers(-9, 3, (2, 2, 3))).astype(np.float32)
@@ -95,20 +95,20 @@ def test_the_store_kernel_writes_the_same_bytes(library: Emulated) -> None:
 @pytest.mark.parametrize("with_mass", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_give_what_the_reference_gives(library: Emulated, shape: Shape, with_mass: bool) -> None:
-    """Decodes and prompts over a list of pages and their scales, with page masses too."""
+    """Decodes and prompts over a list of pages and their scales, also with page masses."""
     case = made(shape)
     check(case, KernelAttention(library)(case.q, scaled(case), case.batch, with_mass=with_mass))
 
 
 def test_the_reference_takes_them_too() -> None:
-    """Of plain array operations the answer is that of the values behind the bytes."""
+    """With plain array operations the answer is that of the decoded values."""
     case = made(SHAPES[0])
     got = paged_attention(case.q.astype(np.float32), scaled(case), case.batch, with_mass=True)
     check(case, got)
 
 
 def test_each_layer_has_its_scales(library: Emulated) -> None:
-    """One pass over pages of two layers multiplies each by its own; another pass by others, by what attended before."""
+    """Each layer of a pass uses its own scales, and another pass uses other scales."""
     case, attention = made(SCATTERED), KernelAttention(library)
     one = scaled(case)
     both = [np.stack([page, page]) for page in one.stored]
@@ -132,7 +132,7 @@ def test_wide_queries_are_rounded_to_16_bits(library: Emulated) -> None:
 
 
 def test_what_has_no_such_scales_is_named(library: Emulated) -> None:
-    """Pages of wider values, and scales of other heads or another type, are refused before anything is launched."""
+    """Pages of wider values, and scales of other heads or another type, are refused before any launch."""
     case, attention = made(SCATTERED), KernelAttention(library)
     pages = scaled(case)
     with pytest.raises(InvalidArgument, match=r"pages\[0\]: has type f16; pages with scales are of e4m3"):

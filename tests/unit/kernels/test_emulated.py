@@ -1,4 +1,4 @@
-"""The kernels' own source, compiled for the CPU and run by the emulator, against the plain reference in float64."""
+"""The kernels' own source, compiled for the CPU and run by the emulator, equals the f64 reference."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def test_decode_of_every_type_and_head_dim(library: Emulated, types: tuple[str, 
 
 @pytest.mark.parametrize("group", range(1, 17))
 def test_decode_of_every_group(library: Emulated, group: int) -> None:
-    """From one to sixteen query heads share a kv head."""
+    """One to sixteen query heads share a kv head."""
     check_decode(library, Shape(((1, 70), (1, 33)), group=group, kv_heads=1, seed=group))
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 128, 256])
 def test_decode_of_every_page_size(library: Emulated, page_tokens: int) -> None:
-    """Pages of 16 to 256 tokens, of which the last is part full."""
+    """Pages of 16 to 256 tokens give right results, also with a partly filled last page."""
     check_decode(library, Shape(((1, 300), (1, page_tokens), (1, page_tokens + 1)), page_tokens=page_tokens))
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 64])
 def test_any_number_of_blocks_gives_the_same(library: Emulated, blocks: int) -> None:
-    """Rows are cut among few blocks or many, and more blocks than work."""
+    """The result is right with few blocks, many, or more than there is work."""
     case = made(Shape(((1, 500), (1, 20), (1, 40))))
     check(case, decoded(library, case, blocks=blocks))
 
 
 @pytest.mark.parametrize("parts", [16, 17, 65])
 def test_a_row_of_many_parts(library: Emulated, parts: int) -> None:
-    """However many blocks have a part of one row, its result is right, and the same bits twice: in one step, in two, and in three."""
+    """A row of any number of parts is right and repeats to the bit: joined in one step, two and three."""
     case = made(Shape(((1, 64 * parts - 5),), kv_heads=1, group=2))
     decode = PagedDecode(library, DecodeShape(1, 2, 1, 64), blocks=parts, allocate=allocate)
     got = [Attended(np.empty_like(case.q), allocate(case.q.shape[:2], "float32")) for _ in range(2)]
@@ -85,7 +85,7 @@ def test_a_row_of_many_parts(library: Emulated, parts: int) -> None:
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("cut", CUT_DECODES, ids=[blocks for blocks, _ in CUT_DECODES])
 def test_decode_by_one_block_few_and_many(library: Emulated, cut: tuple[int, Shape]) -> None:
-    """Long runs, whose rings are shorter, and rows of many parts, in whichever order blocks run."""
+    """Runs longer than their rings, and rows of many parts, are right in any order of blocks."""
     check_cut_decode(library, cut)
 
 
@@ -102,7 +102,7 @@ def test_decode_of_chosen_pages(library: Emulated, page_tokens: int) -> None:
 
 
 def test_decode_without_masses_gives_the_same(library: Emulated) -> None:
-    """Masses cost nothing of the result: output and log-sum-exp are the same to the bit."""
+    """Output and log-sum-exp are the same to the bit with page masses and without."""
     case = made(DECODES[0])
     plain, with_mass = decoded(library, case, with_mass=False), decoded(library, case)
     np.testing.assert_array_equal(plain.out.view(np.uint16), with_mass.out.view(np.uint16))
@@ -110,7 +110,7 @@ def test_decode_without_masses_gives_the_same(library: Emulated) -> None:
 
 
 def test_masses_sum_to_one(library: Emulated) -> None:
-    """Of each query head that sees anything."""
+    """The masses of each query head that sees any token sum to one."""
     case = made(DECODES[0])
     mass = decoded(library, case).mass
     assert mass is not None
@@ -118,7 +118,7 @@ def test_masses_sum_to_one(library: Emulated) -> None:
 
 
 def test_one_decode_serves_growing_lengths(library: Emulated) -> None:
-    """The same object, and so the same captured launches, with other lengths in the same arrays."""
+    """One decode, and so its captured launches, is right for other lengths in the same arrays."""
     case = made(Shape(((1, 300), (1, 200))))
     n, heads, dim = case.q.shape
     decode = PagedDecode(library, DecodeShape(n, heads, 2, dim), blocks=3, allocate=allocate)
@@ -131,7 +131,7 @@ def test_one_decode_serves_growing_lengths(library: Emulated) -> None:
 
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_decode_of_flat_attention(library: Emulated, types: tuple[str, str]) -> None:
-    """Where many tokens weigh nearly the same, weights are exact enough for the output's limit: of a ragged batch, and of one request alone."""
+    """If many tokens weigh nearly the same, the output stays within its limit, in a batch and alone."""
     for sequences in (((1, 2000), (1, 777)), ((1, 1000),)):
         check_decode(library, Shape(sequences, types, kv_heads=1, spread=0.5))
 
@@ -139,19 +139,19 @@ def test_decode_of_flat_attention(library: Emulated, types: tuple[str, str]) -> 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", DECODES, ids=range(len(DECODES)))
 def test_decode_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
-    """Whichever thread of a block runs first, the result is right."""
+    """The result is right whichever thread of a block runs first."""
     check_decode(library, shape)
 
 
 @pytest.mark.parametrize("odd", ODD_DECODES, ids=range(len(ODD_DECODES)))
 def test_decode_of_what_is_no_number(library: Emulated, odd: Odd) -> None:
-    """NaN in what is seen makes the result NaN, in one part of many too; so does a query that is infinite or beyond fp16. None of it is taken for nothing."""
+    """NaN in a seen token, or a query that is infinite or beyond fp16, makes the result NaN."""
     check_odd_decode(library, odd)
 
 
 @pytest.mark.parametrize("cut", CUT_DECODES[1:], ids=[blocks for blocks, _ in CUT_DECODES[1:]])
 def test_what_calls_leave_in_counters_is_nothing(library: Emulated, cut: tuple[int, Shape]) -> None:
-    """Whatever was left in what counts parts, the next call is right."""
+    """The next call is right with any values in the part counters."""
     check_dirty_decode(library, cut)
 
 
@@ -160,20 +160,20 @@ def test_what_calls_leave_in_counters_is_nothing(library: Emulated, cut: tuple[i
 
 @pytest.mark.parametrize("odd", ODD_PREFILLS, ids=range(len(ODD_PREFILLS)))
 def test_prefill_of_what_is_no_number(library: Emulated, odd: Odd) -> None:
-    """The same of chunks, where queries before the odd key are as ever."""
+    """The same for chunks, except that queries before the odd key are unchanged."""
     check_odd_prefill(library, odd)
 
 
 @pytest.mark.parametrize("shape", SHORT_PREFILLS, ids=range(len(SHORT_PREFILLS)))
 def test_a_longest_sequence_that_is_longer_than_said(library: Emulated, shape: Shape) -> None:
-    """Rows that no block has are NaN; none is left as it was."""
+    """Rows without a block are NaN, never stale."""
     check_short_prefill(library, shape)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_prefill_of_every_type_and_head_dim(library: Emulated, types: tuple[str, str], head_dim: int) -> None:
-    """A prompt, an append and a single token in one batch."""
+    """A prompt, an append and a single token in one batch are right."""
     check_prefill(library, Shape(((20, 60), (17, 17), (1, 30)), types, head_dim, seed=head_dim))
 
 
@@ -191,19 +191,19 @@ def test_prefill_of_a_window_with_sinks(library: Emulated, sinks: int, window: i
 
 @pytest.mark.parametrize("page_tokens", [16, 64])
 def test_prefill_of_chosen_pages(library: Emulated, page_tokens: int) -> None:
-    """All queries of a chunk see the pages that were chosen for their kv head, up to themselves; some see nothing."""
+    """All queries of a chunk see the chosen pages up to themselves; some see none."""
     check_prefill(library, Shape(((40, 500), (20, 20), (0, 9), (1, 300)), page_tokens=page_tokens, chosen=3, group=2))
 
 
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_prefill_of_flat_attention(library: Emulated, types: tuple[str, str]) -> None:
-    """The same of chunks behind long prompts."""
+    """The same for chunks behind long prompts."""
     for sequences in (((8, 1500), (5, 777)), ((4, 1000),)):
         check_prefill(library, Shape(sequences, types, kv_heads=1, group=1, spread=0.5))
 
 
 def test_chunks_are_the_whole(library: Emulated) -> None:
-    """A prompt in chunks gives each query what it gets in one go, to the rounding."""
+    """A prompt in chunks gives each query the same as in one call, up to rounding."""
     whole = made(Shape(((60, 60),)))
     for first, last in ((0, 16), (16, 45), (45, 60)):
         part = made(Shape(((60, 60),)))
@@ -217,7 +217,7 @@ def test_chunks_are_the_whole(library: Emulated) -> None:
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", PREFILLS, ids=range(len(PREFILLS)))
 def test_prefill_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
-    """Whichever thread of a block runs first, the result is right."""
+    """The result is right whichever thread of a block runs first."""
     check_prefill(library, shape)
 
 
@@ -226,43 +226,43 @@ def test_prefill_in_any_order_of_threads(library: Emulated, shape: Shape) -> Non
 
 @pytest.mark.parametrize("kind", MERGES)
 def test_merge_of_parts(library: Emulated, kind: str) -> None:
-    """Parts are weighed by their log-sum-exps; one that saw nothing is not read."""
+    """Parts are weighed by their log-sum-exps; an empty part is not read."""
     check_merge(library, kind)
 
 
 @pytest.mark.parametrize("dim", [1, 7, 100, 512])
 @pytest.mark.parametrize("kind", MERGES)
 def test_merge_of_any_dim(library: Emulated, kind: str, dim: int) -> None:
-    """Also of so few channels, or so odd a number, that they are not read several at a time."""
+    """The merge is right for dims that are too small or odd for vector reads."""
     check_merge(library, kind, dim)
 
 
-# -- where a block has less shared memory
+# -- blocks with less shared memory
 
 
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("types", TYPES[:2], ids="-".join)
 def test_decode_with_99_kib(library: Emulated, types: tuple[str, str], head_dim: int, group: int) -> None:
-    """Models such as Llama-3-8B, four query heads for a kv head of 128 channels, decode on a GPU whose blocks have 99 KiB; so do wider heads and groups."""
+    """Blocks of 99 KiB decode Llama-3-8B (4 query heads per kv head of 128 channels) and wider shapes."""
     check_decode(Narrow(library, SMALLEST_BLOCK), Shape(((1, 133), (1, 0), (1, 40)), types, head_dim, 1, group))
 
 
 @pytest.mark.parametrize("types", TYPES[:2], ids="-".join)
 def test_prefill_with_99_kib(library: Emulated, types: tuple[str, str]) -> None:
-    """The same of prompts with the widest heads."""
+    """The same for prompts with the widest heads."""
     check_prefill(Narrow(library, SMALLEST_BLOCK), Shape(((20, 150), (9, 9)), types, 256, kv_heads=1, group=2))
 
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", NARROW_DECODES, ids=range(len(NARROW_DECODES)))
 def test_decode_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
-    """With one tile under way in place of two, whichever thread of a block runs first."""
+    """With one tile in flight instead of two, the result is right in any order of threads."""
     check_narrow_decode(library, shape)
 
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", NARROW_PREFILLS, ids=range(len(NARROW_PREFILLS)))
 def test_prefill_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
-    """With stages of two tiles in place of four."""
+    """With stages of two tiles instead of four, the result is right in any order of threads."""
     check_narrow_prefill(library, shape)

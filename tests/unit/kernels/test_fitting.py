@@ -1,4 +1,4 @@
-"""How deep kernels buffer tiles, by what a thread block has of shared memory."""
+"""The depth of the kernels' tile buffers, by the shared memory of a thread block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY = list(product(HEAD_DIMS, range(1, GROUP_LIMIT + 1), STORED))
 
 
 def having(block_shared_bytes: int) -> Any:
-    """A library of which nothing else is asked."""
+    """A library with only the attributes that a fit needs."""
     return SimpleNamespace(device="cuda:0", block_shared_bytes=block_shared_bytes)
 
 
@@ -32,7 +32,7 @@ def test_all_that_kernels_are_built_for_fits_the_smallest_gpu() -> None:
 
 
 def test_the_deepest_that_fits_is_taken() -> None:
-    """A large GPU buffers all it can; a small one less, and only where all does not fit: 16-bit pages of heads that are wide."""
+    """A large GPU uses the deepest buffers; a small one only loses depth for wide heads of 16-bit pages."""
     for head_dim, group, kv_type in EVERY:
         assert decode_fit(having(MOST), head_dim, group, kv_type).depth == max(RINGS)
         assert prefill_fit(having(MOST), head_dim, kv_type).depth == max(STAGE_TILES)
@@ -45,7 +45,7 @@ def test_the_deepest_that_fits_is_taken() -> None:
     "fit", [lambda library: decode_fit(library, 128, 4, "bf16"), lambda library: prefill_fit(library, 256, "bf16")]
 )
 def test_a_fit_is_exact(fit: Any) -> None:
-    """With as many bytes as it takes it is the same, with one less it is a smaller one, and below the smallest it is refused: argument, limit and remedy."""
+    """One byte less than a fit gives the next smaller one; below the smallest it is refused with limits."""
     deep = fit(having(MOST))
     assert fit(having(deep.shared_bytes)) == deep
     small = fit(having(deep.shared_bytes - 1))

@@ -1,4 +1,4 @@
-"""The kernels loaded from fatbins and launched by NVIDIA's bindings, on the fake driver, which runs them in the emulator; and what is said where something is missing."""
+"""The kernels loaded from fatbins by NVIDIA's bindings, on the fake driver; missing parts are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tools.kernels import build_emulator
 
 HEADS, DIM, PARTS, ROWS = 2, 64, 3, 4
 BLOCKS = 5
-"""Of a decode: the same sums in the same order on both."""
+"""Blocks of a decode, so that both add in the same order."""
 
 
 def moved(cuda: Any, told: Any) -> Any:
@@ -45,7 +45,7 @@ def moved(cuda: Any, told: Any) -> Any:
 
 
 def parts() -> tuple[Any, Any]:
-    """Outputs and log-sum-exps to merge, one of which saw nothing."""
+    """Outputs and log-sum-exps to merge; one of them has seen no token."""
     rng = np.random.default_rng(1)
     lses = rng.standard_normal((PARTS, ROWS, HEADS)).astype(np.float32)
     lses[0, 0] = -np.inf
@@ -64,7 +64,7 @@ def merge_of(address: int = 0) -> params.Merge:
 
 
 def decoded_on_device(cuda: Any, loaded: Loaded, case: Case) -> Attended:
-    """What the decode kernels give, in arrays on the device."""
+    """The result of the decode kernels, in arrays on the device."""
     n, heads, dim = case.q.shape
     decode = PagedDecode(
         loaded,
@@ -80,7 +80,7 @@ def decoded_on_device(cuda: Any, loaded: Loaded, case: Case) -> Attended:
 
 @on_fake_driver()
 def test_decode_gives_the_bits_of_the_emulator() -> None:
-    """Plan, decode, merge and page masses launched on the device give what the emulator gives when it is called directly, bit for bit."""
+    """Plan, decode, merge and page masses on the device equal the emulator's direct results to the bit."""
     cuda, case = entered(), made(Shape(((1, 133), (1, 0), (1, 300))))
     want = decoded(Emulated(build_emulator()), case, blocks=BLOCKS)
     got = decoded_on_device(cuda, Loaded(build_fatbins()), case)
@@ -90,7 +90,7 @@ def test_decode_gives_the_bits_of_the_emulator() -> None:
 
 @on_fake_driver()
 def test_merge_gives_the_bits_of_the_emulator() -> None:
-    """The merge of parts on the device is the emulator's, bit for bit, also of a part that saw nothing."""
+    """The merge of parts on the device equals the emulator's to the bit, also for an empty part."""
     cuda, (outs, lses) = entered(), parts()
     got = merged(Loaded(build_fatbins()), outs, lses, lambda array: DeviceArray(cuda, array))
     want = merged(Emulated(build_emulator()), outs, lses, lambda array: array)
@@ -100,7 +100,7 @@ def test_merge_gives_the_bits_of_the_emulator() -> None:
 
 @on_fake_driver()
 def test_a_launch_goes_to_the_current_stream() -> None:
-    """What is launched runs in the stream that is current at that moment: the one given, or torch's; whoever does not wait for it sees nothing."""
+    """A launch runs in the stream that is current then, given or torch's; without a wait no result shows."""
     cuda, (outs, lses) = entered(), parts()
     current = [ok(cuda.cuStreamCreate(1)), ok(cuda.cuStreamCreate(1))]
     own = Loaded(build_fatbins(), stream=lambda: int(current[0]))
@@ -119,7 +119,7 @@ def test_a_launch_goes_to_the_current_stream() -> None:
 
 @on_fake_driver()
 def test_a_launch_that_cannot_be_is_refused_by_name() -> None:
-    """Unknown kernels, parameters of another size, too much shared memory: refused, naming kernel, value and limit, and nothing is launched."""
+    """Unknown kernels, wrong parameter sizes and too much shared memory are refused before a launch."""
     entered()
     loaded = Loaded(build_fatbins())
     grid = (1, 1, 1)
@@ -141,7 +141,7 @@ def test_a_launch_that_cannot_be_is_refused_by_name() -> None:
 
 @on_fake_driver()
 def test_shared_memory_above_the_plain_limit_is_asked_for() -> None:
-    """A kernel that needs more than 48 KiB of shared memory is launched, and how many of its blocks fit the GPU follows from what they take."""
+    """A kernel with more than 48 KiB of shared memory launches, and its blocks per GPU follow from it."""
     cuda = entered()
     loaded = Loaded(build_fatbins())
     loaded.launch("merge_f32", (1, 1, 1), merge_of_some(cuda), shared_bytes=200_000)
@@ -152,7 +152,7 @@ def test_shared_memory_above_the_plain_limit_is_asked_for() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES=str(99 << 10))
 def test_a_gpu_with_99_kib_decodes_what_llama_asks() -> None:
-    """Heads as of Llama-3-8B and the widest ones: a decode and its number of blocks are made for what a block of this GPU has, and the bits are the emulator's."""
+    """A GPU with 99 KiB blocks decodes Llama-3-8B's heads and the widest with the emulator's bits."""
     cuda, emulated = entered(), Narrow(Emulated(build_emulator()), 99 << 10)
     loaded = Loaded(build_fatbins())
     for head_dim in (128, 256):
@@ -166,7 +166,7 @@ def test_a_gpu_with_99_kib_decodes_what_llama_asks() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_BLOCK_SHARED_BYTES="60000")
 def test_a_gpu_with_too_little_shared_memory_is_told_so() -> None:
-    """What fits no block is refused when its blocks are counted, and when it is called, before anything is launched: argument, limit and remedy."""
+    """A shape that fits no block is refused with argument, limit and remedy, before any launch."""
     cuda, loaded, case = entered(), Loaded(build_fatbins()), made(Shape(((1, 40),), head_dim=128))
     said = "^q: head_dim 128 of bf16 with 4 query heads .* takes 74208 bytes .* a block of cuda:0 has 60000; give pages of e4m3"
     with pytest.raises(InvalidArgument, match=said):
@@ -184,7 +184,7 @@ def merge_of_some(cuda: Any) -> params.Merge:
 
 @on_fake_driver()
 def test_any_thread_may_launch() -> None:
-    """A thread that has no context yet gets the device's when it first launches."""
+    """A thread without a context gets the device's at its first launch."""
     cuda = entered()
     loaded, told, failed = Loaded(build_fatbins()), merge_of_some(cuda), list[BaseException]()
 
@@ -204,7 +204,7 @@ def test_any_thread_may_launch() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_DEVICES="2")
 def test_a_launch_goes_to_its_own_gpu() -> None:
-    """With another GPU's context current, or none, a launch into stream 0 is its own GPU's work, and the thread's context is what it was."""
+    """A launch into stream 0 runs on its own GPU under any current context, which it restores."""
     cuda = entered()
     first, second = int(ok(cuda.cuCtxGetCurrent())), ok(cuda.cuDevicePrimaryCtxRetain(1))
     loaded = Loaded(build_fatbins(), ordinal=1)
@@ -232,7 +232,7 @@ def test_a_launch_goes_to_its_own_gpu() -> None:
 
 @on_fake_driver()
 def test_a_kernel_cannot_write_what_it_may_only_read() -> None:
-    """A kernel that writes to a page mapped for reading loses the context: the next launch says so, with its kernel, the code and what to do."""
+    """A kernel that writes to a read-only page loses the context; the next launch names the remedy."""
     cuda = entered()
     loaded, told = Loaded(build_fatbins()), merge_of_some(cuda)
     told.out = mapped(cuda, ok(cuda.cuMemCreate(SLAB, shareable(cuda), 0)), rights="READ")
@@ -248,7 +248,7 @@ def ok_or_name(answer: tuple[Any, ...]) -> str:
 
 @on_fake_driver()
 def test_closing_gives_everything_back() -> None:
-    """After `close` no library is loaded, and the context is its other owners' alone."""
+    """After `close` no library is loaded, and only other owners hold the context."""
     entered()
     before = counts()
     loaded = Loaded(build_fatbins())
@@ -262,7 +262,7 @@ def test_closing_gives_everything_back() -> None:
 
 @on_fake_driver()
 def test_fatbins_that_are_missing_or_damaged_are_named() -> None:
-    """An install without fatbins says how to get them; a file that is none is named with its path."""
+    """Missing fatbins are an error with the remedy; a damaged one is named with its path."""
     folder = Path("/proc/self/fdinfo")
     with pytest.raises(
         Unsupported, match=f"no fatbins in {folder}: tierd was installed without them; `tierd kernels build`"
@@ -278,7 +278,7 @@ def test_fatbins_that_are_missing_or_damaged_are_named() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_DEVICES="0")
 def test_a_machine_without_a_gpu_is_named() -> None:
-    """The driver is there and no GPU is: said as such."""
+    """A machine with the driver but no GPU is Unsupported with NO_DEVICE."""
     with pytest.raises(Unsupported, match="CUDA_ERROR_NO_DEVICE"):
         open_library()
 
@@ -291,7 +291,7 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 
 def test_missing_bindings_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without NVIDIA's bindings the error says which extra to install."""
+    """Without NVIDIA's bindings the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     monkeypatch.delenv("TIERD_KERNELS", raising=False)
     with pytest.raises(Unsupported, match=r"pip install 'tierd\[gpu\]'"):
@@ -299,7 +299,7 @@ def test_missing_bindings_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_environment_chooses_emulated_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """TIERD_KERNELS=emulated takes the library that is named; without one, or asked for anything else, the error says what to set."""
+    """TIERD_KERNELS=emulated uses the named library; without one, or with another value, an error says so."""
     monkeypatch.setenv("TIERD_KERNELS", "emulated")
     monkeypatch.delenv("TIERD_KERNELS_LIBRARY", raising=False)
     with pytest.raises(Unsupported, match=r"TIERD_KERNELS_LIBRARY: is not set.*tools\.kernels emulator"):
@@ -314,7 +314,8 @@ def test_the_environment_chooses_emulated_kernels(monkeypatch: pytest.MonkeyPatc
 
 @on_fake_driver()
 def test_what_a_decode_costs_is_reported() -> None:
-    """A decode with page masses, four launches, takes some milliseconds of the caller's time at most; how long is reported, of which the fake driver has its part."""
+    """A decode with masses, four launches, costs the caller below 5 ms; the cost is reported.
+    The fake driver has a part in it."""
     cuda, case = entered(), made(Shape(((1, 133), (1, 300))))
     stream = ok(cuda.cuStreamCreate(1))
     loaded = Loaded(build_fatbins(), stream=lambda: int(stream))
@@ -344,7 +345,7 @@ def test_what_a_decode_costs_is_reported() -> None:
 
 @on_fake_driver()
 def test_what_a_launch_costs_is_reported() -> None:
-    """A launch takes far less than a millisecond of the caller's time; how long is reported, of which the fake driver has its part."""
+    """A launch costs the caller less than a millisecond; the cost, with the fake driver's, is reported."""
     cuda = entered()
     loaded, told, stream = Loaded(build_fatbins()), merge_of_some(cuda), ok(cuda.cuStreamCreate(1))
     loaded._stream = lambda: int(stream)

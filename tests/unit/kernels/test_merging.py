@@ -1,6 +1,7 @@
-"""Parts of attention by their log-sum-exps where keys lie apart: in two tiers, and with the ranks of a ring, whose hops come one after another.
+"""Merges of attention parts by log-sum-exps: keys in two tiers, and shards on a ring of ranks.
 
-RingAttention (arXiv 2310.01889): each rank has a shard of the tokens, keeps its queries, and sees one shard a hop; what it has so far and what the hop gave become one.
+RingAttention (arXiv 2310.01889): each rank has a shard of the tokens and keeps its queries. It
+sees one shard a hop, and merges each hop's result into its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LSE_LIMIT = 2e-5
 
 
 def joined(merge: Merge, *parts: Attended) -> Attended:
-    """In f32 or f64, so that only the parts are rounded."""
+    """The merge in f32 or f64, so that only the parts are rounded."""
     wide = np.float64 if parts[0].out.dtype == np.float64 else np.float32
     return merge(np.stack([part.out for part in parts]).astype(wide), np.stack([part.lse for part in parts]))
 
@@ -76,7 +77,7 @@ def tokens_of(case: Case, request: int) -> Array:
 
 
 def test_parts_in_two_tiers(library: Emulated) -> None:
-    """The beginning of each request lies in e4m3 in long pages, what follows in f16 in short ones; one request has nothing in the far tier, one nothing in the near one."""
+    """e4m3 long pages and f16 short ones of a request merge rightly, also if either tier has none."""
     far = made(Shape(((1, 200), (1, 0), (1, 70)), types=("f16", "e4m3"), page_tokens=64, seed=1))
     near = made(Shape(((1, 40), (1, 33), (1, 0)), types=("f16", "f16"), seed=2))
     near.q = far.q
@@ -104,13 +105,13 @@ class Ring:
         )
 
     def whole(self) -> Attended:
-        """All of it in one go, by the reference in float64."""
+        """The whole text in one call, by the reference in float64."""
         pool, table = paged(self.kv)
         batch = PagedBatch([0, len(self.q)], [len(self.q)], [table])
         return paged_attention(self.q.astype(np.float64), pool.astype(np.float64), batch)
 
     def gone_round(self, attend: Attend, merge: Merge) -> Attended:
-        """What all ranks have after as many hops as there are ranks."""
+        """The results of all ranks after as many hops as there are ranks."""
         found = [self._rank(rank, attend, merge) for rank in range(len(SHARDS))]
         return Attended(np.concatenate([each.out for each in found]), np.concatenate([each.lse for each in found]))
 
@@ -119,7 +120,8 @@ class Ring:
         so_far = attend(q, self.pools[rank], PagedBatch([0, len(q)], [len(q)], [self.tables[rank]]))
         for hop in range(1, len(SHARDS)):
             of = (rank - hop) % len(SHARDS)
-            # What stands before is seen whole by every query, so each is a sequence of its own; of what stands behind nothing is.
+            # Each query sees an earlier shard whole, so each is its own sequence; it sees nothing
+            # of a later one.
             seen = SHARDS[of] if of < rank else 0
             batch = PagedBatch(range(len(q) + 1), [seen] * len(q), [self.tables[of]] * len(q))
             so_far = joined(merge, so_far, attend(q, self.pools[of], batch))
@@ -138,7 +140,7 @@ def paged(kv: Array) -> tuple[Array, list[int]]:
 
 
 def test_a_ring_by_the_reference() -> None:
-    """Hop by hop, each joined with what there was: the whole, to the last bits."""
+    """Hops merged one by one give the whole, to the last bits."""
 
     def attend(q: Array, pool: Array, batch: PagedBatch) -> Attended:
         return paged_attention(q.astype(np.float64), pool.astype(np.float64), batch)
@@ -151,7 +153,7 @@ def test_a_ring_by_the_reference() -> None:
 
 @pytest.mark.usefixtures("order")
 def test_a_ring_by_the_kernels(library: Emulated) -> None:
-    """The same by prefill, decode and merge, to the rounding of the parts."""
+    """The same by prefill, decode and merge, up to the rounding of the parts."""
     kernels, ring = KernelAttention(library), Ring()
     got, want = ring.gone_round(kernels, by_kernel(library)), ring.whole()
     assert distance(got, want) <= OUT_LIMIT["f16"]

@@ -1,4 +1,4 @@
-"""Stores, copies between layouts and bounds of keys by the kernels' own source, against the plain reference, to the bit."""
+"""Stores, copies and bounds by the kernels' own source equal the plain reference to the bit."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ STORED = ["bf16", "f16", "e4m3"]
 @pytest.mark.parametrize("is_hnd", [False, True], ids=["nhd", "hnd"])
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_store_of_every_type(library: Emulated, types: tuple[str, str], is_hnd: bool) -> None:
-    """Tokens lie where their slots say, rounded once; those with none and all else of the pool stay as they were."""
+    """Tokens are stored in their slots, rounded once; tokens without a slot are not; other bytes stay."""
     check_store(library, Store(types=types, is_hnd=is_hnd))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 100])
 @pytest.mark.parametrize(("page_tokens", "heads", "dim"), [(16, 1, 128), (64, 8, 96), (256, 3, 256)])
 def test_store_of_any_shape(library: Emulated, tokens: int, page_tokens: int, heads: int, dim: int) -> None:
-    """No token, one, and more than fit a page; heads and channels that are no power of two."""
+    """Stores of 0, 1 and many tokens are right, with head and channel counts that are no powers of two."""
     check_store(library, Store(tokens, page_tokens=page_tokens, heads=heads, dim=dim))
 
 
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 def test_store_of_tokens_at_any_address(library: Emulated, types: tuple[str, str]) -> None:
-    """New tokens whose bytes are not at multiples of 16, as a slice of something wider has them."""
+    """New tokens off multiples of 16 bytes, as in a slice of a wider array, are stored rightly."""
     check_store(library, Store(types=types, gap=1))
 
 
@@ -61,13 +61,13 @@ def test_store_of_tokens_at_any_address(library: Emulated, types: tuple[str, str
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_copy_between_layouts(library: Emulated, source: str, target: str) -> None:
-    """From every layout into every other, pages scattered on both sides."""
+    """Copies are right from every layout to every other, with scattered pages on both sides."""
     check_copy(library, Copy(source, target))
 
 
 @pytest.mark.parametrize("kind", [*STORED, "f32"])
 def test_copy_of_every_type(library: Emulated, kind: str) -> None:
-    """Bits of any type, NaN of all kinds too."""
+    """Bits of any type are copied, including NaN of all kinds."""
     check_copy(library, Copy("pages-hnd", "layers-nhd", kind=kind))
 
 
@@ -75,30 +75,30 @@ def test_copy_of_every_type(library: Emulated, kind: str) -> None:
 @pytest.mark.parametrize("of_source", [None, (4, 4, 1)], ids=["in-order", "gather"])
 @pytest.mark.parametrize("layout", ["pages-hnd", "tensors-nhd"])
 def test_pages_in_order_or_named(library: Emulated, layout: str, of_source: Any, of_target: Any) -> None:
-    """A gather may take a page twice; who names none copies all in order."""
+    """A gather may read a page twice; without named pages a copy takes all in order."""
     check_copy(library, Copy("layers-hnd", layout, of_source, of_target))
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_copy_of_no_page_or_one(library: Emulated, count: int) -> None:
-    """Nothing to copy changes nothing."""
+    """A copy of no page changes nothing, and one of a single page is right."""
     check_copy(library, Copy("pages-hnd", "tensors-hnd", (3,)[:count], (1,)[:count]))
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 1000])
 def test_any_number_of_blocks_copies_the_same(library: Emulated, blocks: int) -> None:
-    """Few blocks beside other work, or more than there is to do."""
+    """The copy is right with few blocks and with more than there is work."""
     check_copy(library, Copy("pages-nhd", "layers-hnd", blocks=blocks))
 
 
 @pytest.mark.parametrize("blocks", LONG_COPIES)
 def test_copy_of_long_rows(library: Emulated, blocks: int) -> None:
-    """By few blocks or by more than there are shares."""
+    """Long rows are right with few blocks and with more than there are shares."""
     check_long_copy(library, blocks)
 
 
 def test_copy_of_some_tokens(library: Emulated) -> None:
-    """A view of fewer tokens, heads or layers is a side too: what lies beside it stays."""
+    """A view of fewer tokens, heads or layers can be copied, and the bytes beside it stay."""
     source, got, want = (Memory(layout, "f16") for layout in ("pages-hnd", "layers-nhd", "layers-nhd"))
     source.fill(np.random.default_rng(3))
     part = np.s_[:, 1:, :, 2:7, ::-1]
@@ -108,7 +108,7 @@ def test_copy_of_some_tokens(library: Emulated) -> None:
 
 
 def test_copy_of_tensors_for_k_and_v(library: Emulated) -> None:
-    """An engine's tensors for K and others for V are layers of their own; the pool's pages are seen so as well."""
+    """An engine's separate K and V tensors count as layers, and the pool's pages are viewed the same way."""
     pool = Memory("pages-hnd", "bf16")
     pool.fill(np.random.default_rng(4))
     flat = pool.lies[0].reshape(len(pool.lies[0]), -1, 1, *pool.lies[0].shape[3:]).swapaxes(3, 4)
@@ -123,13 +123,13 @@ def test_copy_of_tensors_for_k_and_v(library: Emulated) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 7, 1000])
 def test_runs_of_any_length_at_any_alignment(library: Emulated, blocks: int) -> None:
-    """Every pair of shifts behind a multiple of 16 and every length up to three times that, by few blocks or by many."""
+    """Runs of all lengths to 48 bytes and all pairs of shifts are right, by few blocks or many."""
     of_sources = tuple((i + i // 16) % 16 for i in range(256))
     check_runs(library, Runs((*range(49),) * 16, of_targets=(*range(16),), of_sources=of_sources, blocks=blocks))
 
 
 def test_runs_longer_than_a_turn_of_their_block(library: Emulated) -> None:
-    """Of more than a block's threads take at once, aligned and not."""
+    """Runs longer than one step of a block's threads are right, aligned or not."""
     check_runs(library, Runs((70_001, 65_536, 4096, 20_000), of_targets=(0, 0, 3), of_sources=(0, 0, 3, 1)))
 
 
@@ -140,19 +140,19 @@ def test_runs_longer_than_a_turn_of_their_block(library: Emulated) -> None:
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_summary_of_every_type(library: Emulated, kind: str, dim: int, is_hnd: bool) -> None:
-    """The least and the greatest of each channel, of full pages, part full ones and one with nothing."""
+    """The least and greatest of each channel are right for full, partial and empty pages."""
     check_summary(library, Summary(kind=kind, dim=dim, is_hnd=is_hnd))
 
 
 @pytest.mark.parametrize("tokens", [(), (1,), (16,) * 9])
 def test_summary_of_any_number_of_pages(library: Emulated, tokens: tuple[int, ...]) -> None:
-    """None, one, many."""
+    """Summaries of no page, one and many are right."""
     check_summary(library, Summary(tokens))
 
 
 @pytest.mark.parametrize("kind", ODD_SUMMARIES)
 def test_a_summary_of_what_is_no_number(library: Emulated, kind: str) -> None:
-    """A channel of which one token is NaN has no bounds that are numbers."""
+    """A channel with one NaN token has NaN bounds."""
     check_odd_summary(library, kind)
 
 
@@ -162,16 +162,16 @@ def test_a_summary_of_what_is_no_number(library: Emulated, kind: str) -> None:
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("case", UNITS["pages"], ids=lambda case: f"{case[0].__name__}-{case[1]}")
 def test_in_any_order_of_threads(library: Emulated, case: tuple[Any, Any]) -> None:
-    """Whichever thread of a block runs first."""
+    """The result is right whichever thread of a block runs first."""
     check, shape = case
     check(library, shape)
 
 
-# -- what does not fit
+# -- arguments that do not fit
 
 
 class Nothing:
-    """A library that must not be asked."""
+    """A library that must not be called."""
 
     device = "cpu"
 
@@ -199,7 +199,7 @@ WRONG_STORES = {
 
 @pytest.mark.parametrize("argument", WRONG_STORES)
 def test_an_argument_of_a_store_that_does_not_fit_is_named(argument: str) -> None:
-    """Before a kernel sees an address."""
+    """A wrong argument of a store is refused before a kernel sees an address."""
     with pytest.raises(InvalidArgument, match=f"^{argument}: "):
         store_tokens(Nothing(), **(STORE | WRONG_STORES[argument]))
 
@@ -225,14 +225,14 @@ WRONG_COPIES = {
 
 @pytest.mark.parametrize("argument", WRONG_COPIES)
 def test_a_side_of_a_copy_that_does_not_fit_is_named(argument: str) -> None:
-    """Shapes, types, counts of pages, and tensors of layers that are not alike."""
+    """Wrong shapes, types, page counts and unequal layer tensors are refused by name."""
     with pytest.raises(InvalidArgument) as caught:
         copy_pages(Nothing(), *WRONG_COPIES[argument])
     assert str(caught.value).startswith(argument if ":" in argument else f"{argument}:")
 
 
 def test_mapped_host_memory_is_a_side_of_its_own(library: Emulated) -> None:
-    """A kernel of another device takes host memory only where its mapping is said, and device memory only where it is not."""
+    """A GPU kernel takes host memory only if marked as mapped, and device memory only if not."""
 
     class Elsewhere(Nothing):
         device = "cuda:0"
@@ -254,14 +254,14 @@ SUMMARY = {
 
 @pytest.mark.parametrize("argument", SUMMARY)
 def test_an_argument_of_a_summary_that_does_not_fit_is_named(argument: str) -> None:
-    """Another type, or one axis less."""
+    """An argument with another type or one axis less is refused by name."""
     given: dict[str, Any] = SUMMARY | {argument: SUMMARY[argument][0]}
     with pytest.raises(InvalidArgument, match=f"^{argument}: "):
         summarize_pages(Nothing(), **given)
 
 
 def test_a_summary_writes_where_it_was_told(library: Emulated) -> None:
-    """What comes back is the array that was given."""
+    """The result is the array that the caller gave."""
     to = SUMMARY["to"].copy()
     assert summarize_pages(library, POOL, IDS, tokens=IDS, to=to) is to
     assert np.isinf(to).all()

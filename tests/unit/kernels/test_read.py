@@ -1,4 +1,4 @@
-"""The kernel that says what memory gives reads all of it: else the limit that others are measured against would be too high."""
+"""The benchmarks' read kernel reads all memory; otherwise their bandwidth limit would be too high."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tierd.kernels.library import Emulated
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("shape", READS, ids=str)
 def test_all_is_read_and_nothing_beside_it(library: Emulated, shape: Read) -> None:
-    """Whatever its length, by however many blocks."""
+    """It reads exactly its words, at any length and with any number of blocks."""
     check_read(library, shape)

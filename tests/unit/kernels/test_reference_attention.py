@@ -104,7 +104,7 @@ def check(case: Case) -> None:
     ids=["one", "decode", "prefill", "mixed", "no-rows", "rows-before-keys", "empty"],
 )
 def test_equals_attention_written_out(shape: list[tuple[int, int]], group: int) -> None:
-    """Decode, prefill and append over ragged tables equal the definition, whatever lies in stale places."""
+    """Decode, prefill and append over ragged tables equal the definition, with any bytes in stale places."""
     check(make_case(shape, group=group))
 
 
@@ -128,14 +128,14 @@ def test_a_window_with_sinks(sinks: int, window: int) -> None:
 
 
 def test_a_subset_of_pages() -> None:
-    """Each kv head sees the pages that were chosen for it, and none sees nothing."""
+    """Each kv head sees its chosen pages, and a head with no chosen page sees nothing."""
     case = make_case([(1, 19), (4, 17), (1, 3)])
     case.batch = replace(case.batch, subsets=[[[0, 3], [4]], [[1, 2], [0, 4]], [[], [0]]])
     check(case)
 
 
 def test_wild_unused_table_entries_are_ignored() -> None:
-    """Entries of a table behind the last token are never looked at."""
+    """Table entries behind the last token are never read."""
     case = make_case([(1, 6)])
     want = paged_attention(case.q, case.pool, case.batch)
     wild = PagedBatch([0, 1], [6], [[*case.batch.tables[0], 10**9, -7]])
@@ -143,7 +143,7 @@ def test_wild_unused_table_entries_are_ignored() -> None:
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
-    """A chunk of several rows gives each row what that row gives alone."""
+    """A row gives the same result in a chunk as alone."""
     case = make_case([(5, 12)])
     whole = paged_attention(case.q, case.pool, case.batch)
     for row in range(5):
@@ -162,7 +162,7 @@ def test_half_precision_pages_are_summed_in_single() -> None:
 
 
 def test_merge_of_parts_is_the_whole() -> None:
-    """Attention over pieces of the keys, merged by log-sum-exp, is attention over all of them; an empty piece has no say."""
+    """Parts merged by log-sum-exp equal attention over all keys; an empty part has no effect."""
     case = make_case([(1, 12)])
     table = case.batch.tables[0]
     whole = paged_attention(case.q, case.pool, case.batch)
@@ -171,7 +171,7 @@ def test_merge_of_parts_is_the_whole() -> None:
         for kv, t in ((8, table[:2]), (0, []), (4, table[2:]))
     ]
     outs = np.stack([p.out for p in parts])
-    outs[1] = np.nan  # what a kernel left there does not matter
+    outs[1] = np.nan  # a kernel's output without keys does not matter
     merged = merge_attention(outs, np.stack([p.lse for p in parts]))
     np.testing.assert_allclose(merged.out, whole.out, atol=1e-12)
     np.testing.assert_allclose(merged.lse, whole.lse, atol=1e-12)

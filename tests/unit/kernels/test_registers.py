@@ -1,4 +1,4 @@
-"""What nvcc's assembler says of registers and spills, and what is made of it; at night, where there is an nvcc, of the kernels as they are."""
+"""The parsing of nvcc's report on registers and spills; nightly, with nvcc, of the kernels themselves."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ptxas info    : Used 32 registers, used 1 barriers
 
 
 def test_what_the_assembler_says_is_read() -> None:
-    """Of each kernel its registers, and what it stores and loads for want of some; what says nothing of kernels is an error, not a kernel without spills."""
+    """The report gives each kernel's registers and spills; a report without kernels is an error."""
     assert parsed(SAID) == {"prefill_f16_f16_96": Taken(168, 8), "decode_plan": Taken(32, 0)}
     with pytest.raises(ValueError, match="tells nothing of registers"):
         parsed(SAID.replace("Used", "Takes"))
 
 
 def test_not_one_byte_is_allowed() -> None:
-    """Decode, prefill and sums of slices spill nothing on any architecture; what only moves pages may."""
+    """Decode, prefill and slice sums must not spill on any architecture; kernels that move pages may."""
     none, some = Taken(64, 0), Taken(64, 4)
     assert spilling({"decode_bf16_bf16_64": none, "copy_rows_16": some}) == []
     for name in ("decode_bf16_bf16_64_mass", "decode_plan", "prefill_f16_f16_96", "slice_sums"):
@@ -42,7 +42,7 @@ def test_not_one_byte_is_allowed() -> None:
 
 
 def test_a_wheel_with_a_kernel_that_spills_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the true sums of slices are given too few registers, the build fails by their name and leaves no fatbin."""
+    """If slice_sums gets too few registers, the build fails by its name and writes no fatbin."""
     unit = next(unit for unit in fatbins.UNITS if unit.name == "hash")
     source = tmp_path / "cuda" / "src" / "hash.cu"
     shutil.copytree(fatbins.SOURCES, tmp_path / "cuda")
@@ -64,7 +64,7 @@ def test_a_wheel_with_a_kernel_that_spills_is_not_built(tmp_path: Path, monkeypa
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("architecture", fatbins.ARCHITECTURES)
 def test_the_kernels_spill_nothing(architecture: int) -> None:
-    """Of every architecture that fatbins are made for."""
+    """No kernel spills on any architecture that fatbins are made for."""
     try:
         found = resources(architecture)
     except MissingTool as error:

@@ -1,4 +1,4 @@
-"""What a captured graph does: the same launches once more, with other lengths, tables and places in the same arrays."""
+"""Replays of a captured graph: the same launches, with other lengths, tables and places in the arrays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Launch = tuple[str, tuple[int, ...], int, bytes]
 
 
 class Graph:
-    """A library that keeps what it is told to launch: kernel, grid, shared bytes, parameters."""
+    """A library that records each launch: kernel, grid, shared bytes, parameters."""
 
     device = "cpu"
 
@@ -32,16 +32,16 @@ class Graph:
         self.launches: list[Launch] = []
 
     def launch(self, kernel: str, grid: Sequence[int], told: Structure, *, shared_bytes: int = 0) -> None:
-        """As Library says."""
+        """See Library."""
         self.launches.append((kernel, tuple(grid), shared_bytes, bytes(told)))
         self._library.launch(kernel, grid, told, shared_bytes=shared_bytes)
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
-        """As Library says."""
+        """See Library."""
         return self._library.resident_blocks(kernel, shared_bytes=shared_bytes)
 
     def replay(self) -> None:
-        """All of it again, and nothing else."""
+        """Repeats all launches, and nothing else."""
         for kernel, grid, shared_bytes, told in self.launches:
             kind = next(kind for name, kind in KINDS.items() if kernel.startswith(name))
             self._library.launch(kernel, grid, kind.from_buffer_copy(told), shared_bytes=shared_bytes)
@@ -55,18 +55,18 @@ KINDS: dict[str, type[Structure]] = {
     "merge": params.Merge,
     "store": params.Store,
 }
-"""Of parameters, by the beginning of a kernel's name; the first that fits."""
+"""The kind of parameters by the beginning of a kernel's name; the first match counts."""
 
 
 def room(case: Case, *, with_mass: bool) -> Attended:
-    """Of poison."""
+    """Outputs of poison."""
     rows, heads, _ = case.q.shape
     mass: Any = allocate((rows, heads, case.device.tables.shape[1]), "float32") if with_mass else None
     return Attended(np.full(case.q.shape, np.nan, case.q.dtype), allocate((rows, heads), "float32"), mass)
 
 
 def poisoned(to: Attended) -> None:
-    """What was there is gone."""
+    """Overwrites the previous results with NaN."""
     arrays: tuple[Any, ...] = (to.out, to.lse, to.mass)
     for array in arrays:
         if array is not None:
@@ -74,7 +74,7 @@ def poisoned(to: Attended) -> None:
 
 
 def told(case: Case, lens: Sequence[int], *, swapped: bool = False) -> None:
-    """Other lengths, and perhaps each other's tables, in the arrays that the kernels were given."""
+    """Writes other lengths, and optionally swapped tables, to the arrays that the kernels were given."""
     case.device.kv_lens[:] = lens
     case.batch = replace(case.batch, kv_lens=list(lens))
     if swapped:
@@ -83,14 +83,14 @@ def told(case: Case, lens: Sequence[int], *, swapped: bool = False) -> None:
 
 
 def decoding(case: Case, graph: Graph, allocated: Any = allocate) -> PagedDecode:
-    """For so many sequences."""
+    """A decode for the case's sequences."""
     n, heads, dim = case.q.shape
     return PagedDecode(graph, DecodeShape(n, heads, case.shape.kv_heads, dim), blocks=3, allocate=allocated)
 
 
 @pytest.mark.parametrize("limits", [{}, {"sinks": 4, "window": 50}, {"chosen": 3}], ids=str)
 def test_decode_replays_with_other_lengths_and_tables(library: Emulated, limits: dict[str, int]) -> None:
-    """Captured at the shortest lengths, it is right at longer ones, at none and with other tables; grids and parameters know no length."""
+    """A decode captured at short lengths is right for longer ones, none, and swapped tables."""
     case, graph = made(Shape(((1, 300), (1, 200)), **limits)), Graph(library)  # type: ignore[arg-type]
     to, decode = room(case, with_mass=True), decoding(case, graph)
     told(case, [17, 1])
@@ -113,7 +113,7 @@ def test_decode_replays_with_other_lengths_and_tables(library: Emulated, limits:
 
 
 def test_what_a_graph_holds_stays(library: Emulated) -> None:
-    """Page masses of larger tables get more memory; what was captured with smaller ones still has its own."""
+    """Masses of larger tables allocate more memory; a captured graph keeps its smaller arrays."""
     made_so_far: list[weakref.ref[Array]] = []
 
     def noted(shape: tuple[int, ...], dtype: str) -> Array:
@@ -135,7 +135,7 @@ def test_what_a_graph_holds_stays(library: Emulated) -> None:
 
 
 def test_prefill_replays_with_other_lengths_and_cuts(library: Emulated) -> None:
-    """So many query tokens, cut among the sequences in another way and behind longer pasts; none has more than the longest that was told."""
+    """A captured prefill is right for other cuts and pasts, up to the longest chunk of the capture."""
     case, graph = made(Shape(((20, 60), (17, 200)), group=3)), Graph(library)
     starts, to = np.array([0, 20, 37], np.int32), room(case, with_mass=False)
 
@@ -159,7 +159,7 @@ def test_prefill_replays_with_other_lengths_and_cuts(library: Emulated) -> None:
 
 
 def test_merge_and_store_replay_with_other_numbers(library: Emulated) -> None:
-    """Other parts, one of which now sees nothing; other slots, some of them nowhere."""
+    """A captured merge and store are right for other parts, one now empty, and other slots, some negative."""
     rng, graph = np.random.default_rng(0), Graph(library)
     outs, lses = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 2, 64), (2, 5, 2)))
     to = Attended(allocate((5, 2, 64), "float32"), allocate((5, 2), "float32"))

@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer and under ThreadSanitizer, which knows only barriers as order between threads."""
+"""The kernels under AddressSanitizer and ThreadSanitizer, which only sees barriers as thread order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.kernels.small_cases import UNITS
 from tools.kernels import MissingTool, build_emulator, sanitized_environment
 
 ORDERS = ("2", "1")
-"""Of threads, the first of which every commit is tried in."""
+"""Orders of threads. Every commit runs the first."""
 SANITIZERS = ("address", "thread")
 QUICK = [(sanitizer, "read", 64) for sanitizer in SANITIZERS]
 """nvcc and g++ compile `read` in seconds. They take half a minute or a minute for each other unit."""
@@ -24,7 +24,7 @@ SLOW = [
     *product(SANITIZERS, ("decode", "prefill"), [256]),
 ]
 LIMIT_S = 1500
-"""Of wall time for what takes up to two minutes of a core: tenfold, since other tests run beside it."""
+"""Wall time: ten times the two minutes that a case takes at most, since other tests run beside it."""
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
@@ -33,7 +33,7 @@ LIMIT_S = 1500
     [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_sanitizers_find_nothing(sanitizer: str, unit: str, head_dim: int) -> None:
-    """In the small cases of a source file no threads race and no address is out of bounds, whichever thread runs first."""
+    """The small cases of a source file have no races and no accesses out of bounds, in any thread order."""
     try:
         built = build_emulator(sanitizer, dims=[head_dim], units=[unit])
     except MissingTool as error:
@@ -44,7 +44,7 @@ def test_sanitizers_find_nothing(sanitizer: str, unit: str, head_dim: int) -> No
 
 
 def sanitized(built: Path, sanitizer: str, *chosen: str) -> subprocess.CompletedProcess[str]:
-    """Those cases, in a process in which the sanitizer was loaded first."""
+    """Runs the cases in a process that loads the sanitizer first."""
     orders = ",".join(ORDERS[: count(test=1, nightly=2, weekly=2)])
     return subprocess.run(
         [sys.executable, "-m", "tests.unit.kernels.small_cases", str(built), *chosen, "--orders", orders],

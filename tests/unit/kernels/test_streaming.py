@@ -1,7 +1,8 @@
-"""Positions within the cache, as StreamingLLM wants them (arXiv 2309.17453, section 3.2), by two calls and a merge.
+"""StreamingLLM's positions within the cache (arXiv 2309.17453, section 3.2) by two calls and a merge.
 
-Keys lie in pages rotated by their positions in the text. The distances within the window are right so; the sinks must be seen as if they stood just before
-it. So each query attends to the window as it is, and to the sinks outside of the window once more, rotated by its position in the cache.
+Keys in pages are rotated by their positions in the text, so distances within the window are right.
+The sinks must appear just before the window. So each query attends to the window, and again to the
+sinks outside it, rotated by its position in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tierd.kernels.paged import merge_parts
 Array = np.ndarray[Any, Any]
 SINKS, WINDOW, PAGE_TOKENS, KV_HEADS, GROUP, DIM = 6, 40, 16, 2, 2, 64
 LENGTHS = (150, 47, 46, 30, 3)
-"""Far beyond sinks and window, one token beyond, just as many, and less: then the cache is the text."""
+"""Far beyond sinks and window, one token beyond, exactly equal, and less: then the cache is the text."""
 
 
 def rotated(x: Array, positions: Array) -> Array:
@@ -35,7 +36,7 @@ def rotated(x: Array, positions: Array) -> Array:
 
 @dataclass
 class Texts:
-    """Keys, values and queries of some texts before any rotation, a list of each; float64. rows: the last tokens of a text have queries."""
+    """Unrotated keys, values and queries, a list of each; float64. rows: last tokens that have queries."""
 
     rows: int
 
@@ -59,7 +60,7 @@ class Texts:
 
 
 def written_out(texts: Texts) -> Array:
-    """Each query by itself: what its cache holds, all of it rotated by its place there."""
+    """Each query alone: its cache, rotated by the places within it."""
     rows = []
     for k, v, q, positions in zip(texts.k, texts.v, texts.q, texts.positions, strict=True):
         for i, position in enumerate(positions):
@@ -76,7 +77,7 @@ Attend = Callable[[Array, PagedBatch], Attended]
 
 
 def streamed(texts: Texts, attend: Attend, merge: Callable[[Array, Array], Attended]) -> Attended:
-    """The two calls. To the sinks each query goes as a sequence of its own: their number is that of the sinks that its window has left behind."""
+    """The two calls. For the sinks each query is a sequence, as long as the sinks outside its window."""
     _, tables = texts.paged()
     starts = np.cumsum([0, *map(len, texts.q)])
     positions = np.concatenate(texts.positions)
@@ -95,7 +96,7 @@ def streamed(texts: Texts, attend: Attend, merge: Callable[[Array, Array], Atten
 
 @pytest.mark.parametrize("rows", [1, 50])
 def test_two_calls_are_the_positions_within_the_cache(rows: int) -> None:
-    """Of a decode and of chunks, with the reference: what the paper's cache gives, to the last bits; one call with the text's positions gives something else."""
+    """Two calls give the paper's cache to the last bits; one call with the text's positions does not."""
     texts = Texts(rows)
     pool, tables = texts.paged()
     got = streamed(texts, lambda q, batch: paged_attention(q, pool, batch), merge_attention)
@@ -108,7 +109,7 @@ def test_two_calls_are_the_positions_within_the_cache(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 50])
 def test_two_calls_of_the_kernels(library: Emulated, rows: int) -> None:
-    """Decode and prefill by the kernels, merged by theirs, give what the reference gives of the same rounded numbers."""
+    """Decode, prefill and merge kernels give the reference's result for the same rounded numbers."""
     texts = Texts(rows)
     pool, kernels = texts.paged()[0].astype(np.float16), KernelAttention(library)
 

@@ -1,4 +1,4 @@
-"""Sums of slices by the kernel's own source, against the xxhash package and the tables that the daemon makes on the host."""
+"""Sums of slices by the kernel's own source, against the xxhash package and the daemon's host tables."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ SEED = int(os.environ.get("SUMS_SEED", "1"))
 
 
 def test_every_length_of_the_short_paths_and_of_two_blocks(library: Emulated) -> None:
-    """From nothing to 2200 bytes, one by one, at changing places."""
+    """Every length from 0 to 2200 bytes gives the right sum, at varying places."""
     check_sums(library, Spans(tuple(range(2201)), offsets=(0, 3, 8, 0, 15)))
 
 
 @pytest.mark.parametrize("offset", range(16))
 def test_slices_at_any_place(library: Emulated, offset: int) -> None:
-    """Wherever a slice begins in a granule of 16 bytes."""
+    """A slice may begin at any offset in a granule of 16 bytes."""
     check_sums(library, Spans(RAGGED, (offset,), seed=offset))
 
 
 @pytest.mark.parametrize("offset", [0, 6], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("length", [128 << 10, 218_454, 256 << 10, MIB - 1, MIB, MIB + 1, MIB + 1089])
 def test_long_slices(library: Emulated, length: int, offset: int) -> None:
-    """The slices of blocks as they are, and beyond the longest of these."""
+    """Slices of real block sizes, and beyond the longest of these, are right."""
     check_sums(library, Spans((length,), (offset,)))
 
 
 @pytest.mark.parametrize("round", range(count(test=5, nightly=100, weekly=500)))
 def test_random_slices(library: Emulated, round: int) -> None:
-    """Any lengths up to twenty blocks at any places; SUMS_SEED runs others."""
+    """Any lengths up to twenty blocks at any places are right; SUMS_SEED selects others."""
     print(f"SUMS_SEED={SEED}")
     rng = np.random.default_rng((SEED, round))
     lengths = np.exp(rng.uniform(0, np.log(20 << 10), 40)).astype(int)
@@ -54,7 +54,7 @@ def test_random_slices(library: Emulated, round: int) -> None:
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize("case", UNITS["hash"], ids=range(len(UNITS["hash"])))
 def test_in_any_order_of_threads(library: Emulated, case: tuple[Any, Any]) -> None:
-    """Whichever thread of a block runs first."""
+    """The result is right whichever thread of a block runs first."""
     check, spans = case
     check(library, spans)
 
@@ -62,17 +62,17 @@ def test_in_any_order_of_threads(library: Emulated, case: tuple[Any, Any]) -> No
 # -- pages
 
 BLOCKS = [(131_072, 2), (20_000, 4), (40_001, 0), (4096, 1), (1, 7), (655_360, 1), (640_000, 2), (20_000, 4)]
-"""Lengths in bytes and layers: slices that begin aligned and others, opaque blocks, and layers that are cut in three."""
+"""Lengths in bytes and layers: aligned slices and others, opaque blocks, and layers cut in three."""
 
 
 def pages_of(blocks: list[tuple[int, int]]) -> tuple[Any, list[int]]:
-    """Bytes of pages of these blocks, one behind the other, and where each begins."""
+    """Bytes of pages of these blocks, one behind the other, and the start of each."""
     starts = np.cumsum([0, *(-(-length // 4096) * 4096 for length, _ in blocks)]).tolist()
     return np.random.default_rng(SEED).integers(0, 256, starts[-1], np.uint8), starts[:-1]
 
 
 def host_tables(pool: Any, starts: list[int]) -> list[list[int]]:
-    """The slice tables that the daemon makes."""
+    """The slice tables that the daemon computes."""
     spans = [
         (pool[start : start + n], slice_lengths(n, layers)) for start, (n, layers) in zip(starts, BLOCKS, strict=True)
     ]
@@ -80,7 +80,7 @@ def host_tables(pool: Any, starts: list[int]) -> list[list[int]]:
 
 
 def test_pages_have_the_tables_of_the_host(library: Emulated) -> None:
-    """Blocks of any length and layers, cut and summed on the device, have the slice tables that the daemon has for the same bytes."""
+    """Blocks of any length and layers, cut and summed on the device, have the daemon's slice tables."""
     pool, starts = pages_of(BLOCKS)
     slices = cut_pages(pool.ctypes.data + np.array(starts, np.uint64), *zip(*BLOCKS, strict=True))
     sums = slice_sums(library, slices.addresses, slices.lengths, np.full(len(slices.lengths), POISON, np.uint64))
@@ -88,14 +88,14 @@ def test_pages_have_the_tables_of_the_host(library: Emulated) -> None:
 
 
 def test_no_pages_have_no_slices() -> None:
-    """Nor tables."""
+    """No pages have no slices and no tables."""
     slices = cut_pages([], [], [])
     assert (len(slices.addresses), len(slices.lengths), slices.tables(np.empty(0, np.uint64))) == (0, 0, [])
 
 
 @on_fake_driver()
 def test_pages_on_a_device() -> None:
-    """The loaded kernel sums what lies in device memory, of blocks at addresses there."""
+    """The loaded kernel sums blocks in device memory."""
     cuda = entered()
     pool, starts = pages_of(BLOCKS)
     there = DeviceArray(cuda, pool)
@@ -106,11 +106,11 @@ def test_pages_on_a_device() -> None:
     assert [table.tolist() for table in slices.tables(out.numpy())] == host_tables(pool, starts)
 
 
-# -- what does not fit
+# -- arguments that do not fit
 
 
 class Nothing:
-    """A library that must not be asked."""
+    """A library that must not be called."""
 
     device = "cpu"
 
@@ -139,13 +139,13 @@ WRONG = {
 
 @pytest.mark.parametrize("told", WRONG)
 def test_an_argument_that_does_not_fit_is_named(told: str) -> None:
-    """Types, shapes and gaps, before a kernel sees an address."""
+    """Wrong types, shapes and gaps are refused before a kernel sees an address."""
     with pytest.raises(InvalidArgument, match=f"^{told}"):
         slice_sums(Nothing(), **(GIVEN | WRONG[told]))
 
 
 def test_host_memory_is_none_for_a_device() -> None:
-    """A kernel of a GPU does not take arrays of the host."""
+    """A kernel of a GPU refuses arrays of the host."""
 
     class Elsewhere(Nothing):
         device = "cuda:0"

@@ -1,4 +1,4 @@
-"""Processes that want the emulator at one time: one compiles it, and nobody waits for ever."""
+"""Processes that build the emulator at the same time: one compiles it, and waits are bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.kernels import CompilerError, build_emulator
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """What was compiled; compiling is an empty file."""
+    """The compiled libraries; compiling creates an empty file."""
     found = list[Path]()
     monkeypatch.setattr(kernels, "find_headers", lambda: tmp_path)
     monkeypatch.setattr(kernels.shutil, "which", lambda name: name)
@@ -22,13 +22,13 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_it_is_compiled_once(made: list[Path], tmp_path: Path) -> None:
-    """Whoever comes when it is there takes it."""
+    """A later caller uses the existing library."""
     assert build_emulator(into=tmp_path) == build_emulator(into=tmp_path)
     assert len(made) == 1
 
 
 def test_another_that_does_not_end_is_named(made: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for longer than a compiler may take is told what to end."""
+    """A process that waits longer than a compiler may take gets an error that names the process to end."""
     library = build_emulator(into=tmp_path)
     monkeypatch.setattr(kernels, "LIMIT_S", 0)
     with open(library.with_suffix(".lock"), "wb") as turn:

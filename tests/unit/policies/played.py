@@ -1,4 +1,4 @@
-"""A cache of a few blocks under a policy, and under a plain program that does the same."""
+"""A small cache under a policy, and under an equivalent plain program."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ ACCESSES = 300
 
 
 def drawn(seed: int) -> list[int]:
-    """Accesses to blocks by number, some much more often than others; what is popular changes half way."""
+    """Accesses to blocks by number with skewed popularity, which changes half way."""
     chooser = random.Random(seed)
     ranks = [int(BLOCKS * chooser.random() ** 3) for _ in range(ACCESSES)]
     return [rank if at < ACCESSES // 2 else BLOCKS - 1 - rank for at, rank in enumerate(ranks)]
 
 
 accesses = st.integers(0, 1 << 32).map(drawn)
-"""Long enough that every list of a policy fills and turns over: short ones, which Hypothesis prefers, show little."""
+"""Long enough that every list of a policy fills and turns over. Hypothesis' short sequences show
+little."""
 
 
 class Plain(Protocol):
-    """A paper's pseudocode; the cache asks who leaves before it says who comes."""
+    """A paper's pseudocode. The cache asks for a victim before it inserts a block."""
 
     def hit(self, block: int) -> None: ...
 
@@ -40,7 +41,7 @@ class Plain(Protocol):
 
 
 def plain_evictions(policy: Plain, sequence: list[int], capacity: int) -> list[int]:
-    """What leaves, in order, when a cache of this size sees the sequence."""
+    """The evictions, in order, of a cache of this size over the sequence."""
     held: set[int] = set()
     left = []
     for block in sequence:
@@ -56,10 +57,10 @@ def plain_evictions(policy: Plain, sequence: list[int], capacity: int) -> list[i
 
 
 class Ours:
-    """One of ours, with the same face. Time is the number of the access."""
+    """One of tierd's policies with the same interface. Time is the number of the access."""
 
     def __init__(self, name: str, positions: int = 1) -> None:
-        """positions: block n is the one after n % positions others, which nobody has."""
+        """positions: block n follows n % positions blocks that no cache holds."""
         self.blocks = Blocks()
         add(self.blocks, [(number,) * (1 + number % positions) for number in range(BLOCKS)])
         self.policy = {**EVICTION, **RIVALS}[name](self.blocks)

@@ -1,4 +1,4 @@
-"""What each admission policy does beyond the contract, and how the threshold follows the budget."""
+"""Each admission policy beyond the contract, and the threshold that follows the budget."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def spec(name: str = "learned", *, rate: float = 0.0, burst_s: float = 3600.0) -
 
 
 def verdicts(name: str, blocks: Blocks, uses: int) -> list[int]:
-    """Of a chain of three that was used so often."""
+    """The verdicts on a chain of three blocks after `uses` uses."""
     policy, ids = ADMISSION[name](spec(name), blocks, None), chain(blocks, 1, 3)
-    policy.touch(ids, 0.0)  # it came
+    policy.touch(ids, 0.0)  # the blocks come
     for now in range(1, uses):
         used(policy, blocks, ids, float(now))
     return policy.admit(ids, sizes(ids), 50.0).tolist()
@@ -37,14 +37,14 @@ def verdicts(name: str, blocks: Blocks, uses: int) -> list[int]:
 
 @pytest.mark.parametrize(("name", "uses"), [("all", 1), ("learned", 1), ("second-touch", 2), ("tinylfu", 2)])
 def test_how_many_uses_make_a_write(name: str, uses: int) -> None:
-    """all and learned (of which nobody says what is unlikely) write at the first use, the usual filters at the second."""
+    """`all` and `learned` without a learner write at the first use, the usual filters at the second."""
     assert verdicts(name, Blocks(), uses) == [Verdict.WRITE] * 3
     if uses > 1:
         assert verdicts(name, Blocks(), uses - 1) == [Verdict.UNLIKELY] * 3
 
 
 def test_second_touch_remembers_whom_it_declined() -> None:
-    """A block that was declined, left and came again is written; one that never came before is not."""
+    """A declined block that leaves and returns is written; a new block is not."""
     blocks = Blocks()
     policy, ids = ADMISSION["second-touch"](spec(), blocks, None), chain(blocks, 1, 3)
     assert policy.admit(ids, sizes(ids), 1.0).tolist() == [Verdict.UNLIKELY] * 3
@@ -56,7 +56,7 @@ def test_second_touch_remembers_whom_it_declined() -> None:
 
 
 def test_tinylfu_forgets_what_is_no_longer_used() -> None:
-    """After as many uses of other blocks as make two samples, two uses of long ago are no reason to write."""
+    """After two samples of other uses, two old uses no longer cause a write."""
     blocks = Blocks()
     policy, ids = ADMISSION["tinylfu"](spec(), blocks, None), chain(blocks, 1, 3)
     for now in (0.0, 1.0, 2.0):
@@ -69,11 +69,11 @@ def test_tinylfu_forgets_what_is_no_longer_used() -> None:
 
 
 ROUND = 400
-"""Blocks of SIZE bytes that come up at once: more than a small tier of the tests below holds."""
+"""Blocks of SIZE bytes per turn: more than the small tier of the tests below holds."""
 
 
 def rounds(policy: Learned, blocks: Blocks, *, turns: int, used_share: float, first: int = 1) -> list[int]:
-    """Offers ROUND new blocks a turn, and uses a share of them again; how many were to be written in each turn."""
+    """Offers ROUND new blocks a turn and uses a share of them again. Returns the writes of each turn."""
     written = []
     for turn in range(turns):
         ids = known(blocks, list(range(first + turn * ROUND, first + (turn + 1) * ROUND)))
@@ -84,19 +84,19 @@ def rounds(policy: Learned, blocks: Blocks, *, turns: int, used_share: float, fi
 
 
 def small_learned(blocks: Blocks, chance: float) -> Learned:
-    """Over a tier of half of ROUND blocks; the learner gives each block this chance."""
+    """A policy over a tier of half of ROUND blocks. The learner gives each block this chance."""
     small = TierSpec(TierKind.NVME, 0, ROUND // 2 * SIZE, SIZE, admission="learned")
     return Learned(small, blocks, lambda ids, now: np.full(len(ids), chance))
 
 
 def test_the_floor_stands_while_few_below_it_are_used_again() -> None:
-    """Blocks below the floor are written until a tier of them has come up and few were used again; then none is."""
+    """Blocks below the floor are written until a tier of them shows few uses; then none is."""
     blocks = Blocks()
     assert rounds(small_learned(blocks, 0.99 * FLOOR), blocks, turns=4, used_share=0.1) == [ROUND, 0, 0, 0]
 
 
 def test_the_floor_falls_when_more_below_it_are_used_again_than_the_learner_says() -> None:
-    """Blocks that the learner gives little chance are written while more than the floor's share are used again."""
+    """Blocks of little chance are written while more of them than the floor's share are used again."""
     blocks = Blocks()
     policy = small_learned(blocks, 0.99 * FLOOR)
     assert rounds(policy, blocks, turns=4, used_share=0.3) == [ROUND] * 4
@@ -105,14 +105,14 @@ def test_the_floor_falls_when_more_below_it_are_used_again_than_the_learner_says
 
 
 def test_blocks_at_the_floor_are_written_whether_it_stands_or_not() -> None:
-    """A chance of FLOOR is enough, and blocks at it are no evidence."""
+    """A chance of FLOOR is enough for a write, and such blocks are no evidence."""
     blocks = Blocks()
     assert rounds(small_learned(blocks, FLOOR), blocks, turns=4, used_share=0.0) == [ROUND] * 4
 
 
 @pytest.mark.parametrize("used_share", [0.1, 0.3])
 def test_a_sample_of_a_large_tier_tells_as_well(used_share: float) -> None:
-    """Of many more blocks than are remembered the floor sees the share that is used again, and remembers no more."""
+    """From a bounded sample of a large tier, the floor measures the share of blocks used again."""
     floor, rng, step = Floor(FLOOR, 20 * SAMPLED * SIZE), np.random.default_rng(SEED), SAMPLED
     for _ in range(count(test=50, nightly=400, weekly=400)):
         names = rng.integers(0, 1 << 63, step, np.uint64)
@@ -123,7 +123,7 @@ def test_a_sample_of_a_large_tier_tells_as_well(used_share: float) -> None:
 
 
 def demand(chance: Chance | None, *, rate: float, per_s: int, span_s: int, step_s: int = 5) -> tuple[int, list[int]]:
-    """Asks about `per_s` new blocks a second for a while; bytes written, and the numbers of the blocks that were."""
+    """Offers about `per_s` new blocks a second. Returns the written bytes and block numbers."""
     blocks, written, numbers = Blocks(), 0, []
     policy = Learned(spec(rate=rate), blocks, chance)
     policy.touch(NOBODY, 0.0)
@@ -144,7 +144,7 @@ def random_chance(blocks_seed: int = SEED) -> Chance:
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
 def test_what_is_written_meets_the_budget(share: float) -> None:
-    """Of a stream of random chances just what the budget affords is written, for a budget of a part of the demand, to 5 %."""
+    """Of random chances the policy writes within 5 % of the budget and never above it."""
     per_s, span_s = 20, 3600 * count(test=1, nightly=8, weekly=24)
     rate = share * per_s * SIZE
     written, _ = demand(random_chance(), rate=rate, per_s=per_s, span_s=span_s)
@@ -153,7 +153,7 @@ def test_what_is_written_meets_the_budget(share: float) -> None:
 
 
 def test_it_is_the_best_that_is_written() -> None:
-    """With a budget for three in ten, the least chance that passed is near the seventh decile, and the mean near that of the best three tenths."""
+    """With a budget for three in ten, the mean written chance is near that of the best three tenths."""
     passed: list[float] = []
     rng = np.random.default_rng(SEED)
     drawn: dict[int, float] = {}
@@ -171,13 +171,13 @@ def test_it_is_the_best_that_is_written() -> None:
 
 
 def test_a_budget_above_the_demand_lets_everything_through() -> None:
-    """Once something is saved, nothing above the floor is declined when the refill is twice the demand."""
+    """If the refill is twice the demand, no block above the floor is declined."""
     written, _ = demand(random_chance(), rate=2.0 * 20 * SIZE, per_s=20, span_s=1800)
     assert written >= 0.98 * 20 * 1795 * SIZE
 
 
 def test_the_price_of_a_write_is_the_least_chance_that_passed() -> None:
-    """Of even chances and a budget for three tenths it is near 0.7; it is 0.0 with no budget, and where the budget covers all."""
+    """Uniform chances and a budget for 0.3 give a price near 0.7. No budget, or one for all, gives 0.0."""
     for share, price in ((0.3, 0.7), (0.0, 0.0), (3.0, 0.0)):
         rng, blocks = np.random.default_rng(SEED), Blocks()
         policy = Learned(spec(rate=share * 20 * SIZE), blocks, lambda ids, now, rng=rng: rng.random(len(ids)))
@@ -191,7 +191,7 @@ def test_the_price_of_a_write_is_the_least_chance_that_passed() -> None:
 
 
 def test_a_demand_that_grows_tenfold_is_met_at_once() -> None:
-    """When ten times as much is asked for from one moment on, what is written stays within the budget and is still the better part."""
+    """After a tenfold jump in demand, writes stay within the budget and are the better part."""
     rng, blocks = np.random.default_rng(SEED), Blocks()
     values: np.ndarray = np.zeros(0)
     policy = Learned(spec(rate=10.0 * SIZE), blocks, lambda ids, now: values[: len(ids)])
@@ -210,13 +210,13 @@ def test_a_demand_that_grows_tenfold_is_met_at_once() -> None:
 
 
 def test_no_tail_is_written_without_its_head() -> None:
-    """Where all chances are the same and the budget covers half, what is written of a chain is a run from its first block on."""
+    """With equal chances and half a budget, the written part of a chain begins at its first block."""
     blocks, gaps, some = Blocks(), 0, 0
     policy = Learned(spec(rate=20.0 * SIZE), blocks)
     policy.touch(NOBODY, 0.0)
     for now in range(1, 601):
         ids, yes = chain(blocks, 1 + 100 * now, 40), []
-        for part in (ids[:24], ids[24:]):  # as demotion asks: some at a time, last first
+        for part in (ids[:24], ids[24:]):  # like demotion: in parts, the last block first
             yes += (policy.admit(part, sizes(part), float(now)) == Verdict.WRITE).tolist()
             policy.wrote(sum(yes[-len(part) :]) * SIZE, float(now))
         some += int(any(yes))
@@ -227,7 +227,7 @@ def test_no_tail_is_written_without_its_head() -> None:
 
 
 def test_namespaces_that_passed_are_forgotten() -> None:
-    """What is remembered of namespaces is bounded."""
+    """The memory of namespaces is bounded."""
     blocks = Blocks()
     tails = Tails(blocks)
     ids = known(blocks, list(range(1, 2001)))
@@ -238,7 +238,7 @@ def test_namespaces_that_passed_are_forgotten() -> None:
 
 
 def test_a_chain_that_cannot_be_paid_whole_is_written_from_its_head() -> None:
-    """With a level of ten blocks the first ten of a chain of forty are written, though its tail is asked about first; and then nothing is saved for the rest."""
+    """A budget of ten blocks writes the first ten of forty, though the tail is asked about first."""
     blocks = Blocks()
     policy = Learned(spec(rate=1.0 * SIZE), blocks)
     policy.touch(NOBODY, 0.0)
@@ -252,7 +252,7 @@ def test_a_chain_that_cannot_be_paid_whole_is_written_from_its_head() -> None:
 
 
 def test_what_a_store_has_need_not_be_paid_again() -> None:
-    """The tail of a chain of which the store has the head is written when only the tail can be paid."""
+    """If the store has the head of a chain, only the tail must fit the budget."""
     blocks = Blocks()
     policy = Learned(spec(rate=1.0 * SIZE), blocks)
     policy.touch(NOBODY, 0.0)
@@ -262,14 +262,14 @@ def test_what_a_store_has_need_not_be_paid_again() -> None:
 
 
 def under_budget(blocks: Blocks, ids: np.ndarray, *, paid: int) -> Learned:
-    """A policy under a budget that can pay so many blocks at time 1."""
+    """A policy that can pay `paid` blocks at time 1."""
     policy = Learned(spec(rate=float(paid * SIZE)), blocks, None)
     policy.touch(ids, 0.0)
     return policy
 
 
 def test_parents_that_go_round_are_paid_once() -> None:
-    """What clients say are parents may be a circle: each block of it is before the others, and is paid once."""
+    """In a cycle of parents each block precedes the others and is paid once."""
     blocks = Blocks()
     ids = known(blocks, [1, 2], parents=[2, 1])
     assert under_budget(blocks, ids, paid=2).admit(ids, sizes(ids), 1.0).tolist() == [Verdict.WRITE] * 2
@@ -277,7 +277,7 @@ def test_parents_that_go_round_are_paid_once() -> None:
 
 
 def test_a_bill_is_of_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tail with more blocks before it than are counted up waits for its head, which is written when it is asked about."""
+    """A tail with more than BEFORE_LIMIT blocks before it waits; its head is written when asked about."""
     monkeypatch.setattr(learned, "BEFORE_LIMIT", 16)
     blocks = Blocks()
     ids = chain(blocks, 1, 40)
@@ -287,7 +287,7 @@ def test_a_bill_is_of_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_chain_that_cannot_be_paid_is_walked_once() -> None:
-    """The verdicts on many blocks at the end of a long chain take no more than some times as long as that on one."""
+    """Verdicts on 200 blocks at the end of a long chain take under 20 times as long as on one."""
     blocks = Blocks()
     ids, took_s = chain(blocks, 1, 20_000), []
     for asked in (ids[:1], ids[:200]):

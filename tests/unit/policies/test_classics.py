@@ -1,4 +1,5 @@
-"""Policies of queues against the pseudocode of their papers, line by line, with the differences that their docstrings name."""
+"""Queue policies against the pseudocode of their papers, except for the differences in their
+docstrings."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tierd.policies.eviction.sketch import MOST, SAMPLE_PER_COUNTER, Sketch
 
 
 class PlainTwoQueue:
-    """2Q, full version: Kin = c / 4, Kout = c / 2. Lists have their fronts at the end."""
+    """2Q, full version: Kin = c / 4, Kout = c / 2. The front of a list is at its end."""
 
     def __init__(self, capacity: int) -> None:
         self.k_in, self.k_out = capacity // 4, capacity // 2
@@ -145,7 +146,7 @@ class PlainSieve:
 
 
 class PlainTinyLfu:
-    """W-TinyLFU with exact counts; a candidate waits until somebody comes."""
+    """W-TinyLFU with exact counts. A candidate waits until the next block comes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.window_size = capacity, max(1, capacity // 100)
@@ -172,7 +173,7 @@ class PlainTinyLfu:
             self.probation.append(self.protected.pop(0))
 
     def total(self) -> int:
-        """The most blocks that were ever here."""
+        """The greatest number of blocks at any time so far."""
         here = len(self.window + self.waiting + self.probation + self.protected)
         self.most = max(getattr(self, "most", 0), here)
         return self.most
@@ -209,7 +210,7 @@ CLASSICS = {"2q": PlainTwoQueue, "arc": PlainArc, "s3-fifo": PlainS3Fifo, "sieve
 @given(sequence=accesses, capacity=st.integers(1, 24))
 @settings(deadline=None, max_examples=8)
 def test_a_policy_is_the_pseudocode_of_its_paper(name, sequence, capacity):
-    """Evictions equal those of the paper's algorithm written down with lists."""
+    """A policy's evictions equal those of the paper's algorithm on plain lists."""
     model: Plain = CLASSICS[name](capacity)
     assert plain_evictions(Ours(name), sequence, capacity) == plain_evictions(model, sequence, capacity)
 
@@ -217,14 +218,15 @@ def test_a_policy_is_the_pseudocode_of_its_paper(name, sequence, capacity):
 @given(sequence=accesses.map(lambda blocks: [block % 16 for block in blocks]), capacity=st.integers(2, 12))
 @settings(deadline=None, max_examples=8)
 def test_w_tinylfu_is_the_pseudocode_of_its_paper(sequence, capacity):
-    """Evictions equal those of W-TinyLFU with exact counts, while the sketch has neither aged nor met two names in all four counters."""
+    """Evictions equal those of W-TinyLFU with exact counts, while the sketch neither ages nor collides."""
     ours, model = Ours("w-tinylfu"), PlainTinyLfu(capacity)
     ours.policy._sketch.widen(1 << 14)
     assert plain_evictions(ours, sequence, capacity) == plain_evictions(model, sequence, capacity)
 
 
 def test_a_sketch_counts_and_forgets():
-    """It tells a name's count to within what others add to all four counters, and halves it after a sample's worth of uses."""
+    """A sketch counts a name up to collisions in all four counters, and halves counts after a sample of
+    uses."""
     sketch = Sketch()
     sketch.widen(1024)
     keys = np.random.default_rng(1).integers(0, 1 << 63, 1000, dtype=np.uint64)
@@ -243,7 +245,7 @@ def test_a_sketch_counts_and_forgets():
 
 
 def test_a_sketch_that_widens_keeps_its_counts():
-    """When more blocks come every name's count is what it was; and what was halved in this pass is not halved again."""
+    """A wider sketch keeps every name's count, and halves no counter twice in a pass."""
     sketch, keys = Sketch(), np.random.default_rng(1).integers(0, 1 << 63, 40, dtype=np.uint64)
     for _ in range(3):
         sketch.add(keys)

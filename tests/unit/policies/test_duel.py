@@ -1,4 +1,4 @@
-"""By worth or by LRU: who decides, who waits, and what that costs."""
+"""The duel of the order by worth and LRU: its decision, its window and its cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES, PLACES = 64, 16
 
 
 def duel(blocks: Blocks, *, kind: TierKind = TierKind.HOST, by_worth: bool) -> Duel:
-    """One in which who decides is settled."""
+    """A duel with a fixed decision."""
     policy = Duel(blocks, Traffic(blocks), kind)
     policy._shadows.leads = by_worth
     return policy
@@ -33,7 +33,7 @@ def ids(*blocks: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(count(test=6, nightly=100, weekly=1_000)))
 def test_durable_blocks_stay_on_a_store_as_long_as_under_lru(seed: int) -> None:
-    """While the order by worth decides, a block that is durable leaves a store no sooner than LRU would drop it, whatever the others are worth."""
+    """Under the order by worth, a store evicts a durable block no sooner than LRU."""
     dice, blocks = np.random.default_rng(seed), numbered(NAMES)
     blocks.durable[:NAMES] = dice.random(NAMES) < dice.choice([0.2, 0.8])
     policy, plain, here, there = duel(blocks, kind=TierKind.NVME, by_worth=True), Lru(blocks), set[int](), set[int]()
@@ -64,7 +64,7 @@ def test_durable_blocks_stay_on_a_store_as_long_as_under_lru(seed: int) -> None:
 def test_each_block_waits_or_is_in_the_order_by_worth(
     seed: int, kind: TierKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After any calls the duel has each block in exactly one place: the window, the durable queue or the order by worth."""
+    """Every block is in exactly one place: the window, the durable queue or the order by worth."""
     monkeypatch.setattr("tierd.policies.eviction.duel.WINDOW_SHARE", 1 / 8)
     dice, blocks, here = np.random.default_rng(seed), numbered(600), np.zeros(600, bool)
     policy = duel(blocks, kind=kind, by_worth=bool(seed % 2))
@@ -89,12 +89,12 @@ def test_each_block_waits_or_is_in_the_order_by_worth(
 
 
 def test_the_newest_are_the_last_to_leave() -> None:
-    """Blocks worth nothing stay while they are in the window, the last 256th. They leave first once others follow."""
+    """Worthless blocks stay while they are in the window, the last 256th, and are evicted first after it."""
     blocks = Blocks()
     known = add(blocks, [(number,) for number in range(600)])
     policy = duel(blocks, by_worth=True)
     blocks.group[known], window = 8, int(WINDOW_SHARE * 500)
-    blocks.group[known[500 - window : 500]] = 1  # of the group that is worth nothing
+    blocks.group[known[500 - window : 500]] = 1  # the group of worth 0
     policy.track(known[:500], 0.0)
     free = np.zeros(600, bool)
     assert set(policy.victims(500, free)[-window:].tolist()) == set(known[500 - window : 500].tolist())  # type: ignore[index]
@@ -103,7 +103,7 @@ def test_the_newest_are_the_last_to_leave() -> None:
 
 
 def test_shadows_stay_small_and_no_seed_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the tier, the sample is bounded; it is the same names whatever the keys, and so is what is found."""
+    """The sample is bounded for any tier size, and does not depend on the seed of the keys."""
     monkeypatch.setattr(shadows, "SAMPLED", 64)
     seen = []
     for seed in (1, 2):
@@ -126,7 +126,7 @@ def test_shadows_stay_small_and_no_seed_changes_them(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("by_worth", [False, True])
 def test_victims_cost_what_they_are_and_not_what_there_is(by_worth: bool) -> None:
-    """A choice of 64 in a tier of a hundred thousand takes no more than a few times that in one of a few thousand, with the newest and the pinned in the way."""
+    """64 victims of 100,000 blocks cost a few times those of 4,000, with new and pinned blocks in the way."""
     took_us = []
     for size in (4_000, 100_000):
         blocks, known = Blocks(), np.arange(size)

@@ -1,4 +1,4 @@
-"""Policies that keep some blocks longer for what they are: shared prefixes, and what attention goes to."""
+"""Policies that keep some blocks longer: shared prefixes, and blocks with much attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierd.policies.eviction.prefix_separation import SHARED, PrefixSeparation
 
 
 class PlainRounds:
-    """LRU in which a block comes back to the front for each credit; the first blocks of sequences have three."""
+    """LRU in which a block returns to the front once per credit. First blocks of sequences have three."""
 
     def __init__(self, *, positions: int) -> None:
         self.queue: list[list[int]] = []
@@ -60,7 +60,7 @@ class Requests:
         self.now = 0.0
 
     def use(self, path: Path, *, last_tokens: int = TOKENS) -> int:
-        """How many blocks of it were there."""
+        """The number of hits of this sequence."""
         self.now += 1
         chain = [path[: depth + 1] for depth in range(len(path))]
         found = [self.held[p] for p in chain if p in self.held]
@@ -88,7 +88,7 @@ class Requests:
 
 
 def flood(cache: Requests, turn: int, sequences: int) -> None:
-    """Conversations of three blocks that nobody continues."""
+    """Conversations of three blocks that no request continues."""
     for number in range(sequences):
         cache.use((1000 * turn + number,) * 3)
 
@@ -100,13 +100,13 @@ SYSTEM = (1, 2, 3, 4)
 @given(sequence=accesses, capacity=st.integers(1, 24))
 @settings(deadline=None, max_examples=8)
 def test_prefix_separation_without_shared_prefixes_is_lru(sequence, capacity):
-    """Evictions equal those of LRU while no block is followed by two."""
+    """Evictions equal those of LRU while no block has two children."""
     ours = plain_evictions(Ours("prefix-separation"), sequence, capacity)
     assert ours == plain_evictions(PlainLru(), sequence, capacity)
 
 
 def test_a_shared_prefix_gets_a_reserve_when_it_is_missed():
-    """It leaves in a first flood of others; once it came back, the next flood passes it over."""
+    """A first flood evicts the prefix. After its miss, the next flood does not."""
     cache = Requests(PrefixSeparation, capacity=40)
     for tail in (10, 11):
         cache.use((*SYSTEM, tail, tail))
@@ -117,7 +117,7 @@ def test_a_shared_prefix_gets_a_reserve_when_it_is_missed():
 
 
 def test_a_reserve_that_tails_ask_for_shrinks():
-    """When tails come back instead, the reserve goes to nothing and the prefix leaves again."""
+    """If tails return instead, the reserve shrinks to nothing and the prefix is evicted again."""
     cache = Requests(PrefixSeparation, capacity=40)
     for tail in (10, 11):
         cache.use((*SYSTEM, tail, tail))
@@ -129,7 +129,7 @@ def test_a_reserve_that_tails_ask_for_shrinks():
 
 
 def test_a_conversation_that_goes_on_shares_nothing():
-    """A short last block that a full one replaces, and blocks after it, make no block shared."""
+    """A full block in place of a short last one, and blocks after it, make no block shared."""
     cache = Requests(PrefixSeparation, capacity=40)
     cache.use((5, 6, 70), last_tokens=TOKENS // 2)
     cache.use((5, 6, 7, 80), last_tokens=TOKENS // 2)
@@ -142,13 +142,13 @@ def test_a_conversation_that_goes_on_shares_nothing():
 @given(sequence=accesses, capacity=st.integers(1, 24))
 @settings(deadline=None, max_examples=8)
 def test_attention_without_reports_is_lru_in_rounds(sequence, capacity):
-    """Evictions equal those of LRU in which the first blocks of sequences are passed three times."""
+    """Evictions equal those of LRU that skips the first blocks of sequences three times."""
     ours = plain_evictions(Ours("attention", positions=2), sequence, capacity)
     assert ours == plain_evictions(PlainRounds(positions=2), sequence, capacity)
 
 
 def attended(mass: dict[int, float], *, now: float = 1.0) -> tuple[Attention, list[int]]:
-    """Six blocks of one chain, the first of which is a sink, after such a report."""
+    """Six blocks of one chain, the first of which is a sink, after a report of `mass`."""
     blocks = Blocks()
     ids = add(blocks, [(1,) * depth for depth in range(1, 7)])
     policy = Attention(blocks)
@@ -160,7 +160,7 @@ def attended(mass: dict[int, float], *, now: float = 1.0) -> tuple[Attention, li
 
 
 def test_heavy_hitters_stay_with_what_precedes_them():
-    """A block with most of the attention, and its prefix, leave after all that follow it."""
+    """A block with most of the attention and its prefix are evicted after all later blocks."""
     policy, ids = attended({1: 1, 2: 1, 3: 16, 4: 1, 5: 1})
     assert policy.victims(6, np.zeros(16, bool)).tolist() == [ids[5], ids[4], ids[3], ids[2], ids[1], ids[0]]
     policy.track(np.array(add(policy._blocks, [(2,), (2, 2), (2, 3)])[1:]), 2.0)
@@ -169,7 +169,7 @@ def test_heavy_hitters_stay_with_what_precedes_them():
 
 
 def test_attention_decays():
-    """What was heavy long ago is as light as the rest when it is used next."""
+    """An old heavy hitter counts as light at its next use."""
     policy, ids = attended(dict.fromkeys(range(6), 8.0))
     old = ids[5]
     blocks = policy._blocks

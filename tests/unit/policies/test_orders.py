@@ -1,4 +1,4 @@
-"""Each eviction policy against the plainest program that does the same."""
+"""Each eviction policy against the plainest equivalent program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ accesses = st.lists(st.integers(0, 15), min_size=1, max_size=300)
 
 
 def evictions(policy: Lru | AgedLfu, sequence: list[int], capacity: int) -> list[int]:
-    """What leaves, in order, when a cache of this size sees the sequence."""
+    """The evictions, in order, of a cache of this size over the sequence."""
     held: set[int] = set()
     left = []
     for now, block in enumerate(sequence):
@@ -52,7 +52,7 @@ def plain_lru(sequence: list[int], capacity: int) -> list[int]:
 
 
 def plain_aged_lfu(sequence: list[int], capacity: int) -> list[int]:
-    """The pseudocode of the paper: K = F + L, L := K of the block that was evicted."""
+    """The pseudocode of the paper: K = F + L, L := K of the evicted block."""
     uses: dict[int, int] = {}
     keys: dict[int, tuple[int, int]] = {}
     left, age = [], 0
@@ -80,7 +80,7 @@ def test_lfu_is_the_pseudocode_of_its_paper(sequence, capacity):
 
 
 def test_ageing_lets_go_of_past_fame():
-    """A block used a hundred times long ago leaves once the evictions since outnumber its uses."""
+    """A block with a hundred old uses is evicted once later evictions outnumber its uses."""
     policy = AgedLfu(Blocks())
     policy.track(np.array([0]), 0.0)
     for now in range(100):
@@ -90,7 +90,7 @@ def test_ageing_lets_go_of_past_fame():
 
 
 def evictions_from(policy: AgedLfu, fresh: range) -> list[int]:
-    """Fresh blocks come one by one, each used twice, into a cache of two."""
+    """Adds fresh blocks one by one, each used twice, to a cache of two."""
     left, pinned = [], np.zeros(fresh.stop, dtype=bool)
     for block in fresh:
         policy.track(np.array([block]), 0.0)
@@ -104,7 +104,7 @@ def evictions_from(policy: AgedLfu, fresh: range) -> list[int]:
 
 
 def test_dropping_a_hot_block_does_not_age_the_rest():
-    """When an operator drops the most used block, a block that comes next still counts as new."""
+    """After an operator drops the most used block, the next block still counts as new."""
     policy = AgedLfu(Blocks())
     policy.track(np.array([0, 1, 2]), 0.0)
     for now in range(50):
@@ -118,7 +118,7 @@ def test_dropping_a_hot_block_does_not_age_the_rest():
 
 
 def test_a_log_of_uses_stays_in_proportion_to_its_blocks():
-    """A hundred thousand uses of a hundred blocks do not make the log longer than a few hundred entries."""
+    """A hundred thousand uses of a hundred blocks keep the log at most 512 entries long."""
     stamps = np.zeros(100, dtype=np.int64)
     order, chooser = UseOrder(), random.Random(1)
     for i in range(10_000):
@@ -132,7 +132,7 @@ def test_a_log_of_uses_stays_in_proportion_to_its_blocks():
 
 
 def test_pieces_of_a_log_are_packed_and_joined_without_a_change_of_order(monkeypatch: pytest.MonkeyPatch):
-    """In pieces of 32 entries: whatever was used and forgotten, the oldest are those whose last use is oldest, and what is dead is dropped."""
+    """In pieces of 32 entries `victims` keeps the order of last use, and dead entries are dropped."""
     monkeypatch.setattr(order_module, "PIECE_ENTRIES", 32)
     monkeypatch.setattr(order_module, "FIRST_ENTRIES", 8)
     policy, chooser, last = Lru(Blocks()), random.Random(5), dict[int, tuple[int, bool, int]]()

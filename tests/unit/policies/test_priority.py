@@ -1,4 +1,4 @@
-"""Priority against the plainest program that does the same: a sort by level and last use."""
+"""Priority against the plainest equivalent program: a sort by level and last use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tierd.policies.eviction.retention import Ends
 
 BLOCKS = 24
 UNIX_S = 1_700_000_000.5
-"""So that a `now` taken for Unix time shows."""
+"""An offset that reveals a `now` in place of Unix time."""
 NONE_PINNED = np.zeros(BLOCKS, bool)
 
 
 @dataclass
 class Plain:
-    """What is tracked: its last use, by number. said: of every block, its priority and when that runs out."""
+    """Tracked blocks with the number of their last use. said: each block's priority and its end."""
 
     uses: dict[int, int] = field(default_factory=dict)
     said: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Plain:
 
 
 class Played:
-    """The policy and the plain program, told the same."""
+    """The policy and the plain program under the same calls."""
 
     def __init__(self) -> None:
         self.blocks, self.plain, self.now = numbered(BLOCKS), Plain(), 0.0
@@ -60,7 +60,7 @@ class Played:
         self.plain.use([*held, *new])
 
     def say(self, blocks: list[int], priority: int, retention_s: int) -> None:
-        """Of what is not tracked, as if it were put; of what is, as if it were put again."""
+        """Sets priorities: untracked blocks as in a first put, tracked ones as in another put."""
         time_s = UNIX_S + self.now
         words = said_by(np.array([priority], np.uint8), np.array([retention_s], np.uint32), time_s=time_s)
         new = np.array([b for b in blocks if b not in self.plain.uses], np.int64)
@@ -96,7 +96,7 @@ events = st.one_of(
 
 @given(st.lists(events, min_size=20, max_size=60))
 def test_the_order_is_a_sort_by_level_and_last_use(history: list[tuple]) -> None:
-    """Whatever is used, said, forgotten and waited for: at every moment the lowest level comes first, and in it what was used longest ago."""
+    """After any calls and waits, the lowest level comes first, in it the least recently used block."""
     played = Played()
     for verb, *what in history:
         if verb == "wait":
@@ -108,7 +108,7 @@ def test_the_order_is_a_sort_by_level_and_last_use(history: list[tuple]) -> None
 
 
 def test_what_was_said_holds_for_its_time_and_no_longer() -> None:
-    """A retained block is last until its second has come, then in its place by its last use, before what was used after it."""
+    """A retained block is last until its end, then takes the place of its last use."""
     played = Played()
     played.say([3], 90, 10)
     played.use([1, 3, 2])
@@ -121,7 +121,7 @@ def test_what_was_said_holds_for_its_time_and_no_longer() -> None:
 
 
 def test_those_whose_time_has_run_out_are_among_the_rest() -> None:
-    """Whenever it did and whatever they were: each is where its last use was, between those that were used before and after it."""
+    """After its end, each block takes the place of its last use among the others."""
     played = Played()
     for block, priority, retention_s in ((7, 90, 5), (3, 60, 10), (5, 20, 5)):
         played.say([block], priority, retention_s)
@@ -132,7 +132,7 @@ def test_those_whose_time_has_run_out_are_among_the_rest() -> None:
 
 
 def test_a_low_priority_runs_out_too() -> None:
-    """What may leave first for a while is one of the others after it."""
+    """A low priority also ends; the block then takes the place of its last use."""
     played = Played()
     played.say([2], 0, 10)
     played.use([1, 2, 3])
@@ -142,7 +142,7 @@ def test_a_low_priority_runs_out_too() -> None:
 
 
 def test_a_forgotten_block_takes_its_time_with_it() -> None:
-    """The id of a block that was retained, given to another, is not moved when the time of the first runs out."""
+    """If another block reuses a retained block's id, the old end does not move it."""
     played = Played()
     played.say([2], 90, 5)
     played.use([1, 2])
@@ -154,7 +154,7 @@ def test_a_forgotten_block_takes_its_time_with_it() -> None:
 
 
 def test_notes_of_ends_are_bounded() -> None:
-    """However often retained blocks come and go, there are at most twice as many notes as blocks, and some thousand."""
+    """Retained blocks that come and go cause at most 2 * blocks + 4096 notes."""
     played = Played()
     played.say(list(range(BLOCKS)), 90, 10_000)
     for _ in range(1000):
@@ -168,7 +168,7 @@ def test_notes_of_ends_are_bounded() -> None:
 
 
 def test_notes_that_are_right_are_kept() -> None:
-    """Dropping notes drops those of blocks that have left or have another end, and no other."""
+    """`trim` drops only the notes of blocks that left or have another end."""
     ends = Ends()
     for _ in range(2000):
         ends.note(np.array([1, 2, 3]), np.array([50, 60, 60], np.uint32))
@@ -178,7 +178,7 @@ def test_notes_that_are_right_are_kept() -> None:
 
 
 def test_many_times_that_run_out_at_once_are_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many blocks are due, a question names some DUE_LIMIT of them, and the next ones the rest."""
+    """One call returns about DUE_LIMIT of the due blocks, the next calls the rest."""
     monkeypatch.setattr(retention, "DUE_LIMIT", 4)
     ends, told = Ends(), list[list[int]]()
     for first in range(0, 12, 3):
@@ -190,7 +190,7 @@ def test_many_times_that_run_out_at_once_are_told_in_parts(monkeypatch: pytest.M
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 63), unique=True, max_size=20)), max_size=20))
 def test_late_is_sorted_whatever_comes_and_goes(history: list[tuple[bool, list[int]]]) -> None:
-    """What is in it comes out by last use, and nothing else does."""
+    """`Late` returns exactly its blocks, by last use."""
     late, held = Late(), {}
     for number, (comes, blocks) in enumerate(history):
         if comes:
@@ -211,7 +211,7 @@ pieces = st.lists(st.lists(st.integers(0, 40), max_size=5), max_size=6)
 
 @given(pieces, pieces)
 def test_two_orders_merge(one: list[list[int]], other: list[list[int]]) -> None:
-    """Two ascending orders in pieces, some of them empty, are one ascending order."""
+    """Two ascending orders in pieces, some of them empty, merge into one ascending order."""
 
     def cut(parts: list[list[int]]) -> list[np.ndarray]:
         flat = iter(sorted(n for part in parts for n in part))
@@ -222,7 +222,7 @@ def test_two_orders_merge(one: list[list[int]], other: list[list[int]]) -> None:
 
 
 def test_words_are_compared_at_their_time() -> None:
-    """The greater priority holds, of equals the later end, and what has run out or was not said is the default for good."""
+    """The greater priority wins, then the later end. An expired or missing one is the default."""
     codes, ends = [0, 36, 36, 91, 91, 91, 1], [0, 0, 200, 0, 150, 90, 0]
     words = Priorities(np.array(codes, np.uint8), np.array(ends, np.uint32))
     ranks = words.ranks(100.0)

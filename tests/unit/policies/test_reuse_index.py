@@ -1,4 +1,4 @@
-"""The order that worth gives: against a plain sort of all blocks."""
+"""The order by worth, against a plain sort of all blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS, GROUPS = 40, 4
 
 
 class Priced:
-    """A Traffic of which the worth is known: by group and whole minutes of age."""
+    """A Traffic with a known worth per group and whole minute of age."""
 
     def __init__(self, table: np.ndarray) -> None:
         self.version, self.table = 0, table
@@ -54,7 +54,7 @@ def named_blocks() -> Blocks:
 
 
 def steps(dice: np.random.Generator) -> Iterator[tuple[str, list[int], list[int], float]]:
-    """What happens to which blocks, in which groups, after which pause."""
+    """Random verbs with their blocks, groups and pauses."""
     for _ in range(90):
         verb = str(dice.choice(["use", "use", "use", "forget", "ask", "reprice"]))
         names = dice.permutation(BLOCKS)[: dice.choice([1, 2, 8, 20])].tolist()
@@ -63,14 +63,14 @@ def steps(dice: np.random.Generator) -> Iterator[tuple[str, list[int], list[int]
 
 
 def one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """As calls with a single block go; and many of them, so that what is kept singly is put among the rest all the time."""
+    """The path of single-block calls, with frequent merges of single blocks."""
     patch.setattr(runs, "FEW", 100)
     patch.setattr(reuse_index, "FEW", 100)
     patch.setattr(ranking, "MOST_SINGLE", 2)
 
 
 def many_at_once(patch: pytest.MonkeyPatch) -> None:
-    """As batches and thousands of runs go."""
+    """The path of batches and of thousands of runs."""
     patch.setattr(runs, "FEW", 0)
     patch.setattr(reuse_index, "FEW", 0)
     patch.setattr(reuse_index, "_SORTED_RUNS", 0)
@@ -78,7 +78,7 @@ def many_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def as_after_years(patch: pytest.MonkeyPatch) -> None:
-    """Serials come to their end now and then, and runs are packed at once."""
+    """Serials wrap now and then, and runs are packed at once."""
     patch.setattr(reuse_index, "SERIAL_BITS", 7)
     patch.setattr(runs, "SLACK", 0)
 
@@ -92,7 +92,8 @@ def as_it_is(_patch: pytest.MonkeyPatch) -> None:
 def test_the_order_is_a_sort_by_worth_then_by_run(
     seed: int, way: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any moment, whichever way it is found: worth at the last tick, then the run's beginning, then the order of uses; of what is not pinned."""
+    """Unpinned victims are ordered by worth at the last tick, then the run's begin, then use, on every
+    path."""
     way(monkeypatch)
     dice = np.random.default_rng(seed)
     traffic = Priced(dice.integers(0, 4, (GROUPS, 3)).astype(float))
@@ -146,7 +147,7 @@ def test_the_order_is_a_sort_by_worth_then_by_run(
 
 
 def filled(blocks: int) -> ReuseIndex:
-    """A policy that tracks so many, used in one second."""
+    """A policy that tracks `blocks` blocks, used in one second."""
     names = Blocks()
     names.add(numbered_metas(blocks), 0.0)
     policy = ReuseIndex(names, Priced(np.ones((GROUPS, 3))))  # type: ignore[arg-type]
@@ -155,7 +156,7 @@ def filled(blocks: int) -> ReuseIndex:
 
 
 def test_no_run_is_longer_than_what_one_look_may_cost() -> None:
-    """What comes in one second and group, as after a restart, is cut into runs; they leave in the order of their uses."""
+    """Blocks of one second and group, as after a restart, are cut into runs, and leave in use order."""
     policy = filled(5 * RUN_BLOCKS)
     assert max(map(len, policy._runs._members)) <= RUN_BLOCKS
     for start in range(0, 5 * RUN_BLOCKS, 512):
@@ -165,7 +166,7 @@ def test_no_run_is_longer_than_what_one_look_may_cost() -> None:
 
 
 def test_members_stay_in_proportion_to_blocks() -> None:
-    """However often blocks are used, and though nobody asks for victims, few more are remembered than twice what is there, and what the runs of the last seconds take."""
+    """Without evictions, runs remember at most about twice the tracked blocks, plus open runs."""
     policy, dice = filled(3_000), np.random.default_rng(3)
     for now in range(1, 60):
         policy._blocks.last_used[:] = now
@@ -176,7 +177,7 @@ def test_members_stay_in_proportion_to_blocks() -> None:
 
 
 def test_a_block_at_a_time_costs_about_as_much_as_promised() -> None:
-    """A use, a choice and an arrival take ten microseconds of the processor together, with tenfold slack."""
+    """A use, a choice and an arrival take ten microseconds of CPU time together, with tenfold slack."""
     policy, held, dice = filled(20_000), np.zeros(20_000, bool), np.random.default_rng(4)
     turns = [
         (number, dice.integers(20_000, size=1)) for number in range(count(test=1_000, nightly=10_000, weekly=10_000))
@@ -196,7 +197,7 @@ def test_a_block_at_a_time_costs_about_as_much_as_promised() -> None:
 
 @pytest.mark.parametrize(("is_above", "thresholds"), [(True, [lambda: 0.5]), (True, []), (False, [lambda: 0.5])])
 def test_what_a_store_has_leaves_first_above_it(is_above: bool, thresholds: list[Callable[[], float]]) -> None:
-    """Above a store under a budget a block is worth less from when the store gets it until it loses it; elsewhere that makes no difference."""
+    """Above a store with a budget, a block is worth less while the store holds it, and nowhere else."""
     traffic, blocks = Priced(np.array([[3.0], [2.0]])), Blocks()
     traffic.thresholds = thresholds
     ids = blocks.add(numbered_metas(6), 0.0)
@@ -220,7 +221,7 @@ def test_what_a_store_has_leaves_first_above_it(is_above: bool, thresholds: list
 
 
 def test_a_store_may_speak_of_blocks_that_are_not_here() -> None:
-    """What the tier does not track, or never heard of, is passed over."""
+    """The policy ignores blocks that it does not track."""
     traffic, blocks = Priced(np.array([[1.0]])), Blocks()
     traffic.thresholds = [lambda: 0.5]
     ids = blocks.add(numbered_metas(6), 0.0)
@@ -233,7 +234,7 @@ def test_a_store_may_speak_of_blocks_that_are_not_here() -> None:
 
 
 def test_a_run_that_is_left_at_once_is_over() -> None:
-    """Runs that blocks come and leave by the hundred keep no place, whether all leave together or some after others."""
+    """Runs whose blocks come and leave by the hundred free their rows."""
     index = runs.Runs(400)
     index.make_room(400)
     blocks, rows = np.arange(400), len(index.alive)

@@ -1,4 +1,4 @@
-"""Policies that put a number on a block, against the pseudocode of their papers, with the rounding that their docstrings name."""
+"""Policies that price a block, against their papers' pseudocode with the rounding of their docstrings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ POSITIONS = 5
 
 
 def rounded(value: float) -> float:
-    """Down to a quarter of its power of two."""
+    """`value`, rounded down to a quarter of its power of two."""
     power = 2 ** (math.frexp(value)[1] - 1)
     return power * (1 + math.floor(4 * (value / power - 1)) / 4)
 
 
 class PlainGdsf:
-    """Pr = Clock + Fr * Cost; Clock is the Pr of what left last."""
+    """Pr = Clock + Fr * Cost; Clock is the Pr of the last evicted block."""
 
     def __init__(self) -> None:
         self.uses: dict[int, int] = {}
@@ -85,7 +85,7 @@ def test_gdsf_is_the_pseudocode_of_its_paper(sequence, capacity):
 @given(sequence=accesses, capacity=st.integers(1, 24))
 @settings(deadline=None, max_examples=8)
 def test_hyperbolic_is_the_priority_of_its_paper(sequence, capacity):
-    """Evictions equal those of the least n / t, as long as every block has an epoch of its own."""
+    """Evictions equal those of the least n / t, if every block has its own epoch."""
     ours = plain_evictions(Ours("hyperbolic"), sequence, capacity)
     assert ours == plain_evictions(PlainHyperbolic(), sequence, capacity)
 
@@ -98,7 +98,7 @@ def test_levels_are_rounded_values(value):
 
 
 def test_a_chain_costs_what_its_tail_does():
-    """With equal uses, a short sequence leaves before a long one, and the long one last block first."""
+    """With equal uses, a short sequence is evicted before a long one, the long one from its end."""
     blocks = Blocks()
     long = add(blocks, [(1,) * depth for depth in range(1, 9)])
     short = add(blocks, [(2,)])
@@ -109,7 +109,7 @@ def test_a_chain_costs_what_its_tail_does():
 
 
 def test_what_leaves_out_of_turn_does_not_age_the_rest():
-    """When an operator drops the block worth most, one that comes next still counts as new."""
+    """After an operator drops the block of most worth, the next block still counts as new."""
     blocks = Blocks()
     a, b, c, d = add(blocks, [(number,) for number in range(4)]).tolist()
     policy = Gdsf(blocks)
@@ -126,7 +126,7 @@ def test_what_leaves_out_of_turn_does_not_age_the_rest():
 
 
 def test_epochs_are_shares_of_what_is_tracked():
-    """Of many blocks those that come together share a level, and there are some tens of levels, not thousands."""
+    """Blocks that come together share a level, and there are tens of levels, not thousands."""
     blocks = Blocks()
     ids = add(blocks, [(number,) for number in range(3200)])
     policy = Hyperbolic(blocks)

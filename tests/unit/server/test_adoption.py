@@ -1,4 +1,4 @@
-"""How what tiers found at start gets into the books."""
+"""Adoption: blocks and segments that tiers report at start enter the core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tierd.tiers.tier import FoundBlocks, Recovered
     st.integers(1, 8),
 )
 def test_pieces_are_in_order(runs: list[tuple[int, int]], known: set[int], size: int) -> None:
-    """Every row comes once and in order, every segment once and before all of them; no piece is longer than it may be."""
+    """Each row comes once and in order, each segment once and first; no piece exceeds its limit."""
     metas = new_meta(sum(count for _, count in runs))
     metas["position"] = np.arange(len(metas))
     metas["segment"] = np.repeat([segment for segment, _ in runs], [count for _, count in runs])
@@ -51,7 +51,7 @@ def test_pieces_are_in_order(runs: list[tuple[int, int]], known: set[int], size:
 
 
 def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are taken in a few at a time lie where they lay, and leave in the same order."""
+    """Blocks adopted in small pieces have the same places and the same eviction order."""
     specs, names = (tier(HOST, 16),), chain("a", 16)
     old = Kit(*specs)
     old.put(names)
@@ -73,7 +73,7 @@ def test_books_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_blocks_that_go_while_the_others_come_take_none_with_them() -> None:
-    """Of a store that loads, what leaves between two pieces leaves alone: the blocks of its segment that come later are taken in, and only then are empty segments given up."""
+    """Evictions during a load affect no later blocks of the segment; empty segments close only at the end."""
     specs, names = (tier(HOST, 8), tier(NVME, 8)), chain("a", 6)
     old = Kit(*specs)
     old.put(names)
@@ -103,7 +103,7 @@ async def test_blocks_that_go_while_the_others_come_take_none_with_them() -> Non
 
 
 async def test_the_segments_of_a_store_that_is_read_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a daemon serves the books know nothing of the segments of a store whose blocks are still to be read; then they take in as many pages at once as they may, and the loop turns between."""
+    """A serving daemon's core learns a store's segments in bounded pieces, with loop turns between."""
     monkeypatch.setattr(adoption, "PAGES", 16)
     kit = Kit(tier(NVME, 64))
     segments = [SegmentAssignment(0, n, n + 1, 1, 4096, 8, 0, None, False) for n in range(5)]
@@ -119,7 +119,7 @@ async def test_the_segments_of_a_store_that_is_read_come_in_pieces(monkeypatch: 
 
 
 async def test_who_gives_loading_up_waits_for_the_thread_that_reads() -> None:
-    """Loading that is cancelled ends when nobody reads the index any more: its files may be closed and removed then."""
+    """A cancelled load ends only when no thread reads the index, so its files can be closed and removed."""
     begun, goes_on, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     def read() -> Iterator[Callable[[], FoundBlocks]]:
@@ -143,11 +143,11 @@ async def test_who_gives_loading_up_waits_for_the_thread_that_reads() -> None:
 
 
 FEW_SLOTS = CONFIG.replace('capacity = "8 MiB"\nsegment = "1 MiB"', 'capacity = "128 KiB"\nsegment = "64 KiB"')
-"""Two places of five slots on the store."""
+"""The store has room for two segments of five slots."""
 
 
 async def put_as(world: World, hashes: np.ndarray, fill: int, durability: Durability) -> None:
-    """Blocks that hold this byte alone."""
+    """Puts blocks that are filled with this byte."""
     reserved = await world.reserve(hashes)
     for extent in reserved.extents[0]:
         world.page(extent)[:] = bytes([fill]) * int(extent["length"])
@@ -155,8 +155,8 @@ async def put_as(world: World, hashes: np.ndarray, fill: int, durability: Durabi
 
 
 async def test_a_store_forgets_what_the_books_know_newer() -> None:
-    """Blocks left a store and were put anew with other bytes, and the power failed before their removal was durable: at the next start memory says what they are, and they are
-    that for good, also once they lie on the store in slots behind the old ones and memory is lost."""
+    """If the power fails before an eviction is durable, the next start keeps memory's newer blocks.
+    They replace the store's old ones for good, also after a flush and a loss of memory."""
     ahead, beside, after, anew = (chain(name, count) for name, count in (("a", 5), ("b", 1), ("c", 1), ("x", 4)))
     with directories() as places:
         nvme, kept = Path(places["root"], "nvme"), Path(places["root"], "kept")
@@ -166,7 +166,7 @@ async def test_a_store_forgets_what_the_books_know_newer() -> None:
             await put_as(world, beside, 1, Durability.DURABLE)
             await put_as(world, anew, 1, Durability.DURABLE)  # fills the second segment
             await operator.evict([name.tobytes().hex() for name in ahead], "")
-            await put_as(world, after, 1, Durability.DURABLE)  # a third one, at the place of the first
+            await put_as(world, after, 1, Durability.DURABLE)  # a third segment, at the place of the first
             shutil.copytree(nvme, kept)
             await operator.evict([name.tobytes().hex() for name in anew], "")
             await put_as(world, anew, 2, Durability.MEMORY)

@@ -1,4 +1,4 @@
-"""A daemon's inside: what it keeps for its next life, and before whom."""
+"""A daemon without its process: the state that it saves for its next run, and the order of the writes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def service_of(world: World) -> CacheService:
 
 
 async def test_a_namespace_is_kept_before_anybody_has_it() -> None:
-    """Of two who open a namespace at once, neither is told its id before its record is on the disk."""
+    """Of two concurrent opens of a namespace, neither returns its id before the record is on disk."""
     with directories() as places:
         async with opened(places=places) as world:
             service = service_of(world)
@@ -46,7 +46,7 @@ async def test_a_namespace_is_kept_before_anybody_has_it() -> None:
 
 
 async def test_a_namespace_that_cannot_be_kept_is_not_given() -> None:
-    """While the state directory cannot be written, opening fails each time; afterwards it works, and is kept."""
+    """While the state directory cannot be written, each open fails; afterwards an open works and is saved."""
     with directories() as places:
         async with opened(places=places) as world:
             service, path = service_of(world), Path(places["root"]) / "state" / "namespaces.jsonl"
@@ -64,11 +64,11 @@ async def test_a_namespace_that_cannot_be_kept_is_not_given() -> None:
 
 
 async def test_two_namespaces_are_never_written_at_once() -> None:
-    """Who opens a namespace while that of a call which was cut off is still being written waits for that write, and gets its own, kept."""
+    """An open waits while a cancelled open's namespace is still being written, and then saves its own."""
     with directories() as places:
         async with opened(places=places) as world:
             service, path = service_of(world), Path(places["root"]) / "state" / "namespaces.jsonl"
-            os.mkfifo(path.with_name(path.name + ".tmp"))  # who writes to it hangs until there is a reader
+            os.mkfifo(path.with_name(path.name + ".tmp"))  # a writer hangs until the pipe has a reader
             first = asyncio.create_task(service.OpenNamespace(REQUEST, None))
             await asyncio.sleep(0)
             first.cancel()
@@ -84,7 +84,7 @@ async def test_two_namespaces_are_never_written_at_once() -> None:
 
 
 async def test_the_end_waits_for_what_is_written() -> None:
-    """A namespace of a call which was cut off is written to its end before the daemon lets go of its directory."""
+    """The daemon writes a cancelled open's namespace before it releases its directory."""
     with directories() as places:
         temporary = Path(places["root"]) / "state" / "namespaces.jsonl.tmp"
         async with opened(places=places) as world:
@@ -102,7 +102,7 @@ async def test_the_end_waits_for_what_is_written() -> None:
 
 
 async def test_blocks_are_found_again() -> None:
-    """What was committed in one life is served in the next, from memory."""
+    """Blocks committed in one run are served from memory in the next."""
     with directories() as places:
         async with opened(places=places) as world:
             await world.put(chain(1, 4))
@@ -112,7 +112,7 @@ async def test_blocks_are_found_again() -> None:
 
 
 async def test_the_end_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit whose call was cut off while its blocks were hashed ends before pages and tables go, and before what hashes does: what it stored is there in the next life."""
+    """A cancelled commit that still hashes ends before the daemon closes; the next run has its blocks."""
     close, wait, had_ended, may_go_on = Mover.close, Cache.commits_ended, list[bool](), asyncio.Event()
 
     def closed(mover: Mover) -> None:
@@ -149,7 +149,7 @@ async def test_the_end_waits_for_what_is_hashed(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_start_that_fails_lets_go_of_everything() -> None:
-    """Half a start closes what it had opened: the next one finds every lock free and every block there."""
+    """A start that fails releases all locks and files: the next start has every block."""
     with directories() as places:
         async with opened(places=places) as world:
             await world.put(chain(1, 4))

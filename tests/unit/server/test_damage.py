@@ -1,7 +1,7 @@
-"""Files damaged between two lives: the next one serves without what is lost, or refuses with an error of ours; it never serves a wrong byte, and
-never hands out memory that a living client of the former life holds, whatever became of the table that says so.
+"""Files damaged between two runs: the next run serves the rest, or refuses with an error of ours.
 
-Everything of the daemon but its sockets, on real files. DAMAGE_SEED runs a seed again.
+It never serves a wrong byte, nor gives away memory of a living client of the previous run, even if
+the session table is damaged. All of the daemon runs but its sockets. DAMAGE_SEED repeats a seed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tierd.tiers.arena.holds import Holder, read_boot_id
 
 SEED = int(os.environ.get("DAMAGE_SEED", "1"))
 DURABLE, VOLATILE, HELD, JOURNALED = chain(1, 12), chain(2, 12), chain(3, 4), chain(4, 4)
-"""What is on the store too, told by its snapshot; in memory alone; leased by a living client; on the store, told by its journal."""
+"""Blocks in the store's snapshot; in memory only; leased by a living client; in the store's journal."""
 EVERYTHING = (DURABLE, VOLATILE, HELD, JOURNALED)
 WHOLE = sum(map(len, EVERYTHING))
 STORE_FILES = ("store.json", "snapshot-*.bin", "journal-*.log")
-"""They are damaged with the memory gone, which would serve all the same."""
+"""These are damaged after memory is wiped, because memory would serve their blocks."""
 HOLDER_SESSION = 77 << 32
 PRESSURE = 8
 """Reservations of 64 blocks that fill the host tier once."""
@@ -51,26 +51,26 @@ HEADS = {
     "namespaces.jsonl": 96,
     "instance": 16,
 }
-"""Files, and how many bytes from their beginning are damaged one by one."""
+"""Files, and the number of bytes from their start that are damaged one by one."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a daemon left that was killed. held: EXTENT of the pages that a process holds that still runs."""
+    """The files of a killed daemon. held: EXTENT of the pages that a living process holds."""
 
     keep: Path
     places: dict[str, str]
     held: StructArray
 
     def put_back(self) -> set[tuple[int, int]]:
-        """All files as they were; where the held pages are now: inode and offset."""
+        """Restores all files. Returns the held pages' inodes and offsets."""
         for name, path in self.places.items():
             shutil.rmtree(path)
             shutil.copytree(self.keep / name, path)
         return {(self._inode(int(row["segment"])), int(row["offset"])) for row in self.held}
 
     def wipe_memory(self) -> None:
-        """As after a reboot: only the store is left."""
+        """Removes all memory files, as a reboot does."""
         for path in Path(self.places["arena"]).iterdir():
             shutil.rmtree(path)
 
@@ -85,7 +85,7 @@ class Left:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[int]:
-    """A process that lives through it all; its id."""
+    """The pid of a process that outlives all tests of the module."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process.pid
         process.kill()
@@ -93,7 +93,7 @@ def client() -> Iterator[int]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def left(client: int, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Left]:
-    """Two lives: one that ended, so that there is a snapshot, and one that was killed."""
+    """Two runs: one that ended, which writes a snapshot, and one that was killed."""
     keep = tmp_path_factory.mktemp("kept")
     with directories() as places:
         async with opened(places=places) as world:
@@ -111,13 +111,13 @@ async def left(client: int, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
                 HOLDER_SESSION, [world.query(HELD)], kind=world.daemon.tiers[0].spec.kind, timeout_s=10
             )
             held = lease.served.groups[0].extents.reshape(-1).copy()
-            for name, path in places.items():  # as after a kill: nothing of it is told
+            for name, path in places.items():  # as after a kill: the daemon does not know
                 shutil.copytree(path, keep / name)
         yield Left(keep, places, held)
 
 
 def change(path: Path, at: int, chance: random.Random) -> None:
-    """Another value for one byte."""
+    """Changes one byte to another value."""
     with path.open("r+b") as file:
         file.seek(at)
         old = file.read(1)[0]
@@ -132,7 +132,7 @@ def used(path: Path, *, beyond: int) -> list[int]:
 
 
 async def served(world: World) -> int:
-    """Blocks that are served, each byte compared."""
+    """The number of served blocks, with each byte compared."""
     blocks = 0
     for names in EVERYTHING:
         lease = await world.acquire(names)
@@ -145,7 +145,7 @@ async def served(world: World) -> int:
 
 
 async def given(world: World) -> set[tuple[int, int]]:
-    """Evicts what may go, brings blocks from the store, puts until the host tier was filled twice over; every page of it that was handed out for that."""
+    """Evicts, loads from the store, and fills the host tier twice. Returns the host pages handed out."""
     tier = world.daemon.tiers[0]
     assert isinstance(tier, Arena)
     core = world.cache.core
@@ -173,7 +173,7 @@ def _places(tier: Arena, rows: StructArray) -> set[tuple[int, int]]:
 
 
 async def start(left: Left, held: set[tuple[int, int]]) -> str:
-    """What the next life does: the name of the error with which it refuses, or how many blocks it serves."""
+    """The outcome of the next run: the name of its error, or the number of blocks that it serves."""
     try:
         async with opened(places=left.places) as world:
             blocks = await served(world)
@@ -185,7 +185,7 @@ async def start(left: Left, held: set[tuple[int, int]]) -> str:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_undamaged(left: Left) -> None:
-    """Without any damage everything is served, and held pages are not given away."""
+    """Without damage every block is served, and held pages are not given away."""
     held = left.put_back()
     assert await start(left, held) == str(WHOLE)
 
@@ -194,7 +194,7 @@ async def test_undamaged(left: Left) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("pattern", HEADS)
 async def test_damaged_file(left: Left, pattern: str) -> None:
-    """With any byte of its head changed, or any of a sample elsewhere: served without what is lost, or refused by an error of ours."""
+    """A changed byte in the head, or in a sample of the rest, loses blocks or gives an error of ours."""
     chance = random.Random(f"{SEED} {pattern}")
     left.put_back()
     places = [(path, range(min(HEADS[pattern], path.stat().st_size))) for path in left.find(pattern)]
@@ -220,7 +220,7 @@ async def test_damaged_file(left: Left, pattern: str) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros", "holders gone"])
 async def test_lost_session_table(left: Left, how: str) -> None:
-    """A session table that is gone, cut or blank: blocks are served, and no page of a living client is given away, in this life or the one after."""
+    """With a missing or damaged session table blocks are served, and held pages stay with their client."""
     held = left.put_back()
     (path,) = left.find("sessions.tbl")
     length = path.stat().st_size
@@ -238,14 +238,14 @@ async def test_lost_session_table(left: Left, how: str) -> None:
 
 
 async def extent_of(world: World, seed: int) -> Any:
-    """Where the block of a seed lies, after a hit that has ended; None after a miss."""
+    """The extent of a seed's block after a hit whose lease has ended; None after a miss."""
     lease = await world.acquire(chain(seed, 1))
     world.cache.release(world.session, [lease.lease])
     return lease.served.groups[0].extents.reshape(-1)[0].copy() if lease.served.tokens else None
 
 
 async def test_first_hit_of_every_block_is_verified() -> None:
-    """Any byte of any page changed while the daemon is down: the first hit of that block is a miss, counted; of every page of a sample, and no other."""
+    """A page that was changed while the daemon was down is a counted miss at its first hit; others hit."""
     pages, chance = count(test=48, nightly=300, weekly=400), random.Random(SEED)
     with directories() as places:
         async with opened(places=places) as world:
@@ -268,7 +268,7 @@ async def test_first_hit_of_every_block_is_verified() -> None:
 @pytest.mark.parametrize("is_known", [False, True], ids=["table gone", "table whole"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_nobodys_pages_are_verified_at_every_hit(left: Left, is_known: bool) -> None:
-    """Where nobody knows who may write, a page that changes after a hit is a miss at the next one; where that is known, the first hit settles it."""
+    """If writers are unknown, each hit verifies the page; otherwise only the first hit does."""
     left.put_back()
     if not is_known:
         left.find("sessions.tbl")[0].unlink()

@@ -1,4 +1,4 @@
-"""How many descriptors the daemon may have."""
+"""The daemon's limit of descriptors."""
 
 from __future__ import annotations
 

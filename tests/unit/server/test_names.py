@@ -1,4 +1,4 @@
-"""What a daemon whose events are on hears with a put: what clients call its blocks."""
+"""The clients' names of blocks, as a put delivers them to a daemon with events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierd.testing import chain
 
 
 def _reserve(world: World, *hashes: np.ndarray, **said: Any) -> pb.ReserveRequest:
-    """A group for each hashes; said: of the last."""
+    """A group for each array of hashes; said: fields of the last group."""
     groups = [
         pb.PutGroup(namespace=world.namespace.id, blocks=world.put_query(each).blocks.tobytes()) for each in hashes
     ]
@@ -25,7 +25,7 @@ def _reserve(world: World, *hashes: np.ndarray, **said: Any) -> pb.ReserveReques
 
 
 async def test_names_come_with_a_put_whole_or_not_at_all() -> None:
-    """Each group's names are told, in order; a put of which one group says what does not fit is refused, and nothing of it is told."""
+    """Each group's names are noted in order; if one group is invalid, no group of its put is noted."""
     async with opened() as world:
         service, told, (a, b, c) = service_of(world), list[Names](), (chain(seed, 2) for seed in (1, 2, 3))
         service.note_names = told.append

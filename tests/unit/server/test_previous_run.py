@@ -1,4 +1,4 @@
-"""What a start makes of the session tables that it finds."""
+"""The session tables that a start reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TWO_ARENAS = CONFIG + '[[device]]\nkind = "cpu"\ncapacity = "4 MiB"\nsegment = "
 
 
 async def test_of_two_session_tables_neither_is_believed() -> None:
-    """With a table beside each arena nobody knows who holds pages: it is said, blocks are served all the same, and one table is left."""
+    """With a table beside each arena the daemon trusts neither, notes it, and keeps one."""
     with directories() as places:
         async with opened(TWO_ARENAS, places=places) as world:
             await world.put(NAMES)

@@ -1,4 +1,4 @@
-"""The session socket where descriptors run out, and the ends of sessions that few see."""
+"""The session socket without free descriptors, and rare ends of sessions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def no_descriptors():
-    """Takes them all, and gives the function that lets go of them."""
+    """Two functions: the first takes all descriptors, the second restores them."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def restore():
@@ -45,7 +45,7 @@ def no_descriptors():
 
 
 async def test_descriptors_that_run_out_are_waited_for(rig, monkeypatch, no_descriptors):  # noqa: F811
-    """A connection that cannot be accepted is accepted once there are descriptors again; meanwhile the loop does not spin."""
+    """A connection waits until descriptors are free again, and the loop does not spin meanwhile."""
     monkeypatch.setattr(session_socket, "ACCEPT_PAUSE_S", 0.01)
     tries, pause = [], rig.socket._pause
     monkeypatch.setattr(rig.socket, "_pause", lambda error: (tries.append(error), pause(error)))
@@ -75,7 +75,7 @@ async def test_a_socket_that_is_closed_while_it_waits(rig, no_descriptors):  # n
 
 
 async def test_a_release_that_is_refused(rig):  # noqa: F811
-    """Told to a client that asked for an answer, kept from one that did not; the session goes on."""
+    """A refused release is reported only to a client that asked for a reply; the session goes on."""
 
     def lost(session_id, leases):
         rig.note("lost", session_id, *leases)
@@ -91,7 +91,7 @@ async def test_a_release_that_is_refused(rig):  # noqa: F811
 
 
 async def test_a_release_by_mailbox_that_fails(rig):  # noqa: F811
-    """Whoever has the mailbox read is not harmed by it, and the releases after it are made."""
+    """A release that fails by mailbox does not disturb the reader, and later releases are processed."""
 
     def fail(session_id, leases):
         rig.note("released", session_id, *leases)
@@ -109,13 +109,13 @@ async def test_a_release_by_mailbox_that_fails(rig):  # noqa: F811
 
 
 async def test_who_has_left_ends_with_its_process(rig):  # noqa: F811
-    """What a client that said goodbye had mapped is remembered until its process has gone, and then ended once."""
+    """The segments of a client that said goodbye stay noted until its process ends; then it ends once."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", LEAVER, rig.socket.path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     session = int(await process.stdout.readline())
     await rig.until("stop", session)
-    with rig.connect() as other:  # whatever the goodbye caused has been handled by then
+    with rig.connect() as other:  # the effects of the goodbye are complete by then
         await rig.ask(other, HELLO)
     assert ("end", session) not in rig.events
     process.kill()
@@ -125,7 +125,7 @@ async def test_who_has_left_ends_with_its_process(rig):  # noqa: F811
 
 
 async def test_cutting_off_a_session_that_is_gone(rig):  # noqa: F811
-    """Nobody is told anything, and sessions that there are go on."""
+    """A cut-off of an unknown session sends nothing, and existing sessions go on."""
     with rig.connect() as client:
         session = (await rig.ask(client, HELLO))["session"]
         rig.sessions.cut_off(session + 1, Overloaded("session: too many calls; wait"))
@@ -133,7 +133,7 @@ async def test_cutting_off_a_session_that_is_gone(rig):  # noqa: F811
 
 
 async def test_a_new_id_is_nobodys(rig, monkeypatch):  # noqa: F811
-    """Neither 0, which means none, nor the id of a session that there is."""
+    """A new session id is neither 0, which means none, nor that of an existing session."""
     with rig.connect() as client:
         taken = (await rig.ask(client, HELLO))["session"]
         drawn = [0, taken, 42]

@@ -1,4 +1,4 @@
-"""Which tier a request means: any of a kind, or one of several GPUs by its number."""
+"""The tier that a request means: any of a kind, or one of several GPUs by its number."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ async def _nothing(_namespace: object) -> None:
 
 
 def gpu_tier(number: int, directory: Path) -> CudaTier:
-    """Not opened: nobody asks a driver for it."""
+    """A tier that is not opened, so no driver is needed."""
     spec = TierSpec(TierKind.DEVICE, number, 4 * MIB, 2 * MIB)
     return CudaTier(spec, position=number, instance="t", arena_dir=str(directory))
 
 
 async def test_of_several_gpus_one_is_named(tmp_path: Path) -> None:
-    """Any of them is refused with their names, for pages on one are of no use on another; each is had by its number, and one beyond them is refused."""
+    """With several GPUs a request for any is refused with their names; a valid number selects one."""
     async with opened() as world:
         gpus = [gpu_tier(number, tmp_path) for number in range(2)]
         world.cache.tiers = [*gpus, *world.cache.tiers]

@@ -30,7 +30,7 @@ def trace(name: str) -> Trace:
 def rows_of(
     found: Trace, sizes: list[dict[str, str]], policies: tuple[str, ...] = ("lru", "clairvoyant")
 ) -> tuple[list[Scenario], list[Row]]:
-    """Runs as they would be, with outcomes that are made up: policy p finds (p + 1) tenths more in each greater size."""
+    """Runs with made-up outcomes, whose hits grow from run to run."""
     runs = [
         Scenario(
             0,
@@ -59,7 +59,7 @@ def shapes(panels: list[Panel]) -> list[tuple[str, str, list[tuple[str, list[str
 
 
 def test_the_tier_of_most_sizes_is_the_axis() -> None:
-    """Curves run over the tier that comes in most sizes, smallest first; each size of another tier is a panel of its own."""
+    """The axis is the tier with most sizes, smallest first. Each size of another tier has its own panel."""
     sizes = [{"host": host, "nvme": nvme} for host in ("2%", "1%") for nvme in ("50%", "10%", "25%")]
     panels = panels_of(*rows_of(trace("a"), sizes, ("lru",)))
     assert shapes(panels) == [
@@ -69,14 +69,14 @@ def test_the_tier_of_most_sizes_is_the_axis() -> None:
 
 
 def test_bytes_and_blocks_have_panels_of_their_own() -> None:
-    """Sizes that cannot stand on one axis do not; shares and blocks can."""
+    """Sizes in bytes have a panel apart from shares and blocks, which share one."""
     panels = panels_of(*rows_of(trace("a"), [{"host": text} for text in ("64MiB", "5%", "16MiB", "4blocks")], ("lru",)))
     assert [(panel.in_bytes, panel.curves[0].points[0].x) for panel in panels] == [(True, 16 << 20), (False, 0.02)]
     assert [point.text for point in panels[1].curves[0].points] == ["4blocks", "5%"]
 
 
 class Page(HTMLParser):
-    """What a browser would meet: tags, and the text of scripts."""
+    """A page as a browser parses it: tags, and the text of scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_has_its_data_and_needs_nothing_else() -> None:
-    """Every row is in the page, as data whatever it is called; no tag, style or script refers to anything outside."""
+    """A page contains every row as data, and no tag, style or script refers outside."""
     runs, rows = rows_of(trace(EVIL), [{"host": "1%"}, {"host": "10%"}])
     text = page_of(panels_of(runs, rows), rows)
     page = Page(text)
@@ -110,7 +110,7 @@ def test_a_page_has_its_data_and_needs_nothing_else() -> None:
 
 @pytest.mark.parametrize(("ending", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
 def test_pictures_are_of_their_kind(tmp_path: Path, ending: str, magic: bytes) -> None:
-    """matplotlib writes the kind of picture that the file's ending says, with every policy in it."""
+    """matplotlib writes the format of the file's ending, with every policy in it."""
     pytest.importorskip("matplotlib")
     runs, rows = rows_of(trace("a"), [{"host": "1%"}, {"host": "10%"}])
     path = tmp_path / f"curves.{ending}"
@@ -121,7 +121,7 @@ def test_pictures_are_of_their_kind(tmp_path: Path, ending: str, magic: bytes) -
 
 
 def test_one_size_is_a_curve_of_one_point(tmp_path: Path) -> None:
-    """A single run can be drawn too."""
+    """A single run can be drawn."""
     pytest.importorskip("matplotlib")
     runs, rows = rows_of(trace("a"), [{"host": "1GiB"}], ("default",))
     draw(panels_of(runs, rows), tmp_path / "one.png")

@@ -17,7 +17,7 @@ REQUESTS = [
 
 
 def test_blocks_are_numbered_by_first_appearance() -> None:
-    """An id has one number in its namespace, and another in another one."""
+    """An id has one number per namespace."""
     trace = trace_of(REQUESTS, name="made-up")
     assert [trace.of(i).tolist() for i in range(4)] == [[0, 1], [0], [2, 3, 4], [0, 5, 6]]
     assert (len(trace), trace.distinct, trace.prompt_tokens) == (4, 7, 2652)
@@ -25,7 +25,7 @@ def test_blocks_are_numbered_by_first_appearance() -> None:
 
 
 def test_hashes_are_distinct_and_tell_their_numbers() -> None:
-    """A block's number can be read back from its hash; no two hashes share a word."""
+    """`numbers_of` reads a block's number from its hash, and no two hashes share a word."""
     trace = trace_of([Request(0, 512 * 5000, tuple(range(5000)))], name="made-up")
     words = trace.hashes.view("<u8")
     assert numbers_of(words).tolist() == list(range(5000))
@@ -33,7 +33,7 @@ def test_hashes_are_distinct_and_tell_their_numbers() -> None:
 
 
 def test_a_request_is_asked_as_it_was_recorded() -> None:
-    """Namespace, tokens and bytes of blocks come from the request; what is unknown, from the measure, else 64 KiB."""
+    """Namespace, tokens and bytes come from the request; missing bytes from the measure, else 64 KiB."""
     trace = trace_of(REQUESTS, name="made-up")
     first, third = trace.sequence(0, Measure()), trace.sequence(2, Measure())
     assert (first.namespace, first.tokens_per_block, first.block_bytes) == (1, 512, 65536)
@@ -44,7 +44,7 @@ def test_a_request_is_asked_as_it_was_recorded() -> None:
 
 
 def test_the_footprint_counts_each_block_once() -> None:
-    """Bytes of the distinct blocks, short ones as they are or as full ones."""
+    """The footprint counts each distinct block once, short ones by their length or as full ones."""
     trace = trace_of(REQUESTS, name="made-up")
     full, third = 65536, 4096
     short = full * 488 // 512 + full * 76 // 512
@@ -54,7 +54,7 @@ def test_the_footprint_counts_each_block_once() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_next_uses_are_those_that_a_search_finds(seed: int) -> None:
-    """Of every access, the next request that has the block."""
+    """`next_uses` gives, for every access, the next request with the same block."""
     rng = np.random.default_rng(seed)
     requests = [Request(i, 512 * 6, tuple(rng.permutation(9)[:6].tolist())) for i in range(30)]
     trace = trace_of(requests, name="made-up")

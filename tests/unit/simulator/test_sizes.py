@@ -1,4 +1,4 @@
-"""Sizes and policies of simulated tiers, as people write them."""
+"""Sizes and policies of simulated tiers in the form that users write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST, NVME, DEVICE = TierKind.HOST, TierKind.NVME, TierKind.DEVICE
     ],
 )
 def test_sizes_are_bytes_per_cent_or_blocks(text: str, size: Size) -> None:
-    """What is written is kept, and means one of three things."""
+    """A size keeps its text, and means bytes, per cent or blocks."""
     assert parse_size(text) == size
 
 
@@ -52,20 +52,20 @@ def test_sizes_are_bytes_per_cent_or_blocks(text: str, size: Size) -> None:
     ],
 )
 def test_what_is_no_size_is_refused_with_the_form(text: str, fault: str) -> None:
-    """The error says what is wrong with the value and shows one that is right."""
+    """The error names the fault of the value and shows a right one."""
     with pytest.raises(ValueError, match=fault):
         parse_size(text)
 
 
 def test_per_cent_round_down() -> None:
-    """As published figures do; without the error of binary fractions."""
+    """Per cent round down like published figures, without the error of binary fractions."""
     assert parse_size("5%").count(111_932) == 5_596
     assert parse_size("0.1%").count(81_743) == 81
     assert parse_size("29%").count(100) == 29
 
 
 def test_bytes_mean_the_tiers_of_a_daemon() -> None:
-    """Sizes in bytes give exactly the tiers that a daemon of these capacities builds, and its session share."""
+    """Sizes in bytes give exactly the tiers and the session share of a daemon with these capacities."""
     written = '[[host]]\ncapacity = "64 MiB"\nhigh_watermark = 0.7\nlow_watermark = 0.5\n[[nvme]]\ncapacity = "1 GiB"\n'
     config = read_config(written)
     tiers = tiers_of(
@@ -79,14 +79,14 @@ def test_bytes_mean_the_tiers_of_a_daemon() -> None:
 
 
 def test_no_sizes_mean_the_configured_tiers() -> None:
-    """Without any size a run has the tiers of the settings, and says how large they are."""
+    """Without sizes a run has the configured tiers, and reports their sizes."""
     tiers = tiers_of({}, distinct=10, longest=10, block_bytes=None, config=Config())
     assert tiers.specs == tuple(tier.spec for tier in build_tiers(resolve(Config()), instance="none"))
     assert (tiers.texts[DEVICE], tiers.texts[HOST], tiers.texts[NVME]) == ("", "512 MiB", "4 GiB")
 
 
 def test_blocks_mean_room_for_just_so_many() -> None:
-    """Sizes in blocks or per cent count pages of one size, headers of slots and the longest request beside them; a session may hold all of it."""
+    """Blocks or per cent count equal pages, plus slot headers and headroom for the longest request."""
     tiers = tiers_of(
         {HOST: parse_size("7blocks"), NVME: parse_size("30%")},
         distinct=99,
@@ -113,14 +113,14 @@ def test_blocks_mean_room_for_just_so_many() -> None:
     ],
 )
 def test_impossible_tiers_are_refused(sizes: dict[TierKind, str], fault: str) -> None:
-    """What no daemon could have, or what has no meaning, is an error with the remedy."""
+    """Impossible or meaningless tiers are an error with the remedy."""
     parsed = {kind: parse_size(text) for kind, text in sizes.items()}
     with pytest.raises(InvalidArgument, match=fault):
         tiers_of(parsed, distinct=99, longest=10, block_bytes=None, config=Config())
 
 
 def test_the_daemons_own_errors_come_through() -> None:
-    """A capacity that no daemon starts with is refused in the daemon's words."""
+    """A capacity that no daemon accepts is refused with the daemon's error."""
     with pytest.raises(ConfigError, match="does not divide"):
         tiers_of(
             {HOST: parse_size("100MB")},
@@ -132,12 +132,12 @@ def test_the_daemons_own_errors_come_through() -> None:
 
 
 def test_every_policy_of_the_daemon_has_a_name_here() -> None:
-    """All that a daemon offers, their rivals, what the settings say, and the clairvoyant."""
+    """The names are the daemon's policies, their rivals, the default and the clairvoyant."""
     assert set(names()) == {DEFAULT, CLAIRVOYANT, *EVICTION, *RIVALS}
 
 
 def test_a_choice_names_one_policy_or_one_for_each_kind() -> None:
-    """A plain name is for all tiers; kinds that are not named keep what their settings say."""
+    """A plain name applies to all tiers. Unnamed kinds keep their configured policy."""
     config = Config(host=(HostConfig(eviction="lfu"),))
     specs = tiers_of({}, distinct=9, longest=10, block_bytes=None, config=config).specs
     nvme = config.nvme[0].eviction
@@ -153,6 +153,6 @@ def test_a_choice_names_one_policy_or_one_for_each_kind() -> None:
 
 @pytest.mark.parametrize("text", ["", "mru", "host:mru", "tape:lru", "host:lru+host:lru", "host:lru+lru", "lru+lfu"])
 def test_what_is_no_choice_is_refused(text: str) -> None:
-    """An unknown policy, an unknown kind, or one twice."""
+    """An unknown policy, an unknown kind, or a repeated kind is refused."""
     with pytest.raises(ValueError, match="is no policy|is no kind"):
         parse_choice(text)

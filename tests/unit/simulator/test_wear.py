@@ -1,4 +1,4 @@
-"""Admission and wear budgets of simulated stores, as people write them."""
+"""Admission and wear budgets of simulated stores in the form that users write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierd.simulator.wear import Budget, Writes, parse_admission, parse_budget
 
 
 def growing(turns: int) -> Trace:
-    """A conversation of 3 blocks more every turn, beside requests that never come back; 100 s between requests."""
+    """A conversation that grows by 3 blocks a turn, beside one-time requests; 100 s between requests."""
     requests = []
     for turn in range(turns):
         requests.append(Request(200_000 * turn, 512 * 3 * (turn + 1), tuple(range(3 * (turn + 1)))))
@@ -37,7 +37,7 @@ def ran(trace: Trace, policy: str, writes: Writes) -> Outcome:
 
 
 def test_budgets_are_bytes_a_day_or_footprints() -> None:
-    """What is written is kept; a budget of nothing, or of something else, is refused with the form."""
+    """A budget keeps its text. A budget of zero or of another form is refused with the form."""
     assert parse_budget(" 100 GiB ") == Budget("100 GiB", bytes_per_day=100 << 30)
     assert parse_budget("0.5footprints") == Budget("0.5footprints", footprints=Fraction(1, 2))
     for text, fault in (("0", "nothing be written"), ("0 footprints", "nothing be"), ("half", "or 0.5footprints")):
@@ -46,14 +46,14 @@ def test_budgets_are_bytes_a_day_or_footprints() -> None:
 
 
 def test_admissions_are_the_daemons() -> None:
-    """Every name of ADMISSION, and `default`."""
+    """The names are those of ADMISSION, and `default`."""
     assert [parse_admission(name) for name in ADMISSION] == list(ADMISSION)
     with pytest.raises(ValueError, match="is no admission policy; use one of default, all"):
         parse_admission("some")
 
 
 def test_a_budget_is_a_rate_over_the_traces_time() -> None:
-    """Footprints are spread over the span of the trace, bytes a day over days; blocks without bytes have no bytes a day."""
+    """Footprints spread over the trace's span, bytes over days. Blocks without bytes have no bytes a day."""
     trace = growing(5)
     counted = tiers(trace)
     assert parse_budget("2footprints").rate(trace, counted.measure) == pytest.approx(2 * trace.distinct * 4096 / 900)
@@ -64,7 +64,7 @@ def test_a_budget_is_a_rate_over_the_traces_time() -> None:
 
 
 def test_admission_and_budget_reach_the_stores_alone() -> None:
-    """The nvme tier's spec has them; the clairvoyant brings its own admission unless one is named."""
+    """Only the NVMe spec gets them. The clairvoyant has its own admission unless one is named."""
     trace = growing(3)
     counted = tiers(trace)
     host, nvme = Writes("all", parse_budget("1footprints")).applied(counted.specs, trace, counted.measure)
@@ -77,7 +77,7 @@ def test_admission_and_budget_reach_the_stores_alone() -> None:
 
 
 def test_a_budget_bounds_what_is_written() -> None:
-    """With all admitted more is written than under a budget of 0.2 footprints, which is kept; something is."""
+    """A budget of 0.2 footprints bounds the writes, which exceed it without a budget."""
     trace = growing(20)
     free, bound = ran(trace, "lru", Writes("all")), ran(trace, "lru", Writes("all", parse_budget("0.2footprints")))
     footprint = trace.distinct * 4096
@@ -87,7 +87,7 @@ def test_a_budget_bounds_what_is_written() -> None:
 
 @pytest.mark.parametrize("policy", [CLAIRVOYANT, "host:lru+nvme:clairvoyant"])
 def test_the_clairvoyant_writes_only_what_is_used_again(policy: str) -> None:
-    """Nothing that is never asked for again reaches its store, and what it finds is not less."""
+    """The clairvoyant writes no block without a later request, and hits no less than LRU."""
     trace = growing(20)
     plain, knowing = ran(trace, "lru", Writes("all")), ran(trace, policy, Writes())
     lone = sum(trace.of(request).size for request in range(1, len(trace), 2)) * 4096

@@ -2,12 +2,12 @@
 
     python -m tools.bench.peers [NAME ...] [--environments build/peers] [--output build/peers.json]
 
-Each peer gets an environment of its own below `--environments`, made once by pip, and one worker process there (worker.py). What does not install or does
-not start is a line with the reason.
+Each peer gets its own environment below `--environments`, made once by pip, and one worker process
+there (worker.py). A peer that does not install or start is a line with the reason.
 
-Each puts and gets the batches of `data_plane`, as shares of memcpy, and the single blocks of
-`one_block`: microseconds in all, and beyond a memcpy of the same bytes, beside a gRPC echo. All of
-its memory was written before a run counts. The bytes of every get are verified, untimed.
+Each puts and gets the batches of `data_plane`, as shares of memcpy. It does so with the single
+blocks of `one_block`, in microseconds, and beyond a memcpy, beside a gRPC echo. All of its memory
+was written before a run counts. The bytes of every get are verified, untimed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ INSTALL_S, ANSWER_S = 1800, 120
 LAG = 4
 """Batches between a put and its get, and between that and the next get: no cache holds it then."""
 WARM_RUNS = 2 * LAG
-"""Then each get is the first of its batch, and each other one the second."""
+"""After these each get is the first of its batch, and each get_again the second."""
 
 
 class Refused(Exception):
-    """A peer that cannot be measured here, and why."""
+    """A peer that cannot be measured here, and the reason."""
 
 
 class Remote:
@@ -90,7 +90,7 @@ class Remote:
         return Cost(float(told["wall_s"]), float(told["cpu_s"]))
 
     def close(self) -> None:
-        """Ends it and what it started, and removes its files."""
+        """Ends it and its children, and removes its files."""
         try:
             self._process.communicate(timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
@@ -101,7 +101,7 @@ class Remote:
         self._directory.cleanup()
 
     def _end_group(self) -> None:
-        """Ends what a dead worker left. It is asked to end first, so that its shared memory goes too."""
+        """Ends a dead worker's children: SIGTERM first, so that they remove their shared memory."""
         deadline = time.monotonic() + END_S
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -157,7 +157,7 @@ def compare(name: str, directory: Path, effort: Effort) -> list[Row]:
 
 
 def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, list[Cost]]:
-    """Memory of both is filled first; then copies, puts, first gets and second ones take turns."""
+    """Fills the memory of both first; then copies, puts, first gets and second ones take turns."""
     filled = _filled(bench.size, effort)
     for number in range(filled):
         bench.put(number)()
@@ -177,12 +177,13 @@ def _costs(bench: Bench, remote: Remote, pid: int, effort: Effort) -> dict[str, 
 
 
 def _get(bench: Bench, lag: int, pid: int) -> Measure:
-    """tierd's get of what was put so many batches before."""
+    """tierd's get of the batch put `lag` batches before."""
     return measured(lambda number: bench.get(number - lag), pid=pid, then=lambda number: bench.verify(number - lag))
 
 
 def _filled(batch_bytes: int, effort: Effort) -> int:
-    """Batches after which a cache has written all of its memory: first writes cost several times more."""
+    """Batches after which a cache has written all of its memory: first writes cost several times
+    more."""
     return effort.pick(MEMORY_BYTES // batch_bytes, 1) + 2 * LAG
 
 
@@ -200,7 +201,7 @@ def _rows_of(name: str, shape: str, costs: dict[str, list[Cost]], gigabytes: flo
 
 
 def _rows_of_one(name: str, size: str, remote: Remote, effort: Effort) -> list[Row]:
-    """Single blocks of both take turns. Gets go round in blocks that were got before."""
+    """Single blocks of both take turns. Gets read blocks that were got before, in turn."""
     block_bytes = effort.pick(one_block.SIZES[size], 4 * KIB)
     filled, got = _filled(block_bytes, effort), effort.pick(one_block.GOT_BYTES // block_bytes, 2)
     for number in range(filled):

@@ -1,4 +1,4 @@
-"""The peers that are known: what installs them, and what makes one."""
+"""The known peers: the packages of each, and its constructor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tools.bench.peers.peer import Peer
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """packages: for pip, in an environment of the peer's own. make: in that environment, in a directory that is removed afterwards."""
+    """packages: for pip, in the peer's own environment. make: runs there, in a directory that is
+    removed afterwards."""
 
     packages: tuple[str, ...]
     make: Callable[[Path], Peer]

@@ -1,4 +1,5 @@
-"""LMCache's server over ZMQ with its shared memory, as an engine's worker uses it: prepare and commit for a put; lookup, wait, prepare, commit for a get."""
+"""LMCache's server over ZMQ with its shared memory, as an engine's worker uses it. A put is prepare
+and commit; a get is lookup, wait, prepare and commit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import numpy as np
 from tools.bench.peers.peer import CAPACITY_BYTES, MEMORY_BYTES, Blocks, Server
 
 CHUNK_TOKENS, INSTANCE, MODEL, HERE = 16, 1, "bench", "127.0.0.1"
-SEQUENCE_TOKENS = 4096  # at most, of a batch: ids of tokens are told apart by them, and must stay below 2^32
+SEQUENCE_TOKENS = 4096  # at most, of a batch: token ids of batches differ by it, and must stay below 2^32
 WAIT_S = 10.0
 _MULTIPROCESS = "lmcache.v1.multiprocess"
 
@@ -46,7 +47,7 @@ class LMCacheServer:
         return np.empty(size, dtype=np.uint8)
 
     def make_room(self, size: int) -> None:
-        """Its eviction looks once a second whether a watermark is passed, and takes a fifth then: puts come no faster than that."""
+        """Waits: eviction checks a watermark once a second, and then takes a fifth of the memory."""
         self._used += size
         if self._used > CAPACITY_BYTES / 2:
             time.sleep(size / (CAPACITY_BYTES / 8))

@@ -1,8 +1,8 @@
 """Mooncake Store: a master, a standalone client that owns the memory, a thin client that shares it.
 
-Batches go in and out of the caller's registered memory in one call each. A single block comes by the
-call for one, which takes a fifth less time. Its programs load libibverbs, which the distribution
-installs (Debian: libibverbs1).
+A batch needs one call to put or get it, with the caller's registered memory. A single get uses the
+call for one block, which takes a fifth less time. Its programs load libibverbs, which the
+distribution installs (Debian: libibverbs1).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from tools.bench.peers.peer import CAPACITY_BYTES, MEMORY_BYTES, Blocks, Server, found
 
 POOL_BYTES = 512 << 20
-"""What the thin client shares with the one that owns the memory: the caller's buffers lie here."""
+"""The thin client shares this with the owner of the memory: it has the caller's buffers."""
 HERE = "127.0.0.1"
 
 
 class MooncakeStore:
-    """The three processes' worth of it, over loopback TCP and shared memory."""
+    """Two servers and a client, over loopback TCP and shared memory."""
 
     def __init__(self, directory: Path) -> None:
         store: Any = importlib.import_module("mooncake.store")
@@ -52,7 +52,8 @@ class MooncakeStore:
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
 
     def make_room(self, size: int) -> None:
-        """The oldest batch is removed by name: its own eviction takes what nobody has read yet, which is to be read here."""
+        """Removes the oldest batch by name. Its own eviction takes unread batches, which are still
+        to be read here."""
         self._used += size
         while self._used > CAPACITY_BYTES:
             _, names = self._batches.popitem(last=False)

@@ -1,7 +1,9 @@
-"""What a peer must do to be measured: take batches of blocks in, and copy them out into the caller's buffers.
+"""The interface of a measured peer: puts batches of blocks, and copies them to the caller's
+buffers.
 
-Purpose: the interface, and a server in a process of its own. Non-purpose: timing (worker.py). Invariant: what was started is ended, and its files are gone.
-Nothing here needs more than numpy, since it runs in the peer's own environment.
+Purpose: that interface, and a server in a separate process. Non-purpose: timing (worker.py).
+Invariant: started processes are ended, and their files removed. Only numpy is needed, since this
+runs in the peer's own environment.
 """
 
 from __future__ import annotations
@@ -18,35 +20,35 @@ from numpy.typing import NDArray
 
 START_S, END_S, PAUSE_S = 90.0, 10.0, 0.05
 CAPACITY_BYTES = 768 << 20
-"""What each keeps; the oldest leave."""
+"""Bytes that each keeps; the oldest are dropped."""
 MEMORY_BYTES = CAPACITY_BYTES * 5 // 4
-"""What each may take: its allocator and its eviction need more than what is kept."""
+"""Memory that each may use: its allocator and its eviction need more than the kept bytes."""
 Blocks = NDArray[np.uint8]
 
 
 class Peer(Protocol):
-    """A client and what it talks to. key: names a batch; its blocks are named by their number in it."""
+    """A client and its servers. key: names a batch; its blocks are named by their number in it."""
 
     pids: list[int]
 
     def memory(self, size: int) -> Blocks:
-        """Memory of the caller as this peer likes it best: uint8 [size]."""
+        """Memory of the caller in the form that suits this peer: uint8 [size]."""
         ...
 
     def make_room(self, size: int) -> None:
-        """Before a put of so many bytes, and not timed: whatever this peer needs in order to have room for them."""
+        """Called untimed before a put of `size` bytes, to make room for them."""
         ...
 
     def put(self, key: str, blocks: Blocks) -> None:
-        """Takes uint8 [n, block_bytes] in."""
+        """Stores uint8 [n, block_bytes]."""
         ...
 
     def get(self, key: str, out: Blocks) -> None:
-        """Copies a batch out; raises LookupError if it is not all there."""
+        """Copies a batch out; raises LookupError if a block is missing."""
         ...
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Ends its processes."""
         ...
 
 
@@ -66,7 +68,8 @@ class Server:
         return self._process.pid
 
     def connected(self, connect: Callable[[], Any]) -> Any:
-        """What connect gives once it gives something. Raises RuntimeError with the program's log when it has ended, or takes too long."""
+        """The result of connect, retried until it has one. Raises RuntimeError with the program's
+        log if it has ended, or takes too long."""
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -89,7 +92,7 @@ class Server:
 
 
 def found(program: str, folder: str = "") -> str:
-    """A program that a package of this environment has brought, in a folder of that name. Raises FileNotFoundError."""
+    """A program of a package of this environment, in that folder. Raises FileNotFoundError."""
     paths = [path for path in Path(sys.prefix).rglob(f"{folder}/{program}".lstrip("/")) if path.is_file()]
     if not paths:
         raise FileNotFoundError(f"{program}: not in {sys.prefix}; install the package that brings it")

@@ -1,4 +1,5 @@
-"""Peers as a picture: each one's share of a memory copy, and beside it tierd's in the same run; one panel a kind of work."""
+"""Peers as a picture: each one's share of a memory copy beside tierd's, one panel for each kind of
+work."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PEER, OURS, HEIGHT = "#56b4e9", "#000000", 0.34
 
 
 def draw(runs: Mapping[str, Sequence[Row]], path: Path, *, title: str) -> None:
-    """runs: by the peer's name the rows of its run, tierd's among them. Raises Unsupported without matplotlib, OSError."""
+    """runs: the rows of each peer's run by its name, with tierd's. Raises Unsupported without
+    matplotlib, OSError."""
     figure = require_matplotlib()(figsize=(15.0, 2.2 + 0.9 * len(runs)), layout="constrained")
     for axes, work in zip(
         figure.subplots(len(SHAPES), len(VERBS), squeeze=False, sharey=True).flat, WORKS, strict=True
@@ -62,7 +64,7 @@ def _legend() -> list[Any]:
 
 
 def runs_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by the run that they are of, as they follow one another: a peer's first, then tierd's."""
+    """Rows by their run, in their order: a peer's first, then tierd's."""
     runs: dict[str, list[Row]] = {}
     name = ""
     for row in rows:

@@ -16,7 +16,7 @@ import numpy as np
 from tools.bench.peers.peer import CAPACITY_BYTES, Blocks, Server, found
 
 LARGE_BYTES = 6000
-"""Values from here on are sent as they lie, not copied: the clients' own figure."""
+"""Values from this size on are sent without a copy: the clients' own figure."""
 
 
 class RedisServer:
@@ -44,7 +44,7 @@ class RedisServer:
         return np.empty(size, dtype=np.uint8)
 
     def make_room(self, size: int) -> None:
-        # Its own eviction takes what is not old: it counts age in seconds.
+        # Its own eviction takes blocks that are not old: it counts age in seconds.
         while self._batches and self._bytes + size > CAPACITY_BYTES:
             key, count, its = self._batches.popleft()
             self._client.delete(*(f"{key}/{i}" for i in range(count)))

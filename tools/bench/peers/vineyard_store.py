@@ -1,6 +1,6 @@
-"""Vineyard: a blob of shared memory for each block; the oldest batches leave.
+"""Vineyard: a blob of shared memory for each block; the least recently used batches are deleted.
 
-One call makes the blobs of a batch, and one gets them; its client seals each in a call of its own.
+One call makes the blobs of a batch, and one gets them; its client seals each in a separate call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tools.bench.peers.peer import CAPACITY_BYTES, MEMORY_BYTES, Blocks, Server,
 
 
 class VineyardStore:
-    """vineyardd and its IPC client. Names of batches are kept here, as its users keep ids in objects."""
+    """vineyardd and its IPC client. This object keeps names of batches, as users keep ids in
+    objects."""
 
     def __init__(self, directory: Path) -> None:
         vineyard: Any = importlib.import_module("vineyard")

@@ -1,10 +1,11 @@
-"""A peer's client, in the peer's own environment: does what a line of its input says, and answers with what it cost.
+"""A peer's client, in the peer's own environment: runs the verbs of its input, and answers with
+costs.
 
     python -m tools.bench.peers.worker NAME COUNT BLOCK_BYTES
 
-Lines are `put N` and `get N`; answers are JSON, one a line: {"wall_s", "cpu_s"}, the peer's server
-counted in, or {"error"}. An end of the input ends it. After each get, untimed, its bytes are
-compared with those that were put, by their sums.
+Lines are `put N` and `get N`; answers are JSON, one a line: {"wall_s", "cpu_s"}, with the peer's
+server, or {"error"}. It ends with its input. After each get, untimed, its bytes are compared with
+those that were put, by their sums.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ COLD_BYTES = 192 * MIB
 
 
 class Worker:
-    """Batches of so many blocks, put and got."""
+    """Batches of this many blocks, put and got."""
 
     def __init__(self, peer: Peer, *, count: int, block_bytes: int) -> None:
         self._peer, self._count, self._block_bytes = peer, count, block_bytes
@@ -58,7 +59,7 @@ def main() -> None:
     """Serves its input."""
     name, count, block_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a peer's libraries may print what they like
+    os.dup2(2, 1)  # a peer's libraries may print
     with tempfile.TemporaryDirectory(prefix="peer-") as directory:
         try:
             peer = KNOWN[name].make(Path(directory))

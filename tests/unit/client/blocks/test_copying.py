@@ -26,7 +26,7 @@ GUARD = 64
 
 @pytest.fixture(params=["library", "plain"], autouse=True)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both forms, where there are two."""
+    """Both forms, if the library is built."""
     if request.param == "plain":
         monkeypatch.setattr(copying, "_library", None)
     else:
@@ -40,19 +40,19 @@ def sources(count: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def copied(targets: np.ndarray, given: np.ndarray, layers: int = 0) -> list[bytes]:
-    """Row after row; the sums of each."""
+    """Copies row by row; returns the sums of each row."""
     blocks = copying.blocks_of(rows(given), rows(targets), [given.shape[1]] * len(given), layers)
     sums = copying.sum_and_copy(blocks)
     return [part.tobytes() for part in np.split(sums, len(given))]
 
 
 def rows(array: np.ndarray) -> np.ndarray:
-    """Where each begins."""
+    """The address of each row."""
     return np.uint64(array.ctypes.data) + np.arange(len(array), dtype=np.uint64) * np.uint64(array.strides[0])
 
 
 def tables(given: np.ndarray, layers: int = 0) -> list[bytes]:
-    """As the daemon sums them."""
+    """The sums of each row as the daemon computes them."""
     return raw_tables([slice_sums(row, slice_lengths(len(row), layers)) for row in given])
 
 
@@ -62,8 +62,7 @@ def tables(given: np.ndarray, layers: int = 0) -> list[bytes]:
     [(1, 1), (3, 4096), (2, MIB), (5, 3 * MIB // 2), (16, 300_000), (4, 28 * 4096), (1, 480 * 4096)],
 )
 def test_bytes_and_sums_are_right(count: int, length: int, layers: int) -> None:
-    """Each target has its source's bytes, and the sums are those that the daemon would make of it: of small blocks
-    and long ones, of any number of layers."""
+    """Each target has its source's bytes and the daemon's sums, for all block sizes and layer counts."""
     given = sources(count, length)
     targets = np.zeros_like(given)
     assert copied(targets, given, layers) == tables(given, layers)
@@ -76,8 +75,7 @@ def test_bytes_and_sums_are_right(count: int, length: int, layers: int) -> None:
     layers=st.integers(0, 9),
 )
 def test_whatever_the_length_and_the_address(length: int, offsets: tuple[int, int], layers: int) -> None:
-    """Of every length, from and to every address, as slices of the sum's own kinds; and no byte beside the target is
-    written."""
+    """Every length and alignment gives right bytes and sums, and no byte beside the target is written."""
     source = sources(1, length + offsets[0], seed=length)[0][offsets[0] :]
     target = np.full(offsets[1] + length + GUARD, 7, np.uint8)
     blocks = copying.blocks_of([source.ctypes.data], [target.ctypes.data + offsets[1]], [length], layers)
@@ -87,7 +85,7 @@ def test_whatever_the_length_and_the_address(length: int, offsets: tuple[int, in
 
 
 def test_what_has_no_target_is_summed() -> None:
-    """A block without one is read, and nothing is written."""
+    """A block without a target is summed, and no byte is written."""
     given = sources(3, 5000)
     blocks = copying.blocks_of(rows(given), [0] * 3, [5000] * 3, 0)
     assert copying.sum_and_copy(blocks).tobytes() == b"".join(tables(given))
@@ -95,7 +93,7 @@ def test_what_has_no_target_is_summed() -> None:
 
 
 def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long copy is made by two threads; one that finds the other thread at work, or is short, by its own alone."""
+    """Two threads share a long copy; it runs alone if it is short or that thread is busy."""
     seen, inner = set[str](), copying._do
 
     def do(*part: Any) -> None:
@@ -121,7 +119,7 @@ def test_long_copies_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_copy_that_gets_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started a copy is made alone, and a later thread does nothing of it."""
+    """If no thread can start, the copy runs alone, and a later thread does not repeat it."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -141,7 +139,7 @@ def test_a_copy_that_gets_no_second_thread(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("length", [4096, copying.HELPED_BYTES], ids=["alone", "with a second thread"])
 def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy whose verb is stopped ends with the block that it is at; no thread copies after the verb was told."""
+    """A stopped copy ends with its current block, and no thread copies after the stop."""
     stop, inner = Cancellation(), copying._do
 
     def do(blocks: np.ndarray, sums: np.ndarray, is_over: np.ndarray) -> None:
@@ -158,7 +156,7 @@ def test_a_copy_that_is_stopped_goes_no_further(length: int, monkeypatch: pytest
 
 
 def test_a_copy_does_not_begin_for_nobody() -> None:
-    """A put whose caller has gone while its commit was sent copies nothing."""
+    """A put whose caller cancels while the commit is sent copies nothing."""
     stop, targets = Cancellation(), np.zeros((1, 4096), np.uint8)
 
     def verb() -> None:
@@ -171,7 +169,7 @@ def test_a_copy_does_not_begin_for_nobody() -> None:
 
 
 def test_a_child_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child has a second thread of its own, also where its parent's was at work."""
+    """A forked child has its own second thread, even if its parent's was busy."""
     monkeypatch.setattr(copying._SECOND_THREAD, "_is_of_use", True)
     given = sources(8, MIB)
 
@@ -186,7 +184,7 @@ def test_a_child_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @NEEDS_LIBRARY
 def test_a_library_of_another_source_is_not_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is older than its source is none, and so is a file that is no library."""
+    """A library that does not match its source is ignored, and so is a file that is not a library."""
     assert find_library() is not None
     changed = tmp_path / "plane.cpp"
     changed.write_bytes(native.SOURCE.read_bytes() + b"\n")

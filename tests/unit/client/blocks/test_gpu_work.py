@@ -1,4 +1,4 @@
-"""Waiting for work on a GPU: whatever framework's events and streams, never longer than the deadline."""
+"""Waits for GPU work: events and streams of any framework, never longer than the deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierd.errors import DeadlineExceeded, InvalidArgument
 
 
 class Event:
-    """As torch's: done when it was asked so often."""
+    """Like torch's: done after this many queries."""
 
     def __init__(self, asks: int) -> None:
         self.asks = asks
@@ -23,7 +23,7 @@ class Event:
 
 
 def test_each_framework_says_done_in_its_way() -> None:
-    """torch's query(), cupy's done, a future's done(); anything else is refused by name."""
+    """torch's query(), cupy's done and a future's done() work; any other object is refused by name."""
     assert is_done(Event(0)) and not is_done(Event(1))
     assert is_done(SimpleNamespace(done=True)) and not is_done(SimpleNamespace(done=False))
     assert is_done(SimpleNamespace(done=lambda: True))
@@ -32,13 +32,13 @@ def test_each_framework_says_done_in_its_way() -> None:
 
 
 def test_all_of_the_work_is_waited_for() -> None:
-    """Pauses come until the last of several is done, and grow no longer than their bound."""
+    """The wait lasts until the last of several events is done, and its pauses stay below their bound."""
     events = [Event(3), Event(0), Event(12)]
     made = list(pauses(events, time.monotonic() + 60.0))
     assert len(made) == 15 and max(made) == 0.001 and all(event.asks < 0 for event in events)
 
 
 def test_work_that_hangs_costs_the_deadline() -> None:
-    """What is never done raises DeadlineExceeded, and says what to do."""
+    """Work that never ends raises DeadlineExceeded with the remedy."""
     with pytest.raises(DeadlineExceeded, match="try again"):
         list(pauses([Event(10**9)], time.monotonic() - 1.0))

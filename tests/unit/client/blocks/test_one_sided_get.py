@@ -1,4 +1,4 @@
-"""The library's loops and the plain ones find the same pages in any bytes, and read nothing beyond them."""
+"""The library's loops and the plain ones return the same pages for any bytes, and never read beyond."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def fenced(length: int) -> np.ndarray:
-    """Memory behind which no byte can be read."""
+    """Memory that is followed by an unreadable page."""
     whole = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, whole + mmap.PAGESIZE)
     array = np.frombuffer(memory, np.uint8)
@@ -43,8 +43,7 @@ def fenced(length: int) -> np.ndarray:
 
 
 class Memory:
-    """Segments with a block in each of their pages, and a directory that knows them. names: of all, in the order of
-    their pages."""
+    """Segments with a block in each page, and a directory of them. names: of all blocks, in page order."""
 
     def __init__(self, segments: int = 3) -> None:
         self.names = chain(1, segments * PAGES)
@@ -80,7 +79,7 @@ class Memory:
         return MappedSegment(number + 1, 1, data, *mapping.catalogue_of(number + 1, table), is_writable=False)
 
     def rows(self, table: SegmentTable, which: np.ndarray, last: int = TOKENS) -> tuple[np.ndarray, int]:
-        """The pages that the form under test finds of these blocks."""
+        """The pages that the form under test locates for these blocks."""
         hashes = np.ascontiguousarray(self.names[which])
         names = np.array([(hashes.ctypes.data, len(hashes), NAMESPACE, TOKENS, last, 0)], one_sided_get.NAMES)
         return one_sided_get._located(self.directory, table, names, len(hashes))
@@ -88,7 +87,7 @@ class Memory:
 
 @pytest.fixture(params=["library", "plain"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms, where there are two."""
+    """Both forms, if the library is built."""
     if request.param == "plain":
         for module in (one_sided_get, copying):
             monkeypatch.setattr(module, "_library", None)
@@ -99,8 +98,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.usefixtures("form")
 def test_what_is_there_is_found_and_copied() -> None:
-    """Blocks of several segments, of many lengths and layers, in any order: all are found where they lie, and copied
-    whole."""
+    """Blocks of several segments, lengths and layer counts are located and copied whole in any order."""
     memory = Memory()
     table, which = SegmentTable(memory.segments), np.random.default_rng(1).permutation(len(memory.names))
     rows, unmapped = memory.rows(table, which)
@@ -114,8 +112,7 @@ def test_what_is_there_is_found_and_copied() -> None:
 
 @pytest.mark.usefixtures("form")
 def test_up_to_the_first_that_is_not_there() -> None:
-    """A block that nobody entered, of other tokens, or in a segment that is not mapped ends what is found; of the
-    last kind it says which segment."""
+    """A missing block, other tokens or an unmapped segment ends the result; an unmapped segment is named."""
     memory = Memory()
     table, which = SegmentTable(memory.segments), np.arange(6)
     memory.directory.remove(memory.keys[4:5], places_of(np.ones(1, np.uint16), np.ones(1, np.uint32), np.uint32([4])))
@@ -129,8 +126,7 @@ def test_up_to_the_first_that_is_not_there() -> None:
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("what", ["byte", "table", "word", "retired"])
 def test_what_has_changed_is_not_good(what: str) -> None:
-    """A page whose bytes, table or word have changed since it was found is no good copy, and the others are; one
-    that is retired is good for who leases it."""
+    """A page that changed since its lookup is bad, the others are good; retired is good for a leaseholder."""
     memory = Memory(1)
     table = SegmentTable(memory.segments)
     pages = one_sided_get.Pages(memory.rows(table, np.arange(PAGES))[0], table)
@@ -148,8 +144,9 @@ def test_what_has_changed_is_not_good(what: str) -> None:
 
 
 class Reuse:
-    """The first page of a segment goes from its block to another one, as the daemon does it. It is
-    as after any of the steps again when `now` is called."""
+    """The daemon moves the first page of a segment to another block.
+    `now` restores memory to its state after any of these steps.
+    """
 
     def __init__(self, memory: Memory, name: np.ndarray) -> None:
         segment, catalogue, slot = memory.segments[0], memory.catalogues[0], np.zeros(1, np.uint32)
@@ -175,7 +172,7 @@ class Reuse:
             lambda: segment.data.__setitem__(slice(half, CLASS_BYTES), self.content[half:]),
             lambda: catalogue.publish(slot, metas=meta, slices=slices),
         ):
-            failpoint.watch(lambda _point: self._note())  # in the middle of publishing
+            failpoint.watch(lambda _point: self._note())  # notes the state in the middle of publishing
             step()
             failpoint.watch(None)
             self._note()
@@ -184,7 +181,7 @@ class Reuse:
         return len(self._states)
 
     def now(self, number: int) -> None:
-        """Memory is as after this step."""
+        """Restores memory to its state after this step."""
         for part, was in zip(self._parts, self._states[number], strict=True):
             part[:] = was
 
@@ -194,8 +191,9 @@ class Reuse:
 
 @pytest.mark.usefixtures("form")
 def test_a_page_that_is_reused_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever steps of the daemon fall between a reader's look, its copy and its second look:
-    what counts as good is the block that was asked for, whole."""
+    """A good result is the whole requested block, for all daemon steps between a reader's lookup,
+    copy and check.
+    """
     memory, other, copy = Memory(1), chain(2, 1), copying.sum_and_copy
     reuse, table = Reuse(memory, other[0]), SegmentTable(memory.segments)
     memory.names = np.concatenate([memory.names, other])
@@ -226,8 +224,9 @@ def test_a_page_that_is_reused_while_it_is_read(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_whatever_the_head_of_a_catalogue_says() -> None:
-    """A segment whose catalogue begins with other numbers is refused by name, or all that they name
-    lies within what is mapped."""
+    """A segment whose catalogue head has other numbers is refused by name, or all its parts stay
+    within the mapping.
+    """
     chance, memory, seen = np.random.default_rng(4), Memory(1), 0
     whole = np.frombuffer(memory.catalogues[0]._memory, np.uint8)
     data, catalogue = (os.memfd_create(name) for name in ("data", "catalogue"))
@@ -256,9 +255,9 @@ def test_whatever_the_head_of_a_catalogue_says() -> None:
 
 @NEEDS_LIBRARY
 def test_both_forms_say_the_same_of_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library and the plain form find and judge the same pages in random directories, entries,
-    tables and words: none but whole blocks that were asked for, and neither reads beyond its
-    memory."""
+    """On random directories, entries, tables and words, both forms return the same pages and
+    judgements. Good pages are whole requested blocks. Neither form reads beyond its memory.
+    """
     chance, memory = np.random.default_rng(2), Memory()
     places, whole = [*range(len(memory.segments))], [_bytes_of(segment) for segment in memory.segments]
     words, seen, right = memory.words.copy(), 0, 0
@@ -310,7 +309,7 @@ def _bytes_of(segment: MappedSegment) -> tuple[bytes, bytes, bytes]:
 
 
 def _spoil(raw: np.ndarray, whole: bytes, chance: np.random.Generator, width: int) -> None:
-    """As it was, but for a byte of some rows."""
+    """Restores the bytes and then changes one byte of some rows."""
     raw[:] = np.frombuffer(whole, np.uint8)
     rows = np.flatnonzero(chance.random(len(raw) // width) < 0.05)
     fields = range(width) if width != META_BYTES or chance.random() < 0.5 else (*range(92, 96), *range(204, 208))

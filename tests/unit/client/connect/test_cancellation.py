@@ -1,4 +1,4 @@
-"""Verbs in threads, which may be stopped: told once, wherever they wait, and not disturbed in what they do then."""
+"""Verbs in threads that a caller may stop: stopped once, in any wait, with undisturbed cleanup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON_S = 10.0
 
 
 def stopped_in(verb: Callable[[], object], begun: threading.Event) -> BaseException | None:
-    """Stops a verb when it says that it has begun; what it ended with."""
+    """Stops a verb after it has begun; returns the exception that ended it."""
     stop, ended = Cancellation(), list[BaseException | None]()
 
     def work() -> None:
@@ -39,7 +39,7 @@ def stopped_in(verb: Callable[[], object], begun: threading.Event) -> BaseExcept
 
 
 def test_stopped_in_a_pause() -> None:
-    """A pause ends at once."""
+    """A stop ends a pause at once."""
     begun = threading.Event()
 
     def verb() -> None:
@@ -50,7 +50,7 @@ def test_stopped_in_a_pause() -> None:
 
 
 def test_stopped_in_a_wait() -> None:
-    """What ends a wait is called, and whatever error that makes, the verb hears that it was stopped."""
+    """A stop calls the wait's end function, and the verb raises Cancelled, not the resulting error."""
     begun, ended = threading.Event(), threading.Event()
 
     def verb() -> None:
@@ -63,7 +63,7 @@ def test_stopped_in_a_wait() -> None:
 
 
 def test_told_before_it_goes_on() -> None:
-    """Work that cannot be ended goes on to its end, and nothing follows it."""
+    """Work that cannot be interrupted runs to its end, and no work follows it."""
     begun, stopped, done = threading.Event(), threading.Event(), list[str]()
     stop = Cancellation()
 
@@ -92,7 +92,7 @@ def test_told_before_it_goes_on() -> None:
 
 
 def test_what_it_gives_back_is_not_disturbed() -> None:
-    """A verb is told once: what it does about it runs, and waits, as ever."""
+    """A verb is stopped once: its cleanup then runs and waits as usual."""
     begun, done, waited = threading.Event(), list[str](), list[str]()
 
     def wait() -> None:
@@ -113,7 +113,7 @@ def test_what_it_gives_back_is_not_disturbed() -> None:
 
 
 def test_cancelled_when_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
-    """Who cancels a verb hears of it when its thread touches nothing any more; what it ended with is nobody's to log."""
+    """A cancel returns only after the verb's thread has ended, and the verb's error is not logged."""
     own, begun, at_it, going_on = Threads(), threading.Event(), threading.Event(), threading.Event()
 
     def verb() -> None:
@@ -139,7 +139,7 @@ def test_cancelled_when_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_verb_that_does_not_end_holds_up_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who cancels a verb that cannot be ended is let go after a while."""
+    """A cancel of a verb that cannot be interrupted returns after a bounded time."""
     monkeypatch.setattr(threads, "STOP_S", 0.01)
     own, begun, over = Threads(), threading.Event(), threading.Event()
 
@@ -158,7 +158,7 @@ async def test_a_verb_that_does_not_end_holds_up_nobody_for_ever(monkeypatch: py
 
 
 async def test_no_thread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verb that gets no thread in its time is not begun, and its caller hears why; one that has more time gets its turn."""
+    """A verb that gets no thread in its time does not run and raises; one with more time gets its turn."""
     monkeypatch.setattr(threads, "THREADS", 1)
     own, over, begun = Threads(), threading.Event(), list[int]()
     first = asyncio.ensure_future(own.run(lambda: over.wait(SOON_S), timeout_s=SOON_S))
@@ -179,7 +179,7 @@ async def test_no_thread_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_cancelled_twice_when_it_has_ended() -> None:
-    """Who is cancelled again while his verb ends hears of the first one when it has."""
+    """Repeated cancels during a verb's end still return only after the verb has ended."""
     own, begun, over, at_it = Threads(), threading.Event(), threading.Event(), threading.Event()
 
     def verb() -> None:

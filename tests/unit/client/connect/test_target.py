@@ -1,4 +1,4 @@
-"""Where the client looks for a daemon."""
+"""The addresses at which the client looks for a daemon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierd.errors import InvalidArgument
     ],
 )
 def test_forms(text, target):
-    """A target is a directory or host:port, with a codec perhaps."""
+    """A target is a directory or host:port, optionally with a codec."""
     assert resolve_target(text) == target
     assert resolve_target(str(target)) == target
 
@@ -42,13 +42,13 @@ def test_forms(text, target):
     ],
 )
 def test_faults(text):
-    """Anything else is refused, and so is a directory whose socket path is too long."""
+    """Any other text is refused, and so is a directory whose socket path is too long."""
     with pytest.raises(InvalidArgument):
         resolve_target(text)
 
 
 def test_order(tmp_path):
-    """The argument goes before TIERD_TARGET, this before TIERD_RUNTIME_DIR, this before the user's own directory."""
+    """The order is: argument, TIERD_TARGET, TIERD_RUNTIME_DIR, the user's own directory."""
     environ = {"TIERD_TARGET": "/a/b", "TIERD_RUNTIME_DIR": "/c/d", "XDG_RUNTIME_DIR": str(tmp_path)}
     assert resolve_target("/x/y", environ=environ) == LocalTarget("/x/y")
     assert resolve_target(environ=environ) == LocalTarget("/a/b")

@@ -1,6 +1,7 @@
-"""Pages of a GPU in a row: what a kernel finds at one address, who may write there, and that nothing is left of it.
+"""GPU pages in one address range: contents, write protection and cleanup.
 
-The fake driver keeps CUDA's rules: a handle is mapped whole and from its beginning, lengths are multiples of the granularity, and what is mapped for reading is not written.
+The fake driver keeps CUDA's rules. It maps handles whole, in multiples of the granularity, and
+refuses writes to memory mapped for reading.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tools.fake_cuda import build_fatbins
 
 
 class Pin:
-    """What keeps pages pinned."""
+    """An object that keeps pages pinned."""
 
 
 class Slabs:
-    """Slabs with random bytes, as a daemon makes them, mapped in this process as a worker maps them."""
+    """Slabs with random bytes, made as a daemon makes them and mapped here as a worker maps them."""
 
     def __init__(self, lengths: list[int], *, is_writable: bool = False) -> None:
         self.engine, self.gpu = Engine(0), Gpu(GpuPlace("", 0))
@@ -44,13 +45,13 @@ class Slabs:
             os.close(fd)
 
     def page(self, slab: int, *, start: int = 0, length: int | None = None, pin: object = None) -> DevicePage:
-        """A page of a slab, all of it if no more is said."""
+        """A page of a slab, by default all of it."""
         memory = self.memories[slab]
         nbytes = memory.length_bytes - start if length is None else length
         return DevicePage(memory, memory.address + start, nbytes, pin=pin, writable=False)
 
     def close(self) -> None:
-        """Nothing is left, here or at the daemon."""
+        """Closes all, and checks that no resource is held here or in the daemon."""
         self.memories.clear()
         gc.collect()
         self.gpu.unmap_ended()
@@ -60,13 +61,13 @@ class Slabs:
 
 
 def seen(page: DevicePage) -> bytes:
-    """What a kernel reads there."""
+    """The bytes that a kernel reads there."""
     return peek(page.address, page.nbytes)
 
 
 @on_fake_driver()
 def test_pages_follow_each_other() -> None:
-    """In the order that is given, of slabs of several lengths, one twice, the last one short: each byte stands where its page has it, and where it was."""
+    """Slabs of any length, order and repetition, with a short last one, appear in sequence and unchanged."""
     slabs = Slabs([SLAB, 2 * SLAB, SLAB, SLAB])
     for order in ((0,), (1, 0), (3, 1, 0, 1, 2)):
         row = contiguous([*(slabs.page(i) for i in order), slabs.page(2, length=5000)])
@@ -83,7 +84,7 @@ def test_pages_follow_each_other() -> None:
 
 @on_fake_driver()
 def test_what_is_written_to_a_page_is_seen_in_the_row() -> None:
-    """It is the same memory: nothing was copied."""
+    """The range is the same memory as the pages, not a copy."""
     slabs = Slabs([SLAB, SLAB], is_writable=True)
     row = contiguous([slabs.page(1), slabs.page(0)])
     poke(slabs.memories[0].address + 77, b"\x5a" * 3)
@@ -94,7 +95,7 @@ def test_what_is_written_to_a_page_is_seen_in_the_row() -> None:
 
 @on_fake_driver(dies_of=signal.SIGSEGV)
 def test_nobody_writes_by_a_row() -> None:
-    """Also where this process may write to the pages themselves."""
+    """A write through a range fails, even if this process may write to the pages themselves."""
     slabs = Slabs([SLAB, SLAB], is_writable=True)
     row = contiguous([slabs.page(0), slabs.page(1)])
     poke(slabs.memories[1].address, b"\x01")
@@ -104,7 +105,7 @@ def test_nobody_writes_by_a_row() -> None:
 
 @on_fake_driver()
 def test_a_row_keeps_its_pages_pinned_and_mapped() -> None:
-    """As long as it or a part of it lives; then pins go, and its addresses when the next row is made."""
+    """A range or a part of it keeps pages pinned; its addresses are unmapped when the next range is made."""
     slabs = Slabs([SLAB, SLAB])
     before, pins = counts(), [Pin(), Pin()]
     watched = [weakref.ref(pin) for pin in pins]
@@ -128,7 +129,7 @@ def test_a_row_keeps_its_pages_pinned_and_mapped() -> None:
 
 @on_fake_driver()
 def test_what_ends_while_the_gpu_is_asked_is_unmapped_by_the_next() -> None:
-    """Another thread may launch on a mapping and let go of it behind the event that is asked for, which says nothing of that work."""
+    """A mapping dropped after the event was recorded stays until the next event, as a launch may use it."""
     slabs = Slabs([SLAB, SLAB])
     before = counts()["mappings"]
     ask = slabs.gpu.ask
@@ -150,7 +151,7 @@ def test_what_ends_while_the_gpu_is_asked_is_unmapped_by_the_next() -> None:
 
 @on_fake_driver()
 def test_a_kernel_that_hangs_costs_no_call_more_than_its_bound() -> None:
-    """While it does a segment is mapped at once, what ended stays mapped, and a copy gives up at its bound, by name; when it has ended, what had ended before it is unmapped."""
+    """While a kernel hangs, segments map at once, ended ones stay mapped and copies time out by name."""
     slabs = Slabs([SLAB, SLAB])
     cuda, kernels = slabs.gpu.cuda, Loaded(build_fatbins())
     fd = slabs.engine.slabs.make(9, SLAB)
@@ -186,8 +187,7 @@ def test_a_kernel_that_hangs_costs_no_call_more_than_its_bound() -> None:
 
 @on_fake_driver()
 def test_pages_that_cannot_follow_each_other_are_refused() -> None:
-    """Several in a slab, short ones in the middle, bytes that are no multiple of the granularity, none, and such as lie elsewhere: each is named with its bytes, the
-    granularity and the remedy, and nothing is left of the attempt."""
+    """Unfit pages are refused with their bytes, the granularity and the remedy, and nothing stays mapped."""
     slabs = Slabs([2 * SLAB, SLAB, SLAB])
     before, whole = counts(), slabs.page(1)
     half = f"{SLAB} bytes at {{}} of a slab of {2 * SLAB}; .* granularity is {SLAB}: set the device tier's segment to {SLAB} bytes"
@@ -217,7 +217,7 @@ def test_pages_that_cannot_follow_each_other_are_refused() -> None:
 
 @on_fake_driver()
 def test_a_driver_that_refuses_leaves_nothing() -> None:
-    """At each call that makes a row, its first or a later one: the error is the driver's, and addresses and handles are given back."""
+    """If any call fails, first or later, the driver's error is raised and addresses and handles are freed."""
     slabs = Slabs([SLAB, SLAB, SLAB])
     pages = [slabs.page(i) for i in range(3)]
     before = counts()
@@ -230,7 +230,7 @@ def test_a_driver_that_refuses_leaves_nothing() -> None:
             assert counts() == before, call
             struck += 1
     for call in ("cuMemRetainAllocationHandle", "cuMemMap"):
-        struck += 3  # of all that it struck the driver counts the calls: the first and the second go well
+        struck += 3  # the driver counts all calls that it struck: the first and the second succeed
         os.environ["TIERD_FAKE_CUDA_STRIKE"] = f"{call}:{struck}:e2"
         with pytest.raises(Overloaded, match=call):
             contiguous(pages)

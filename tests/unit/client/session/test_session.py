@@ -1,4 +1,4 @@
-"""The client's end of the session socket, against a socket whose other end the test holds."""
+"""The client's end of the session socket, against a socket whose other end the test controls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ends() -> Iterator[tuple[Session, socket.socket]]:
 
 
 def answer(theirs, reply, fds=()):
-    """What the other end sends next."""
+    """Sends a reply from the other end."""
     socket.send_fds(theirs, [msgpack.packb(reply)], list(fds))
 
 
@@ -54,7 +54,7 @@ def handles():
 
 
 def test_letting_go_never_waits(ends):
-    """What a full socket does not take is kept, and goes when there is room."""
+    """Messages that do not fit into a full socket are queued, and sent when there is room."""
     session, theirs = ends
     sent = 0
     while not session._unsent:
@@ -62,14 +62,14 @@ def test_letting_go_never_waits(ends):
         sent += 1
     session.let_go(leases=[sent], reservations=[9])
     found = [msgpack.unpackb(theirs.recv(4096)) for _ in range(sent - 1)]
-    assert session.is_alive  # which also sends what is left
+    assert session.is_alive  # this also sends the queued messages
     found += [msgpack.unpackb(theirs.recv(4096)) for _ in range(2)]
     assert [m["leases"] for m in found] == [[i] for i in range(sent + 1)]
     assert (found[-1]["reservations"], found[-1]["reply"]) == ([9], False)
 
 
 def test_letting_go_of_a_daemon_that_has_gone(ends):
-    """Nobody to tell is no fault."""
+    """A release to a daemon that has ended is not an error."""
     session, theirs = ends
     theirs.close()
     session.let_go(leases=[1])
@@ -77,7 +77,7 @@ def test_letting_go_of_a_daemon_that_has_gone(ends):
 
 
 def test_a_late_answer_is_never_taken_for_another(ends):
-    """After a request that was not answered in time the session is over."""
+    """A request that times out ends the session, so its late answer never serves another request."""
     session, _theirs = ends
     with pytest.raises(DeadlineExceeded):
         session.ask({"op": "ping"}, timeout_s=0.01)
@@ -87,7 +87,7 @@ def test_a_late_answer_is_never_taken_for_another(ends):
 
 
 def test_the_end_is_told_though_a_child_has_a_copy(ends):
-    """A session that ends for want of an answer ends for the daemon too, whoever has inherited the descriptor."""
+    """A session that times out ends for the daemon too, even if a child inherited the descriptor."""
     session, theirs = ends
     theirs.settimeout(SOON_S)
     with session._connection.dup():
@@ -97,7 +97,7 @@ def test_the_end_is_told_though_a_child_has_a_copy(ends):
 
 
 def test_a_late_line_costs_no_session(ends):
-    """A line that is not given in time is closed when it comes, and the reply to the next request is its own."""
+    """A line that arrives late is closed, and the next request still gets its own reply."""
     session, theirs = ends
     with pytest.raises(DeadlineExceeded):
         session.line(timeout_s=0.01)
@@ -113,7 +113,7 @@ def test_a_late_line_costs_no_session(ends):
 
 
 def test_a_turn_is_waited_for_no_longer_than_a_call_has(ends):
-    """A thread with little time does not wait for the answer to another thread's request, and costs that nothing."""
+    """A call with little time does not wait for another thread's reply, and does not disturb it."""
     session, theirs = ends
     replies = []
     thread = threading.Thread(target=lambda: replies.append(session.ask({"op": "ping"}, timeout_s=SOON_S)))
@@ -137,7 +137,7 @@ def test_the_end_of_the_daemon(ends):
 
 
 def test_refusals(ends):
-    """A refused map raises what the daemon says, and the session goes on."""
+    """A refused map raises the daemon's error, and the session goes on."""
     session, theirs = ends
     answer(theirs, {"ok": False, "error": "NotFound", "message": "segment 1: gone"})
     with pytest.raises(NotFound, match="segment 1: gone"):
@@ -146,7 +146,7 @@ def test_refusals(ends):
 
 
 def test_descriptors_are_closed_whatever_comes(ends):
-    """Descriptors that came with a wrong answer are closed too."""
+    """Descriptors that arrive with a wrong answer are closed."""
     session, theirs = ends
     before = len(os.listdir("/proc/self/fd"))
     with open("/dev/null", "rb") as file:
@@ -163,7 +163,7 @@ def test_descriptors_are_closed_whatever_comes(ends):
 
 
 def test_a_gpu_that_this_process_has_not(tmp_path):
-    """A tier on a GPU that is not here is Unsupported, asked for by name, by kind or to be mapped, and no descriptor stays; other tiers are no matter of it."""
+    """A tier on a GPU that this process lacks is Unsupported, and no descriptor stays open."""
     gpu = {"uuid": "00" * 16, "ordinal": 0}
     tiers = [{"name": "device.0", "gpu": gpu}, {"name": "device.1", "gpu": gpu}, {"name": "host.0"}]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -185,7 +185,7 @@ def test_a_gpu_that_this_process_has_not(tmp_path):
 
 
 def test_descriptors_are_not_inherited_over_exec(ends, monkeypatch):
-    """What a worker starts while it maps a segment does not have the segment too."""
+    """A program that a worker starts during a map does not inherit the segment's descriptors."""
     session, theirs = ends
     inherited = []
 
@@ -202,7 +202,7 @@ def test_descriptors_are_not_inherited_over_exec(ends, monkeypatch):
 
 
 def test_unread_descriptors_are_closed_at_the_end(ends):
-    """Descriptors without a word are closed, and mean that the daemon has gone."""
+    """At the end of the session unread descriptors are closed, and the request raises SessionLost."""
     session, theirs = ends
     before = len(os.listdir("/proc/self/fd"))
     theirs.shutdown(socket.SHUT_WR)
@@ -221,14 +221,14 @@ def test_a_childs_copy_says_no_goodbye():
 
 
 def test_no_session_sockets_elsewhere(monkeypatch):
-    """On another system than Linux a local daemon is Unsupported, with the way to reach one."""
+    """On other systems than Linux a local daemon is Unsupported, with the way to reach one."""
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(Unsupported, match="host:port"):
         connect_session(LocalTarget("/nowhere"), name="t", engine={}, credential=None, timeout_s=1)
 
 
 def test_a_process_without_descriptors_is_told_so(monkeypatch):
-    """Who can make no socket, at the first call or where the daemon was started again, gets one of our errors with the remedy: best effort takes it as a miss."""
+    """A process without free descriptors gets Overloaded with the remedy, which best effort makes a miss."""
 
     def full(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -239,7 +239,7 @@ def test_a_process_without_descriptors_is_told_so(monkeypatch):
 
 
 def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
-    """A client that maps more and more segments keeps those with pages in them, and drops the empty ones."""
+    """A client that maps many segments keeps those that hold pages, and drops the empty ones."""
     session, theirs = ends
     monkeypatch.setattr("tierd.client.session.segments.SWEEP_SEGMENTS", 2)
     for number, word in ((8, 0), (9, 5)):
@@ -256,7 +256,7 @@ def test_segments_that_nobody_uses_are_swept(ends, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reply", [b"", msgpack.packb({}), msgpack.packb([1])])
 def test_a_daemon_that_ends_during_hello(tmp_path, reply):
-    """A hello that gets end of file, or an answer that says neither yes nor no, is Unavailable."""
+    """End of file or a malformed answer to hello is Unavailable."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "session.sock"))
         listener.listen(1)
@@ -277,7 +277,7 @@ def test_a_daemon_that_ends_during_hello(tmp_path, reply):
 
 @pytest.mark.parametrize("segment", [1, 2])
 def test_a_foreign_catalogue(tmp_path, segment):
-    """Only the catalogue of the very segment is believed."""
+    """Only the segment's own catalogue is accepted."""
     memory = Memory(tmp_path)
     size = memory.catalogue_path.stat().st_size
     with open(memory.data, "rb") as data, open(memory.catalogue_path, "rb") as catalogue:
@@ -291,7 +291,7 @@ def test_a_foreign_catalogue(tmp_path, segment):
 
 
 def test_a_fork_waits_for_calls_in_flight():
-    """A fork begins when no call is in flight, and calls begin when no fork is."""
+    """A fork begins only when no call is in flight, and a call begins only when no fork runs."""
     forking, order = threading.Event(), []
 
     def fork():

@@ -1,4 +1,4 @@
-"""The client's end of lines, over a socket pair whose other end says what the test wants."""
+"""The client's end of lines, over a socket pair whose other end the test controls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SOON_S = 20.0
 
 
 class Given:
-    """A session that gives so many lines. ends: the daemon's."""
+    """A session that gives this many lines. ends: the daemon's ends."""
 
     def __init__(self, lines: int, *, gives: int = 100) -> None:
         self.lines, self._gives = lines, gives
         self.ends: list[socket.socket] = []
 
     def line(self, *, timeout_s: float) -> socket.socket:
-        """One more."""
+        """Gives one more line."""
         if len(self.ends) >= self._gives:
             raise Overloaded("lines: too many")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -45,13 +45,13 @@ def pair() -> Iterator[tuple[Line, socket.socket]]:
 
 
 def soon() -> float:
-    """A deadline that no test waits for."""
+    """A deadline that no test reaches."""
     return time.monotonic() + SOON_S
 
 
 @pytest.mark.parametrize("length", [0, 1, 65_532, 65_533, 3 << 20])
 def test_answers_of_any_length(pair: tuple[Line, socket.socket], length: int) -> None:
-    """An answer comes whole, however long it is and in whatever pieces."""
+    """An answer arrives whole, at any length and in any pieces."""
     line, theirs = pair
     answer = bytes(range(256)) * (length // 256) + bytes(length % 256)
 
@@ -67,7 +67,7 @@ def test_answers_of_any_length(pair: tuple[Line, socket.socket], length: int) ->
 
 
 def test_the_deadline_of_an_answer_that_does_not_come(pair: tuple[Line, socket.socket]) -> None:
-    """A call ends at its deadline: before anything of the answer, in the middle of one, where the daemon reads nothing, and where it has passed."""
+    """A call ends at its deadline: with no answer, half an answer, a full socket or a past deadline."""
     line, theirs = pair
     with pytest.raises(TimeoutError):
         line.ask(b"x", deadline=time.monotonic() + 0.02)
@@ -82,7 +82,7 @@ def test_the_deadline_of_an_answer_that_does_not_come(pair: tuple[Line, socket.s
 
 @pytest.mark.parametrize("said", [b"", b"\x05\x00", b"\x05\x00\x00\x00abc"])
 def test_a_daemon_that_goes(pair: tuple[Line, socket.socket], said: bytes) -> None:
-    """Part of an answer is none."""
+    """A partial answer raises an error."""
     line, theirs = pair
     theirs.sendall(said)
     theirs.shutdown(socket.SHUT_WR)
@@ -91,7 +91,7 @@ def test_a_daemon_that_goes(pair: tuple[Line, socket.socket], said: bytes) -> No
 
 
 def test_a_daemon_that_has_gone_signals_nothing(pair: tuple[Line, socket.socket]) -> None:
-    """To send to nobody raises an error, and no SIGPIPE, which would end a process that leaves that signal as it was."""
+    """A send to a closed peer raises an error and no SIGPIPE, which would kill the process by default."""
     line, theirs = pair
     theirs.close()
     seen, before = list[int](), signal.signal(signal.SIGPIPE, lambda number, _: seen.append(number))
@@ -105,7 +105,7 @@ def test_a_daemon_that_has_gone_signals_nothing(pair: tuple[Line, socket.socket]
 
 @pytest.mark.parametrize("said", [b"\x01\x00\x00\x00abc", b"\xff\xff\xff\x7f"])
 def test_what_is_no_answer(pair: tuple[Line, socket.socket], said: bytes) -> None:
-    """More than one answer, and one longer than any, are told as such."""
+    """Bytes beyond one answer, and an answer above the limit, raise OperatorError."""
     line, theirs = pair
     theirs.sendall(said)
     with pytest.raises(OperatorError):
@@ -113,7 +113,7 @@ def test_what_is_no_answer(pair: tuple[Line, socket.socket], said: bytes) -> Non
 
 
 def test_messages_that_come_at_once(pair: tuple[Line, socket.socket]) -> None:
-    """Each is received by itself, though one look at the socket gave all, and part of the last."""
+    """Messages that arrive in one read are received one by one, also if the last one is incomplete."""
     line, theirs = pair
     said = [b"first", b"", b"third" * 20_000]
     raw = b"".join(struct.pack("<I", len(each)) + each for each in said)
@@ -125,7 +125,7 @@ def test_messages_that_come_at_once(pair: tuple[Line, socket.socket]) -> None:
 
 
 def test_as_many_lines_as_were_told() -> None:
-    """A pool takes no more than it may; one that rests is taken again, one that was dropped makes room for another."""
+    """A pool opens at most its limit; a returned line is reused, and a dropped line makes room."""
     given = Given(2)
     lines = LocalRpcPool(given)  # type: ignore[arg-type]
     first, second = lines.take(timeout_s=1), lines.take(timeout_s=1)
@@ -143,7 +143,7 @@ def test_as_many_lines_as_were_told() -> None:
 
 
 def test_a_daemon_that_gives_no_line() -> None:
-    """Where the daemon gives none there is none, and the next call asks again."""
+    """If the daemon gives no line, the pool returns None, and the next call asks again."""
     given = Given(2, gives=0)
     lines = LocalRpcPool(given)  # type: ignore[arg-type]
     assert lines.take(timeout_s=1) is None
@@ -154,7 +154,7 @@ def test_a_daemon_that_gives_no_line() -> None:
 
 
 def test_a_line_that_comes_after_the_end_is_closed() -> None:
-    """Who has asked for a line when the pool is closed gets none, and what the daemon gave him ends."""
+    """A line that arrives after the pool was closed is closed, and its caller gets None."""
     given = Given(2)
     lines, real = LocalRpcPool(given), given.line  # type: ignore[arg-type]
 
@@ -170,7 +170,7 @@ def test_a_line_that_comes_after_the_end_is_closed() -> None:
 
 
 def test_close_ends_a_call_in_progress() -> None:
-    """A thread that waits for an answer hears of the end at once, and closes its line itself: no descriptor changes its meaning under it."""
+    """Close ends a thread's wait at once; the thread closes its line itself, so no descriptor is reused."""
     given, errors = Given(1), []
     lines = LocalRpcPool(given)  # type: ignore[arg-type]
     line = lines.take(timeout_s=1)

@@ -20,14 +20,14 @@ LZ4 = open_codec("lz4", whose="this test")
 
 @pytest.mark.parametrize("kind", GRPC_STATUS)
 def test_every_error_comes_back(kind):
-    """The name in the trailing metadata gives the very class back, with its words."""
+    """The name in the trailing metadata gives the same class back, with its message."""
     error = error_of(kind.__name__, "thing: fault", status=GRPC_STATUS[kind])
     assert (type(error), str(error)) == (kind, "thing: fault")
 
 
 @pytest.mark.parametrize("name", [None, "", "Exception", "ERROR_KEY", "GRPC_STATUS", "annotations", "NoSuchError"])
 def test_foreign_names_are_no_classes(name):
-    """A name that is no error of ours falls back to the status, and what is unknown is for an operator."""
+    """An unknown error name falls back to the status, and an unknown status gives OperatorError."""
     assert type(error_of(name, "m", status="UNAVAILABLE")) is errors.Unavailable
     assert type(error_of(name, "m", status="INTERNAL")) is OperatorError
     assert ERROR_KEY == "tierd-error"
@@ -35,7 +35,7 @@ def test_foreign_names_are_no_classes(name):
 
 @pytest.mark.parametrize(("codecs", "agreed"), [([], None), (["other"], None), (["other", "lz4"], LZ4)])
 def test_a_codec_is_what_both_sides_know(codecs, agreed):
-    """What the daemon does not name is not asked of it, and a client that wants none gets none."""
+    """A codec that the daemon does not name is not used, and a client without a codec gets none."""
     reply = pb.OpenNamespaceReply(codecs=codecs)
     assert replies.agreed_codec(LZ4, reply) is agreed
     assert replies.agreed_codec(None, reply) is None
@@ -52,7 +52,7 @@ def test_a_block_is_good_on_every_rank(good, blocks):
 
 
 def test_groups_are_good_or_not():
-    """Of several groups either all is good or nothing."""
+    """Several groups are valid all together or not at all."""
     groups = [LeasedGroup(0, np.zeros((1, 2), dtype=HANDLE)), LeasedGroup(1, np.zeros((1, 1), dtype=HANDLE))]
     assert valid_blocks(groups, np.array([True, True, True])) == 2
     assert valid_blocks(groups, np.array([True, True, False])) == 0
@@ -60,20 +60,20 @@ def test_groups_are_good_or_not():
 
 @pytest.mark.parametrize("data", [bytes(39), bytes(41), bytes(80)])
 def test_malformed_handles(data):
-    """A reply that is not what the protocol promises is an operator's business, not an index error."""
+    """Handles of a wrong size raise OperatorError, not an index error."""
     with pytest.raises(OperatorError, match="use one tierd on both sides"):
         replies.handles_of(data, count=1)
 
 
 @pytest.mark.parametrize("data", [b"", bytes(3), bytes(6)])
 def test_malformed_statuses(data):
-    """Statuses of another number of blocks are an operator's business, not a shorter answer."""
+    """Statuses of a wrong count raise OperatorError, not a shorter answer."""
     with pytest.raises(OperatorError, match="use one tierd on both sides"):
         replies.statuses_of(data, count=2)
 
 
 def test_events_come_back():
-    """Each event of a message has its hashes, one row each, its kind and its place in the order."""
+    """Each event of a message has its hashes, one row each, its kind and its sequence number."""
     name = bytes(range(32))
     sent = pb.Event(sequence=9, kind=pb.Event.KIND_STORED, tier=1, namespace=3, hashes=2 * name, reason="r")
     (event,) = replies.events_of(pb.Events(events=[sent]))

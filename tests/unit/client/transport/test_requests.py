@@ -15,7 +15,7 @@ NS = OpenedNamespace(SPEC, id=7, digest=bytes(32), epoch=1)
 
 
 def test_lengths_follow_tokens():
-    """A short block's length is its share of a full one's unless it is given."""
+    """A short block's length is its share of a full block's length, unless it is given."""
     group = PutGroup(NS, np.zeros((3, 32), dtype=np.uint8), tokens=33)
     assert requests.put_lengths(group).tolist() == [CLASS_BYTES, CLASS_BYTES, CLASS_BYTES // 16]
 
@@ -31,7 +31,7 @@ def test_lengths_follow_tokens():
     ],
 )
 def test_what_is_said_of_blocks_travels(said, priorities, retention_s):
-    """A value for all or one for each; time is rounded up to seconds, None is for good."""
+    """One value serves all blocks, or each has its own; time rounds up to seconds, and None has no limit."""
     message = requests.put_group_message(PutGroup(NS, np.zeros((3, 32), dtype=np.uint8), **said))
     assert (list(message.priorities), list(message.retention_s)) == (priorities, retention_s)
 
@@ -52,33 +52,33 @@ def test_what_is_said_of_blocks_travels(said, priorities, retention_s):
     ],
 )
 def test_what_cannot_be_said_is_refused_by_name(said, told):
-    """The field, the value and the limit, before anything is sent."""
+    """A wrong value is refused with field, value and limit before any message is sent."""
     with pytest.raises(InvalidArgument, match=told):
         requests.put_group_message(PutGroup(NS, np.zeros((3, 32), dtype=np.uint8), **said))
 
 
 @pytest.mark.parametrize(("statuses", "stored"), [([], 0), ([1, 3], 2), ([1, 4, 1], 1), ([7], 0)])
 def test_stored(statuses, stored):
-    """Stored counts the prefix without a gap; a result is true if it is all."""
+    """`stored` counts the prefix without a gap; a result is true if all is stored."""
     result = PutResult(np.array(statuses, dtype=np.uint16))
     assert (result.stored, bool(result)) == (stored, stored == len(statuses))
 
 
 def test_a_group_of_ones_own_is_put_as_it_is():
-    """Who has a PutGroup is not asked for lengths again."""
+    """The lengths of a caller's own PutGroup are used unchanged."""
     group = PutGroup(NS, np.zeros((1, 32), np.uint8), lengths=[5])
     assert requests.sequence_put(NS, group, lengths=[7, 7]) is group
 
 
 def _told(about: About, *, tells: bool) -> tuple[int, int, int, int]:
-    """Bytes of the engine's hashes, of their parent and of the tokens in a put's message, and hashes per block."""
+    """Bytes of a put's engine hashes, of their parent and of its tokens; and hashes per block."""
     space = OpenedNamespace(NamespaceSpec("m", max(1, len(about.tokens)), 64), id=5, digest=bytes(32))
     sent = requests.put_group_message(PutGroup(space, np.zeros((1, 32), np.uint8), about=about), tells=tells)
     return len(sent.engine_hashes), len(sent.engine_parent), len(sent.token_ids), sent.engine_per_block
 
 
 def test_what_an_engine_says_is_sent_where_it_fits():
-    """A daemon without events is sent nothing of the engine; tokens beyond the bound stay away alone, hashes beyond it with all that goes with them."""
+    """Engine data goes only to a daemon with events; excess tokens are omitted, excess hashes omit all."""
     limit = requests.ABOUT_BYTES
     full, over = np.zeros(limit // 4, "<u4"), np.zeros(limit // 4 + 1, "<u4")
     assert _told(About([b"one!"], b"zero", full), tells=False) == (0, 0, 0, 0)
@@ -90,6 +90,6 @@ def test_what_an_engine_says_is_sent_where_it_fits():
 
 
 def test_unopened_namespaces_hash_to_nothing():
-    """What no daemon has given a digest to has no hashes."""
+    """A namespace without a digest from a daemon has no hashes."""
     unopened = OpenedNamespace(SPEC)
     assert unopened.hash([1] * 32).shape == unopened.fold([b"x"]).shape == (0, 32)

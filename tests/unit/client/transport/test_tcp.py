@@ -22,7 +22,7 @@ GET = Codec(pb.GetChunk)
 @pytest.mark.parametrize("codec", [None, LZ4], ids=["plain", "lz4"])
 @given(lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=6), step=st.integers(1, 4000), data=st.data())
 def test_assembly(codec, lengths, step, data):
-    """Blocks come out whole and right; one damaged, missing or repeated chunk ends the prefix before its block, never later. So it is where some come encoded."""
+    """Blocks arrive whole; one bad, missing or repeated chunk ends the prefix, with or without codec."""
     blocks = [np.random.default_rng(n).integers(0, 1 << n % 9, n, dtype=np.uint8) for n in lengths]
     chunks = []
     for i, block in enumerate(blocks):
@@ -64,7 +64,7 @@ def test_assembly(codec, lengths, step, data):
 
 
 def test_put_chunks():
-    """A put's chunks cover every byte once, in order, at most a chunk's size each, with checksums that hold."""
+    """A put's chunks cover every byte once, in order, within the chunk size, with right checksums."""
     pieces = [np.arange(n, dtype=np.uint32).view(np.uint8) for n in (10, 600_000)]
     sent = put_chunks(pb.PutGroup(namespace=7), pieces, durable=True)
     first, *rest = map(pb.PutChunk.FromString, sent)
@@ -77,7 +77,7 @@ def test_put_chunks():
 
 
 def test_put_chunks_of_a_codec():
-    """The first chunk names the codec, each that is shorter so is encoded and says its length, and checksums are of what was put."""
+    """The first chunk names the codec; chunks that shrink are encoded; checksums are of the plain bytes."""
     noise, random = bf16_noise(1, 3 << 20), np.random.default_rng(0).integers(0, 256, 3 << 20, dtype=np.uint8)
     first, *rest = map(pb.PutChunk.FromString, put_chunks(pb.PutGroup(), [noise, random], durable=False, codec=LZ4))
     assert (first.codec, first.plain_length, len(rest)) == ("lz4", 0, 6)
@@ -90,7 +90,7 @@ def test_put_chunks_of_a_codec():
 
 @pytest.mark.parametrize("form", ["not asked for", "does not decode", "more than a chunk"])
 def test_assembly_takes_no_data_that_it_cannot_decode(form):
-    """Chunks of an encoding that was not asked for, and broken ones, end the prefix, whatever their checksum says."""
+    """Chunks that are broken or in an unrequested encoding end the prefix, with any checksum."""
     data = bytes(9) if form == "does not decode" else LZ4.encode(bytes(100))
     length = CHUNK_BYTES + 1 if form == "more than a chunk" else 100
     for plain in (bytes(100), b"", data):

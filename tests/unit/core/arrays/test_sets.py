@@ -1,4 +1,4 @@
-"""The set functions give what numpy's own give."""
+"""The set functions return the same as numpy's own functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ NUMBERS = st.lists(st.integers(-3, 12), max_size=40).map(lambda given: np.asarra
 
 @given(NUMBERS)
 def test_each_once(values: np.ndarray) -> None:
-    """Each value once: ascending, or as they first come without what is negative; where each begins in a sorted array."""
+    """Each value comes once, ascending or in first order without negatives. `starts` gives its first
+    index."""
     ascending = np.unique(values)
     before = values.copy()
     assert distinct(values).tolist() == ascending.tolist() == kinds(values)
@@ -26,7 +27,7 @@ def test_each_once(values: np.ndarray) -> None:
 
 @given(NUMBERS, NUMBERS)
 def test_among(values: np.ndarray, pool: np.ndarray) -> None:
-    """Which values are in a pool, whatever its size and order."""
+    """`among` marks the values that are in a pool of any size and order."""
     assert np.array_equal(among(values, pool), np.isin(values, pool))
     assert np.array_equal(among(values, pool.tolist()), np.isin(values, pool))
 
@@ -37,7 +38,7 @@ def test_among(values: np.ndarray, pool: np.ndarray) -> None:
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=2),
 )
 def test_a_span_is_the_same_rows(first: int, count: int, swaps: list[tuple[int, int]]) -> None:
-    """Whatever `span` makes of ids, a column is written and read at the same rows; as a slice where many follow one another."""
+    """`span` selects the same rows of a column as its ids, and is a slice for many consecutive ids."""
     rows = np.arange(first, first + count)
     for one, other in swaps:
         if max(one, other) < count:

@@ -1,4 +1,4 @@
-"""The table from keys to ids."""
+"""The hash table from keys to ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find(table: Table, wanted: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def test_finds_what_was_inserted_and_nothing_else() -> None:
-    """Every inserted key leads to its id, through several growths, and no other key leads anywhere."""
+    """Every inserted key leads to its id after several growths. Other keys lead to no id."""
     keys = numbered(50_000)
     table = Table()
     for start in range(0, 40_000, 1_700):
@@ -37,7 +37,7 @@ def test_finds_what_was_inserted_and_nothing_else() -> None:
 
 
 def test_equal_keys_are_told_apart_by_the_caller() -> None:
-    """Ids with the same key are all found, each by whoever recognises it."""
+    """A lookup returns each of the ids with the same key to the caller that recognises it."""
     keys = np.full(100, 42, np.uint64)
     table = Table()
     put(table, np.arange(100), keys)
@@ -49,7 +49,7 @@ def test_equal_keys_are_told_apart_by_the_caller() -> None:
 
 
 def test_a_key_that_is_alike_in_part_leads_nowhere() -> None:
-    """Not one that shares its upper 33 bits with another, asked for alone or beside one that two ids have."""
+    """A key that shares its upper 33 bits with another is a miss, alone or beside a key of two ids."""
     keys = np.array([5 << 32, 9 << 32, (9 << 32) + 1, (5 << 32) + 1, 77 << 32], np.uint64)
     table = Table()
     put(table, np.arange(3), keys)
@@ -59,7 +59,7 @@ def test_a_key_that_is_alike_in_part_leads_nowhere() -> None:
 
 
 def test_removed_slots_do_not_pile_up() -> None:
-    """Inserting and removing for ever keeps the table small."""
+    """Endless inserts and removals keep the table small."""
     keys = numbered(64)
     table = Table()
     for _ in range(500):
@@ -85,7 +85,7 @@ def test_growth_is_paid_in_small_steps() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 400), max_size=120)), max_size=40), st.integers(1, 50))
 def test_behaves_like_a_dict(steps: list[tuple[bool, set[int]]], spread: int) -> None:
-    """Whatever is inserted and removed, in whatever batches, with many equal keys, the table finds what a dict would."""
+    """The table returns the same as a dict for any batches of inserts and removals with many equal keys."""
     keys = (np.arange(401) % spread).astype(np.uint64)
     table, model = Table(), set()
     for insert, chosen in steps:
@@ -101,7 +101,7 @@ def test_behaves_like_a_dict(steps: list[tuple[bool, set[int]]], spread: int) ->
 
 
 def test_what_is_expected_comes_without_growth() -> None:
-    """After `expect` the array stays the same until so many more have come, and what was in the table before is found."""
+    """After `expect(n)` the array stays the same for n inserts, and earlier keys still lead to their ids."""
     keys = numbered(30_000)
     table = Table()
     put(table, np.arange(5_000), keys)

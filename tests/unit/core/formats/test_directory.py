@@ -1,4 +1,5 @@
-"""The directory: what was entered is found, what leaves is forgotten, and no bytes of it lead anywhere else."""
+"""The directory returns the places of entered blocks, drops removed ones, and never points outside
+itself."""
 
 from __future__ import annotations
 
@@ -26,25 +27,24 @@ NAMES = chain(1, 4000)
 
 
 def made(blocks: int = MIN_BLOCKS) -> tuple[Directory, Words]:
-    """An empty one, and the memory of its table."""
+    """An empty directory, and the memory of its table."""
     words = np.zeros(directory_bytes(blocks) // 8, "<u8")
     return Directory.new(words), words[TABLE_OFFSET // 8 :]
 
 
 def at(count: int, *, tier: int = 0, segment: int = 3) -> Keys:
-    """Places in one segment, slot by slot."""
+    """Places in one segment, one slot after the other."""
     slots = np.arange(count, dtype=np.uint32)
     return places_of(np.full(count, tier, np.uint16), np.full(count, segment, np.uint32), slots)
 
 
 def found(directory: Directory, namespace: int, names: np.ndarray) -> list[tuple[int, int] | None]:
-    """Where each may lie."""
+    """The place of each name, or None."""
     return [directory.place(namespace, name.tobytes()) for name in names]
 
 
 def test_what_was_entered_is_found() -> None:
-    """Each block at its tier, segment and slot, also where these are the greatest that there are; others are not
-    there."""
+    """Each block is found at its tier, segment and slot, also at the greatest values. Others are misses."""
     directory, _ = made()
     keys = keys_of(7, NAMES[:100])
     tiers, segments = np.full(100, 255, np.uint16), np.full(100, (1 << 32) - 1, np.uint32)
@@ -55,7 +55,7 @@ def test_what_was_entered_is_found() -> None:
 
 
 def test_the_last_place_counts() -> None:
-    """A block that is entered again lies where it was entered last, and is there once."""
+    """A block that is entered twice has one entry, with its last place."""
     directory, words = made()
     keys = keys_of(7, NAMES[:50])
     directory.add(keys, at(50))
@@ -65,7 +65,7 @@ def test_the_last_place_counts() -> None:
 
 
 def test_what_leaves_is_forgotten() -> None:
-    """Where it lay; an entry that says another place is another one's word, and stays."""
+    """A removal drops the entry of that place only; an entry with another place stays."""
     directory, words = made()
     keys = keys_of(7, NAMES[:50])
     directory.add(keys, at(50))
@@ -77,7 +77,7 @@ def test_what_leaves_is_forgotten() -> None:
 
 
 def test_as_many_as_it_is_made_for() -> None:
-    """Filled in calls of 64 blocks a directory finds 99 in 100 of as many as it was made for."""
+    """A directory that is filled in calls of 64 blocks returns 99 in 100 of its nominal number."""
     names, (directory, words) = chain(2, 1500), made(1500)
     for first in range(0, 1500, 64):
         directory.add(keys_of(1, names[first : first + 64]), at(1500)[first : first + 64])
@@ -86,7 +86,7 @@ def test_as_many_as_it_is_made_for() -> None:
 
 
 def test_one_that_is_full_keeps_what_came_last() -> None:
-    """Four times as many blocks as there is room for: no call fails, the last are found, and what is found is right."""
+    """With four times too many blocks no call fails, the last blocks are hits, and every hit is right."""
     directory, words = made()
     room, keys = len(words) // 2, keys_of(1, NAMES)
     names = np.concatenate([NAMES, chain(3, 4 * room - len(NAMES))]) if 4 * room > len(NAMES) else NAMES
@@ -100,8 +100,7 @@ def test_one_that_is_full_keeps_what_came_last() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_its_bytes_say(seed: int) -> None:
-    """Of random memory of any length every look ends, and gives a place of every block or none; nothing outside it
-    is read."""
+    """On random memory every lookup ends with a place or None, and reads nothing outside the memory."""
     random = np.random.default_rng(seed)
     length = TABLE_OFFSET // 8 + int(random.integers(2 * SLOTS, 999))
     words = random.integers(0, 1 << 63, length, dtype=np.uint64)
@@ -113,7 +112,7 @@ def test_whatever_its_bytes_say(seed: int) -> None:
 
 
 def test_one_that_is_cut_short() -> None:
-    """Too few bytes for a bucket are refused, whatever they are."""
+    """Memory too small for one bucket is refused, whatever its bytes are."""
     words = np.zeros(directory_bytes(MIN_BLOCKS) // 8, "<u8")
     Directory.new(words)
     for length in (0, 1, HEAD.itemsize // 8, TABLE_OFFSET // 8, TABLE_OFFSET // 8 + 2 * SLOTS - 1):
@@ -123,8 +122,7 @@ def test_one_that_is_cut_short() -> None:
 
 @pytest.mark.parametrize("what", ["magic", "older", "newer"])
 def test_one_of_another_version(what: str) -> None:
-    """A head that names no version which this tierd reads is refused, and nothing behind it is
-    looked at."""
+    """A head with a version that this tierd does not read is refused."""
     words = np.zeros(directory_bytes(MIN_BLOCKS) // 8, "<u8")
     Directory.new(words)
     head = words.view(np.uint8)[: HEAD.itemsize].view(HEAD)
@@ -138,8 +136,7 @@ def test_one_of_another_version(what: str) -> None:
 
 
 def test_only_namespaces_that_run_are_read_without_a_call() -> None:
-    """Those of which the writer says so, and no longer than that; one whose id has no byte
-    never."""
+    """`runs` is true only while the writer says so, and never for an id beyond the table."""
     directory, _ = made()
     assert not any(map(directory.runs, range(NAMESPACES)))
     directory.note_runs(range(3, 6), runs=True)
@@ -150,7 +147,7 @@ def test_only_namespaces_that_run_are_read_without_a_call() -> None:
 
 
 def test_a_hash_of_zeros_has_a_key() -> None:
-    """No key is that of an empty entry."""
+    """A hash of zeros has a key that differs from that of an empty entry."""
     directory, _ = made()
     zeros = np.zeros((1, 32), np.uint8)
     assert found(directory, 0, zeros) == [None]

@@ -1,4 +1,4 @@
-"""What the registry of namespaces promises."""
+"""The registry of namespaces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_ranks_take_consecutive_ids() -> None:
 
 
 def test_an_id_with_its_digest() -> None:
-    """An id is that of a namespace where the digest is its own and the id is of its first rank: in another registry it may be another rank's, or nobody's."""
+    """`named` needs the digest and the first rank's id, because another registry may reuse the id."""
     registry = NamespaceRegistry()
     first, _ = registry.open(SPEC, tenant="a")
     other, _ = registry.open(SPEC, tenant="b")
@@ -71,7 +71,7 @@ def test_bump_ends_the_old_epoch() -> None:
 
 
 def test_records_restore_everything() -> None:
-    """A registry restored from records knows the same namespaces, epochs and domains, and goes on counting ids."""
+    """A registry restored from records has the same namespaces, epochs and domains, and new ids."""
     registry = NamespaceRegistry()
     old, _ = registry.open(SPEC, tenant="a")
     registry.bump(old)
@@ -85,7 +85,7 @@ def test_records_restore_everything() -> None:
 
 
 def test_an_older_epoch_that_is_restored_later_is_past() -> None:
-    """Stores tell what they know one after the other: which epoch is current does not hang on their order."""
+    """Stores restore their records in any order, and the newest epoch is current."""
     registry = NamespaceRegistry()
     old, _ = registry.open(SPEC, tenant="a")
     new = registry.bump(old)
@@ -111,7 +111,7 @@ def test_changed_record_is_refused() -> None:
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b"null", b'{"spec":3}', b"\xff"])
 def test_garbage_record_is_refused(record: bytes) -> None:
-    """Bytes that are no record are CorruptRecord, nothing else."""
+    """Bytes that are no record raise CorruptRecord, and no other error."""
     with pytest.raises(CorruptRecord):
         namespace_from_record(record)
 
@@ -127,7 +127,7 @@ def test_impossible_spec_is_refused() -> None:
 
 @pytest.mark.parametrize("field", ["model", "weights_digest", "adapter", "group", "salt"])
 def test_text_of_a_spec_is_bounded(field: str) -> None:
-    """What every store must keep is no place for a tenant's megabytes."""
+    """Every store keeps each spec, so the registry bounds the text of a spec."""
     registry = NamespaceRegistry()
     assert registry.open(replace(SPEC, **{field: "x" * TEXT_LIMIT}), tenant="a")[1]
     with pytest.raises(InvalidArgument, match=f"namespace.{field}: 4097 characters, the limit is 4096"):
@@ -135,7 +135,7 @@ def test_text_of_a_spec_is_bounded(field: str) -> None:
 
 
 def test_longer_text_that_was_kept_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that is newer than a namespace costs nobody his blocks: it is restored, and opens."""
+    """A namespace older than the text limit is restored, and opens."""
     spec = replace(SPEC, model="x" * (TEXT_LIMIT + 1))
     with monkeypatch.context() as before:
         before.setattr(block, "TEXT_LIMIT", TEXT_LIMIT + 1)
@@ -147,7 +147,8 @@ def test_longer_text_that_was_kept_is_restored(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_tenant_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant at its limit opens and bumps nothing more, finds what it has, and leaves room for others; what was kept on disk is always restored."""
+    """A tenant at its limit opens and bumps nothing new, keeps its own, and blocks no other.
+    The registry always restores stored records."""
     monkeypatch.setattr(namespaces, "TENANT_LIMIT", 4)
     registry = NamespaceRegistry()
     first, _ = registry.open(SPEC, tenant="a")

@@ -24,7 +24,7 @@ def pages_with(*segments: Key) -> Pages:
 
 
 def test_the_lowest_free_page_is_given() -> None:
-    """Which page is given depends on which are free, not on the order in which they came back."""
+    """The set of free pages alone decides the next page, not the order of their return."""
     first, second = pages_with(KEY, KEY), pages_with(KEY, KEY)
     for pages, order in ((first, [1, 5, 2]), (second, [5, 2, 1])):
         pages.take(KEY, 8, 1)
@@ -34,7 +34,7 @@ def test_the_lowest_free_page_is_given() -> None:
 
 
 def test_pages_come_back_from_any_state_but_free() -> None:
-    """Pages in several states are given back in one go, each counted off where it was; none is given back twice."""
+    """One call returns pages in several states, each counted off once. A free page is an error."""
     pages = pages_with(KEY)
     taken = pages.take(KEY, 4, 1)
     pages.move(taken[:1], PageState.RESERVED, PageState.READY)
@@ -46,7 +46,7 @@ def test_pages_come_back_from_any_state_but_free() -> None:
 
 
 def test_an_empty_segment_goes_to_the_pool() -> None:
-    """A place whose last page came back can begin a life of any other class, domain and writer."""
+    """An empty place can begin a life of any other class, domain and writer."""
     pages = pages_with(KEY)
     taken = pages.take(KEY, 4, 1)
     pages.give_back(taken[:3])
@@ -57,7 +57,7 @@ def test_an_empty_segment_goes_to_the_pool() -> None:
 
 
 def test_a_living_writer_keeps_the_memory_that_it_emptied() -> None:
-    """Who puts in place of what he put before gets the same segment, which he has mapped; whoever else needs the place gets it at once."""
+    """A live writer gets its emptied segment again, already mapped. Any other session may take it at once."""
     kit = Kit(tier(HOST, 4))
     kit.core.open_session(2, domain=1)
     kit.put(chain("a", 4))
@@ -73,7 +73,8 @@ def test_a_living_writer_keeps_the_memory_that_it_emptied() -> None:
 
 
 def test_the_daemon_keeps_the_memory_that_it_loads_into() -> None:
-    """What is loaded in place of what was loaded before goes to the same segment, which readers have mapped; whoever else needs the place gets it at once."""
+    """The daemon loads into the same segment again, already mapped by readers. Any other may take it at
+    once."""
     kit = Kit(tier(HOST, 4, high_watermark=0.1, low_watermark=0.0), tier(NVME, 16))
     for name in "abc":
         kit.put(chain(name, 4))
@@ -96,7 +97,7 @@ def test_the_daemon_keeps_the_memory_that_it_loads_into() -> None:
 
 @pytest.mark.parametrize(("kind", "is_found"), [(HOST, True), (NVME, False)])
 def test_other_segments_of_the_daemon_end_with_their_last_page(kind: TierKind, is_found: bool) -> None:
-    """One that a former daemon began may be written to by whoever was its client; slots of a store nobody maps."""
+    """A former daemon's segment ends when empty, as its clients may write to it. So do a store's segments."""
     pages = Pages(tier(kind, 16), 0)
     key = Key(1, pages.spec.segment_bytes // 4, DAEMON)
     begun = pages.begin(key, 1, {})
@@ -110,7 +111,7 @@ def test_other_segments_of_the_daemon_end_with_their_last_page(kind: TierKind, i
 
 
 def test_a_segment_that_never_held_a_block_is_not_kept() -> None:
-    """Its memory may be what cannot be had: whoever asks again gets another one."""
+    """A segment that never held a block is replaced, because its memory may be unavailable."""
     kit = Kit(tier(HOST, 4))
     first = kit.reserve(chain("a", 4))
     kit.core.abort(1, reservation=first.reservation, now=kit.tick())
@@ -118,7 +119,7 @@ def test_a_segment_that_never_held_a_block_is_not_kept() -> None:
 
 
 def test_page_ids_of_a_run_are_used_again() -> None:
-    """Columns grow with the greatest number of pages at one time, not with the number of lives."""
+    """Columns grow with the greatest number of concurrent pages, not with the number of lives."""
     pages = pages_with()
     for life in range(50):
         pages.begin(KEY, life + 1, {})
@@ -154,7 +155,8 @@ def test_extents_say_where_a_page_lies() -> None:
     ],
 )
 def test_a_file_is_reused_only_if_nobody_can_abuse_it(held, domains, domain, writer, fresh) -> None:
-    """fresh exactly if a live session writes to the old file and is not the new writer, or its life was another domain's."""
+    """fresh exactly if a live session other than the new writer writes to the old file, or the domain
+    differs."""
     pages = pages_with(KEY)
     pages.give_back(pages.take(KEY, 1, 1))
     pages.holders[1] = dict(held)
@@ -164,7 +166,7 @@ def test_a_file_is_reused_only_if_nobody_can_abuse_it(held, domains, domain, wri
 
 
 def test_descriptors_outlive_a_life() -> None:
-    """A file that was reused is still mapped by those who mapped it before."""
+    """Sessions that mapped a reused file still have it mapped."""
     kit = Kit(tier(HOST, 4))
     kit.core.open_session(2, domain=2)
     first = kit.put(chain("a", 1))
@@ -180,7 +182,7 @@ def test_descriptors_outlive_a_life() -> None:
 
 
 def test_no_domain_gets_memory_with_what_another_left() -> None:
-    """What was in a segment that no client ever mapped (put over TCP, loaded ahead) is in its memory still: the next domain there gets other memory."""
+    """A segment keeps its bytes, also without any client mapping. Another domain gets other memory."""
     pages = pages_with(KEY)
     pages.give_back(pages.take(KEY, 4, 1))
     assert pages.vacant == {0, 1, 2, 3}
@@ -190,7 +192,7 @@ def test_no_domain_gets_memory_with_what_another_left() -> None:
 
 
 def test_a_writer_hands_over() -> None:
-    """When a session ends its segments become the daemon's, empty ones go to the pool, and nobody writes them as its own."""
+    """A session's end makes its segments the daemon's. Empty ones go to the pool."""
     kit = Kit(tier(HOST, 8), tier(NVME, 8))
     kit.core.open_session(2, domain=1)
     kit.put(chain("a", 2))
@@ -202,7 +204,7 @@ def test_a_writer_hands_over() -> None:
 
 
 def test_a_session_stands_for_another_of_its_process() -> None:
-    """A session that ends into another leaves it its segments and mappings: nobody else gets memory that the process can write."""
+    """`end_session(into=)` moves segments and mappings, so no other process gets writable memory."""
     kit = Kit(tier(HOST, 4))
     for session in (2, 3):
         kit.core.open_session(session, domain=1)
@@ -218,7 +220,7 @@ def test_a_session_stands_for_another_of_its_process() -> None:
 
 
 def test_surviving_segments_take_their_places() -> None:
-    """A segment is adopted where it lay, once, and only if its shape is that of this tier."""
+    """A segment is adopted at its old place, once, and only if its shape fits the tier."""
     pages = pages_with()
     good = SegmentAssignment(0, 2, 9, 1, PAGE, 4, 0, None, False)
     assert pages.adopt_segment(good, 0)
@@ -228,7 +230,7 @@ def test_surviving_segments_take_their_places() -> None:
 
 
 def test_states_are_counted_in_pages_and_bytes() -> None:
-    """The four states add up to the segments, whatever moves."""
+    """The counts of all states add up to the segments after every move."""
     pages = pages_with(KEY)
     taken = pages.take(KEY, 3, 1)
     pages.move(taken[:2], PageState.RESERVED, PageState.READY)
@@ -245,7 +247,7 @@ def test_a_segment_must_fit_the_tier() -> None:
 
 
 class Counted(list):  # type: ignore[type-arg]
-    """A list that knows how often somebody went through it."""
+    """A list that counts its iterations."""
 
     walks = 0
 
@@ -255,7 +257,7 @@ class Counted(list):  # type: ignore[type-arg]
 
 
 def test_small_steps_do_not_go_through_all_places() -> None:
-    """What a scrub asks for each batch, and an adoption for each piece, looks at no other segment; only the first adoption after one began or ended goes through them."""
+    """Scrub batches walk no segments. Only the first adoption after a segment's begin or end does."""
     kit, a = Kit(tier(HOST, 256)), chain("a", 64)
     kit.put(a)
     pages = kit.core._index.tiers[0]

@@ -1,4 +1,5 @@
-"""What puts say of blocks, in the core: what holds, how far it reaches, what it outlives, and that only those go by it who should."""
+"""Priorities and retention of puts in the core: their reach, their lifetime, and the policies that use
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def query(
     retention_s: Sequence[int] | None = None,
     first: int = 0,
 ) -> PutQuery:
-    """A put of a chain's blocks from number `first` on; one value stands for all."""
+    """A put of a chain's blocks from number `first` on. One value applies to all blocks."""
     blocks = np.zeros(len(hashes) - first, PUT_BLOCK)
     blocks["hash"], blocks["tokens"], blocks["length"] = hashes[first:], TOKENS, PAGE
     given = None if priorities is None else np.full(len(blocks), priorities, np.uint8)
@@ -30,7 +31,7 @@ def query(
 
 
 def put(kit: Kit, hashes: np.ndarray, *said: Sequence[int], first: int = 0) -> None:
-    """Reserves, commits."""
+    """Reserves and commits."""
     asked = query(hashes, *said, first=first)
     reserved = kit.core.reserve(1, groups=[asked], kind=HOST, now=kit.tick())
     kit.took(reserved.plan)
@@ -39,22 +40,22 @@ def put(kit: Kit, hashes: np.ndarray, *said: Sequence[int], first: int = 0) -> N
 
 
 def said(kit: Kit, hashes: np.ndarray) -> list[int]:
-    """Priority + 1 of each block, 0 where nothing is said."""
+    """Priority + 1 of each block, 0 for none."""
     return kit.core.describe(kit.ids(hashes))["priority"].tolist()
 
 
 def held(kit: Kit, hashes: np.ndarray) -> list[bool]:
-    """Which are in any tier."""
+    """For each block, if any tier holds it."""
     return (kit.ids(hashes) >= 0).tolist()
 
 
 def full(pages: int = 8, **more: object) -> Kit:
-    """A core of one host tier under `priority`."""
+    """A core of one host tier under the `priority` policy."""
     return Kit(tier(HOST, pages, segment=pages, eviction="priority", **more))
 
 
 def test_the_lowest_priority_leaves_first() -> None:
-    """Under pressure a low priority goes before the default, and that before a high one, whatever was used last."""
+    """Low priority is evicted before the default, and the default before high, regardless of last use."""
     kit = full(6)
     high, low, plain = chain("high", 2), chain("low", 2), chain("plain", 2)
     put(kit, high, [90])
@@ -67,7 +68,7 @@ def test_the_lowest_priority_leaves_first() -> None:
 
 
 def test_time_runs_out_while_nothing_happens() -> None:
-    """The first put after a long pause drops what was retained until then, though no policy heard of a use meanwhile."""
+    """After a long pause, the first put evicts blocks whose retention ended, without a use in between."""
     kit = full(4)
     kept, plain = chain("kept", 2), chain("plain", 2)
     put(kit, kept, [90], [100])
@@ -78,7 +79,7 @@ def test_time_runs_out_while_nothing_happens() -> None:
 
 
 def test_a_block_keeps_those_before_it() -> None:
-    """What is said of a tail is said of its whole chain, which could not be used without; and tails still leave before what they follow."""
+    """A tail's priority applies to its whole chain. Tails are still evicted before their parents."""
     kit = full(6)
     kept = chain("kept", 4)
     put(kit, kept[:2])
@@ -91,7 +92,7 @@ def test_a_block_keeps_those_before_it() -> None:
 
 @pytest.mark.parametrize("stronger", [0, 3, 15, 16, 17, 79, 80, 81, 200, 398])
 def test_a_word_goes_up_a_long_chain(stronger: int) -> None:
-    """It reaches every block before the last one, up to the first that has a stronger word, and none beyond, however far that is."""
+    """A priority reaches every earlier block up to the first with a stronger one, and none beyond."""
     kit, long = full(500), chain("long", 400)
     put(kit, long, [40] * 400)
     put(kit, long[: stronger + 1], [90], first=stronger)
@@ -100,7 +101,7 @@ def test_a_word_goes_up_a_long_chain(stronger: int) -> None:
 
 
 def test_a_word_goes_round_a_circle_once() -> None:
-    """Where clients say that blocks follow one another in a circle, what is said of one behind it is said of each of them, once."""
+    """In a cycle of parents, the priority of a block behind it reaches each block once."""
     kit, ring, tail = full(8), chain("ring", 3), chain("tail", 1)
     for number in range(3):
         asked = query(ring[: number + 1], first=number)
@@ -117,7 +118,7 @@ def test_a_word_goes_round_a_circle_once() -> None:
 
 
 def test_the_core_keeps_a_parent_of_low_priority_for_its_child() -> None:
-    """A prefix that is to leave first waits for a child of which nothing was said; nothing is left that cannot be used."""
+    """A prefix of low priority stays until its default child is evicted, so no useless block stays."""
     kit = full(6)
     low = chain("low", 4)
     put(kit, low[:2], [0])
@@ -144,7 +145,7 @@ def test_the_core_keeps_a_parent_of_low_priority_for_its_child() -> None:
     ],
 )
 def test_a_later_put_raises_and_never_lowers(first: tuple, second: tuple, result: int) -> None:
-    """Of a block that exists the greater priority holds; one that has run out is none; a put that says nothing changes nothing."""
+    """A later put can raise a block's priority, not lower it. An expired one counts as none."""
     kit, one = full(), chain("one", 2)
     put(kit, one, *first)
     kit.now += 100
@@ -153,7 +154,7 @@ def test_a_later_put_raises_and_never_lowers(first: tuple, second: tuple, result
 
 
 def test_a_later_put_gives_more_time_and_never_less() -> None:
-    """Of equal priorities the one that ends later holds."""
+    """Of equal priorities the core keeps the later end."""
     kit, one = full(), chain("one", 1)
     put(kit, one, [90], [1000])
     (ends,) = kit.core.describe(kit.ids(one))["until_s"].tolist()
@@ -166,7 +167,7 @@ def test_a_later_put_gives_more_time_and_never_less() -> None:
 
 
 def test_what_is_raised_is_evicted_as_what_it_is_now() -> None:
-    """A block that exists and is put again with a priority stays where it would have left."""
+    """A second put with a priority saves a block from the eviction that was due."""
     kit, one, other = full(4), chain("one", 2), chain("other", 2)
     put(kit, one)
     put(kit, other)
@@ -178,7 +179,7 @@ def test_what_is_raised_is_evicted_as_what_it_is_now() -> None:
 
 
 def test_a_get_says_nothing() -> None:
-    """A retained block that is used is no longer retained than it was."""
+    """A get does not extend a block's retention."""
     kit, kept = full(), chain("kept", 1)
     put(kit, kept, [90], [1000])
     (ends,) = kit.core.describe(kit.ids(kept))["until_s"].tolist()
@@ -188,7 +189,7 @@ def test_a_get_says_nothing() -> None:
 
 
 def test_the_same_block_twice_in_a_put() -> None:
-    """A put that names an existing block twice, with two priorities, leaves the greater."""
+    """A put that names an existing block twice, with two priorities, sets the greater one."""
     kit, one = full(), chain("one", 1)
     put(kit, one)
     reserved = kit.core.reserve(1, groups=[query(one, [90]), query(one, [50])], kind=HOST, now=kit.tick())
@@ -197,7 +198,7 @@ def test_the_same_block_twice_in_a_put() -> None:
 
 
 def test_private_pages_have_what_their_reservation_said() -> None:
-    """Pages that get their names at commit keep what was said of them, each its own."""
+    """Private pages keep the priorities of their reservation, each its own."""
     kit, names = full(), chain("named", 2)
     asked = query(np.zeros((2, 32), np.uint8), [90, 40])
     reserved = kit.core.reserve(1, groups=[asked], kind=HOST, now=kit.tick())
@@ -209,7 +210,7 @@ def test_private_pages_have_what_their_reservation_said() -> None:
 
 
 def test_of_two_writers_the_second_raises() -> None:
-    """Who commits a block that another has committed meanwhile has said something of it all the same."""
+    """The second writer of a block gets EXISTS, and its priority still counts."""
     kit, one = full(), chain("one", 1)
     first, second = (
         kit.core.reserve(1, groups=[query(one, priority)], kind=HOST, now=kit.tick()) for priority in (None, [90])
@@ -220,7 +221,7 @@ def test_of_two_writers_the_second_raises() -> None:
 
 
 def test_words_outlive_demotion_and_promotion() -> None:
-    """A block that was written to NVMe, dropped from memory and brought back is what it was."""
+    """A block keeps its priority and end through NVMe and back to memory."""
     kit = Kit(
         tier(HOST, 4, segment=4, eviction="priority", high_watermark=0.25, low_watermark=0.0),
         tier(NVME, 16, eviction="priority"),
@@ -239,7 +240,8 @@ def test_words_outlive_demotion_and_promotion() -> None:
 
 
 def test_words_outlive_a_restart() -> None:
-    """What one tier's records say holds in the next life, by Unix time; of what two tiers say the greater; the blocks before it are raised again."""
+    """Stored priorities hold after a restart, by Unix time. The greater of two tiers' counts; parents are
+    raised."""
     kept, start = chain("kept", 3), Start(unix_s=1e9)
     old = Kit(tier(HOST, 8, eviction="priority"), tier(NVME, 8, eviction="priority"), start=start)
     put(old, kept[:2])
@@ -271,7 +273,7 @@ def test_words_outlive_a_restart() -> None:
 
 @pytest.mark.parametrize("eviction", sorted(set(EVICTION) - {"priority"}))
 def test_other_policies_go_by_other_things(eviction: str) -> None:
-    """The same puts, some of which say priorities also of blocks that exist, leave the same blocks as those that say nothing."""
+    """Under other policies, puts with and without priorities keep the same blocks."""
     left = []
     for is_said in (False, True):
         kit = Kit(tier(HOST, 8, segment=8, eviction=eviction))
@@ -284,7 +286,7 @@ def test_other_policies_go_by_other_things(eviction: str) -> None:
 
 @pytest.mark.parametrize("years", [11, 20, 60])
 def test_words_from_beyond_a_clock_that_was_set_back(years: int) -> None:
-    """An end later than any put can say, as after a clock was set back, keeps nothing: its word has run out, alone and beside others."""
+    """An end later than any put can set, as after a clock was set back, counts as expired."""
     now = 1.8e9
     word = said_by(np.full(1, 90, np.uint8), np.full(1, RETENTION_LIMIT_S, np.uint32), time_s=now)
     assert word.priorities(now).tolist() == [90]

@@ -1,4 +1,4 @@
-"""The core keeps the attention that kernels report, per block."""
+"""The core's per-block record of the attention that kernels report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierd.core.requests.attention import MOST_MASS
 
 
 def test_mass_that_no_float32_holds_is_as_much_as_one_does() -> None:
-    """The core caps what it keeps at MOST_MASS, so reports that add up to more than a float32 raise nothing."""
+    """The core caps the mass at MOST_MASS, so reports whose sum exceeds a float32 raise nothing."""
     kit, a = Kit(tier(HOST, 8, eviction="attention")), chain("a", 2)
     kit.put(a)
     most, lease = np.finfo(np.float32).max, kit.acquire(group(a)).lease

@@ -15,7 +15,7 @@ READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORR
 
 
 def far(kit: Kit, hashes, namespace: int = 1) -> None:
-    """Puts blocks and leaves them in nvme alone."""
+    """Puts blocks and keeps them in NVMe alone."""
     kit.put(hashes, namespace=namespace)
     kit.took(kit.core.persist(kit.ids(hashes, namespace), now=kit.tick()))
     kit.land()
@@ -23,7 +23,7 @@ def far(kit: Kit, hashes, namespace: int = 1) -> None:
 
 
 def test_lookup_tells_how_much_and_from_where() -> None:
-    """The longest prefix held anywhere, the nearest tier of every block, and tokens per tier."""
+    """A lookup returns the longest held prefix, the nearest tier of every block, and tokens per tier."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 6)
     far(kit, a[:4])
     kit.get(group(a[:2]))
@@ -34,7 +34,7 @@ def test_lookup_tells_how_much_and_from_where() -> None:
 
 
 def test_a_lease_holds_the_prefix_near() -> None:
-    """Acquire brings far blocks near, settle gives their pages in order, and nothing of it can be evicted before release."""
+    """Acquire promotes far blocks, settle gives their pages in order, and the pins last until release."""
     kit, a = Kit(tier(HOST, 4), tier(NVME, 16)), chain("a", 4)
     far(kit, a)
     acquired = kit.acquire(group(chain("a", 5)))
@@ -52,7 +52,7 @@ def test_a_lease_holds_the_prefix_near() -> None:
 
 
 def test_what_does_not_fit_is_cut_to_a_shorter_prefix() -> None:
-    """If not all can be brought near now, a leading part is, and `whole` says that there is more."""
+    """If not all blocks fit near, a leading part is promoted, and `whole` is False."""
     kit, a = Kit(tier(HOST, 4), tier(NVME, 16)), chain("a", 4)
     far(kit, a)
     lease = kit.commit(kit.reserve(chain("b", 2)), lease=True).lease
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_cut_to_a_shorter_prefix() -> None:
 
 
 def test_a_share_cuts_a_lease() -> None:
-    """A session's pins stay within its share; a page that it pins already costs nothing more."""
+    """A session's pins stay within its share. A page that it already pins costs nothing more."""
     kit, a = Kit(tier(HOST, 8), share=0.5), chain("a", 4)
     kit.put(a)
     kit.put(chain("b", 4))
@@ -85,7 +85,7 @@ def test_a_share_cuts_a_lease() -> None:
 
 @pytest.mark.parametrize("status", [FAILED, CORRUPT])
 def test_a_failed_transfer_shortens_the_lease(status: int) -> None:
-    """Blocks from the first that did not arrive on are let go; what was before them is served. A corrupt one is never found again."""
+    """A lease ends before the first block that did not arrive. A corrupt copy is a miss from then on."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     far(kit, a)
     acquired = kit.acquire(group(a))
@@ -100,7 +100,7 @@ def test_a_failed_transfer_shortens_the_lease(status: int) -> None:
 
 
 def test_a_lease_of_which_nothing_arrived_is_gone() -> None:
-    """If not even the first block can be served, settle answers 0 tokens and the lease needs no release."""
+    """If the first block cannot be served, settle answers 0 tokens and the lease needs no release."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     far(kit, a)
     acquired = kit.acquire(group(a))
@@ -111,7 +111,7 @@ def test_a_lease_of_which_nothing_arrived_is_gone() -> None:
 
 
 def test_settle_before_the_transfers_ended_serves_what_is_there() -> None:
-    """Transfers still in flight count as failed; they go on without the lease."""
+    """Settle counts transfers in flight as failed. They continue without the lease."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     far(kit, a)
     acquired = kit.acquire(group(a))
@@ -122,7 +122,7 @@ def test_settle_before_the_transfers_ended_serves_what_is_there() -> None:
 
 
 def test_one_flight_for_one_block() -> None:
-    """A second request for a block on its way makes no transfer but waits for the first one's."""
+    """A second request for a block in flight waits for the first one's transfer and makes none."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 3)
     kit.core.open_session(2, domain=1)
     far(kit, a)
@@ -134,7 +134,7 @@ def test_one_flight_for_one_block() -> None:
 
 
 def test_a_session_may_end_while_its_blocks_are_on_their_way() -> None:
-    """The transfers of a session that has ended finish, and their blocks are near and free to leave."""
+    """The transfers of an ended session finish. Their blocks are near, and can be evicted."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     far(kit, a)
     acquired = kit.acquire(group(a))
@@ -146,7 +146,7 @@ def test_a_session_may_end_while_its_blocks_are_on_their_way() -> None:
 
 
 def test_a_window_needs_only_its_last_tokens() -> None:
-    """A sliding-window group is served from its last blocks, and the lease holds only those."""
+    """A sliding-window group is served from its last blocks, and the lease pins only those."""
     kit, a, w = Kit(tier(HOST, 16)), chain("a", 4), chain("w", 4)
     kit.put(a)
     kit.put(w, namespace=2)
@@ -169,7 +169,7 @@ def test_a_state_is_the_one_block_at_the_end() -> None:
 
 
 def test_every_rank_must_have_a_block() -> None:
-    """The tokens of a group with several ranks are those that every rank can serve; extents come rank-major."""
+    """A group with several ranks serves the tokens that every rank can serve; extents are rank-major."""
     kit, a = Kit(tier(HOST, 16)), chain("a", 4)
     kit.put(a, namespace=1)
     kit.put(a[:3], namespace=2)
@@ -180,7 +180,8 @@ def test_every_rank_must_have_a_block() -> None:
 
 
 def test_a_failure_in_one_group_shortens_all() -> None:
-    """After a failed transfer every group is cut to what all can serve, and a window moves to its earlier blocks if they are near."""
+    """A failed transfer cuts every group to the common count. A window moves to earlier blocks if they are
+    near."""
     kit, a, w = Kit(tier(HOST, 16), tier(NVME, 16)), chain("a", 4), chain("w", 4)
     far(kit, a)
     kit.put(w, namespace=2)
@@ -196,7 +197,7 @@ def test_a_failure_in_one_group_shortens_all() -> None:
 
 
 def test_pages_being_written_ahead_serve() -> None:
-    """A block that is being demoted is acquired from its near page meanwhile, and stays there when the demotion has ended."""
+    """A get is served from the near page of a block that is being demoted, and that page stays."""
     kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 8))
     a = chain("a", 3)
     kit.put(a)
@@ -211,7 +212,7 @@ def test_pages_being_written_ahead_serve() -> None:
 
 
 def test_nvme_reaches_the_device_over_the_host() -> None:
-    """Far blocks come to the device in two transfers each, the second after the first."""
+    """A far block comes to the device in two transfers, the second after the first."""
     kit, a = Kit(tier(DEVICE, 8), tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     kit.put(a)
     kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))
@@ -228,7 +229,7 @@ def test_nvme_reaches_the_device_over_the_host() -> None:
 
 
 def far_kit(*, hosts: int = 8, devices: int = 1, blocks: int = 2) -> tuple[Kit, StructArray]:
-    """Blocks that a store alone holds, below devices and a host with so many pages."""
+    """Blocks that only a store holds, below devices and a host tier of `hosts` pages."""
     kit = Kit(*(tier(DEVICE, 8, index=i) for i in range(devices)), tier(HOST, hosts), tier(NVME, 8))
     a, host = chain("a", blocks), devices
     kit.put(a)
@@ -239,7 +240,7 @@ def far_kit(*, hosts: int = 8, devices: int = 1, blocks: int = 2) -> tuple[Kit, 
 
 
 def test_a_direct_way_leaves_the_host_out() -> None:
-    """Where the device is read into from the store directly, blocks come in one transfer each, with no page of the host set aside, now or later."""
+    """On a direct path from store to device a block takes one transfer and no page of the host."""
     kit, a = far_kit(hosts=4)
     kit.core.set_direct(0, frozenset({2}))
     kept = kit.reserve(chain("b", 4))
@@ -254,7 +255,7 @@ def test_a_direct_way_leaves_the_host_out() -> None:
 
 
 def test_what_the_host_has_comes_from_there() -> None:
-    """A block that host memory holds comes from it, whatever way there is from a store."""
+    """A block in host memory comes from there, even if a direct path from the store exists."""
     kit, a = far_kit()
     kit.core.set_direct(0, frozenset({2}))
     kit.get(group(a[:1]))
@@ -262,7 +263,7 @@ def test_what_the_host_has_comes_from_there() -> None:
 
 
 def test_each_device_has_its_own_ways() -> None:
-    """A store that one device is read into from directly reaches another one over the host."""
+    """A store with a direct path to one device reaches another device over the host."""
     kit, a = far_kit(devices=2)
     kit.core.set_direct(0, frozenset({3}))
     moves = kit.acquire(group(a), kind=tier(DEVICE, 8, index=1)).plan.transfers
@@ -275,7 +276,7 @@ def test_each_device_has_its_own_ways() -> None:
 
 
 def test_a_way_that_ends_is_planned_no_more() -> None:
-    """What was planned directly and fails leaves the far copy, and the next plan leads over the host."""
+    """A direct transfer that fails keeps the far copy. After the path ends, plans go over the host."""
     kit, a = far_kit()
     kit.core.set_direct(0, frozenset({2}))
     acquired = kit.acquire(group(a), kind=DEVICE)
@@ -286,7 +287,8 @@ def test_a_way_that_ends_is_planned_no_more() -> None:
 
 
 def test_one_of_two_devices_is_wanted() -> None:
-    """Blocks are put into the device that is named and into no other, and come there from another one over the host; any device is the nearest that has them."""
+    """A put goes to the named device only; its blocks reach another device over the host.
+    With DEVICE as kind, a get uses the nearest device that holds them."""
     one, two = tier(DEVICE, 8), tier(DEVICE, 8, index=1)
     kit, a, b = Kit(one, two, tier(HOST, 8)), chain("a", 2), chain("b", 8)
     kit.put(a, kind=one)
@@ -304,7 +306,7 @@ def test_one_of_two_devices_is_wanted() -> None:
 
 
 def test_a_broken_chain_of_transfers_leaves_nothing_behind() -> None:
-    """If the first of two chained transfers fails, both pages are freed once both have ended, in either order."""
+    """If the first of two chained transfers fails, both pages are freed after both end, in either order."""
     for order in ([[0], [0]], [[1], [0]]):
         kit, a = Kit(tier(DEVICE, 8), tier(HOST, 8), tier(NVME, 8)), chain("a", 1)
         kit.put(a)
@@ -319,7 +321,7 @@ def test_a_broken_chain_of_transfers_leaves_nothing_behind() -> None:
 
 
 def test_a_host_page_can_be_wanted_from_the_device() -> None:
-    """A block that only the device holds is copied down when host pages are asked for."""
+    """A get of host pages copies down a block that only the device holds."""
     kit, a = Kit(tier(DEVICE, 8), tier(HOST, 8)), chain("a", 2)
     kit.put(a, kind=DEVICE)
     served = kit.get(group(a), kind=HOST)
@@ -328,7 +330,7 @@ def test_a_host_page_can_be_wanted_from_the_device() -> None:
 
 
 def test_a_tier_out_of_service_is_not_there() -> None:
-    """Its blocks are misses and it is no target; back in service, they are held as before."""
+    """A tier out of service gives misses and is no target. Back in service, it holds its blocks as before."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     far(kit, a)
     kit.core.set_serving(1, False)
@@ -341,7 +343,8 @@ def test_a_tier_out_of_service_is_not_there() -> None:
 
 
 def test_a_shut_tier_is_not_read_from() -> None:
-    """What lies in a shut tier alone is cut off the answer at once, and said; what is near, or on its way already, is served; nothing begins to fly."""
+    """The core plans no transfer from a shut tier: it cuts the answer and reports `shut`.
+    It still serves blocks that are near or in flight."""
     kit, a, b = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4), chain("b", 2)
     far(kit, a)
     kit.put(b)
@@ -359,7 +362,7 @@ def test_a_shut_tier_is_not_read_from() -> None:
 
 
 def test_prefetch_holds_nothing() -> None:
-    """Prefetch plans the same transfers as acquire, and leaves no lease and no pin once they have ended."""
+    """Prefetch plans the same transfers as acquire, and keeps no lease and no pin after they end."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 3)
     far(kit, a)
     plan = kit.took(kit.core.prefetch(1, groups=[group(a)], kind=HOST, now=kit.tick()))
@@ -372,7 +375,7 @@ def test_prefetch_holds_nothing() -> None:
 
 
 def test_a_domain_sees_only_its_own() -> None:
-    """Blocks of another trust domain are not there for a session, even under its own namespace id."""
+    """A session misses blocks of another trust domain, even under its own namespace id."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     kit.put(a)
     kit.core.open_session(2, domain=2)
@@ -380,7 +383,7 @@ def test_a_domain_sees_only_its_own() -> None:
 
 
 def test_a_block_asked_for_twice_is_pinned_once_per_lease_and_place() -> None:
-    """A question that names a block in two groups is served, and release undoes exactly that."""
+    """A query that names a block in two groups is served, and release undoes exactly its pins."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     kit.put(a)
     acquired = kit.acquire(group(a), group(a))
@@ -390,7 +393,7 @@ def test_a_block_asked_for_twice_is_pinned_once_per_lease_and_place() -> None:
 
 
 def test_releasing_what_is_not_held_is_no_fault() -> None:
-    """Unknown leases, leases of others and leases released before are passed over; an unknown session is an error."""
+    """Release skips unknown, foreign and released leases. An unknown session is NotFound."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     kit.core.open_session(2, domain=1)
     kit.put(a)
@@ -415,13 +418,13 @@ def test_releasing_what_is_not_held_is_no_fault() -> None:
     ],
 )
 def test_a_question_that_cannot_be_meant_is_refused(asked) -> None:
-    """No groups, hashes of a wrong width, no ranks, and counts that do not meet raise InvalidArgument."""
+    """No groups, a wrong hash width, no ranks and inconsistent counts raise InvalidArgument."""
     with pytest.raises(InvalidArgument):
         Kit(tier(HOST, 8)).core.lookup(asked, 0.0)
 
 
 def test_an_empty_sequence_is_served_with_nothing() -> None:
-    """A sequence of no blocks finds 0 tokens and holds nothing."""
+    """A sequence of no blocks hits 0 tokens and gets no lease."""
     kit = Kit(tier(HOST, 8))
     empty = group(chain("a", 0))
     assert kit.core.lookup([empty], 0.0).tokens == 0
@@ -429,7 +432,7 @@ def test_an_empty_sequence_is_served_with_nothing() -> None:
 
 
 def test_using_a_prefix_keeps_its_head_longest() -> None:
-    """After an acquire the last blocks of the sequence leave first, whichever were brought near and whichever were there."""
+    """After an acquire the last blocks of a sequence are evicted first, promoted or not."""
     kit, a, b = Kit(tier(HOST, 8), tier(NVME, 16)), chain("a", 6), chain("b", 5)
     far(kit, a)
     far(kit, b)
@@ -452,7 +455,7 @@ def test_tokens_need_not_end_on_a_block() -> None:
 
 
 def test_a_settled_lease_gives_up_what_is_condemned() -> None:
-    """Settled again after one of its pages was condemned, a lease serves what comes before that block."""
+    """A second settle after a page was condemned serves the blocks before it."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 4)
     kit.put(a)
     acquired = kit.acquire(group(a))
@@ -464,7 +467,7 @@ def test_a_settled_lease_gives_up_what_is_condemned() -> None:
 
 
 def test_a_share_counts_the_page_and_not_the_block() -> None:
-    """Blocks that were committed shorter than reserved lie in pages of what was reserved, and that is what a session may pin of them."""
+    """A block shorter than its reservation counts against a session's pins by its whole page."""
     kit, a = Kit(tier(HOST, 32, segment=16), share=0.5), chain("a", 2)
     reserved = kit.reserve(a, length=8 * PAGE)
     blocks = commit_blocks(a, [0, 1], length=100)
@@ -475,7 +478,7 @@ def test_a_share_counts_the_page_and_not_the_block() -> None:
 
 
 def test_a_lease_does_not_grow() -> None:
-    """What is put after a lease was given belongs to the next one: where the lease moves to other pages it serves what it covered, and no more."""
+    """A later put does not extend a lease: on new pages it serves the same tokens as before."""
     kit, a = Kit(tier(HOST, 16)), chain("a", 4)
     kit.put(a[:2])
     acquired = kit.acquire(group(a))

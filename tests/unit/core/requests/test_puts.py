@@ -24,7 +24,7 @@ def statuses(reserved) -> list[int]:
 
 
 def test_nothing_is_visible_before_commit() -> None:
-    """Reserved blocks are misses for everybody until their commit has finished."""
+    """Reserved blocks are misses for every session until their commit finishes."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 3)
     reserved = kit.reserve(a)
     begun = kit.core.begin_commit(1, reservation=reserved.reservation, blocks=None, now=1.0)
@@ -49,7 +49,7 @@ def test_a_commit_is_all_or_nothing() -> None:
 
 
 def test_failed_pages_can_be_committed_again_if_kept_open() -> None:
-    """With keep_open a failed commit leaves the pages in the reservation, and the next commit may succeed."""
+    """With keep_open a failed commit keeps its pages reserved, and the next commit may succeed."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     reserved = kit.reserve(a)
     begun = kit.core.begin_commit(1, reservation=reserved.reservation, blocks=None, now=1.0)
@@ -58,7 +58,7 @@ def test_failed_pages_can_be_committed_again_if_kept_open() -> None:
 
 
 def test_the_first_commit_of_a_name_wins() -> None:
-    """The second writer of a block is told EXISTS, given the first one's page, and loses its own."""
+    """The second writer of a block gets EXISTS and the first one's page, and loses its own page."""
     kit, a = Kit(tier(HOST, 16)), chain("a", 2)
     kit.core.open_session(2, domain=1)
     mine, other = kit.reserve(a), kit.reserve(a, session=2)
@@ -80,7 +80,7 @@ def test_a_name_twice_in_one_commit_is_one_block() -> None:
 
 
 def test_a_name_twice_in_one_commit_has_its_page_also_out_of_service() -> None:
-    """Where the tier went out of service before the commit, the second of two equal names still gets the first one's page, and the lease holds both."""
+    """Out of service, the second of two equal names gets the first one's page. The lease pins both."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     reserved = kit.reserve(np.concatenate((a, a)))
     kit.core.set_serving(0, serving=False)
@@ -104,14 +104,14 @@ def test_what_is_held_anywhere_need_not_be_written() -> None:
 
 
 def test_a_full_tier_gives_what_it_has() -> None:
-    """Reserve gives a leading part and NO_ROOM for everything after the first block that found no page."""
+    """Reserve gives a leading part, and NO_ROOM from the first block without a page on."""
     kit = Kit(tier(HOST, 8))
     assert statuses(kit.reserve(chain("a", 10))) == [RESERVED] * 8 + [NO_ROOM] * 2
     assert statuses(kit.reserve(chain("b", 1))) == [NO_ROOM]
 
 
 def test_a_session_keeps_to_its_share() -> None:
-    """What a session reserves and pins stays within its share; another session still finds room."""
+    """The pages that a session reserves and pins stay within its share. Other sessions still get room."""
     kit = Kit(tier(HOST, 16), share=0.5)
     kit.core.open_session(2, domain=1)
     kit.commit(kit.reserve(chain("a", 3)), lease=True)
@@ -120,7 +120,7 @@ def test_a_session_keeps_to_its_share() -> None:
 
 
 def test_a_block_larger_than_a_segment_has_no_room() -> None:
-    """A page never spans two segments; such a block is refused, not an error."""
+    """A page never spans two segments: a larger block is NO_ROOM, without an error."""
     kit = Kit(tier(HOST, 8))
     assert statuses(kit.reserve(chain("a", 1), length=5 * PAGE)) == [NO_ROOM]
 
@@ -141,7 +141,7 @@ def test_blocks_of_other_lengths_get_pages_of_their_own() -> None:
 
 
 def test_private_pages_are_named_at_commit() -> None:
-    """Pages reserved without names can be committed one by one under names given then, with their real lengths."""
+    """A client can commit private pages one by one, and gives their names and real lengths at commit."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     reserved = kit.reserve(np.zeros((3, 32), np.uint8))
     assert statuses(reserved) == [RESERVED] * 3
@@ -160,7 +160,7 @@ def test_private_pages_are_named_at_commit() -> None:
 
 
 def test_all_private_pages_are_named_in_another_order() -> None:
-    """A commit of a whole reservation may name its pages in any order: each block is found in the page that was named for it."""
+    """A commit may name private pages in any order: each block is in the page named for it."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 3)
     reserved = kit.reserve(np.zeros((3, 32), np.uint8))
     begun = kit.core.begin_commit(1, reservation=reserved.reservation, blocks=commit_blocks(a, [2, 0, 1]), now=1.0)
@@ -182,7 +182,7 @@ def test_all_private_pages_are_named_in_another_order() -> None:
     ],
 )
 def test_a_commit_that_cannot_be_meant_changes_nothing(blocks, what) -> None:
-    """A commit of wrong records is refused and the reservation stands as before."""
+    """A commit of wrong records is refused, and the reservation stays as it was."""
     kit = Kit(tier(HOST, 8))
     reserved = kit.reserve(chain("a", 2))
     with pytest.raises(InvalidArgument, match=what):
@@ -191,7 +191,7 @@ def test_a_commit_that_cannot_be_meant_changes_nothing(blocks, what) -> None:
 
 
 def test_a_block_is_committed_once() -> None:
-    """A block whose commit is under way, or done, cannot be committed again; nor a reservation of somebody else."""
+    """A block whose commit runs or is done cannot be committed again, nor another session's reservation."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     kit.core.open_session(2, domain=1)
     number = kit.reserve(a).reservation
@@ -207,7 +207,7 @@ def test_a_block_is_committed_once() -> None:
 
 @pytest.mark.parametrize("end", ["session", "abort"])
 def test_a_commit_outlives_its_session(end: str) -> None:
-    """If the session ends or aborts while the daemon hashes, busy pages stay until finish_commit, which publishes them; the rest goes."""
+    """Pages in hashing outlive their session's end or abort, and finish_commit publishes them."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 3)
     number = kit.reserve(a).reservation
     begun = kit.core.begin_commit(1, reservation=number, blocks=commit_blocks(a[:2], [0, 1]), now=1.0)
@@ -224,7 +224,7 @@ def test_a_commit_outlives_its_session(end: str) -> None:
 
 
 def test_a_commit_into_a_forgotten_namespace_fails() -> None:
-    """An epoch bump while the daemon hashes makes the commit FAILED and frees its pages; later reserves are REJECTED."""
+    """An epoch bump during hashing makes a commit FAILED and frees its pages. Reserves are REJECTED."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     begun = kit.core.begin_commit(1, reservation=kit.reserve(a).reservation, blocks=None, now=1.0)
     kit.took(kit.core.forget_namespaces([1], now=2.0).plan)
@@ -235,7 +235,7 @@ def test_a_commit_into_a_forgotten_namespace_fails() -> None:
 
 
 def test_a_lease_on_a_commit_pins_what_was_committed() -> None:
-    """With lease, committed blocks cannot be evicted until the lease is released."""
+    """With lease=True, committed blocks cannot be evicted until the client releases the lease."""
     kit, a = Kit(tier(HOST, 4)), chain("a", 4)
     answer = kit.commit(kit.reserve(a), lease=True)
     assert answer.lease
@@ -247,7 +247,7 @@ def test_a_lease_on_a_commit_pins_what_was_committed() -> None:
 
 
 def test_blocks_that_a_client_wrote_are_unverified() -> None:
-    """A page in memory that its writer still maps is flagged until it was verified; one that the daemon wrote is not."""
+    """A page that a client wrote is UNVERIFIED until it is verified. A page that the daemon wrote is not."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     answer = kit.put(a)
     assert answer is not None
@@ -259,7 +259,7 @@ def test_blocks_that_a_client_wrote_are_unverified() -> None:
 
 
 def test_a_reserve_never_pushes_out_what_it_builds_on() -> None:
-    """The blocks that a put continues, and those it is told EXISTS, stay while room is made for the rest."""
+    """Room for a put never costs the blocks that it continues, nor those with EXISTS."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 8)
     kit.put(a[:4])
     kit.put(chain("b", 4))
@@ -271,7 +271,7 @@ def test_a_reserve_never_pushes_out_what_it_builds_on() -> None:
 
 
 def test_metas_know_what_was_committed() -> None:
-    """What begin_commit prefilled and the caller completed comes back from metas."""
+    """`metas` returns the fields that begin_commit fills in and those that the caller adds."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 2)
     begun = kit.core.begin_commit(1, reservation=kit.reserve(a).reservation, blocks=None, now=1.0)
     assert begun.metas["generation"].tolist() == begun.extents["generation"].tolist()
@@ -295,7 +295,7 @@ def test_metas_know_what_was_committed() -> None:
 
 
 def test_stripes_follow_the_hash() -> None:
-    """Of several tiers of one kind, the first 8 bytes of its hash say which gets a block; out of service, the others do."""
+    """The first 8 bytes of the hash choose among tiers of a kind. Others replace one out of service."""
     kit, a = Kit(tier(HOST, 32), tier(HOST, 32, index=1)), chain("a", 12)
     kit.put(a)
     stripe = [int.from_bytes(h[:8].tobytes(), "little") % 2 for h in a]
@@ -307,7 +307,7 @@ def test_stripes_follow_the_hash() -> None:
 
 
 def test_a_kind_that_is_not_there_has_no_room() -> None:
-    """Reserve in a kind without a tier in service answers NO_ROOM and holds nothing."""
+    """Reserve in a kind without a tier in service answers NO_ROOM and reserves nothing."""
     kit = Kit(tier(HOST, 8))
     reserved = kit.reserve(chain("a", 2), kind=TierKind.DEVICE)
     assert statuses(reserved) == [NO_ROOM, NO_ROOM]
@@ -330,7 +330,7 @@ def test_a_reserve_that_cannot_be_meant_is_refused(query: PutQuery) -> None:
 
 
 def test_a_tier_that_came_back_with_other_bytes() -> None:
-    """A block written again while its tier was out of service replaces the old copy if the bytes differ, and joins it if not."""
+    """A block put again while its tier is out of service replaces the old copy only if digests differ."""
     for digest, reasons in ((7, []), (8, [Reason.DUPLICATE] * 2)):
         kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
         kit.put(a)
@@ -346,7 +346,7 @@ def test_a_tier_that_came_back_with_other_bytes() -> None:
 
 
 def test_a_name_that_comes_twice_in_a_commit_is_one_block() -> None:
-    """Its second row speaks of the block that its first row made, even where what made way for it had another id."""
+    """The second of two equal names is the first one's block, also if that replaced an old copy."""
     kit, names = Kit(tier(HOST, 64), tier(NVME, 8)), chain("a", 2)
     for row in (names[:1], names[1:]):
         kit.put(row, kind=NVME)
@@ -359,7 +359,7 @@ def test_a_name_that_comes_twice_in_a_commit_is_one_block() -> None:
 
 
 def test_little_is_reserved_ahead() -> None:
-    """Pages for puts that may come are an eighth of the tier at most, of all sessions together, and count no more once their put has come, or they are given back."""
+    """All sessions may reserve an eighth of a tier ahead. A commit, an abort or a session's end frees it."""
     kit = Kit(tier(HOST, 64))
     kit.core.open_session(2, domain=1)
     first, second = kit.reserve_ahead(3, 2), kit.reserve_ahead(3, 2, session=2)
@@ -379,14 +379,14 @@ def test_little_is_reserved_ahead() -> None:
 
 
 def test_what_is_reserved_ahead_counts_in_whole_pages() -> None:
-    """Blocks that fill little of their pages are reserved ahead to the same share of the tier's memory as others."""
+    """Pages ahead count in full against the tier's share, however short their blocks are."""
     kit = Kit(tier(HOST, 64))
     assert kit.reserve_ahead(2, 9, length=100).reservations == []
     assert len(kit.reserve_ahead(2, 8, length=100).reservations) == 1
 
 
 def test_each_put_that_may_come_has_pages_of_its_own() -> None:
-    """What is reserved ahead can be committed put by put, under any names, and is handed out once."""
+    """A client commits pages ahead put by put, under any names, and the core gives out each page once."""
     kit = Kit(tier(HOST, 64))
     ahead = kit.reserve_ahead(4, 2)
     assert ahead.extents.shape == (4, 2)
@@ -403,7 +403,7 @@ def test_each_put_that_may_come_has_pages_of_its_own() -> None:
 
 
 def test_pages_ahead_cost_nobody_what_was_put_last() -> None:
-    """Where what is new is worth least, a session's last put is still there for who asks for it next, though its next put has its pages; only another session's may take it."""
+    """Pages ahead never evict their session's last put, even under LFU. Those of another session may."""
     kit = Kit(tier(HOST, 64, eviction="lfu"))
     kit.core.open_session(2, domain=1)
     kit.put(old := chain("old", 60))
@@ -416,7 +416,7 @@ def test_pages_ahead_cost_nobody_what_was_put_last() -> None:
 
 
 def test_a_put_that_may_come_gets_all_its_pages_or_none() -> None:
-    """Where there is room for part of one put more, that part stays free."""
+    """Room for only a part of one more put ahead stays free."""
     kit = Kit(tier(HOST, 64), share=1.0)
     kit.put(pinned := chain("a", 61))
     kit.core.pin_blocks(kit.ids(pinned))
@@ -429,7 +429,7 @@ def test_a_put_that_may_come_gets_all_its_pages_or_none() -> None:
 
 
 def test_nothing_is_reserved_ahead_for_a_namespace_that_ended() -> None:
-    """Nobody could commit it; what was reserved before is not stored and goes back."""
+    """In an ended epoch nothing is reserved ahead, and a commit of earlier pages ahead is FAILED."""
     kit = Kit(tier(HOST, 64))
     (before,) = kit.reserve_ahead(1, 2).reservations
     kit.took(kit.core.forget_namespaces([1], now=kit.tick()).plan)
@@ -440,7 +440,7 @@ def test_nothing_is_reserved_ahead_for_a_namespace_that_ended() -> None:
 
 
 def test_named_blocks_are_not_reserved_ahead() -> None:
-    """Whoever knows names reserves for a put."""
+    """`reserve_ahead` refuses named blocks, because a client with names reserves for its put."""
     kit, blocks = Kit(tier(HOST, 64)), np.zeros(2, PUT_BLOCK)
     blocks["tokens"], blocks["length"], blocks["hash"] = 16, PAGE, chain("a", 2)
     with pytest.raises(InvalidArgument, match="a hash is given"):

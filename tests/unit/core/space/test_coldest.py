@@ -1,4 +1,4 @@
-"""What may leave is found in steps that do not grow with chains."""
+"""The search for victims takes a number of steps that does not grow with the length of chains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES = sorted(EVICTION)
 
 
 def waiting(kit: Kit, ids: Ids) -> set[int]:
-    """By brute force: those of the blocks that have a pinned one below them."""
+    """By brute force: those of the blocks that have a pinned descendant."""
     index, out = kit.core._index, set[int]()
     for block in ids[index.held[0][ids]].tolist():
         above = int(index.blocks.parent[block])
@@ -29,7 +29,7 @@ def waiting(kit: Kit, ids: Ids) -> set[int]:
 
 
 def counted(kit: Kit) -> list[int]:
-    """How many blocks the policy is asked for from now on, call by call."""
+    """The victim counts that the core asks the policy for from now on, one per call."""
     asked, policy = list[int](), kit.core._index.policies[0]
     victims: Callable[..., Ids | None] = policy.victims
     policy.victims = lambda count, pinned: asked.append(count) or victims(count, pinned)  # type: ignore[method-assign]
@@ -39,7 +39,7 @@ def counted(kit: Kit) -> list[int]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_as_many_are_found_as_may_leave(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any forest with any pins, `find` names as many as it is asked for if so many have nothing pinned below them, and each after its children."""
+    """In any forest with any pins, `find` names enough blocks without pinned descendants, children first."""
     monkeypatch.setattr(coldest, "MOST_REACH", 8)
     dice = np.random.default_rng(seed)
     kit = Kit(tier(HOST, 160, segment=16, eviction=policy))
@@ -64,7 +64,7 @@ def test_as_many_are_found_as_may_leave(policy: str, seed: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pages_behind_a_pinned_tail_cost_no_search_each(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A put that fills a third of a tier whose coldest chain is held back by its tail asks the policy for a few times as many blocks as it takes."""
+    """If a pinned tail guards the coldest chain, a put asks the policy for at most 8 times its blocks."""
     monkeypatch.setattr(coldest, "MOST_REACH", 64)
     kit = Kit(tier(HOST, 1200, segment=100, eviction=policy))
     for name in "abc":
@@ -79,7 +79,7 @@ def test_pages_behind_a_pinned_tail_cost_no_search_each(policy: str, monkeypatch
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pages_beside_flights_cost_no_search_each(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same while the tails of the coldest chains are on their way down, in both tiers."""
+    """The same holds while the tails of the coldest chains are being demoted."""
     monkeypatch.setattr(coldest, "MOST_REACH", 64)
     host = tier(HOST, 1200, segment=100, eviction=policy, high_watermark=0.8, low_watermark=0.7)
     kit = Kit(host, tier(NVME, 2400, segment=100, eviction=policy))
@@ -93,7 +93,7 @@ def test_pages_beside_flights_cost_no_search_each(policy: str, monkeypatch: pyte
 
 
 def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0, *, session: int = 1) -> None:
-    """Puts one part after the other, as the SDK does, up to the first that is not stored whole."""
+    """Puts one part after the other, as the SDK does, up to the first part with NO_ROOM."""
     for at in range(first, len(names), part):
         blocks = np.zeros(part, PUT_BLOCK)
         blocks["hash"], blocks["tokens"], blocks["length"] = names[at : at + part], 16, PAGE
@@ -108,7 +108,7 @@ def put_in_parts(kit: Kit, names: Ids, part: int, first: int = 0, *, session: in
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> None:
-    """A put in parts evicts other chains, and finds no room when only its own chain is left."""
+    """A put in parts evicts other chains, and has no room when only its own chain is left."""
     kit, a = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 96)
     kit.put(chain("b", 16))
     put_in_parts(kit, a, 8)
@@ -116,7 +116,7 @@ def test_of_a_prompt_that_does_not_fit_the_longest_prefix_stays(policy: str) -> 
 
 
 def test_of_a_prompt_longer_than_the_search_goes_up_the_head_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If more blocks precede a put than `unguarded` looks at, the put evicts none of those that it has not seen."""
+    """If more blocks precede a put than `unguarded` visits, the put evicts none of the unvisited ones."""
     monkeypatch.setattr("tierd.core.space.coldest.MOST_ABOVE", 4)
     kit, a = Kit(tier(HOST, 32, segment=8)), chain("a", 40)
     put_in_parts(kit, a, 8)
@@ -125,7 +125,7 @@ def test_of_a_prompt_longer_than_the_search_goes_up_the_head_stays(monkeypatch: 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str) -> None:
-    """Memory drops those of its blocks first that NVMe holds, so the core serves the whole prompt."""
+    """Memory drops first those of a prompt's blocks that NVMe holds, so the core serves the whole prompt."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     put_in_parts(kit, a[:24], 8)
@@ -137,7 +137,7 @@ def test_of_a_prompt_that_does_not_fit_what_is_farther_leaves_first(policy: str)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> None:
-    """If another chain's last block is pinned, the put evicts the blocks before it, until only the prompt is left."""
+    """If another chain's last block is pinned, the put evicts the blocks before it."""
     kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 40), chain("b", 16)
     kit.put(b)
     kit.core.pin_blocks(kit.ids(b[-1:]))
@@ -147,7 +147,8 @@ def test_another_chain_is_broken_before_a_prompt_finds_no_room(policy: str) -> N
 
 @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
 def test_of_a_prompt_that_does_not_fit_no_middle_leaves_before_the_head(policy: str) -> None:
-    """If NVMe holds only its end, memory drops none of it: the blocks before would become tips, and go next."""
+    """If NVMe holds only a prompt's end, memory drops none of it: earlier blocks would be tips and go
+    next."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     put_in_parts(kit, a[:24], 8)
@@ -160,7 +161,7 @@ def test_of_a_prompt_that_does_not_fit_no_middle_leaves_before_the_head(policy: 
 
 
 def test_a_tip_takes_no_block_with_it_that_was_used_later() -> None:
-    """A cold tail leaves before the head that others asked for since, and that head only after colder tails."""
+    """A cold tail is evicted before a head in later use, and that head only after colder tails."""
     kit, a, b = Kit(tier(HOST, 12)), chain("a", 6), chain("b", 6)
     kit.put(a)
     kit.put(b)
@@ -176,7 +177,7 @@ def test_a_tip_takes_no_block_with_it_that_was_used_later() -> None:
 
 
 def test_a_circle_of_parents_ends_no_search() -> None:
-    """Blocks that a client calls each other's parents, one of them pinned, cost the others no more than a search."""
+    """A pinned cycle of parents costs other blocks no more than a search."""
     kit = Kit(tier(HOST, 8))
     names = chain("circle", 3)
     for number in range(3):
@@ -192,7 +193,8 @@ def test_a_circle_of_parents_ends_no_search() -> None:
 
 @pytest.mark.parametrize("priority", [0, 90], ids=["nothing said", "a priority"])
 def test_what_a_call_touches_above_its_blocks_is_bounded(priority: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain that grows block by block, with a priority or without, costs each commit ABOVE_LIMIT blocks at most, and still loses its tail first."""
+    """A commit to a growing chain touches at most ABOVE_LIMIT blocks. The chain still loses its tail
+    first."""
     monkeypatch.setattr(blocks_module, "ABOVE_LIMIT", 4)
     monkeypatch.setattr("tierd.core.index.priorities.ABOVE_LIMIT", 4)
     kit, a = Kit(tier(HOST, 32, eviction="priority")), chain("a", 24)
@@ -216,7 +218,7 @@ def test_what_a_call_touches_above_its_blocks_is_bounded(priority: int, monkeypa
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_segment_is_emptied_that_holds_what_another_writers_put_continues(policy: str) -> None:
-    """Another writer that continues a prompt gets no segment of it: it finds no room, and the prompt stays whole."""
+    """A writer that continues a prompt gets no segment of it, but NO_ROOM, and the prompt stays whole."""
     kit, a, b = Kit(tier(HOST, 32, segment=8, eviction=policy)), chain("a", 36), chain("b", 4)
     kit.core.open_session(2, domain=1)
     kit.put(b)
@@ -227,7 +229,7 @@ def test_no_segment_is_emptied_that_holds_what_another_writers_put_continues(pol
 
 @pytest.mark.parametrize("policy", ["lru", "reuse-index"])
 def test_a_segment_is_emptied_if_a_farther_tier_has_what_a_put_continues(policy: str) -> None:
-    """Another writer that continues a prompt may get its segments if NVMe holds the blocks: the prompt stays whole."""
+    """A writer that continues a prompt may get its segments if NVMe holds their blocks."""
     host = tier(HOST, 32, segment=8, eviction=policy, high_watermark=0.01, low_watermark=0.0)
     kit, a = Kit(host, tier(NVME, 128, segment=8, eviction=policy)), chain("a", 40)
     kit.core.open_session(2, domain=1)

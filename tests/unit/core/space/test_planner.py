@@ -1,4 +1,4 @@
-"""Demotion, persistence, and what the ends of transfers mean."""
+"""Demotion, persistence, and the effects of ended transfers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORR
 
 
 def test_demotion_runs_from_high_to_low() -> None:
-    """Nothing is written below the high watermark; above it the coldest are, until those above the low one are clean; none of them leaves."""
+    """Above the high watermark demotion writes the coldest blocks down to the low one, and evicts none."""
     kit = Kit(tier(HOST, 16, high_watermark=0.7, low_watermark=0.5), tier(NVME, 16))
     kit.put(chain("a", 11))
     assert kit.demote().is_empty
@@ -32,31 +32,32 @@ def test_demotion_runs_from_high_to_low() -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks are looked at each time, so that a tier of dozens is a large one."""
+    """The core looks at four blocks each time, so that a tier of dozens is a large one."""
     for module in ("demotion", "room", "unsaved"):
         monkeypatch.setattr(f"tierd.core.space.{module}.MOST_REACH", 4)
 
 
 @pytest.fixture
 def large(few: None) -> Kit:
-    """A kit whose host tier, of 64 pages, has many more than are looked at each time; what is above half of it is to be clean once it is above 0.6."""
+    """A kit whose host tier of 64 pages exceeds the blocks that the core looks at each time.
+    Above a share of 0.6 demotion writes blocks until those above 0.5 are clean."""
     return Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 96))
 
 
 def saved(kit: Kit, hashes: StructArray) -> list[bool]:
-    """Which of a chain's blocks the store has too, once nothing more is to be demoted."""
+    """For each block of a chain, if the store has it once demotion ends."""
     while not kit.demote(limit=3).is_empty:
         kit.land()
     return (kit.core._index.page[1][kit.ids(hashes)] >= 0).tolist()
 
 
 def test_a_large_tier_keeps_its_watermarks_too(large: Kit) -> None:
-    """In a tier of more blocks than demotion looks at each time the coldest are clean down to the low mark, however many that are, and no others; and again when as many have come as leave."""
+    """In a large tier only the coldest blocks above the low watermark are clean, also after new puts."""
     a, b, c = (chain(name, 20) for name in "abc")
     for hashes in (a, b, c):
         large.put(hashes)
     assert [sum(saved(large, hashes)) for hashes in (a, b, c)] == [20, 8, 0]
-    assert saved(large, b) == [False] * 12 + [True] * 8  # a chain's last block is its coldest
+    assert saved(large, b) == [False] * 12 + [True] * 8  # the last block of a chain is its coldest
     d = chain("d", 30)
     large.put(d)
     assert [int(np.sum(large.core._index.page[0][large.ids(each)] >= 0)) for each in (a, b, c, d)] == [0, 14, 20, 30]
@@ -65,7 +66,7 @@ def test_a_large_tier_keeps_its_watermarks_too(large: Kit) -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_budget_of_wear_is_not_asked_for_all_at_once() -> None:
-    """Above a store with a budget no more than the coldest few of a large tier are asked to be written: what is declined is so until its next use."""
+    """Above a store with a wear budget, demotion asks for only the coldest few of a large tier."""
     store = tier(NVME, 96, wear_bytes_per_s=1e9)
     kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), store)
     kit.put(chain("a", 60))
@@ -73,7 +74,7 @@ def test_a_budget_of_wear_is_not_asked_for_all_at_once() -> None:
 
 
 def test_what_a_store_loses_of_a_large_tier_is_written_again(large: Kit) -> None:
-    """Where a store has lost what a large tier had on it, the coldest are written there again down to the low mark, though nothing new has come."""
+    """After a store loses its blocks, demotion writes the coldest again without a new put."""
     chains = [chain(name, 20) for name in "abc"]
     for hashes in chains:
         large.put(hashes)
@@ -85,7 +86,7 @@ def test_what_a_store_loses_of_a_large_tier_is_written_again(large: Kit) -> None
 
 @pytest.mark.usefixtures("few")
 def test_what_can_go_nowhere_keeps_nothing_from_being_written() -> None:
-    """A cold block that is too long for any place of the store stays unsaved; the others of a large tier are written all the same."""
+    """A cold block that is too long for the store stays unsaved, and demotion writes the others."""
     kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 96, segment=1))
     kit.put(chain("long", 1), length=2 * PAGE)
     a = chain("a", 48)
@@ -95,7 +96,7 @@ def test_what_can_go_nowhere_keeps_nothing_from_being_written() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_store_that_goes_makes_a_large_tier_unsaved_again() -> None:
-    """What only a store that is out of service holds is written to another one, down to the low mark."""
+    """If a store goes out of service, demotion writes its blocks to another, down to the low watermark."""
     kit = Kit(tier(HOST, 64, high_watermark=0.6, low_watermark=0.5), tier(NVME, 64), tier(NVME, 64, index=1))
     a = chain("a", 60)
     kit.put(a)
@@ -110,7 +111,7 @@ def test_a_store_that_goes_makes_a_large_tier_unsaved_again() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_search_writes_no_more_than_the_low_mark_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where what is unsaved lies in larger pages than the rest, it is written down to the low mark, and not all of it."""
+    """If the unsaved blocks are larger than the rest, demotion still stops at the low watermark."""
     monkeypatch.setattr("tierd.core.space.unsaved.LOOKS", 1)
     kit = Kit(tier(HOST, 128, segment=16, high_watermark=0.6, low_watermark=0.5), tier(NVME, 256, segment=32))
     small, large = chain("small", 48), [chain(f"{name}", 1) for name in range(5)]
@@ -123,7 +124,7 @@ def test_a_search_writes_no_more_than_the_low_mark_wants(monkeypatch: pytest.Mon
 
 
 def test_a_large_tier_is_not_looked_through_for_nothing(large: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a large tier is clean enough the policy is asked for its coldest few alone, until so many have come that it may not be any more."""
+    """Once a large tier is clean, demotion searches no further until enough new blocks came."""
     for name in range(6):
         large.put(chain(f"{name}", 10))
     saved(large, chain("0", 10))
@@ -146,7 +147,7 @@ def test_a_large_tier_is_not_looked_through_for_nothing(large: Kit, monkeypatch:
 
 
 def test_room_is_made_of_what_is_clean() -> None:
-    """A put into a full tier drops blocks that were written ahead, and loses nothing."""
+    """A put into a full tier drops blocks that demotion wrote ahead, and loses nothing."""
     kit = Kit(tier(HOST, 8, high_watermark=0.7, low_watermark=0.5), tier(NVME, 16))
     kit.put(chain("a", 8))
     kit.demote()
@@ -157,7 +158,7 @@ def test_room_is_made_of_what_is_clean() -> None:
 
 
 def test_demotion_goes_on_between_the_watermarks() -> None:
-    """With a limit, the next calls go on to the low watermark although the high one is no longer passed."""
+    """With a limit, later calls continue to the low watermark below the high one."""
     kit = Kit(tier(HOST, 16, high_watermark=0.9, low_watermark=0.5), tier(NVME, 16))
     kit.put(chain("a", 15))
     assert [len(kit.demote(limit=3).transfers) for _ in range(4)] == [3, 3, 1, 0]
@@ -167,7 +168,7 @@ def test_demotion_goes_on_between_the_watermarks() -> None:
     ("most_bytes", "sent"), [(3 * PAGE, [3, 3, 1, 0]), (3 * PAGE - 1, [2, 2, 2, 1]), (1, [1, 1, 1, 1])]
 )
 def test_a_plan_of_demotion_has_few_bytes(monkeypatch: pytest.MonkeyPatch, most_bytes: int, sent: list[int]) -> None:
-    """A plan sends as many blocks as its bytes allow, one where even that has more; the next plans go on."""
+    """A plan sends blocks up to its byte limit, and at least one. The next plans go on."""
     monkeypatch.setattr(demotion, "PLAN_BYTES", most_bytes)
     kit = Kit(tier(HOST, 16, high_watermark=0.9, low_watermark=0.5), tier(NVME, 16))
     kit.put(chain("a", 15))
@@ -175,7 +176,7 @@ def test_a_plan_of_demotion_has_few_bytes(monkeypatch: pytest.MonkeyPatch, most_
 
 
 def test_the_far_copy_makes_the_next_demotion_free() -> None:
-    """A block that was promoted keeps its nvme page, and leaves host memory without another write."""
+    """A promoted block keeps its NVMe page, and leaves host memory without another write."""
     kit = Kit(tier(HOST, 8, high_watermark=0.5, low_watermark=0.25), tier(NVME, 16))
     a = chain("a", 5)
     kit.put(a)
@@ -193,7 +194,7 @@ def test_the_far_copy_makes_the_next_demotion_free() -> None:
 
 
 def test_a_chain_of_tiers_drains_step_by_step() -> None:
-    """Device blocks go to the host, host blocks to nvme; every tier fills up, and the last one drops what is coldest for room."""
+    """Device blocks go to the host, host blocks to NVMe. The last tier evicts its coldest for room."""
     kit = Kit(
         tier(DEVICE, 4, high_watermark=0.5, low_watermark=0.25),
         tier(HOST, 4, high_watermark=0.5, low_watermark=0.25),
@@ -209,7 +210,7 @@ def test_a_chain_of_tiers_drains_step_by_step() -> None:
 
 
 def test_without_a_farther_tier_nothing_leaves_before_it_must() -> None:
-    """The last tier in service fills up, whatever its watermarks; a put then drops the coldest."""
+    """The last tier in service fills up, whatever its watermarks; a put then evicts the coldest."""
     kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 8))
     kit.put(chain("a", 4))
     kit.core.set_serving(1, False)
@@ -219,7 +220,7 @@ def test_without_a_farther_tier_nothing_leaves_before_it_must() -> None:
 
 
 def test_headroom_is_cleared_of_the_coldest() -> None:
-    """A tier with headroom takes a request that needs it, and is then brought down to its rest, coldest first."""
+    """A put may use the headroom. Demotion then evicts the coldest blocks from it."""
     kit = Kit(tier(HOST, 8, headroom_bytes=2 * PAGE))
     kit.put(chain("a", 6))
     assert kit.demote().is_empty
@@ -230,7 +231,7 @@ def test_headroom_is_cleared_of_the_coldest() -> None:
 
 
 def test_headroom_waits_for_what_is_being_written() -> None:
-    """Over a store nothing is lost for headroom, and nothing hotter leaves instead: the coldest are written first, and leave when they have been."""
+    """Over a store demotion writes the coldest blocks first, and then frees them for headroom."""
     kit = Kit(tier(HOST, 8, headroom_bytes=2 * PAGE, high_watermark=1.0, low_watermark=1.0), tier(NVME, 16))
     for name in "abcdefgh":
         kit.put(chain(name, 1))
@@ -246,7 +247,7 @@ def test_headroom_waits_for_what_is_being_written() -> None:
 
 
 def test_headroom_waits_for_nothing_that_cannot_be_written() -> None:
-    """What no store can hold, or none takes, leaves without a copy."""
+    """Without a writable store the headroom is cleared of blocks without a copy."""
     kit = Kit(tier(HOST, 8, headroom_bytes=2 * PAGE), tier(NVME, 16))
     kit.put(chain("a", 8))
     kit.core.set_writable(1, False)
@@ -254,7 +255,7 @@ def test_headroom_waits_for_nothing_that_cannot_be_written() -> None:
 
 
 def test_two_full_tiers_do_not_hand_each_other_the_same_blocks() -> None:
-    """Above a full store writing ahead ends: what gave way there is not written again before its next use."""
+    """Above a full store demotion ends: it rewrites no block that the store evicted before its next use."""
     kit = Kit(tier(HOST, 8, high_watermark=0.2, low_watermark=0.1), tier(NVME, 4))
     for name in "abc":
         kit.put(chain(name, 4))
@@ -267,7 +268,7 @@ def test_two_full_tiers_do_not_hand_each_other_the_same_blocks() -> None:
 
 
 def test_a_full_far_tier_drops_its_coldest() -> None:
-    """Demotion into a full tier makes room there."""
+    """A write into a full far tier evicts its coldest blocks."""
     kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 4))
     for name in "abc":
         kit.put(chain(name, 2))
@@ -278,7 +279,7 @@ def test_a_full_far_tier_drops_its_coldest() -> None:
 
 
 def test_a_far_tier_full_of_pins_stops_demotion_but_not_puts() -> None:
-    """If the far tier has no page to give, blocks stay; a put then drops the coldest."""
+    """If the far tier has no free page, blocks stay near; a put then evicts the coldest."""
     kit = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.25), tier(NVME, 4))
     kit.put(chain("a", 4))
     kit.took(kit.core.persist(kit.ids(chain("a", 4)), now=kit.tick()))
@@ -296,7 +297,7 @@ def test_a_far_tier_full_of_pins_stops_demotion_but_not_puts() -> None:
 
 
 def test_blocks_that_no_far_segment_can_hold_do_not_block_the_way() -> None:
-    """A block longer than the far tier's segments stays until its room is needed, and the others go on."""
+    """A block longer than the far tier's segments stays near; demotion writes the others."""
     kit = Kit(tier(HOST, 16, high_watermark=0.5, low_watermark=0.1, segment=8), tier(NVME, 16, segment=1))
     kit.put(chain("big", 1), length=4 * PAGE)
     kit.put(chain("a", 8))
@@ -308,7 +309,7 @@ def test_blocks_that_no_far_segment_can_hold_do_not_block_the_way() -> None:
 
 @pytest.mark.parametrize("status", [FAILED, CORRUPT])
 def test_a_demotion_that_fails_keeps_the_block(status: int) -> None:
-    """A failed write leaves the near page READY; corrupt bytes in the near page are never found again."""
+    """A failed write keeps the near page READY; a near page with corrupt bytes is a miss from then on."""
     kit, a = Kit(tier(HOST, 4, high_watermark=0.5, low_watermark=0.5), tier(NVME, 8)), chain("a", 3)
     kit.put(a)
     kit.demote()
@@ -322,7 +323,7 @@ def test_a_demotion_that_fails_keeps_the_block(status: int) -> None:
 
 
 def test_persist_writes_each_block_once() -> None:
-    """Blocks without an nvme page are written and stay near; written ones are left alone, those on their way are waited for."""
+    """`persist` writes blocks without an NVMe page, skips written ones and waits for those in flight."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 4)
     kit.put(a)
     first = kit.took(kit.core.persist(kit.ids(a[:2]), now=kit.tick()))
@@ -347,7 +348,7 @@ def test_device_blocks_are_persisted_over_the_host() -> None:
 
 
 def test_an_unknown_transfer_is_an_error_and_changes_nothing() -> None:
-    """Finishing a transfer twice, or one that never was, raises NotFound before anything is taken."""
+    """Finishing a transfer twice, or an unknown one, raises NotFound before any change."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     kit.put(a)
     ids = kit.took(kit.core.persist(kit.ids(a), now=kit.tick())).transfers["id"]
@@ -359,7 +360,7 @@ def test_an_unknown_transfer_is_an_error_and_changes_nothing() -> None:
 
 
 def test_pages_hold_what_the_target_needs() -> None:
-    """A transfer's target has the source's length, a page of the target tier's class with its overhead, and a new generation."""
+    """A transfer's target has the source's length, its tier's page class and a new generation."""
     kit, a = Kit(tier(HOST, 8), tier(NVME, 8)), chain("a", 2)
     kit.put(a, length=1000)
     plan = kit.took(kit.core.persist(kit.ids(a), now=kit.tick()))

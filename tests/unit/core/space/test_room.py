@@ -1,4 +1,4 @@
-"""Room: what leaves for what."""
+"""Room: the choice of the blocks that the core evicts for a put."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESERVED, NO_ROOM = BlockStatus.RESERVED, BlockStatus.NO_ROOM
 
 
 def test_the_coldest_leaves_first() -> None:
-    """Without free pages, a put takes those of the blocks that were used least recently."""
+    """Without free pages, a put evicts the least recently used blocks."""
     kit = Kit(tier(HOST, 8))
     for name in "abcd":
         kit.put(chain(name, 2))
@@ -27,7 +27,7 @@ def test_the_coldest_leaves_first() -> None:
 
 
 def test_a_dropped_block_with_a_far_copy_was_demoted() -> None:
-    """What a farther tier holds leaves as DEMOTED and is still found; what none holds, as EVICTED."""
+    """A dropped block with a farther copy is DEMOTED and still a hit; one without is EVICTED."""
     kit = Kit(tier(HOST, 4), tier(NVME, 8))
     kit.put(chain("a", 2))
     kit.took(kit.core.persist(kit.ids(chain("a", 2)), now=kit.tick()))
@@ -39,7 +39,7 @@ def test_a_dropped_block_with_a_far_copy_was_demoted() -> None:
 
 
 def test_chains_written_block_by_block_lose_their_tails_first() -> None:
-    """Even if its head was used longest ago, a chain is dropped from its end."""
+    """The core evicts a chain from its end, even if its head was used longest ago."""
     kit, a = Kit(tier(HOST, 8)), chain("a", 6)
     for number in range(6):
         blocks = np.zeros(1, PUT_BLOCK)
@@ -51,7 +51,7 @@ def test_chains_written_block_by_block_lose_their_tails_first() -> None:
 
 
 def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
-    """If everything that may leave has a child that may not, the coldest leaves all the same."""
+    """If every evictable block has a pinned descendant, the coldest is evicted all the same."""
     kit, a = Kit(tier(HOST, 4)), chain("a", 4)
     kit.put(a)
     kit.core.pin_blocks(kit.ids(a[3:]))
@@ -61,7 +61,8 @@ def test_a_pinned_tail_does_not_bring_the_tier_to_a_halt() -> None:
 
 @pytest.mark.parametrize(("other", "wanted", "gone"), [(2, 1, 4), (1, 2, 1)], ids=["of no use", "of the right size"])
 def test_what_a_pinned_tail_holds_back_leaves_where_nothing_else_helps(other: int, wanted: int, gone: int) -> None:
-    """Blocks before a pinned one make room when the only end that may leave lies beside what is held: for a block of another size a segment of them, for one of theirs one."""
+    """If nothing else helps, blocks before a pinned tail leave: a segment for another size, else one
+    block."""
     kit, a, b, c = Kit(tier(HOST, 32, segment=8)), chain("a", 12), chain("b", 2), chain("c", 8 // other - 2)
     kit.put(a, length=2 * PAGE)
     kit.put(b, length=other * PAGE)
@@ -75,7 +76,7 @@ def test_what_a_pinned_tail_holds_back_leaves_where_nothing_else_helps(other: in
 
 
 def test_what_a_pinned_tail_holds_back_does_not_leave_for_what_follows_it() -> None:
-    """The same for a block that continues the chain finds no room: the chain would be of no use."""
+    """A put that continues such a chain gets NO_ROOM, because an eviction would make the chain useless."""
     kit, a, b, c = Kit(tier(HOST, 32, segment=8)), chain("a", 12), chain("b", 2), chain("c", 6)
     kit.put(a, length=2 * PAGE)
     kit.put(b)
@@ -89,7 +90,7 @@ def test_what_a_pinned_tail_holds_back_does_not_leave_for_what_follows_it() -> N
 
 
 def test_windows_lose_their_heads() -> None:
-    """In a namespace that is asked for by its last tokens, old blocks leave although later ones stay."""
+    """In a namespace of LAST_TOKENS queries, old blocks are evicted before later ones."""
     kit, w = Kit(tier(HOST, 8)), chain("w", 6)
     kit.put(w)
     window = group(w, need=Need.LAST_TOKENS, last=32)
@@ -99,7 +100,7 @@ def test_windows_lose_their_heads() -> None:
 
 
 def test_classes_trade_memory() -> None:
-    """A tier full of one class gives a whole cold segment to another, in both directions, for ever."""
+    """A tier that is full of one class gives a cold segment to another class, repeatedly and both ways."""
     kit = Kit(tier(HOST, 8))
     for turn in range(6):
         length = PAGE if turn % 2 else 2 * PAGE
@@ -110,7 +111,7 @@ def test_classes_trade_memory() -> None:
 
 
 def test_domains_and_writers_trade_memory() -> None:
-    """A session of another domain gets room in a tier that is full of somebody else's cold blocks."""
+    """A session of another domain gets room in a tier that is full of cold foreign blocks."""
     kit = Kit(tier(HOST, 8))
     kit.core.open_session(2, domain=2)
     kit.put(chain("a", 8))
@@ -120,7 +121,8 @@ def test_domains_and_writers_trade_memory() -> None:
 
 
 def test_a_segment_in_which_something_is_held_is_passed_over() -> None:
-    """The next colder block's segment is emptied instead; if each has a pin, there is no room, and nothing was dropped."""
+    """The core empties the coldest segment without pins. If all have pins: NO_ROOM, and nothing is
+    dropped."""
     kit = Kit(tier(HOST, 8))
     kit.put(chain("a", 4))
     kit.put(chain("b", 4))
@@ -140,7 +142,7 @@ def test_a_segment_in_which_something_is_held_is_passed_over() -> None:
 
 @pytest.mark.parametrize("pages", [256, 4096])
 def test_no_room_is_told_after_a_look_at_the_coldest(pages: int) -> None:
-    """Where something is held in every segment, somebody of another class hears so after policies have named as many victims as one segment holds, however large the tier."""
+    """If every segment has a pin, another class gets NO_ROOM after fewer than 256 named victims."""
     kit = Kit(tier(HOST, pages, segment=64))
     for number in range(pages // 64):
         kit.put(chain(f"{number}", 64))
@@ -153,7 +155,7 @@ def test_no_room_is_told_after_a_look_at_the_coldest(pages: int) -> None:
 
 
 def test_a_segment_without_anything_held_is_found_however_hot_it_is() -> None:
-    """Though all that is cold lies in segments in which something is held, the one segment where nothing is gives room."""
+    """If all cold segments have pins, the one segment without a pin gives room, however hot it is."""
     kit = Kit(tier(HOST, 4096, segment=64))
     for number in range(64):
         kit.put(chain(f"{number}", 64))
@@ -164,7 +166,7 @@ def test_a_segment_without_anything_held_is_found_however_hot_it_is() -> None:
 
 
 def test_operators_pins_are_respected() -> None:
-    """A pinned block is neither dropped for room, nor demoted, nor evicted by hand, until it is unpinned."""
+    """An operator's pin blocks eviction for room and by hand, until it is unpinned."""
     kit, a = Kit(tier(HOST, 4)), chain("a", 4)
     kit.put(a)
     assert kit.core.pin_blocks(kit.ids(a)) == 4
@@ -176,7 +178,7 @@ def test_operators_pins_are_respected() -> None:
 
 
 def test_the_order_of_ends_decides_nothing() -> None:
-    """Whichever transfer ends first, later decisions are the same."""
+    """The order in which transfers end does not change later decisions."""
 
     def world(order: list[int]) -> list[bytes]:
         kit = Kit(tier(HOST, 8, high_watermark=0.5, low_watermark=0.25), tier(NVME, 16))
@@ -192,7 +194,7 @@ def test_the_order_of_ends_decides_nothing() -> None:
 
 
 def test_equal_calls_get_equal_answers() -> None:
-    """Two cores that are told the same decide the same, byte for byte."""
+    """Two cores with the same calls decide the same, byte for byte."""
 
     def world() -> list[bytes]:
         kit, out = Kit(tier(HOST, 16), tier(NVME, 32)), []
@@ -210,7 +212,7 @@ def test_equal_calls_get_equal_answers() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_head_goes_after_all_that_hangs_on_it(seed: int) -> None:
-    """Of any victims in any order, those may go whose children may go, in the order in which they come, each as soon as its last child has gone."""
+    """`tails_first` keeps the order of the victims, but defers each until its last child has gone."""
     dice = np.random.default_rng(seed)
     kit = Kit(tier(HOST, 128))
     stems = [chain(f"{seed}/{i}", 12) for i in range(4)]
@@ -222,7 +224,7 @@ def test_a_head_goes_after_all_that_hangs_on_it(seed: int) -> None:
     victims = dice.permutation(tracked)[: dice.integers(1, len(tracked) + 1)]
     victims = victims if seed % 2 else victims[np.argsort(-index.blocks.position[victims].astype(int), kind="stable")]
     ready: list[int] = []
-    while True:  # plainly: the first in the list of which nothing hangs on any more
+    while True:  # by brute force: the first victim without remaining children
         gone = set(ready)
         below = [set(tracked[index.blocks.parent[tracked] == block].tolist()) for block in victims.tolist()]
         free = [b for b, children in zip(victims.tolist(), below, strict=True) if b not in gone and children <= gone]

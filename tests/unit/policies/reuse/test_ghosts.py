@@ -1,4 +1,4 @@
-"""What is remembered of names: the latest, a bounded number of them."""
+"""The bounded memory of the latest names."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def numbers(names: np.ndarray, turn: int) -> np.ndarray:
 
 
 def test_what_is_not_known_is_nothing() -> None:
-    """A name that was never noted has zeros, and no part."""
+    """An unknown name has zeros and no part."""
     found = Ghosts(8).recall(keys(1, 2)).numbers
     assert found["asked"].tolist() == [0, 0] and found["part"].tolist() == [-1, -1]
 
 
 @given(turns=st.lists(st.lists(st.integers(1, 40), unique=True, max_size=8), max_size=30), limit=st.integers(16, 40))
 def test_the_latest_are_remembered_and_no_more_than_the_limit(turns, limit):
-    """Each of the last names, half the limit of them, has the numbers that were noted last; memory never passes the limit."""
+    """The latest names, half the limit, have their last numbers. The memory never exceeds the limit."""
     ghosts, last = Ghosts(limit), {}
     for turn, names in enumerate(turns):
-        rows = ghosts.recall(keys(*names)).rows if turn % 2 else None  # as it is told, or to be looked up
+        rows = ghosts.recall(keys(*names)).rows if turn % 2 else None  # rows are given, or looked up
         ghosts.note(keys(*names), numbers(keys(*names), turn), rows)
         for name in names:
             last.pop(name, None)

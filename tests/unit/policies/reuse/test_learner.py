@@ -1,4 +1,4 @@
-"""What the learner behind `reuse-index` promises: it learns a made-up traffic, forgets it, stays bounded, and gives equal answers."""
+"""The learner behind `reuse-index`: it learns synthetic traffic, stays bounded and is deterministic."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ SEED = int(os.environ.get("LEARNER_SEED", "20261122"))
 
 
 def flat(*, requests: int = REQUESTS, half_life: float = HALF_LIFE) -> Learner:
-    """One that has no opinion beforehand."""
+    """A learner without a prior."""
     return Learner(np.full((1, features.GROUPS, AGES), 0.01), trust=AFRESH, half_life=half_life, requests=requests)
 
 
 def asks(blocks: int, before: Groups | None = None, *, known: int | None = None, sessions: int = 1) -> Request:
-    """A request for so many blocks, of which `known` (all of `before`) were asked for then."""
+    """A request for `blocks` blocks, of which `known` (default: all of `before`) belong to `before`."""
     parts = np.zeros(0, np.int64) if before is None else before.parts[: len(before.parts) if known is None else known]
     return Request(blocks, np.full(len(parts), sessions), parts)
 
 
 def traffic(learner: Learner, requests: int, *, pause_s: float, chance: float, begin_s: float = 0.0) -> float:
-    """A session a second asks for 9 blocks; with this chance it comes back once, after about the pause, for 10. Gives the time at the end."""
+    """Each second a session asks for 9 blocks; with this chance it returns once after `pause_s`, for 10.
+    Returns the end time."""
     dice, now = np.random.default_rng(SEED), begin_s
     waiting: list[tuple[float, Groups]] = []
     for number in range(requests):
@@ -58,7 +59,7 @@ def traffic(learner: Learner, requests: int, *, pause_s: float, chance: float, b
 
 
 def test_a_known_hazard_is_learnt() -> None:
-    """Sessions that come back after 60 s in four of ten cases: so says the chance, and the worth is best just before and nothing long after."""
+    """Four of ten sessions return after 60 s: the chance is 0.4, and worth peaks before 60 s."""
     learner, first = flat(), np.array([features.first_group(9)])
     traffic(learner, count(test=4000, nightly=20_000, weekly=20_000), pause_s=60.0, chance=0.4)
     chance = float(learner.chance(first, np.array([0.0]))[0])
@@ -72,7 +73,7 @@ def test_a_known_hazard_is_learnt() -> None:
 
 
 def test_the_day_may_change() -> None:
-    """After requests of another kind, what is believed is nearer to them than to what was before."""
+    """After a change of traffic, the learner is nearer to the new traffic than to the old."""
     half = count(test=2000, nightly=10_000, weekly=20_000)
     learner, first = flat(half_life=half / 2), np.array([features.first_group(9)])
     end_s = traffic(learner, half, pause_s=60.0, chance=0.9)
@@ -85,7 +86,7 @@ def test_the_day_may_change() -> None:
 
 
 def test_the_fresh_may_be_worth_less_than_the_waiting() -> None:
-    """Where nobody comes back within 100 s, blocks that have waited for 90 s are worth more than fresh ones: LRU's order, reversed."""
+    """If no session returns within 100 s, blocks of age 90 s exceed fresh ones in worth: LRU reversed."""
     learner, first = flat(), features.first_group(9)
     traffic(learner, 4000, pause_s=110.0, chance=0.5)
     worth = learner.worth[first]
@@ -93,7 +94,7 @@ def test_the_fresh_may_be_worth_less_than_the_waiting() -> None:
 
 
 def wild(dice: np.random.Generator, learner: Learner, requests: int) -> list[list[int]]:
-    """Any traffic: parts and counts that make no sense among them. Gives what was answered."""
+    """Random traffic with inconsistent parts and counts. Returns the answers."""
     answers, now = [], 0.0
     for number in range(requests):
         blocks = int(dice.integers(0, 40))
@@ -108,7 +109,7 @@ def wild(dice: np.random.Generator, learner: Learner, requests: int) -> list[lis
 
 
 def test_any_traffic_leaves_worth_finite_and_never_negative() -> None:
-    """Whatever is heard: worth is finite, not negative, nothing for group 0; chances lie in [0, 1] and fall with nothing but age."""
+    """Worth is always finite and not negative, group 0 is worth 0, and chances are in [0, 1]."""
     learner = Learner()
     wild(np.random.default_rng(SEED), learner, count(test=2000, nightly=20_000, weekly=20_000))
     groups = np.arange(features.GROUPS)
@@ -121,7 +122,7 @@ def test_any_traffic_leaves_worth_finite_and_never_negative() -> None:
 
 
 def test_equal_calls_give_equal_answers() -> None:
-    """Two learners that hear the same say the same, to the bit."""
+    """Two learners with the same calls give bit-identical answers."""
     one, other = Learner(), Learner()
     requests = count(test=1000, nightly=10_000, weekly=10_000)
     assert wild(np.random.default_rng(SEED), one, requests) == wild(np.random.default_rng(SEED), other, requests)
@@ -129,7 +130,7 @@ def test_equal_calls_give_equal_answers() -> None:
 
 
 def test_a_restart_goes_on_where_it_was() -> None:
-    """What is saved and restored answers like the one that went on, and saving changes nothing."""
+    """A restored learner answers like the original, and saving changes nothing."""
     one, other = Learner(), Learner()
     wild(np.random.default_rng(SEED), one, 700)
     one.refit(4000.0)
@@ -149,7 +150,7 @@ def test_a_state_of_another_version_is_refused() -> None:
 
 
 def test_memory_is_bounded_and_the_overwritten_is_unknown() -> None:
-    """After a full ring of requests, a request that continues the first of them is a new session; nothing has grown."""
+    """A full ring of requests overwrites the first session, whose next request is new. No column grows."""
     learner = flat(requests=1000)
     first = learner.hear(asks(9), 0.0)
     sizes = {name: column.nbytes for name, column in learner.state().items()}
@@ -166,7 +167,8 @@ def kinds(groups: Groups) -> list[int]:
 
 
 def test_a_session_is_followed_and_an_application_is_not_one() -> None:
-    """What grows is a session; what comes again with another end, from one prefix, is others; shared blocks are so from the second session on."""
+    """A longer request continues a session; a shared prefix with another end begins a new one.
+    Blocks are shared from the second session on."""
     learner = flat()
     first = learner.hear(asks(6), 0.0)
     assert kinds(first) == [NEW] * 6
@@ -182,7 +184,7 @@ def test_a_session_is_followed_and_an_application_is_not_one() -> None:
 
 @pytest.mark.parametrize("sessions", [64, 65, 127, 128, 300, 65_535])
 def test_what_very_many_share_is_in_the_last_group(sessions: int) -> None:
-    """However many sessions have asked for a block, it is in the group of the most."""
+    """A block of very many sessions is in the last shared group."""
     learner = flat()
     first = learner.hear(asks(3), 0.0)
     other = learner.hear(asks(3, first, known=3, sessions=sessions), 1.0)
@@ -190,7 +192,7 @@ def test_what_very_many_share_is_in_the_last_group(sessions: int) -> None:
 
 
 def test_a_part_is_used_when_half_of_it_is_whoever_asks() -> None:
-    """Another session that asks for at least half of what a session asked for alone is a use of it; one that asks for less is none."""
+    """Another session uses a part if it asks for at least half of it, and not if it asks for less."""
     learner, group = flat(), features.first_group(9)
     for known, uses in ((4, 0), (5, 1)):
         first = learner.hear(asks(9), 0.0)
@@ -200,7 +202,7 @@ def test_a_part_is_used_when_half_of_it_is_whoever_asks() -> None:
 
 
 def test_an_expert_in_the_shipped_table_is_recency() -> None:
-    """The last one tells no groups apart, and to it no block is worth more for having waited: traffic unlike all traces is left to LRU."""
+    """The last expert is LRU: it treats all groups alike, and its worth never rises with age."""
     recency = worth(prior_hazards()[-1])
     assert np.ptp(recency, axis=0).max() == 0.0
     assert (np.diff(recency[0]) <= 0).all()
@@ -208,7 +210,7 @@ def test_an_expert_in_the_shipped_table_is_recency() -> None:
 
 
 def test_what_was_replaced_belongs_to_the_session_still() -> None:
-    """A request that comes back to where the last one began to be new goes on with the session: its new part was for once only."""
+    """A request that returns to the start of the last new part continues the session without that part."""
     learner = flat()
     first = learner.hear(asks(4), 0.0)
     searched = learner.hear(asks(40, first), 30.0)
@@ -216,7 +218,7 @@ def test_what_was_replaced_belongs_to_the_session_still() -> None:
 
 
 def test_groups_are_few_and_only_like_parts_are_near() -> None:
-    """At most 512 groups, 40 ages; levels begin with the kind and end with the group itself, and no node holds two kinds."""
+    """At most 512 groups and 40 ages. Levels go from kind to group, and no node holds two kinds."""
     assert features.GROUPS <= 512
     assert AGES <= 40
     kind, *between, group = features.LEVELS
@@ -227,7 +229,7 @@ def test_groups_are_few_and_only_like_parts_are_near() -> None:
 
 
 def test_experts_are_believed_where_they_are_right() -> None:
-    """Of two experts, one for chats and one for agents, each node believes the one whose word came true, and before anything came neither."""
+    """Each node follows the expert that its data confirms, and weighs both equally without data."""
     nodes, experts = np.array([0, 0, 1]), np.stack([np.full((3, AGES), 0.01), np.full((3, AGES), 0.2)])
     nothing = np.zeros((3, AGES))
     assert np.allclose(blend(Counts(nothing, nothing), Logs.of(experts), nodes), np.sqrt(0.01 * 0.2))
@@ -237,7 +239,7 @@ def test_experts_are_believed_where_they_are_right() -> None:
 
 
 def test_the_shipped_table_reads_as_it_was_written() -> None:
-    """Encoding what ships gives the same text; all hazards lie in (0, 1)."""
+    """Encoding the shipped table gives the same text, and all hazards are in (0, 1)."""
     shipped = prior_hazards()
     assert shipped.shape[1:] == (features.GROUPS, AGES)
     assert ((shipped > 0) & (shipped < 1)).all()
@@ -245,7 +247,8 @@ def test_the_shipped_table_reads_as_it_was_written() -> None:
 
 
 def test_worth_is_the_best_rate_over_all_horizons() -> None:
-    """Against the definition: for each age, the greatest P(used by the horizon) / E(time kept until then), a use being half-way in its age."""
+    """Worth is the greatest P(used by the horizon) / E(time kept until then) over all horizons.
+    A use counts as half-way in its age."""
     hazard = np.random.default_rng(SEED).uniform(0.0, 0.9, (3, AGES))
     widths_s = np.diff(EDGES_S)
     for group, age in itertools.product(range(3), range(AGES)):
@@ -258,7 +261,7 @@ def test_worth_is_the_best_rate_over_all_horizons() -> None:
 
 
 def test_a_clock_that_goes_back_takes_nothing_away() -> None:
-    """What was seen and has faded since is not counted off again."""
+    """A clock that goes back never makes counts negative."""
     learner = flat(half_life=1.0)
     learner.hear(asks(9), 0.0)
     learner.refit(1000.0)

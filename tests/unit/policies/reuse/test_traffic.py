@@ -1,4 +1,4 @@
-"""What the core tells of requests becomes groups of blocks."""
+"""The core's reports of requests become groups of blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 16
 
 
 class Taught:
-    """A host tier under reuse-index. traffic: what puts its blocks into groups."""
+    """A host tier under reuse-index. traffic: assigns the groups of its blocks."""
 
     def __init__(self) -> None:
         policies = NamedPolicies()
@@ -32,17 +32,17 @@ class Taught:
         self.now = 0.0
 
     def serve(self, hashes: StructArray, *, tokens: int = 0) -> None:
-        """A whole request: get what is there, put the rest."""
+        """A whole request: gets the held blocks and puts the rest."""
         self.now += 1.0
         self.driver.request(sequence(hashes, tokens), now=self.now)
 
     def answer(self, hashes: StructArray, first: int) -> None:
-        """Blocks from number `first` on are put, and never asked for."""
+        """Puts the blocks from number `first` on, without a get."""
         lease = self.driver._store(sequence(hashes), first=first, now=self.now)
         self.core.release(1, leases=[lease], now=self.now)
 
     def groups(self, hashes: StructArray) -> list[int]:
-        """The learner's group of each block, -1 where nothing is known of it."""
+        """The learner's group of each block, -1 if it has none."""
         blocks = self.core._index.blocks
         ids = blocks.find(Names(np.ones(len(hashes), np.uint32), words(hashes)))
         return (blocks.group[ids].astype(int) - 1).tolist()
@@ -58,21 +58,21 @@ def kit() -> Taught:
 
 
 def test_a_first_request_is_in_the_group_of_its_size(kit: Taught) -> None:
-    """All whole blocks of what nobody asked for before are one part."""
+    """All whole blocks of a first request are one part."""
     a = chain("a", 5)
     kit.serve(a)
     assert kit.groups(a) == [first_group(5)] * 5
 
 
 def test_a_short_last_block_is_worth_nothing(kit: Taught) -> None:
-    """It is in the group of worth 0, the ones before it are not."""
+    """A short last block is in the group of worth 0; the blocks before it are not."""
     a = chain("a", 3)
     kit.serve(a, tokens=40)
     assert kit.groups(a) == [first_group(2)] * 2 + [NOTHING]
 
 
 def test_what_several_sessions_ask_for_is_shared(kit: Taught) -> None:
-    """A prefix that another session asks for too leaves the group of private blocks; what follows it does not."""
+    """A prefix of two sessions is in a shared group; the blocks after it are not."""
     one, other = chain("a", 12), chain("a", 12).copy()
     other[3:] = chain("b", 9)
     kit.serve(one)
@@ -82,7 +82,7 @@ def test_what_several_sessions_ask_for_is_shared(kit: Taught) -> None:
 
 
 def test_what_was_evicted_is_remembered(kit: Taught) -> None:
-    """A prefix asked for by a second session is shared although the first one's copy is gone."""
+    """A prefix that a second session asks for is shared, although the first copy was evicted."""
     one, other = chain("a", 12), chain("a", 12).copy()
     other[3:] = chain("b", 9)
     kit.serve(one)
@@ -93,7 +93,7 @@ def test_what_was_evicted_is_remembered(kit: Taught) -> None:
 
 
 def test_an_answer_goes_on_as_its_question(kit: Taught) -> None:
-    """Blocks that were put and never asked for are in the group of the block before them, and belong to the session."""
+    """Blocks that were put without a get are in the group of the block before them, and of its session."""
     a = chain("a", 6)
     kit.serve(a[:4])
     kit.answer(a, 4)
@@ -103,7 +103,8 @@ def test_an_answer_goes_on_as_its_question(kit: Taught) -> None:
 
 
 def test_a_short_end_of_an_answer_is_worth_nothing_and_what_precedes_it_goes_on(kit: Taught) -> None:
-    """Of a long answer whose last block is short, that one is in the group of worth 0, all others in that of the question, and known by name."""
+    """A short last block is worth 0; the rest of a long answer is in the question's group, also if
+    evicted."""
     a = chain("a", 9)
     kit.serve(a[:3])
     lease = kit.driver._store(sequence(a, 8 * TOKENS + 5), first=3, now=kit.now)
@@ -115,7 +116,7 @@ def test_a_short_end_of_an_answer_is_worth_nothing_and_what_precedes_it_goes_on(
 
 
 def test_an_answer_to_what_nobody_asked_for_is_unknown(kit: Taught) -> None:
-    """Blocks that were put without any question, the first of a chain among them, are in no group; nor is what follows them."""
+    """Blocks that were put without any question are in no group, nor are the blocks after them."""
     a = chain("a", 4)
     kit.answer(a, 0)
     assert kit.groups(a) == [-1] * 4
@@ -124,14 +125,14 @@ def test_an_answer_to_what_nobody_asked_for_is_unknown(kit: Taught) -> None:
 
 
 def test_a_session_shares_nothing_with_itself(kit: Taught) -> None:
-    """However often a session comes back with more, its blocks are its own."""
+    """The blocks of a session that grows again and again are never shared."""
     for blocks in (6, 8, 10, 12):
         kit.serve(chain("a", blocks))
     assert set(kit.groups(chain("a", 12))).isdisjoint(SHARED)
 
 
 def test_what_nothing_is_known_of_is_worth_what_new_ones_are(kit: Taught) -> None:
-    """A block in no group, as after a restart, is taken for one of a first request."""
+    """A block in no group, as after a restart, has the worth of a first request's block."""
     ages = np.array([0.0, 10.0, 100.0])
     unknown = kit.traffic.prices(np.zeros(3, np.int64), ages)[0]
     new = kit.traffic.prices(np.full(3, first_group(UNKNOWN_BLOCKS) + 1), ages)[0]
@@ -139,7 +140,7 @@ def test_what_nothing_is_known_of_is_worth_what_new_ones_are(kit: Taught) -> Non
 
 
 def test_one_price_is_that_of_many(kit: Taught) -> None:
-    """One block's worth, and how long it lasts, is what a batch says of it, at every edge of an age too; and it lasts as long as is said, and no longer than it must."""
+    """`price` equals `prices` at every age edge, and its validity ends exactly when the worth may change."""
     ages = np.concatenate((EDGES_S, np.nextafter(EDGES_S[1:], 0.0), [1e6]))
     groups = np.arange(len(ages)) % (GROUPS + 1)
     worths, changes_s = kit.traffic.prices(groups, ages)
@@ -151,7 +152,8 @@ def test_one_price_is_that_of_many(kit: Taught) -> None:
 
 
 def test_above_a_store_worth_is_what_would_be_lost(kit: Taught) -> None:
-    """What the store has is worth the read that is spared, what it will not take is worth all, and what it will take lies between; the least price counts."""
+    """A block on the store is worth the spared read, one that it declines its full worth.
+    A block that it may take is worth less than full. The least threshold counts."""
     groups, ages = np.arange(1, 40), np.full(39, 5.0)
     worth, chance = kit.traffic.prices(groups, ages)[0], kit.traffic.learner.chance(groups - 1, ages)
     price = float(np.median(chance))
@@ -170,7 +172,7 @@ def test_above_a_store_worth_is_what_would_be_lost(kit: Taught) -> None:
 
 
 def test_many_requests_at_once_make_one_table(kit: Taught) -> None:
-    """Prices are made anew after so many requests, and no sooner than the pause allows; then at the next request, also where the clock has gone back."""
+    """Prices are refitted after REFIT_EVERY requests and the pause, also if the clock goes back."""
 
     def hear(count: int) -> int:
         for number in range(count):
@@ -188,7 +190,7 @@ def test_many_requests_at_once_make_one_table(kit: Taught) -> None:
 
 
 def test_only_a_wear_budget_has_a_price() -> None:
-    """A store that may be written to as it likes changes nothing above it; and it is memory that hears what a store has, not the store."""
+    """Only a store with a wear budget has a price. Memory, not the store, gets its `kept` changes."""
     for rate, count in ((0.0, 0), (1.0, 1)):
         policies = NamedPolicies()
         tiers = [
@@ -201,7 +203,7 @@ def test_only_a_wear_budget_has_a_price() -> None:
 
 
 def test_groups_that_ask_for_different_lengths(kit: Taught) -> None:
-    """Two attention groups with blocks of one size, of which one asks for more: every block that is held has a group."""
+    """Of two attention groups with different lengths, every held block has a group."""
     long, short = chain("a", 5), chain("b", 3)
     kit.serve(long)
     kit.serve(short)

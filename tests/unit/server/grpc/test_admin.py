@@ -1,4 +1,4 @@
-"""What operators ask and are told, over the daemon's own sockets."""
+"""Operators' requests and replies over the daemon's own sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = chain(1, 4)
 
 
 async def test_a_drain_frees_the_arena_only_when_nothing_is_leased() -> None:
-    """Drain with release keeps the arena while a lease lives, and says how many do; without one the arena is freed at the end."""
+    """Drain with release keeps the arena and counts leases while one lives; otherwise it frees the arena."""
     async with rigged() as rig, rig.stubs() as (_, admin):
         metadata = await rig.session()
         await rig.world.put(NAMES)
@@ -34,7 +34,7 @@ async def test_a_drain_frees_the_arena_only_when_nothing_is_leased() -> None:
 
 
 async def test_tiers_tell_what_was_moved() -> None:
-    """The bytes that a durable put wrote are told of the tier that took them and of the one that gave them."""
+    """A durable put's bytes are counted for the source tier as read and for the target tier as written."""
     async with rigged() as rig, rig.stubs() as (_, admin):
         metadata = await rig.session()
         await rig.world.put(NAMES, durability=Durability.DURABLE)
@@ -45,7 +45,7 @@ async def test_tiers_tell_what_was_moved() -> None:
 
 
 async def test_a_scrub_tells_each_page_that_it_set_aside() -> None:
-    """After a pass over a page that rotted, the status names its tier, its place and what was wrong with it."""
+    """After a scrub of a rotten page, the status names the page's tier, place and fault."""
     async with rigged() as rig, rig.stubs() as (_, admin):
         metadata = await rig.session()
         await rig.world.put(NAMES)
@@ -64,7 +64,7 @@ async def test_a_scrub_tells_each_page_that_it_set_aside() -> None:
 
 
 async def test_an_epoch_of_many_namespaces_is_kept_at_once() -> None:
-    """When a bump has returned, the next life knows every namespace's new epoch, and their file was written once for all."""
+    """A bump makes all new epochs durable before it returns, with one write of the namespaces' file."""
     async with rigged() as rig, rig.stubs() as (_, admin):
         metadata, world = await rig.session(), rig.world
         specs = [replace(world.namespace.spec, salt=str(i)) for i in range(6)]
@@ -90,7 +90,7 @@ async def test_sessions_tell_what_they_hold() -> None:
 
 
 async def test_a_daemon_serves_while_its_memory_is_made() -> None:
-    """Before the background has made anything a put is stored and Tiers tells what is still to be made; in the end it is nothing."""
+    """A put succeeds before the background work on memory; Tiers reports the unready bytes, 0 at the end."""
     with held_up() as go_on:
         async with rigged() as rig, rig.stubs() as (_, admin):
             metadata = await rig.session()

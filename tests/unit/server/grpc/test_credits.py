@@ -1,4 +1,4 @@
-"""Credits: who may have how many calls in progress, what a refusal says, and when a client is cut off."""
+"""Credits: bounds on calls in progress, the text of refusals, and cutting off greedy sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATUS = "/tierd.v1.Admin/Status"
 
 @dataclass
 class Desk:
-    """Credits with a clock of its own; who was cut off."""
+    """Credits with their own clock, and a list of the sessions cut off."""
 
     now: float = 0.0
     ended: list[tuple[int, str]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Desk:
 
 @contextlib.contextmanager
 def taken(room: Credits, count: int, *, method: str = ACQUIRE, session: int = 1) -> Iterator[None]:
-    """So many calls in progress."""
+    """This many calls in progress."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(room.place(method, session))
@@ -43,7 +43,7 @@ def taken(room: Credits, count: int, *, method: str = ACQUIRE, session: int = 1)
 
 
 def refusal(room: Credits, method: str = ACQUIRE, *, session: int = 1) -> Overloaded | None:
-    """What one more call is told."""
+    """The refusal of one more call, or None."""
     try:
         with room.place(method, session):
             return None
@@ -65,7 +65,7 @@ def test_a_session_has_its_credits_and_no_more() -> None:
 
 
 def test_no_session_takes_more_than_half() -> None:
-    """Whatever session_credits says, two sessions find room in the queue."""
+    """Two sessions have room in the queue, for any session_credits."""
     room = Desk().credits(queue_limit=8, session_credits=1000)
     with taken(room, room.share):
         assert refusal(room) is not None
@@ -73,7 +73,7 @@ def test_no_session_takes_more_than_half() -> None:
 
 
 def test_slow_calls_leave_room_for_quick_ones() -> None:
-    """When as many slow calls as may be are in progress, a lookup gets in and one more slow one does not."""
+    """When slow calls are at their limit, another slow call is refused and a lookup is admitted."""
     room = Desk().credits(queue_limit=16)
     with taken(room, 4), taken(room, 4, session=2), taken(room, 4, session=3):
         assert refusal(room, session=4) is not None
@@ -81,7 +81,7 @@ def test_slow_calls_leave_room_for_quick_ones() -> None:
 
 
 def test_what_gives_back_and_what_operators_do_is_not_refused() -> None:
-    """Release and abort get in whatever is in progress, by whomever; so does an operator's call when the queue is full."""
+    """Release and abort are always admitted, and so are operators' calls when the queue is full."""
     room = Desk().credits(queue_limit=4, session_credits=2)
     with taken(room, 2), taken(room, 2, method=LOOKUP, session=2):
         assert refusal(room, LOOKUP, session=3) is not None
@@ -92,7 +92,7 @@ def test_what_gives_back_and_what_operators_do_is_not_refused() -> None:
 
 
 def test_watchers_of_a_session_are_bounded() -> None:
-    """A session may watch a few times over, and its watches take no credit."""
+    """The watches of a session are bounded, and take no credit."""
     room = Desk().credits()
     with taken(room, ENDLESS_LIMIT, method=WATCH):
         assert refusal(room, WATCH) is not None
@@ -101,7 +101,7 @@ def test_watchers_of_a_session_are_bounded() -> None:
 
 @pytest.mark.parametrize(("method", "count"), [(WATCH, ENDLESS_LIMIT), (ACQUIRE, 8)])
 def test_a_session_of_many_clients_is_never_cut_off(method: str, count: int) -> None:
-    """Clients that share a session are refused beyond its watches and its calls, each time with the same hint, however often; the session does not end, and nobody is told that it does."""
+    """Clients that share a session are refused with a constant hint, and the session never ends for it."""
     desk = Desk()
     room = desk.credits()
     with contextlib.ExitStack() as stack:
@@ -116,7 +116,7 @@ def test_a_session_of_many_clients_is_never_cut_off(method: str, count: int) -> 
 
 
 def test_who_goes_on_is_told_to_wait_longer_and_then_cut_off() -> None:
-    """Hints grow with the refusals, and after so many the session ends, once, with a reason."""
+    """Hints grow with the refusals; after many of them the session ends, once, with a reason."""
     desk = Desk()
     room = desk.credits()
     with taken(room, 4):
@@ -130,7 +130,7 @@ def test_who_goes_on_is_told_to_wait_longer_and_then_cut_off() -> None:
 
 
 def test_who_comes_now_and_then_is_borne_with() -> None:
-    """Refusals are forgotten with time: a client that errs a little for an hour is not cut off."""
+    """Refusals expire with time: a client with few errors over an hour is not cut off."""
     desk = Desk()
     room = desk.credits()
     with taken(room, 4):
@@ -141,7 +141,7 @@ def test_who_comes_now_and_then_is_borne_with() -> None:
 
 
 def test_who_heeds_the_hints_is_never_cut_off() -> None:
-    """Three times as many callers as credits, which come again when they were told, go on for ever."""
+    """Three times as many callers as credits that obey the hints are never cut off."""
     desk = Desk()
     room = desk.credits()
     due = [0.0] * 12
@@ -156,7 +156,7 @@ def test_who_heeds_the_hints_is_never_cut_off() -> None:
 
 
 def test_a_full_queue_is_nobodys_fault() -> None:
-    """A session within its credits is refused when the queue is full, and never cut off for it."""
+    """A session within its credits is refused when the queue is full, but never cut off for it."""
     desk = Desk()
     room = desk.credits(queue_limit=4, session_credits=2)
     with taken(room, 2, method=LOOKUP), taken(room, 2, method=LOOKUP, session=2):
@@ -168,7 +168,7 @@ def test_a_full_queue_is_nobodys_fault() -> None:
 
 
 def test_a_session_that_ends_is_forgotten() -> None:
-    """Nothing is kept of a session whose connection is closed."""
+    """No state remains of a session whose connection is closed."""
     room = Desk().credits()
     with taken(room, 4):
         refusal(room)

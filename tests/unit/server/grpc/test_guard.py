@@ -1,4 +1,4 @@
-"""What every call passes, on the daemon's own sockets: callers, deadlines, room, errors by name."""
+"""The checks of every call on the daemon's own sockets: callers, deadlines, room, errors by name."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tierd.testing import chain
 SECRET = "a-credential-of-enough-characters"
 MANY = chain(1, 128)
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
-"""A client that does not read is soon sent nothing more."""
+"""With these a client that does not read soon receives nothing more."""
 
 
 @dataclass
 class Rig:
-    """A daemon's inside with its sockets. faults: what the event loop was told of."""
+    """A daemon's parts with its sockets. faults: reports to the event loop's exception handler."""
 
     world: World
     target: Path
@@ -70,7 +70,7 @@ class Rig:
             yield cache_pb2_grpc.CacheStub(channel), admin_pb2_grpc.AdminStub(channel)
 
     async def quiet(self) -> None:
-        """Nothing is held any more, and no call runs."""
+        """Waits until no page is pinned and no call runs; the event loop has no faults then."""
         async with asyncio.timeout(SOON_S):
             while self.world.pins or self.running:  # noqa: ASYNC110  # the end of calls rings no bell
                 await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ async def rigged(**server: object) -> AsyncIterator[Rig]:
 
 
 async def error_of(call: Any) -> str:
-    """The error's class name as it travels, "" for success."""
+    """The error's class name from the metadata, or "" for success."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -118,7 +118,7 @@ def group() -> pb.Group:
 
 
 async def test_nobody_gets_in_without_a_name() -> None:
-    """A call with a made-up token is SessionLost, one without a token or with a wrong credential NotPermitted."""
+    """A made-up token is SessionLost; no token or a wrong credential is NotPermitted."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         for token in ("1.00", "x", ""):
             made_up = (("tierd-session", token),)
@@ -138,7 +138,7 @@ async def test_operators_only() -> None:
 
 
 async def test_another_tenants_namespace() -> None:
-    """A namespace of another tenant can be named, and is refused."""
+    """A namespace of another tenant is refused, although its number is valid."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         guest = await rig.session(credential=SECRET)
         assert await error_of(cache.Lookup(pb.LookupRequest(groups=[group()]), metadata=guest)) == "NotPermitted"
@@ -146,7 +146,7 @@ async def test_another_tenants_namespace() -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 async def test_a_number_that_means_another_namespace(remote: bool) -> None:
-    """A call that says what its namespace is, of a daemon where the number is another one's, a tenant's or nobody's, is SessionLost, and nothing is stored; with the right digest it is served."""
+    """A call whose digest does not fit its namespace's number is SessionLost, and no block is stored."""
     async with rigged() as rig, rig.stubs(remote=remote) as (cache, _):
         metadata = (("authorization", f"Bearer {SECRET}"),) if remote else await rig.session()
         spaces = [
@@ -179,7 +179,7 @@ async def test_a_number_that_means_another_namespace(remote: bool) -> None:
 
 
 async def test_handles_stay_on_this_machine() -> None:
-    """Over TCP nothing can be held: what a lost client held there would stay for ever."""
+    """Over TCP no lease or reservation is possible: a lost client's would never end."""
     async with rigged() as rig, rig.stubs(remote=True) as (cache, _):
         bearer = (("authorization", f"Bearer {SECRET}"),)
         calls = {
@@ -197,7 +197,7 @@ async def test_handles_stay_on_this_machine() -> None:
 
 
 async def test_too_many_calls() -> None:
-    """Beyond the queue limit a call is told to come again, and when."""
+    """A call beyond the queue limit is refused with a retry time."""
     async with rigged(queue_limit=1) as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
         start, first = await put_start(rig, cache), cache.Put(metadata=metadata)
@@ -213,7 +213,7 @@ async def test_too_many_calls() -> None:
 
 
 async def two_puts(rig: Rig, cache: Any, metadata: Any) -> list[Any]:
-    """Two streams of one session that have begun and do not go on."""
+    """Two streams of one session that have started and then stall."""
     start = await put_start(rig, cache)
     puts = [cache.Put(metadata=metadata) for _ in range(2)]
     for put in puts:
@@ -223,7 +223,7 @@ async def two_puts(rig: Rig, cache: Any, metadata: Any) -> list[Any]:
 
 
 async def test_one_session_leaves_room_for_others() -> None:
-    """A session that sits on calls is refused more while others are served."""
+    """A session with many open calls is refused more, while others are served."""
     async with rigged(queue_limit=4) as rig, rig.stubs() as (cache, _):
         greedy, other = await rig.session(), await rig.session()
         puts = await two_puts(rig, cache, greedy)
@@ -235,7 +235,7 @@ async def test_one_session_leaves_room_for_others() -> None:
 
 
 async def test_who_goes_on_beyond_its_credits_is_cut_off() -> None:
-    """A client that goes on calling beyond its credits is refused with hints, then its session ends, by name; what gives back got in until then, and others do."""
+    """A client far beyond its credits loses its session; until then releases and others are served."""
     async with rigged(session_credits=2) as rig, rig.stubs() as (cache, _):
         greedy, other = await rig.session(), await rig.session()
         puts = await two_puts(rig, cache, greedy)
@@ -256,7 +256,7 @@ async def test_who_goes_on_beyond_its_credits_is_cut_off() -> None:
 
 
 async def test_a_call_that_never_runs_gives_its_place_back() -> None:
-    """A call whose message never comes holds a place while it is there, and none when it is gone."""
+    """A call without a message holds a place only until it is cancelled."""
     async with rigged(session_credits=2) as rig:
         metadata = await rig.session()
         async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
@@ -268,7 +268,7 @@ async def test_a_call_that_never_runs_gives_its_place_back() -> None:
 
 
 async def test_a_call_whose_message_never_comes_is_ended() -> None:
-    """A call that is begun and says nothing is there for as long as a call may take; then it ends, by name, and what has come of its message is kept no longer."""
+    """A call whose message never arrives ends with DeadlineExceeded, and its partial message is dropped."""
     async with rigged(call_timeout='"1 s"') as rig:
         metadata = await rig.session()
         async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
@@ -281,7 +281,7 @@ async def test_a_call_whose_message_never_comes_is_ended() -> None:
 
 
 async def test_a_call_that_is_gone_when_its_time_is_up() -> None:
-    """The timer of a call that was cancelled before its message came finds nothing to give back, and breaks nothing."""
+    """The timer of a call that was cancelled before its message has no effect."""
     async with rigged(call_timeout='"0.2 s"') as rig:
         metadata, clock = await rig.session(), asyncio.get_running_loop().time
         async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
@@ -296,7 +296,7 @@ async def test_a_call_that_is_gone_when_its_time_is_up() -> None:
 
 
 async def test_health_needs_no_name_and_unknown_calls_have_none() -> None:
-    """A health check without a session is answered; a call that no service has is UNIMPLEMENTED, and takes no place."""
+    """A health check needs no session; an unknown method is UNIMPLEMENTED and takes no place."""
     async with rigged(session_credits=2) as rig:
         async with grpc.aio.insecure_channel(f"unix:{rig.target}/tierd.sock") as channel:
             checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -312,7 +312,7 @@ async def test_health_needs_no_name_and_unknown_calls_have_none() -> None:
 
 
 async def test_a_replayed_call_brings_its_time() -> None:
-    """Where the clock is replayed, a call's own milliseconds are what the daemon's clock says from then on."""
+    """With a replayed clock, a call's own milliseconds set the daemon's clock."""
     async with rigged(clock='"replay"') as rig, rig.stubs() as (_, admin):
         metadata = await rig.session()
         await admin.Status(apb.StatusRequest(), metadata=(*metadata, ("tierd-time-ms", "5250")))
@@ -320,7 +320,7 @@ async def test_a_replayed_call_brings_its_time() -> None:
 
 
 async def test_silent_put_ends() -> None:
-    """A Put that sends nothing more ends at the daemon's own deadline, and its pages come back."""
+    """A Put that stalls ends at the daemon's own deadline, and its pages are released."""
     async with rigged(call_timeout='"1 s"') as rig, rig.stubs() as (cache, _):
         call = cache.Put(metadata=await rig.session())
         await call.write(await put_start(rig, cache))
@@ -329,7 +329,7 @@ async def test_silent_put_ends() -> None:
 
 
 async def test_unread_get_ends() -> None:
-    """A Get whose client does not read ends at its deadline, and its lease comes back."""
+    """A Get whose client does not read ends at its deadline, and its lease is released."""
     async with rigged(call_timeout='"1 s"') as rig, rig.stubs() as (cache, _):
         namespace = await filled(rig, cache)
         call = cache.Get(pb.GetRequest(group=namespace), metadata=await rig.session())
@@ -339,7 +339,7 @@ async def test_unread_get_ends() -> None:
 
 
 async def test_a_deadline_at_both_ends_of_a_call_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Calls whose deadline passes in gRPC at the moment at which the daemon ends them end quietly: no traceback is logged, and nothing is left of them."""
+    """A call whose deadline passes in gRPC and in the daemon at once logs no traceback and holds nothing."""
     together = 100
     async with rigged(session_credits=together, queue_limit=16 * together) as rig, rig.stubs() as (cache, _):
         # In the header alone: the client's own timer would end the call before.
@@ -353,7 +353,7 @@ async def test_a_deadline_at_both_ends_of_a_call_at_once(caplog: pytest.LogCaptu
 
 
 async def test_a_deadline_in_the_midst_of_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """A Get whose deadline passes in gRPC while its client does not read ends quietly, and its lease comes back."""
+    """A Get that gRPC times out while its client does not read logs no traceback and releases its lease."""
     async with rigged(session_credits=64, queue_limit=1024) as rig, rig.stubs() as (cache, _):
         query = pb.GetRequest(group=await filled(rig, cache))
         metadata = (*await rig.session(), ("grpc-timeout", "100m"))
@@ -367,7 +367,7 @@ async def test_a_deadline_in_the_midst_of_an_answer(caplog: pytest.LogCaptureFix
 
 
 def test_a_call_that_is_used_wrongly_is_no_end() -> None:
-    """Only what was sent too late is let go: any other error of grpc.aio goes on to who logs it."""
+    """Only errors of late sends are suppressed; any other error of grpc.aio is raised."""
     with pytest.raises(grpc.aio.InternalError), unless_over():
         raise grpc.aio.InternalError(
             "Failed grpc_call_start_batch: 10 with grpc_call_error value: 'GRPC_CALL_ERROR_INVALID_METADATA'"
@@ -378,7 +378,7 @@ def test_a_call_that_is_used_wrongly_is_no_end() -> None:
     "said", ['Failed "execute_batch": (SendMessageOperation,)', "Failed grpc_call_start_batch: 10"]
 )
 async def test_a_reply_that_comes_too_late_is_no_line(caplog: pytest.LogCaptureFixture, said: str) -> None:
-    """grpc.aio sends a unary reply outside the guard: that the call was over by then is not worth a traceback; any other error of its is."""
+    """grpc.aio logs no traceback for a unary reply after the call's end, but does for other errors."""
     async with rigged():
         try:
             raise grpc.aio.InternalError(said)
@@ -389,7 +389,7 @@ async def test_a_reply_that_comes_too_late_is_no_line(caplog: pytest.LogCaptureF
 
 
 async def test_cancelled_streams_leave_nothing() -> None:
-    """A Get, a Put and a Watch that are cancelled hold nothing and trip over nothing."""
+    """A cancelled Get, Put or Watch holds nothing and raises no fault."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         namespace, metadata = await filled(rig, cache), await rig.session()
         get, watch, put = (
@@ -406,7 +406,7 @@ async def test_cancelled_streams_leave_nothing() -> None:
 
 
 async def test_watchers_are_counted() -> None:
-    """A session may watch a few times over, not without bound."""
+    """The watches of a session are bounded."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
         watches = [cache.Watch(pb.WatchRequest(after=1), metadata=metadata) for _ in range(9)]

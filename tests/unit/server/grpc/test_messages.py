@@ -1,4 +1,4 @@
-"""What the checks of messages promise: well-formed values, or InvalidArgument that names the thing and the remedy."""
+"""The checks of messages: valid values, or InvalidArgument that names the field and the remedy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _put(namespace: Namespace, blocks: np.ndarray, **fields: object) -> object:
 
 
 def test_group_becomes_query(namespace: Namespace) -> None:
-    """Ranks become namespace ids, and what is left out takes its default."""
+    """Ranks become namespace ids, and omitted fields have their defaults."""
     (query,) = _query(namespace, ranks=[1, 0])
     assert query.namespaces == (namespace.id + 1, namespace.id)
     assert (query.tokens, query.tokens_per_block, query.need) == (48, 16, Need.PREFIX)
@@ -110,7 +110,7 @@ def test_bad_put_is_named(namespace: Namespace, blocks: np.ndarray, fields: dict
 
 
 def test_what_a_put_says_is_for_each_block(namespace: Namespace) -> None:
-    """One value stands for all blocks, several for one each, none for nothing said."""
+    """One value counts for all blocks, several count for one each, none means no value."""
     (query,) = _put(namespace, _blocks(3))
     assert (query.priorities, query.retention_s) == (None, None)
     (query,) = _put(namespace, _blocks(3), priorities=[100], retention_s=[0, 1, 316224000])
@@ -121,14 +121,14 @@ def test_what_a_put_says_is_for_each_block(namespace: Namespace) -> None:
 
 
 def test_commit_without_blocks_commits_all() -> None:
-    """An absent field means everything that was reserved; an empty one means nothing."""
+    """An absent field commits every reserved block; an empty one commits none."""
     assert messages.commit_blocks(pb.CommitRequest(reservation=1), batch_limit=8) is None
     empty = pb.CommitRequest(reservation=1, blocks=pb.CommitGroup())
     assert len(messages.commit_blocks(empty, batch_limit=8)) == 0
 
 
 def test_unnamed_commit_is_refused() -> None:
-    """A block is never published without a hash."""
+    """A block without a hash is never published."""
     blocks = np.zeros(1, dtype=COMMIT_BLOCK)
     blocks["tokens"] = blocks["length"] = 1
     request = pb.CommitRequest(reservation=1, blocks=pb.CommitGroup(blocks=blocks.tobytes()))

@@ -1,4 +1,4 @@
-"""What anybody may call, and clients that read nothing: neither takes the room of others."""
+"""Public calls, and clients that read no replies: neither takes the room of others."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 SETTINGS, HEADERS, DATA = 4, 1, 0
 WINDOW = 4
-"""The setting that says how many bytes of a stream its reader takes."""
+"""The setting for how many bytes of a stream its reader accepts."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Of HTTP/2."""
+    """A frame of HTTP/2."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def beginning() -> bytes:
-    """Of a connection whose client reads no byte of any reply."""
+    """The first bytes of a connection whose client accepts no byte of any reply."""
     return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, struct.pack(">HI", WINDOW, 0))
 
 
@@ -45,7 +45,7 @@ def call(stream: int, path: str, message: bytes = b"") -> bytes:
 
 
 async def healthy(rig: Rig) -> bool:
-    """Whether health checks and an operator are answered."""
+    """Whether health checks and an operator get their replies."""
     async with rig.stubs() as (_, admin), grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
         told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         return (
@@ -56,7 +56,7 @@ async def healthy(rig: Rig) -> bool:
 
 @pytest.mark.parametrize("method", [CHECK, WATCH, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"])
 async def test_a_message_that_does_not_come(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """A call without a name whose message does not come is ended, by name, and what has come of it is kept no longer."""
+    """A public call whose message does not arrive ends with DeadlineExceeded, and its bytes are dropped."""
     monkeypatch.setattr(public_services, "SILENCE_S", 0.2)
     async with rigged() as rig, grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
         silent = channel.stream_unary(method)()
@@ -67,7 +67,7 @@ async def test_a_message_that_does_not_come(monkeypatch: pytest.MonkeyPatch, met
 
 
 async def test_watches_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Health watches without a credential, more than there is room for and none of them read, leave room for health checks and for operators."""
+    """Excess health watches that no client reads take no room of health checks and operators."""
     monkeypatch.setattr(servers, "SPARE", 24)
     async with rigged(queue_limit=1) as rig:
         _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
@@ -79,7 +79,7 @@ async def test_watches_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_too_many_watches() -> None:
-    """A watch beyond those that there is room for is Overloaded, until another has ended."""
+    """A watch beyond the limit is Overloaded, until another has ended."""
     async with rigged() as rig, grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(public_services.WATCHES)]
@@ -95,7 +95,7 @@ async def test_too_many_watches() -> None:
 
 
 async def test_replies_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies that a client over TCP does not read, as many as a server has room for, leave operators on the unix socket theirs."""
+    """TCP replies that no client reads, up to a server's limit, do not block operators on the unix socket."""
     monkeypatch.setattr(servers, "SPARE", 4)
     space = pb.OpenNamespaceRequest(model="m", tokens_per_block=16, block_bytes=BLOCK_BYTES).SerializeToString()
     async with rigged(queue_limit=2) as rig, rig.stubs() as (_, admin):
@@ -112,7 +112,7 @@ async def test_replies_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_header_that_is_no_text_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
-    """A header of bytes that are not UTF-8, which needs no credential, writes no traceback."""
+    """A header that is not UTF-8, which needs no credential, logs no traceback."""
     async with rigged() as rig:
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
         writer.write(beginning() + call(1, CHECK).replace(SECRET.encode(), SECRET[1:].encode() + b"\xff"))

@@ -1,4 +1,4 @@
-"""Put and Get streams whose lease or reservation ends under them."""
+"""Put and Get streams whose lease or reservation ends during the stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _chunk(index: int, offset: int, *, wrong: int = 0) -> streams.PutChunk:
 
 
 def _encoded(index: int, offset: int, *, wrong: int = 0) -> streams.PutChunk:
-    """The same by lz4, whether it is shorter so or not."""
+    """The same chunk encoded by lz4, even if that is longer."""
     plain = _chunk(index, offset)
     plain.head.plain_length = HALF
     data = bytearray(LZ4.encode(plain.data))
@@ -58,7 +58,7 @@ async def _put(world: World, chunks: AsyncIterator[streams.PutChunk], *, codec: 
 
 
 async def test_put_then_get() -> None:
-    """What a Put stream sent, a Get stream gives; and nothing stays held."""
+    """A Get stream returns the bytes of a Put stream, and no page stays pinned."""
 
     async def chunks() -> AsyncIterator[streams.PutChunk]:
         for i in range(2):
@@ -75,7 +75,7 @@ async def test_put_then_get() -> None:
 
 
 async def _got(world: World) -> tuple[bytes, int]:
-    """The bytes of all blocks by a Get with lz4, and how many chunks came encoded."""
+    """The bytes of all blocks by a Get with lz4, and the number of encoded chunks."""
     sent = streams.get(world.cache, _caller(world), world.query(NAMES), first=0, codec="lz4")
     chunks = [pb.GetChunk.FromString(raw) async for raw in sent][1:]
     plain = [LZ4.decode(c.data, length=c.plain_length) if c.plain_length else memoryview(c.data) for c in chunks]
@@ -84,7 +84,7 @@ async def _got(world: World) -> tuple[bytes, int]:
 
 
 async def test_put_then_get_by_a_codec() -> None:
-    """What a Put sent encoded, plain chunks among it, is what a Get gives; encoded where that is shorter, and checksums are of the plain bytes."""
+    """With a codec a Get returns the plain bytes of a Put; only chunks that shrink are encoded."""
 
     async def chunks() -> AsyncIterator[streams.PutChunk]:
         for chunk in (_encoded(0, 0), _chunk(0, HALF), _encoded(1, 0), _encoded(1, HALF)):
@@ -98,7 +98,7 @@ async def test_put_then_get_by_a_codec() -> None:
 
 @pytest.mark.parametrize("codec", ["zip", "lz4"])
 async def test_a_codec_that_is_not_there_sets_nothing_aside(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    """A Put and a Get by a codec that the daemon does not know, or whose package it lacks, are refused before anything is held or a chunk is read."""
+    """A codec that is unknown or lacks its package is refused before any reservation, lease or chunk."""
     monkeypatch.setitem(sys.modules, "lz4", None)
 
     async def chunks() -> AsyncIterator[streams.PutChunk]:
@@ -126,7 +126,7 @@ async def test_a_stream_begins_with_its_group(sent: list[streams.PutChunk], faul
 
 
 async def test_streams_are_of_named_blocks_of_one_rank() -> None:
-    """A Put of a block without a hash and a Get of two ranks are refused, and nothing is set aside for them."""
+    """A Put of a block without a hash and a Get of two ranks are refused and reserve nothing."""
 
     async def no_chunks() -> AsyncIterator[streams.PutChunk]:
         for chunk in ():
@@ -145,7 +145,7 @@ async def test_streams_are_of_named_blocks_of_one_rank() -> None:
 
 @pytest.mark.parametrize("fault", ["byte", "length", "old daemon"])
 async def test_a_chunk_that_does_not_decode_ends_the_put(fault: str) -> None:
-    """An encoded chunk that is broken, or lies about its length, is CorruptRecord and costs no page; so it is for a daemon that knows of no codecs."""
+    """A broken encoded chunk, one of wrong length, or one without a codec is CorruptRecord; no page leaks."""
 
     async def chunks() -> AsyncIterator[streams.PutChunk]:
         chunk = _encoded(0, 0, wrong=fault == "byte")
@@ -163,7 +163,7 @@ async def test_a_chunk_that_does_not_decode_ends_the_put(fault: str) -> None:
 
 
 class Busy(Lz4Planes):
-    """Does something before each chunk, and notes in which threads."""
+    """Calls `meanwhile` before each chunk, and records the threads."""
 
     name = "busy"
     threads: ClassVar[set[int]] = set()
@@ -182,7 +182,7 @@ class Busy(Lz4Planes):
 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> type[Busy]:
-    """A codec whose work can be something."""
+    """A codec whose work a test can choose."""
     monkeypatch.setitem(WIRE_CODECS, Busy.name, Busy)
     monkeypatch.setattr(Busy, "threads", set())
     monkeypatch.setattr(Busy, "meanwhile", staticmethod(lambda: None))
@@ -190,7 +190,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> type[Busy]:
 
 
 async def test_the_loop_goes_on_while_a_chunk_is_encoded_or_decoded(busy: type[Busy]) -> None:
-    """The daemon's event loop serves others meanwhile: what it is asked for by then is done before the codec has ended."""
+    """The daemon's event loop runs other work while the codec encodes or decodes a chunk."""
     loop, turns = asyncio.get_running_loop(), []
     busy.meanwhile = staticmethod(lambda: asyncio.run_coroutine_threadsafe(_note(turns), loop).result(SOON_S))
 
@@ -213,7 +213,7 @@ async def _note(turns: list[None]) -> None:
 
 
 async def test_a_page_that_is_lost_while_its_chunk_is_encoded(busy: type[Busy]) -> None:
-    """What a Get encodes is what the page held when it was looked up, though its lease ends and others write there meanwhile."""
+    """A Get encodes the page's bytes at lookup, even if its lease ends and others write to the page."""
     async with opened() as world:
         reserved = await world.reserve(NAMES)
         for extent in reserved.extents[0]:
@@ -235,7 +235,7 @@ async def test_a_page_that_is_lost_while_its_chunk_is_encoded(busy: type[Busy]) 
 
 
 async def test_a_reservation_that_ends_while_its_chunk_is_decoded(busy: type[Busy]) -> None:
-    """A Put whose reservation has ended by the time that a chunk is decoded writes nothing."""
+    """A Put whose reservation ends while a chunk is decoded writes nothing."""
     async with opened() as world:
         loop, pages = asyncio.get_running_loop(), []
 
@@ -271,7 +271,7 @@ async def test_incomplete_block_is_not_committed() -> None:
 
 
 async def test_wrong_checksum_ends_the_put() -> None:
-    """A chunk that does not hold costs the whole Put, and no page."""
+    """A chunk with a wrong checksum fails the whole Put, and no page leaks."""
 
     async def chunks() -> AsyncIterator[streams.PutChunk]:
         yield _chunk(0, 0, wrong=1)
@@ -284,7 +284,7 @@ async def test_wrong_checksum_ends_the_put() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "end_session"])
 async def test_put_writes_to_no_page_that_it_has_lost(end: str) -> None:
-    """A Put whose reservation has ended writes nothing more, though its chunks still come in."""
+    """A Put whose reservation has ended writes nothing more, although its chunks still arrive."""
     async with opened() as world:
         pages = []
 
@@ -311,7 +311,7 @@ async def test_put_writes_to_no_page_that_it_has_lost(end: str) -> None:
 
 @pytest.mark.parametrize("taken", [1, 2])
 async def test_get_that_is_not_read_to_its_end_holds_nothing(taken: int) -> None:
-    """A Get that is left after any chunk gives its lease back."""
+    """A Get that is closed after any chunk releases its lease."""
     async with opened() as world:
         await world.put(NAMES)
         async with aclosing(streams.get(world.cache, _caller(world), world.query(NAMES), first=0)) as stream:

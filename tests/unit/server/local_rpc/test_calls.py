@@ -1,4 +1,4 @@
-"""Lines on the daemon's own sockets: each message passes what a call passes, and the line's end is the call's."""
+"""Lines on the daemon's own sockets: messages get the checks of calls, and a line's end ends its call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Talk:
         self.connection = connection
 
     async def ask(self, method: str, message: Any, **fields: Any) -> pb.Answer:
-        """The answer."""
+        """Sends a call and returns the answer."""
         await self.say(method, message, **fields)
         answer = await self.hear()
         assert answer is not None
@@ -66,7 +66,7 @@ class Talk:
 
 
 async def line_of(rig: Rig, client: socket.socket | None = None) -> Talk | str:
-    """A new line of a session, the last one's if none is given, or the error's name."""
+    """A new line of a session, by default the latest session, or the error's name."""
     client = client or rig.sockets[-1]
     await asyncio.get_running_loop().sock_sendall(client, msgpack.packb({"op": "line"}))
     for _ in range(1000):
@@ -78,7 +78,7 @@ async def line_of(rig: Rig, client: socket.socket | None = None) -> Talk | str:
             (fd,) = struct.unpack("i", told[0][2])
             connection = socket.socket(fileno=fd)
             connection.setblocking(False)
-            rig.sockets.insert(0, connection)  # to be closed in the end
+            rig.sockets.insert(0, connection)  # to be closed at the end
             return Talk(connection)
         await asyncio.sleep(0.01)
     raise TimeoutError("no answer to `line`")
@@ -112,7 +112,7 @@ async def hung(rig: Rig, cache: Any) -> AsyncIterator[tuple[pb.ReserveRequest, a
 
 
 async def test_a_line_answers_as_gRPC_does() -> None:  # noqa: N802 - its name
-    """Reply for reply, what a message on a line gets is what a call of gRPC gets."""
+    """A line gives the same reply to a message as gRPC."""
     async with talking() as (rig, cache, talk):
         request = pb.LookupRequest(groups=[await filled(rig, cache)])
         alone = await cache.Lookup(request, metadata=await rig.session())
@@ -140,7 +140,7 @@ async def put_on(rig: Rig, talk: Talk, seed: int, **fields: Any) -> pb.Answer:
 
 
 async def test_a_commit_that_ends_after_its_deadline_says_nothing_more() -> None:
-    """Its client has been told DeadlineExceeded; what becomes of it in the end is no answer to the call that has the line by then."""
+    """A commit that ends after its deadline sends no answer, since another call may use the line by then."""
     async with talking() as (rig, cache, talk):
         rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, await rig.session()))
         mover, go = rig.world.cache.parts.mover, asyncio.Event()
@@ -160,7 +160,7 @@ async def test_a_commit_that_ends_after_its_deadline_says_nothing_more() -> None
 
 
 async def unwritten(rig: Rig, talk: Talk, seed: int, **fields: Any) -> int:
-    """Asks to commit blocks that are reserved and still to be written; their reservation."""
+    """Asks to commit blocks that are reserved and not yet written; returns their reservation."""
     group = pb.PutGroup(namespace=rig.world.namespace.id, blocks=rig.world.put_query(chain(seed, 2)).blocks.tobytes())
     given = pb.ReserveReply.FromString((await talk.ask("Reserve", pb.ReserveRequest(groups=[group], tier=1))).message)
     await talk.say("Commit", pb.CommitRequest(reservation=given.reservation, unwritten=True), more=True, **fields)
@@ -172,7 +172,7 @@ async def say_written(talk: Talk, sums: bytes = b"") -> None:
 
 
 async def test_a_commit_is_answered_when_its_second_message_has_come() -> None:
-    """Not before; and the line takes the next call."""
+    """A commit with a second message is answered only after that, and the line accepts the next call."""
     async with talking() as (rig, cache, talk):
         rig.world.namespace = rig.world.cache.registry.get(await own_namespace(cache, await rig.session()))
         await unwritten(rig, talk, 5)
@@ -195,7 +195,7 @@ async def test_a_commit_is_answered_when_its_second_message_has_come() -> None:
     ],
 )
 async def test_what_follows_a_call_that_was_refused_is_thrown_away(request_: Any, error: str) -> None:
-    """A second message belongs to its call whatever became of that: the message after it is the next call."""
+    """A second message belongs to its call even if refused: the message after it is the next call."""
     async with talking() as (_, _cache, talk):
         answer = await talk.ask("Commit", request_, more=True)
         assert answer.error == error
@@ -205,8 +205,8 @@ async def test_what_follows_a_call_that_was_refused_is_thrown_away(request_: Any
 
 @pytest.mark.parametrize("how", ["closes the line", "says nothing", "says nonsense", "ends its session"])
 async def test_a_writer_that_does_not_come_to_its_end(how: str) -> None:
-    """Its commit ends, by its deadline at the latest; nothing is published, and the pages are its own until it gives
-    them back."""
+    """A commit whose writer never finishes ends at its deadline; no block is published, and the
+    reservation keeps its pages."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
         its_socket, talk = rig.sockets[-1], await line_of(rig)
@@ -233,7 +233,7 @@ async def test_a_writer_that_does_not_come_to_its_end(how: str) -> None:
 
 
 async def test_over_grpc_nothing_can_follow() -> None:
-    """A commit over gRPC of what is still to be written is refused by name."""
+    """Over gRPC a commit of blocks that are not yet written is refused by name."""
     async with rigged() as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
         with pytest.raises(grpc.aio.AioRpcError, match="no message can follow this call"):
@@ -241,7 +241,7 @@ async def test_over_grpc_nothing_can_follow() -> None:
 
 
 async def test_faults_are_answers_and_the_line_goes_on() -> None:
-    """Whatever is wrong with a message is said by name, status and text, as of a call; the next message is answered."""
+    """A faulty message is answered with error name, status and text, and the next message is answered."""
     async with talking() as (_, _cache, talk):
         for method, message, error in (
             ("Lookup", pb.LookupRequest(), "InvalidArgument"),
@@ -259,7 +259,7 @@ async def test_faults_are_answers_and_the_line_goes_on() -> None:
 
 
 async def test_bytes_that_are_no_ask() -> None:
-    """Bytes that are no message at all, and none at all, are answered too, in whatever pieces they come; the daemon logs no fault of its own."""
+    """Malformed and empty messages, in any pieces, are answered, and the daemon logs no fault of its own."""
     async with talking() as (_, _cache, talk):
         await talk.send(b"\xff\xff\xff")
         await talk.send(b"")
@@ -269,7 +269,7 @@ async def test_bytes_that_are_no_ask() -> None:
 
 
 async def test_a_message_that_is_too_long_ends_its_line() -> None:
-    """Nothing of it is waited for: the line is closed, and the session goes on."""
+    """A message above the limit closes its line at once, and the session goes on."""
     async with talking() as (rig, _, talk):
         await asyncio.get_running_loop().sock_sendall(talk.connection, struct.pack("<I", MESSAGE_MAX_BYTES + 1))
         assert await talk.hear() is None
@@ -277,7 +277,7 @@ async def test_a_message_that_is_too_long_ends_its_line() -> None:
 
 
 async def test_a_line_ends_with_its_session() -> None:
-    """Once the session has ended its lines end, those that rest at once, one in a call with that."""
+    """A session's end closes idle lines at once, and a line in a call after that call."""
     async with rigged() as rig, rig.stubs() as (cache, _), hung(rig, cache) as (request, hang):
         resting = await talk_of(rig)
         client = rig.sockets[-1]
@@ -296,7 +296,7 @@ async def test_a_line_ends_with_its_session() -> None:
 
 
 async def test_another_tenants_namespace_on_a_line() -> None:
-    """A namespace of another tenant can be named, and is refused."""
+    """A namespace of another tenant is refused, although its number is valid."""
     async with talking() as (rig, cache, _):
         group = await filled(rig, cache)
         guest = await talk_of(rig, credential=SECRET)
@@ -305,7 +305,7 @@ async def test_another_tenants_namespace_on_a_line() -> None:
 
 
 async def test_lines_are_counted_and_hold_no_place() -> None:
-    """So many a session may open, not one more; those that rest take no place among the calls in progress; a full queue refuses their calls with a hint."""
+    """A session's lines are bounded, idle lines take no place, and a full queue refuses calls with a hint."""
     async with rigged(queue_limit=1) as rig, rig.stubs() as (cache, _):
         metadata = await rig.session()
         client, start = rig.sockets[-1], await put_start(rig, cache)
@@ -328,7 +328,7 @@ async def test_lines_are_counted_and_hold_no_place() -> None:
 
 
 async def test_a_message_has_a_deadline() -> None:
-    """A call on a line that is not done in its time is DeadlineExceeded, gives back what it took, and the line goes on."""
+    """A call that exceeds its deadline is DeadlineExceeded and releases all; the line stays usable."""
     async with talking() as (rig, cache, talk), hung(rig, cache) as (request, _hang):
         answer = await talk.ask("Reserve", request, timeout_us=50_000)
         assert (answer.error, answer.status) == ("DeadlineExceeded", "DEADLINE_EXCEEDED")
@@ -341,7 +341,7 @@ async def test_a_message_has_a_deadline() -> None:
 
 
 async def test_a_line_that_is_closed_leaves_nothing() -> None:
-    """The end of the line is the end of its call: what that took comes back."""
+    """The end of the line ends its call, which releases all that it held."""
     async with talking() as (rig, cache, talk), hung(rig, cache) as (request, _hang):
         await talk.say("Reserve", request)
         await until(lambda: rig.running == 1)
@@ -351,7 +351,7 @@ async def test_a_line_that_is_closed_leaves_nothing() -> None:
 
 
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
-    """One that sends and never reads its answers keeps nothing of the daemon's for longer than a call may take."""
+    """A client that never reads its answers uses the daemon's memory at most for a call's timeout."""
     async with talking(call_timeout='"0.3 s"') as (rig, cache, talk):
         request = pb.LookupRequest(groups=[await filled(rig, cache)] * 64)
         with contextlib.suppress(ConnectionError):
@@ -362,7 +362,7 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 
 async def test_a_client_that_sends_ahead_is_not_read_from() -> None:
-    """Of what comes while a call runs no more is taken in than a moment's worth; afterwards it is answered, in order."""
+    """During a call the daemon reads little ahead; afterwards it answers the messages in order."""
     async with talking() as (rig, cache, talk), hung(rig, cache) as (request, hang):
         client = rig.sockets[-2]  # the last one is `hung`'s
         await talk.say("Reserve", request)
@@ -383,7 +383,7 @@ async def test_a_client_that_sends_ahead_is_not_read_from() -> None:
 
 
 async def test_a_message_that_does_not_end_is_not_kept() -> None:
-    """Who sends the begin of a message and not its end keeps nothing of the daemon's for longer than a call may take; who rests may rest for ever."""
+    """A line with an incomplete message ends after a call's timeout; an idle line stays open."""
     async with talking(call_timeout='"0.3 s"') as (rig, _, resting):
         broken_off = await line_of(rig)
         assert isinstance(broken_off, Talk)
@@ -393,7 +393,7 @@ async def test_a_message_that_does_not_end_is_not_kept() -> None:
 
 
 async def test_lines_keep_no_more_than_the_daemon_gives_them() -> None:
-    """Where lines keep more of unfinished messages together than they may, the one that is slowest ends, of whichever session it is; whole messages are answered."""
+    """If unfinished messages exceed their limit, the slowest line ends; whole messages are answered."""
     async with talking() as (rig, cache, talk):
         rig.lines._backlog._limit = (3 << 20) + 4096
         group = await filled(rig, cache)
@@ -404,7 +404,7 @@ async def test_lines_keep_no_more_than_the_daemon_gives_them() -> None:
         assert await others[0].hear() is None
         answer = await talk.ask("Lookup", pb.LookupRequest(groups=[group]))
         assert pb.LookupReply.FromString(answer.message).tokens == 16 * len(MANY)
-        await talk.ask("Lookup", bytes(2 << 20))  # not one of them could be kept beside it
+        await talk.ask("Lookup", bytes(2 << 20))  # this needs the room of all the others
         for other in others[1:]:
             if other is not others[-1]:
                 assert await other.hear() is None
@@ -413,7 +413,7 @@ async def test_lines_keep_no_more_than_the_daemon_gives_them() -> None:
 
 
 async def test_a_client_that_sends_ahead_is_one_of_many() -> None:
-    """However many messages came at once, the loop turns after each of them."""
+    """The loop turns after each message, even if many arrived at once."""
     count, turns = 100, 0
     async with talking() as (_, _cache, talk):
         await asyncio.get_running_loop().sock_sendall(talk.connection, bytes(4 * count))
@@ -432,7 +432,7 @@ async def test_a_client_that_sends_ahead_is_one_of_many() -> None:
 
 
 async def test_an_end_waits_for_calls_and_not_for_rest() -> None:
-    """When the daemon ends, lines that rest end at once, and one in the midst of a call when that is answered."""
+    """When the daemon ends, idle lines end at once, and busy lines after their call is answered."""
     async with rigged() as rig, rig.stubs() as (cache, _), hung(rig, cache) as (request, hang):
         resting, busy = await talk_of(rig), await talk_of(rig)
         await busy.say("Reserve", request)
@@ -448,7 +448,7 @@ async def test_an_end_waits_for_calls_and_not_for_rest() -> None:
 
 
 async def test_an_end_does_not_wait_for_ever() -> None:
-    """A call that hangs beyond the time that calls have in the end is cut off, and gives back what it took."""
+    """A call that exceeds the time of the daemon's end is cut off and releases all that it held."""
     async with rigged() as rig, rig.stubs() as (cache, _), hung(rig, cache) as (request, _hang):
         talk = await talk_of(rig)
         await talk.say("Reserve", request)
@@ -460,7 +460,7 @@ async def test_an_end_does_not_wait_for_ever() -> None:
 
 
 async def test_without_descriptors_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that has no descriptor to give says Overloaded, and the session goes on."""
+    """A daemon without free descriptors replies Overloaded, and the session goes on."""
 
     def refuse(*_: object) -> Any:
         raise OSError(24, os.strerror(24))

@@ -1,4 +1,4 @@
-"""What was learnt outlives a restart, and a file that is of no use harms nobody."""
+"""Learned weights survive a restart, and a useless file is harmless."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierd.testing import Daemon
 
 
 def taught(eviction: str = "reuse-index") -> NamedPolicies:
-    """Policies of a core that has served some sessions which came back."""
+    """Policies of a core that has served some sessions with returns."""
     policies = NamedPolicies()
     driver = InstantDriver(
         Core([tier(HOST, 64, eviction=eviction)], policies=policies, session_share=1.0), tier_count=1
@@ -41,7 +41,7 @@ def kept(policies: NamedPolicies, directory: Path) -> None:
 
 
 def test_the_next_life_knows_what_this_one_learnt(tmp_path: Path) -> None:
-    """A learner read from the file is worth by worth the one that was kept, and not the one that ships."""
+    """A learner read from the file has exactly the saved worths, not those that ship."""
     policies = taught()
     assert policies.traffic is not None
     learner = policies.traffic.learner
@@ -63,7 +63,7 @@ def test_nobody_learns_nothing_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "text", "pickle", "other"])
 def test_a_file_of_no_use_is_said_and_left_out(tmp_path: Path, damage: str) -> None:
-    """Torn, rotten, foreign or of another version: learning begins anew, with a word."""
+    """With a torn, damaged, foreign or old file the daemon logs a message and starts to learn again."""
     kept(taught(), tmp_path)
     path = tmp_path / FILE
     raw = bytearray(path.read_bytes())
@@ -86,7 +86,7 @@ def test_a_file_of_no_use_is_said_and_left_out(tmp_path: Path, damage: str) -> N
 
 
 def test_a_daemon_keeps_what_it_learnt() -> None:
-    """A daemon whose memory goes by reuse leaves the file when it ends, and starts from it; one under a replay clock does neither."""
+    """A daemon with reuse-index saves the file at its end and loads it, unless its clock is a replay."""
     config = '[[host]]\ncapacity = "8 MiB"\nsegment = "1 MiB"\neviction = "reuse-index"\n'
     with Daemon(config) as daemon:
         daemon.stop()

@@ -1,4 +1,4 @@
-"""Recordings: numbers in place of hashes, one line for a request, bounds, and what goes wrong."""
+"""Recordings: numbers instead of hashes, one line per request, bounds, and failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def begun(path: Path, bounds: Bounds = WIDE) -> Recording:
 
 
 def read(recorded: Recording) -> list[Request]:
-    """What is in the file once it has ended."""
+    """The requests in the file after its end."""
     recorded.stop()
     recorded.join(timeout_s=SOON_S)
     assert recorded.reason
@@ -61,7 +61,7 @@ def read(recorded: Recording) -> list[Request]:
 
 
 def test_a_line_says_when_how_long_and_which_blocks(path: Path) -> None:
-    """Numbers follow the first appearance, over namespaces too; times are from the beginning, lengths and sizes as they were."""
+    """Numbers follow the first appearance across namespaces; times count from the start; sizes are exact."""
     made = begun(path)
     made.note(100.0, query(chain(1, 3), tokens=40), is_lookup=False)
     made.note(101.25, query(chain(1, 2)), is_lookup=False)
@@ -78,7 +78,7 @@ def test_a_line_says_when_how_long_and_which_blocks(path: Path) -> None:
 @settings(max_examples=count(test=40, nightly=2_000, weekly=10_000), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([10, 20]), st.integers(0, 5), st.integers(1, 12)), min_size=1, max_size=40))
 def test_numbers_agree_exactly_where_the_hashes_do(calls: list[tuple[int, int, int]]) -> None:
-    """Two requests have the same number exactly where they have the same hash in the same namespace; numbers are dense, in order, and of no use elsewhere."""
+    """Two numbers are equal exactly if hash and namespace are; numbers are dense and differ between files."""
     numbers, again, known = Numbers(limit=1000), Numbers(limit=1000), dict[tuple[int, bytes], int]()
     for namespace, seed, length in calls:
         hashes = chain(seed, length)
@@ -92,7 +92,7 @@ def test_numbers_agree_exactly_where_the_hashes_do(calls: list[tuple[int, int, i
 
 
 def test_a_lookup_and_what_it_led_to_are_one_request(path: Path) -> None:
-    """An acquire of part of what was looked up has no line of its own, once for each lookup and not after a minute; other ranks have none at all."""
+    """An acquire within a minute of its lookup has no line, once per lookup; other ranks never have one."""
     made, whole = begun(path), chain(1, 6)
     made.note(100.0, query(whole, 10, 11), is_lookup=True)
     made.note(100.0, query(whole, 10, 11), is_lookup=True)
@@ -105,7 +105,7 @@ def test_a_lookup_and_what_it_led_to_are_one_request(path: Path) -> None:
 
 
 def test_what_the_queue_cannot_take_is_lost_and_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the thread: beyond the bound requests are left out, and said; later ones are taken again."""
+    """Callers never wait for the thread: requests beyond the queue's bound are dropped and counted."""
     monkeypatch.setattr(recording, "QUEUE_BLOCKS", 300)
     made = begun(path)
     for _ in range(10):
@@ -118,7 +118,7 @@ def test_what_the_queue_cannot_take_is_lost_and_counted(path: Path, monkeypatch:
 
 
 def test_it_ends_before_its_file_is_too_large(path: Path) -> None:
-    """The file stays below its bound and can be read; the reason names the bound, and what is missing is counted."""
+    """The file stays below its bound and readable; the reason names the bound, and lost requests count."""
     made = begun(path, Bounds(max_bytes=60_000, seconds=3600))
     for seed in range(900):
         made.note(100.0, query(chain(seed, 50)), is_lookup=False)
@@ -131,7 +131,7 @@ def test_it_ends_before_its_file_is_too_large(path: Path) -> None:
 
 
 def test_it_ends_after_its_time(path: Path) -> None:
-    """A recording whose time is over ends by itself, with what came before in its file."""
+    """A recording whose time is over ends by itself, with all earlier requests in its file."""
     made = begun(path, Bounds(max_bytes=1 << 20, seconds=0.01))
     made.note(100.0, query(chain(1, 3)), is_lookup=False)
     made._thread.join(SOON_S)
@@ -139,7 +139,7 @@ def test_it_ends_after_its_time(path: Path) -> None:
 
 
 def test_it_ends_when_there_are_no_numbers_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More different blocks than can be numbered end it: a block that got a second number would be a lie."""
+    """A recording that runs out of numbers ends, since a second number for a block would be wrong."""
     monkeypatch.setattr(recording, "NUMBER_LIMIT", 100)
     made = begun(path)
     made.note(100.0, query(chain(1, 100)), is_lookup=False)
@@ -151,7 +151,7 @@ def test_it_ends_when_there_are_no_numbers_left(path: Path, monkeypatch: pytest.
 
 
 def test_a_full_disk_is_left_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With too little left for the daemon's own state nothing is written."""
+    """With too little disk space for the daemon's own state no byte is written."""
     monkeypatch.setattr(recording, "RESERVE_BYTES", 1 << 60)
     made = begun(path)
     made.note(100.0, query(chain(1, 3)), is_lookup=False)
@@ -171,7 +171,7 @@ def file_limit(size: int) -> Iterator[None]:
 
 
 def test_a_write_that_fails_half_way_leaves_a_whole_file(path: Path) -> None:
-    """What the kernel took of a member that did not fit is taken back: the file is whole members, and the reason says what happened."""
+    """A gzip member that did not fit is cut off again: the file has whole members, with a reason."""
     made = begun(path)
     made.note(100.0, query(chain(1, 3)), is_lookup=False)
     while not made.counts.requests:

@@ -1,4 +1,4 @@
-"""Counts of what was written: kept, read again, and made into days of life."""
+"""Counts of written bytes: saved, read again, and converted to days of life."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drive(used: int, hours: int | None = 24_000) -> Drive:
 
 
 def test_counts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """What is kept is found again, by the store's directory."""
+    """Saved counts are read back by the store's directory."""
     counts = {"/a b": Count(10, 20_000, 3, -7.5), "/c": Count(1 << 60)}
     path = tmp_path / "wear.jsonl"
     path.write_bytes(b"".join(sealed(record) + b"\n" for record in records_of(counts)))
@@ -30,7 +30,7 @@ def test_counts_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"{}", b"nonsense", b'{"path":"/a"}', b"[1]", b"", b"\xff\xfe"])
 def test_a_damaged_line_costs_its_own_count_alone(tmp_path: Path, damage: bytes) -> None:
-    """Whatever a line has become, the others are read."""
+    """A damaged line loses only its own count."""
     path = tmp_path / "wear.jsonl"
     good = [sealed(record) for record in records_of({"/a": Count(10), "/b": Count(20)})]
     path.write_bytes(b"\n".join((good[0], damage, good[1])))
@@ -38,14 +38,14 @@ def test_a_damaged_line_costs_its_own_count_alone(tmp_path: Path, damage: bytes)
 
 
 def test_a_changed_number_is_not_believed(tmp_path: Path) -> None:
-    """A count whose checksum does not match is dropped."""
+    """A count with a wrong checksum is dropped."""
     path = tmp_path / "wear.jsonl"
     path.write_bytes(sealed(next(records_of({"/a": Count(10)}))).replace(b":10,", b":11,"))
     assert read_counts(path) == {}
 
 
 def test_life_is_the_drives_own_word_where_it_gives_one() -> None:
-    """25 % used in 1,000 days leave 3,000; of several drives the shortest counts; one that is worn out has none left."""
+    """25 % used in 1,000 days give 3,000 more; the shortest life counts; a worn-out drive has 0."""
     life = life_of([drive(25), drive(10)], NvmeConfig(endurance_tbw=1.0), written_bytes=0, rate_bytes_per_s=1.0)
     assert life.days == pytest.approx(3000) and "25 %" in life.basis
     assert life_of([drive(120)], NvmeConfig(), written_bytes=0, rate_bytes_per_s=0.0).days == 0
@@ -53,7 +53,7 @@ def test_life_is_the_drives_own_word_where_it_gives_one() -> None:
 
 @pytest.mark.parametrize("silent", [[], [Drive("/dev/sda")], [drive(0)], [drive(3, None)]])
 def test_life_is_else_the_rating_and_our_rate(silent: list[Drive]) -> None:
-    """Of a drive that is new, or says nothing: what the rating leaves at the present rate, and never less than nothing."""
+    """Without the drive's own figure, life is the rest of the rating at the present rate, at least 0."""
     rated = NvmeConfig(endurance_tbw=10.0)
     life = life_of(silent, rated, written_bytes=4 * 10**12, rate_bytes_per_s=1e6)
     assert life.days == pytest.approx(6e12 / 1e6 / DAY_S) and "rated" in life.basis

@@ -1,4 +1,4 @@
-"""The fault socket counts what a process has from malloc, less what would only look like growth."""
+"""The fault socket counts a process's malloc bytes, without caches that only look like growth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOISE_BYTES = 100_000
 
 @pytest.mark.parametrize("what", KEPT)
 def test_what_libraries_keep_is_no_growth(what: str) -> None:
-    """What numpy and CPython keep of things that are gone was counted from the first question on."""
+    """Memory that numpy and CPython cache for dead objects is counted from the first request on."""
     counted = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
     script = [sys.executable, "-c", COUNT.format(use=KEPT[what])]
     said = subprocess.run(script, env=os.environ | counted, capture_output=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What becomes of memory that was freed."""
+"""The use of freed memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(int(said), rounds(20))
 
 
 def faults(*, kept: bool) -> tuple[bool, int]:
-    """Whether the C library could be told, and the page faults of 20 rounds of 4 MiB in a process of its own."""
+    """Whether the C library accepts the setting, and a child's page faults in 20 rounds of 4 MiB."""
     script = ROUNDS.format(kept=kept)
     told = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
     said, count = told.stdout.split()
@@ -35,7 +35,7 @@ def faults(*, kept: bool) -> tuple[bool, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library of this machine is not glibc")
 def test_memory_of_chunks_is_faulted_in_once() -> None:
-    """Buffers of a few MiB that come and go cost page faults at their first use, not at each."""
+    """Short-lived buffers of a few MiB cost page faults at their first use, not at each."""
     said, kept = faults(kept=True)
     assert said
     assert kept < 20 * 4

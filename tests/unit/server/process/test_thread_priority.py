@@ -1,4 +1,4 @@
-"""Which thread of the daemon goes before everybody else's."""
+"""The thread of the daemon that has priority over all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierd.server.process.thread_priority import NICE
 
 NOBODY = 65534
 PLAIN = "os.setpriority(os.PRIO_PROCESS, 0, 0); "
-"""As a daemon is started, whatever niceness the tests have."""
+"""A daemon's usual start, independent of the tests' own niceness."""
 SCRIPT = """
 import json, os, threading
 from tierd.server.process import thread_priority
@@ -34,14 +34,14 @@ print(json.dumps([said, niceness(), *seen, os.waitstatus_to_exitcode(os.waitpid(
 
 
 def told(before: str) -> list[int]:
-    """Of a process of its own: whether it may go first; the niceness of the thread that asked, of one that it began afterwards, of a process."""
+    """Of a child process: the return value, and the niceness of its thread, a later thread and a fork."""
     script = SCRIPT.format(before=before)
     ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
     return list(map(int, json.loads(ran.stdout)))
 
 
 def may_go_first() -> bool:
-    """Whether this machine lets us."""
+    """Whether this machine allows a lower niceness."""
     lower = "import os; os.setpriority(os.PRIO_PROCESS, 0, -1)"
     return subprocess.run([sys.executable, "-c", lower], check=False, capture_output=True, timeout=60).returncode == 0
 
@@ -51,19 +51,19 @@ needs_right = pytest.mark.skipif(not may_go_first(), reason="needs root or CAP_S
 
 @needs_right
 def test_one_thread_goes_first() -> None:
-    """The thread that asks goes first; threads and processes that it begins are like everybody's."""
+    """The calling thread gets priority; threads and processes that it starts have normal niceness."""
     assert told(PLAIN) == [True, NICE, 0, 0]
 
 
 def test_who_was_started_with_a_niceness_keeps_it() -> None:
-    """An operator who has the daemon run behind others is obeyed."""
+    """A daemon that was started with a niceness keeps it."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + 3
     assert told("os.nice(3)") == [False, niceness, niceness, niceness]
 
 
 @needs_right
 def test_who_was_started_with_a_policy_keeps_it() -> None:
-    """An operator who has the daemon run as a batch is obeyed too."""
+    """A daemon that was started with a batch policy keeps it."""
     assert told(f"{PLAIN}os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))") == [False, 0, 0, 0]
 
 

@@ -1,4 +1,4 @@
-"""Grants: what a call gave comes back, whether its client gives it up before or after it ends."""
+"""Grants: a call's lease and reservations are released when its client gives it up at any time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALL = (7, "7-1")
 
 
 class Cache:
-    """What was taken back."""
+    """Records the releases and aborts."""
 
     def __init__(self) -> None:
         self.released: list[tuple[int, list[int]]] = []
@@ -32,7 +32,7 @@ class Cache:
 
 
 def test_given_up_after_its_end() -> None:
-    """A call that has ended gives back its lease and its reservation, once."""
+    """A client that gives up an ended call releases its lease and its reservation, once."""
     cache = Cache()
     given = cache.grants()
     assert given.give(CALL, "reply", lease=3, reservations=[4]) == "reply"
@@ -43,7 +43,7 @@ def test_given_up_after_its_end() -> None:
 
 
 def test_given_up_before_its_end() -> None:
-    """A call that still runs gives back at its end, and its client gets no reply."""
+    """A call that is given up while it runs releases at its end, and its client gets no reply."""
     cache = Cache()
     given = cache.grants()
     given.revoke(*CALL)
@@ -54,7 +54,7 @@ def test_given_up_before_its_end() -> None:
 
 
 def test_a_reservation_alone() -> None:
-    """A call that gave no lease gives back its reservation and releases nothing."""
+    """A call without a lease only aborts its reservation."""
     cache = Cache()
     given = cache.grants()
     given.give(CALL, "reply", reservations=[4])
@@ -63,7 +63,7 @@ def test_a_reservation_alone() -> None:
 
 
 def test_several_reservations() -> None:
-    """A call that gave several reservations gives all of them back, whether it is given up after its end or before."""
+    """A call with several reservations aborts all of them, if given up after its end or before."""
     cache = Cache()
     given = cache.grants()
     given.give(CALL, "reply", reservations=[4, 5, 6])
@@ -85,7 +85,7 @@ def test_calls_of_others() -> None:
 
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only so many calls are remembered, the last ones, on either side."""
+    """Grants remember a bounded number of the latest calls, both ended and given up."""
     monkeypatch.setattr(grants, "LIMIT", 2)
     cache = Cache()
     given = cache.grants()
@@ -98,7 +98,7 @@ def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_session_crowds_out_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many calls one session makes, those of another are remembered."""
+    """Many calls of one session do not displace another session's calls."""
     monkeypatch.setattr(grants, "LIMIT", 2)
     cache = Cache()
     given = cache.grants()
@@ -111,7 +111,7 @@ def test_no_session_crowds_out_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forgotten_with_its_session() -> None:
-    """Nothing is remembered of a session whose connection is closed."""
+    """No state remains of a session whose connection is closed."""
     given = Cache().grants()
     given.give(CALL, "reply", lease=3)
     given.revoke(7, "7-9")
@@ -121,7 +121,7 @@ def test_forgotten_with_its_session() -> None:
 
 
 def test_a_call_that_ends_after_its_session() -> None:
-    """What a call gives when its session has stopped comes back at once, and is not remembered."""
+    """A call that ends after its session releases at once, and is not remembered."""
     cache = Cache()
     given = cache.grants()
     cache.stopped.add(7)

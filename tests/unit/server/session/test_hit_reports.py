@@ -1,4 +1,4 @@
-"""What clients tell of gets that they made by themselves, and who is kept waiting by it."""
+"""Clients' reports of one-sided gets, and the work that these reports must not delay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hearsay(heard: Heard) -> HitReports:
 
 
 async def test_one_at_a_time_between_other_work(heard: Heard) -> None:
-    """In each step of the loop one is heard, so that what else is ready has its turn; what is told several times is heard once, where it was told first."""
+    """Each loop step processes one report, so other work runs; equal reports merge at the first place."""
     its = hearsay(heard)
     for group in (b"a", b"b", b"a", b"c"):
         its.add(7, group)
@@ -37,7 +37,7 @@ async def test_one_at_a_time_between_other_work(heard: Heard) -> None:
 
 
 async def test_none_is_passed_over(heard: Heard) -> None:
-    """Where more is told, over and over in the same order, than is heard between, everybody is heard all the same; and what an impatient one tells does not add up for ever."""
+    """All sessions' reports are processed, however many repeat; repeats of one count up to a limit."""
     its = hearsay(heard)
     for _ in range(600):
         for session in range(20):
@@ -51,7 +51,7 @@ async def test_none_is_passed_over(heard: Heard) -> None:
 
 
 async def test_what_was_told_before_the_end_of_a_session_is_heard_before_it(heard: Heard) -> None:
-    """The end of a session waits for what it has told, and for nobody else's."""
+    """A session's end waits for its own reports, and for no other's."""
     its = hearsay(heard)
     for session, group in ((1, b"a"), (2, b"b"), (1, b"c")):
         its.add(session, group)
@@ -63,12 +63,12 @@ async def test_what_was_told_before_the_end_of_a_session_is_heard_before_it(hear
 
 
 async def test_a_client_that_tells_much(heard: Heard) -> None:
-    """Beyond the bound of its session it is not heard, nor is anybody beyond the bound of all; when they are heard there is room again."""
+    """Reports beyond the session's or the total bound are dropped; processed reports free room."""
     its = hearsay(heard)
     for session in range(2 * LIMIT // SESSION_LIMIT):
         for number in range(2 * SESSION_LIMIT):
             its.add(session, number.to_bytes(2))
-    its.add(0, (0).to_bytes(2))  # as one that waits
+    its.add(0, (0).to_bytes(2))  # merges with one that waits
     for _ in range(LIMIT + 1):
         await asyncio.sleep(0)
     assert len(heard) == LIMIT and max(session for session, *_ in heard) == LIMIT // SESSION_LIMIT - 1
@@ -79,7 +79,7 @@ async def test_a_client_that_tells_much(heard: Heard) -> None:
 
 @pytest.mark.parametrize("error", [NotFound("gone"), KeyError("a fault")])
 async def test_one_that_fails_keeps_none_of_the_others(heard: Heard, error: Exception) -> None:
-    """Whatever hearing of one comes to, the next is heard."""
+    """A report that fails does not stop the next."""
 
     def hear(session: int, group: bytes, *, times: int) -> None:
         if group == b"bad":
@@ -95,5 +95,5 @@ async def test_one_that_fails_keeps_none_of_the_others(heard: Heard, error: Exce
 
 
 def test_clients_keep_to_the_bounds() -> None:
-    """What a client tells between two answers has room here, and is no longer than what is read."""
+    """A client's reports between two answers fit the bound, and each fits a message."""
     assert UNASKED_LIMIT <= SESSION_LIMIT and MESSAGE_MAX_BYTES == notices.MESSAGE_BYTES

@@ -1,4 +1,4 @@
-"""Who a client is taken for."""
+"""The identity of a client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def who(uid, *, credential=None, **rules):
 
 
 def test_tenant_of_an_unlisted_uid():
-    """A uid that is not listed is a tenant of its own."""
+    """A uid that is not listed is its own tenant."""
     assert (who(1234).tenant, who(1234).domain, who(1234).pid) == ("uid-1234", 8, 42)
 
 
@@ -33,20 +33,20 @@ def test_tenant_of_a_listed_uid():
 
 
 def test_credential_overrules_the_uid():
-    """A credential names the tenant where every client has the same uid."""
+    """A credential names the tenant even if every client has the same uid."""
     found = who(0, credential=SECRET, tenants={0: "search"}, credentials={"ads": SECRET})
     assert (found.tenant, found.domain) == ("ads", 9)
 
 
 @pytest.mark.parametrize("credential", ["", "wrong", SECRET[:-1], SECRET + "0", "héllo"])
 def test_wrong_credential(credential):
-    """A wrong credential is refused, never taken for none."""
+    """A wrong credential is refused, and never treated as no credential."""
     with pytest.raises(NotPermitted, match="credential"):
         who(1234, credential=credential, credentials={"ads": SECRET})
 
 
 def test_only_root_and_the_owner_are_operators():
-    """Root and the daemon's own user are operators; a credential makes nobody one."""
+    """Root and the daemon's own user are operators; a credential makes no client an operator."""
     assert who(0).is_admin
     assert who(77).is_admin
     assert not who(1234).is_admin
@@ -54,14 +54,14 @@ def test_only_root_and_the_owner_are_operators():
 
 
 def test_unmapped_uid():
-    """The uid that stands for every unmapped user is nobody's tenant, unless the configuration says so."""
+    """The uid that stands for every unmapped user has no tenant, unless the configuration names one."""
     with pytest.raises(NotPermitted, match="user namespace"):
         who(65534)
     assert who(65534, tenants={65534: "nobody"}).tenant == "nobody"
 
 
 def test_credential_file(tmp_path):
-    """The file gives one credential a line and may hold comments."""
+    """The file has one credential a line and may hold comments."""
     path = tmp_path / "credentials"
     path.write_text(f"# ours\n\nads {SECRET}  # rotated\nsearch {SECRET[::-1]}\n")
     rules = load_rules({5: "five"}, str(path))
@@ -81,7 +81,7 @@ def test_credential_file(tmp_path):
     ],
 )
 def test_faults_of_the_credential_file(tmp_path, text, fault):
-    """A faulty line is named with its number and its remedy, and the secret is not repeated."""
+    """A faulty line is named with its number and its remedy, without the secret."""
     path = tmp_path / "credentials"
     path.write_text(text)
     with pytest.raises(ConfigError, match=fault) as caught:
@@ -90,7 +90,7 @@ def test_faults_of_the_credential_file(tmp_path, text, fault):
 
 
 def test_missing_credential_file(tmp_path):
-    """A file that cannot be read is a fault of the configuration."""
+    """An unreadable file raises ConfigError."""
     with pytest.raises(ConfigError, match="cannot be read"):
         load_rules({}, str(tmp_path / "none"))
 

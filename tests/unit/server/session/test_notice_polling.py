@@ -1,4 +1,4 @@
-"""When mailboxes are read."""
+"""The times at which notices are read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tierd.server.session.notice_polling import NoticePolling
 
 
 class Heard:
-    """Counts by session, and wakes who waits for the next one."""
+    """Counts reads by session, and wakes a task that waits for the next one."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self._next = asyncio.Event()
 
     def hear(self, session: int) -> None:
-        """One more."""
+        """Counts one read."""
         self.counts[session] = self.counts.get(session, 0) + 1
         self._next.set()
 
     async def wait(self) -> None:
-        """For the next one."""
+        """Waits for the next read."""
         self._next.clear()
         async with asyncio.timeout(SOON_S):
             await self._next.wait()
@@ -33,13 +33,13 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks come sooner, and end sooner."""
+    """Polls start sooner, and end sooner."""
     monkeypatch.setattr(notice_polling, "LOOK_S", 0.01)
     monkeypatch.setattr(notice_polling, "KEPT_S", 0.05)
 
 
 async def test_an_answer_is_followed_by_looks_and_then_by_none() -> None:
-    """Who was answered is heard then, and again a look later than that at least; when nobody calls any more nothing is left to be woken for."""
+    """An answer reads a session's notices at once and until KEPT_S later; then the timer stops."""
     heard = Heard()
     its = NoticePolling(heard.hear)
     its.answered(7)
@@ -53,7 +53,7 @@ async def test_an_answer_is_followed_by_looks_and_then_by_none() -> None:
 
 
 async def test_a_look_that_takes_long_is_nobodys_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that was read before KEPT_S had passed since its answer is looked for again, however long the others of the same look take."""
+    """A session read within KEPT_S of its answer is polled again, however long the other reads take."""
     heard, loop, spent_s = Heard(), asyncio.get_running_loop(), 0.0
     real = loop.time
 
@@ -73,7 +73,7 @@ async def test_a_look_that_takes_long_is_nobodys_last(monkeypatch: pytest.Monkey
 
 
 async def test_who_wants_room_has_all_heard() -> None:
-    """Each who was answered lately is heard when somebody asks; who never was, is not."""
+    """When room is needed, every recently answered session is read, and no other."""
     heard = Heard()
     its = NoticePolling(heard.hear)
     its.answered(7)
@@ -84,6 +84,6 @@ async def test_who_wants_room_has_all_heard() -> None:
 
 
 def test_clients_give_back_before_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time in which a client gives leases back by mailbox ends before the daemon looks there for the last time."""
+    """A client stops sending notices before the daemon's last poll."""
     monkeypatch.undo()
     assert client.MAILBOX_S <= notice_polling.KEPT_S

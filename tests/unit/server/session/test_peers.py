@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket: a process that has ended or cannot be seen is nobody."""
+"""The process at the other end of a socket: one that has ended or is invisible is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQ
 
 
 class Asked:
-    """A connection whose kernel answers as told: the credentials, and a pidfd or an error."""
+    """A connection with chosen kernel answers: the credentials, and a pidfd or an error."""
 
     def __init__(self, *, pid: int = 0, code: int = 0) -> None:
         self.pid, self.code = pid or os.getpid(), code
@@ -35,7 +35,7 @@ class Asked:
 
 
 def test_a_client_that_has_ended(tmp_path: Path) -> None:
-    """A process that connects and ends before it is looked at is refused, and no descriptor stays."""
+    """A process that connects and ends before the check is refused, and no descriptor stays open."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen(1)
@@ -48,26 +48,26 @@ def test_a_client_that_has_ended(tmp_path: Path) -> None:
 
 
 def test_a_process_of_another_namespace() -> None:
-    """A client whose process has no number here is told to share the pid namespace."""
+    """A client without a pid here is refused with the advice to share the pid namespace."""
     with pytest.raises(NotPermitted, match="pid namespace"):
         peers.peer_of(Asked(pid=-1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("code", [errno.ESRCH, errno.EINVAL, errno.ENODATA])
 def test_what_the_kernel_says_of_a_client_that_has_ended(code: int) -> None:
-    """Whatever a kernel answers about a process that is gone is a refusal that says so."""
+    """Any kernel error for an ended process is a refusal that says so."""
     with pytest.raises(NotPermitted, match="has ended"):
         peers.peer_of(Asked(code=code))  # type: ignore[arg-type]
 
 
 def test_trouble_that_is_none_of_the_clients() -> None:
-    """A daemon that is out of descriptors does not blame the client."""
+    """A daemon without free descriptors does not blame the client."""
     with pytest.raises(OSError, match="Too many open files"):
         peers.peer_of(Asked(code=errno.EMFILE))  # type: ignore[arg-type]
 
 
 def test_a_process_that_is_hidden() -> None:
-    """A client whose start time cannot be read is refused with the remedy, and its pidfd closed."""
+    """A client with an unreadable start time is refused with the remedy, and its pidfd is closed."""
     asked = Asked(pid=2**22 + 1)
     with pytest.raises(NotPermitted, match="hidepid"):
         peers.peer_of(asked)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which namespaces sessions have opened."""
+"""The namespaces that sessions have opened."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tierd.server.session.recent_namespaces import LIMIT, RecentNamespaces
 
 
 def test_the_latest_are_kept_until_the_session_stops() -> None:
-    """Each session's namespaces in the order of their last opening, a bounded number; nothing once it is forgotten."""
+    """Each session's latest namespaces are kept in order of last opening, up to a limit, until forgotten."""
     recent_namespaces = RecentNamespaces()
     for number in (*range(LIMIT + 5), 70, 10):
         recent_namespaces.note(1, number)

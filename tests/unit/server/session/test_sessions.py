@@ -51,7 +51,7 @@ for line in sys.stdin:
 
 @dataclass
 class Rig:
-    """A listener with calls that write down what they are told."""
+    """A listener whose calls are recorded."""
 
     sessions: Sessions
     socket: SessionSocket
@@ -63,14 +63,14 @@ class Rig:
         self.changed.set()
 
     async def until(self, *event):
-        """Waits until this was noted."""
+        """Waits until this event is recorded."""
         async with asyncio.timeout(5):
             while event not in self.events:
                 self.changed.clear()
                 await self.changed.wait()
 
     async def ask(self, client, request):
-        """Sends one message (a map, or bytes as they are) and gives the reply; None is end of file."""
+        """Sends one message (a map, or raw bytes) and returns the reply; None is end of file."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(client, request if isinstance(request, bytes) else msgpack.packb(request))
         reply = await loop.sock_recv(client, 8192)
@@ -86,7 +86,7 @@ class Rig:
         return client
 
     async def spawn(self, *args):
-        """A process with a session of its own, and the session's id."""
+        """A process with its own session, and the session's id."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CLIENT, self.socket.path, *args, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -151,7 +151,7 @@ async def rig():
 
 
 async def test_hello(rig):
-    """Hello gives a session, a token that authenticates, and what the daemon is."""
+    """Hello returns a session, a token that authenticates, and the daemon's description."""
     with rig.connect() as client:
         reply = await rig.ask(client, HELLO)
         session = rig.sessions.authenticate(reply["token"])
@@ -162,7 +162,7 @@ async def test_hello(rig):
 
 @pytest.mark.parametrize("engine", [["vllm"], {"engine": 32}, {"engine": "v" * 129}, {str(i): "" for i in range(17)}])
 async def test_what_a_hello_says_of_its_engine(rig, engine):
-    """A few short texts about the engine are kept with the session; anything else is refused and opens none."""
+    """Hello stores a few short texts about the engine; anything else is refused and opens no session."""
     said = {"engine": "vllm", "version": "0.32.0"}
     with rig.connect() as heard, rig.connect() as refused:
         assert (await rig.ask(heard, HELLO | {"engine": said}))["ok"]
@@ -173,7 +173,7 @@ async def test_what_a_hello_says_of_its_engine(rig, engine):
 
 
 async def test_closed_clients_of_one_process_are_one(rig):
-    """Of the sessions that a living process said goodbye to one is remembered, for all that they have mapped."""
+    """Of all sessions that a living process closed, the daemon keeps one, with all mapped segments."""
     ids = []
     for _ in range(20):
         with rig.connect() as client:
@@ -185,7 +185,7 @@ async def test_closed_clients_of_one_process_are_one(rig):
 
 
 async def test_map_passes_descriptors(rig):
-    """A map request brings the two descriptors of the segment, and the daemon keeps none of them."""
+    """A map request returns the segment's two descriptors, and the daemon keeps neither."""
     with rig.connect() as client:
         await rig.ask(client, HELLO)
         before = len(os.listdir("/proc/self/fd"))
@@ -201,7 +201,7 @@ async def test_map_passes_descriptors(rig):
 
 
 async def test_a_refused_map_keeps_the_session(rig):
-    """A segment that cannot be had is an answer; the session goes on."""
+    """A refused map is an error reply; the session goes on."""
     with rig.connect() as client:
         await rig.ask(client, HELLO)
         assert (await rig.ask(client, {"op": "map", "tier": 0, "segment": 9}))["error"] == "NotFound"
@@ -209,7 +209,7 @@ async def test_a_refused_map_keeps_the_session(rig):
 
 
 async def test_release(rig):
-    """Leases and reservations end with one message, answered only if that is asked for; a repeated one is no fault."""
+    """One message ends leases and reservations, with a reply only on request; a repetition is harmless."""
     with rig.connect() as client:
         session = (await rig.ask(client, HELLO))["session"]
         client.send(msgpack.packb({"op": "release", "leases": [5, 2**63], "reply": False}))
@@ -236,7 +236,7 @@ async def test_release(rig):
 )
 @pytest.mark.parametrize("greeted", [False, True])
 async def test_garbage(rig, message, greeted):
-    """Garbage gets one error reply and is cut off; others are served on."""
+    """A malformed message gets one error reply and ends its connection; other clients are served."""
     with rig.connect() as client, rig.connect() as other:
         if greeted:
             await rig.ask(client, HELLO)
@@ -253,14 +253,14 @@ async def test_garbage(rig, message, greeted):
     ).map(msgpack.packb)
 )
 def test_any_bytes_are_a_map_or_refused(data):
-    """Whatever arrives is a map or an InvalidArgument, never another error."""
+    """Any bytes are a map or raise InvalidArgument, and no other error."""
     with contextlib.suppress(InvalidArgument):
         assert isinstance(session_requests.request_of(data), dict)
 
 
 @pytest.mark.parametrize("change", [{"proto": 1}, {"format": 9}, {"proto": None}])
 async def test_versions(rig, change):
-    """Versions that do not meet are refused in a message that names both sides."""
+    """Incompatible versions are refused in a message that names both sides."""
     with rig.connect() as client:
         reply = await rig.ask(client, HELLO | change)
         assert reply["error"] == "VersionMismatch"
@@ -270,7 +270,7 @@ async def test_versions(rig, change):
 
 
 async def test_wrong_credential(rig):
-    """A wrong credential is refused before anything is opened; the right one names the tenant."""
+    """A wrong credential is refused before a session opens; the right one names the tenant."""
     with rig.connect() as client, rig.connect() as other:
         assert (await rig.ask(client, HELLO | {"credential": "x"}))["error"] == "NotPermitted"
         reply = await rig.ask(other, HELLO | {"credential": "0123456789abcdef"})
@@ -288,7 +288,7 @@ async def test_refusal_by_the_daemon_leaves_nothing(rig):
 
 
 async def test_draining(rig):
-    """A draining daemon refuses hello and serves the sessions that it has."""
+    """A draining daemon refuses hello and serves its existing sessions."""
     with rig.connect() as client, rig.connect() as late:
         await rig.ask(client, HELLO)
         rig.socket.refuse_new()
@@ -297,7 +297,7 @@ async def test_draining(rig):
 
 
 async def test_too_many_sessions(rig):
-    """One session above the limit is refused with the limit's name; a closed one makes room."""
+    """A session above the limit is refused with the limit's name; a closed session frees a place."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(rig.connect()) for _ in range(4)]
         replies = [await rig.ask(client, HELLO) for client in clients]
@@ -310,7 +310,7 @@ async def test_too_many_sessions(rig):
 
 
 async def test_closed_sessions_are_bounded(rig):
-    """Sessions that a living process opened and closed are kept, and bounded too."""
+    """Closed sessions of a living process are kept, and count towards a bound."""
     for _ in range(12):
         with rig.connect() as client:
             reply = await rig.ask(client, HELLO)
@@ -321,7 +321,7 @@ async def test_closed_sessions_are_bounded(rig):
 
 
 async def test_silent_connections_are_bounded(rig, monkeypatch):
-    """Connections that say nothing are bounded, and cut off after a while."""
+    """Connections without a hello are bounded, and closed after a timeout."""
     monkeypatch.setattr(session_socket, "GREETING_LIMIT", 2)
     monkeypatch.setattr(session_connection, "HELLO_TIMEOUT_S", 0.05)
     with rig.connect() as one, rig.connect() as two, rig.connect() as three:
@@ -332,7 +332,7 @@ async def test_silent_connections_are_bounded(rig, monkeypatch):
 
 
 async def test_end_of_file_stops_but_does_not_end(rig):
-    """A closed socket makes the token worthless at once; the session ends only with the process."""
+    """A closed socket invalidates the token at once; the session ends only with the process."""
     process, session_id = await rig.spawn()
     token = rig.session(session_id).token
     await tell(process, "close")
@@ -346,7 +346,7 @@ async def test_end_of_file_stops_but_does_not_end(rig):
 
 
 async def test_sigkill(rig):
-    """A killed client's session is stopped and ended, in this order, each once, within a second."""
+    """A killed client's session is stopped and then ended, each once, within a second."""
     process, session_id = await rig.spawn()
     process.kill()
     async with asyncio.timeout(1):
@@ -368,11 +368,11 @@ async def test_a_forked_child_cannot_keep_a_session(rig):
 
 
 async def test_a_forked_child_does_not_end_a_session(rig):
-    """The death of a forked child that shares the socket is no business of the session."""
+    """The death of a forked child that shares the socket does not affect the session."""
     process, session_id = await rig.spawn()
     child = int((await tell(process, "fork")).split()[1])
     os.kill(child, signal.SIGKILL)
-    with rig.connect() as client:  # whatever the child's end caused has been handled by then
+    with rig.connect() as client:  # the effects of the child's end are complete by then
         await rig.ask(client, HELLO)
     assert rig.session(session_id).state is SessionState.OPEN
     process.stdin.close()
@@ -381,7 +381,7 @@ async def test_a_forked_child_does_not_end_a_session(rig):
 
 
 async def test_tokens(rig):
-    """Only the very token of an open session authenticates."""
+    """Only the exact token of an open session authenticates."""
     with rig.connect() as client:
         token = (await rig.ask(client, HELLO))["token"]
         number, _, secret = token.partition(".")
@@ -403,7 +403,7 @@ async def test_tokens(rig):
 
 
 async def test_restored_session(rig):
-    """A session of a former daemon ends when its process does, without being stopped first."""
+    """A previous daemon's session ends when its process does, without a stop before."""
     process, session_id = await rig.spawn()
     peer = rig.session(session_id).peer
     assert rig.sessions.restore(77, peer=peer, identity=None)
@@ -417,7 +417,7 @@ async def test_restored_session(rig):
 
 
 async def test_restoring_for_another_process(rig):
-    """A session is not restored for a process that only has the number of the one that is gone."""
+    """A session is not restored for another process that has the same pid."""
     mine = find_start_time(os.getpid())
     assert not rig.sessions.restore(77, peer=Peer(os.getpid(), os.getuid(), mine + 1), identity=None)
     assert not rig.sessions.restore(78, peer=Peer(2**22 + 1, os.getuid(), mine), identity=None)
@@ -425,7 +425,7 @@ async def test_restoring_for_another_process(rig):
 
 
 async def test_forget(rig):
-    """A process may let go of its own restored session, once, and of nobody else's."""
+    """A process may forget its own restored session, once, and no other process's."""
     process, session_id = await rig.spawn("77")
     rig.sessions.restore(77, peer=rig.session(session_id).peer, identity=None)
     with rig.connect() as client:
@@ -441,7 +441,7 @@ async def test_forget(rig):
 
 
 async def test_forgetting_before_the_end_is_heard(rig):
-    """A process that lets go of a session whose end the daemon has not come to is told to say it again, and then it is done."""
+    """A forget before the daemon has seen the session's end is Unavailable; a later retry succeeds."""
     with rig.connect() as client:
         old = rig.connect()
         session_id = (await rig.ask(old, HELLO))["session"]
@@ -454,7 +454,7 @@ async def test_forgetting_before_the_end_is_heard(rig):
 
 
 async def test_closing_ends_nobody(rig):
-    """A daemon that closes stops its sessions and ends none: what clients hold is kept for the next one."""
+    """A daemon that closes stops its sessions and ends none: the next daemon keeps their leases."""
     with rig.connect() as client:
         reply = await rig.ask(client, HELLO)
         rig.socket.close()
@@ -464,7 +464,7 @@ async def test_closing_ends_nobody(rig):
 
 
 async def test_kernels_without_peer_pidfd(rig, monkeypatch):
-    """Without SO_PEERPIDFD the process is opened by number and checked."""
+    """Without SO_PEERPIDFD the daemon opens the process by pid and checks it."""
     monkeypatch.setattr(peers, "SO_PEERPIDFD", 9999)
     process, session_id = await rig.spawn()
     process.kill()
@@ -480,7 +480,7 @@ async def test_kernels_without_peer_pidfd(rig, monkeypatch):
 
 
 async def test_a_client_that_reads_nothing(rig):
-    """A client that never reads its replies is cut off instead of waited for."""
+    """A client that never reads its replies is cut off, and the daemon does not wait."""
     with rig.connect() as client:
         reply = await rig.ask(client, HELLO)
         ping = msgpack.packb({"op": "ping"})
@@ -492,7 +492,7 @@ async def test_a_client_that_reads_nothing(rig):
 
 
 async def test_stale_socket_file(rig):
-    """A socket file that a dead daemon left is replaced."""
+    """A dead daemon's socket file is replaced."""
     again = SessionSocket(rig.socket.path, sessions=rig.sessions, identify=rig.socket.identify, greeting={})
     again.open()
     with rig.connect() as client:
