@@ -1,8 +1,9 @@
-"""What documents tell a reader to type, run as it stands there.
+"""Runs the shell blocks of a document as a reader types them.
 
-Purpose: the shell blocks of a README, a shell for them, and what the document shows as their output. Non-purpose: prose. Invariants: a block that begins with
-NOT_RUN says so to its reader too; every other one is run by the tests of its engine (tests/repo/test_examples.py); what a block leaves running ends with the
-shell, however the test's process ends.
+Purpose: the shell blocks of a README, a shell for them, and the output that the document shows.
+Non-purpose: prose. Invariants: A block that is not run begins with NOT_RUN, as its reader sees. The
+tests of its engine run every other block (tests/repo/test_examples.py). Background processes of a
+block end with the shell, however the test's process ends.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ POLL_S, END_S = 0.2, 60.0
 
 @dataclass(frozen=True)
 class Block:
-    """script: what is typed; says: what the document shows as its output, empty if nothing."""
+    """script: the text that a reader types; says: the output that the document shows, empty if none."""
 
     script: str
     says: str
@@ -44,12 +45,12 @@ class Block:
         return not self.script.startswith(NOT_RUN)
 
     def __str__(self) -> str:
-        """For names of tests."""
+        """The first four words, for the names of tests."""
         return " ".join(self.script.split()[:4])
 
 
 def shell_blocks(document: str) -> list[Block]:
-    """All of a document, by its path from the root of the repository."""
+    """All shell blocks of a document, which is given by its path from the repository's root."""
     found = FENCE.findall((ROOT / document).read_text(encoding="utf-8"))
     return [
         Block(re.sub(r"^\$ ", "", text, flags=re.MULTILINE), says if not kind else "")
@@ -59,7 +60,7 @@ def shell_blocks(document: str) -> list[Block]:
 
 
 def page_blocks(document: str) -> list[Block]:
-    """The same of a page whose examples are files too: Python is run, and TOML whose first line is `# /its/path` is written."""
+    """The same for a page with example files: Python is run; TOML is written if it begins `# /its/path`."""
     found = FENCE.findall((ROOT / document).read_text(encoding="utf-8"))
     blocks = []
     for (language, text), (kind, says) in pairwise([*found, ("-", "")]):
@@ -69,7 +70,7 @@ def page_blocks(document: str) -> list[Block]:
 
 
 def _typed_as(language: str, text: str) -> str | None:
-    """What a shell is told for it; None: nothing."""
+    """The shell text for a fenced block; None if the block is neither run nor written."""
     if language in SHELLS:
         return re.sub(r"^\$ ", "", text, flags=re.MULTILINE)
     if language == "python":
@@ -81,21 +82,22 @@ def _typed_as(language: str, text: str) -> str | None:
 
 
 def run_blocks(document: str) -> list[Block]:
-    """Those that are run."""
+    """The blocks of a document that are run."""
     return [block for block in shell_blocks(document) if block.is_run]
 
 
 def is_said(block: Block, said: str) -> bool:
-    """Whether each line that the document shows is a line of what was said; `...` stands for anything there."""
+    """Whether each line that the document shows is in the output; `...` in it matches any text."""
     assert block.says, f"the document shows no output of {block}"
     patterns = [re.escape(line).replace(r"\.\.\.", ".*") for line in block.says.splitlines()]
     return all(any(re.fullmatch(pattern, line) for line in said.splitlines()) for pattern in patterns)
 
 
 class Shell:
-    """`with Shell(daemon, {"8000": "41234"}) as shell: shell.run(block)`. instead: other words for words of the document, such as a port that is free.
+    """`with Shell(daemon, {"8000": "41234"}) as shell: shell.run(block)`.
 
-    From the root of the repository, with the programs of this environment before others.
+    instead: replacements for words of the document, such as a free port. Blocks run in the
+    repository's root. The programs of this environment come first in PATH.
     """
 
     def __init__(self, daemon: Daemon | str, instead: Mapping[str, str] | None = None, **env: str) -> None:
@@ -108,11 +110,11 @@ class Shell:
         self._groups: list[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]] = []
 
     def run(self, block: Block, *, timeout_s: float = 300.0) -> str:
-        """Until the block has ended, not what it left running; what it has printed. Raises AssertionError if it fails or takes too long."""
+        """Returns a block's output; background processes go on. Raises AssertionError on failure or timeout."""
         return self.begin(block)(timeout_s)
 
     def begin(self, block: Block) -> Callable[[float], str]:
-        """As run, not waited for: what is given waits so many seconds."""
+        """Starts a block. The returned function waits so many seconds at most and returns the output."""
         log = tempfile.TemporaryFile()  # noqa: SIM115 -- ends with the shell
         self._logs.append(log)
         words = ["bash", "-e", "-o", "pipefail", "-c", self._typed(block)]
@@ -129,7 +131,7 @@ class Shell:
         return end
 
     def until(self, block: Block, is_right: Callable[[str], bool], *, times: int = 5) -> str:
-        """Runs it again while its output is not right: on a busy machine a lookup may come too late, which is a miss. Raises AssertionError."""
+        """Runs a block until its output is right: a late lookup misses. Raises AssertionError after `times`."""
         said = ""
         for _ in range(times):
             said = self.run(block)
@@ -156,7 +158,8 @@ class Shell:
 
 
 def guard_of(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills a process group as soon as its own standard input ends: when it is closed here, or when this process does, by SIGKILL too."""
+    """Starts a process that kills a process group when its own standard input closes. The caller
+    closes it, or the system does when this process ends, by SIGKILL too."""
     words = f"cat > /dev/null; kill -s KILL -- -{group}"
     return subprocess.Popen(
         ["sh", "-c", words], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -164,13 +167,13 @@ def guard_of(group: int) -> subprocess.Popen[bytes]:
 
 
 def free_port() -> int:
-    """Of loopback."""
+    """A free port of loopback."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def _terminate(leader: subprocess.Popen[bytes]) -> None:
-    """Asks the leader's group to end, and waits a while until it has."""
+    """Sends SIGTERM to the leader's group, and waits up to END_S until the group has ended."""
     until = time.monotonic() + END_S
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What routers hear of a daemon, or of an engine: where it publishes, and what it has said of stored blocks so far."""
+"""KV events as a router reads them: where a daemon publishes them, and the Stored events so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ replay_bind = "ipc://{root}/events-replays"
 
 
 def stored_events(daemon: Daemon, name: str = "events") -> list[Stored]:
-    """What the publisher of this name in the daemon's directory has told, from the first on."""
+    """All Stored events that this publisher in the daemon's directory has published, from the first on."""
     address = f"ipc://{daemon.root}/{name}"
     with Subscriber(address, f"{address}-replays") as subscriber:
         events = [event for message in subscriber.catch_up() for event in message.batch.events]

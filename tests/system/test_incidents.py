@@ -1,6 +1,5 @@
-"""Incidents of the field, reliability-study 2.2 to 2.4: crashes, tenants and hashes, exposure. Those of 2.1 are in test_regressions.py.
-
-Most of them are what other tests are about, and SHOWN says which; the rest is here.
+"""Incidents from the field (reliability-study 2.2 to 2.4): crashes, tenants and hashes, exposure.
+Incidents of 2.1 are in test_regressions.py. SHOWN names the tests elsewhere that cover most.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SHOWN = {
     "operators' verbs for everybody": "system/test_remote.py::test_operators_are_local",
     "a server that never evicts": "system/test_races.py::test_evict_against_read",
 }
-"""Incident to the test that shows what happens here."""
+"""Each incident and the test that shows tierd's behaviour."""
 CONFIG = """\
 [[host]]
 capacity = "16 MiB"
@@ -68,14 +67,14 @@ HASHES = "from tierd.core.formats.block import hash_tokens as h; print(h(range(4
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """Host memory above a store."""
+    """A daemon with host memory above an NVMe store."""
     with Daemon(CONFIG) as running:
         yield running
 
 
 @pytest.mark.parametrize("incident", SHOWN)
 def test_elsewhere(incident: str) -> None:
-    """The test that is to show it is there."""
+    """The test that SHOWN names exists."""
     path, _, name = SHOWN[incident].partition("::")
     tree = ast.parse((TESTS / path).read_text(encoding="utf-8"))
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -86,8 +85,9 @@ def test_elsewhere(incident: str) -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_pile_up() -> None:
-    """What servers that were killed left in /dev/shm filled it, until none could start. Here a daemon that is killed again and again, also as it starts, takes its
-    capacity and a few tables, and serves each time."""
+    """Elsewhere, killed servers filled /dev/shm until none could start. A tierd daemon that is
+    repeatedly killed, at its start too, uses its capacity plus a few tables, and serves each
+    time."""
     with Daemon(CONFIG) as daemon:
         for turn in range(5):
             with Client(daemon.target) as client:
@@ -109,8 +109,9 @@ def taken(directory: Path) -> int:
 
 
 def test_no_tier_forgets_the_salt(daemon: Daemon) -> None:
-    """The salt was dropped on the way to the far tier: one tenant's blocks were served to another. Here blocks of one salt that lie on NVMe alone are found by their
-    very hashes under no other, neither before a restart nor after it."""
+    """Elsewhere, a far tier dropped the salt and served one tenant's blocks to another. In tierd,
+    no other salt hits blocks of one salt on NVMe alone by their hashes, before or after a
+    restart."""
     specs = [replace(SMALL, model="salted", salt=salt) for salt in ("one", "another", "")]
     for _ in range(2):
         with Client(daemon.target) as client:
@@ -124,14 +125,14 @@ def test_no_tier_forgets_the_salt(daemon: Daemon) -> None:
 
 
 def evict(daemon: Daemon) -> None:
-    """Host memory holds nothing more."""
+    """Evicts everything from host memory."""
     with BlockClient(daemon.target) as raw:
         raw.call(raw.admin.Evict, apb.EvictRequest(tier="host.0"))
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_hashes_are_those_of_every_process(seed: str) -> None:
-    """Hashes differed from process to process, or could be foreseen where they were not to be. Here they are a digest of what they name, under any PYTHONHASHSEED."""
+    """Elsewhere, hashes were predictable or differed by process. Here PYTHONHASHSEED has no effect."""
     command = [sys.executable, "-c", HASHES]
     found = subprocess.run(
         command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
@@ -144,7 +145,7 @@ def test_hashes_are_those_of_every_process(seed: str) -> None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """Bytes from the network were unpickled, and ran. Here no module of the package can read anything that runs: no pickle, no marshal, no eval, no protobuf from JSON."""
+    """Elsewhere, servers unpickled and ran network bytes. No tierd module can decode executable input."""
     wrong = [
         (module.name, name)
         for module in modules()
@@ -155,12 +156,12 @@ def test_nothing_is_unpickled() -> None:
 
 
 def called(tree: ast.AST) -> list[str]:
-    """Names of what is called by its bare name."""
+    """Names of functions called by their bare name."""
     return [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
 
 
 def test_messages_that_nest_without_end(daemon: Daemon) -> None:
-    """Messages within messages within messages took the parser's stack. Here they are refused by name, and the next call is served."""
+    """Elsewhere, nested messages overflowed the parser's stack. Here they raise InvalidArgument."""
     with connected(daemon) as client:
         for verb in ("Lookup", "Acquire", "Reserve", "Commit"):
             method = client._channel.unary_unary(f"/tierd.v1.Cache/{verb}")
@@ -172,8 +173,8 @@ def test_messages_that_nest_without_end(daemon: Daemon) -> None:
 
 @pytest.mark.timeout(600)
 def test_calls_that_are_begun_and_reset(daemon: Daemon) -> None:
-    """A client began calls and reset them at once, by the thousand, until the server had no memory left. Here another one is served meanwhile, and little memory is
-    taken."""
+    """Elsewhere, thousands of calls that were begun and reset used up the server's memory. Here
+    another client is served during them, and the daemon grows by less than 64 MiB."""
     with connected(daemon) as rude, connected(daemon) as other:
         namespace = other.open_namespace()
         assert other.put(namespace, chain(40, COUNT)) == COUNT

@@ -1,4 +1,4 @@
-"""KV events of a real daemon over real ZMQ: a router that follows them believes what is so."""
+"""KV events of a real daemon over real ZMQ: a router that follows them has the true block locations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MEDIUM = {"host.0": "CPU", "nvme.0": "STORAGE"}
 
 
 def name(number: int) -> bytes:
-    """What an engine calls a block."""
+    """The hash by which an engine names a block."""
     return hashlib.sha256(number.to_bytes(4, "big")).digest()
 
 
@@ -58,7 +58,7 @@ def tokens_of(number: int) -> np.ndarray:
 
 
 def put(client: Client, space: OpenedNamespace, *numbers: int, durable: bool = False) -> PutResult:
-    """Stores consecutive blocks, as an engine does that has names and tokens."""
+    """Stores consecutive blocks with their names and tokens, like an engine."""
     names = [name(number) for number in numbers]
     about = About(names, tokens=np.concatenate([tokens_of(number) for number in numbers]))
     group = PutGroup(space, space.fold(names), about=about)
@@ -67,14 +67,14 @@ def put(client: Client, space: OpenedNamespace, *numbers: int, durable: bool = F
 
 @dataclass
 class Router:
-    """A subscriber, everything that it heard, and what it believes."""
+    """A subscriber, all messages received, and the block locations derived from them."""
 
     subscriber: Subscriber
     heard: list[Message] = field(default_factory=list)
     beliefs: Whereabouts = field(default_factory=Whereabouts)
 
     def listen(self, timeout_s: float = 0.05) -> None:
-        """To what has come."""
+        """Applies all messages that have arrived."""
         while messages := self.subscriber.poll(timeout_s):
             self.take(messages)
 
@@ -98,7 +98,7 @@ def addresses(daemon: Daemon) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def routed(daemon: Daemon, *, replay: bool = True) -> Iterator[Router]:
-    """A router that hears everything from now on, and what was kept."""
+    """A router that receives all events from now on, and the events kept for replay."""
     events, replays = addresses(daemon)
     with Subscriber(events, replays if replay else "") as subscriber:
         router = Router(subscriber)
@@ -113,7 +113,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def is_so(daemon: Daemon, space: OpenedNamespace, numbers: range) -> dict[Hash, set[str]]:
-    """What the daemon itself lists of these blocks, under the engine's names."""
+    """The media of these blocks as the daemon lists them, under the engine's names."""
     folded = {row.tobytes(): n for n, row in zip(numbers, space.fold([name(n) for n in numbers]), strict=True)}
     with RawClient(daemon.target) as raw:
         raw.call(raw.admin.Quiesce, apb.QuiesceRequest())
@@ -127,8 +127,8 @@ def is_so(daemon: Daemon, space: OpenedNamespace, numbers: range) -> dict[Hash, 
 
 @pytest.mark.parametrize(("queue", "shape"), [(10_000, "map"), (10_000, "array"), (1, "map")])
 def test_a_router_believes_what_is_so(queue: int, shape: str) -> None:
-    """Through demotion and eviction every medium's blocks are told and taken back under the engine's names, also where the log drops events all the time; then
-    everything is told anew at most once a second."""
+    """A router follows every demotion and eviction, even when the log constantly drops events.
+    After drops the daemon announces all blocks again, at most once a second."""
     began = time.monotonic()
     config = f'[server]\nwatch_queue_events = {queue}\n{CONFIG}format = "{shape}"\n'
     numbers = range(count(test=240, nightly=1000, weekly=4000))
@@ -146,7 +146,7 @@ def test_a_router_believes_what_is_so(queue: int, shape: str) -> None:
         numbered = [message.number for message in router.heard]
         assert numbered == list(range(numbered[0], numbered[0] + len(numbered)))
     if queue == 1:
-        cleared = router.events[2:].count(Cleared())  # beyond the first words of a replay and of the daemon
+        cleared = router.events[2:].count(Cleared())  # beyond the first events of a replay and of the daemon
         assert 0 < cleared <= (time.monotonic() - began) / AGAIN_S + 1
     else:
         told = {(type(e), e.medium) for e in router.events if not isinstance(e, Cleared)}
@@ -154,7 +154,7 @@ def test_a_router_believes_what_is_so(queue: int, shape: str) -> None:
 
 
 def test_copies_have_their_tokens(daemon: Daemon) -> None:
-    """A durable put is told twice, for memory and for the disk, each time with names, parent, tokens, block size and adapter."""
+    """A durable put announces memory and disk, with names, parent, tokens, block size and adapter."""
     with Client(daemon.target) as client, routed(daemon) as router:
         put(client, client.open_namespace(SPEC), 1, 2, durable=True)
         await_true(lambda: len(router.believes()) == 2, "two blocks are told")
@@ -164,12 +164,12 @@ def test_copies_have_their_tokens(daemon: Daemon) -> None:
 
 
 def test_a_put_of_tokens_tells_them(daemon: Daemon) -> None:
-    """Without an engine blocks are told by tierd's own hashes, with their tokens; a short last block is not told."""
+    """Without an engine, events carry tierd's own hashes and tokens, and omit a short last block."""
     with Client(daemon.target) as client, routed(daemon) as router:
         space = client.open_namespace(SPEC)
         tokens = np.arange(40)
         assert client.put(space, tokens, [bytes(SPEC.block_bytes)] * 2 + [bytes(SPEC.block_bytes // 2)])
-        put(client, space, 7)  # behind it nothing of the put is still to come
+        put(client, space, 7)  # after its event no other event of the put can follow
         await_true(lambda: len(router.believes()) == 3, "three blocks are told")
         first, _ = (event for event in router.events if isinstance(event, Stored))
     hashes = tuple(short_hash(row.tobytes()) for row in space.hash(tokens))
@@ -177,7 +177,7 @@ def test_a_put_of_tokens_tells_them(daemon: Daemon) -> None:
 
 
 def test_an_engines_store_tells_names_over_all_its_parts(daemon: Daemon) -> None:
-    """What an engine saves in one go, more than is reserved at one time, is one chain to a router: every block under its name, each event after the one before."""
+    """One save in several reservations gives one chain of events, with every block under its engine name."""
     numbers = range(40)
     names, space_bytes = [name(n) for n in numbers], SPEC.block_bytes
     options, facts = Options(target=daemon.target), EngineFacts("test", "1", "store")
@@ -195,7 +195,7 @@ def test_an_engines_store_tells_names_over_all_its_parts(daemon: Daemon) -> None
 
 
 def test_what_was_missed_comes_by_replay(daemon: Daemon) -> None:
-    """A router that was cut off sees the gap by the numbers and gets what it missed, in order; one that comes late gets what was kept."""
+    """A router detects a gap by its numbers and replays it in order; a late router gets all kept events."""
     with Client(daemon.target) as client, routed(daemon) as router:
         space = client.open_namespace(SPEC)
         put(client, space, 0)
@@ -217,7 +217,7 @@ def test_what_was_missed_comes_by_replay(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_what_cannot_be_replayed_clears(replay: bool) -> None:
-    """Where messages are not to be had any more, a router hears "cleared" before it hears anything else, and never believes in what has gone."""
+    """If missed messages cannot be replayed, a router receives "cleared" first and has no stale locations."""
     config = f"{CONFIG}buffer = 2\n"
     with Daemon(config) as daemon, Client(daemon.target) as client, routed(daemon, replay=replay) as router:
         space = client.open_namespace(SPEC)
@@ -237,7 +237,7 @@ def test_what_cannot_be_replayed_clears(replay: bool) -> None:
 
 
 def test_a_bumped_epoch_is_cleared_and_others_are_told_again(daemon: Daemon) -> None:
-    """After a bump nothing of the old epoch is believed, leased blocks included; what another namespace holds is told again."""
+    """An epoch bump clears all its blocks, leased ones too; other namespaces' blocks are announced again."""
     with Client(daemon.target) as client, routed(daemon) as router, RawClient(daemon.target) as raw:
         old, other = client.open_namespace(SPEC), client.open_namespace(Spec("other", 16, SPEC.block_bytes))
         put(client, old, 1, 2)
@@ -251,7 +251,8 @@ def test_a_bumped_epoch_is_cleared_and_others_are_told_again(daemon: Daemon) -> 
 
 
 def test_after_a_kill_routers_hear_of_a_new_life(daemon: Daemon) -> None:
-    """A daemon that was killed begins with a gap and "cleared"; what it finds it tells, under the engine's name once the engine says it again; a stop clears."""
+    """After a kill, a router gets a gap and "cleared"; blocks found are announced once the engine
+    names them again. A clean stop clears."""
     with Client(daemon.target) as client, routed(daemon) as router:
         space = client.open_namespace(SPEC)
         put(client, space, 1, 2, durable=True)
@@ -271,7 +272,7 @@ def test_after_a_kill_routers_hear_of_a_new_life(daemon: Daemon) -> None:
 
 
 def test_who_does_not_read_slows_nobody(daemon: Daemon) -> None:
-    """Ten subscribers that never read, and one that asks for replays and reads none, cost puts nothing beyond noise; another router misses nothing."""
+    """Ten stuck subscribers and one stuck replay client do not slow puts; another router misses nothing."""
     events, replays = addresses(daemon)
     puts = count(test=100, nightly=2000, weekly=20_000)
     with Client(daemon.target) as client, contextlib.ExitStack() as stack, routed(daemon) as router:
@@ -293,7 +294,7 @@ def test_who_does_not_read_slows_nobody(daemon: Daemon) -> None:
         asking.connect(replays)
         asked = []
         for _ in range(puts):
-            asking.send_multipart((b"", bytes(8)))  # for everything that is kept, with each put
+            asking.send_multipart((b"", bytes(8)))  # for all kept messages, with each put
             asked.append(_timed(client, space, next(numbers), router))
         await_true(lambda: router.believes() == is_so(daemon, space, range(3 * puts)), "the good router misses nothing")
     medians = [percentile(times, 0.5) for times in (before, beside, asked)]
@@ -312,7 +313,7 @@ def _timed(client: Client, space: OpenedNamespace, number: int, router: Router) 
 
 
 def test_over_loopback_with_a_topic() -> None:
-    """Over TCP on loopback, under a topic, with whole hashes: frames are topic, number, payload; a malformed replay request is passed over."""
+    """TCP events under a topic carry full hashes; the daemon ignores malformed replay requests."""
     ports = _free_ports(2)
     config = CONFIG.replace("ipc://{root}/events", f"tcp://127.0.0.1:{ports[0]}")
     config = config.replace("ipc://{root}/replays", f"tcp://127.0.0.1:{ports[1]}")
@@ -334,11 +335,11 @@ def test_over_loopback_with_a_topic() -> None:
 
 
 def test_without_pyzmq_the_daemon_says_what_to_install(tmp_path: object) -> None:
-    """Events that are on where pyzmq is missing end the start with one sentence that has the remedy."""
+    """If events are on and pyzmq is missing, the start fails with a sentence that names the remedy."""
     (tmp_path / "zmq.py").write_text("raise ImportError('none here')")  # type: ignore[operator]
     with pytest.raises(Unavailable), Daemon(CONFIG, env={"PYTHONPATH": str(tmp_path)}) as daemon:
         pytest.fail(f"it started: {daemon.log}")
-    # what it said is in the error's own log
+    # `broken` keeps the log of a failed start
     broken = Daemon(CONFIG, env={"PYTHONPATH": str(tmp_path)})
     with contextlib.suppress(Unavailable):
         broken.start()
@@ -346,7 +347,7 @@ def test_without_pyzmq_the_daemon_says_what_to_install(tmp_path: object) -> None
 
 
 def test_events_are_off_unless_they_are_asked_for() -> None:
-    """A daemon with no word of events in its configuration opens no socket for them, and clients tell it nothing."""
+    """Without events in its configuration, a daemon opens no event socket and clients send it no names."""
     with Daemon() as daemon, Client(daemon.target) as client:
         put(client, client.open_namespace(SPEC), 1)
         assert "KV events" not in daemon.log

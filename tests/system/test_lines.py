@@ -1,4 +1,4 @@
-"""Lines of a real daemon: noise on them, and what they leave behind in the client when a call fails, and in a fork."""
+"""Lines of a real daemon: noise on them, and client state after failed calls and forks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SOON_S = 30.0
 
 
 class Thing:
-    """What a caller holds, such as a view."""
+    """An object that a caller holds, such as a view."""
 
 
 def test_noise_on_lines() -> None:
-    """Asks that are almost right, and bytes that are none, are answered by name or end their line; the daemon serves on, and what it holds is whole."""
+    """Malformed asks and random bytes get a named error or end their line; the daemon keeps its blocks."""
     live = LiveSession(Mutator("lines"))
     chance = live.mutator.random
     with Daemon() as daemon, Client(daemon.target, timeout_s=SOON_S) as client:
@@ -78,7 +78,7 @@ def test_noise_on_lines() -> None:
 
 
 def test_a_failed_call_keeps_nothing_alive() -> None:
-    """What the caller holds while a call fails goes when the caller lets go of it, not with the next collection: views are such things."""
+    """A failed call keeps no object of its caller alive; the last reference frees it without a collection."""
     with Daemon() as daemon, Client(daemon.target) as client:
         namespace = client.open_namespace(SPEC)
         stand_still(daemon.pid)
@@ -100,7 +100,7 @@ def test_a_failed_call_keeps_nothing_alive() -> None:
 
 
 def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
-    """Calls of several threads each end at their own deadline, and when the daemon goes on, what was leased before is good."""
+    """While the daemon stands still, each thread's call ends at its own deadline; leases stay valid."""
     with Daemon() as daemon, Client(daemon.target) as client:
         namespace, held = client.open_namespace(SPEC), chain(1, 2)
         client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held])
@@ -108,7 +108,7 @@ def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
 
         def call(timeout_s: float) -> None:
             with contextlib.suppress(DeadlineExceeded):
-                client.lookup(namespace, chain(2, 2), timeout_s=timeout_s)  # which is not near: it asks
+                client.lookup(namespace, chain(2, 2), timeout_s=timeout_s)  # not near, so the client asks
             order.append(timeout_s)
 
         stand_still(daemon.pid)
@@ -128,7 +128,7 @@ def test_a_stopped_daemon_costs_deadlines_and_no_session() -> None:
 
 
 def test_a_hello_that_is_answered_too_late() -> None:
-    """A client that does not wait for the answer leaves no session behind, of which there may be so many and no more."""
+    """Clients that do not wait for a hello's answer occupy no session; the number of sessions is limited."""
     with Daemon() as daemon, connect(daemon.target) as operator:
         stand_still(daemon.pid)
         try:
@@ -137,20 +137,20 @@ def test_a_hello_that_is_answered_too_late() -> None:
                     client.open_namespace(SPEC)
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        await_true(lambda: daemon.log.count("session open") == 5, "late answers")  # an operator's has no line
+        await_true(lambda: daemon.log.count("session open") == 5, "late answers")  # an operator's session has no line
         await_true(
             lambda: len(operator.ask(admin_pb2.SessionsRequest()).sessions) == 1, "no session but the operator's"
         )
 
 
 def test_forks_in_the_middle_of_calls() -> None:
-    """However forks and calls of other threads meet, calls go on and children call over lines of their own."""
+    """When forks coincide with calls of other threads, calls succeed and children use their own lines."""
     with Daemon() as daemon, Elsewhere(forking, daemon.target) as other:
         assert other.hear() == [0] * FORKS
 
 
 def forking(talk: Talk, target: str) -> None:
-    """Threads that call without a pause, and forks meanwhile; each child calls too."""
+    """Threads call without a pause while the process forks; each child calls too."""
     with Client(target) as client:
         namespace, over = client.open_namespace(SPEC), threading.Event()
         held = chain(1, 8)
@@ -166,7 +166,7 @@ def forking(talk: Talk, target: str) -> None:
 
 
 def calling(client: Client, namespace: OpenedNamespace, over: threading.Event) -> None:
-    """Calls until it is over, each of which has its own answer."""
+    """Calls until `over` is set; each call must get its own answer."""
     number = threading.get_ident() % 7 + 1
     while not over.is_set():
         if client.lookup(namespace, chain(1, number)).tokens != 16 * number:
@@ -184,7 +184,7 @@ def calls_in_child(client: Client, namespace: OpenedNamespace) -> int:
 
 @pytest.mark.parametrize("count_of_lines", [0, 1])
 def test_calls_without_a_line(count_of_lines: int) -> None:
-    """Where no line is to be had, all are in use, or a message is too long for one, calls go over gRPC, with the same answers."""
+    """If no line is free or a message is too long, calls use gRPC and give the same answers."""
     with Daemon() as daemon, Client(daemon.target) as client:
         namespace = client.open_namespace(SPEC)
         link = client._connector.link
@@ -202,7 +202,7 @@ def test_calls_without_a_line(count_of_lines: int) -> None:
 
 @pytest.mark.parametrize("count_of_lines", [1, 3])
 def test_lines_that_were_closed(count_of_lines: int) -> None:
-    """Lines that ended while they rested cost no call its answer, and the session nothing: what it had leased is good."""
+    """Idle lines that were closed fail no call and do not end the session; its lease stays valid."""
     with Daemon() as daemon, Client(daemon.target) as client:
         namespace, held = client.open_namespace(SPEC), chain(1, 2)
         client.put(namespace, held, [content_of(name, SPEC.block_bytes) for name in held])
@@ -221,13 +221,13 @@ def test_lines_that_were_closed(count_of_lines: int) -> None:
 
 
 def test_a_client_without_descriptors() -> None:
-    """Who can take no descriptor for another line has his calls made over gRPC, and is told why no segment can be mapped; with room for some all is well."""
+    """Without descriptors for lines, calls use gRPC; a get that needs a segment is refused as Overloaded."""
     with Daemon() as daemon, Elsewhere(out_of_descriptors, daemon.target) as other:
         assert other.hear() == [32, "Overloaded", 2]
 
 
 def out_of_descriptors(talk: Talk, target: str) -> None:
-    """A lookup that needs a line, a get that needs a segment, and the same with room for both."""
+    """Calls that need a line or a segment, without and with free descriptors."""
     with Client(target) as client, Client(target) as writer:
         namespace, held = client.open_namespace(SPEC), chain(1, 2)
         writer.put(writer.open_namespace(SPEC), held, [content_of(name, SPEC.block_bytes) for name in held])
@@ -251,5 +251,5 @@ def out_of_descriptors(talk: Talk, target: str) -> None:
 
 
 def _open_descriptors() -> set[int]:
-    """Those that are open still when they are listed."""
+    """Descriptors that are still open when they are listed."""
     return {int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}

@@ -1,4 +1,4 @@
-"""A daemon whose store takes long to load: what is in memory is served at once, and no way out of that state costs anything."""
+"""A daemon whose store loads slowly serves memory at once, and loses nothing however loading ends."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ capacity = "16 MiB"
 segment = "1 MiB"
 """
 HELD_S = 5
-"""For so long the first piece of the store's index is held up, unless the daemon ends before."""
+"""Seconds that the first piece of the store's index is delayed, unless the daemon ends first."""
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """A running one, with a chain on its store alone and another in memory alone."""
+    """A configured, stopped daemon with one chain only in its store and another only in memory."""
     with Daemon(CONFIG) as found:
         with connected(found) as client:
             client.put(client.open_namespace(), chain(1, 8), durable=True)
@@ -48,7 +48,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, *slow(signal.SIGTERM, None)])
 def test_memory_is_served_before_the_store_is_loaded(daemon: Daemon, end: signal.Signals | None) -> None:
-    """While the store loads, clients get what is in memory and put more, and are told how far it is; after SIGKILL, SIGTERM or its end everything is found."""
+    """While the store loads, memory serves gets and puts. After SIGKILL, SIGTERM or loading, all is there."""
     daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
     await_true(lambda: daemon.log.count("serving from memory") == 2, "memory is not served")
     with connected(daemon) as client:
@@ -73,7 +73,7 @@ def test_memory_is_served_before_the_store_is_loaded(daemon: Daemon, end: signal
 
 
 def test_what_is_evicted_by_command_does_not_come_back(daemon: Daemon) -> None:
-    """While a store loads, nobody is told that its blocks were evicted: an eviction from it, or from all tiers, is refused, one from memory is made."""
+    """While a store loads, evictions from it or from all tiers are refused; from memory they succeed."""
     daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
     await_true(lambda: daemon.log.count("serving from memory") == 2, "memory is not served")
     with connect(daemon.target) as operator:
@@ -88,7 +88,7 @@ def test_what_is_evicted_by_command_does_not_come_back(daemon: Daemon) -> None:
 
 
 def test_memory_above_its_watermark_is_written_once_the_store_is_there(daemon: Daemon) -> None:
-    """What a start finds in memory above the watermark goes to the store when that has loaded, though nobody calls."""
+    """Blocks in memory above the watermark are written to the store after it loads, without a call."""
     daemon.configure(CONFIG.replace('"16 MiB"', '"16 MiB"\nhigh_watermark = 0.001\nlow_watermark = 0.0005', 1))
     daemon.start(wait=False, failpoints=f"nvme.load.before_piece=delay:{HELD_S}x1")
     await_true(lambda: daemon.log.count("start_s=") == 3, "the store is not loaded")
@@ -97,12 +97,13 @@ def test_memory_above_its_watermark_is_written_once_the_store_is_there(daemon: D
 
 
 def snapshots(daemon: Daemon) -> dict[str, int]:
-    """Name and inode of each."""
+    """Name and inode of each snapshot."""
     return {path.name: path.stat().st_ino for path in (daemon.root / "state" / "nvme-0").glob("snapshot-*.bin")}
 
 
 def test_memory_is_served_before_a_store_is_loaded_that_crashed(daemon: Daemon) -> None:
-    """After SIGKILL with a journal, and after another SIGKILL while the store loads, memory serves before it is loaded, without a new snapshot; then all that was durable is there."""
+    """After repeated SIGKILL, memory serves before the store loads, without a new snapshot. A final
+    load restores all durable blocks."""
     daemon.start()
     with connected(daemon) as client:
         client.put(client.open_namespace(), chain(3, 2), durable=True)

@@ -1,6 +1,7 @@
-"""`tierctl replay --lockstep` and `tierctl simulate` of the same trace: the same hits in every tier and the same bytes written, to the last digit.
+"""`tierctl replay --lockstep` and `tierctl simulate` agree exactly on hits per tier and bytes
+written.
 
-The configurations are what a person would write: capacities, and nothing else but the clock.
+The configurations are minimal: capacities and the clock, plus a policy unless it is the default.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ THREE = {"device": "8 MiB", "host": "8 MiB", "nvme": "64 MiB"}
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the prompt tokens, what was found in each kind of tier; and what was written to NVMe, in footprints of the trace."""
+    """hits: share of prompt tokens hit in each kind of tier. nvme_writes: in footprints of the trace."""
 
     hits: dict[str, float]
     nvme_writes: float
@@ -43,14 +44,14 @@ def asked(*arguments: str) -> dict[str, Any]:
 
 
 def config_of(tiers: dict[str, str], policy: str) -> str:
-    """Capacities, the clock, and a policy unless it is the default."""
+    """A config of capacities, the clock, and a policy unless it is the default."""
     chosen = "" if policy == "default" else f'eviction = "{policy}"\n'
     tables = [f'\n[[{kind}]]\ncapacity = "{size}"\n{chosen}' for kind, size in tiers.items()]
     return '[server]\nclock = "replay"\n' + "".join(tables)
 
 
 def replayed(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> Shares:
-    """What a daemon makes of a trace."""
+    """The shares that a daemon measures for a trace."""
     with Daemon(config_of(tiers, policy)) as daemon:
         target = ("--target", daemon.target)
         sums = asked("replay", str(trace), "--lockstep", *options, *target)
@@ -62,7 +63,7 @@ def replayed(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> 
 
 
 def simulated(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> Shares:
-    """What the simulator makes of it."""
+    """The shares that the simulator computes for it."""
     sizes = [text for kind, size in tiers.items() for text in (f"--{kind}", size)]
     (row,) = asked("simulate", str(trace), "--policy", policy, *sizes, *options)["rows"]
     assert row["prefix_token_hit"] == pytest.approx(sum(row[f"{kind}_hit"] for kind in tiers))
@@ -70,7 +71,7 @@ def simulated(trace: Path, tiers: dict[str, str], policy: str, *options: str) ->
 
 
 def check_same(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> Shares:
-    """Replays and simulates; gives what both came to."""
+    """Replays and simulates, asserts equality and returns the shares."""
     found, wanted = replayed(trace, tiers, policy, *options), simulated(trace, tiers, policy, *options)
     report("lockstep", trace=trace.name, policy=policy, **{k: round(v, 6) for k, v in wanted.hits.items()})
     assert found == wanted
@@ -79,7 +80,7 @@ def check_same(trace: Path, tiers: dict[str, str], policy: str, *options: str) -
 
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight conversations over a common beginning that take turns and grow, beyond what the narrowest tier holds."""
+    """Eight growing conversations in turns, with a common prefix, larger than the narrowest tier."""
     rng, ids, path = random.Random(11), iter(range(10**9)), tmp_path_factory.mktemp("trace") / "made-up"
     held, lines = [[0, 1] for _ in range(8)], []
     for number in range(count(test=32, nightly=300, weekly=1_000)):
@@ -100,7 +101,7 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tiers", [NARROW, WIDE, THREE], ids=lambda tiers: "-".join(tiers.values()))
 def test_the_simulator_equals_the_daemon(made_up: Path, tiers: dict[str, str], policy: str) -> None:
-    """On a made-up trace hits of every tier and bytes written are the same; where there is little room every tier takes part."""
+    """On a made-up trace the hits of each tier and bytes written agree; NARROW has hits in all tiers."""
     shares = check_same(made_up, tiers, policy)
     assert all(shares.hits.values()) or tiers is not NARROW
 
@@ -108,14 +109,14 @@ def test_the_simulator_equals_the_daemon(made_up: Path, tiers: dict[str, str], p
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_simulator_equals_the_daemon_on_real_chat(shared: Path, policy: str) -> None:
-    """So they are on the first requests of a production trace."""
+    """On the first requests of a production trace, simulator and daemon agree."""
     trace, limit = shared / "traces" / "conversation_a.jsonl.gz", count(test=40, nightly=600, weekly=3_000)
     assert any(check_same(trace, NARROW, policy, "--limit", str(limit)).hits.values())
 
 
 @pytest.mark.timeout(1800)
 def test_the_simulator_equals_the_daemon_with_blocks_of_several_sizes(made_up: Path, tmp_path: Path) -> None:
-    """So they are for a recording of two namespaces, each with its own block size, whose ids mean other blocks in each."""
+    """For two namespaces with different block sizes and overlapping ids, simulator and daemon agree."""
     path, requests = tmp_path / "two", read_trace(made_up, limit=20)
     lines = [
         {
@@ -136,7 +137,7 @@ def test_the_simulator_equals_the_daemon_with_blocks_of_several_sizes(made_up: P
 
 @pytest.mark.timeout(1800)
 def test_the_nearest_tier_may_be_named(made_up: Path) -> None:
-    """`replay --tier device` is what is simulated where there is a device tier."""
+    """`replay --tier device` equals a simulation with a device tier."""
     options = ("--limit", "20")
     found = replayed(made_up, THREE, "default", "--tier", "device", *options)
     assert found == simulated(made_up, THREE, "default", *options)

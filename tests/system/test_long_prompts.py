@@ -1,4 +1,4 @@
-"""Prompts of more blocks than one call may have: whoever puts and gets them notices nothing of it, whatever the limit is."""
+"""Prompts of more blocks than a call may have: clients see no difference, for any limit."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ segment = "4 MiB"
 
 
 def bodies(count: int = COUNT, *, tail: int = 20) -> np.ndarray:
-    """One row a block, each of other bytes; the last block covers 5 tokens, so that it has 20 bytes."""
+    """One row per block, all distinct. The last block covers 5 tokens, so it has 20 bytes."""
     rows = np.arange(count * BYTES // 4, dtype=np.uint32).view(np.uint8).reshape(count, BYTES)
     return [*rows, np.full(tail, 7, np.uint8)] if tail else list(rows)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, dict[str, Any]]]:
-    """A daemon that takes 100 blocks in a call, and how to reach it over TCP."""
+    """A daemon that takes 100 blocks a call, and its TCP address and credential file."""
     secret = tmp_path_factory.mktemp("long") / "secret"
     secret.write_text("hush" * 8 + "\n")
     secret.chmod(0o600)
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Daemon, di
 
 
 def open_client(place: tuple[Daemon, dict[str, Any]], way: str, **options: Any) -> Client:
-    """A client by shared memory or over TCP."""
+    """A client over shared memory or TCP."""
     daemon, remote = place
     return Client(daemon.target, **options) if way == "local" else Client(**remote, **options)
 
@@ -63,7 +63,7 @@ def open_client(place: tuple[Daemon, dict[str, Any]], way: str, **options: Any) 
 @pytest.mark.parametrize("best_effort", [False, True])
 @pytest.mark.parametrize("way", ["local", "tcp"])
 def test_a_prompt_in_parts_comes_back_whole(place: Any, way: str, best_effort: bool) -> None:
-    """A prompt of eight calls is put once and got back as views, into a list and into one buffer, every byte right, the short last block too; put again all of it exists."""
+    """A prompt of eight calls is put, then got as views, a list and a flat buffer; each byte is right."""
     blocks = bodies()
     with open_client(place, way, best_effort=best_effort) as client:
         ns = client.open_namespace(replace(SPEC, salt=f"{way}{best_effort}"))
@@ -73,7 +73,7 @@ def test_a_prompt_in_parts_comes_back_whole(place: Any, way: str, best_effort: b
         assert (got.tokens, got.blocks, len(got.views)) == (len(TOKENS), COUNT + 1, COUNT + 1)
         assert all(np.array_equal(view, block) for view, block in zip(got.views, blocks, strict=True))
         out, flat = [np.zeros(BYTES, np.uint8) for _ in blocks], np.zeros(COUNT * BYTES + 20, np.uint8)
-        for target in (out, flat, out):  # the third one may be made without the daemon
+        for target in (out, flat, out):  # the client may serve the third without the daemon
             assert client.get(ns, TOKENS, out=target).tokens == len(TOKENS)
         assert np.array_equal(np.concatenate(blocks), flat)
         assert all(np.array_equal(mine[: len(block)], block) for mine, block in zip(out, blocks, strict=True))
@@ -83,7 +83,7 @@ def test_a_prompt_in_parts_comes_back_whole(place: Any, way: str, best_effort: b
 
 
 async def test_a_prompt_in_parts_on_asyncio(place: Any) -> None:
-    """The asynchronous client's prompts come back whole, several at a time."""
+    """Concurrent prompts of the asynchronous client come back complete."""
     daemon, _ = place
     async with AsyncClient(daemon.target) as client:
         spaces = [await client.open_namespace(replace(SPEC, salt=f"async{i}")) for i in range(3)]
@@ -96,7 +96,8 @@ async def test_a_prompt_in_parts_on_asyncio(place: Any) -> None:
 
 
 def test_ranks_and_groups_count(place: Any) -> None:
-    """A lookup of all ranks and of two groups is answered whole, with each block's place; a lease is on the prefix that one call takes; a rank that lacks a block ends the prefix."""
+    """A lookup over ranks and groups is complete; a lease covers the prefix that one call takes. A
+    rank that lacks a block ends the prefix."""
     daemon, _ = place
     with Client(daemon.target) as client:
         first = client.open_namespace(replace(SPEC, salt="ranks"))
@@ -116,7 +117,7 @@ def test_ranks_and_groups_count(place: Any) -> None:
         assert (both.tier_of[1] < 0).sum() == 4
         assert client.prefetch([whole, odd]) == 0
         with client.acquire([whole, odd]) as lease:
-            assert lease.tokens == 4 * 32  # of 24 blocks each of all ranks and groups
+            assert lease.tokens == 4 * 32  # 24 blocks for each 32 tokens, over all ranks and groups
             assert [group.handles.shape for group in lease.groups] == [(8, 8), (8, 4)]
         last = Group(second, halves, ranks=ranks, need=Need.LAST_TOKENS, need_tokens=32)
         assert client.acquire([whole, last]).tokens == 4 * 32
@@ -126,7 +127,7 @@ def test_ranks_and_groups_count(place: Any) -> None:
 
 
 def test_what_is_said_of_blocks_stays_with_them(place: Any) -> None:
-    """Priorities, retentions, lengths, parent and position of a put in parts are those of each block."""
+    """In a put of several parts, each block keeps its priority, retention, length, parent and position."""
     daemon, _ = place
     with Client(daemon.target) as client:
         ns = client.open_namespace(replace(SPEC, salt="said"))
@@ -144,7 +145,7 @@ def test_what_is_said_of_blocks_stays_with_them(place: Any) -> None:
 
 
 def test_a_put_that_finds_no_room_ends_there(tmp_path: Path) -> None:
-    """Where a part finds no room those after it are not tried, and each block is told so; what was stored before is served."""
+    """After a part without room, later parts are not tried: their blocks are NO_ROOM, earlier ones served."""
     config = '[server]\nmax_batch_blocks = 100\nsession_share = 0.5\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
     with Daemon(f"nvme = []\n{config}") as daemon, Client(daemon.target) as client:
         ns = client.open_namespace(SPEC)
@@ -159,7 +160,7 @@ def test_a_put_that_finds_no_room_ends_there(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_served_as_far_as_it_does() -> None:
-    """A client gets back as much of a prompt as memory holds: nearly 1,024 blocks, and as many as its put said."""
+    """A get serves as many blocks as its put stored: at least 1,000 of the nearly 1,024 that fit."""
     config = '[server]\nmax_batch_blocks = 100\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
     with Daemon(f"nvme = []\n{config}") as daemon, Client(daemon.target) as client:
         ns, hashes, rows = client.open_namespace(SPEC), chain(4, 1500), bodies(1500, tail=0)
@@ -170,7 +171,7 @@ def test_a_prompt_that_does_not_fit_is_served_as_far_as_it_does() -> None:
 
 
 def test_a_durable_prompt_larger_than_memory_is_served_whole() -> None:
-    """A client gets back all of a durable prompt four times as long as memory, every byte right."""
+    """A client gets back all of a durable prompt four times as large as memory, every byte right."""
     config = '[server]\nmax_batch_blocks = 100\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
     config += '[[nvme]]\ncapacity = "256 MiB"\nsegment = "16 MiB"\n'
     with Daemon(config) as daemon, Client(daemon.target, timeout_s=120.0) as client:
@@ -183,7 +184,7 @@ def test_a_durable_prompt_larger_than_memory_is_served_whole() -> None:
 
 @pytest.mark.parametrize("block_bytes", [1 << 16, 1 << 20])
 def test_a_prompt_larger_than_a_session_may_hold_is_put_and_got_whole(block_bytes: int) -> None:
-    """A session may hold half of memory at once; a client gets back a prompt of nearly all of it, every byte right."""
+    """A session may hold half of memory; a client still gets back a prompt of nearly all of it."""
     config = 'nvme = []\n[server]\nsession_share = 0.5\n[[host]]\ncapacity = "16 MiB"\nsegment = "2 MiB"\n'
     blocks = (15 << 20) // block_bytes
     rows = np.random.default_rng(0).integers(256, size=(blocks, block_bytes), dtype=np.uint8)
@@ -195,7 +196,7 @@ def test_a_prompt_larger_than_a_session_may_hold_is_put_and_got_whole(block_byte
 
 
 def test_windows_are_looked_up_whole(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SDK asks for a group with a window in one call, since the window's end decides what is a hit."""
+    """The SDK asks for a group with a window in one call, because the window's end decides the hit."""
     monkeypatch.setattr(splitting, "PART_BLOCKS", 30)
     daemon, _ = place
     spec = replace(SPEC, salt="windows", rank_count=1)
@@ -208,7 +209,7 @@ def test_windows_are_looked_up_whole(place: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_later_part_that_fails_is_a_smaller_hit(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With best effort a part that fails ends the hit there, and what came before is served; without it the error is raised."""
+    """With best effort, a failed part ends the hit after the earlier parts; otherwise the error is raised."""
     from tierd.client import verbs
     from tierd.errors import TierFailed
 
@@ -233,7 +234,7 @@ def test_a_later_part_that_fails_is_a_smaller_hit(place: Any, monkeypatch: pytes
 
 
 def test_the_limit_that_daemons_have() -> None:
-    """With the settings as they come 8 ranks of 8,193 blocks are asked for, by every verb that takes ranks."""
+    """With default settings every verb that takes ranks accepts 8 ranks of 8,193 blocks."""
     with Daemon() as daemon, Client(daemon.target) as client:
         ranked = client.open_namespace(SPEC)
         group = Group(ranked, chain(7, 8193), ranks=tuple(range(8)))
@@ -244,7 +245,7 @@ def test_the_limit_that_daemons_have() -> None:
 
 @pytest.mark.slow
 def test_tokens_of_one_a_block() -> None:
-    """With the settings as they come 70,000 tokens, of one a block, are put and got back."""
+    """With default settings a client puts 70,000 tokens, one per block, and gets them back."""
     config = 'nvme = []\n[[host]]\ncapacity = "512 MiB"\nsegment = "16 MiB"\n'
     with Daemon(config) as daemon, Client(daemon.target, timeout_s=60.0) as client:
         ones = client.open_namespace(NamespaceSpec(model="ones", tokens_per_block=1, block_bytes=8))
@@ -261,7 +262,7 @@ def test_tokens_of_one_a_block() -> None:
 def test_ten_million_tokens(tmp_path: Path, way: str) -> None:
     """A client gets back ten million tokens, 625,000 blocks, every byte right.
 
-    Over TCP they come from memory. Locally they were put durably, and a sixth of them is on NVMe alone.
+    Over TCP memory serves them. Locally they are durable, and a sixth of them is on NVMe alone.
     """
     secret, port = tmp_path / "secret", free_port()
     secret.write_text("hush" * 8 + "\n")

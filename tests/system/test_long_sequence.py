@@ -26,7 +26,7 @@ segment = "32 MiB"
 
 
 def test_a_million_tokens_in_one_call() -> None:
-    """65,536 blocks of 16 tokens are looked up and acquired in one call each, within the messages' bounds."""
+    """One Lookup and one Acquire each take 65,536 blocks of 16 tokens, within message limits."""
     hashes = np.random.default_rng(0).bytes(65_536 * 32)
     with Daemon() as daemon, RawClient(daemon.target) as client:
         group = pb.Group(namespace=client.open_namespace(), hashes=hashes, tokens=1 << 20)
@@ -39,7 +39,7 @@ def test_a_million_tokens_in_one_call() -> None:
     ["reuse-index", pytest.param("lru", marks=pytest.mark.slow), pytest.param("arc", marks=pytest.mark.slow)],
 )
 def test_long_prompts_hold_nobody_up(policy: str) -> None:
-    """Prompts of 131,072 tokens through full tiers, the disk behind: no call fails, others are served meanwhile, and the event loop never stands still (`Daemon` looks)."""
+    """While prompts of 131,072 tokens pass through full tiers, no put fails and lookups are served."""
     length, config = 8192, LONG.format(policy=policy)
     with Daemon(config) as daemon, Client(daemon.target, timeout_s=60) as writer, Client(daemon.target) as other:
         spec = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=4096)

@@ -1,4 +1,4 @@
-"""TCP cannot be locked by who lacks the credential: such connections end after seconds, and keep nobody out meanwhile."""
+"""Connections without the credential end after seconds and do not block clients that have it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tierd.client import Client
 
 COUNT = 150
 ENDS_S = 30.0
-"""Generous: 5 s, the next look, and a busy machine."""
+"""Generous: 5 s, the next check, and a busy machine."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
-    """The port and the credential's file of a daemon for few sessions."""
+    """The port and credential file of a daemon for at most 16 sessions."""
     root, port = tmp_path_factory.mktemp("newcomers"), free_port()
     config = remote_config(root, port).replace("[server]\n", "[server]\nsession_limit = 16\n")
     with Daemon(config):
@@ -44,11 +44,11 @@ def _is_served(remote: tuple[int, str], seed: int) -> bool:
 
 @pytest.mark.parametrize("said", [*slow(b"", PREFACE[:9]), PREFACE + SETTINGS])
 def test_silent_connections(remote: tuple[int, str], said: bytes) -> None:
-    """150 connections that say nothing, or a bare HTTP/2 preface, keep no client with the credential out, and all of them end by themselves."""
+    """150 connections that send nothing or a bare HTTP/2 preface block no client, and all of them end."""
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", remote[0]))) for _ in range(COUNT)]
         for one in silent:
-            with contextlib.suppress(OSError):  # it has been ended already
+            with contextlib.suppress(OSError):  # the daemon has already ended it
                 one.sendall(said)
         for turn in range(3):
             assert _is_served(remote, 100 * len(said) + turn)
@@ -81,7 +81,7 @@ def _watching(channel: grpc.Channel) -> None:
 
 @pytest.mark.parametrize("call", [_wrong, *slow(_watching)])
 def test_calls_without_the_credential(remote: tuple[int, str], call: Callable[[grpc.Channel], None]) -> None:
-    """A connection over which wrong credentials come, or that watches the daemon's health, ends too; one that brought the right one stays, though it is idle."""
+    """A connection with wrong credentials or a health watch ends; an idle authenticated one stays open."""
     states: dict[str, list[grpc.ChannelConnectivity]] = {"right": [], "wrong": []}
     options = [("grpc.use_local_subchannel_pool", 1)]
     with (

@@ -1,5 +1,5 @@
-"""Gets that ask nobody: every near block, the first time too, the right bytes or a question, and the daemon hears of
-them."""
+"""One-sided gets: the client serves near blocks without a call and reports each get to the daemon.
+If anything is in doubt, the client asks the daemon and never serves wrong bytes."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ SPEC = NamespaceSpec(model="one-sided", tokens_per_block=16, block_bytes=8192)
 TIGHT = 'nvme = []\n[[host]]\ncapacity = "1 MiB"\nsegment = "256 KiB"\neviction = "lru"\n'
 BLOCKS, SEQUENCES = 8, 40
 NOWHERE = chain(1 << 20, 1)
-"""A lookup of it asks the daemon, which hears then what it was told before."""
+"""A lookup of it calls the daemon, which handles all earlier reports first."""
 TOKENS = BLOCKS * SPEC.tokens_per_block
 HELD = (1 << 20) // (BLOCKS * SPEC.block_bytes)
-"""Sequences that the tier has room for."""
+"""Sequences that fit in the tier."""
 HOSTILE = count(test=100, nightly=3_000, weekly=30_000)
 ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients for which a call is a moment ago for longer than a test takes, on whatever machine."""
+    """Clients whose last call counts as recent for 600 s, on slow machines too."""
     monkeypatch.setattr(notices, "MAILBOX_S", 600.0)
 
 
@@ -64,12 +64,12 @@ def daemon() -> Iterator[Daemon]:
 
 
 def blocks_of(number: int) -> list[np.ndarray]:
-    """What a sequence holds."""
+    """The bytes of a sequence's blocks."""
     return [content_of(name, SPEC.block_bytes) for name in chain(number, BLOCKS)]
 
 
 class Reader:
-    """A client, and where it copies to."""
+    """A client and its buffer for copies."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -80,7 +80,7 @@ class Reader:
         self.client.put(self.space, chain(number, BLOCKS), blocks_of(number))
 
     def get(self, number: int) -> int:
-        """How many blocks were served, each of which is the one asked for."""
+        """The number of blocks served; asserts that each has the right bytes."""
         self._out[:] = 0
         got = self.client.get(self.space, chain(number, BLOCKS), out=self._out)
         assert all((self._out[i] == block).all() for i, block in enumerate(blocks_of(number)[: got.blocks])), number
@@ -94,8 +94,8 @@ class Reader:
 
 
 def test_what_is_near_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
-    """The first get of a sequence that another client has put asks nobody, answers what one that asks does, and
-    holds nothing; after so many the daemon is asked again."""
+    """The first get of another client's near sequence needs no call and returns the same result. It
+    holds no lease. After UNASKED_LIMIT such calls the client asks the daemon again."""
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, out = Reader(client), np.zeros((BLOCKS, SPEC.block_bytes), np.uint8)
         Reader(other).put(1)
@@ -110,7 +110,7 @@ def test_what_is_near_is_got_without_a_call(daemon: Daemon, asked: Counter[str])
 
 
 def test_what_is_near_is_looked_up_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
-    """A lookup of what lies near as a whole asks nobody and says what one that asks does; of more than that it asks."""
+    """A lookup of only near blocks needs no call and returns the same result; other lookups call."""
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader = Reader(client)
         Reader(other).put(1)
@@ -122,7 +122,7 @@ def test_what_is_near_is_looked_up_without_a_call(daemon: Daemon, asked: Counter
 
 
 def test_lookups_without_a_call_are_counted_and_recorded(daemon: Daemon) -> None:
-    """As those that ask, and as no get."""
+    """Lookups without a call are counted and recorded as lookups, not as gets."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         reader = Reader(client)
         reader.put(1)
@@ -139,7 +139,7 @@ def test_lookups_without_a_call_are_counted_and_recorded(daemon: Daemon) -> None
 
 
 def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Counter[str]) -> None:
-    """A get may ask for a part of several puts, and begin in the middle of one."""
+    """A get of part of a sequence, from any block on, needs no call."""
     with Client(daemon.target) as client:
         reader, names = Reader(client), chain(1, BLOCKS)
         reader.put(1)
@@ -153,8 +153,8 @@ def test_a_part_of_a_sequence_is_got_without_a_call(daemon: Daemon, asked: Count
 
 @pytest.mark.parametrize("verify", ["first_hit", "sampled", "always"])
 def test_every_such_get_verifies_every_byte(verify: str, asked: Counter[str]) -> None:
-    """A bit that flips in a near page after many good gets is found by the next one, whatever the setting: it asks,
-    is served what comes before, and so is every later one."""
+    """For every `verify` setting, a one-sided get detects a bit flip that follows good gets. It
+    then calls the daemon, and all later gets serve the blocks before the bad one."""
     with Daemon(TIGHT + f'verify = "{verify}"\n') as daemon, Client(daemon.target) as client:
         reader, names = Reader(client), chain(1, BLOCKS)
         reader.known(1)
@@ -166,7 +166,7 @@ def test_every_such_get_verifies_every_byte(verify: str, asked: Counter[str]) ->
 
 
 def test_a_farther_tier_has_what_a_near_page_has_lost(asked: Counter[str]) -> None:
-    """Where NVMe holds a block whose near page has changed, the same get serves it whole."""
+    """If NVMe holds a block whose near page is corrupt, the same get serves the complete sequence."""
     with (
         Daemon(TIGHT.replace("nvme = []", "") + '[[nvme]]\ncapacity = "4 MiB"\nsegment = "512 KiB"\n') as daemon,
         Client(daemon.target) as client,
@@ -178,7 +178,7 @@ def test_a_farther_tier_has_what_a_near_page_has_lost(asked: Counter[str]) -> No
 
 
 def test_the_daemon_counts_them(daemon: Daemon) -> None:
-    """Every such get is counted as a hit of the tier, as one that was asked for is."""
+    """The daemon counts each one-sided get as a hit of the tier, like a get that calls."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         reader = Reader(client)
         reader.put(1)
@@ -192,7 +192,7 @@ def test_the_daemon_counts_them(daemon: Daemon) -> None:
 
 
 def test_a_page_that_its_writer_goes_on_writing_to(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that is bad at both copies of a get is a miss, although it was good when the daemon looked in between."""
+    """A page that is bad at both copies of a get is a miss, even if the daemon's check between was good."""
     with Client(daemon.target) as writer, Client(daemon.target) as client:
         reader, names = Reader(client), chain(1, 1)
         pages = writer.reserve(PutGroup(writer.open_namespace(SPEC), names))
@@ -218,7 +218,7 @@ def test_a_page_that_its_writer_goes_on_writing_to(daemon: Daemon, monkeypatch: 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 31), (32,), (1, 33)])
 def test_hashes_that_are_none(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """A Group whose hashes have another shape is refused by name in every verb, before anything reads them."""
+    """Every verb refuses a Group whose hashes have a wrong shape, before it reads them."""
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
@@ -230,7 +230,7 @@ def test_hashes_that_are_none(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:
-    """A sequence that is got over and over in this way is not the coldest, however much else is put."""
+    """A sequence that one-sided gets read repeatedly is not evicted by puts of other sequences."""
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, writer = Reader(client), Reader(other)
         reader.known(1)
@@ -242,7 +242,7 @@ def test_they_keep_what_they_read_in_memory(daemon: Daemon) -> None:
 
 
 def test_a_client_that_closes_is_heard(daemon: Daemon) -> None:
-    """What a client told just before its end counts, too."""
+    """Reports that a client sends just before it closes are counted."""
     with connect(daemon.target) as operator:
         with Client(daemon.target) as client:
             reader = Reader(client)
@@ -253,7 +253,7 @@ def test_a_client_that_closes_is_heard(daemon: Daemon) -> None:
 
 
 def test_they_are_recorded(daemon: Daemon) -> None:
-    """A recording has them among its requests."""
+    """A recording contains one-sided gets as requests."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         reader = Reader(client)
         reader.put(1)
@@ -266,7 +266,7 @@ def test_they_are_recorded(daemon: Daemon) -> None:
 
 
 def test_none_after_its_epoch(daemon: Daemon) -> None:
-    """When an epoch has ended nothing of it is served any more, though another's lease keeps its pages what they were, and that lease reads on."""
+    """After an epoch ends, a one-sided get serves nothing of it; another client's lease reads on."""
     with Client(daemon.target) as client, Client(daemon.target) as other, connect(daemon.target) as operator:
         reader = Reader(client)
         reader.known(1)
@@ -278,7 +278,7 @@ def test_none_after_its_epoch(daemon: Daemon) -> None:
 
 
 def test_none_of_what_scrub_found_bad(daemon: Daemon) -> None:
-    """A page that is known to be bad is served to nobody, though another's lease pins it."""
+    """A page that scrub marked bad is not served, even if another client's lease pins it."""
     with Client(daemon.target) as client, Client(daemon.target) as other, connect(daemon.target) as operator:
         reader, names = Reader(client), chain(1, BLOCKS)
         reader.known(1)
@@ -289,7 +289,7 @@ def test_none_of_what_scrub_found_bad(daemon: Daemon) -> None:
 
 
 def test_none_of_a_daemon_that_has_gone(daemon: Daemon) -> None:
-    """Its memory may be mapped still; it is not served from."""
+    """A get does not serve from the mapped memory of a dead daemon."""
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
@@ -301,7 +301,7 @@ def test_none_of_a_daemon_that_has_gone(daemon: Daemon) -> None:
 def test_none_when_the_daemon_was_not_heard_of_for_long(
     daemon: Daemon, asked: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that has had no answer for a while asks: one whose daemon stands still waits for it, and serves nothing."""
+    """A client without a recent answer calls the daemon; if the daemon is stopped, it serves nothing."""
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
@@ -317,7 +317,7 @@ def test_none_when_the_daemon_was_not_heard_of_for_long(
 
 
 def test_a_sequence_is_all_of_its_hashes(daemon: Daemon) -> None:
-    """Two sequences that end alike are two: each get is of the one that it names."""
+    """Two sequences with the same last block are distinct: each get serves the one it names."""
     with Client(daemon.target) as client:
         space, names = client.open_namespace(SPEC), chain(1, 3)
         for first in (0, 1):
@@ -329,7 +329,7 @@ def test_a_sequence_is_all_of_its_hashes(daemon: Daemon) -> None:
 
 
 def test_a_namespace_that_another_daemon_has_numbered(daemon: Daemon) -> None:
-    """A namespace object that was opened with another daemon meanwhile, under a number that is another's here, is opened here again first."""
+    """A namespace object that another daemon renumbered is opened again before use."""
     other = NamespaceSpec(model="another", tokens_per_block=16, block_bytes=SPEC.block_bytes)
     with Daemon(TIGHT) as elsewhere, Client(daemon.target) as client, Client(elsewhere.target) as stranger:
         reader, space, name = Reader(client), client.open_namespace(other), chain(1, 1)
@@ -342,8 +342,7 @@ def test_a_namespace_that_another_daemon_has_numbered(daemon: Daemon) -> None:
 
 
 def test_long_sequences_are_told_of_too(asked: Counter[str]) -> None:
-    """Of 512 blocks a get is told of without a call; one whose names are more than a message holds asks, so that the
-    daemon hears of it."""
+    """A get of 512 blocks needs no call. One of 700 calls, because a report cannot carry its hashes."""
     with Daemon('nvme = []\n[[host]]\ncapacity = "32 MiB"\n') as daemon, Client(daemon.target) as client:
         space, blocks = client.open_namespace(SPEC), [bytes(SPEC.block_bytes)] * 700
         for count_of, calls in ((512, 0), (700, 3)):
@@ -356,7 +355,7 @@ def test_long_sequences_are_told_of_too(asked: Counter[str]) -> None:
 
 
 def test_the_tiers_of_its_blocks_are_told() -> None:
-    """Where several host tiers hold the blocks a get says so as one that asked does."""
+    """When several host tiers hold the blocks, a one-sided get returns the same tiers as one that calls."""
     with Daemon(TIGHT + TIGHT.partition("\n")[2]) as daemon, Client(daemon.target) as client:
         space, out = client.open_namespace(SPEC), bytearray(BLOCKS * SPEC.block_bytes)
         client.put(space, chain(1, BLOCKS), blocks_of(1))
@@ -365,7 +364,7 @@ def test_the_tiers_of_its_blocks_are_told() -> None:
 
 
 def test_none_of_a_daemon_that_goes_during_the_copy(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who cannot tell the daemon of a get any more has not made it."""
+    """A get fails if the daemon dies during the copy, since the client cannot report it."""
     with Client(daemon.target) as client:
         reader, copy = Reader(client), copying.sum_and_copy
         reader.known(1)
@@ -382,7 +381,7 @@ def test_none_of_a_daemon_that_goes_during_the_copy(daemon: Daemon, monkeypatch:
 
 
 def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a get cannot be told of it is asked for, and served."""
+    """If the client cannot report a get, it calls the daemon, which serves the blocks."""
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
@@ -394,7 +393,7 @@ def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch
 @pytest.mark.parametrize("word", [b"", b"\x01", bytes(100), b"\xff" * 64, b"\x08\xff\xff\xff\xff\x0f"])
 @pytest.mark.parametrize("kind", [USED, LOOKED_UP], ids=["used", "looked up"])
 def test_words_about_nothing(daemon: Daemon, kind: bytes, word: bytes) -> None:
-    """What is no group, or of a namespace that is not the session's, says nothing and ends nothing."""
+    """A malformed report, or one of another session's namespace, is ignored and ends nothing."""
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
@@ -406,7 +405,8 @@ def test_words_about_nothing(daemon: Daemon, kind: bytes, word: bytes) -> None:
 
 
 def test_right_bytes_while_pages_change_hands(daemon: Daemon, asked: Counter[str]) -> None:
-    """Three times what the tier holds is put and got by two clients in turns: each block that a get counts is the one asked for, though half of the gets ask nobody."""
+    """While two clients put and get three times the tier's capacity, every counted block has the
+    right bytes. At least a fifth of the gets need no call."""
     chance, gets = random.Random(3), 0
     with Client(daemon.target) as one, Client(daemon.target) as other:
         readers = [Reader(one), Reader(other)]
@@ -421,7 +421,7 @@ def test_right_bytes_while_pages_change_hands(daemon: Daemon, asked: Counter[str
 
 
 def test_right_bytes_where_pages_are_reused_in_the_middle(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that goes to another block between the copy and the look after it is not served from there."""
+    """A get does not serve a page that was reused between its copy and its second check."""
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, writer = Reader(client), Reader(other)
         reader.known(1)
@@ -441,8 +441,7 @@ def test_right_bytes_where_pages_are_reused_in_the_middle(daemon: Daemon, monkey
 
 
 def test_whatever_the_directory_says(daemon: Daemon) -> None:
-    """Entries that lead to other blocks, to segments and slots that there are not, or to nowhere cost a question,
-    and never a wrong byte or an error."""
+    """A directory with wrong, absent or swapped places costs only a call, never wrong bytes or an error."""
     chance = np.random.default_rng(5)
     with Client(daemon.target) as client, Client(daemon.target) as other:
         reader, writer = Reader(client), Reader(other)
@@ -469,8 +468,7 @@ def test_whatever_the_directory_says(daemon: Daemon) -> None:
 
 
 def test_whatever_the_catalogue_says(daemon: Daemon) -> None:
-    """Entries and slice tables of which any byte may be any other cost a question, and never a wrong byte or an
-    error."""
+    """Corrupt catalogue entries and slice tables cost only a call, never wrong bytes or an error."""
     chance = np.random.default_rng(6)
     with Client(daemon.target) as client:
         reader = Reader(client)

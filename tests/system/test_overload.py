@@ -1,8 +1,9 @@
-"""Far more is asked of a daemon than it can do: what it can do it goes on doing, the rest is told at once, and it is over when it is over.
+"""Overload: the daemon keeps its goodput, refuses the excess at once, and recovers afterwards.
 
-Figures are ratios of phases that follow each other on the same daemon, peak and overload in turns; times are reported, and asserted with
-tenfold slack. A peak is what closed clients get who offer just enough: that number of them which gets most. Of the disk only what it read in a phase for whole
-answers counts, once, whoever asked for it too: so no share can come from memory, and none of these figures can be above what its delays allow.
+Figures are ratios of alternating peak and overload phases on one daemon. Times are reported, and
+asserted with tenfold slack. A peak is the highest rate over several numbers of closed clients. Each
+page that the disk reads for whole answers counts once per phase. So no share comes from memory, and
+no figure exceeds the limit of the delays.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from tierd.tiers.store.slots import HEADER_BYTES, RUN_BYTES, RUN_SLOTS
 MIB = 1 << 20
 BLOCKS, BLOCK_BYTES = 64, 128 << 10
 DELAY_S, READS = 0.2, 2
-"""Of every read of a run of slots, of which two are made at one time."""
+"""The delay of each read of a run of slots, and the number of reads at a time."""
 READ_BLOCKS = min(RUN_SLOTS, RUN_BYTES["read"] // (BLOCK_BYTES + HEADER_BYTES))
-"""Of a run, at most."""
+"""Maximum blocks of a run."""
 CEILING_PER_S = READS / DELAY_S * READ_BLOCKS / BLOCKS
-"""Whole acquires that the disk allows, whatever the machine does: about four a second."""
+"""Whole acquires that the disk allows on any machine: about four a second."""
 PEAK_THREADS = (2, 4, 8)
-"""Of each closed client."""
+"""Threads of each closed client."""
 PEAK_LOOKUPS = (1, 8, 16)
-"""In flight of each closed client of cheap calls."""
+"""Calls in flight of each closed client of cheap calls."""
 HEALTH_EVERY_S = 0.02
 CLIENTS = 2
 IDLE = 300
-"""Connections, of three sorts."""
+"""Idle connections, of three sorts."""
 FLOODS, IN_FLIGHT = 2, 200
 REFUSED = ("Overloaded", "nothing")
-"""What is told at once, without waiting for the disk."""
+"""Answers that come at once, without waiting for the disk."""
 CONFIG = """\
 [server]
 shutdown_deadline = "5 s"
@@ -69,7 +70,7 @@ queue_time = "1 s"
 
 @dataclass
 class Outcome:
-    """What processes of load saw."""
+    """Results of load processes."""
 
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Outcome:
     pages: set[int] = field(default_factory=set)
 
     def merge(self, other: Outcome) -> None:
-        """What another saw, too."""
+        """Adds another process's results."""
         self.counts.update(other.counts)
         for name, values in other.seconds.items():
             self.seconds.setdefault(name, []).extend(values)
@@ -85,20 +86,20 @@ class Outcome:
         self.pages |= set(other.pages)
 
     def percentile_ms(self, *names: str, share: float = 0.99) -> float:
-        """Over what came back under these names; of few, a smaller share says more than the one that was worst."""
+        """A percentile over these outcomes. With few samples, a share below the maximum is more robust."""
         return round(1000 * percentile([s for name in names for s in self.seconds.get(name, [])], share), 1)
 
 
 @dataclass
 class Busy:
-    """A daemon whose blocks are on its disk, mostly. seeds: of the sequences."""
+    """A daemon whose blocks are mostly on disk. seeds: of the sequences."""
 
     daemon: Daemon
     seeds: list[int]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def load(self, kind: str, **options: Any) -> subprocess.Popen[str]:
-        """A process of load, which waits to be told until when."""
+        """Starts a load process, which waits for its end time."""
         if kind not in {"health", "idle"}:
             options = {"seeds": self.seeds, "blocks": BLOCKS} | options
         if kind in ("closed", "open", "lookups"):
@@ -116,13 +117,13 @@ class Busy:
         return self.processes[-1]
 
     def forget(self) -> None:
-        """Memory holds nothing more: what comes now comes from the disk."""
+        """Empties host memory, so that the next acquires read the disk."""
         with connected(self.daemon) as client:
             await_true(lambda: client.status().leases == 0, "leases of the load come back")
             client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
 
     def end(self) -> None:
-        """Of what a failed test left."""
+        """Kills the processes that a failed test left."""
         for process in self.processes:
             process.kill()
             process.communicate()
@@ -134,7 +135,7 @@ class Busy:
 
 
 def begin(*processes: subprocess.Popen[str], seconds: float) -> None:
-    """All at once, when the last of them has got so far."""
+    """Starts all processes at once, when the last is ready."""
     for process in processes:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
@@ -146,7 +147,7 @@ def begin(*processes: subprocess.Popen[str], seconds: float) -> None:
 
 
 def ended(*processes: subprocess.Popen[str]) -> Outcome:
-    """Their outcome together, once they have ended."""
+    """Their merged outcome, once they have ended."""
     outcome = Outcome()
     for process in processes:
         printed, _ = process.communicate(timeout=300)
@@ -157,7 +158,7 @@ def ended(*processes: subprocess.Popen[str]) -> Outcome:
 
 @pytest.fixture
 def busy() -> Iterator[Busy]:
-    """Sequences of 8 MiB, twice what memory holds."""
+    """Sequences of 8 MiB, twice the capacity of memory."""
     sequences = count(test=48, nightly=48, weekly=96)
     config = CONFIG.format(host=sequences // 2 * 8, nvme=sequences * 12 // 16 * 16)
     with Daemon(config, faults=True) as daemon, daemon.faults() as faults:
@@ -173,7 +174,7 @@ def busy() -> Iterator[Busy]:
 
 
 def good_per_s(outcome: Outcome, seconds: float) -> float:
-    """Whole acquires a second by what the disk read for them."""
+    """Whole acquires per second, by the pages that the disk read for them."""
     assert not outcome.counts["wrong"]
     good = len(outcome.pages) / BLOCKS / seconds
     assert good <= 1.05 * CEILING_PER_S, "more than a disk with these delays can give: it was not read"
@@ -181,12 +182,12 @@ def good_per_s(outcome: Outcome, seconds: float) -> float:
 
 
 def closed(busy: Busy, threads: int) -> list[subprocess.Popen[str]]:
-    """Clients that ask for as much as they are given, none for what another asks for."""
+    """Clients that always ask for more, each for its own sequences."""
     return [busy.load("closed", threads=threads, seeds=busy.seeds[i::CLIENTS]) for i in range(CLIENTS)]
 
 
 def peak(busy: Busy, seconds: float, threads: int) -> float:
-    """Of the disk, in whole acquires a second."""
+    """The peak of the disk in whole acquires per second."""
     busy.forget()
     clients = closed(busy, threads)
     begin(*clients, seconds=seconds)
@@ -194,7 +195,7 @@ def peak(busy: Busy, seconds: float, threads: int) -> float:
 
 
 def recovery_s(busy: Busy) -> float:
-    """Until three acquires in a row are whole, after the load has ended; they come from the disk, so most of it is theirs."""
+    """Seconds from the end of the load until three consecutive whole acquires, mostly disk time."""
     busy.forget()
     begun, good = time.monotonic(), 0
     with Client(busy.daemon.target) as client:
@@ -211,7 +212,7 @@ def recovery_s(busy: Busy) -> float:
 
 
 def overload(busy: Busy, seconds: float, rate: float) -> tuple[Outcome, Outcome]:
-    """Open clients at this rate in all, a polite one among them, readers that do not read, idle connections; and what health checks and a prober saw."""
+    """The outcomes of open, closed, slow, idle and greedy clients, and of health checks and a probe."""
     busy.forget()
     asking = [busy.load("open", rate=rate / CLIENTS, seeds=busy.seeds[i::CLIENTS]) for i in range(CLIENTS)]
     asking += [busy.load("closed", threads=8), busy.load("slow", count=2)]
@@ -227,7 +228,8 @@ def overload(busy: Busy, seconds: float, rate: float) -> tuple[Outcome, Outcome]
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
 def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:
-    """Goodput stays near the peak, refusals come at once with a hint, memory stays, health answers, and it is over with the load."""
+    """Under tenfold load goodput stays above 0.4 of the peak, and refusals come at once with a
+    hint. Memory is bounded, health answers, and the daemon recovers when the load ends."""
     rounds, seconds = count(test=1, nightly=4, weekly=6), count(test=4, nightly=15, weekly=30)
     first = {threads: peak(busy, seconds, threads) for threads in PEAK_THREADS}
     threads = max(first, key=lambda number: first[number])
@@ -273,7 +275,7 @@ def test_a_disk_is_asked_for_ten_times_what_it_can(busy: Busy) -> None:
 
 
 def assert_nothing_stays(busy: Busy) -> None:
-    """No lease, no page and no call of the load is left."""
+    """No lease and no pinned page of the load remains."""
     with connected(busy.daemon) as client:
         await_true(lambda: client.status().leases == 0, "leases of the load come back")
         await_true(
@@ -282,7 +284,7 @@ def assert_nothing_stays(busy: Busy) -> None:
 
 
 def lookups_per_s(busy: Busy, seconds: float, at_once: int) -> float:
-    """Of closed clients with so many calls in flight each, within their credits: whole answers a second."""
+    """Whole answers per second of closed clients, each with `at_once` calls in flight within its credits."""
     clients = [busy.load("flood", in_flight=at_once) for _ in range(CLIENTS)]
     begin(*clients, seconds=seconds)
     return ended(*clients).in_time / seconds
@@ -291,7 +293,7 @@ def lookups_per_s(busy: Busy, seconds: float, at_once: int) -> float:
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_more_lookups_than_can_be_answered(busy: Busy) -> None:
-    """With hundreds of lookups in flight as many are answered as before, or nearly; health answers, and memory stays."""
+    """Hundreds of lookups in flight keep a quarter of the peak rate; health answers, memory is bounded."""
     rounds, seconds = count(test=1, nightly=3, weekly=6), count(test=3, nightly=10, weekly=20)
     memory = busy.memory_bytes()
     first = {at_once: lookups_per_s(busy, seconds, at_once) for at_once in PEAK_LOOKUPS}

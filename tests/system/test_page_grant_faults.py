@@ -1,4 +1,4 @@
-"""Puts in a row where something is wrong: a spare costs nobody a byte, a wait or a page."""
+"""Faults during consecutive puts: a page grant costs no client a wrong byte, a wait or a page."""
 
 from __future__ import annotations
 
@@ -38,41 +38,41 @@ segment = "4 MiB"
 """
 READY = BlockStatus.READY
 HELD_S = 3
-"""For so long a daemon hangs."""
+"""Seconds for which a daemon hangs."""
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Daemon]:
-    """Of which puts of 2 MiB are a small part."""
+    """A daemon of 64 MiB; a put of 2 MiB is a small part of it."""
     with Daemon(CONFIG) as running:
         yield running
 
 
 @pytest.fixture
 def daemon(shared: Daemon) -> Iterator[Daemon]:
-    """With nothing in it."""
+    """The shared daemon, emptied after each test."""
     yield shared
     empty(shared, "a test of spares")
 
 
 def put(client: Client, space: OpenedNamespace, number: int, blocks: int = BLOCKS) -> list[int]:
-    """What became of each block."""
+    """The status of each block."""
     names = chain(number, blocks)
     return client.put(space, names, [content_of(name, space.spec.block_bytes) for name in names]).statuses.tolist()
 
 
 def in_a_row(client: Client, space: OpenedNamespace) -> None:
-    """Puts after which pages are reserved for another."""
+    """Puts after which the client has pages reserved for the next one."""
     for number in range(3):
         assert put(client, space, number) == [READY] * BLOCKS
 
 
 def test_a_namespace_that_another_daemon_has_named(daemon: Daemon) -> None:
-    """A spare is never taken for a namespace that this connection has not opened, though it has the same number elsewhere."""
+    """Reserved pages are never used for a namespace that another daemon gave the same number."""
     other = NamespaceSpec(model="other", tokens_per_block=16, block_bytes=SPEC.block_bytes)
     with Daemon(CONFIG) as second, Client(daemon.target) as client, Client(second.target) as its:
         mine, strange = client.open_namespace(SPEC), its.open_namespace(other)
-        while strange.id < mine.id:  # others have opened some
+        while strange.id < mine.id:  # other tests opened some here
             strange = its.open_namespace(
                 NamespaceSpec(model=f"other {strange.id}", tokens_per_block=16, block_bytes=SPEC.block_bytes)
             )
@@ -86,7 +86,7 @@ def test_a_namespace_that_another_daemon_has_named(daemon: Daemon) -> None:
 @pytest.mark.parametrize("size", [256 << 10, 2 << 20], ids=["short", "long"])
 @pytest.mark.parametrize("credits", [1, 2])
 def test_a_session_of_few_calls_at_a_time(size: int, credits: int) -> None:
-    """Who has few credits, and all but one in use, puts and gets as if nothing were reserved for him."""
+    """A client whose session has one free credit puts and gets as if no pages were reserved."""
     spec = NamespaceSpec(model="spares", tokens_per_block=16, block_bytes=size)
     config = f"nvme = []\n[server]\nsession_credits = {credits}\n[[host]]\ncapacity = '512 MiB'\nsegment = '16 MiB'\n"
     with Daemon(config) as daemon, Client(daemon.target, timeout_s=3.0) as client:
@@ -101,7 +101,7 @@ def test_a_session_of_few_calls_at_a_time(size: int, credits: int) -> None:
 
 
 def test_a_daemon_that_hangs_costs_a_call_no_more_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An order that has no answer and is old is given up, not waited for; its pages go back when the daemon goes on."""
+    """The client drops a stale unanswered order without waiting; the daemon takes its pages back later."""
     with (
         Daemon(CONFIG).start(failpoints=f"cache.reserve.before_hold=delay:{HELD_S}@3x1") as daemon,
         Client(daemon.target) as client,
@@ -109,7 +109,7 @@ def test_a_daemon_that_hangs_costs_a_call_no_more_than_its_time(monkeypatch: pyt
     ):
         space, its = client.open_namespace(SPEC), other.open_namespace(SPEC)
         monkeypatch.setattr(page_grants, "STALE_S", 60.0)
-        for number in range(2):  # two are reserved for, and what comes after the second hangs
+        for number in range(2):  # two Reserves succeed, and the order after them hangs
             assert put(client, space, number) == [READY] * BLOCKS
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded):
@@ -125,7 +125,7 @@ def test_a_daemon_that_hangs_costs_a_call_no_more_than_its_time(monkeypatch: pyt
 
 
 def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a put writes to a spare, whose commit is under way, gives the spare back; nothing of it is stored."""
+    """Ctrl-C during a copy into reserved pages, with the commit begun, releases them and stores nothing."""
     spec = NamespaceSpec(model="long", tokens_per_block=16, block_bytes=256 << 10)
 
     def sum_and_copy(*_: Any, **__: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_put_that_is_interrupted_keeps_no_pages(daemon: Daemon, monkeypatch: p
 
 
 def test_an_order_that_nobody_wants_any_more_when_it_is_sent(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that are given back by one thread while another asks for them go back too."""
+    """If one thread releases pages while another orders more, the ordered pages are released too."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         its = client._verbs.connector.link.page_grants
@@ -161,7 +161,7 @@ def test_an_order_that_nobody_wants_any_more_when_it_is_sent(daemon: Daemon, mon
 
 
 def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
-    """Hashes or positions that are none raise, as without a spare, and what was reserved for the put goes back or serves the next."""
+    """Invalid hashes or positions raise. The put's reserved pages are released or serve the next put."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         in_a_row(client, space)
@@ -178,16 +178,16 @@ def test_a_put_that_is_wrong_keeps_no_pages(daemon: Daemon) -> None:
 
 
 def descriptors() -> set[str]:
-    """What this process has open, by the names that the kernel gives to it."""
+    """The open files of this process, by the names that the kernel gives them."""
     found = set[str]()
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             found.add(os.readlink(path))
     return found
 
 
 def test_a_closed_client_keeps_no_descriptor(daemon: Daemon) -> None:
-    """The line of an order that nobody has taken is closed with the client."""
+    """A client that closes also closes the line of its unanswered order."""
     gc.collect()
     gc.disable()
     try:
@@ -201,7 +201,7 @@ def test_a_closed_client_keeps_no_descriptor(daemon: Daemon) -> None:
 
 
 def test_a_closed_client_keeps_no_pages_for_puts(daemon: Daemon) -> None:
-    """What was reserved for puts that may come goes back with the client, though a view of it is alive and keeps its session."""
+    """A closed client releases pages reserved for puts, even if a view keeps its session alive."""
     client = Client(daemon.target)
     space = client.open_namespace(SPEC)
     in_a_row(client, space)
@@ -214,7 +214,7 @@ def test_a_closed_client_keeps_no_pages_for_puts(daemon: Daemon) -> None:
 
 
 def test_pages_of_others_do_not_wait_for_puts_to_end(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody takes goes back though puts into other namespaces, that find nothing in it, go on without a pause."""
+    """Unused pages are released although puts into other namespaces continue without a pause."""
     monkeypatch.setattr(page_grants, "STALE_S", 0.2)
     with Client(daemon.target) as client:
         in_a_row(client, client.open_namespace(SPEC))
@@ -231,7 +231,7 @@ def test_pages_of_others_do_not_wait_for_puts_to_end(daemon: Daemon, monkeypatch
 
 
 def test_pages_that_come_when_nobody_wants_them_any_more(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one thread gives back while another reads the answer goes back too, though it is not there yet."""
+    """If one thread releases pages while another reads an order's reply, the new pages are released too."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         in_a_row(client, space)
@@ -241,7 +241,7 @@ def test_pages_that_come_when_nobody_wants_them_any_more(daemon: Daemon, monkeyp
             its.give_back(deadline)
             return inner(self, deadline=deadline)
 
-        for number in range(3, 9):  # where an answer was quick its pages are used up first
+        for number in range(3, 9):  # if the answer was quick, use up its pages first
             if its._order is None:
                 assert put(client, space, number) == [READY] * BLOCKS
         monkeypatch.setattr(Later, "reply", reply)
@@ -252,7 +252,7 @@ def test_pages_that_come_when_nobody_wants_them_any_more(daemon: Daemon, monkeyp
 
 
 def test_a_call_that_fails_while_it_gives_pages_back(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a reservation needs the room of pages for puts, and its time is over before the daemon has said that they are given back, none of them stay."""
+    """A reservation that times out while it releases pages for puts still gives all of them back."""
 
     def abort(_self: Session, reservations: Sequence[int], **_how: Any) -> None:
         assert len(reservations) > 1
@@ -269,7 +269,7 @@ def test_a_call_that_fails_while_it_gives_pages_back(daemon: Daemon, monkeypatch
 
 
 def test_an_order_is_no_greater_than_a_call_may_be() -> None:
-    """However many puts are asked for, the pages of one order are no more than the blocks of one call; and they are for one group."""
+    """An order has one group, and its pages never exceed the blocks of one call."""
     with Daemon(CONFIG + "[server]\nmax_batch_blocks = 16\n") as daemon, RawClient(daemon.target) as client:
         blocks = put_blocks(np.zeros((7, 32), np.uint8)).tobytes()
         group = pb.PutGroup(namespace=client.open_namespace(), blocks=blocks)
@@ -283,7 +283,7 @@ def test_an_order_is_no_greater_than_a_call_may_be() -> None:
 
 
 def test_a_get_of_all_that_a_session_may_hold(daemon: Daemon) -> None:
-    """Pages for a put that may come shorten no get, and no reservation."""
+    """Pages reserved for next puts shorten no get and no reservation."""
     half = (32 << 20) // SPEC.block_bytes
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)

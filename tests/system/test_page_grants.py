@@ -1,4 +1,4 @@
-"""Puts in a row: the pages of the next ones are reserved while one copies, and nothing else is different from puts that reserve for themselves."""
+"""Consecutive puts: pages of the next puts are reserved while one copies; results are unchanged."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ READY, EXISTS = BlockStatus.READY, BlockStatus.EXISTS
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Daemon]:
-    """Of which puts of 2 MiB are a small part."""
+    """A daemon of 64 MiB; a put of 2 MiB is a small part of it."""
     with Daemon(CONFIG) as running:
         yield running
 
 
 @pytest.fixture
 def daemon(shared: Daemon) -> Iterator[Daemon]:
-    """With nothing in it."""
+    """The shared daemon, emptied after each test."""
     yield shared
     empty(shared, "a test of spares")
 
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often which calls were waited for."""
+    """The number of calls of each method that the client waited for."""
     return count_calls(monkeypatch)
 
 
 @pytest.fixture
 def ordered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which calls were sent and not waited for."""
+    """The methods of calls that the client sent without waiting."""
     sent, inner = list[str](), LocalTransport.begin
 
     def begin(self: LocalTransport, method: str, *what: Any) -> Any:
@@ -75,13 +75,13 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def blocks_of(names: np.ndarray, *, last: int = SPEC.block_bytes) -> list[np.ndarray]:
-    """What a sequence holds. last: bytes of its last block."""
+    """The bytes of a sequence's blocks. last: bytes of its last block."""
     blocks = [content_of(name, SPEC.block_bytes) for name in names]
     return [*blocks[:-1], blocks[-1][:last]]
 
 
 def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> list[int]:
-    """What became of each block; the pages of the next put are there, if they were ordered."""
+    """The status of each block. Waits for pages ordered for the next put."""
     names = chain(number, count)
     statuses = client.put(space, names, blocks_of(names)).statuses.tolist()
     await_order(client)
@@ -89,7 +89,7 @@ def put(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS
 
 
 def await_order(client: Client) -> None:
-    """Until what was ordered has come."""
+    """Waits for the answer to the client's order, if it has one."""
     link = client._connector.link
     assert link is not None
     assert link.page_grants is not None
@@ -98,14 +98,14 @@ def await_order(client: Client) -> None:
 
 
 def is_right(client: Client, space: OpenedNamespace, number: int, count: int = BLOCKS) -> bool:
-    """Whether all of a sequence is there, byte for byte."""
+    """Whether a get serves the complete sequence, byte for byte."""
     names = chain(number, count)
     got = client.get(space, names)
     return got.blocks == count and all(map(np.array_equal, got.views, blocks_of(names)))
 
 
 def test_from_the_third_on_a_put_is_one_call(daemon: Daemon, waited: Counter[str]) -> None:
-    """Two puts in a row show that a third may come: it finds its pages reserved, and what it stores is what it was given."""
+    """From the third consecutive put on, pages are already reserved and the right bytes are stored."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(10):
@@ -115,7 +115,7 @@ def test_from_the_third_on_a_put_is_one_call(daemon: Daemon, waited: Counter[str
 
 
 def test_one_order_is_for_several_puts(daemon: Daemon, ordered: list[str]) -> None:
-    """Pages for as many puts as are a small part of the tier are reserved in one go, so that most puts cost the daemon no Reserve at all."""
+    """One order reserves pages for several puts, so most puts need no Reserve."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(14):
@@ -125,7 +125,7 @@ def test_one_order_is_for_several_puts(daemon: Daemon, ordered: list[str]) -> No
 
 
 def test_pages_that_have_become_too_few_go_back(daemon: Daemon, waited: Counter[str]) -> None:
-    """Puts that grow order larger pages, and those for smaller puts do not stay beside them."""
+    """When puts grow, the client orders larger sets of pages and releases the smaller ones."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -140,12 +140,12 @@ def test_pages_that_have_become_too_few_go_back(daemon: Daemon, waited: Counter[
 
 
 def sized(space: OpenedNamespace, names: np.ndarray, last: int) -> PutGroup:
-    """Full blocks, the last of which has so many bytes."""
+    """Full blocks, except that the last has `last` bytes."""
     return PutGroup(space, names, lengths=[SPEC.block_bytes] * (len(names) - 1) + [last])
 
 
 def test_smaller_puts_fit(daemon: Daemon, waited: Counter[str]) -> None:
-    """A put of fewer blocks, or a slightly shorter last one, takes what was reserved for a larger; what it does not need goes back, and a larger one reserves for itself."""
+    """A smaller put takes pages reserved for a larger one, and the rest go back. A larger put reserves."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number, count in enumerate((8, 8, 5, 12)):
@@ -160,7 +160,7 @@ def test_smaller_puts_fit(daemon: Daemon, waited: Counter[str]) -> None:
 
 @pytest.mark.parametrize("lengths", [(256, 4), (256, 256, 4), (256, 4, 4), (4, 4, 4, 256)])
 def test_no_block_keeps_a_page_that_is_too_large(daemon: Daemon, lengths: tuple[int, ...]) -> None:
-    """However blocks of different lengths come after one another, and in one put, each takes the page that it would have alone."""
+    """For any order of block lengths, each block gets the page size that it would get alone."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         space, sizes = client.open_namespace(SPEC), [length << 10 for length in lengths * 4]
         for number, size in enumerate(sizes):
@@ -176,7 +176,7 @@ def test_no_block_keeps_a_page_that_is_too_large(daemon: Daemon, lengths: tuple[
 
 
 def test_a_block_of_no_bytes(daemon: Daemon) -> None:
-    """It is refused, whether there are spares or not."""
+    """A put of an empty block is refused, with or without reserved pages."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(4):
@@ -188,7 +188,7 @@ def test_a_block_of_no_bytes(daemon: Daemon) -> None:
 
 
 def test_short_bursts_order_little_in_vain(daemon: Daemon, ordered: list[str]) -> None:
-    """Where a namespace has two puts and then another comes, pages that nobody takes are not ordered again and again."""
+    """When namespaces get two puts in turns, the client does not repeatedly order pages that go unused."""
     with Client(daemon.target) as client:
         spaces = [client.open_namespace(replace(SPEC, model=f"spares-{i}")) for i in range(2)]
         for number in range(60):
@@ -197,7 +197,7 @@ def test_short_bursts_order_little_in_vain(daemon: Daemon, ordered: list[str]) -
 
 
 def test_a_sequence_that_goes_on(daemon: Daemon, waited: Counter[str]) -> None:
-    """Puts that continue one sequence say what is before them, so that the whole of it is one prefix."""
+    """Consecutive puts that continue a sequence name their parents, so all blocks form one prefix."""
     with Client(daemon.target) as client:
         space, names = client.open_namespace(SPEC), chain(3, 5 * BLOCKS)
         for start in range(0, len(names), BLOCKS):
@@ -211,7 +211,7 @@ def test_a_sequence_that_goes_on(daemon: Daemon, waited: Counter[str]) -> None:
 
 
 def test_what_exists_is_said_to_exist(daemon: Daemon, waited: Counter[str]) -> None:
-    """A put of what is held answers EXISTS, once after a copy in vain; the next ones reserve, which spares them the copy."""
+    """A put of existing blocks answers EXISTS, once after a wasted copy; the next puts call Reserve first."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -224,7 +224,7 @@ def test_what_exists_is_said_to_exist(daemon: Daemon, waited: Counter[str]) -> N
 
 
 def test_nobody_waits_for_an_order(daemon: Daemon, waited: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A put whose pages are not there yet reserves for itself, and an order that is not wanted any more is given up: what it gives later comes back."""
+    """A put whose pages have not arrived reserves for itself. The daemon gets back pages of a stale order."""
     monkeypatch.setattr(Line, "is_answered", False)
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
@@ -238,7 +238,7 @@ def test_nobody_waits_for_an_order(daemon: Daemon, waited: Counter[str], monkeyp
 
 
 def test_what_nobody_takes_goes_back(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call that comes late after the last put gives the pages back that were reserved for another."""
+    """The first call after STALE_S releases pages that were reserved for a next put."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -252,7 +252,7 @@ def test_what_nobody_takes_goes_back(daemon: Daemon, monkeypatch: pytest.MonkeyP
 
 
 def test_all_clients_together_reserve_little_ahead(daemon: Daemon, waited: Counter[str]) -> None:
-    """What clients have for puts that may come is an eighth of the tier at most; the others reserve when they put."""
+    """All clients together reserve ahead at most an eighth of the tier; other puts call Reserve."""
     clients = [Client(daemon.target, name=f"{i}") for i in range(6)]
     spaces = [client.open_namespace(SPEC) for client in clients]
     for number in range(4):
@@ -266,7 +266,7 @@ def test_all_clients_together_reserve_little_ahead(daemon: Daemon, waited: Count
 
 
 def test_an_epoch_that_ended_meanwhile(daemon: Daemon) -> None:
-    """A put into a namespace whose epoch has ended raises StaleHandle, whoever reserved its pages before that, and stores nothing."""
+    """After an epoch ends, a put raises StaleHandle and stores nothing, even with pages reserved before."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -281,7 +281,7 @@ def test_an_epoch_that_ended_meanwhile(daemon: Daemon) -> None:
 
 
 def test_a_daemon_that_dies_between_two_puts() -> None:
-    """The next put goes to its successor as if nothing had been reserved."""
+    """After the daemon dies between two puts, the next put stores its blocks in the successor."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -294,7 +294,7 @@ def test_a_daemon_that_dies_between_two_puts() -> None:
 
 
 def test_a_daemon_that_dies_while_a_put_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written to a spare of the dead daemon is written once more, to its successor's pages."""
+    """When the daemon dies during a copy, the client copies again, to its successor's pages."""
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
         space, inner = client.open_namespace(SPEC), writing.Copy.run
         for number in range(3):
@@ -312,7 +312,7 @@ def test_a_daemon_that_dies_while_a_put_copies(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_have_pages_of_their_own(daemon: Daemon) -> None:
-    """What was reserved for one rank's next put serves no other rank's."""
+    """Pages reserved for one rank's next put are not used for another rank."""
     with Client(daemon.target) as client:
         space, names = client.open_namespace(replace(SPEC, model="ranks", rank_count=2)), chain(4, BLOCKS)
         for number in range(3):
@@ -324,7 +324,7 @@ def test_ranks_have_pages_of_their_own(daemon: Daemon) -> None:
 
 
 def test_longer_blocks_reserve_for_themselves(daemon: Daemon, waited: Counter[str]) -> None:
-    """A put whose blocks are longer than those before it is stored whole."""
+    """A put whose blocks are longer than those before it is stored completely."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -339,8 +339,8 @@ def test_longer_blocks_reserve_for_themselves(daemon: Daemon, waited: Counter[st
 
 
 def test_part_of_the_pages_is_none(daemon: Daemon) -> None:
-    """Where there is room for some of the next put's pages only, none is reserved for it, and it reserves for itself."""
-    pinned = (32 << 20) // SPEC.block_bytes - BLOCKS + 2  # of half the tier
+    """When only some pages of the next put fit, none is reserved ahead and that put reserves for itself."""
+    pinned = (32 << 20) // SPEC.block_bytes - BLOCKS + 2  # from half the tier
     with Client(daemon.target) as client, Client(daemon.target) as other:
         space, names = client.open_namespace(SPEC), chain(50, pinned)
         its = other.open_namespace(SPEC)
@@ -358,7 +358,7 @@ def test_part_of_the_pages_is_none(daemon: Daemon) -> None:
 
 
 def test_a_child_reserves_for_itself(daemon: Daemon) -> None:
-    """A forked child does not touch what its parent has reserved: both store what they were given."""
+    """A forked child does not use its parent's reserved pages; both store the right bytes."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(3):
@@ -394,7 +394,7 @@ def test_threads_that_share_a_client(daemon: Daemon) -> None:
 
 
 def test_a_replay_reserves_nothing_ahead() -> None:
-    """Under a replay clock every put reserves for itself, so that a trace gives the same result every time."""
+    """With a replay clock every put reserves for itself, so a trace always gives the same result."""
     with (
         Daemon(CONFIG.replace("nvme = []", 'nvme = []\n[server]\nclock = "replay"')) as daemon,
         Client(daemon.target) as client,
@@ -406,7 +406,7 @@ def test_a_replay_reserves_nothing_ahead() -> None:
 
 
 class Writer(threading.Thread):
-    """Puts one sequence after another, whatever becomes of the daemon. stored: which of them were acknowledged."""
+    """Puts sequences until told to stop, through daemon deaths. stored: acknowledged sequences."""
 
     def __init__(self, target: str, first: int) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class Writer(threading.Thread):
         self._target, self._next = target, first
 
     def run(self) -> None:
-        """Until `is_over`."""
+        """Puts until `is_over`."""
         try:
             with Client(self._target, timeout_s=20.0) as client:
                 space = OpenedNamespace(SPEC)
@@ -436,7 +436,7 @@ class Writer(threading.Thread):
 
 
 def test_killed_while_pages_are_reserved_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons die in the middle of puts into spare pages: whatever is served afterwards is byte for byte what was put, and in the end nobody holds anything."""
+    """After SIGKILL during puts into reserved pages, gets serve only the bytes that clients put."""
     seed = int(os.environ.get("SPARES_SEED", time.time_ns() % 1_000_000))
     print(f"SPARES_SEED={seed}")
     chance, taken, inner = random.Random(seed), list[int](), writing._into_spare
@@ -473,7 +473,7 @@ def test_killed_while_pages_are_reserved_ahead(monkeypatch: pytest.MonkeyPatch) 
 
 
 def check(client: Client, space: OpenedNamespace, numbers: Sequence[int]) -> None:
-    """What is there of these sequences is what was put."""
+    """Asserts that every block served of these sequences has the bytes that were put."""
     for number in numbers:
         names = chain(number, BLOCKS)
         views = client.get(space, names).views
@@ -481,7 +481,7 @@ def check(client: Client, space: OpenedNamespace, numbers: Sequence[int]) -> Non
 
 
 def test_the_last_but_one_orders(daemon: Daemon) -> None:
-    """Pages are asked for while there are some for one put more, which comes before the answer perhaps; not while there are more."""
+    """The client orders while its stock is enough for only one more put."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         for number in range(2):

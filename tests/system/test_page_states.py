@@ -1,4 +1,4 @@
-"""What /metrics says of pages: each has one state, and how many are pinned is said beside that."""
+"""Page gauges in /metrics: each page has one state, and pinned pages have a separate gauge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT = 5
 
 
 def test_states_do_not_overlap() -> None:
-    """A pinned page counts once among the states, as ready, and once as pinned: the states of a tier add up to its pages."""
+    """A pinned page counts once as ready and once as pinned; the states of a tier add up to its pages."""
     port = free_port()
     config = f'nvme = []\n[server]\nmetrics_listen = "127.0.0.1:{port}"\n{HOST}'
     with Daemon(config) as daemon, Client(daemon.target) as client:

@@ -1,11 +1,12 @@
-"""The disk loses its power under a real daemon: what was acknowledged durable is there afterwards, everything else is right or a miss.
+"""Power failures under a real daemon: durable blocks survive, and all others are right or a miss.
 
-The daemon's state and store lie on an ext4 file system of their own, on a loop device. EXT4_IOC_SHUTDOWN without a flush of the journal
-is what a power failure is to it: what was not synced is gone. The daemon is killed, its memory wiped, the file system mounted
-again. Needs root, loop devices and mkfs.ext4. POWER_SEED=n runs with the numbers of one seed.
+The daemon's state and store are on their own ext4 file system, on a loop device. EXT4_IOC_SHUTDOWN
+without a journal flush simulates a power failure: unsynced data is lost. The test then kills the
+daemon, wipes its memory and remounts. It needs root, loop devices and mkfs.ext4; POWER_SEED=n sets
+the seed.
 
-An acknowledgement counts if it came before the power began to fail: a sync that is under way at that moment may return 0 (the aborted journal
-says that its transaction is over) although nothing reached the disk. A real machine would not live to tell.
+An acknowledgement counts only before the failure begins. A sync during the failure may return 0
+(the aborted journal reports its transaction as done) although no data reached the disk.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ IMAGE_BYTES = 640 << 20
 FAILURES_PER_DISK = 25
 THREADS = 3
 CHAINS_PER_LIFE = 8
-"""Of each thread, at most, so that what is stored on a disk fits it."""
+"""Chains of each thread at most, so that they fit on a disk."""
 MOST_ACKNOWLEDGED = 10
-"""The power fails a moment after so many chains at most were acknowledged in a life."""
+"""In each life, the power fails soon after at most this many chains were acknowledged."""
 RECENT, SAMPLED = 60, 20
-"""After each failure so many of the newest chains are looked at, and a sample of the older ones; in the end all."""
+"""After each failure the test checks the newest chains and a sample of older ones; at the end all."""
 TOOLS = ("losetup", "mkfs.ext4", "mount", "umount")
 
 
 def config(direct: str) -> str:
-    """A host tier that is too small for what is stored, and a store that never has to evict."""
+    """A host tier too small for all blocks, and a store that never has to evict."""
     return f"""\
 [server]
 shutdown_deadline = "5 s"
@@ -66,7 +67,7 @@ direct = "{direct}"
 
 
 class LoopDisk:
-    """An ext4 file system on a loop device, mounted at `path`; gone with the context, whatever happens in it."""
+    """An ext4 file system on a loop device, mounted at `path`; removed with the context in any case."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "disk"
@@ -94,7 +95,7 @@ class LoopDisk:
         self._stack.close()
 
     def fail(self) -> None:
-        """The power is gone: nothing reaches the disk any more, and what its journal had not committed never will."""
+        """Cuts the power: no write reaches the disk, and uncommitted journal entries are lost."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", NOLOGFLUSH))
@@ -102,7 +103,7 @@ class LoopDisk:
             os.close(fd)
 
     def come_back(self) -> None:
-        """The power is there again; nobody may have a file of it open."""
+        """Restores the power. No process may have a file of the disk open."""
         self._unmount()
         self._mount()
 
@@ -114,13 +115,13 @@ class LoopDisk:
 
 
 def run(*command: str) -> str:
-    """Its output. Raises CalledProcessError with what it said."""
+    """The command's output. Raises CalledProcessError with its stderr."""
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SOON_S).stdout
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Where disks can be made, if this machine lets us make them."""
+    """A directory for disks, if this machine allows loop devices."""
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root and {', '.join(TOOLS)}; uid {os.geteuid()}, missing {missing}")
@@ -133,7 +134,7 @@ def place(tmp_path: Path) -> Path:
 
 
 class Machine:
-    """A daemon on a disk, and what it has acknowledged. durable, seen: chains acknowledged durable, and all that were ever put."""
+    """A daemon on a disk. durable: chains acknowledged as durable; seen: all chains put."""
 
     def __init__(self, disk: LoopDisk, direct: str, seed: int) -> None:
         self.daemon = WarmDaemon(config(direct), env={"TIERD_STATE_DIR": str(disk.path / "state")})
@@ -146,7 +147,7 @@ class Machine:
         self._has_power = False
 
     def life(self) -> None:
-        """Load, until the power is gone, which is while some of it flies."""
+        """Puts chains until the power fails in the middle of some."""
         ends, self._acknowledged, self._has_power = threading.Event(), threading.Semaphore(0), True
         numbers = [
             range(self._next + i * CHAINS_PER_LIFE, self._next + (i + 1) * CHAINS_PER_LIFE) for i in range(THREADS)
@@ -166,7 +167,7 @@ class Machine:
         assert not any(worker.is_alive() for worker in workers)
 
     def lose_power(self) -> None:
-        """Nothing of the memory is left, and of the disk what was synced."""
+        """Loses all memory, and all disk writes that were not synced."""
         self._has_power = False
         self._disk.fail()
         self.figures["failures"] += 1
@@ -176,7 +177,7 @@ class Machine:
         self._disk.come_back()
 
     def start(self) -> None:
-        """The daemon again; sometimes the power goes once more while it starts."""
+        """Starts the daemon; sometimes the power fails again during the start."""
         while self._chance.random() < 0.2:
             self.daemon.start(wait=False)
             time.sleep(self._chance.uniform(0.0, 0.4))
@@ -184,7 +185,7 @@ class Machine:
         self.daemon.start()
 
     def check(self, *, whole: bool = False) -> None:
-        """Chains that were ever put: durable ones are whole, the others right as far as they are there."""
+        """Asserts that durable chains are complete and other chains have only right bytes."""
         seen = list(self.seen)
         older = [] if whole else self._chance.sample(seen[:-RECENT], min(SAMPLED, len(seen[:-RECENT])))
         with Client(self.daemon.target, name="check", timeout_s=30.0) as client:
@@ -199,7 +200,7 @@ class Machine:
                 del got
 
     def _get(self, client: Client, space: OpenedNamespace, it: Chain) -> GetResult:
-        """A durable chain whole: room above the store may be short for a moment."""
+        """Retries a durable chain that is short, because memory above the store may be full briefly."""
         deadline = time.monotonic() + SOON_S
         while (got := client.get(space, it.hashes)).blocks < len(it.hashes) and it.number in self.durable:
             if client.lookup(space, it.hashes).tokens < len(it.hashes) * TOKENS or time.monotonic() > deadline:
@@ -227,7 +228,7 @@ class Machine:
 
 
 def fail_again_and_again(machine: Machine, failures: int) -> list[float]:
-    """Seconds of each failure, from the load before it to the last look."""
+    """Seconds of each cycle of load, failure, restart and check."""
     times_s = list[float]()
     with machine.daemon:
         for _ in range(failures):
@@ -244,7 +245,7 @@ def fail_again_and_again(machine: Machine, failures: int) -> list[float]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_power_fails_under_load(place: Path, direct: str) -> None:
-    """However often the power fails: every block acknowledged durable is there byte by byte, no byte is ever wrong, the daemon serves again."""
+    """After each power failure all durable blocks are intact, no byte is wrong, and the daemon serves."""
     failures = count(test=2, nightly=50, weekly=150)
     seed = int(os.environ.get("POWER_SEED", time.time_ns() % 1_000_000))
     print(f"POWER_SEED={seed}")

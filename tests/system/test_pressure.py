@@ -1,4 +1,4 @@
-"""Memory under pressure: sizes, namespaces and sessions share tiers; nothing leaks, nobody starves."""
+"""Memory pressure: sizes, namespaces and sessions share tiers, no page leaks, every client progresses."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ low_watermark = 0.25
 capacity = "128 MiB"
 segment = "8 MiB"
 """
-"""On a replay clock blocks are demoted in a Quiesce alone."""
+"""With a replay clock, only Quiesce demotes blocks."""
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """Host memory of 16 segments above a store four times as large."""
+    """A daemon with host memory of 16 segments above a store four times as large."""
     with Daemon(CONFIG) as running:
         yield running
 
 
 def _put(client: RawClient, namespace: int, hashes: np.ndarray, *, length: int) -> int:
-    """Writes and commits what gets a page; how many blocks are held afterwards."""
+    """Writes and commits the blocks that get a page. Returns the number of blocks held afterwards."""
     reservation, handles = client.reserve(namespace, hashes, length=length)
     for handle, name in zip(handles, hashes, strict=True):
         if handle["status"] == pb.BLOCK_STATUS_RESERVED:
@@ -66,7 +66,7 @@ def _put(client: RawClient, namespace: int, hashes: np.ndarray, *, length: int) 
 
 
 def _get(client: RawClient, namespace: int, hashes: np.ndarray) -> int:
-    """Checks every byte of what is served; how many blocks that were."""
+    """Checks every byte served. Returns the number of blocks."""
     group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
     reply = client.call(client.cache.Acquire, pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST))
     if not reply.lease:
@@ -83,7 +83,7 @@ def _host(client: RawClient) -> apb.TierInfo:
 
 
 def test_three_sizes_share_a_tier(daemon: Daemon) -> None:
-    """Blocks of 4 KiB, 128 KiB and 2 MiB take the host tier in turns: each gets nearly all of it, and every byte read is right."""
+    """Each of three block sizes in turn gets over 20 of the host tier's 32 MiB, with right bytes."""
     with RawClient(daemon.target) as client:
         names = {size: client.open_namespace(block_bytes=size, model=f"m{size}") for size in SIZES}
         for turn, size in enumerate((*SIZES, *reversed(SIZES))):
@@ -97,7 +97,7 @@ def test_three_sizes_share_a_tier(daemon: Daemon) -> None:
 
 
 def test_nothing_leaks(daemon: Daemon) -> None:
-    """After churn of all sizes, evicting everything leaves both tiers empty, with no page reserved, pinned or lost."""
+    """After puts and gets of all sizes, an eviction of everything empties both tiers and leaks no page."""
     noise = np.random.default_rng(3)
     with RawClient(daemon.target) as client:
         names = {size: client.open_namespace(block_bytes=size, model=f"m{size}") for size in SIZES}
@@ -116,8 +116,9 @@ def test_nothing_leaks(daemon: Daemon) -> None:
 
 
 def test_demoted_blocks_come_back_from_nvme() -> None:
-    """What was written ahead and has left the host tier is served from NVMe, every block and every byte."""
-    # As much as a whole put or get is clean ahead of it, so that nothing has to be dropped before it was written.
+    """NVMe serves every demoted block with the right bytes."""
+    # The watermarks keep enough blocks clean for a complete put or get, so no unwritten block is
+    # dropped.
     roomy = CONFIG.replace("[[nvme]]", "high_watermark = 0.7\nlow_watermark = 0.5\n\n[[nvme]]")
     with Daemon(roomy) as daemon, RawClient(daemon.target) as client:
         namespace = client.open_namespace(block_bytes=128 * 1024)
@@ -131,7 +132,7 @@ def test_demoted_blocks_come_back_from_nvme() -> None:
 
 
 def test_headroom_is_free_between_requests() -> None:
-    """A tier that is told to keep a quarter free takes a put into it, and has a quarter free again afterwards; what left is on NVMe."""
+    """A tier with `headroom = 0.25` accepts puts and has a quarter free again after Quiesce."""
     with (
         Daemon(CONFIG.replace("[[nvme]]", "headroom = 0.25\n\n[[nvme]]")) as daemon,
         RawClient(daemon.target) as client,
@@ -147,7 +148,7 @@ def test_headroom_is_free_between_requests() -> None:
 
 @pytest.mark.parametrize("sessions", [2, 8])
 def test_asking_for_twice_the_tier(daemon: Daemon, sessions: int) -> None:
-    """Sessions that together ask for twice the tier, each holding what it got while asking for more, all end within their deadline."""
+    """Sessions that hold pages while asking for more, twice the tier in all, finish by their deadline."""
     length, per_session = 128 * 1024, 2 * 32 * MIB // (128 * 1024) // sessions
     faults: list[BaseException] = []
     left = [per_session] * sessions
@@ -171,7 +172,7 @@ def test_asking_for_twice_the_tier(daemon: Daemon, sessions: int) -> None:
 
 
 def _hold_and_put(client: RawClient, namespace: int, number: int, wanted: int, length: int) -> int:
-    """Asks for everything that is wanted at once, keeps the pages while it asks again, then commits; blocks stored."""
+    """Holds the pages of a first Reserve during a second, then commits. Returns the blocks stored."""
     hashes = chain(1000 * number + wanted, wanted)
     first, handles = client.reserve(namespace, hashes, length=length)
     granted = handles["status"] == pb.BLOCK_STATUS_RESERVED
@@ -187,7 +188,7 @@ def _hold_and_put(client: RawClient, namespace: int, number: int, wanted: int, l
 
 
 def test_a_burst_beyond_what_is_looked_at_loses_nothing() -> None:
-    """What the watermarks want is on the store before it is needed, also where it is more blocks than demotion looks at each time: then as many come at once, and cost none."""
+    """A burst larger than one demotion scan loses no block."""
     capacity, burst, each = 8192, 5120, 256
     with Daemon(BURST) as running, Client(running.target) as client, connect(running.target) as operator:
         space = client.open_namespace(NamespaceSpec(model="burst", tokens_per_block=16, block_bytes=4096))

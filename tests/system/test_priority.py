@@ -1,4 +1,4 @@
-"""The eviction policy `priority` in a real daemon: what a put says of its blocks holds under pressure, runs out, and outlives restarts."""
+"""The eviction policy `priority` in a real daemon: under pressure, over time and across restarts."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ TOKENS, BLOCK_BYTES, KEPT = 16, 1 << 19, 4
 SPEC = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
 HOST = '[[host]]\ncapacity = "16 MiB"\nsegment = "2 MiB"\neviction = "priority"\n'
 ROOM = (16 << 20) // BLOCK_BYTES
-"""Blocks of the host tier."""
+"""Blocks that fit in the host tier."""
 REPLAYED = '[server]\nclock = "replay"\n\n' + HOST
 STORED = HOST + '\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\neviction = "priority"\n'
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """Memory alone, and time as the test tells it."""
+    """A daemon with memory alone, on a clock that the test sets."""
     with Daemon(REPLAYED) as running:
         yield running
 
 
 def put(client: Client, namespace: OpenedNamespace, names: np.ndarray, *, durable: bool = False, **said: Any) -> int:
-    """Stores a chain; how many blocks of it."""
+    """Stores a chain. Returns the number of blocks stored."""
     sources = [content_of(name, BLOCK_BYTES) for name in names]
     return client.put(namespace, PutGroup(namespace, names, **said), sources, durable=durable).stored
 
 
 def press(client: Client, namespace: OpenedNamespace, seed: int) -> None:
-    """Stores twice what the memory holds, of which nothing is said."""
+    """Stores twice the host tier's capacity with no priority set."""
     for number in range(2 * ROOM // 8):
         assert put(client, namespace, chain(seed * 1000 + number, 8)) == 8
 
 
 def held(client: Client, namespace: OpenedNamespace, names: np.ndarray) -> int:
-    """Blocks of the chain that could be served."""
+    """Blocks of the chain that a get could serve."""
     return client.lookup(namespace, names).tokens // TOKENS
 
 
@@ -62,7 +62,7 @@ def set_time(daemon: Daemon, time_s: float) -> None:
 
 
 def listed(daemon: Daemon, names: np.ndarray) -> list[dict[str, Any]]:
-    """What `tierctl blocks` says of a chain, first to last."""
+    """The rows of `tierctl blocks` for a chain, first to last."""
     result = CliRunner().invoke(cli, ["blocks", "--limit", "1000", "--json", "--target", daemon.target])
     assert result.exit_code == 0, result.output
     found = {block["hash"]: block for block in json.loads(result.stdout)["blocks"]}
@@ -70,7 +70,7 @@ def listed(daemon: Daemon, names: np.ndarray) -> list[dict[str, Any]]:
 
 
 def test_a_prompt_stays_for_its_time_under_pressure(daemon: Daemon) -> None:
-    """While twice the memory goes by, a retained prompt stays and an older and a newer one of the default go; when its time has run out it goes too."""
+    """Under pressure a retained prompt stays and default ones are evicted, until its retention ends."""
     older, prompt, newer = chain(1, KEPT), chain(2, KEPT), chain(3, KEPT)
     with Client(daemon.target) as client:
         namespace = client.open_namespace(SPEC)
@@ -85,7 +85,7 @@ def test_a_prompt_stays_for_its_time_under_pressure(daemon: Daemon) -> None:
 
 
 def test_each_block_has_its_own(daemon: Daemon) -> None:
-    """Of one put, the blocks of high priority stay and those after them, of low, go first; of a later put the first ones are raised."""
+    """Each block of a put has its own priority; a later put can raise the priority of existing blocks."""
     names, other = chain(1, KEPT), chain(2, KEPT)
     with Client(daemon.target) as client:
         namespace = client.open_namespace(SPEC)
@@ -106,7 +106,7 @@ def test_each_block_has_its_own(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("is_memory_lost", [False, True], ids=["killed", "rebooted"])
 def test_what_was_said_outlives_a_restart(is_memory_lost: bool) -> None:
-    """After SIGKILL, with the memory or from the store alone, a prompt is as prior as it was, for no longer than it was to be."""
+    """After SIGKILL, with or without its memory, a daemon keeps a prompt's priority and retention."""
     prompt, plain = chain(1, KEPT), chain(2, KEPT)
     with Daemon(STORED) as daemon:
         with Client(daemon.target) as client:
@@ -134,7 +134,7 @@ def test_what_was_said_outlives_a_restart(is_memory_lost: bool) -> None:
     ],
 )
 def test_what_cannot_be_said_is_refused_by_name(daemon: Daemon, said: dict[str, Sequence[int]], told: str) -> None:
-    """A daemon names the field, the value and the limit, and sets nothing aside."""
+    """The daemon refuses an invalid value with field, value and limit, and reserves nothing."""
     with RawClient(daemon.target) as raw:
         blocks = put_blocks(chain(1, 3)).tobytes()
         group = pb.PutGroup(namespace=raw.open_namespace(), blocks=blocks, **said)

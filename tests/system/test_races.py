@@ -1,4 +1,4 @@
-"""Races for pages and for names: readers against eviction, many writers of one key, writers that die in between."""
+"""Races for pages and keys: reads against eviction, many writers of one key, and writers that die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.system.warm import Daemon
 from tierd.core.formats.model import BlockStatus
 
 GETS = count(test=5_000, nightly=1_000_000, weekly=10_000_000)
-"""Block gets under eviction, all readers together."""
+"""Block gets under eviction, of all readers together."""
 ROUNDS = count(test=4, nightly=150, weekly=1_500)
 READERS = 3
 PROCESSES, THREADS = 4, 16
@@ -40,13 +40,13 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """Host memory alone: what leaves it is gone."""
+    """A daemon with host memory alone: evicted blocks are gone."""
     with Daemon(CONFIG) as running:
         yield running
 
 
 def _run(processes: list[Any], told: Any, *, within_s: float) -> list[Any]:
-    """Starts them; what each tells. Ends those that are left."""
+    """Starts the processes and returns their answers; then kills any that still run."""
     try:
         for process in processes:
             process.start()
@@ -59,7 +59,7 @@ def _run(processes: list[Any], told: Any, *, within_s: float) -> list[Any]:
 
 @pytest.mark.timeout(3600)
 def test_evict_against_read(daemon: Daemon) -> None:
-    """While several processes put 110 % of a tier through it, every block that any of them gets, as a view or as a copy, is its own, and a view stays so."""
+    """While processes push 110 % of a tier through it, blocks got have right bytes, and views keep them."""
     begun, told = time.monotonic(), SPAWN.Queue()
     readers = [
         SPAWN.Process(
@@ -75,7 +75,7 @@ def test_evict_against_read(daemon: Daemon) -> None:
     seen = sum((Counter(answer) for answer in answers), Counter())
     assert seen["wrong"] == 0
     assert min(seen["views"], seen["copies"], seen["again"]) > GETS // 100, seen
-    assert min(seen["misses"], seen["stored"]) > READERS, seen  # blocks did leave, and came back
+    assert min(seen["misses"], seen["stored"]) > READERS, seen  # some blocks were evicted and put again
     report("evict against read", mismatches=0, **seen, seconds=round(time.monotonic() - begun, 1))
 
 
@@ -85,7 +85,7 @@ def test_evict_against_read(daemon: Daemon) -> None:
 @pytest.mark.parametrize("mortals", [0, MORTALS], ids=["all live", "some die"])
 @pytest.mark.timeout(3600)
 def test_one_winner(daemon: Daemon, mortals: int) -> None:
-    """Of 64 writers of the same keys, each with bytes of its own, one wins each key and all of them read its bytes; also where writers die before and in their commits."""
+    """Of 64 writers of the same keys one wins each key, and all read its bytes, even if writers die."""
     begun, told, barrier = time.monotonic(), SPAWN.Queue(), SPAWN.Barrier(PROCESSES * THREADS)
     dying = _dying(daemon.target, mortals)
     writers = [
@@ -117,7 +117,7 @@ def test_one_winner(daemon: Daemon, mortals: int) -> None:
 
 
 def _dying(target: str, count: int) -> list[Any]:
-    """Writers that have reserved every key and die later on. Each tells over a pipe of its own: one that is killed holds no lock of the others'."""
+    """Writers that have reserved all keys and die later. Each has its own pipe, so no death holds a lock."""
     processes, pipes = [], []
     for number in range(count):
         ours, theirs = SPAWN.Pipe(duplex=False)
@@ -133,7 +133,7 @@ def _dying(target: str, count: int) -> list[Any]:
 
 
 def _winners(rows: list[Any], *, mortals: int) -> dict[tuple[int, int], int]:
-    """Who won each key. Raises AssertionError where two did, or where anybody read something else."""
+    """The writer that won each key. Raises AssertionError if two won, or if a reader got other bytes."""
     assert len(rows) == ROUNDS * PROCESSES * THREADS
     ready: dict[tuple[int, int], list[int]] = defaultdict(list)
     seen: dict[tuple[int, int], set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""What the front page shows is what happens."""
+"""The README's example does what the README shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def test_example_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's Python example runs as it is written, against a real daemon, and once more against one that has its blocks."""
+    """The README's Python example runs unchanged against a real daemon, and again when its blocks exist."""
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     with Daemon() as daemon:
         monkeypatch.setenv("TIERD_TARGET", daemon.target)

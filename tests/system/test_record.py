@@ -1,4 +1,4 @@
-"""`tierctl record` on real daemons: what is recorded is the traffic, nothing of it can be recognised, and no fault of the file is felt by clients."""
+"""`tierctl record` on real daemons: recordings are correct and anonymous; file faults fail no call."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ SALT = "a-salt-of-somebody"
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon for the file, of memory alone."""
+    """A daemon shared by this file, with memory alone."""
     with Daemon(SMALL) as started:
         yield started
 
 
 def run(daemon: Daemon, *arguments: str) -> Result:
-    """A verb."""
+    """Runs a verb."""
     return CliRunner().invoke(cli, [*arguments, "--target", daemon.target])
 
 
 def record(daemon: Daemon, *arguments: str) -> dict[str, Any]:
-    """What `record` answers."""
+    """The JSON answer of `record`."""
     result = run(daemon, "record", *arguments, "--json")
     assert result.exit_code == 0, result.output
     answer: dict[str, Any] = json.loads(result.stdout)
@@ -72,7 +72,7 @@ def renumbered(requests: list[Request]) -> list[tuple[int, int, list[int]]]:
 
 
 def test_a_replayed_trace_is_recorded_as_it_is(tmp_path: Path) -> None:
-    """A trace that is replayed under recording is found in the file: times, lengths and shared prefixes; replayed in its turn, it finds the same."""
+    """A recording has the trace's times, lengths and shared prefixes, and its replay has equal hits."""
     trace, sums = conversations(tmp_path / "made-up.gz", count=40), []
     for _ in range(2):
         with Daemon(CONFIG) as daemon:
@@ -92,7 +92,7 @@ def test_a_replayed_trace_is_recorded_as_it_is(tmp_path: Path) -> None:
 
 
 def gzip_copy(path: Path, target: Path) -> Path:
-    """The same in a place that outlives the daemon."""
+    """Copies the file to a path that outlives the daemon."""
     target.write_bytes(path.read_bytes())
     return target
 
@@ -102,7 +102,7 @@ def flat(requests: list[Request]) -> list[int]:
 
 
 def test_nothing_of_the_blocks_can_be_recognised(daemon: Daemon) -> None:
-    """No hash, model, salt or tenant is in the file, in any spelling; another recording of other blocks begins with the same numbers; files are private."""
+    """A recording has no hash, model, salt or tenant; ids always begin at 0; only the owner can read it."""
     paths, names = [], []
     with Client(daemon.target) as client:
         space = opened(client)
@@ -129,7 +129,7 @@ def test_nothing_of_the_blocks_can_be_recognised(daemon: Daemon) -> None:
 
 
 def test_engines_that_look_and_then_load_make_one_request(daemon: Daemon) -> None:
-    """A lookup of a whole prompt, the acquire of what was found, by another session, and the put of the rest are one line: the prompt."""
+    """A prompt's lookup, another session's acquire of the hit, and the put of the rest are one request."""
     with Client(daemon.target) as scheduler, Client(daemon.target) as worker:
         space, prompt = opened(scheduler), chain(1, 8)
         worker.put(opened(worker), prompt[:5], [bytes(4096)] * 5)
@@ -145,7 +145,7 @@ def test_engines_that_look_and_then_load_make_one_request(daemon: Daemon) -> Non
 
 
 def test_a_killed_daemon_leaves_what_was_written() -> None:
-    """After SIGKILL in the middle of traffic the file holds a prefix of it, whole, and so it does after a stop; the next life records anew."""
+    """After SIGKILL or a stop, a recording is a valid prefix of the traffic; the next life can record."""
     with Daemon(SMALL) as daemon:
         with Client(daemon.target, best_effort=True) as client:
             space = opened(client)
@@ -171,7 +171,7 @@ def test_a_killed_daemon_leaves_what_was_written() -> None:
 
 
 def test_one_recording_at_a_time(daemon: Daemon) -> None:
-    """A second start and a second stop are refused with the reason; names that are paths are no names."""
+    """A second start or stop is refused with the reason, and so are invalid names and options."""
     record(daemon, "start", "one")
     second = run(daemon, "record", "start", "two")
     assert (second.exit_code, "only one may run" in second.stderr) == (1, True)
@@ -187,7 +187,7 @@ def test_one_recording_at_a_time(daemon: Daemon) -> None:
 
 
 def test_a_recording_ends_by_itself(daemon: Daemon) -> None:
-    """At its size and at its time it ends with the reason, and clients go on."""
+    """A recording ends at its size or time limit with the reason, and client calls still succeed."""
     with Client(daemon.target) as client:
         space = opened(client)
         record(daemon, "start", "timed", "--seconds", "100ms")
@@ -207,11 +207,11 @@ def test_a_recording_ends_by_itself(daemon: Daemon) -> None:
 
 
 def test_a_file_that_cannot_grow_ends_it_and_nothing_else(daemon: Daemon) -> None:
-    """When the kernel refuses a write in the middle of one the file stays whole, the reason is told, and no call of a client fails."""
+    """When a write fails partway, the recording ends with the reason and a valid file; no call fails."""
     with Client(daemon.target) as client, connect(daemon.target) as operator:
 
         def told() -> pb.RecordReply:
-            return operator.ask(pb.RecordStatusRequest())  # no new session: it would need a row in a file
+            return operator.ask(pb.RecordStatusRequest())  # opens no new session, which would need a row in a file
 
         space = opened(client)
         assert client.put(space, chain(1, 4), [bytes(4096)] * 4)
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_grow_ends_it_and_nothing_else(daemon: Daemon) -> Non
 
 
 def test_a_stop_in_the_middle_of_traffic(daemon: Daemon) -> None:
-    """While clients ask, recordings begin and end: each holds whole requests in order, and none is lost."""
+    """While clients call, each recording holds complete requests in order and loses none."""
     stop = threading.Event()
 
     def ask() -> None:
@@ -259,7 +259,7 @@ def test_a_stop_in_the_middle_of_traffic(daemon: Daemon) -> None:
 
 
 def test_a_full_directory_is_told(daemon: Daemon) -> None:
-    """Files that nobody removes have a bound."""
+    """With 100 files in the directory, a new recording is refused."""
     record(daemon, "start", "last")
     record(daemon, "stop")
     made = [daemon.root / "state" / "recordings" / f"made{number}.jsonl.gz" for number in range(100)]
@@ -272,7 +272,7 @@ def test_a_full_directory_is_told(daemon: Daemon) -> None:
 
 
 def test_replay_knows_the_namespaces_of_a_recording(daemon: Daemon, tmp_path: Path) -> None:
-    """Requests of two namespaces with blocks of their own sizes are replayed as they were: nothing is shared across them."""
+    """A replay keeps a recording's two namespaces and their block sizes apart: they share no blocks."""
     lines: list[dict[str, object]] = [
         {"timestamp": 0, "input_length": 30, "hash_ids": [0, 1], "tokens_per_block": 16, "block_bytes": 4096},
         {"timestamp": 1, "input_length": 64, "hash_ids": [0, 1], "tokens_per_block": 32, "namespace": 1},

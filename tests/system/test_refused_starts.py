@@ -1,4 +1,4 @@
-"""A daemon that cannot start says why in one line: which path or setting, and what to do; no traceback."""
+"""A failed start prints one line without a traceback: the path or setting, and the cause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = 'nvme = []\n[[host]]\ncapacity = "4 MiB"\nsegment = "1 MiB"\n'
 
 
 def log_of(tmp_path: Path, config: str = SMALL, **env: str) -> str:
-    """What a daemon says that does not start."""
+    """The log of a daemon that fails to start."""
     daemon = Daemon(config, root=tmp_path, env=env)
     with pytest.raises(Unavailable, match=r"exit status \d"), daemon:
         pass
@@ -26,7 +26,7 @@ def log_of(tmp_path: Path, config: str = SMALL, **env: str) -> str:
 @pytest.mark.parametrize("name", ["TIERD_RUNTIME_DIR", "TIERD_STATE_DIR"])
 @pytest.mark.parametrize("place", ["/sys/tierd", "/proc/self/tierd/deep", "file/below"])
 def test_directories_that_cannot_be_made(tmp_path: Path, name: str, place: str) -> None:
-    """A runtime or state directory on a file system that is read-only to it, or below a file, is named with the system's reason."""
+    """A runtime or state directory below a file or on a read-only file system is named in the refusal."""
     (tmp_path / "file").write_text("")
     wanted = str(tmp_path / place)
     log = log_of(tmp_path, **{name: wanted})
@@ -36,7 +36,7 @@ def test_directories_that_cannot_be_made(tmp_path: Path, name: str, place: str) 
 
 @pytest.mark.parametrize("link", ["tierd.lock", "instance"])
 def test_links_in_the_place_of_files(tmp_path: Path, link: str) -> None:
-    """A symlink where the daemon has a file of its own is not followed; where that keeps it from starting, the link is named."""
+    """The daemon follows no symlink in place of its own file; if this stops its start, it names the link."""
     state = tmp_path / "state"
     state.mkdir(mode=0o700)
     (state / link).symlink_to(tmp_path / "elsewhere")
@@ -59,7 +59,7 @@ def test_links_in_the_place_of_files(tmp_path: Path, link: str) -> None:
     ],
 )
 def test_paths_with_nul(tmp_path: Path, text: str) -> None:
-    """A path that no file can have is refused with its setting."""
+    """A path with NUL is refused with a message."""
     log = log_of(tmp_path, f"{text}\n" if "host" in text else f'{text}\n[[host]]\ncapacity = "4 MiB"\n')
     assert "Traceback" not in log
     assert "is no absolute path" in log
@@ -79,7 +79,7 @@ def test_paths_with_nul(tmp_path: Path, text: str) -> None:
     ids=" ".join,
 )
 def test_operators_arguments(arguments: list[str]) -> None:
-    """An operator's argument that no message can carry is refused in a line."""
+    """An operator's argument that no message can carry is refused without a traceback."""
     with Daemon(SMALL) as daemon:
         env = os.environ | {"TIERD_TARGET": daemon.target}
         command = [sys.executable, "-m", "tierd.cli.ctl", *arguments]

@@ -1,6 +1,6 @@
-"""Incidents of the field, one test a row of reliability-study 2.1: what went wrong elsewhere must not go wrong here.
+"""Incidents from the field, one test per row of reliability-study 2.1: tierd must not repeat them.
 
-R6 (ordering of copies to and from a GPU) comes with the GPU tier: a commit will wait for the copy's event, and the digest is taken after it.
+R6 (order of GPU copies) needs the GPU tier: a commit will wait for the copy's event, then digest.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ COUNT = 8
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """Host memory above a store, its fault points within reach."""
+    """A daemon with host memory above a store, whose fault points the test can arm."""
     with Daemon(CONFIG, faults=True) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Daemon]:
-    """For tests that break nothing."""
+    """A daemon for tests that break nothing."""
     with Daemon(CONFIG) as running:
         yield running
 
@@ -62,7 +62,7 @@ UNPUBLISHED = (
     "cache.commit.before_hash",
     "cache.commit.before_publish",
 )
-"""An error here comes before anybody could find the blocks."""
+"""An error here comes before lookups can hit the blocks."""
 UNWRITTEN = (
     "cache.persist.before_write",
     "mover.store.before_hash",
@@ -72,12 +72,12 @@ UNWRITTEN = (
     "nvme.journal.before_append",
     "nvme.journal.before_sync",
 )
-"""An error here comes when they are in memory and not yet durable; the last two end the store's writing for a while."""
+"""An error here comes when blocks are in memory, not durable; the last two stop the store's writes."""
 
 
 def test_r1_a_failed_put_stays_invisible(daemon: Daemon) -> None:
-    """A cache went on to offer blocks whose store had failed, and answers turned to gibberish. Here an error at each step of a put leaves
-    no key behind that nobody wrote whole, and nothing that was not written is told as stored."""
+    """Elsewhere, blocks whose store had failed were offered, and answers were gibberish. Here an
+    error at any step of a put publishes no partial key and reports no unwritten block as stored."""
     with Client(daemon.target) as client, daemon.faults() as faults:
         namespace = client.open_namespace(SMALL)
         for seed, point in enumerate((*UNPUBLISHED, *UNWRITTEN)):
@@ -94,13 +94,13 @@ def test_r1_a_failed_put_stays_invisible(daemon: Daemon) -> None:
 
 
 def _mend(daemon: Daemon) -> None:
-    """A store that was taken out of service for its faults is tried at once."""
+    """Puts a store that was taken out of service back into service at once."""
     with BlockClient(daemon.target) as raw, contextlib.suppress(grpc.RpcError):
         raw.call(raw.admin.Resume, apb.ResumeRequest(tier="nvme.0"))
 
 
 def _stored(client: Client, namespace: OpenedNamespace, seed: int) -> int:
-    """What a durable put says that it has stored."""
+    """The number of blocks that a durable put reports as stored."""
     hashes = chain(seed, COUNT)
     try:
         return client.put(namespace, hashes, [content_of(name, 4096) for name in hashes], durable=True).stored
@@ -113,8 +113,8 @@ def _stored(client: Client, namespace: OpenedNamespace, seed: int) -> int:
 
 @pytest.mark.parametrize("k", [0, 3, COUNT - 1])
 def test_r2_a_batch_whose_kth_block_fails(daemon: Daemon, k: int) -> None:
-    """A transfer's error was counted as loaded, and another request's KV came with HTTP 200. Here the k-th block of a batch is bad on the disk: the answer
-    ends before it, in views, copies and tokens alike, and what was asked for beyond is left as it was."""
+    """Elsewhere, a failed transfer counted as loaded; HTTP 200 carried another request's KV. Here a
+    bad k-th block ends views, copies and tokens before it; buffers from it on are unchanged."""
     with Client(daemon.target) as client, BlockClient(daemon.target) as raw:
         namespace = client.open_namespace(SMALL)
         hashes = chain(1, COUNT)
@@ -142,7 +142,7 @@ def _spoil(daemon: Daemon, content: bytes) -> None:
 
 
 def test_r2_a_batch_that_finds_no_room(shared_daemon: Daemon) -> None:
-    """A batch that got part of its buffers went on with all of them. Here what finds no room is said block by block, and has no page."""
+    """Elsewhere, a partly allocated batch was used in full. Here a block without room has no page."""
     with Client(shared_daemon.target) as client:
         spec = NamespaceSpec(model="roomy", tokens_per_block=16, block_bytes=1 << 20)
         with client.reserve(PutGroup(client.open_namespace(spec), chain(2, 12))) as pages:
@@ -155,8 +155,9 @@ def test_r2_a_batch_that_finds_no_room(shared_daemon: Daemon) -> None:
 
 
 def test_r3_a_stopped_writer_keeps_its_pages(shared_daemon: Daemon) -> None:
-    """A write's reservation ran out while its writer slept, and half of it was read. Here a stopped writer keeps its pages, unseen, while ten times
-    the tier goes through it; no clock ends what a living process may touch."""
+    """Elsewhere, a sleeping writer's reservation expired and half its data was read. Here a stopped
+    writer keeps its pages, unseen, without a time limit, while ten times the tier passes
+    through."""
     with Client(shared_daemon.target) as client, Puppet(shared_daemon.target) as writer:
         taken = writer.reserve(7, COUNT)
         writer.stop()
@@ -168,8 +169,8 @@ def test_r3_a_stopped_writer_keeps_its_pages(shared_daemon: Daemon) -> None:
 
 
 def test_r3_a_stopped_reader_keeps_its_pages(shared_daemon: Daemon) -> None:
-    """A load's buffer was freed while it was being filled, when a lease's time had passed. Here a stopped reader finds its pages as they were, after ten times
-    the tier went through it."""
+    """Elsewhere, a load's buffer was freed during the load, because its lease had expired. Here a
+    stopped reader's pages stay unchanged while ten times the tier passes through."""
     with Client(shared_daemon.target) as client, Puppet(shared_daemon.target) as reader:
         assert reader.put(8, COUNT) == COUNT
         assert len(reader.lease(8, COUNT)) == COUNT
@@ -183,8 +184,8 @@ def test_r3_a_stopped_reader_keeps_its_pages(shared_daemon: Daemon) -> None:
 
 
 def test_r4_a_late_commit_completes_nothing(shared_daemon: Daemon) -> None:
-    """The end of an old put completed a newer one's object. Here pages that were given back and are being written by another put are not published by the
-    commit of the old one, and the new one's bytes are what is found."""
+    """Elsewhere, the end of an old put completed a newer object. Here a late commit of an aborted
+    put publishes no reused page, and gets serve the new put's bytes."""
     with BlockClient(shared_daemon.target) as old, BlockClient(shared_daemon.target) as new:
         namespace = old.open_namespace(model="late")
         first, handles = old.reserve(namespace, chain(9, COUNT))
@@ -206,8 +207,8 @@ def test_r4_a_late_commit_completes_nothing(shared_daemon: Daemon) -> None:
 
 
 def test_r5_no_conversation_gets_another_ones_blocks(shared_daemon: Daemon) -> None:
-    """A disk tier answered with facts of other conversations, after blocks had been evicted and their places used again. Here three times what both tiers hold goes through
-    them, and every block that comes back is its own. tests/system/test_races.py does it with a million gets."""
+    """Elsewhere, a disk tier that reused evicted places served other conversations. Here each block
+    is right while three times both tiers passes through; test_races.py does a million gets."""
     with Client(shared_daemon.target) as client:
         namespace = client.open_namespace(replace(SMALL, block_bytes=1 << 17, model="conversations"))
         served = wrong = 0
@@ -253,8 +254,8 @@ TOKENS = list(range(128))
 
 
 def test_r7_identity_is_everything_that_the_bytes_depend_on(shared_daemon: Daemon) -> None:
-    """KV of other weights, another layout or another parallel rank was taken for this model's, because only the model's name was compared. Here each of them
-    changed alone is a miss: for the same tokens, and even for the very hashes that were stored."""
+    """Elsewhere, only model names were compared, and KV of other weights, layouts or ranks was
+    served. Here any single difference is a miss, for the same tokens and for the stored hashes."""
     with Client(shared_daemon.target) as client:
         base = client.open_namespace(BASE)
         hashes = base.hash(TOKENS)
@@ -278,7 +279,7 @@ PARTS = (replace(SMALL, model="parts", group="kv"), replace(SMALL, model="parts"
 
 
 def test_r8_a_short_sidecar_shortens_the_answer(shared_daemon: Daemon) -> None:
-    """A block's second part was shorter than its KV, and the rest of it was made up. Here the answer is as long as the shortest part."""
+    """Elsewhere, a second part shorter than its KV was padded. Here the shortest part limits the hit."""
     with Client(shared_daemon.target) as client:
         kv, state = (client.open_namespace(spec) for spec in PARTS)
         assert put(client, kv, 20, COUNT).stored == COUNT
@@ -292,8 +293,8 @@ def test_r8_a_short_sidecar_shortens_the_answer(shared_daemon: Daemon) -> None:
     "point", ["cache.commit.before_publish", "arena.publish.before_seal", "cache.commit.before_hold"]
 )
 def test_r8_a_commit_of_parts_is_one(daemon: Daemon, point: str) -> None:
-    """Parts of a block were stored one by one, and one was there without the other. Here the daemon dies in the commit of both: afterwards both can be served to
-    the same length or not at all, and what is served is right."""
+    """Elsewhere, a block's parts were stored one by one and one was missing. Here the daemon dies
+    in the commit of both: later both hit to the same length or not at all, with right bytes."""
     with Client(daemon.target) as client, daemon.faults() as faults:
         groups = [PutGroup(client.open_namespace(spec), chain(21, COUNT)) for spec in PARTS]
         pages = client.reserve(groups)
@@ -302,7 +303,7 @@ def test_r8_a_commit_of_parts_is_one(daemon: Daemon, point: str) -> None:
             page[:] = content_of(name, 4096)
         faults.arm(point, "kill")
         with pytest.raises(TierdError):
-            pages.commit(lease=True)  # without one it is answered before the last of these points
+            pages.commit(lease=True)  # without a lease, the daemon answers before the last of these points
     daemon.await_end()
     daemon.start()
     with Client(daemon.target) as client:

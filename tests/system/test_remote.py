@@ -1,4 +1,4 @@
-"""TCP: checksummed chunks to and from clients that share no memory; nothing without a credential, and nothing unless it is configured."""
+"""TCP: checksummed chunks for clients without shared memory, with a credential, only if configured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierd.testing import chain, content_of, is_content
 
 COUNT = 4
 ODD = NamespaceSpec(model="odd", tokens_per_block=16, block_bytes=(1 << 20) + 17 * 4096 + 1)
-"""Longer than a chunk, and no multiple of anything."""
+"""Longer than a chunk, and no multiple of a page."""
 METHODS = [
     (f"/{service.full_name}/{method.name}", method.client_streaming, method.server_streaming)
     for service in (*cache_pb2.DESCRIPTOR.services_by_name.values(), *admin_pb2.DESCRIPTOR.services_by_name.values())
@@ -49,13 +49,13 @@ class Remote:
         self.daemon, self.port, self.secret = daemon, port, str(secret)
 
     def client(self, port: int | None = None) -> Client:
-        """A client over TCP, through a relay perhaps."""
+        """A client over TCP, optionally through a relay's port."""
         return Client(f"127.0.0.1:{port or self.port}", credential_file=self.secret)
 
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
-    """A daemon whose local clients are of the tenant that remote ones are."""
+    """A daemon whose local clients have the same tenant as its remote clients."""
     root, port = tmp_path_factory.mktemp("remote"), free_port()
     own = f'\n[identity]\ntenants = {{"{os.geteuid()}" = "remote"}}\n'
     with Daemon(remote_config(root, port) + own) as daemon:
@@ -63,7 +63,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
 
 
 def listening(pid: int) -> set[str]:
-    """Addresses of /proc/net/tcp and tcp6 at which a process listens, as they stand there."""
+    """Addresses in /proc/net/tcp and tcp6 on which a process listens, as written there."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -76,17 +76,17 @@ def listening(pid: int) -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-# -- what is listened on
+# -- listening addresses
 
 
 def test_no_tcp_by_default() -> None:
-    """A daemon of the default configuration listens on no TCP port."""
+    """A daemon with the default configuration listens on no TCP port."""
     with Daemon(HOST) as daemon:
         assert not listening(daemon.pid)
 
 
 def test_loopback_alone(remote: Remote) -> None:
-    """With tcp_listen it listens there and nowhere else."""
+    """With tcp_listen the daemon listens only on that address."""
     (address,) = listening(remote.daemon.pid)
     assert address.endswith(f"0100007F:{remote.port:04X}"), "127.0.0.1, as IPv6 sockets write it or not"
 
@@ -114,7 +114,8 @@ def test_ipv6(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", [BIG, ODD], ids=["even", "odd"])
 def test_bytes_there_and_back(remote: Remote, spec: NamespaceSpec) -> None:
-    """What goes through TCP comes back byte for byte, as arrays and into buffers, and is what local clients of the tenant read in place."""
+    """A get over TCP returns the bytes put, in arrays or buffers; the tenant's local clients read
+    the same."""
     seed = spec.block_bytes
     with remote.client() as client, Client(remote.daemon.target) as local:
         namespace = client.open_namespace(spec)
@@ -129,7 +130,7 @@ def test_bytes_there_and_back(remote: Remote, spec: NamespaceSpec) -> None:
 
 
 def test_local_bytes_over_tcp(remote: Remote) -> None:
-    """What a local client wrote in place reaches a remote one of the tenant byte for byte; existing blocks are not stored again."""
+    """A remote client gets a local client's bytes unchanged; existing blocks are not stored again."""
     with remote.client() as client, Client(remote.daemon.target) as local:
         assert put(local, local.open_namespace(BIG), 31, COUNT)
         namespace = client.open_namespace(BIG)
@@ -138,7 +139,7 @@ def test_local_bytes_over_tcp(remote: Remote) -> None:
 
 
 def test_nothing_stays_held(remote: Remote) -> None:
-    """Streams that end, early or late, leave no lease and no reservation behind."""
+    """Streams that end early or late hold no lease and no reservation."""
     with remote.client() as client:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 32, COUNT)
@@ -155,11 +156,11 @@ def test_nothing_stays_held(remote: Remote) -> None:
     await_nothing_held(remote.daemon, "streams")
 
 
-# -- who may call
+# -- permissions
 
 
 def _error_of(channel: grpc.Channel, method: tuple[str, bool, bool], metadata: dict[str, str]) -> str:
-    """The error's class name of a call with an empty message, "" for one that succeeds."""
+    """The error's class name of a call with an empty message, or "" if it succeeds."""
     path, sends_many, gets_many = method
     kind = {
         (False, False): channel.unary_unary,
@@ -179,7 +180,7 @@ def _error_of(channel: grpc.Channel, method: tuple[str, bool, bool], metadata: d
 
 @pytest.mark.parametrize("given", WRONG)
 def test_every_method_wants_the_credential(remote: Remote, given: str) -> None:
-    """Over TCP no method of any service answers without the right credential."""
+    """Over TCP every method of every service refuses a call without the right credential."""
     with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:
         answers = {method[0]: _error_of(channel, method, WRONG[given]) for method in METHODS}
     assert len(answers) > 20
@@ -187,7 +188,7 @@ def test_every_method_wants_the_credential(remote: Remote, given: str) -> None:
 
 
 def test_operators_are_local(remote: Remote) -> None:
-    """The credential of TCP opens no method of the Admin service, and none that hands out memory."""
+    """Over TCP the credential allows no Admin method and no method that maps memory."""
     local = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort")}
     with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:
         for method in METHODS:
@@ -197,7 +198,7 @@ def test_operators_are_local(remote: Remote) -> None:
 
 
 def test_wrong_credential_file(remote: Remote, tmp_path: Path) -> None:
-    """A client with another secret is told at its first call, and best effort makes of it a miss."""
+    """A client with a wrong credential gets NotPermitted at its first call; with best effort, a miss."""
     (tmp_path / "other").write_text("x" * 20)
     place = {"target": f"127.0.0.1:{remote.port}", "credential_file": str(tmp_path / "other")}
     with Client(**place) as client, pytest.raises(NotPermitted, match="credential"):
@@ -212,7 +213,7 @@ def test_wrong_credential_file(remote: Remote, tmp_path: Path) -> None:
     "secret", [b"\xff\xfe" * 20, "p\xe4ssword-of-some-length".encode(), b"two lines\nof some length\n"]
 )
 def test_credential_that_no_client_can_send(tmp_path: Path, secret: bytes) -> None:
-    """A daemon whose credential file is not one line of ASCII does not start, and says which file that is."""
+    """A daemon whose credential file is not one line of ASCII does not start, and names the file."""
     config = remote_config(tmp_path, free_port())
     (tmp_path / "secret").write_bytes(secret)
     with pytest.raises(Unavailable) as told:
@@ -226,7 +227,7 @@ def test_credential_that_no_client_can_send(tmp_path: Path, secret: bytes) -> No
 
 @pytest.mark.parametrize("damaged", range(3))
 def test_damaged_get(remote: Remote, damaged: int) -> None:
-    """A bit that flips on the way to the client ends what it gets before that block: no wrong byte counts, as arrays or in a buffer."""
+    """A bit flip on the way to the client ends the get before that block; no wrong byte counts."""
     seed = 60 + damaged
     for takes_out in (False, True):
         damage = Damage(content_of(chain(seed, 3)[damaged], BIG.block_bytes))
@@ -246,7 +247,7 @@ def test_damaged_get(remote: Remote, damaged: int) -> None:
 
 
 def test_damaged_put(remote: Remote) -> None:
-    """A bit that flips on the way to the daemon is CorruptRecord for the writer, and nothing of that put is ever served."""
+    """A bit flip on the way to the daemon raises CorruptRecord, and the damaged block is never served."""
     damage = Damage(content_of(chain(70, 3)[1], BIG.block_bytes))
     with (
         Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
@@ -265,7 +266,7 @@ def test_damaged_put(remote: Remote) -> None:
 
 
 def test_what_came_over_tcp_is_in_nobody_elses_pages(tmp_path: Path) -> None:
-    """Memory that the daemon itself has written for one tenant comes to another one's writer with nothing of it, though no process ever mapped it."""
+    """Memory that the daemon wrote for one tenant reaches another tenant's writer without those bytes."""
     port = free_port()
     with Daemon(remote_config(tmp_path, port)) as daemon:
         with Remote(daemon, port, tmp_path / "secret").client() as far:

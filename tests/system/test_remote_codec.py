@@ -1,4 +1,4 @@
-"""A codec on the wire: blocks over TCP in fewer bytes, and never in other ones."""
+"""A codec on the wire: blocks cross TCP in fewer bytes and arrive unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOISE = NamespaceSpec(model="noise", tokens_per_block=16, block_bytes=(1 << 20) 
 """Longer than a chunk, and no multiple of one."""
 SIZE = COUNT * NOISE.block_bytes
 SHORTER = 0.9
-"""Of their bytes is more than blocks of noise may take on the wire."""
+"""On the wire, blocks of noise must take less than this share of their bytes."""
 
 
 def noise(seed: int) -> list[np.ndarray]:
@@ -38,13 +38,13 @@ def noise(seed: int) -> list[np.ndarray]:
 
 
 class Remote:
-    """A daemon, its port and a relay before it that counts, and damages what it is told to."""
+    """A daemon, its port, and a relay in front that counts and damages bytes."""
 
     def __init__(self, daemon: Daemon, port: int, secret: Path, relay: Relay) -> None:
         self.daemon, self.port, self.secret, self.relay = daemon, port, str(secret), relay
 
     def place(self, codec: str, *, relay: Relay | None = None) -> dict[str, str]:
-        """Of a client through a relay: the daemon's own, or another."""
+        """The options of a client through a relay: the daemon's own, or another."""
         options = f"?codec={codec}" if codec else ""
         target = f"127.0.0.1:{(relay or self.relay).port}{options}"
         return {"target": target, "credential_file": self.secret}
@@ -62,7 +62,7 @@ def _remotes(root: Path, **options: dict[str, str]) -> Iterator[Remote]:
 
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
-    """A daemon whose local clients are of the tenant that remote ones are."""
+    """A daemon whose local clients have the same tenant as its remote clients."""
     yield from _remotes(tmp_path_factory.mktemp("remote"))
 
 
@@ -79,7 +79,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
 @pytest.mark.parametrize("getter", ["lz4", ""])
 @pytest.mark.parametrize("putter", ["lz4", ""])
 def test_there_and_back(remote: Remote, putter: str, getter: str) -> None:
-    """What is put comes back byte for byte, whichever side of it was encoded, as arrays, into buffers, and in place; and what was encoded took fewer bytes."""
+    """Blocks come back unchanged with a codec on either side or none; the codec reduces bytes on the wire."""
     seed, relay = 1 + 2 * bool(putter) + bool(getter), remote.relay
     blocks, names = noise(seed), chain(seed, COUNT)
     with Client(**remote.place(putter)) as writer, Client(**remote.place(getter)) as reader:
@@ -100,7 +100,7 @@ def test_there_and_back(remote: Remote, putter: str, getter: str) -> None:
 
 
 async def test_of_an_async_client(remote: Remote) -> None:
-    """AsyncClient takes a codec as Client does."""
+    """AsyncClient accepts a codec as Client does."""
     blocks, names = noise(9), chain(9, COUNT)
     client, before = AsyncClient(**remote.place("lz4")), remote.relay.passed
     async with client:
@@ -112,7 +112,7 @@ async def test_of_an_async_client(remote: Remote) -> None:
 
 
 def test_random_bytes_go_as_they_are(remote: Remote) -> None:
-    """Blocks that no codec makes shorter take their bytes and little more, and come back right."""
+    """Incompressible blocks take at most 1 % more than their bytes and come back right."""
     with Client(**remote.place("lz4")) as client:
         space, before = client.open_namespace(BIG), remote.relay.passed
         assert put(client, space, 20, COUNT).stored == COUNT
@@ -123,9 +123,9 @@ def test_random_bytes_go_as_they_are(remote: Remote) -> None:
 
 @pytest.mark.parametrize("verb", ["put", "get"])
 def test_damage(remote: Remote, verb: str) -> None:
-    """A bit that flips within an encoded chunk is CorruptRecord for who puts, and the end of the prefix for who gets: never a wrong byte."""
+    """A bit flip in an encoded chunk raises CorruptRecord in a put and ends the prefix of a get."""
     names, blocks = chain(30 + (verb == "get"), COUNT), noise(30)
-    damage = Damage(blocks[1][0 : 1 << 20 : 2])  # mantissas, which go as they are, though in a message that is encoded
+    damage = Damage(blocks[1][0 : 1 << 20 : 2])  # mantissas, which stay plain inside an encoded message
     with (
         Relay(("127.0.0.1", 0), ("127.0.0.1", remote.port), change=damage) as relay,
         Client(**remote.place("lz4")) as good,
@@ -145,11 +145,11 @@ def test_damage(remote: Remote, verb: str) -> None:
         assert good.get(other, names).blocks == COUNT
 
 
-# -- who does not know
+# -- unknown codecs
 
 
 def test_daemon_without_the_package(bare: Remote) -> None:
-    """A daemon that lacks lz4 refuses puts and gets by it, with the remedy and before anything is stored; without a codec it serves everybody."""
+    """A daemon without lz4 refuses its use with the remedy and stores nothing; other clients are served."""
     names, blocks = chain(1, COUNT), noise(1)
     with Client(**bare.place("lz4")) as client, Client(**bare.place("")) as plain:
         space, other = client.open_namespace(NOISE), plain.open_namespace(NOISE)
@@ -166,7 +166,7 @@ def test_daemon_without_the_package(bare: Remote) -> None:
 
 
 def test_codec_that_the_daemon_does_not_know(remote: Remote) -> None:
-    """A codec that is none of the daemon's, and data that is encoded where none was named, are refused and nothing is stored."""
+    """The daemon refuses unknown codecs and encoded data without a named codec, and stores nothing."""
     metadata = (("authorization", f"Bearer {SECRET}"),)
     name, data = chain(40, 1), bytes(4096)
     with grpc.insecure_channel(f"127.0.0.1:{remote.port}") as channel:

@@ -1,4 +1,4 @@
-"""Another daemon answers at a client's address over TCP: what has the same number there is not what the client has opened."""
+"""Another daemon answers at a client's TCP address: the client never confuses equal namespace numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [f"{kind.__name__}{asking}{' best effort' * careless}" for kind, asking,
 
 
 class Place:
-    """Two daemons and an address where either may answer. spec, other: names of one size, to which the daemons give the same two numbers, the other way round."""
+    """Two daemons behind one address. They number the namespaces `spec` and `other` in opposite order."""
 
     def __init__(self, daemons: list[Daemon], ports: list[int], secret: Path, relay: Relay) -> None:
         self.daemons, self.ports, self.secret, self.relay = daemons, ports, str(secret), relay
@@ -39,17 +39,17 @@ class Place:
         self.names = chain(self.seed, COUNT)
 
     def direct(self, which: int) -> Client:
-        """A client of one of them."""
+        """A client of one of the daemons."""
         return Client(f"127.0.0.1:{self.ports[which]}", credential_file=self.secret)
 
     def turn(self) -> None:
-        """From now on the second one answers."""
+        """From now on the second daemon answers."""
         self.relay.turn(("127.0.0.1", self.ports[1]))
 
 
 @pytest.fixture(scope="module")
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Daemon], list[int], Path]]:
-    """Two, with one secret."""
+    """Two daemons with one secret."""
     roots, ports = [tmp_path_factory.mktemp(name) for name in ("first", "second")], [free_port(), free_port()]
     first, second = (Daemon(remote_config(root, port)) for root, port in zip(roots, ports, strict=True))
     with first, second:
@@ -60,7 +60,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Dae
 
 @pytest.fixture
 def place(daemons: tuple[list[Daemon], list[int], Path]) -> Iterator[Place]:
-    """The second one serves, too: under the number of spec, and under the same blocks' names, blocks of other bytes."""
+    """The second daemon has wrong bytes for the same hashes, in a namespace that has spec's number."""
     held: list[Place] = []
 
     def seen(part: bytes) -> bytes:
@@ -83,7 +83,7 @@ def place(daemons: tuple[list[Daemon], list[int], Path]) -> Iterator[Place]:
 
 
 async def told(result: Any) -> Any:
-    """What a verb of either kind of client gives."""
+    """The result of a call of either kind of client."""
     return await result if inspect.isawaitable(result) else result
 
 
@@ -94,7 +94,7 @@ def blocks(place: Place) -> list[np.ndarray]:
 @pytest.mark.parametrize("verb", ["lookup", "prefetch", "put", "get"])
 @pytest.mark.parametrize(("kind", "asking", "careless"), KINDS, ids=NAMES)
 async def test_number_of_another_daemon(place: Place, kind: Any, asking: str, careless: bool, verb: str) -> None:
-    """The first call that another daemon answers is about the namespace that was opened, which is opened there; what has its number there is neither read nor written."""
+    """After a change of daemons, the first call opens its namespace there and touches no other namespace."""
     client = kind(f"127.0.0.1:{place.relay.port}{asking}", credential_file=place.secret, best_effort=careless)
     space = await told(client.open_namespace(place.spec))
     assert (await told(client.put(space, place.names[:1], blocks(place)[:1]))).stored == 1
@@ -115,7 +115,7 @@ async def test_number_of_another_daemon(place: Place, kind: Any, asking: str, ca
 @pytest.mark.parametrize("verb", ["put", "get"])
 @pytest.mark.parametrize(("kind", "asking", "careless"), KINDS, ids=NAMES)
 async def test_daemon_changes_under_a_stream(place: Place, kind: Any, asking: str, careless: bool, verb: str) -> None:
-    """A put or a get that is cut off in its second block, after which another daemon answers, is made there, whole and of what was opened."""
+    """A put or get cut off in its second block by a change of daemons is repeated in full on the new one."""
     client = kind(f"127.0.0.1:{place.relay.port}{asking}", credential_file=place.secret, best_effort=careless)
     space = await told(client.open_namespace(place.spec))
     with place.direct(verb == "get") as filled:  # for a get both have the blocks
@@ -142,7 +142,8 @@ async def test_daemon_changes_under_a_stream(place: Place, kind: Any, asking: st
 
 @pytest.mark.parametrize("careless", [False, True], ids=["", "best effort"])
 def test_restart(tmp_path: Path, careless: bool) -> None:
-    """A daemon that starts again with its state serves a client over TCP what it has put; one that starts with none takes the same blocks anew."""
+    """A daemon that restarts with its state serves a TCP client's blocks; without state it stores
+    them anew."""
     port, results = free_port(), []
     config = remote_config(tmp_path, port, host=HOST)
     place = {"target": f"127.0.0.1:{port}", "credential_file": str(tmp_path / "secret"), "best_effort": careless}

@@ -1,4 +1,4 @@
-"""`tierctl replay --lockstep` against a real daemon: what the core alone decides is what the daemon does, token for token."""
+"""`tierctl replay --lockstep` on a real daemon matches the core alone, token for token."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BLOCK_BYTES = 32768
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to, per tier near to far."""
+    """Results of a run, per tier from near to far."""
 
     tokens: list[int]
     used_bytes: list[int]
@@ -76,7 +76,7 @@ def asked(*arguments: str) -> dict[str, Any]:
 
 
 def replayed(daemon: Daemon, trace: Path, limit: int) -> Outcome:
-    """What the daemon makes of a trace."""
+    """The results that the daemon gives for a trace."""
     size = ("--limit", str(limit), "--block-bytes", str(BLOCK_BYTES))
     sums = asked("replay", str(trace), "--target", daemon.target, "--lockstep", "--verify", *size)
     assert (sums["requests"], sums["wrong_blocks"]) == (len(list(read_trace(trace, limit=limit))), 0)
@@ -86,7 +86,7 @@ def replayed(daemon: Daemon, trace: Path, limit: int) -> Outcome:
 
 
 def decided(daemon: Daemon, trace: Path, limit: int) -> Outcome:
-    """What the core alone makes of it, with tiers of the same sizes."""
+    """The results of the core alone, with tiers of the same sizes."""
     config = load_config(daemon.root / "tierd.toml", environ={"TIERD_STATE_DIR": str(daemon.root / "state")})
     specs = [tier.spec for tier in build_tiers(config, instance="none")]
     core = Core(specs, policies=NamedPolicies(), session_share=config.server.session_share)
@@ -102,12 +102,12 @@ def decided(daemon: Daemon, trace: Path, limit: int) -> Outcome:
 
 
 def sequence(namespace: OpenedNamespace, blocks: tuple[int, ...], tokens: int) -> Sequence:
-    """A request as the driver takes it."""
+    """A request in the driver's format."""
     return Sequence(namespace.id, hash_ids(blocks, digest=namespace.digest), tokens, TOKENS_PER_BLOCK, BLOCK_BYTES)
 
 
 def conversations(path: Path, *, count: int) -> Path:
-    """A made-up trace: conversations that grow, pause and return, over a common beginning; gzip."""
+    """A made-up trace, gzipped: conversations with a common prefix that grow, pause and return."""
     rng, ids, lines = random.Random(7), iter(range(10**9)), []
     common = [next(ids) for _ in range(4)]
     held = [list(common) for _ in range(40)]
@@ -129,7 +129,7 @@ def conversations(path: Path, *, count: int) -> Path:
 
 
 def test_a_second_replay_finds_the_first_and_a_cold_one_does_not(tmp_path: Path) -> None:
-    """What one replay stored the next one is served, unless it asks for a namespace of its own; no byte is wrong, at any pace."""
+    """A second replay hits the blocks of the first, unless it is cold; no byte is wrong at any speed."""
     trace = conversations(tmp_path / "made-up.gz", count=6)
     with Daemon() as daemon:
         common = ("replay", str(trace), "--target", daemon.target, "--verify", "--block-bytes", "4 KiB")
@@ -142,7 +142,7 @@ def test_a_second_replay_finds_the_first_and_a_cold_one_does_not(tmp_path: Path)
 
 
 def test_verify_finds_bytes_that_are_not_the_blocks_own(tmp_path: Path) -> None:
-    """A block stored with other bytes than its hash stands for is counted, shown and ends the replay with 1."""
+    """With --verify, a replay reports blocks whose bytes do not match their hash, and exits with 1."""
     trace = conversations(tmp_path / "made-up.gz", count=1)
     request = next(read_trace(trace))
     with Daemon() as daemon, Client(daemon.target) as client:
@@ -157,7 +157,7 @@ def test_verify_finds_bytes_that_are_not_the_blocks_own(tmp_path: Path) -> None:
 
 
 def test_the_daemon_equals_the_core_on_a_made_up_trace(daemon: Daemon, tmp_path: Path) -> None:
-    """In lockstep tokens found, bytes held, evictions and bytes copied are the core's own in every tier, and every tier takes part."""
+    """In lockstep the daemon's hits, bytes, evictions and copies equal the core's; all tiers have hits."""
     trace = conversations(tmp_path / "made-up.gz", count=130)
     outcome = replayed(daemon, trace, 130)
     assert outcome == decided(daemon, trace, 130)
@@ -165,7 +165,7 @@ def test_the_daemon_equals_the_core_on_a_made_up_trace(daemon: Daemon, tmp_path:
 
 
 def test_the_daemon_equals_the_core_on_real_chat(daemon: Daemon, shared: Path) -> None:
-    """In lockstep a prefix of a production trace comes out as the core decides it."""
+    """In lockstep the daemon matches the core on a prefix of a production trace."""
     trace = shared / "traces" / "conversation_a.jsonl.gz"
     assert replayed(daemon, trace, 400) == decided(daemon, trace, 400)
 
@@ -177,6 +177,6 @@ def test_the_daemon_equals_the_core_on_real_chat(daemon: Daemon, shared: Path) -
     [("conversation_a", count(nightly=2_000, weekly=10_000)), ("agent_a", count(nightly=700, weekly=2_000))],
 )
 def test_the_daemon_equals_the_core_on_long_traces(daemon: Daemon, shared: Path, name: str, limit: int) -> None:
-    """In lockstep traces come out as the core decides them; in a week's run the whole of conversation_a."""
+    """In lockstep the daemon matches the core on long traces."""
     trace = shared / "traces" / f"{name}.jsonl.gz"
     assert replayed(daemon, trace, limit) == decided(daemon, trace, limit)

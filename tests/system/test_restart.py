@@ -1,4 +1,4 @@
-"""What a restart finds: everything after SIGTERM and after SIGKILL, what is durable even when the memory is gone too."""
+"""Restarts keep all blocks after SIGTERM or SIGKILL, and durable blocks even without the memory."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def daemon() -> Iterator[Daemon]:
 
 
 def wipe_arena(daemon: Daemon) -> None:
-    """The host memory is gone, as after a reboot."""
+    """Deletes the host memory, like a reboot."""
     for path in daemon.arena.iterdir():
         shutil.rmtree(path)
 
 
 def _tier_tokens(client: BlockClient, namespace: int, hashes: np.ndarray) -> list[int]:
-    """Where a get found its tokens, by tier, the bytes checked."""
+    """The tokens of a get by tier. Checks the bytes."""
     group = pb.Group(namespace=namespace, hashes=hashes.tobytes())
     reply = client.call(client.cache.Acquire, pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST))
     client.call(client.cache.Release, pb.ReleaseRequest(leases=[reply.lease]))
@@ -61,7 +61,7 @@ def _tier_tokens(client: BlockClient, namespace: int, hashes: np.ndarray) -> lis
 
 
 def test_host_is_warm_after_a_kill(daemon: Daemon) -> None:
-    """Blocks in host memory alone are served from host memory after kill -9."""
+    """After kill -9, host memory still serves blocks that exist only there."""
     with connected(daemon) as client:
         assert client.put(client.open_namespace(), chain(1, COUNT)) == COUNT
     daemon.restart()
@@ -70,7 +70,7 @@ def test_host_is_warm_after_a_kill(daemon: Daemon) -> None:
 
 
 def test_durable_outlives_daemon_and_memory(daemon: Daemon) -> None:
-    """A durable put is served from NVMe after kill -9 and the loss of the arena; a put to memory is a miss then."""
+    """After kill -9 and loss of the arena, NVMe serves a durable put; a put to memory is a miss."""
     with connected(daemon) as client:
         namespace = client.open_namespace()
         assert client.put(namespace, chain(1, COUNT), durable=True) == COUNT
@@ -85,7 +85,7 @@ def test_durable_outlives_daemon_and_memory(daemon: Daemon) -> None:
 
 
 def test_durable_put_of_what_exists(daemon: Daemon) -> None:
-    """A durable put of blocks that lie in memory already is as durable as any other."""
+    """A durable put of blocks that are already in memory makes them durable."""
     spec, names = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096), chain(1, COUNT)
     blocks = [content_of(name, 4096) for name in names]
     with Client(daemon.target) as client:
@@ -101,9 +101,10 @@ def test_durable_put_of_what_exists(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("memory", ["kept", "gone"])
 def test_durable_put_of_what_was_written_over(daemon: Daemon, memory: str) -> None:
-    """A block whose slot was given to another before the journal knew is no durable block: a durable put of it stores it again or fails.
+    """If a crash left a journal entry for a reused slot, a durable put stores the block again or
+    fails.
 
-    The journal of such a crash still names the block; here its slot is simply written over while no daemon runs.
+    The test simulates this: it overwrites the slot while no daemon runs.
     """
     spec, names = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=4096), chain(1, COUNT)
     blocks = [content_of(name, 4096) for name in names]
@@ -128,7 +129,7 @@ def test_durable_put_of_what_was_written_over(daemon: Daemon, memory: str) -> No
 
 
 def test_restart_after_term(daemon: Daemon) -> None:
-    """SIGTERM under load ends the daemon with status 0, and the next life serves all that was stored, from host memory."""
+    """SIGTERM under load ends with status 0, and the next life serves all stored blocks from host memory."""
     stored, wrong, over = list[int](), list[BaseException](), threading.Event()
 
     def load(first: int) -> None:
@@ -141,7 +142,7 @@ def test_restart_after_term(daemon: Daemon) -> None:
                     client.read(namespace, chain(seed, 4))
                     over.set() if len(stored) > 40 else None
         except grpc.RpcError:
-            pass  # it has gone, as it was told to
+            pass  # the daemon has ended as requested
         except BaseException as error:
             wrong.append(error)
 
@@ -163,7 +164,7 @@ def test_restart_after_term(daemon: Daemon) -> None:
 
 
 def test_term_refuses_new_work(daemon: Daemon) -> None:
-    """While it waits for a call in progress after SIGTERM, new sessions are refused by name, and at its deadline it ends with status 0."""
+    """After SIGTERM the daemon refuses new work while a call runs, and ends with status 0 at its deadline."""
     with connected(daemon) as client, connected(daemon) as other:
         namespace, hung = client.open_namespace(), threading.Event()
         group = pb.PutGroup(namespace=namespace, blocks=put_blocks(chain(1, 1)).tobytes())
@@ -185,7 +186,7 @@ def test_term_refuses_new_work(daemon: Daemon) -> None:
             refusal, _ = ask(late, hello())
         assert (refusal["ok"], refusal["error"]) == (False, "Unavailable")
         refused = other.error_of(other.cache.Lookup, pb.LookupRequest())
-        status = refused.removeprefix("unnamed StatusCode.").partition(":")[0]  # gRPC's own, which closes by now
+        status = refused.removeprefix("unnamed StatusCode.").partition(":")[0]  # gRPC's own if it closes
         assert isinstance(error_of("", refused, status=status), Unavailable)
         ended.join()
         hung.set()
@@ -195,7 +196,7 @@ def test_term_refuses_new_work(daemon: Daemon) -> None:
 
 
 def test_term_does_not_wait_for_watchers(daemon: Daemon) -> None:
-    """A client that watches events does not hold the shutdown up."""
+    """A client that watches events does not delay the shutdown."""
     with connected(daemon) as client:
         events = client.cache.Watch(pb.WatchRequest(), metadata=client.metadata)
         client.put(client.open_namespace(), chain(1, 1))
@@ -207,7 +208,7 @@ def test_term_does_not_wait_for_watchers(daemon: Daemon) -> None:
 
 
 def test_views_outlive_their_daemon(daemon: Daemon) -> None:
-    """Views of a client keep their bytes through kill -9, restart and pressure on the new daemon; copies of new gets are right too."""
+    """Views keep their bytes through kill -9, restart and pressure; new gets serve right bytes too."""
     spec = NamespaceSpec(model="m", tokens_per_block=16, block_bytes=128 << 10)
     names = chain(1, 8)
     with Client(daemon.target) as client:
@@ -227,7 +228,7 @@ def test_views_outlive_their_daemon(daemon: Daemon) -> None:
 
 
 def test_snapshot_after_term(daemon: Daemon) -> None:
-    """SIGTERM leaves a snapshot of the store: every block is found again with the arena gone."""
+    """After SIGTERM the store has a snapshot, and it serves every block without the arena."""
     with connected(daemon) as client:
         namespace = client.open_namespace()
         for seed in range(40):
@@ -243,14 +244,14 @@ def test_snapshot_after_term(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("point", ["assembly.before_parts", "lifecycle.before_ready"])
 def test_a_start_that_fails_gives_back_the_memory_that_it_made(point: str) -> None:
-    """Whatever fails after the arena was opened: memory that this start made is gone, and what a former life left is there for the next one."""
+    """A start that fails frees the memory that it made, and keeps the memory of a former life."""
     daemon, spec = Daemon(CONFIG), NamespaceSpec("kept", 16, 4096)
 
     def held() -> int:
         return sum(path.stat().st_blocks * 512 for path in daemon.arena.rglob("*.data"))
 
     def held_after_a_failure() -> int:
-        """Bytes of the arena after a start that fails when half of a second has passed, in which memory is made."""
+        """Bytes of the arena after a start that fails 0.5 s later; in this time memory is made."""
         daemon.start(wait=False, failpoints=f"nvme.open.before_index=delay:0.5;{point}=error:EIO")
         assert daemon.await_end() == 1
         return held()

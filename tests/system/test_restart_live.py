@@ -1,4 +1,4 @@
-"""A daemon that is restarted again and again under living clients: none of them dies, none sees a wrong byte, and the host tier comes back warm."""
+"""Repeated restarts under live clients: no client dies or reads a wrong byte, and memory stays warm."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tierd.testing import is_content
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 3
 FORKING = 1
-"""The worker that leaves a child with its socket behind."""
+"""The worker that forks a child, which keeps its socket open."""
 RUN_RESTARTS = 20
 SAMPLE = 12
-"""Chains whose bytes are compared after each restart, by the test itself."""
+"""Chains whose bytes the test itself compares after each restart."""
 PROGRESS_S = 60.0
-"""Tenfold what clients may take to begin, or to notice that there is a daemon again, on a machine that is busy."""
+"""Tenfold the time in which clients start or notice a new daemon on a busy machine."""
 SERVING_S = 2.0
-"""Promised at the 99th percentile; tenfold is asserted."""
+"""The promise for the 99th percentile; the test asserts tenfold."""
 WARM = 0.99
 START_POINTS = (
     "arena.open.before_recovery",
@@ -45,10 +45,10 @@ START_POINTS = (
     "assembly.before_adoption",
     "lifecycle.before_ready",
 )
-"""Where a start is killed now and then."""
+"""Points at which starts are sometimes killed."""
 LISTED = 10_000
 RATES = {"roomy": 256 << 10, "tight": 2 << 20}
-"""Bytes put a second by each thread; what is put into the roomy tier stays there."""
+"""Bytes per second that each thread puts; the roomy tier never evicts."""
 CONFIG = """\
 [server]
 shutdown_deadline = "2 s"
@@ -61,7 +61,7 @@ CAPACITIES = {"roomy": 512, "tight": 64}
 
 
 class Workers:
-    """Clients at work until the context ends; what they say is read from their logs."""
+    """Clients that work until the context ends and report in their logs."""
 
     def __init__(self, daemon: Daemon, directory: Path, *, rate: int) -> None:
         self.logs = [directory / f"worker-{i}.log" for i in range(WORKERS)]
@@ -78,7 +78,7 @@ class Workers:
         ]
 
     def listen(self) -> None:
-        """Takes in what is new."""
+        """Reads the new log lines."""
         for path in self.logs:
             with path.open("rb") as file:
                 file.seek(self._read[path])
@@ -89,7 +89,7 @@ class Workers:
                 self._take(json.loads(line))
 
     def await_progress(self, *, but: int | None = None) -> None:
-        """Until each has something new to say, but for one that is stopped."""
+        """Waits until each worker, except a stopped one, has logged something new."""
         logs = [path for i, path in enumerate(self.logs) if i != but]
         before = [_size(path) for path in logs]
         deadline = time.monotonic() + PROGRESS_S
@@ -125,7 +125,7 @@ def _size(path: Path) -> int:
 
 
 def listed(client: BlockClient) -> set[tuple[int, bytes]]:
-    """Namespace and hash of every block in host memory, as the daemon lists them."""
+    """Namespace and hash of every block in host memory, from the daemon's list."""
     found, total = set[tuple[int, bytes]](), 1
     while len(found) < total:
         request = apb.BlocksRequest(tier="host.0", limit=LISTED, offset=len(found), sort="position")
@@ -136,12 +136,12 @@ def listed(client: BlockClient) -> set[tuple[int, bytes]]:
 
 
 def hashes_of(chains: list[Chain]) -> set[bytes]:
-    """Of all blocks of the chains."""
+    """The hashes of all blocks of the chains."""
     return {name.tobytes() for it in chains for name in it.hashes}
 
 
 def restart(daemon: Daemon, chance: random.Random, *, kills: bool) -> tuple[float, int]:
-    """Ends the daemon, perhaps some starts of its successor, and leaves one that serves: seconds of the last start, starts killed."""
+    """Restarts the daemon, perhaps with killed starts. Returns the last start's seconds and the kills."""
     daemon.kill() if kills else daemon.stop()
     killed = 0
     while chance.random() < 0.2:
@@ -156,7 +156,7 @@ def restart(daemon: Daemon, chance: random.Random, *, kills: bool) -> tuple[floa
 
 
 def wrong_or_lost(daemon: Daemon, chains: list[Chain], *, is_roomy: bool) -> list[str]:
-    """What is wrong with these chains, in views and in copies; where there is room, what is missing too."""
+    """Wrong bytes in these chains; in a roomy tier missing blocks too."""
     found = []
     with Client(daemon.target, name="check", timeout_s=30.0) as client:
         spaces = open_all(client)
@@ -170,7 +170,7 @@ def wrong_or_lost(daemon: Daemon, chains: list[Chain], *, is_roomy: bool) -> lis
 
 
 class Run:
-    """So many restarts of one daemon, with what came of them."""
+    """Several restarts of one daemon, with their results."""
 
     def __init__(self, kind: str, *, seed: int) -> None:
         self.is_roomy = kind == "roomy"
@@ -181,7 +181,7 @@ class Run:
         self.starts_killed = 0
 
     def turn(self, daemon: Daemon, workers: Workers, *, kills: bool) -> None:
-        """One restart, with one of the clients stopped now and then."""
+        """One restart, sometimes with one client stopped."""
         stopped = self.chance.randrange(WORKERS) if self.chance.random() < 0.3 else None
         if stopped is not None:
             stand_still(workers.processes[stopped].pid)
@@ -205,7 +205,7 @@ class Run:
 
 
 def restarts(number: int, *, kind: str, seed: int, directory: Path) -> Run:
-    """A run; nothing may be wrong, and nothing held in the end."""
+    """A run, which asserts that nothing is wrong and nothing is held at the end."""
     run = Run(kind, seed=seed)
     directory.mkdir()
     begun = time.monotonic()
@@ -248,11 +248,11 @@ def _seed() -> int:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["roomy", "tight"])
 def test_restarts_with_live_clients(tmp_path: Path, kind: str) -> None:
-    """Restarted by SIGKILL and SIGTERM in turn: no client dies or sees a wrong byte, all go on by themselves, and 99 % of the blocks are warm."""
+    """Restarts by SIGKILL and SIGTERM kill no client and cause no wrong byte; 99 % of blocks stay warm."""
     number, seed = count(test=2, nightly=40, weekly=200) // 2 or 1, _seed()
     seconds, first_s = list[float](), 0.0
     for i, start in enumerate(range(0, number, RUN_RESTARTS)):
         run = restarts(min(RUN_RESTARTS, number - start), kind=kind, seed=seed + i, directory=tmp_path / str(i))
         seconds, first_s = seconds + run.seconds, max(first_s, run.first_s)
-    # On a machine that is busy with other things even a first start, with nothing to take up, takes long.
+    # On a busy machine, even a first start that recovers nothing takes long.
     assert percentile(seconds, 0.99) < 10 * max(SERVING_S, first_s)

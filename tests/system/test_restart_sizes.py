@@ -1,4 +1,4 @@
-"""Other sizes, tiers and directories in the next life: what fits is served byte for byte, the hottest first, and what does not is dropped with a message."""
+"""A next life with other sizes or directories serves the hottest blocks that fit and reports the rest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tierd.testing import chain, is_content
 from tierd.tiers.arena.holds import Holder, read_boot_id
 
 CHAINS, LENGTH = 40, 8
-"""Chains 1 to 40, the first the coldest, of 8 blocks of 8 KiB: 5 segments in host memory, less than 4 in the store."""
+"""Chains 1 to 40, coldest first, of 8 blocks of 8 KiB: 5 segments in memory, fewer than 4 in the
+store."""
 FRESH = itertools.count(101)
 HOLDER_SESSION = 77 << 32
 
 
 @pytest.fixture
 def places() -> Iterator[Places]:
-    """Directories, and a second arena; all in memory, for nothing here asks what a disk does."""
+    """Directories and a second arena, all in memory, because no test here depends on a disk."""
     with directories() as one, directories() as two, directories() as three:
         yield {"root": one["arena"], "arena": two["arena"], "other": three["arena"]}
 
@@ -61,13 +62,13 @@ async def _store(places: Places, text: str, durability: Durability) -> None:
     async with opened(text, places=places) as world:
         for seed in range(1, CHAINS + 1):
             await world.put(chain(seed, LENGTH), durability=durability)
-            await asyncio.sleep(0.002)  # so that the next is hotter, by the millisecond
+            await asyncio.sleep(0.002)  # makes the next chain hotter, by the millisecond
 
 
 async def _served(places: Places, text: str) -> tuple[list[int], str]:
     async with opened(text, places=places) as world:
         counts = [await _count(world, seed) for seed in range(1, CHAINS + 1)]
-        for seed in itertools.islice(FRESH, 3):  # and it takes what is new
+        for seed in itertools.islice(FRESH, 3):  # new blocks are stored too
             await world.put(chain(seed, LENGTH), durability=Durability.DURABLE)
             assert await _count(world, seed) == LENGTH
         return counts, "\n".join(notice for tier in world.daemon.tiers for notice in tier.notices)
@@ -85,7 +86,7 @@ async def _count(world: World, seed: int) -> int:
 def next_life(
     places: Places, before: str, after: str, *, durability: Durability = Durability.MEMORY, is_wiped: bool = False
 ) -> tuple[list[int], str]:
-    """Stores under one configuration; blocks served of each chain, and what the daemon says, under the other. is_wiped: memory is lost between."""
+    """Stores under `before`. Returns each chain's blocks and notices under `after`. is_wiped: memory lost."""
     asyncio.run(_store(places, before, durability))
     if is_wiped:
         for path in Path(places["arena"]).iterdir():
@@ -98,14 +99,14 @@ SIZE = 'capacity = "{}"\nsegment = "{}"'
 
 
 def test_host_halved(places: Places) -> None:
-    """With half of the host memory the hottest segments that fit are served, the coldest is dropped, and it is said."""
+    """With half the host memory, the daemon serves the hottest segments, drops the coldest and says so."""
     counts, said = next_life(places, config(), config(host=SIZE.format("2 MiB", "512 KiB")))
     assert counts == [0] * LENGTH + [LENGTH] * (CHAINS - LENGTH)
     assert "beyond the tier's capacity" in said
 
 
 def test_store_halved(places: Places) -> None:
-    """With half of the store the hottest segments that fit are served, wherever they lay, the coldest are dropped, and it is said."""
+    """With half the store, the daemon serves the hottest segments, drops the coldest and says so."""
     smaller = config(nvme=SIZE.format("2 MiB", "1 MiB"))
     counts, said = next_life(places, config(), smaller, durability=Durability.DURABLE, is_wiped=True)
     kept = sum(count == LENGTH for count in counts)
@@ -128,14 +129,14 @@ def test_store_halved(places: Places) -> None:
     ids=["host doubled", "store doubled", "verify", "device added", "host added"],
 )
 def test_nothing_is_lost(places: Places, change: dict[str, str]) -> None:
-    """With more memory, more store, other tiers around it, or other settings, everything is served; and again when all is as it was."""
+    """With more memory, a larger store, added tiers or other settings, and after a return, all is served."""
     counts, _ = next_life(places, config(), config(**change))
     assert counts == ALL
     assert asyncio.run(_served(places, config()))[0] == ALL
 
 
 def test_host_segments_changed(places: Places) -> None:
-    """Segments of another size cannot be kept in memory: that is said, and the store serves what is on it."""
+    """If the host segment size changes, memory is dropped with a notice and the store serves its blocks."""
     counts, said = next_life(
         places, config(), config(host=SIZE.format("4 MiB", "1 MiB")), durability=Durability.DURABLE
     )
@@ -144,14 +145,14 @@ def test_host_segments_changed(places: Places) -> None:
 
 @pytest.mark.parametrize("segment", ["512 KiB", "2 MiB"])
 def test_store_segments_changed(places: Places, segment: str) -> None:
-    """Segments of another size in the store: a miss or the block, never anything else, and it takes new ones."""
+    """After a change of the store's segment size, a block is right or a miss, and new blocks are stored."""
     changed = config(nvme=SIZE.format("4 MiB", segment))
     counts, said = next_life(places, config(), changed, durability=Durability.DURABLE, is_wiped=True)
     assert counts == ALL or "do not fit" in said or sum(counts) == 0
 
 
 def test_arena_moved_and_back(places: Places) -> None:
-    """With another arena_dir memory is cold, the old arena is left alone, and it is warm again when the setting is as it was."""
+    """With another arena_dir, memory is cold and the old arena is kept; changed back, it is warm."""
     moved = config(arena="{other}")
     counts, _ = next_life(places, config(), moved)
     assert counts == [0] * CHAINS
@@ -159,7 +160,7 @@ def test_arena_moved_and_back(places: Places) -> None:
 
 
 def test_held_pages_when_tiers_change_places(places: Places) -> None:
-    """What a living client holds stays its own though its tier is another one by number now."""
+    """Pages that a living client holds stay pinned when their tier's number changes."""
     front = '[[device]]\nkind = "cpu"\ncapacity = "1 MiB"\nsegment = "512 KiB"'
 
     async def hold(text: str, pid: int) -> None:

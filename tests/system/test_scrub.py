@@ -1,4 +1,4 @@
-"""Scrubs of a living daemon: every planted fault is found within a pass, none of them is served, no bad page is used again."""
+"""Scrubs of a live daemon find every planted fault in one pass; bad blocks and pages are not used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ quarantine_share = 0.5
 """
 LENGTH = 32 << 10
 BLOCKS = 120
-"""Of each of several chains; a session may hold half of the host tier."""
+"""Blocks of each chain; a session may hold half of the host tier."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def _put(daemon: Daemon, names: np.ndarray, *, durable: bool = True) -> None:
 
 
 def _scrub(daemon: Daemon, **wanted: object) -> dict[str, apb.ScrubTier]:
-    """A pass to its end; what it found, by tier."""
+    """Runs a pass to its end. Returns its findings by tier."""
     with connect(daemon.target) as operator:
         *_, last = operator.follow(apb.ScrubRequest(**wanted))  # type: ignore[arg-type]
     assert last.finished
@@ -73,14 +73,14 @@ def _quarantine(daemon: Daemon) -> list[tuple[str, int, int, str]]:
 
 
 def _slots(daemon: Daemon, names: np.ndarray, tier: str) -> list[tuple[str, int, int]]:
-    """Where the blocks lie in a tier."""
+    """The places of the blocks in a tier."""
     with connect(daemon.target) as operator:
         pages = [operator.ask(apb.InspectRequest(hash=name.tobytes().hex())).pages for name in names]
     return [(page.tier, page.segment, page.slot) for of_block in pages for page in of_block if page.tier == tier]
 
 
 class Planter:
-    """Flips bits where blocks lie, while the daemon runs."""
+    """Flips bits of blocks while the daemon runs."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._files = [
@@ -88,7 +88,7 @@ class Planter:
         ]
 
     def flip(self, name: np.ndarray, *, tier: str, at: int) -> None:
-        """One bit, `at` bytes from the beginning of the block's bytes."""
+        """Flips one bit, `at` bytes from the start of the block's bytes."""
         start = content_of(name, LENGTH)[:64].tobytes()
         suffix = ".slots" if tier == "nvme.0" else ".data"
         found = [(p, i) for p in self._files if p.suffix == suffix and (i := p.read_bytes().find(start)) >= 0]
@@ -99,7 +99,7 @@ class Planter:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(count(test=1, nightly=10, weekly=100)))
 def test_every_planted_fault_is_found(daemon: Daemon, seed: int) -> None:
-    """Bits flipped in pages, in slots' payloads and in slots' headers: one pass finds each, by name and kind, and a get never sees one."""
+    """One pass finds every bit flip in pages, payloads and headers, by name and kind; gets serve none."""
     luck = random.Random(seed)
     names = chain(seed + 1, BLOCKS)
     _put(daemon, names)
@@ -108,7 +108,7 @@ def test_every_planted_fault_is_found(daemon: Daemon, seed: int) -> None:
         planter.flip(names[number], tier="host.0", at=luck.randrange(LENGTH))
     for number in bad[6:12]:
         planter.flip(names[number], tier="nvme.0", at=luck.randrange(LENGTH))
-    for number in bad[12:]:  # in what the header says; behind the slice table it is filler
+    for number in bad[12:]:  # in the header's data; after the slice table there is filler
         planter.flip(names[number], tier="nvme.0", at=-HEADER_BYTES + luck.randrange(256 + 8 * (LENGTH >> 18 or 1)))
     begun = time.monotonic()
     found = _scrub(daemon)
@@ -126,7 +126,7 @@ def test_every_planted_fault_is_found(daemon: Daemon, seed: int) -> None:
 
 
 def test_a_block_that_is_bad_everywhere_is_a_miss(daemon: Daemon) -> None:
-    """It ends the prefix; once it is put again, everything is served."""
+    """A block that is bad in all tiers ends the prefix; after another put everything is served."""
     names = chain(1, 20)
     _put(daemon, names)
     planter = Planter(daemon)
@@ -141,7 +141,7 @@ def test_a_block_that_is_bad_everywhere_is_a_miss(daemon: Daemon) -> None:
 
 
 def test_a_quarantined_page_is_not_used_again(daemon: Daemon) -> None:
-    """Though the tiers are filled over and over, no block ever lies where something bad was found."""
+    """When the tiers are refilled many times, no block is stored in a quarantined page."""
     names = chain(1, 60)
     with connected(daemon) as client:
         namespace = _namespace(client)
@@ -162,7 +162,7 @@ def test_a_quarantined_page_is_not_used_again(daemon: Daemon) -> None:
 
 
 def test_a_page_that_a_read_found_bad_is_quarantined_too(daemon: Daemon) -> None:
-    """The reason says that it was a read."""
+    """A page that a read finds bad is quarantined with the reason "read"."""
     names = chain(1, 4)
     _put(daemon, names, durable=False)
     daemon.restart()
@@ -174,7 +174,7 @@ def test_a_page_that_a_read_found_bad_is_quarantined_too(daemon: Daemon) -> None
 
 @pytest.mark.timeout(120)
 def test_in_the_background() -> None:
-    """Nobody asks: what went bad while nobody read it is a miss within a period."""
+    """Background scrub makes a block that went bad unread a miss within a period."""
     with Daemon(CONFIG.replace('"0 s"', '"1 s"')) as daemon:
         names = chain(1, 40)
         _put(daemon, names)
@@ -186,7 +186,7 @@ def test_in_the_background() -> None:
 
 
 def test_gets_go_on_during_a_pass(daemon: Daemon) -> None:
-    """A pass that is held back by its bandwidth holds back nothing else; a second one is refused; who leaves ends his."""
+    """A slow pass delays no get; a second pass is refused; a caller that disconnects ends its pass."""
     names = chain(1, BLOCKS)
     _put(daemon, names)
     with connect(daemon.target) as operator, connected(daemon) as client:
@@ -197,7 +197,7 @@ def test_gets_go_on_during_a_pass(daemon: Daemon) -> None:
             next(other.follow(apb.ScrubRequest()))
         client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
         begun = time.monotonic()
-        assert client.read(namespace, names) == BLOCKS  # from the store, which is being scrubbed
+        assert client.read(namespace, names) == BLOCKS  # from the store that is being scrubbed
         assert time.monotonic() - begun < SOON_S
         told.close()
         await_true(lambda: _can_scrub(daemon), "the end of a pass whose caller has gone")
@@ -211,7 +211,7 @@ def _can_scrub(daemon: Daemon) -> bool:
 
 
 def test_the_bandwidth_of_a_pass_is_kept(daemon: Daemon) -> None:
-    """Six MiB at two MiB a second take no less than the time that they must; what it took is reported."""
+    """Six MiB at two MiB per second take at least the time that the limit implies; the rate is reported."""
     _put(daemon, chain(1, BLOCKS), durable=False)
     _put(daemon, chain(2, BLOCKS // 2), durable=False)
     begun = time.monotonic()
@@ -224,7 +224,7 @@ def test_the_bandwidth_of_a_pass_is_kept(daemon: Daemon) -> None:
 
 
 def test_the_daemon_ends_during_a_pass(daemon: Daemon) -> None:
-    """A slow pass keeps no daemon from stopping, and its caller is told."""
+    """A slow pass does not keep the daemon from stopping, and its caller gets Unavailable."""
     _put(daemon, chain(1, BLOCKS))
     faults: list[BaseException] = []
 

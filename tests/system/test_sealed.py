@@ -1,4 +1,4 @@
-"""Sealed puts against a real daemon: what a writer does to memory that he has mapped reaches no block of anybody."""
+"""Sealed puts on a real daemon: a writer's writes to memory that it has mapped change no block."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def daemon() -> Iterator[Daemon]:
 
 
 def used_bytes(daemon: Daemon) -> int:
-    """Of the host tier."""
+    """Bytes used in the host tier."""
     with connected(daemon) as client:
         return int(client.tiers()["host.0"].used_bytes)
 
 
 def writable_files(pid: int) -> set[int]:
-    """Inodes of all that a process has mapped for writing."""
+    """Inodes of all files that a process has mapped for writing."""
     rows = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {int(row.split()[4]) for row in rows if re.match(r"\S+ \S*w\S* ", row)}
 
@@ -71,14 +71,14 @@ def blocks_of(names: np.ndarray, spec: NamespaceSpec = SPEC) -> list[np.ndarray]
 
 
 def is_right(client: Client, names: np.ndarray, spec: NamespaceSpec = SPEC) -> bool:
-    """Whether all are served, every byte looked at."""
+    """Whether all blocks are served. Checks every byte."""
     views = client.get(client.open_namespace(spec), names).views
     assert all(is_content(np.ascontiguousarray(view), name) for view, name in zip(views, names, strict=False))
     return len(views) == len(names)
 
 
 def test_a_writer_changes_nothing_after_its_commit(daemon: Daemon) -> None:
-    """Who writes into his pages after Commit, through the mapping that he still has, changes nothing: all blocks are served, each byte as it was committed."""
+    """A writer that writes to its pages after Commit, through its old mapping, changes no block."""
     with connected(daemon) as writer, connected(daemon) as reader:
         namespace = writer.open_namespace()
         reservation, handles = writer.reserve(namespace, NAMES)
@@ -92,7 +92,7 @@ def test_a_writer_changes_nothing_after_its_commit(daemon: Daemon) -> None:
 
 
 def test_a_writer_that_scribbles_during_its_commits_gets_blocks_that_fit_their_checksums(daemon: Daemon) -> None:
-    """Whatever a writer does to his pages meanwhile, a block has one content from its commit on, and it is that of its checksum: nothing is found bad by looking at all."""
+    """From its commit on, a block has one content that matches its checksum, even if its writer scribbles."""
     with Client(daemon.target) as writer, Client(daemon.target) as reader, connected(daemon) as operator:
         space, stop = writer.open_namespace(LONG), threading.Event()
         for number in range(ROUNDS):
@@ -119,7 +119,7 @@ def contents(client: Client, names: np.ndarray) -> list[bytes]:
 
 
 def scribble(pages: list[np.ndarray], stop: threading.Event) -> None:
-    """Other bytes all over the pages, again and again."""
+    """Overwrites the pages repeatedly with changing bytes."""
     byte = 0
     while not stop.is_set():
         byte = (byte + 1) % 256
@@ -128,7 +128,7 @@ def scribble(pages: list[np.ndarray], stop: threading.Event) -> None:
 
 
 def test_no_client_can_write_where_blocks_lie(daemon: Daemon) -> None:
-    """A writer, which has a lease on its blocks as well, has no writable mapping of a file in which one lies, and is given no descriptor to make one."""
+    """A writer, even with a lease, has no writable mapping of a block's file and no descriptor for one."""
     with connected(daemon) as writer:
         namespace = writer.open_namespace()
         reservation, handles = writer.reserve(namespace, chain(52, 4))
@@ -153,7 +153,7 @@ def _refuses_writers(client: BlockClient, handle: np.void) -> None:
 
 
 def test_a_writer_that_cuts_its_file_short_harms_nobody_else(daemon: Daemon) -> None:
-    """Who truncates the file of his staging pages has his commit FAILED; the daemon lives, and puts of others, many times the tier, are stored and right."""
+    """If a writer truncates its staging file, its commit is FAILED and other puts are unharmed."""
     pid = daemon.pid
     with connected(daemon) as writer, Client(daemon.target) as other:
         space = other.open_namespace(SPEC)
@@ -178,7 +178,7 @@ def test_a_writer_that_cuts_its_file_short_harms_nobody_else(daemon: Daemon) -> 
 
 
 def test_staging_pages_come_back(daemon: Daemon) -> None:
-    """After commit, abort and the death of a client that had reserved, nothing is held, and as much is in use as blocks are there."""
+    """After a commit, an abort and a client's death, nothing is held and only stored blocks use memory."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         assert client.put(space, NAMES, blocks_of(NAMES)).stored == len(NAMES)
@@ -203,7 +203,7 @@ def holding(talk: Talk, target: str) -> None:
 
 
 def test_without_twice_the_room_a_put_is_told_so(daemon: Daemon) -> None:
-    """A session may hold half a tier, so a put may have a quarter: the blocks beyond are NO_ROOM, those before them are stored, and the next put stores the rest."""
+    """A put may use a quarter of the tier: later blocks are NO_ROOM, and the next put stores them."""
     count = (16 << 20) // LONG.block_bytes // 4
     names = chain(55, count + 2)
     with Client(daemon.target) as client:
@@ -215,7 +215,7 @@ def test_without_twice_the_room_a_put_is_told_so(daemon: Daemon) -> None:
 
 
 def test_a_daemon_that_dies_between_reserve_and_commit_leaves_nothing(daemon: Daemon) -> None:
-    """The client, which lives on and goes on writing, hears of it at its commit; nothing of the put is shown, what was stored before is right, and the next put is stored."""
+    """After a daemon's death before commit, the commit raises, no block of it hits and old blocks hit."""
     with Client(daemon.target) as client:
         space, new = client.open_namespace(SPEC), chain(56, 4)
         assert client.put(space, NAMES, blocks_of(NAMES)).stored == len(NAMES)
@@ -231,16 +231,16 @@ def test_a_daemon_that_dies_between_reserve_and_commit_leaves_nothing(daemon: Da
         assert client.lookup(space, new).tokens == 0
         assert is_right(client, NAMES)
         assert client.put(space, new, blocks_of(new)).stored == len(new)
-        for view in views:  # that process has them still
+        for view in views:  # this process still has them mapped
             view[:] = 0xEE
         assert is_right(client, new)
         del view, views, reserved
-        assert is_right(client, NAMES)  # the next call tells of what is gone
+        assert is_right(client, NAMES)  # the next call reports the dropped views
     await_nothing_held(daemon, "a daemon's death between reserve and commit")
 
 
 def test_what_was_sealed_comes_back_after_a_crash(daemon: Daemon) -> None:
-    """Blocks of sealed puts survive the daemon's SIGKILL in memory, and so do those of a durable put the loss of all memory."""
+    """Sealed blocks survive SIGKILL in memory; durable ones also survive the loss of all memory."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         assert client.put(space, NAMES, blocks_of(NAMES), durable=True).stored == len(NAMES)
@@ -255,7 +255,7 @@ def test_what_was_sealed_comes_back_after_a_crash(daemon: Daemon) -> None:
 
 
 def test_puts_in_a_row_take_pages_that_were_reserved_ahead(daemon: Daemon) -> None:
-    """The SDK's spare pages are staging pages like others: every put in a row is stored and right, though the tier is full and gives up its coldest."""
+    """Pages that the SDK reserves ahead are staging pages too: all puts are right in a full tier."""
     with Client(daemon.target) as client:
         space = client.open_namespace(LONG)
         for number in range(100, 140):
@@ -267,7 +267,7 @@ def test_puts_in_a_row_take_pages_that_were_reserved_ahead(daemon: Daemon) -> No
 
 
 def test_other_faces_put_as_well(tmp_path: Path) -> None:
-    """An AsyncClient and a client over TCP store blocks in a tier with sealed puts, and read the right bytes back."""
+    """AsyncClient and TCP clients put into a tier with sealed puts and read the right bytes back."""
     port = free_port()
     with Daemon(remote_config(tmp_path, port, host=HOST)) as daemon:
 

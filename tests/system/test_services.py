@@ -1,4 +1,4 @@
-"""What tools that know nothing of tierd can ask of its socket."""
+"""Standard gRPC services on tierd's socket, for tools that do not know tierd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_health_and_reflection() -> None:
 
 
 def test_who_watches_is_told_of_the_end() -> None:
-    """A health watch is told SERVING, then NOT_SERVING when the daemon ends, and has ended then, though another watch was given up before."""
+    """A health watch gets SERVING, then NOT_SERVING at the daemon's end, even if another was cancelled."""
     with Daemon() as daemon, grpc.insecure_channel(f"unix:{daemon.target}/tierd.sock") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         first, second = (watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(2))
@@ -41,11 +41,11 @@ def test_who_watches_is_told_of_the_end() -> None:
 
 
 def test_who_watches_and_does_not_read_keeps_no_end(tmp_path: Path) -> None:
-    """A health watch over TCP, without a credential, whose client reads nothing keeps no daemon from an orderly end."""
+    """A TCP health watch whose client reads nothing does not keep the daemon from an orderly end."""
     port = free_port()
     config = remote_config(tmp_path, port).replace("[server]", '[server]\nshutdown_deadline = "1 s"')
     with Daemon(config) as daemon, socket.create_connection(("127.0.0.1", port)) as unread:
         unread.sendall(beginning() + call(1, WATCH))
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:  # as long as it takes for the watch to have come
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:  # takes as long as the watch needs to arrive
             assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == SERVING
         assert daemon.stop() == 0

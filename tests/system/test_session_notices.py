@@ -1,4 +1,4 @@
-"""Leases that clients of a real daemon give back by mailbox: without waking it, and without loss."""
+"""Leases that clients of a real daemon release by mailbox, without waking it and without loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 SPEC = NamespaceSpec(model="mailboxes", tokens_per_block=16, block_bytes=MIB)
 BLOCKS = 8
 CONFIG = 'nvme = []\n[[host]]\ncapacity = "16 MiB"\nsegment = "4 MiB"\neviction = "lru"\n'
-"""Room for two batches, and no more."""
+"""Room for two batches only."""
 ROUNDS = 20
 SOON_S = 10.0
 
@@ -52,12 +52,12 @@ def opened(client: Client) -> OpenedNamespace:
 
 
 def put(client: Client, seed: int, blocks: int = BLOCKS) -> int:
-    """How many are stored."""
+    """Returns the number of blocks stored."""
     return client.put(opened(client), chain(seed, blocks), [np.full(MIB, seed % 251, np.uint8)] * blocks).stored
 
 
 def get(client: Client, seed: int, blocks: int = BLOCKS) -> int:
-    """Copied; how many."""
+    """Gets copies. Returns their number."""
     out = np.zeros((blocks, MIB), np.uint8)
     found = client.get(opened(client), chain(seed, blocks), out=list(out)).blocks
     assert (out[:found] == seed % 251).all()
@@ -65,7 +65,7 @@ def get(client: Client, seed: int, blocks: int = BLOCKS) -> int:
 
 
 def leased(client: Client, seed: int) -> int:
-    """Acquired, and given back by mailbox; how many."""
+    """Acquires blocks and releases them by mailbox. Returns their number."""
     lease = client.acquire(opened(client), chain(seed, BLOCKS))
     lease.detach()
     return len(lease)
@@ -84,13 +84,13 @@ def mailbox_of(client: Client) -> socket.socket:
 
 
 def await_last_look() -> None:
-    """After which the daemon looks into no mailbox until the next answer."""
+    """Waits until the daemon reads no mailbox before the next answer."""
     begun_s = time.monotonic()
     await_true(lambda: time.monotonic() - begun_s > KEPT_S + 4 * LOOK_S, "the last look")
 
 
 def refuse_descriptors(_fds: object, _count: int, *, what: str) -> None:
-    """As where this process has as many files as it may."""
+    """Simulates a process that has the maximum number of open files."""
     raise Overloaded(f"{what}: its descriptors did not come")
 
 
@@ -99,13 +99,14 @@ def leases_of(daemon: Daemon) -> int:
 
 
 def test_a_lease_ends_without_another_call(daemon: Daemon, client: Client) -> None:
-    """What a get gives back by mailbox ends although its client says nothing more."""
+    """A lease that a get releases by mailbox ends without another call of the client."""
     assert put(client, 1) == get(client, 1) == BLOCKS
     await_nothing_held(daemon, "a get")
 
 
 def test_a_mailbox_that_did_not_arrive_is_given_again(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that had no descriptors left when its mailbox came gets another one with its next line, which the daemon reads."""
+    """A client without descriptors for its mailbox gets another with its next line, and the daemon
+    reads it."""
     with monkeypatch.context() as short, Client(daemon.target) as client:
         short.setattr("tierd.client.session.session.check_came", refuse_descriptors)
         assert not client.lookup(opened(client), chain(1, BLOCKS)).tokens
@@ -118,7 +119,7 @@ def test_a_mailbox_that_did_not_arrive_is_given_again(daemon: Daemon, monkeypatc
 
 
 def test_another_mailbox_takes_the_place_of_the_first(daemon: Daemon, client: Client) -> None:
-    """Who asks for a mailbox again gets one: what is in the first is heard, and that is closed."""
+    """A client that asks for another mailbox gets one; the daemon reads the first and closes it."""
     put(client, 1)
     lease, session, first = client.acquire(opened(client), chain(1, BLOCKS)), session_of(client), mailbox_of(client)
     first.send(struct.pack("<Q", lease.id))
@@ -131,7 +132,7 @@ def test_another_mailbox_takes_the_place_of_the_first(daemon: Daemon, client: Cl
 
 
 def test_a_lease_that_is_kept_for_longer_ends_too(daemon: Daemon, client: Client) -> None:
-    """A lease that is given back when the daemon looks into the mailbox no more comes back the way that wakes it."""
+    """A lease released after the daemon stops reading the mailbox is released by a call that wakes it."""
     put(client, 1)
     lease = client.acquire(opened(client), chain(1, BLOCKS))
     await_last_look()
@@ -143,7 +144,7 @@ def test_a_lease_that_is_kept_for_longer_ends_too(daemon: Daemon, client: Client
 def test_an_answer_that_is_read_late_is_no_recent_one(
     daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that had no processor when its answer came gives the lease back the way that wakes."""
+    """A client without processor time when its answer came releases the lease by a call that wakes."""
     put(client, 1)
     receive = Line.receive
 
@@ -159,7 +160,7 @@ def test_an_answer_that_is_read_late_is_no_recent_one(
 
 
 def test_a_lease_that_comes_late_into_the_mailbox_is_told_again(daemon: Daemon, client: Client) -> None:
-    """A client that had no processor while it gave a lease back by mailbox wakes the daemon too."""
+    """A client without processor time during its release by mailbox wakes the daemon too."""
     put(client, 1)
     session, mailbox = session_of(client), mailbox_of(client)
 
@@ -175,7 +176,7 @@ def test_a_lease_that_comes_late_into_the_mailbox_is_told_again(daemon: Daemon, 
 
 
 def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client) -> None:
-    """A put finds the room of leases that other clients have given back by mailbox a moment before."""
+    """A put can use the room of leases that other clients just released by mailbox."""
     with Client(daemon.target) as writer, Client(daemon.target) as other:
         put(writer, 0)
         put(writer, 1)
@@ -185,7 +186,7 @@ def test_what_was_given_back_is_room_for_another(daemon: Daemon, client: Client)
 
 
 def test_a_full_mailbox_loses_no_lease(daemon: Daemon, client: Client) -> None:
-    """A client that finds its mailbox full, or closed, gives leases back the way that wakes the daemon."""
+    """A client whose mailbox is full or closed releases leases by a call that wakes the daemon."""
     put(client, 1)
     session = session_of(client)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -203,7 +204,7 @@ def test_a_full_mailbox_loses_no_lease(daemon: Daemon, client: Client) -> None:
 
 
 def test_a_mailbox_holds_no_more_than_one_look_takes(daemon: Daemon, client: Client) -> None:
-    """However much a client sends: the daemon takes so much at a time, and what found no room ends too."""
+    """The daemon reads a bounded amount at a time, and leases that did not fit in the mailbox end too."""
     put(client, 1)
     get(client, 1)
     await_last_look()
@@ -217,14 +218,14 @@ def test_a_mailbox_holds_no_more_than_one_look_takes(daemon: Daemon, client: Cli
 
 
 def test_nonsense_in_a_mailbox_harms_nobody(daemon: Daemon, client: Client) -> None:
-    """Bytes that are no numbers, numbers that are no leases, and leases of others end nothing; the daemon serves on."""
+    """Malformed bytes, invalid numbers and other clients' leases in a mailbox end nothing."""
     put(client, 1)
     with Client(daemon.target) as other:
         lease = other.acquire(opened(other), chain(1, BLOCKS))
         theirs = np.arange(1 << 12, dtype="<u8").tobytes()
         for noise in (b"\1", b"\1" * 9, *(theirs[at : at + 4096] for at in range(0, len(theirs), 4096)), bytes(9000)):
             mailbox_of(client).send(noise)
-            assert get(client, 1) == BLOCKS  # its answer has the mailbox read
+            assert get(client, 1) == BLOCKS  # for its answer the daemon reads the mailbox
         await_true(lambda: leases_of(daemon) == 1, "the other's lease alone")
         assert [int(page[0]) for page in lease.views()] == [1] * BLOCKS
         mailbox_of(client).close()
@@ -232,7 +233,7 @@ def test_nonsense_in_a_mailbox_harms_nobody(daemon: Daemon, client: Client) -> N
 
 
 def test_a_client_that_ends_leaves_no_lease(daemon: Daemon) -> None:
-    """What was given back by mailbox and what was not: both have ended when the client has."""
+    """When a client ends, its leases have ended, whether it released them by mailbox or not."""
     with Client(daemon.target) as one:
         put(one, 1)
         for _ in range(ROUNDS):
@@ -243,7 +244,7 @@ def test_a_client_that_ends_leaves_no_lease(daemon: Daemon) -> None:
 
 
 def test_a_lease_that_is_given_back_while_the_daemon_stops(daemon: Daemon) -> None:
-    """The next life keeps no page for a client that gave its lease back to the daemon before."""
+    """After a restart the daemon holds no page for a client that released its lease while it stopped."""
     with Client(daemon.target) as one:
         put(one, 1)
         lease = one.acquire(opened(one), chain(1, BLOCKS))

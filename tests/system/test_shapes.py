@@ -1,4 +1,4 @@
-"""Blocks of every shape, and values that are none: they are stored and come back as they were, or are refused by name and value."""
+"""Blocks of every shape are stored and come back unchanged; invalid values are refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierd.testing import chain
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """For all of them."""
+    """A daemon shared by all tests."""
     with Daemon('nvme = []\n[[host]]\ncapacity = "32 MiB"\nsegment = "2 MiB"\n') as running:
         yield running
 
@@ -26,7 +26,7 @@ def daemon() -> Iterator[Daemon]:
     ("size", "block_bytes"), [(1, 1), (3, 4096), (7, 4096), (24, 100), (48, 65536), (49, 48), (1 << 20, 4097)]
 )
 def test_blocks_of_any_number_of_tokens(daemon: Daemon, size: int, block_bytes: int) -> None:
-    """However many tokens a block has, tokens, PutGroups, reservations and private pages are stored, the short last block in proportion, and come back."""
+    """Blocks of any number of tokens, with a proportional short last one, work in every kind of put."""
     with Client(daemon.target) as client:
         ns = client.open_namespace(NamespaceSpec(model=f"{size}", tokens_per_block=size, block_bytes=block_bytes))
         tail = size // 2
@@ -56,7 +56,7 @@ def test_blocks_of_any_number_of_tokens(daemon: Daemon, size: int, block_bytes: 
     [[4096, 4096, 2047], [4096, 8, 2048], [4096, 4096, 4097], [1, 4096, 2048], [4096, 4097, 2048], [0, 4096, 2048]],
 )
 def test_buffers_are_as_long_as_their_blocks(daemon: Daemon, lengths: list[int]) -> None:
-    """A buffer that is shorter than what its block covers, or longer than a full block, is refused with both lengths; where the lengths are said it is stored with them."""
+    """Without explicit lengths, a buffer of the wrong size is refused with both lengths."""
     with Client(daemon.target) as client, Client(daemon.target, best_effort=True) as careless:
         ns, other = (
             each.open_namespace(NamespaceSpec(model="lengths", tokens_per_block=16, block_bytes=4096))
@@ -116,13 +116,13 @@ WRONG: list[tuple[str, Callable[[Client, Any], Any]]] = [
 
 @pytest.mark.parametrize(("words", "call"), WRONG, ids=[f"{i}-{words[:16]}" for i, (words, _) in enumerate(WRONG)])
 def test_values_that_are_none(daemon: Daemon, words: str, call: Callable[[Client, Any], Any]) -> None:
-    """A value that a verb cannot mean is refused by its name and as what it was."""
+    """A verb refuses an invalid value with its name and the value."""
     with Client(daemon.target) as client, pytest.raises(InvalidArgument, match=words):
         call(client, client.open_namespace(NamespaceSpec(model="values", tokens_per_block=16, block_bytes=4096)))
 
 
 def test_values_that_are_none_with_best_effort(daemon: Daemon) -> None:
-    """The same calls are misses with best effort; what a namespace or an iterator itself is asked for is no verb."""
+    """With best effort the same calls of verbs are misses."""
     with Client(daemon.target, best_effort=True) as client:
         ns = client.open_namespace(NamespaceSpec(model="values", tokens_per_block=16, block_bytes=4096))
         for words, call in WRONG:

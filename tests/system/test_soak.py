@@ -1,13 +1,14 @@
-"""Hours of everything at once, at half a core: nothing is wrong, nothing grows.
+"""Hours of all kinds of calls at half a core: no byte is wrong and memory does not grow.
 
-What counts is what the daemon has from malloc and does not give back. It runs with PYTHONMALLOC=malloc, so that its Python objects count too,
-and says over its fault socket what is given out after a garbage collection. What numpy and CPython keep for themselves fills for hours, and
-would look like 4 MiB an hour: at the first question it is filled for good. Resident memory is reported, and bounded, but tells no
-leak: it moves by a MiB with the arenas of threads and the pools of Python, which come and stay. Threads keep no freed pieces of their own
-(tcache), which would count as given out and fill for an hour. A window's lowest sample is what remains when calls in
-progress are over; Theil and Sen's slope goes through these. Rings (the event log) are made small, so that they are full when the warm-up ends.
+The measure is the memory that the daemon has from malloc after a garbage collection, read over its
+fault socket. PYTHONMALLOC=malloc makes Python objects count too. Caches of numpy and CPython fill
+for hours and would look like 4 MiB an hour, so the first query fills them. Resident memory is
+reported and bounded, but shows no leak: it varies by a MiB with the arenas of threads and the pools
+of Python. Threads have no tcache, which would count as allocated and fill for an hour. Calls in
+progress do not affect a window's lowest sample; Theil and Sen's slope goes through these samples.
+Rings (the event log) are small, so that they are full when the warm-up ends.
 
-SOAK_SECONDS sets how long; SOAK_SEED runs a seed again. Progress is printed every ten seconds with `-s`.
+SOAK_SECONDS sets the duration; SOAK_SEED repeats a seed. `-s` prints progress every ten seconds.
 """
 
 from __future__ import annotations
@@ -44,25 +45,25 @@ WARM_UP_SHARE = 0.4
 SAMPLE_S = 1.0
 WINDOW_SAMPLES = 10
 SLOPE_SECONDS = 1800.0
-"""In less than that the slope is reported, and only the growth is bounded: the columns of the books grow in steps, and one that falls into ten
-minutes makes MiB an hour of some hundred KiB."""
+"""In shorter runs the slope is only reported and the growth bounded. The books grow in steps: one
+within ten minutes makes MiB an hour of some hundred KiB."""
 GAINED_BYTES = 2 << 20
-"""Of what malloc has given out, after the warm-up of a run that is too short for a slope."""
+"""The limit of malloc's growth after the warm-up, for a run too short for a slope."""
 SLOPE_MIB_PER_H = 1.0
 GROWTH_BYTES = 8 << 20
-"""Of resident memory after the warm-up."""
+"""The limit of resident memory's growth after the warm-up."""
 TURNS_PER_S = 14.0
-"""Of each worker; keeps the whole at about half a core."""
+"""The rate of each worker, which keeps the total at about half a core."""
 WORKERS = 3
 SPECS = (
     NamespaceSpec(model="small", tokens_per_block=16, block_bytes=4096),
     NamespaceSpec(model="large", tokens_per_block=16, block_bytes=128 << 10),
 )
 EPOCH_TURNS = 12
-"""An operator bumps an epoch at each of so many turns of five seconds; the record of an epoch stays, about 3 KiB."""
+"""An operator bumps an epoch once per this many turns of five seconds; its record stays, about 3 KiB."""
 CHAINS, MOST_BLOCKS = 300, 24
 LENGTHS, ROUNDS, LEFT_BYTES = 240, 4, 300
-"""Of lookups, and what each may leave behind: timers that ended are kept by the hundred, 60 KiB."""
+"""Lookups and rounds, and the bytes that each may keep: hundreds of ended timers are kept, 60 KiB."""
 MIB = 1 << 20
 CONFIG = """\
 [server]
@@ -92,7 +93,7 @@ time.sleep(60)
 
 @dataclass(frozen=True)
 class Sample:
-    """At a moment: what the daemon has from malloc, what is resident without the arena, descriptors, threads beside the pools'; reads so far."""
+    """memory_bytes: from malloc; resident_bytes: without the arena; threads: without pools; reads: so far."""
 
     at: float
     memory_bytes: int
@@ -104,7 +105,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What the workers share. Counts are of calls; `reads` and `wrong` of blocks."""
+    """State that the workers share. Counts are of calls; `reads` and `wrong` of blocks."""
 
     daemon: Daemon
     faults: Faults
@@ -131,12 +132,12 @@ class Soak:
 
 
 def is_pooled(thread: str) -> bool:
-    """Whether it is one of a pool, which grows up to its size when so much is first asked of it at once."""
+    """Whether the thread belongs to a pool, which grows to its full size under load."""
     return thread.rpartition("_")[2].isdigit()
 
 
 class Worker:
-    """One client that does everything in turns."""
+    """A client that makes all kinds of calls."""
 
     def __init__(self, soak: Soak, seed: int) -> None:
         self.soak = soak
@@ -146,14 +147,14 @@ class Worker:
         self.held: list[tuple[np.ndarray, list[np.ndarray]]] = []
 
     def fill(self) -> None:
-        """Every chain once, so that the books are as large as they will be."""
+        """Puts every chain once, so that the books reach their full size."""
         self.spaces = [self.client.open_namespace(spec) for spec in SPECS]
         for seed in range(1, CHAINS + 1):
             with self.forgiven():
                 self.put(seed, durable=True)
 
     def run(self) -> None:
-        """Until the end; a turn that a bump of the epoch or a full queue cuts short is no fault."""
+        """Runs until the end. An epoch bump or a full queue that interrupts a turn is no fault."""
         verbs: list[Callable[[], None]] = [self.put, self.get, self.copy, self.durable, self.look, self.churn]
         try:
             self.spaces = [self.client.open_namespace(spec) for spec in SPECS]
@@ -182,7 +183,7 @@ class Worker:
         return self.wanted(1 + int(CHAINS * self.chance.random() ** 2))
 
     def wanted(self, seed: int) -> tuple[OpenedNamespace, np.ndarray]:
-        """The chain of a seed, and where it belongs."""
+        """The chain of a seed, with its namespace."""
         return self.spaces[seed % len(SPECS)], chain(seed, 1 + seed * 7 % MOST_BLOCKS)
 
     def put(self, seed: int = 0, *, durable: bool = False) -> None:
@@ -195,7 +196,7 @@ class Worker:
         self.put(durable=True)
 
     def get(self) -> None:
-        """By view; some are kept for a while, and looked at again when they go."""
+        """Gets by view; keeps some views for a while and checks them again before it drops them."""
         space, hashes = self.pick()
         got = self.client.get(space, hashes)
         self.check(hashes, list(got.views))
@@ -215,7 +216,7 @@ class Worker:
         self.soak.add("lookups")
 
     def churn(self) -> None:
-        """The session ends, and another begins."""
+        """Ends the session and begins another."""
         self.held.clear()
         self.client.close()
         self.client = Client(self.soak.daemon.target)
@@ -229,7 +230,7 @@ class Worker:
 
 
 def operate(soak: Soak) -> None:
-    """An operator bumps epochs and evicts, and clients are killed with leases in hand."""
+    """Bumps epochs, evicts, and kills clients that hold leases."""
     try:
         with connected(soak.daemon) as client:
             for turn in itertools.count():
@@ -265,13 +266,13 @@ def slope_per_hour(samples: list[Sample], value: Callable[[Sample], float]) -> t
 
 
 def floors(samples: list[Sample]) -> list[Sample]:
-    """The lowest of each window."""
+    """The lowest sample of each window."""
     windows = (samples[i : i + WINDOW_SAMPLES] for i in range(0, len(samples), WINDOW_SAMPLES))
     return [min(window, key=lambda s: s.memory_bytes) for window in windows]
 
 
 def watched(soak: Soak) -> list[Sample]:
-    """Samples until the end; tells how it goes."""
+    """Samples until the end; prints progress."""
     begun, samples = time.monotonic(), [soak.sample(time.monotonic())]
     while (now := time.monotonic()) < soak.end:
         samples.append(soak.sample(begun))
@@ -287,7 +288,7 @@ def watched(soak: Soak) -> list[Sample]:
 
 
 def test_slope_finds_a_leak() -> None:
-    """The fit tells a leak of 2 MiB an hour from none, through noise and a jump in the beginning."""
+    """The fit distinguishes a leak of 2 MiB an hour from none, despite noise and a jump at the start."""
     noise = np.random.default_rng(1).normal(0, 0.2 * MIB, 1800)
     flat = [Sample(i * 2.0, int(60 * MIB + noise[i]), 0, 0, 0, 0) for i in range(1800)]
     leaky = [Sample(s.at, int(s.memory_bytes + s.at * 2 * MIB / 3600), 0, 0, 0, 0) for s in flat]
@@ -299,7 +300,7 @@ def test_slope_finds_a_leak() -> None:
 
 
 def test_lookups_of_every_length_leave_nothing_behind() -> None:
-    """Lookups make arrays of lengths that never came up before; what stays of each is less than a timer."""
+    """Lookups of new lengths allocate arrays; less memory stays per lookup than a timer takes."""
     with Daemon(CONFIG, faults=True, env=COUNTED) as daemon, daemon.faults() as faults, Client(daemon.target) as client:
         space, hashes = client.open_namespace(SPECS[0]), chain(1, LENGTHS)
         client.put(space, hashes, [content_of(name, space.spec.block_bytes) for name in hashes])
@@ -315,7 +316,7 @@ def test_lookups_of_every_length_leave_nothing_behind() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
 def test_nothing_is_wrong_and_nothing_grows() -> None:
-    """Puts, views, copies, durable puts, prefetches, evictions, epochs and dying clients, for as long as is given."""
+    """Puts, views, copies, durable puts, prefetches, evictions, epochs and dying clients for the duration."""
     print(f"SOAK_SEED={SEED} SOAK_SECONDS={SECONDS:g}")
     with Daemon(CONFIG, faults=True, env=COUNTED) as daemon, daemon.faults() as faults:
         soak = Soak(daemon, faults, end=0.0)
@@ -335,14 +336,14 @@ def test_nothing_is_wrong_and_nothing_grows() -> None:
 
 
 def assert_clean(soak: Soak) -> None:
-    """When the clients have gone nothing of theirs is left."""
+    """When the clients have ended, no lease, reservation or pin of theirs remains."""
     with connected(soak.daemon) as client:
         await_true(lambda: client.status().leases + client.status().reservations == 0, "leases come back")
         await_true(lambda: all(t.pages_pinned == 0 for t in client.tiers().values()), "pins come back")
 
 
 def judge(soak: Soak, samples: list[Sample]) -> None:
-    """The figures, and what must hold."""
+    """Reports the figures and asserts the limits."""
     steady = [s for s in samples if s.at >= WARM_UP_SHARE * SECONDS]
     memory, low, high = slope_per_hour(floors(steady), lambda s: s.memory_bytes / MIB)
     half = len(steady) // 2

@@ -1,4 +1,4 @@
-"""Stores and instances that are not to be had: dead disks, directories that belong to another daemon."""
+"""Stores and instances that are unavailable: dead disks, and directories that another daemon holds."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ low_watermark = 0.01
 
 """
 CHAINS = 24
-"""Of one block each: about half of them on either store."""
+"""Chains of one block each; each store has about half."""
 
 
 def _put_single(client: BlockClient, namespace: int, *, seed: int, count: int) -> np.ndarray:
-    """Durable chains of one block; which of them were acknowledged."""
+    """Puts durable chains of one block. Returns for each whether it was acknowledged."""
     stored = [client.put(namespace, chain(seed + i, 1), durable=True) for i in range(count)]
     return np.array(stored, dtype=bool)
 
 
 def _stores_of(client: BlockClient, *, seed: int, count: int) -> list[str]:
-    """Which store holds each block; empty for none."""
+    """The store that holds each block; empty for none."""
     found = []
     for i in range(count):
         reply = client.call(client.admin.Inspect, apb.InspectRequest(hash=chain(seed + i, 1).tobytes().hex()))
@@ -63,7 +63,7 @@ def _stores_of(client: BlockClient, *, seed: int, count: int) -> list[str]:
 
 
 def test_store_dies(tmp_path: Path) -> None:
-    """One of two stores dies under the daemon: its blocks are misses, the other's are served, new ones go there, it is said; and when it works again all is back."""
+    """If one of two stores dies, its blocks miss and new ones go to the other; later all are back."""
     io = IoFaults(tmp_path)
     with Daemon(TWO_STORES, env=io.env) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
@@ -94,7 +94,7 @@ def _found(client: BlockClient, *, seed: int) -> list[bool]:
 
 
 def test_reads_fail(tmp_path: Path) -> None:
-    """A store whose reads fail costs its blocks and nothing else; when they succeed again it serves them."""
+    """A store whose reads fail costs only its own blocks; when reads succeed again, it serves them."""
     io = IoFaults(tmp_path)
     with Daemon(TWO_STORES, env=io.env) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
@@ -110,7 +110,7 @@ def test_reads_fail(tmp_path: Path) -> None:
 
 
 def test_flush_over_stores_that_fail(tmp_path: Path) -> None:
-    """What a flush could not bring onto NVMe it counts; once the disks work again it leaves nothing."""
+    """A flush counts the blocks that it could not write to NVMe; when the disks work again, none is left."""
     io = IoFaults(tmp_path)
     with Daemon(TWO_STORES, env=io.env) as daemon, connected(daemon) as client:
         namespace = client.open_namespace()
@@ -123,7 +123,8 @@ def test_flush_over_stores_that_fail(tmp_path: Path) -> None:
 
 
 def test_a_sync_fails_under_demotion(tmp_path: Path) -> None:
-    """What is lost with one failed sync is in memory still: a flush that leaves nothing has brought it onto the store again, no page is bad, and one outage was told."""
+    """Blocks lost with a failed sync are still in memory, so a later flush writes them to the store
+    again. No page is quarantined, and one outage is reported."""
     io, count = IoFaults(tmp_path), 60
     config = DEMOTES + '[[nvme]]\ncapacity = "16 MiB"\nsegment = "1 MiB"\n'
     with Daemon(config, env=io.env) as daemon, connected(daemon) as client:
@@ -140,7 +141,7 @@ def test_a_sync_fails_under_demotion(tmp_path: Path) -> None:
 
 
 def test_dead_store_after_a_restart(tmp_path: Path) -> None:
-    """What was acknowledged is there after kill -9, in the living store or in the one whose syncs failed meanwhile; what the files hold beside it is never wrong."""
+    """After kill -9 all acknowledged blocks hit, in either store, and no other block is wrong."""
     io = IoFaults(tmp_path)
     with Daemon(TWO_STORES, env=io.env) as daemon:
         with connected(daemon) as client:
@@ -162,7 +163,7 @@ def test_dead_store_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_second_daemon_on_one_instance() -> None:
-    """A second daemon on the same instance exits non-zero, names the holder's process, and the first serves on."""
+    """A second daemon on the same instance exits non-zero and names the holder; the first serves on."""
     with Daemon() as daemon:
         second = Daemon(root=daemon.root)
         try:
@@ -177,7 +178,7 @@ def test_second_daemon_on_one_instance() -> None:
 
 
 def test_store_of_another_daemon(tmp_path: Path) -> None:
-    """A daemon whose store is held by another one refuses to start and names store and holder; it starts when that has gone."""
+    """A daemon whose store another holds refuses to start and names both; later it starts."""
     config = f'[[host]]\ncapacity = "8 MiB"\nsegment = "1 MiB"\n[[nvme]]\npath = "{tmp_path}/store"\ncapacity = "16 MiB"\nsegment = "1 MiB"\n'
     other = Daemon(config)
     with Daemon(config) as daemon:

@@ -1,4 +1,4 @@
-"""What happens around the daemon: blocks that go meanwhile, disks and memory that are full or taken away, files that are removed."""
+"""Disturbances around the daemon: eviction during puts, full disks and memory, removed files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ segment = "1 MiB"
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["mapped", "tcp"])
 def test_durable_put_beside_eviction(tmp_path: Path, *, is_remote: bool) -> None:
-    """A durable put of blocks that exist, and go while it is made, writes them again; none is FAILED."""
+    """A durable put of existing blocks that are evicted during the put stores them again; none is FAILED."""
     port = free_port()
     config, begun, over = remote_config(tmp_path, port, host=STORED), threading.Semaphore(0), threading.Event()
     with Daemon(config) as daemon, connected(daemon) as operator:
@@ -50,7 +50,7 @@ def test_durable_put_beside_eviction(tmp_path: Path, *, is_remote: bool) -> None
                 begun.acquire(timeout=60)
                 if over.is_set():
                     return
-                threading.Event().wait(0.002 * (i % 10))  # another moment of the put each time
+                threading.Event().wait(0.002 * (i % 10))  # at a different moment of each put
                 operator.call(operator.admin.Evict, apb.EvictRequest())
 
         beside = threading.Thread(target=evict)
@@ -77,7 +77,7 @@ def test_durable_put_beside_eviction(tmp_path: Path, *, is_remote: bool) -> None
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A file system of its own."""
+    """A separate file system."""
     path.mkdir()
     if (
         os.geteuid() != 0
@@ -93,21 +93,21 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
 
 
 def fill(path: Path) -> None:
-    """Others take what is left."""
+    """Fills the remaining space, as other processes might."""
     with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
         while file.write(bytes(1 << 16)):
             pass
 
 
 def used(path: Path) -> int:
-    """Bytes that lie there."""
+    """Bytes used on that file system."""
     found = os.statvfs(path)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 @pytest.mark.parametrize("capacity", ["48 MiB", "63 MiB", "90 GiB", "900 TiB"])
 def test_store_above_its_disk(tmp_path: Path, capacity: str) -> None:
-    """A store that its disk has no room for is refused before the first byte, by name with both figures; the stores and memory beside it are given back."""
+    """A store too large for its disk is refused by name with both sizes; other space is given back."""
     with small_disk(tmp_path / "disk", "64m") as disk:
         (disk / "others").write_bytes(bytes(4 << 20))
         before = used(disk)
@@ -123,7 +123,7 @@ def test_store_above_its_disk(tmp_path: Path, capacity: str) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """Over a disk that is full at the start what is stored is served, memory serves, durable puts fail by name; with space it is all as before."""
+    """With a full disk at start, stored blocks are served and durable puts fail; free space restores all."""
     with small_disk(tmp_path / "disk", "24m") as disk:
         config = STORED.replace("[[nvme]]", f'[[nvme]]\npath = "{disk}/store"')
         with Daemon(config, root=tmp_path) as daemon:
@@ -148,13 +148,13 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_memory_filled_by_others(tmp_path: Path) -> None:
-    """Where others have filled the memory file system puts take the place of what is cold, in the segments that there are, or find no room; none raises, and memory that comes back is used."""
+    """If others fill the memory file system, puts evict cold blocks; the daemon uses memory freed later."""
     with small_disk(tmp_path / "memory", "40m") as memory:
         config = f'[[host]]\narena_dir = "{memory}"\ncapacity = "32 MiB"\nsegment = "1 MiB"\n'
         with Daemon(config, root=tmp_path) as daemon, connected(daemon) as operator:
             await_true(lambda: len(list(memory.rglob("spare-*"))) == 32, "all memory made ahead")
             for path in sorted(memory.rglob("spare-*"))[:-4]:
-                path.unlink()  # as if they were still to be made
+                path.unlink()  # as if the daemon had yet to make them
             with Client(daemon.target) as client, Client(daemon.target) as other:
                 assert put(client, 1, durable=False) and operator.open_namespace()
                 fill(memory / "others")
@@ -162,7 +162,7 @@ def test_memory_filled_by_others(tmp_path: Path) -> None:
                     assert put(client, seed, durable=False)
                     fill(memory / f"more-{seed}")
                 assert get(client, 40) == COUNT
-                put(other, 77, durable=False)  # into files of its own: NO_ROOM as long as others map the old ones
+                put(other, 77, durable=False)  # needs new files, so NO_ROOM while others map the old ones
                 assert get(client, 77) in (0, COUNT)
                 for path in [memory / "others", *memory.glob("more-*")]:
                     path.unlink()
@@ -179,14 +179,14 @@ COUNT = 32
 
 
 def put(client: Client, seed: int, *, durable: bool) -> bool:
-    """A chain of blocks that tell their content; whether all of it is stored."""
+    """Puts a chain of self-identifying blocks. Returns whether all are stored."""
     hashes = chain(seed, COUNT)
     blocks = [content_of(name, SMALL.block_bytes) for name in hashes]
     return bool(client.put(client.open_namespace(SMALL), hashes, blocks, durable=durable))
 
 
 def get(client: Client, seed: int) -> int:
-    """How many blocks of the chain are served, all of them right."""
+    """The number of blocks of the chain that are served, all of them right."""
     got = client.get(client.open_namespace(SMALL), chain(seed, COUNT))
     assert right(got.views, seed) == got.blocks
     return got.blocks
@@ -197,7 +197,7 @@ def get(client: Client, seed: int) -> int:
 
 @pytest.mark.parametrize("what", ["all", "data", "catalogues", "cut"])
 def test_arena_taken_away(tmp_path: Path, what: str) -> None:
-    """A daemon whose arena is removed or cut short under it ends and says why; started again it serves, and nothing is wrong."""
+    """A daemon whose arena is removed or truncated ends and says why; after a restart no byte is wrong."""
     with Daemon(STORED, root=tmp_path) as daemon:
         with Client(daemon.target) as client:
             assert put(client, 1, durable=False)
@@ -217,7 +217,7 @@ def test_arena_taken_away(tmp_path: Path, what: str) -> None:
 
 
 def test_spare_files_taken_away(tmp_path: Path) -> None:
-    """Spare files that somebody removed, or cut short, are made anew: every put is stored."""
+    """Removed or truncated spare files are made again: every put is stored."""
     with Daemon(STORED, root=tmp_path) as daemon, Client(daemon.target) as client:
         for i, path in enumerate(daemon.arena.rglob("spare-*.data")):
             os.truncate(path, 0) if i % 2 else path.unlink()
@@ -227,7 +227,7 @@ def test_spare_files_taken_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["store", "slots", "journal", "snapshot", "moved"])
 def test_store_taken_away(tmp_path: Path, what: str) -> None:
-    """Durable puts fail once a file of the store was removed, its trouble names that, memory goes on; one that comes back serves again."""
+    """After a store file is removed, durable puts fail with the cause; a moved store serves on its return."""
     with Daemon(STORED, root=tmp_path) as daemon, Client(daemon.target) as client, connected(daemon) as operator:
         assert put(client, 1, durable=True)
         store = tmp_path / "state" / "nvme-0"
@@ -250,7 +250,7 @@ def test_store_taken_away(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["journal", "snapshot", "slots"])
 def test_store_lost_between_starts(tmp_path: Path, what: str) -> None:
-    """A journal, a snapshot or slot files that are gone at a start are told by fsck, with how many blocks that cost, and by the start; nothing is wrong, the store stays in service."""
+    """If a journal, snapshot or slot file is missing, fsck and the start report it, and the store serves."""
     with Daemon(STORED, root=tmp_path) as daemon:
         with Client(daemon.target) as client:
             assert put(client, 1, durable=True)
@@ -260,7 +260,7 @@ def test_store_lost_between_starts(tmp_path: Path, what: str) -> None:
         shutil.rmtree(next(daemon.arena.glob("tierd-*")))
         command = [sys.executable, "-m", "tierd.cli.ctl", "fsck", "--config", str(tmp_path / "tierd.toml")]
         said = subprocess.run(command, capture_output=True, text=True, check=False, env=daemon._env, timeout=60)
-        if what != "snapshot":  # an empty one: the journal tells all
+        if what != "snapshot":  # the snapshot is empty, so the journal has everything
             assert said.returncode == 1 and f"{COUNT} " in said.stdout, said
         daemon.start()
         with Client(daemon.target) as client, connected(daemon) as operator:

@@ -1,4 +1,4 @@
-"""deploy/README.md's service, installed as the document says, in a systemd of its own: the sandbox, the users and the places are the true ones, only the sizes are smaller."""
+"""deploy/README.md's service in its own systemd: the true sandbox, users and paths, in smaller sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INSTEAD = {
     "pip install .": "pip install --quiet --no-deps --no-index /srv/wheel/*.whl",
     "size=330g": "size=300m",
 }
-"""There is no network: what tierd needs is this environment's, and a wheel was built before."""
+"""There is no network: tierd's dependencies are this environment's, and its wheel was built before."""
 SMALLER = (
     (r'capacity = ".*"', 'capacity = "128 MiB"'),
     (r'segment = ".*"', 'segment = "8 MiB"'),
@@ -43,7 +43,7 @@ PUT, EXISTS, FAILED = "status 1 held 64", "status 3 held 64", "status 7 held 0"
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """One that has this repository's deploy/ and configs/ in smaller sizes, a wheel of it, and a user `vllm`."""
+    """A machine with deploy/ and configs/ in smaller sizes, a wheel of this repository, and a user `vllm`."""
     asked = ["/usr/bin/python3", "-c", "import sys, ensurepip; print(sys.version_info.minor)"]
     if not Path(asked[0]).exists() or subprocess.run(
         asked, capture_output=True, text=True, check=False
@@ -68,26 +68,26 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def installed(machine: Machine) -> str:
-    """What the commands that install the service print."""
+    """The output of the commands that install the service."""
     return machine.typed(INSTALL, instead=INSTEAD)
 
 
 def as_service(machine: Machine, *settings: str) -> str:
-    """What an engine prints that is a service of user vllm with these settings of its unit, and its log."""
+    """The output and log of an engine that runs as a service of user vllm with these unit settings."""
     words = " ".join(f"--property={setting}" for setting in settings)
     run = "systemd-run --quiet --wait --collect --pipe --property=User=vllm --property=ProtectHome=yes"
     return machine.typed(f"{run} {words} /opt/tierd/bin/python /srv/repo/engine.py 2>&1")
 
 
 def said_of_engines() -> list[str]:
-    """The settings that the document shows of an engine's unit, but for its user."""
+    """The settings of an engine's unit in the document, except its user."""
     text = (ROOT / "deploy" / "README.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```ini\n\[Service\]\nUser=vllm\n(.*?)```", text, re.DOTALL)
     return shown.split()
 
 
 def test_the_service_starts_as_documented(machine: Machine, installed: str) -> None:
-    """Each command ends well, the daemon serves at once, it was started once, and its units have no fault that systemd knows of."""
+    """The documented commands succeed; the daemon serves after one start, with no unit fault."""
     assert "serving" in installed and "host.0" in installed and "nvme.0" in installed
     assert machine.typed("systemctl show --property=NRestarts,ActiveState tierd").split() == [
         "NRestarts=0",
@@ -98,7 +98,8 @@ def test_the_service_starts_as_documented(machine: Machine, installed: str) -> N
 
 
 def test_an_engines_user_is_served_once_it_is_a_member(machine: Machine, installed: str) -> None:
-    """Before, its log names what it lacks and nothing raises, whether or not it names the target; with the document's settings, or its command, it puts and gets, and finds its blocks after a restart."""
+    """Before membership an engine's user gets an error that names the group. With the documented
+    settings or command it puts and gets, also after a restart."""
     for target in ("", "Environment=TIERD_TARGET=/run/tierd"):
         refused = as_service(machine, *filter(None, [target]))
         assert FAILED in refused and "this user may not connect; join the daemon's group" in refused
@@ -110,7 +111,7 @@ def test_an_engines_user_is_served_once_it_is_a_member(machine: Machine, install
 
 
 def test_memory_is_freed_by_the_documents_purge_and_stores_stay(machine: Machine, installed: str) -> None:
-    """After it nothing of the arena is left, and the next start finds the durable blocks on NVMe; with --nvme it finds nothing."""
+    """The purge frees the arena but keeps durable blocks on NVMe; with --nvme nothing hits."""
     as_service(machine, *said_of_engines())
     assert "freed" in machine.typed(PURGE)
     assert machine.typed("find /dev/shm -type f") == ""
@@ -122,7 +123,7 @@ def test_memory_is_freed_by_the_documents_purge_and_stores_stay(machine: Machine
 
 
 def test_a_tmpfs_and_drives_of_its_own(machine: Machine, installed: str) -> None:
-    """h100.toml as documented: the arena lies on the tmpfs, the store on the drive, and engines are served from there."""
+    """h100.toml as documented: the arena is on the tmpfs, the store on the drive, and both serve engines."""
     machine.typed("mkdir /mnt/nvme0 && mount -t tmpfs -o size=300m tmpfs /mnt/nvme0")
     machine.typed(PLACES, instead=INSTEAD)
     tiers = machine.typed("tierctl tiers --json")

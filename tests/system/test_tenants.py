@@ -1,4 +1,4 @@
-"""Another user of the machine: what a uid can see and reach of another one's blocks, and how two uids become one tenant."""
+"""Other users of the machine: isolation of one uid's blocks from another, and two uids of one tenant."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ COUNT = 4
 
 @pytest.fixture
 def open_daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """A daemon whose sockets belong to a group, as a unit file would set it up; its parameter is added to the configuration."""
+    """A daemon whose sockets belong to a group, as with a unit file. The parameter adds configuration."""
     running = Daemon(HOST + getattr(request, "param", ""))
     running.root.chmod(0o755)
     Path(running.target).mkdir()
     os.chown(running.target, 0, GROUP)
-    Path(running.target).chmod(0o2750)  # what is made in it belongs to the group
+    Path(running.target).chmod(0o2750)  # files made in it belong to the group
     with running:
         yield running
 
@@ -48,11 +48,11 @@ def _user(function: Any, daemon: Daemon, uid: int, **given: Any) -> Elsewhere:
     return Elsewhere(function, daemon.target, uid=uid, gid=GROUP, **given)
 
 
-# -- what runs as another user
+# -- functions that run as another user
 
 
 def owner(talk: Talk, target: str) -> None:
-    """Stores blocks, holds one of them, and says what another user could try."""
+    """Stores blocks, leases one, and reports everything that another user could try."""
     client = Client(target, name="owner")
     namespace = client.open_namespace(BIG)
     assert put(client, namespace, 1, COUNT)
@@ -68,7 +68,7 @@ def owner(talk: Talk, target: str) -> None:
 
 
 def stranger(talk: Talk, target: str, *, files: list[str], daemon_pid: int) -> None:
-    """Tries everything with what the owner and root know; says what it got."""
+    """Tries everything with the numbers that the owner and root know; reports the results."""
     known = talk.hear()
     with RawClient(target) as raw, Client(target) as client:
         mapped = [place for place in _everywhere(known["segments"]) if _granted(raw, *place)]
@@ -101,7 +101,7 @@ _SEEDS = itertools.count(100)
 
 
 class _Events:
-    """What a watcher has been told. are_coming: it has been told something."""
+    """The events of a watch. are_coming: set at the first event."""
 
     def __init__(self, client: Client) -> None:
         self.are_coming = threading.Event()
@@ -110,7 +110,7 @@ class _Events:
         threading.Thread(target=self._watch, args=(client,), daemon=True).start()
 
     def until(self, block_hash: bytes) -> set[int]:
-        """The namespaces of all events up to the one that says that this block was stored."""
+        """The namespaces of all events up to the one that reports this block as stored."""
         while True:
             event = self._events.get(timeout=30)
             self._namespaces.add(event.namespace)
@@ -125,7 +125,7 @@ class _Events:
 
 
 def _everywhere(segments: list[list[int]]) -> list[tuple[int, int]]:
-    """The segments that are known, and every number near them."""
+    """The known segments, and every number near them."""
     return sorted({(tier, segment) for tier in (0, 1) for segment in range(128)} | {(t, s) for t, s in segments})
 
 
@@ -143,7 +143,7 @@ def _opens(path: str) -> bool:
 
 
 def _proc_paths(pid: int) -> list[str]:
-    """Other ways to a process's files and memory."""
+    """Other paths to a process's files and memory."""
     return [f"/proc/{pid}/mem", *(f"/proc/{pid}/fd/{fd}" for fd in range(64))]
 
 
@@ -163,7 +163,7 @@ def member(talk: Talk, target: str, *, writes: bool) -> None:
 
 
 def test_stranger_gets_nothing(open_daemon: Daemon) -> None:
-    """Another uid maps no segment of the owner's, opens no file of the arena, and sees none of its blocks, namespaces or events."""
+    """Another uid maps no segment of the owner, opens no arena file and sees no block, namespace or event."""
     with (
         _user(owner, open_daemon, FIRST_UID) as first,
         _user(
@@ -190,7 +190,7 @@ def test_stranger_gets_nothing(open_daemon: Daemon) -> None:
 
 
 def test_outside_the_group(open_daemon: Daemon) -> None:
-    """A user who is not in the daemon's group cannot even connect."""
+    """A user outside the daemon's group cannot connect."""
     with Elsewhere(outsider, open_daemon.target, uid=FIRST_UID, gid=FIRST_UID) as other:
         assert other.hear() == ["NotPermitted", "PermissionError"]
 
@@ -222,7 +222,7 @@ def test_two_uids_of_one_tenant(open_daemon: Daemon) -> None:
 
 
 def test_token_of_another_session(open_daemon: Daemon) -> None:
-    """A session's number without its secret is no session."""
+    """A session's number without its secret is refused."""
     with RawClient(open_daemon.target) as raw, contextlib.closing(connect(open_daemon.target)) as other:
         token = ask(other, hello())[0]["token"].partition(".")[0]
         for guess in (token, f"{token}.", f"{token}.{'0' * 32}", ""):
@@ -232,7 +232,7 @@ def test_token_of_another_session(open_daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("then", ["stays", "says goodbye", "daemon restarts"])
 def test_memory_that_changes_hands(open_daemon: Daemon, then: str) -> None:
-    """A process that keeps a tenant's old mappings for ever never sees in them what another tenant stores later, whatever it says."""
+    """A process that keeps a tenant's old mappings never sees another tenant's later blocks in them."""
     leaves = then == "says goodbye"
     with (
         _user(hoarder, open_daemon, FIRST_UID, leaves=leaves) as first,
@@ -247,7 +247,7 @@ def test_memory_that_changes_hands(open_daemon: Daemon, then: str) -> None:
 
 
 def hoarder(talk: Talk, target: str, *, leaves: bool) -> None:
-    """Keeps whole segments mapped, behind the SDK's back, with nothing leased; says how many pages hold the other's bytes."""
+    """Keeps whole segments mapped without a lease; reports the number of pages with the other's bytes."""
     client = Client(target)
     assert churn(client, seed=1)
     with RawClient(target) as raw:
@@ -271,7 +271,7 @@ def hoarder(talk: Talk, target: str, *, leaves: bool) -> None:
 
 
 def filler(talk: Talk, target: str) -> None:
-    """Fills the tier with a byte of its own."""
+    """Fills the tier with its own byte."""
     talk.hear()
     with Client(target) as client:
         talk.say(churn(client, seed=2, byte=0xDD))

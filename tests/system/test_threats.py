@@ -1,8 +1,9 @@
-"""The threat table of `tierd/README.md`, cell by cell: `test_<row>__<column>` shows what the cell says, also where it says that nothing guards.
+"""The threat table of `tierd/README.md`: `test_<row>__<column>` shows each cell, unguarded ones
+too.
 
-Rows: `always`, gets that copy, then the settings of `host.verify`, then containers that share a uid. Columns:
-accident, buggy peer and hostile peer, each of
-the same and of another uid. A cell with a dash adds nothing to the one above it.
+Rows: `always`, gets that copy, then the settings of `host.verify`, then containers that share a
+uid. Columns: accident, buggy peer and hostile peer, each of the same and of another uid. A cell
+with a dash adds nothing to the one above it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tierd.tiers.store.slots import HEADER_BYTES
 
 
 def served(daemon: Daemon) -> int:
-    """Blocks that a reader gets, every byte looked at. Raises WrongBytes."""
+    """Blocks that a reader gets, every byte checked. Raises WrongBytes."""
     with connected(daemon) as reader:
         return reader.read(reader.open_namespace(), NAMES)
 
@@ -40,7 +41,7 @@ def served(daemon: Daemon) -> int:
 
 
 def test_always__accident() -> None:
-    """Rot in a slot, in its header, in a catalogue entry and in a page that is about to be stored: each is a miss, none a wrong byte."""
+    """Corruption in a slot, header, catalogue entry or page to be stored is a miss, not a wrong byte."""
     with running() as daemon:
         with connected(daemon) as client:
             put(client, durable=True)
@@ -50,7 +51,7 @@ def test_always__accident() -> None:
         catalogue = next(path for path in daemon.arena.rglob("*.cat") if NAMES[3].tobytes() in path.read_bytes())
         flip(Place(catalogue, catalogue.read_bytes().index(NAMES[3].tobytes())), 70)
         daemon.start()
-        assert served(daemon) == len(NAMES)  # each lies in two places, and one of them is whole
+        assert served(daemon) == len(NAMES)  # each block is in two places, and one of them is intact
         daemon.kill()
         wipe_arena(daemon)
         daemon.start()
@@ -76,7 +77,7 @@ def _page_that_rots_is_not_stored() -> None:
 
 
 def test_always__buggy_same() -> None:
-    """A peer maps what another has written for reading alone: it cannot store into it, nor write through the descriptor."""
+    """A peer maps another's blocks read-only: it can write neither there nor through the descriptor."""
     with running() as daemon, connected(daemon) as writer, connected(daemon) as peer:
         leased = peer.acquire(put(writer), NAMES)
         handle = leased.handles[0]
@@ -98,7 +99,7 @@ def test_always__buggy_same() -> None:
 
 @as_root
 def test_always__buggy_other() -> None:
-    """A client of another uid is given no segment of ours, whatever it asks for, and finds none of our blocks."""
+    """A client of another uid gets no segment of ours, for any request, and hits none of our blocks."""
     with running() as daemon, connected(daemon) as owner:
         namespace = put(owner)
         with user(stranger, daemon, FIRST_UID, files=[], namespace=namespace) as other:
@@ -108,7 +109,7 @@ def test_always__buggy_other() -> None:
 
 
 def test_always__hostile_same() -> None:
-    """Not guarded: a process of our uid opens the arena and the store, and changes what is served."""
+    """Not guarded: a process of our uid opens the arena and the store, and changes blocks that are served."""
     with running() as daemon, connected(daemon) as client:
         put(client, durable=True)
         assert served(daemon) == len(NAMES)
@@ -120,7 +121,7 @@ def test_always__hostile_same() -> None:
 
 @as_root
 def test_always__hostile_other() -> None:
-    """Another uid opens no file of ours and nothing through /proc, and no number that it knows or guesses is accepted."""
+    """Another uid opens no file of ours, nor /proc, and every number that it knows or guesses is refused."""
     with running() as daemon, connected(daemon) as owner:
         namespace = put(owner)
         lease = owner.acquire(namespace, NAMES).lease
@@ -139,7 +140,7 @@ def test_always__hostile_other() -> None:
 
 
 def test_first_hit__accident() -> None:
-    """A bit that changes before the first hit is a miss; one that changes after it is served, until scrub comes by."""
+    """A bit that flips before the first hit is a miss; one that flips later is served until a scrub."""
     with running() as daemon:
         with connected(daemon) as client:
             put(client)
@@ -154,7 +155,7 @@ def test_first_hit__accident() -> None:
 
 
 def test_first_hit__buggy_same() -> None:
-    """A writer's scribble into what it has committed is a miss for the first other reader; after the first hit it is served."""
+    """A scribble after commit is a miss for the first other reader; after the first hit it is served."""
     with running() as daemon, connected(daemon) as writer:
         namespace = writer.open_namespace()
         reservation, handles = writer.reserve(namespace, NAMES)
@@ -169,7 +170,7 @@ def test_first_hit__buggy_same() -> None:
 
 @as_root
 def test_first_hit__buggy_other() -> None:
-    """The same for a writer of another uid, where both are one tenant."""
+    """The same for a writer of another uid in the same tenant."""
     with running(more=TEAM) as daemon, user(scribbler, daemon, FIRST_UID) as writer:
         assert writer.hear() == len(NAMES)
         with user(reader, daemon, SECOND_UID) as other:
@@ -177,7 +178,7 @@ def test_first_hit__buggy_other() -> None:
 
 
 def test_first_hit__hostile_same() -> None:
-    """Not guarded: it waits for the first hit and then changes the page through the file."""
+    """Not guarded: a process waits for the first hit and then changes the page through the file."""
     test_always__hostile_same()
 
 
@@ -185,7 +186,7 @@ def test_first_hit__hostile_same() -> None:
 
 
 def test_sampled__accident() -> None:
-    """A bit that changes after the first hit is found by one of the hits that follow, one in 256."""
+    """One of the later hits, one in 256, detects a bit that flips after the first hit."""
     with running("sampled") as daemon, connected(daemon) as client:
         namespace = put(client)
         assert client.read(namespace, NAMES) == len(NAMES)
@@ -194,7 +195,7 @@ def test_sampled__accident() -> None:
 
 
 def test_sampled__buggy_same() -> None:
-    """So is a writer's scribble."""
+    """Sampled verification detects a writer's scribble too."""
     with running("sampled") as daemon, connected(daemon) as writer, connected(daemon) as peer:
         namespace = put(writer)
         leased = writer.acquire(namespace, NAMES)
@@ -204,7 +205,7 @@ def test_sampled__buggy_same() -> None:
 
 
 def _found_after(client: BlockClient, namespace: int) -> int:
-    """Hits on the first block until one of them is a miss; each before it gives the changed byte."""
+    """Hits on the first block until one is a miss; each earlier hit returns the changed byte."""
     for hits in range(TRIES):
         with contextlib.suppress(WrongBytes):
             if not client.read(namespace, NAMES[:1]):
@@ -214,7 +215,7 @@ def _found_after(client: BlockClient, namespace: int) -> int:
 
 
 def test_sampled__hostile_same() -> None:
-    """Not guarded: what it changes is served by 255 hits in 256."""
+    """Not guarded: 255 of 256 hits serve the bytes that a hostile process changed."""
     with running("sampled") as daemon, connected(daemon) as client:
         namespace, wrong = put(client), 0
         assert client.read(namespace, NAMES) == len(NAMES)
@@ -225,14 +226,14 @@ def test_sampled__hostile_same() -> None:
                 client.read(namespace, NAMES[i : i + 1])
             except WrongBytes:
                 wrong += 1
-        assert wrong  # that all four are found has one chance in four thousand million
+        assert wrong  # the chance that all four are detected is one in four thousand million
 
 
 # -- verify = "always"
 
 
 def test_verify_always__accident() -> None:
-    """A bit that changes after any number of hits is a miss at the next one."""
+    """A bit that flips after any number of hits is a miss at the next one."""
     with running("always") as daemon:
         with connected(daemon) as client:
             put(client)
@@ -242,7 +243,7 @@ def test_verify_always__accident() -> None:
 
 
 def test_verify_always__buggy_same() -> None:
-    """So is a writer's scribble, for every hit that begins after it; a lease that began before sees it."""
+    """Hits that begin after a writer's scribble miss; a lease that began before sees the scribble."""
     with running("always") as daemon, connected(daemon) as writer, connected(daemon) as peer:
         namespace = put(writer)
         mine, before = writer.acquire(namespace, NAMES), peer.acquire(namespace, NAMES)
@@ -252,7 +253,7 @@ def test_verify_always__buggy_same() -> None:
 
 
 def test_verify_always__hostile_same() -> None:
-    """Not guarded: it changes a page while somebody reads it."""
+    """Not guarded: a hostile process changes a page during a read."""
     with running("always") as daemon, connected(daemon) as client:
         leased = client.acquire(put(client), NAMES)
         flip(pages(daemon, NAMES)[NAMES[0].tobytes()], 9)
@@ -263,13 +264,13 @@ def test_verify_always__hostile_same() -> None:
 
 
 def test_sealed__accident() -> None:
-    """A bit that changes in a block's own page after the commit is served until scrub comes by; one that changes while no daemon runs is a miss."""
+    """A bit that flips in a block's page after commit is served until a scrub; one offline is a miss."""
     with running(sealed=True) as daemon:
         with connected(daemon) as client:
             put(client)
         flip(
             pages(daemon, NAMES)[NAMES[2].tobytes()], 9
-        )  # staging pages are found too, in an older segment: the newer one counts
+        )  # staging pages match too, in an older segment: the newer one counts
         with pytest.raises(WrongBytes):
             served(daemon)
         with operator(daemon.target) as visitor:
@@ -282,7 +283,7 @@ def test_sealed__accident() -> None:
 
 
 def test_sealed__buggy_same() -> None:
-    """A writer's scribble into what it has committed changes nothing, before the first hit and after it."""
+    """A writer's scribble after its commit changes nothing, before and after the first hit."""
     with running(sealed=True) as daemon, connected(daemon) as writer:
         reservation, handles = writer.reserve(writer.open_namespace(), NAMES)
         writer.write(handles, NAMES)
@@ -295,7 +296,7 @@ def test_sealed__buggy_same() -> None:
 
 @as_root
 def test_sealed__buggy_other() -> None:
-    """The same for a writer of another uid, where both are one tenant."""
+    """The same for a writer of another uid in the same tenant."""
     with running(more=TEAM, sealed=True) as daemon, user(scribbler, daemon, FIRST_UID) as writer:
         assert writer.hear() == len(NAMES)
         with user(reader, daemon, SECOND_UID) as other:
@@ -303,13 +304,13 @@ def test_sealed__buggy_other() -> None:
 
 
 def test_sealed__hostile_same() -> None:
-    """Not guarded: what it changes through the file is served."""
+    """Not guarded: bytes changed through the file are served."""
     test_sealed__accident()
 
 
 @as_root
 def test_sealed__hostile_other() -> None:
-    """It writes to no block, though it may have a lease on it, and when it cuts its own file short only its own commit fails."""
+    """A hostile writer can change no leased block; if it truncates its file, only its commit fails."""
     with running(more=TEAM, sealed=True) as daemon, user(cutter, daemon, FIRST_UID) as hostile:
         assert hostile.hear() == [len(NAMES), False, [int(pb.BLOCK_STATUS_FAILED)] * 4]
         with user(reader, daemon, SECOND_UID) as other:
@@ -341,14 +342,14 @@ def _contained(daemon: Daemon, name: str) -> BlockClient:
 
 
 def test_containers__accident() -> None:
-    """As by uid: a bit that changes before the first hit is a miss."""
+    """As by uid: a bit that flips before the first hit is a miss."""
     with containers() as (daemon, first, _):
         flip(pages(daemon, NAMES)[NAMES[2].tobytes()], 9)
         assert first.read(first.open_namespace(), NAMES) == 2
 
 
 def test_containers__buggy_same() -> None:
-    """Two credentials of one uid are two tenants: the second maps and finds nothing of the first, and is no operator."""
+    """Two credentials of one uid are two tenants: the second maps and hits nothing, and is no operator."""
     with containers() as (_, first, second):
         assert second.lookup(second.open_namespace(), NAMES) == 0
         assert not any(is_mapped(second, 0, segment) for segment in range(64))
@@ -358,7 +359,7 @@ def test_containers__buggy_same() -> None:
 
 @as_root
 def test_containers__buggy_other() -> None:
-    """Another uid without a credential is a tenant of its own, as ever."""
+    """Another uid without a credential is its own tenant, as without a credential file."""
     with containers() as (daemon, first, _), user(stranger, daemon, FIRST_UID, files=[], namespace=1) as other:
         found = other.hear()
         assert (found["mapped"], found["tokens"]) == (0, 0)
@@ -366,12 +367,12 @@ def test_containers__buggy_other() -> None:
 
 
 def test_containers__hostile_same() -> None:
-    """Not guarded: where the container's walls let it see the files, one uid opens them."""
+    """Not guarded: if the container exposes the files, a process with the same uid opens them."""
     with containers() as (daemon, _, _second):
         assert all(opens(str(path)) for path in daemon.arena.rglob("*.data"))
 
 
-# -- what stands beside the table
+# -- beside the table
 
 
 def test_names_are_believed_within_a_domain() -> None:
@@ -398,7 +399,7 @@ COLUMNS = ["accident", "buggy_same", "buggy_other", "hostile_same", "hostile_oth
 
 
 def test_every_cell_has_its_test() -> None:
-    """Each cell of the table in tierd/README.md that says something has a test of its name here."""
+    """Each cell with content in tierd/README.md's table has a test of its name here."""
     text = (ROOT / "tierd" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+) \|$", text[text.index("| | accident") :].split("\n\n")[0], flags=re.MULTILINE)
     missing = []

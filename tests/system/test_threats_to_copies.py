@@ -1,5 +1,4 @@
-"""The row of the threat table for gets that copy: `test_copies__<column>` shows what its cell says (see
-test_threats.py)."""
+"""Gets that copy, in the threat table: `test_copies__<column>` shows each cell (see test_threats.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tierd.testing import Daemon, content_of
 
 
 def copied(daemon: Daemon) -> int:
-    """Blocks that a client of the SDK copies, each of which is the one asked for."""
+    """Blocks that a client of the SDK copies, with every byte checked."""
     with Client(daemon.target) as client:
         out = np.zeros((len(NAMES), BLOCK_BYTES), np.uint8)
         blocks = client.get(client.open_namespace(SPEC), NAMES, out=out).blocks
@@ -29,8 +28,7 @@ def copied(daemon: Daemon) -> int:
 
 
 def test_copies__accident() -> None:
-    """A bit that changes after any number of gets is a miss at the next one that copies, or comes from a farther
-    tier."""
+    """A bit that flips after any number of gets is a miss at the next copy, or a farther tier serves it."""
     with running() as daemon, connected(daemon) as client:
         put(client)
         assert [copied(daemon) for _ in range(3)] == [4] * 3
@@ -43,7 +41,7 @@ def test_copies__accident() -> None:
 
 
 def test_copies__buggy_same() -> None:
-    """So is a writer's scribble."""
+    """A writer's scribble is a miss at the next copy."""
     with running() as daemon, connected(daemon) as writer:
         leased = writer.acquire(put(writer), NAMES)
         assert copied(daemon) == 4
@@ -53,7 +51,7 @@ def test_copies__buggy_same() -> None:
 
 @as_root
 def test_copies__buggy_other() -> None:
-    """And that of a writer of another uid, where both are one tenant; elsewhere nothing of it is found."""
+    """A scribble by another uid of the same tenant is a miss; other tenants hit nothing of the block."""
     with running(more=TEAM) as daemon, user(scribbler, daemon, FIRST_UID) as writer:
         assert writer.hear() == len(NAMES)
         with user(copier, daemon, SECOND_UID) as other:
@@ -62,7 +60,7 @@ def test_copies__buggy_other() -> None:
 
 
 def test_copies__hostile_same() -> None:
-    """Not guarded: who writes to the arena and its catalogues changes bytes and sums together."""
+    """Not guarded: a process that writes the arena and its catalogues changes bytes and sums together."""
     with running() as daemon, connected(daemon) as client:
         put(client)
         bytes_of, wrong = pages(daemon, NAMES)[NAMES[0].tobytes()], b"wrong".ljust(BLOCK_BYTES)
@@ -78,5 +76,5 @@ def test_copies__hostile_same() -> None:
 
 
 def sums(block: Any) -> bytes:
-    """Its slice table."""
+    """The slice table of a block."""
     return raw_tables([slice_sums(block, slice_lengths(BLOCK_BYTES, 0))])[0]

@@ -1,4 +1,4 @@
-"""Whose sockets and directories they are: neither client nor daemon uses what another user has laid in its way."""
+"""Ownership of sockets and directories: clients and daemons refuse paths that another user controls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory like /tmp, that other users can reach."""
+    """A directory like /tmp that other users can reach."""
     root = Path(tempfile.mkdtemp(prefix="tierd-trust-"))
     root.chmod(0o1777)
     yield root
@@ -38,7 +38,7 @@ def shared() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def being(uid: int) -> Iterator[None]:
-    """What is done meanwhile is done as this user."""
+    """Runs the body as this user."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -50,7 +50,7 @@ def being(uid: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening(path: Path, *, uid: int) -> Iterator[socket.socket]:
-    """A fake daemon of this user: its session socket, where whoever connects waits to be heard."""
+    """A fake daemon of this user. Yields its session socket, on which a test accepts connections."""
     with contextlib.ExitStack() as stack:
         found = []
         for name, kind in (("session.sock", socket.SOCK_SEQPACKET), ("tierd.sock", socket.SOCK_STREAM)):
@@ -64,7 +64,7 @@ def listening(path: Path, *, uid: int) -> Iterator[socket.socket]:
 
 
 def heard(listener: socket.socket) -> bytes:
-    """The first word of whoever has connected; empty: none, or nobody has."""
+    """The first message of a connected client; empty if there is none."""
     with contextlib.suppress(TimeoutError):
         connection, _ = listener.accept()
         with connection:
@@ -81,13 +81,13 @@ def _of_stranger(shared: Path) -> Path:
 
 
 def _below_stranger(shared: Path) -> Path:
-    """A directory of root's, where a stranger can put another in its place."""
+    """A directory of root that a stranger can replace."""
     (_of_stranger(shared) / "run").mkdir()
     return shared / "tierd/run"
 
 
 def _link(shared: Path) -> Path:
-    """A stranger's link to a directory of ours; where the directory is not sticky the kernel follows it (fs.protected_symlinks)."""
+    """A stranger's link to our directory; if it is not sticky, the kernel follows (fs.protected_symlinks)."""
     shared.chmod(0o777)
     (shared / "ours").mkdir()
     with being(STRANGER):
@@ -96,7 +96,7 @@ def _link(shared: Path) -> Path:
 
 
 def _own_link(shared: Path) -> Path:
-    """Our link to a stranger's."""
+    """Our link to a stranger's directory."""
     _of_stranger(shared)
     (shared / "ours").symlink_to("tierd")
     return shared / "ours"
@@ -116,7 +116,7 @@ def _open(shared: Path) -> Path:
 
 
 def _ours(shared: Path) -> Path:
-    """A directory of ours, in which only the listener is a stranger's."""
+    """A directory of ours in which only the listener is a stranger's."""
     (shared / "tierd").mkdir()
     return shared / "tierd"
 
@@ -127,7 +127,7 @@ LAID = [_of_stranger, _below_stranger, _link, _own_link, _dots]
 @pytest.mark.parametrize("with_credential", [True, False])
 @pytest.mark.parametrize("lay", [*LAID, _open, _ours])
 def test_fake_daemon_hears_nothing(shared: Path, lay: Callable[[Path], Path], *, with_credential: bool) -> None:
-    """A client says no word to a socket in a directory that a stranger laid or may write to, or at which one listens: NotPermitted says whose it is."""
+    """A client sends nothing to a socket or directory that a stranger controls: NotPermitted names it."""
     (shared / "secret").write_text(SECRET)
     credential_file = str(shared / "secret") if with_credential else ""
     place = lay(shared)
@@ -142,7 +142,7 @@ def test_fake_daemon_hears_nothing(shared: Path, lay: Callable[[Path], Path], *,
 
 
 def test_fake_daemon_at_the_default_place() -> None:
-    """Where another user was first to make /tmp/tierd-<uid>, a client without a target says nothing there."""
+    """If another user made /tmp/tierd-<uid> first, a client without a target sends nothing there."""
     place = Path(f"/tmp/tierd-{VICTIM}")
     with being(STRANGER):
         place.mkdir()
@@ -155,7 +155,7 @@ def test_fake_daemon_at_the_default_place() -> None:
 
 
 def ask_default(talk: Talk, _target: str) -> None:
-    """As a user whose environment names no place."""
+    """Connects as a user whose environment names no target."""
     for name in ("TIERD_TARGET", "TIERD_RUNTIME_DIR", "XDG_RUNTIME_DIR"):
         os.environ.pop(name, None)
     try:
@@ -168,7 +168,7 @@ def ask_default(talk: Talk, _target: str) -> None:
 
 @pytest.mark.parametrize("owner", [0, STRANGER])
 def test_system_daemon_is_trusted(shared: Path, owner: int) -> None:
-    """Where root gave a directory to the daemon's user, in a place that only root can write to, clients say hello."""
+    """If root gave a directory in a root-only place to the daemon's user, clients say hello there."""
     (shared / "run").mkdir()
     (shared / "run/tierd").mkdir()
     os.chown(shared / "run/tierd", owner, -1)
@@ -183,7 +183,7 @@ def test_system_daemon_is_trusted(shared: Path, owner: int) -> None:
 
 
 def test_foreign_grpc_socket() -> None:
-    """A gRPC socket at which a stranger listens gets no session's token, though the session socket beside it is the daemon's."""
+    """A stranger's gRPC socket gets no session token, even beside the daemon's session socket."""
     with Daemon(HOST) as daemon, Client(daemon.target) as client:
         client.open_namespace(SMALL)
         path = Path(daemon.target) / "tierd.sock"
@@ -204,7 +204,7 @@ def test_foreign_grpc_socket() -> None:
 @pytest.mark.parametrize("lay", LAID)
 @pytest.mark.parametrize("make", [make_runtime_directory, private_directory, lambda path: take_lock(path, what="it")])
 def test_no_directory_of_others_is_used(shared: Path, lay: Callable[[Path], Path], make: Callable[[Path], Any]) -> None:
-    """Where a stranger laid the way, neither a directory nor a lock is made."""
+    """On a path that a stranger controls, neither a directory nor a lock is made."""
     place = lay(shared)
     with pytest.raises(ConfigError, match=f"uid {STRANGER}"):
         make(place / "deep")
@@ -213,7 +213,7 @@ def test_no_directory_of_others_is_used(shared: Path, lay: Callable[[Path], Path
 
 @pytest.mark.parametrize("setting", ["runtime_dir", "state_dir", "arena_dir", "path"])
 def test_daemon_uses_no_link_of_others(shared: Path, tmp_path: Path, setting: str) -> None:
-    """A daemon starts over no directory to which a stranger laid a link, and says which; nothing is made behind it."""
+    """A daemon does not start over a stranger's link and names it; it makes nothing behind the link."""
     place = _link(shared)
     section = {"arena_dir": "[[host]]", "path": "[[nvme]]"}.get(setting, "[server]")
     given = (
@@ -227,7 +227,7 @@ def test_daemon_uses_no_link_of_others(shared: Path, tmp_path: Path, setting: st
 
 
 def test_arena_of_this_user_is_not_a_link_of_others(shared: Path, tmp_path: Path) -> None:
-    """In an arena_dir that every user writes to, a stranger's link or directory in the place of tierd-<uid> ends the start, and purge and fsck pass it by."""
+    """A stranger's link at tierd-<uid> in a shared arena_dir ends the start; purge and fsck skip it."""
     target = shared / "ours"
     (target / "instance/host.0").mkdir(parents=True, mode=0o700)
     with being(STRANGER):

@@ -1,4 +1,4 @@
-"""Upgrade and downgrade by one version: what version 1 left is served, today and by the next version; what the next version leaves is refused and kept."""
+"""Up- and downgrade by one version: version 1's data is served by both; newer data is refused, kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def places() -> Iterator[Places]:
 
 
 def hashes(places: Places) -> dict[str, str]:
-    """Of every file but locks, which hold the process id of whoever looked last."""
+    """Hashes of all files except locks, which hold the process id of their last user."""
     paths = [path for place in places.values() for path in Path(place).rglob("*") if path.suffix != ".lock"]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
 
@@ -73,7 +73,7 @@ def of_next_version(path: Path, head: Head) -> None:
 
 
 def test_golden_directories_are_served() -> None:
-    """A daemon that finds the directories of version 1 serves every block from memory, and without memory every stored one from the store, byte for byte."""
+    """A daemon serves version 1's blocks from memory, and without memory the stored ones from the store."""
     with Daemon(CONFIG, root=None) as daemon:
         assert daemon.stop() == 0
         shutil.rmtree(daemon.root / "state")
@@ -95,13 +95,13 @@ def test_golden_directories_are_served() -> None:
 
 
 def test_golden_life(places: Places) -> None:
-    """The same without sockets, as the tests below use it."""
+    """Without sockets too, memory serves the golden directories; the tests below rely on it."""
     assert asyncio.run(life(places)) == IN_MEMORY
 
 
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head.pattern)
 def test_next_version_is_refused_and_kept(places: Places, head: Head) -> None:
-    """One file of the next version, and the start is refused by a VersionMismatch that names it and both versions; no file is changed."""
+    """One file of the next version causes VersionMismatch with its name and versions; no file changes."""
     path = next(path for place in places.values() for path in sorted(Path(place).rglob(head.pattern)))
     of_next_version(path, head)
     before = hashes(places)
@@ -124,7 +124,7 @@ def test_next_store_is_refused_and_kept(places: Places) -> None:
 
 
 def test_next_version_reads_ours_and_we_refuse_its(places: Places) -> None:
-    """A daemon in which every format is one version on serves what version 1 left; what it leaves itself is refused by today's, and kept."""
+    """The next version serves version 1's data; today's version refuses the next one's data and keeps it."""
     command = [sys.executable, "-m", "tests.system.next_version", places["root"], places["arena"]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STEP_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -138,14 +138,13 @@ def test_next_version_reads_ours_and_we_refuse_its(places: Places) -> None:
 
 
 OLDER = {-1: "client", 1: "daemon"}
-"""Which side is to be upgraded, by how many versions the client is ahead."""
+"""The side to upgrade, by the versions that the client is ahead."""
 
 
 @pytest.mark.parametrize("step", OLDER, ids=["an older client", "an older daemon"])
 def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running client that comes back to a daemon of another protocol is refused, both versions
-    named, and told
-    which side to upgrade; with best effort that is a miss."""
+    """After a restart with another protocol, a client gets VersionMismatch with both versions. The
+    message names the side to upgrade. With best effort, the call is a miss."""
     with Daemon() as daemon:
         client, careless = Client(daemon.target), Client(daemon.target, best_effort=True)
         assert client.put(client.open_namespace(SPEC), chain(1, 1), [bytes(SPEC.block_bytes)])
@@ -172,8 +171,7 @@ def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_hello_of_another_version(theirs: dict[str, object], remedy: str) -> None:
-    """Whatever a hello says of its versions: one that differs is refused with both sides' and what
-    to do."""
+    """A hello with other versions is refused with both sides' versions and the remedy."""
     with Daemon() as daemon, connect(daemon.target) as raw:
         refusal, _ = ask(raw, hello(**theirs))
         assert refusal["error"] == "VersionMismatch"
@@ -181,7 +179,7 @@ def test_hello_of_another_version(theirs: dict[str, object], remedy: str) -> Non
 
 
 class OtherDaemon(Daemon):
-    """A daemon that is one protocol on, or behind."""
+    """A daemon that is one protocol version ahead or behind."""
 
     step = 1
 
@@ -195,8 +193,7 @@ class OtherDaemon(Daemon):
 
 @pytest.mark.parametrize("step", [-1, 1], ids=["an older daemon", "a newer daemon"])
 def test_daemon_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients and tierctl of this version say what the other daemon says of them: which side to
-    upgrade."""
+    """Clients and tierctl report another daemon's version mismatch and the side to upgrade."""
     monkeypatch.setattr(OtherDaemon, "step", step)
     remedy = f"upgrade the {OLDER[-step]}'s tierd"
     with OtherDaemon() as daemon, Client(daemon.target) as client:
@@ -209,8 +206,7 @@ def test_daemon_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_directory_of_another_version(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not read the version of the daemon's directory asks the daemon each time,
-    and is served."""
+    """A client that cannot read the daemon's directory version calls the daemon each time, and is served."""
     monkeypatch.setattr(directory, "DIRECTORY", Versions("directory", version, version))
     asked = count_calls(monkeypatch)
     with Daemon() as daemon, Client(daemon.target) as client:

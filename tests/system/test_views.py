@@ -1,4 +1,4 @@
-"""What a client may believe of memory that it reads in place: whose it is, how long it stays, and who cannot see it."""
+"""Views of memory that a client reads in place: their address, their lifetime and their visibility."""
 
 from __future__ import annotations
 
@@ -56,32 +56,32 @@ CONSUMERS: dict[str, Callable[[np.ndarray], Any]] = {
     "memoryview": memoryview,
 }
 WHERE = {"slice": slice(4096, 8192), "reshape": slice(3 * 4096, 4 * 4096)}
-"""Which bytes of the block a consumer keeps, if not all."""
+"""The bytes of the block that a consumer keeps, if not all."""
 
 
 @pytest.fixture(scope="module")
 def shared_daemon() -> Iterator[Daemon]:
-    """Host memory and nothing behind it."""
+    """A daemon with host memory alone."""
     with Daemon(HOST) as running:
         yield running
 
 
 @pytest.fixture
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
-    """The same for every test, empty before and after."""
+    """The shared daemon, emptied after each test."""
     yield shared_daemon
     empty(shared_daemon, "the test")
 
 
 @pytest.fixture
 def own_daemon() -> Iterator[Daemon]:
-    """One to be killed, or to have its files changed behind its back."""
+    """A daemon for tests that kill it or change its files."""
     with Daemon(HOST) as running:
         yield running
 
 
 def unread_bytes() -> int:
-    """What this process has sent over sockets that nobody has read yet."""
+    """Bytes that this process has sent over sockets and no receiver has read."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def unread_bytes() -> int:
 
 
 def test_bytes_on_the_wire(tmp_path: Path) -> None:
-    """Sixteen MiB put and got by a local client move a few kilobytes through gRPC; the same through TCP moves all of them, twice."""
+    """A local put and get of 16 MiB move less than 16 KiB through gRPC; TCP moves all bytes twice."""
     port, total = free_port(), 8 * BIG.block_bytes
     with Daemon(remote_config(tmp_path, port)) as daemon:
         with LocalRelay(daemon.target) as relay, Client(relay.target) as client:
@@ -119,7 +119,7 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
 
 
 def test_same_memory(daemon: Daemon) -> None:
-    """A get's arrays are read-only views into a mapping of the arena's file, at the handle's offset, with the file's bytes."""
+    """A get's arrays are read-only views into a mapping of the arena's file, at the handle's offset."""
     with Client(daemon.target) as writer, Client(daemon.target) as reader:
         assert put(writer, writer.open_namespace(BIG), 1, BLOCKS)
         lease = reader.acquire(reader.open_namespace(BIG), chain(1, BLOCKS))
@@ -134,7 +134,7 @@ def test_same_memory(daemon: Daemon) -> None:
 
 
 def test_same_memory_both_ways(own_daemon: Daemon) -> None:
-    """What changes in the arena's file changes in the array: nothing was copied."""
+    """A change in the arena's file shows in the array, so the get copied nothing."""
     with Client(own_daemon.target) as client:
         namespace = client.open_namespace(SMALL)
         assert put(client, namespace, 1, 1)
@@ -148,7 +148,7 @@ def test_same_memory_both_ways(own_daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_views_refuse_writes(daemon: Daemon, *, is_own: bool) -> None:
-    """No way of numpy's writes to a view, be the block the client's own or another's."""
+    """numpy cannot write to a view, whether the block is the client's own or another's."""
     with Client(daemon.target) as writer, Client(daemon.target) as other:
         assert put(writer, writer.open_namespace(SMALL), 1, 1)
         client = writer if is_own else other
@@ -167,7 +167,7 @@ def test_views_refuse_writes(daemon: Daemon, *, is_own: bool) -> None:
 
 
 def test_kept_arrays_outlive_churn(daemon: Daemon) -> None:
-    """Whatever is made from a view shows the old bytes while two processes push ten times the host tier through; collected, its page is free."""
+    """Arrays made from a view keep its bytes during churn; when all are collected, its pages are free."""
     with Client(daemon.target) as client, Elsewhere(churning, daemon.target) as other:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
@@ -189,14 +189,14 @@ def test_kept_arrays_outlive_churn(daemon: Daemon) -> None:
 
 
 def churning(talk: Talk, target: str) -> None:
-    """Another process: ten times the host tier, as often as it is told."""
+    """Another process: pushes ten times the host tier through, at each request."""
     client = Client(target)
     while True:
         talk.say(churn(client, seed=talk.hear() + 50))
 
 
 def test_view_of_one_block_keeps_its_page(daemon: Daemon) -> None:
-    """Arrays of one lease hold it together: the last one, of whichever block, ends it, and closing before that raises ViewsAlive."""
+    """Arrays of a lease hold it together: the last one ends it, and an earlier close raises ViewsAlive."""
     with Client(daemon.target) as client:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
@@ -214,7 +214,7 @@ def test_view_of_one_block_keeps_its_page(daemon: Daemon) -> None:
 
 
 def test_copy_rechecks_generations(own_daemon: Daemon) -> None:
-    """A copy counts no block whose generation word changed, nor any after it."""
+    """A copy does not count a block whose generation word changed, nor any after it."""
     with Client(own_daemon.target) as client:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
@@ -233,7 +233,7 @@ def test_copy_rechecks_generations(own_daemon: Daemon) -> None:
 
 
 def test_views_outlive_their_client(daemon: Daemon) -> None:
-    """Views of a closed client keep their bytes through churn by another process, and their pages are free once they are collected."""
+    """Views of a closed client keep their bytes during churn; when all are collected, pages are free."""
     client = Client(daemon.target)
     namespace = client.open_namespace(BIG)
     assert put(client, namespace, 1, BLOCKS)
@@ -247,7 +247,7 @@ def test_views_outlive_their_client(daemon: Daemon) -> None:
 
 
 def test_closed_clients_leave_nothing(daemon: Daemon) -> None:
-    """A process that lives on holds nothing of clients that it closed: no lease, no reservation, no session."""
+    """A process holds no lease, reservation or session of clients that it closed."""
     for turn in range(5):
         with Client(daemon.target, name="passing") as client:
             namespace = client.open_namespace(BIG)
@@ -262,7 +262,7 @@ def test_closed_clients_leave_nothing(daemon: Daemon) -> None:
 
 
 def test_many_clients_of_one_process() -> None:
-    """A process may make clients, one after the other, far beyond the limit of sessions, closed or only collected."""
+    """A process can make far more clients in turn than the session limit, closed or only collected."""
     with Daemon(f"[server]\nsession_limit = 2\n\n{HOST}") as daemon:
         for turn in range(40):
             client = Client(daemon.target)
@@ -275,7 +275,7 @@ def test_many_clients_of_one_process() -> None:
 
 
 def test_views_outlive_their_daemon(own_daemon: Daemon) -> None:
-    """Views survive a kill -9 and what the next daemon does with the tier; collected, their pages come back by themselves."""
+    """Views survive kill -9 and churn on the next daemon; when they are collected, their pages are free."""
     with Client(own_daemon.target) as client, Elsewhere(churning, own_daemon.target) as other:
         namespace = client.open_namespace(BIG)
         assert put(client, namespace, 1, BLOCKS)
@@ -298,7 +298,7 @@ def test_views_outlive_their_daemon(own_daemon: Daemon) -> None:
 
 
 def test_deadlines_leave_nothing(daemon: Daemon) -> None:
-    """A call whose deadline passes, just before its answer perhaps, leaves nothing held."""
+    """A call that times out, even just before its answer, holds nothing."""
     missed = 0
     with Client(daemon.target) as client:
         namespace = client.open_namespace(BIG)
@@ -321,7 +321,7 @@ def test_deadlines_leave_nothing(daemon: Daemon) -> None:
 
 
 def test_views_let_go_of_are_room(own_daemon: Daemon) -> None:
-    """Pages whose views are gone before a Reserve is sent count as room for it, however many messages say so and however late the daemon reads them."""
+    """Pages of views dropped before a Reserve are room for it, even if the daemon reads the releases late."""
     with Client(own_daemon.target) as client:
         namespace, half = client.open_namespace(BIG), HOST_BYTES // BIG.block_bytes // 2
         names = chain(7, half)
@@ -344,7 +344,7 @@ def test_views_let_go_of_are_room(own_daemon: Daemon) -> None:
 
 
 def test_readers_share_pages(daemon: Daemon) -> None:
-    """Three processes read the same physical pages, each its bytes right, while the writer goes on."""
+    """Three processes read the same physical pages with the right bytes while the writer goes on."""
     with Client(daemon.target) as client, contextlib.ExitStack() as stack:
         assert put(client, client.open_namespace(BIG), 1, BLOCKS)
         readers = [stack.enter_context(Elsewhere(reading, daemon.target)) for _ in range(3)]
@@ -360,7 +360,7 @@ def test_readers_share_pages(daemon: Daemon) -> None:
 
 
 def reading(talk: Talk, target: str) -> None:
-    """Another process: where its pages lie, and how many wrong bytes it saw until it was told to end."""
+    """Another process: reports the places of its pages, and the wrong bytes until its end."""
     client = Client(target)
     views = client.get(client.open_namespace(BIG), chain(1, BLOCKS)).views
     talk.say([(os.stat(mapping_of(view)[0]).st_ino, mapping_of(view)[2]) for view in views])

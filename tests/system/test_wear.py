@@ -1,4 +1,4 @@
-"""Wear of a store under a real daemon: a budget is kept, the count outlives restarts, drives are asked, and people are told."""
+"""Wear of a store under a real daemon: budgets, counts across restarts, drive health and reports."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ wear_burst = "1 min"
 
 
 def config(*, admission: str = "all", rate: int = 0) -> str:
-    """rate: bytes a second of the budget; 0: none."""
+    """rate: bytes per second of the budget; 0: none."""
     return CONFIG.format(admission=admission, daily=rate * DAY_S)
 
 
 def put(client: RawClient, namespace: int, hashes: np.ndarray, *, durable: bool = False) -> int:
-    """Writes and commits a chain; how many blocks got a page."""
+    """Writes and commits a chain. Returns the number of blocks that got a page."""
     reservation, handles = client.reserve(namespace, hashes, length=LENGTH)
     for handle, name in zip(handles, hashes, strict=True):
         if handle["status"] == pb.BLOCK_STATUS_RESERVED:
@@ -55,7 +55,7 @@ def put(client: RawClient, namespace: int, hashes: np.ndarray, *, durable: bool 
 
 
 def worn(client: RawClient) -> apb.StoreWear:
-    """What the daemon says of its only store."""
+    """The wear that the daemon reports for its only store."""
     (store,) = client.call(client.admin.Wear, apb.WearRequest()).stores
     return store
 
@@ -67,7 +67,7 @@ def written(client: RawClient) -> int:
 
 
 def test_a_use_makes_a_block_worth_writing() -> None:
-    """What was declined is written once a get has used it, though nobody puts anything any more."""
+    """A block that the store declined is written after a get uses it, without another put."""
     host = 'segment = "1 MiB"\nhigh_watermark = 0.02\nlow_watermark = 0.01'
     text = config(admission="second-touch").replace('segment = "1 MiB"', host, 1)
     with Daemon(text) as daemon, RawClient(daemon.target) as raw, Client(daemon.target) as client:
@@ -81,7 +81,7 @@ def test_a_use_makes_a_block_worth_writing() -> None:
 
 @pytest.mark.parametrize("admission", ["all", *slow("learned")])
 def test_no_more_is_written_than_the_budget(admission: str) -> None:
-    """Of a load far above the budget the daemon writes at most rate x time, and says what it declined and why."""
+    """Under a load far above the budget, the daemon writes at most rate x time and reports its declines."""
     rate, begun = 8 * LENGTH, time.monotonic()
     with Daemon(config(admission=admission, rate=rate)) as daemon, RawClient(daemon.target) as client:
         space = client.open_namespace(block_bytes=LENGTH, model="m")
@@ -91,7 +91,8 @@ def test_no_more_is_written_than_the_budget(admission: str) -> None:
             put(client, space, chain(1000 + int(time.monotonic() * 10) % 10**6, 16))
             return written(client) >= 4 * rate
 
-        # What is learnt of a load that just began saves for better blocks: within the minute that is saved up at most it is spent.
+        # The learned policy saves budget for better blocks, and spends it within the burst's
+        # minute.
         await_true(enough, "four seconds' budget is written", within_s=60)
         now = written(client)
         spent_s = time.monotonic() - begun
@@ -110,7 +111,7 @@ def counters(client: RawClient) -> dict[str, int]:
 
 
 def test_what_is_to_be_durable_is_written_whatever_the_budget() -> None:
-    """A durable put is written though nothing is left, and takes the budget below nothing."""
+    """A durable put is written although no budget is left, and makes the budget negative."""
     with Daemon(config(rate=1)) as daemon, RawClient(daemon.target) as client:
         space = client.open_namespace(block_bytes=LENGTH, model="m")
         assert put(client, space, chain(1, 16), durable=True) == 16
@@ -121,8 +122,8 @@ def test_what_is_to_be_durable_is_written_whatever_the_budget() -> None:
 
 
 def test_the_count_outlives_restarts() -> None:
-    """What a life has written, and what the budget has left, the next one goes on with, after SIGKILL with what was kept by then; a damaged
-    count is dropped and said."""
+    """Written bytes and budget persist across restarts, after SIGKILL as last saved. A damaged
+    count is dropped and reported."""
     with Daemon(config(rate=1)) as daemon:
         with RawClient(daemon.target) as client:
             space = client.open_namespace(block_bytes=LENGTH, model="m")
@@ -134,7 +135,7 @@ def test_the_count_outlives_restarts() -> None:
             second = worn(client)
         assert second.written_bytes == first.written_bytes == 16 * (LENGTH + 4 * KIB)
         assert second.written_since_start_bytes == 0
-        assert second.written_today_bytes in (0, first.written_today_bytes)  # 0: it is past midnight
+        assert second.written_today_bytes in (0, first.written_today_bytes)  # 0 after midnight
         assert first.budget_left_bytes <= second.budget_left_bytes < first.budget_left_bytes + 600
         daemon.kill()
         path = daemon.root / "state" / "wear.jsonl"
@@ -148,7 +149,7 @@ def test_the_count_outlives_restarts() -> None:
 
 
 def test_people_see_what_a_drive_cannot_tell(tmp_path: Path) -> None:
-    """nvme-cli in the daemon's PATH is asked about an NVMe drive and no other; what it cannot tell is said under the table, which is plain in a pipe."""
+    """The daemon asks nvme-cli about NVMe drives only; `tierctl wear` prints its errors, plain in a pipe."""
     program = tmp_path / "nvme"
     program.write_text(f'#!/bin/sh\nprintf "%s " "$@" >> {tmp_path}/asked\necho "Permission denied" >&2\nexit 1\n')
     program.chmod(0o700)

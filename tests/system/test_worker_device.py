@@ -1,6 +1,8 @@
-"""The worker over the daemon's device tier of kind "cuda": the kernels store into pages of the GPU and attends to them in place.
+"""The worker over the daemon's "cuda" device tier: kernels store into GPU pages and attend in
+place.
 
-Each worker is a process of its own. What it computes is numpy's; keys, values and attention are on the GPU.
+Each worker is a separate process. numpy does its arithmetic; keys, values and attention are on the
+GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ from tools.kernels import MissingTool
 DEVICE = '[[device]]\nkind = "cuda"\ncapacity = "16 MiB"\nsegment = "4 MiB"\nhang_limit = "1 s"\n'
 CONFIG = DEVICE + '[[host]]\ncapacity = "32 MiB"\nsegment = "4 MiB"\n[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\n'
 NEW = 8
-"""Tokens after the prompt: one block is filled by them."""
+"""Tokens after the prompt; they complete one block."""
 PREFIX = 64
 """Tokens of PROMPT in whole blocks."""
 PREFIX_BYTES = PREFIX * SPEC.layers * 2 * SPEC.kv_heads * SPEC.head_dim * 2
 
 
 class Attending:
-    """A worker on the GPU: one method for each thing that a test asks of it."""
+    """A worker on the GPU, with one method for each request of a test."""
 
     def __init__(self, target: str, *, durable: bool = False, kv_dtype: str = "float16") -> None:
         self.model = random_model(Backend("numpy", "float32", "cuda:0"))
@@ -56,45 +58,44 @@ class Attending:
         self.gpu = self.model.backend.gpu
 
     def begin(self, count: int = len(PROMPT)) -> dict[str, int]:
-        """So much of the prompt, and the first token; how many tokens were found, by tier."""
+        """Computes `count` tokens of the prompt and the first new token. Returns the tokens hit, by tier."""
         self.sequence = self.engine.begin(Request(PROMPT[:count], NEW))
         self.engine.pick([self.sequence])
         return dict(self.sequence.report.tier_tokens)
 
     def step(self, count: int) -> int:
-        """So many tokens more; how many there are."""
+        """Computes `count` more tokens. Returns the number generated."""
         for _ in range(count):
             self.engine.step([self.sequence])
         return len(self.sequence.generated)
 
     def end(self) -> list[int]:
-        """All that are still missing; the tokens."""
+        """Computes all missing tokens. Returns the tokens."""
         self.step(NEW)
         return self.engine.end(self.sequence).tokens
 
     def recomputed(self) -> int:
-        """Tokens of the request that were computed again, since their page was lost."""
+        """Tokens of the request that were computed again because their page was lost."""
         return self.sequence.report.recomputed_tokens
 
     def faults(self) -> dict[str, int]:
-        """What the daemon's failures were."""
+        """The daemon's failures, by kind."""
         return dict(self.source.faults)
 
     def moved(self) -> dict[str, int]:
-        """Bytes that it copied to, from and on the GPU."""
+        """Bytes that the worker copied to, from and on the GPU."""
         return dict(self.gpu.moved)
 
     def places(self) -> list[list[Any]]:
-        """Of the prefix: tier, segment, offset in it, and the rights that the driver lets this process have there."""
+        """For each prefix page: tier, segment, offset, and this process's rights in the driver."""
         return [[*self._place_of(page), rights_at(self.gpu._gpu, page.array.address)] for page in self._prefix()]
 
     def sums(self) -> list[int]:
-        """Of the bytes of the prefix's pages."""
+        """Sums of the bytes of the prefix's pages."""
         return [int(self.gpu.read(page.array).view(np.uint16).sum(dtype=np.int64)) for page in self._prefix()]
 
     def commit_at_once(self, count: int) -> int:
-        """Stores so many tokens by kernels and commits them, a whole block or a short one, with nothing in between that waits for them; how many are found when
-        all has ended."""
+        """Stores and commits `count` tokens, a whole or short block, without a wait. Returns the tokens hit."""
         table, tokens = BlockTable(self.source), list(range(count))
         table.grow(count)
         over = self._over(table.pages[0], slots=np.arange(count))
@@ -110,11 +111,11 @@ class Attending:
         return self.find(tokens)
 
     def find(self, tokens: list[int]) -> int:
-        """How many of these tokens are stored, and rightly so."""
+        """The number of these tokens that are stored correctly."""
         return self.source.acquire(tokens, marks=[len(tokens)]).tokens
 
     def store_where_it_may_not(self) -> str:
-        """Launches the store kernel into a page of the prefix; what came of it."""
+        """Launches the store kernel into a page of the prefix. Returns the result or the error."""
         k = self.gpu.filled(np.ones((1, SPEC.kv_heads, SPEC.head_dim), np.float16))
         self._over(self._prefix()[0], slots=np.zeros(1, np.int64)).store(0, k, k)
         try:
@@ -136,7 +137,7 @@ class Attending:
 
 
 def serve(talk: Talk, target: str, **given: Any) -> None:
-    """Runs there: does what it is asked until the test has gone."""
+    """Runs in the other process: serves requests until the test ends."""
     worker = Attending(target, **given)
     while True:
         verb, *told = talk.hear()
@@ -145,7 +146,7 @@ def serve(talk: Talk, target: str, **given: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def driver() -> Iterator[None]:
-    """Processes that are started here find it and fatbins for it."""
+    """Makes the driver and its fatbins available to processes that start here."""
     with pytest.MonkeyPatch.context() as patch:
         try:
             use_fatbins(patch)
@@ -157,7 +158,7 @@ def driver() -> Iterator[None]:
 
 
 def reference(count: int = len(PROMPT), kv_dtype: str = "float16") -> list[int]:
-    """The tokens of the reference, on the CPU, without a cache."""
+    """The reference's tokens, on the CPU, without a cache."""
     model = random_model()
     engine = Engine(model, LocalPages(page_shape(model, kv_dtype=kv_dtype)), attention=paged_attention, options=OPTIONS)
     return engine.generate([Request(PROMPT[:count], NEW)])[0].tokens
@@ -165,20 +166,21 @@ def reference(count: int = len(PROMPT), kv_dtype: str = "float16") -> list[int]:
 
 @pytest.fixture(scope="module")
 def want() -> list[int]:
-    """Of the whole prompt."""
+    """The reference's tokens for the whole prompt."""
     return reference()
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    # On the fake driver its GPU process sums on the host: the kernel in the emulator would only take its time.
+    # With the fake driver, its GPU process sums on the host, because the emulated kernel only takes
+    # time.
     with Daemon(CONFIG, env={"TIERD_FATBINS_FOLDER": ""}) as running:
         yield running
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
 def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Daemon, kv_dtype: str) -> None:
-    """Cold and with a restored prefix the tokens are the reference's; the second process reads the same memory, where it may not write, and copies none of it."""
+    """Cold or restored, tokens are the reference's; a second process reads the prefix in place, read-only."""
     given = {"kv_dtype": kv_dtype}
     with Elsewhere(serve, daemon.target, **given) as one, Elsewhere(serve, daemon.target, **given) as two:
         assert one.ask(["begin"]) == {}
@@ -194,7 +196,7 @@ def test_a_second_worker_attends_in_place_to_what_the_first_committed(daemon: Da
 
 
 def test_a_prompt_that_is_stored_whole(daemon: Daemon) -> None:
-    """Its last token is computed again and not stored: nothing is written to a page that another worker committed."""
+    """A fully stored prompt's last token is recomputed and not written to the committed page."""
     with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
         one.ask(["begin"])
         assert two.ask(["begin", PREFIX]) == {"device.0": PREFIX}
@@ -203,15 +205,15 @@ def test_a_prompt_that_is_stored_whole(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("count", [16, 7], ids=["whole", "short"])
 def test_a_commit_is_sent_behind_the_store_kernels(daemon: Daemon, count: int) -> None:
-    """What is committed at once after its launch, or after the copy of a short block's tokens, is in the block: both the worker itself and another one find it,
-    verified."""
+    """A commit right after its store kernels or copies has their data; both workers hit and verify it."""
     with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
         assert one.ask(["commit_at_once", count]) == count
         assert two.ask(["find", list(range(count))]) == count
 
 
 def test_one_of_several_is_killed(daemon: Daemon, want: list[int]) -> None:
-    """Of workers that attend to the same pages one is killed in the middle: the others go on with the same tokens, and what it held comes back."""
+    """If one of several workers on the same pages is killed, the others' tokens stay right; its
+    leases end."""
     with (
         Elsewhere(serve, daemon.target) as one,
         Elsewhere(serve, daemon.target) as two,
@@ -233,8 +235,7 @@ def test_one_of_several_is_killed(daemon: Daemon, want: list[int]) -> None:
 
 
 def test_the_gpu_process_hangs_and_dies(daemon: Daemon, want: list[int]) -> None:
-    """While the daemon's GPU process hangs and is killed, workers compute what they do not find and what they could not commit; when another one is there, blocks
-    are stored and found again."""
+    """While the GPU process hangs and dies, workers recompute; with a new one, blocks are hit again."""
     with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
         child = gpu_process(daemon)
         stand_still(child.pid)
@@ -257,7 +258,7 @@ def test_the_gpu_process_hangs_and_dies(daemon: Daemon, want: list[int]) -> None
 
 
 def test_evicted_and_promoted_pages_give_the_same_tokens(daemon: Daemon, want: list[int]) -> None:
-    """A prefix that left the device for the host comes back to the device for the next worker, which attends to it there."""
+    """A prefix evicted from the device is promoted again, and the next worker attends to it there."""
     with Elsewhere(serve, daemon.target, durable=True) as one, Elsewhere(serve, daemon.target) as two:
         assert one.ask(["begin"]) == {} and one.ask(["end"]) == want
         await_true(lambda: held(daemon)[0] == 0, "the end of its leases")
@@ -265,13 +266,14 @@ def test_evicted_and_promoted_pages_give_the_same_tokens(daemon: Daemon, want: l
         (found,) = two.ask(["begin"]).items()
         assert found[0] in ("host.0", "nvme.0") and found[1] == PREFIX
         assert {place[0] for place in two.ask(["places"])} == {"device.0"}
-        # The block behind the prefix, which it fills itself, exists too, in the host: it is brought near, and nothing is lost.
+        # The block after the prefix, which the worker fills, is in the host too: it is promoted,
+        # none lost.
         assert two.ask(["end"]) == want
         assert (two.ask(["recomputed"]), two.ask(["faults"])) == (0, {})
 
 
 def test_a_worker_cannot_write_to_what_another_committed(daemon: Daemon, want: list[int]) -> None:
-    """A store kernel into such a page is a fault of the worker that launched it, which it is told; not a byte changes, and others go on."""
+    """A store kernel into another worker's committed page fails in its own worker; no byte changes."""
     with Elsewhere(serve, daemon.target) as one, Elsewhere(serve, daemon.target) as two:
         one.ask(["begin"])
         two.ask(["begin"])

@@ -36,13 +36,13 @@ BACKENDS = {
     ("torch", "float16"): "float16",
     ("torch", "bfloat16"): "bfloat16",
 }
-"""What a worker may compute with, and the pages that it then has, if nothing is said of them."""
+"""Compute backends and dtypes of a worker, and the dtype of its pages by default."""
 KV_DTYPES = [None, E4M3]
 
 
 @pytest.fixture(scope="module")
 def emulated() -> Path:
-    """What runs on a GPU, for the CPU."""
+    """The kernels' library, built for the CPU."""
     try:
         return build_emulator()
     except MissingTool as error:
@@ -51,23 +51,23 @@ def emulated() -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(emulated: Path) -> KernelAttention:
-    """The same as what attends."""
+    """The attention of the emulated kernels."""
     return KernelAttention(Emulated(emulated))
 
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    """Random, with a head dim that there are kernels for."""
+    """A random model whose head dim the kernels support."""
     return random_model()
 
 
 def served(model: Llama, source: PageSource, attention: PagedAttention) -> Report:
-    """One request."""
+    """Serves one request."""
     return Engine(model, source, attention=attention, options=OPTIONS).generate([REQUEST])[0]
 
 
 def lone(backend: tuple[str, str], *given: str, **environment: str) -> dict[str, Any]:
-    """What a worker says that is a process of its own. given: the daemon's address, and of what its pages are. environment: beside ours, in which nothing is said of kernels."""
+    """A worker process's report. given: daemon address, page dtype. environment: replaces TIERD_KERNELS*."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("TIERD_KERNELS")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.system.lone_worker", *backend, *given],
@@ -86,7 +86,7 @@ def lone(backend: tuple[str, str], *given: str, **environment: str) -> dict[str,
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS, ids="-".join)
 def test_the_environment_alone_chooses_kernels(backend: tuple[str, str], emulated: Path, kv_dtype: str | None) -> None:
-    """With TIERD_KERNELS=emulated a whole worker prefills and decodes by the kernels' source, over pages that another one stored: the reference's tokens."""
+    """TIERD_KERNELS=emulated alone selects kernels; over stored pages they give the reference's tokens."""
     if backend[0] == "torch":
         pytest.importorskip("torch", reason="torch is not installed: pip install 'tierd[worker]'")
     model = random_model(Backend(*backend))
@@ -102,7 +102,7 @@ def test_the_environment_alone_chooses_kernels(backend: tuple[str, str], emulate
 
 
 def test_without_a_word_the_reference_attends(emulated: Path, model: Llama) -> None:
-    """On a CPU no kernel runs unless it is asked for, also where a library is named; `reference` says the same in so many words."""
+    """Without TIERD_KERNELS or with `reference`, no kernel runs on a CPU, even if a library is named."""
     want = served(model, LocalPages(page_shape(model)), paged_attention)
     for said in ({}, {"TIERD_KERNELS": "reference"}):
         told = lone(("numpy", "float32"), "none", TIERD_KERNELS_LIBRARY=str(emulated), **said)
@@ -114,7 +114,7 @@ def test_without_a_word_the_reference_attends(emulated: Path, model: Llama) -> N
 def test_kernels_attend_to_the_daemons_pages(
     model: Llama, kernels: KernelAttention, config: str, kv_dtype: str
 ) -> None:
-    """Prefill and decode by the kernels, over pages that another worker stored: the tokens of the reference without a daemon."""
+    """Kernels over pages that another worker stored give the tokens of the reference without a daemon."""
     shape = page_shape(model, kv_dtype=kv_dtype)
     want = served(model, LocalPages(shape), paged_attention)
     with Daemon(config) as daemon, Client(daemon.target) as one, Client(daemon.target) as two:
@@ -126,7 +126,7 @@ def test_kernels_attend_to_the_daemons_pages(
 
 @pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
 def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention, kv_dtype: str) -> None:
-    """Where the daemon goes away in the middle, pages in this process's memory and pages in its mapped memory are attended to together."""
+    """After the daemon dies, kernels attend to local pages and mapped daemon pages in one call."""
     shape = page_shape(model, kv_dtype=kv_dtype)
     want = served(model, LocalPages(shape), paged_attention)
     with Daemon(HOST_ONLY) as daemon, Client(daemon.target, timeout_s=1.0) as client:
@@ -144,7 +144,7 @@ def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention
 
 @pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
 def test_masses_are_reported(model: Llama, kernels: KernelAttention, kv_dtype: str) -> None:
-    """What the kernels say of each page's attention is what the reference says."""
+    """The kernels report the same attention mass per page as the reference."""
     shape = page_shape(model, kv_dtype=kv_dtype)
     told = []
     for attention in (paged_attention, kernels):

@@ -17,7 +17,7 @@ from tierd.worker.pages import LocalPages, PageShape
 from tierd.worker.report import Request
 
 TEXT = 'def add(left, right):\n    """Return the sum of left and right."""\n    return left + right\n\n\ndef sub(left, right):\n    """Return'
-# What transformers 5.23 on torch 2.13 (float32, CPU) gives after TEXT: the five likeliest bytes and their logits.
+# From transformers 5.23 on torch 2.13 (float32, CPU), after TEXT: the five likeliest bytes, logits.
 GOLDEN = {" ": 12.5208, "s": 9.8516, "e": 6.528, "i": 5.3382, "-": 4.5131}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -52,14 +52,14 @@ def engine_logits(model: Llama, tokens: list[int], *, chunk_tokens: int = 32) ->
 
 
 def decode_logits(model: Llama, tokens: list[int], prompt: int) -> Any:
-    """Logits after each token from the prompt's last on, the tokens fed one at a time: paged decode."""
+    """Logits after each token from the prompt's last on, with tokens fed one at a time: paged decode."""
     shape = PageShape(model.spec.geometry("float32"), 16, model.backend)
     engine = Engine(model, LocalPages(shape))
     sequence = engine.begin(Request(tuple(tokens[:prompt]), len(tokens) - prompt + 1))
     rows = [sequence.logits]
     engine.pick([sequence])
     for token in tokens[prompt:]:
-        sequence.tokens[-1] = token  # forced, whatever was picked
+        sequence.tokens[-1] = token  # forced, independent of the pick
         engine.step([sequence])
         rows.append(sequence.logits)
     engine.end(sequence)
@@ -67,7 +67,7 @@ def decode_logits(model: Llama, tokens: list[int], prompt: int) -> Any:
 
 
 def libraries() -> tuple[Any, Any]:
-    """torch and transformers, or a skip that says which is missing."""
+    """torch and transformers, or a skip that names the missing one."""
     torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'tierd[worker]' transformers")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     return torch, transformers
@@ -83,7 +83,7 @@ def reference_logits(model: Any, tokens: list[int]) -> Any:
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers_on_random_models(tmp_path: Path, name: str, library: str) -> None:
-    """A model that transformers made and saved, in shards, gives its logits here: prefill in chunks, then decode by pages."""
+    """A sharded model saved by transformers gives its logits here, in chunked prefill and paged decode."""
     torch, transformers = libraries()
     torch.manual_seed(7)
     sizes = {"vocab_size": 97, "intermediate_size": 112, "num_hidden_layers": 3, "max_position_embeddings": 256}
@@ -98,7 +98,7 @@ def test_logits_equal_transformers_on_random_models(tmp_path: Path, name: str, l
 
 
 def test_a_bf16_checkpoint_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    """Weights stored in bfloat16 mean the same values on both sides."""
+    """Weights stored in bfloat16 have the same values on both sides."""
     torch, transformers = libraries()
     torch.manual_seed(11)
     config = transformers.LlamaConfig(vocab_size=50, intermediate_size=64, num_hidden_layers=2, **CONFIGS["grouped"])
@@ -130,7 +130,7 @@ def test_tiny_llama_equals_transformers(tiny_llama: Path) -> None:
 
 
 def test_tiny_llama_gives_the_logits_on_record(tiny_llama: Path) -> None:
-    """Without torch too: the likeliest next bytes, and their logits, are those that transformers gave once."""
+    """Without torch too, the likeliest next bytes and their logits equal those recorded from transformers."""
     logits = engine_logits(Llama(open_checkpoint(tiny_llama)), [BYTE_BOS, *TEXT.encode()])
     best = np.argsort(logits)[::-1][: len(GOLDEN)]
     assert [chr(b) for b in best] == list(GOLDEN)

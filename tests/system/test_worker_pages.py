@@ -1,4 +1,4 @@
-"""The worker over a real daemon: what it gives never depends on what the daemon does."""
+"""The worker over a real daemon: the daemon's behaviour never changes the worker's tokens."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ OPTIONS = EngineOptions(chunk_tokens=32)
 
 
 def prompt(count: int) -> tuple[int, ...]:
-    """Tokens that no other prompt begins with."""
+    """A random prompt, so that no other prompt has its prefix."""
     return tuple(int(t) for t in RNG.integers(0, 64, count))
 
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    """Random weights; logits differ clearly."""
+    """Random weights with clearly different logits."""
     return Llama(random_checkpoint(SPEC, seed=3, scale=0.2))
 
 
@@ -91,7 +91,7 @@ def plain(model: Llama, *requests: Request) -> list[list[int]]:
 
 
 class Worker:
-    """An engine with a session of its own."""
+    """An engine with a separate session."""
 
     def __init__(self, daemon: Daemon, model: Llama, kv_dtype: str = "float32", **options: Any) -> None:
         self.client = Client(daemon.target, name="worker", timeout_s=20)
@@ -112,7 +112,7 @@ class Worker:
 
 
 def test_a_second_worker_reuses_what_the_first_computed(roomy: Daemon, model: Llama) -> None:
-    """Another session reads the first one's pages in place, computes the rest only, and gives the tokens of no cache."""
+    """Another session reads the first one's pages in place and computes only the rest; tokens are equal."""
     request = Request(prompt(100), 30)
     with Worker(roomy, model) as one, Worker(roomy, model) as two:
         first, second = one.serve(request)[0], two.serve(request)[0]
@@ -123,7 +123,7 @@ def test_a_second_worker_reuses_what_the_first_computed(roomy: Daemon, model: Ll
 
 
 def test_a_conversation_goes_on_in_the_middle_of_a_block(roomy: Daemon, model: Llama) -> None:
-    """The tokens after a turn's last full block come back through their short block."""
+    """The tokens after a turn's last full block are reused through their short block."""
     with Worker(roomy, model) as worker:
         start = prompt(50)
         first = worker.serve(Request(start, 6))[0]
@@ -136,7 +136,7 @@ def test_a_conversation_goes_on_in_the_middle_of_a_block(roomy: Daemon, model: L
 
 
 def test_a_turn_shorter_than_a_block_is_found_by_its_mark(roomy: Daemon, model: Llama) -> None:
-    """A conversation that has filled no block yet goes on from its short one, while what is asked is still less than a block."""
+    """A conversation shorter than a block reuses its short block by the mark."""
     with Worker(roomy, model) as worker:
         start = prompt(5)
         first = worker.serve(Request(start, 4))[0]
@@ -148,13 +148,13 @@ def test_a_turn_shorter_than_a_block_is_found_by_its_mark(roomy: Daemon, model: 
 
 
 def test_a_turn_says_where_its_tokens_were_found(roomy: Daemon, model: Llama) -> None:
-    """Blocks and a tail that lie in host memory alone are reported as found there, though reading brings them near."""
+    """A block or tail that only host memory holds is reported there, although the read promotes it."""
     with Worker(roomy, model) as worker, RawClient(roomy.target) as operator:
         start = prompt(50)
         first = worker.serve(Request(start, 6))[0]
         operator.call(operator.admin.Evict, apb.EvictRequest(tier="host.0"))
         near = worker.serve(Request((*start, *first.tokens, 7, 8), 1, marks=(first.stored_tokens,)))[0]
-        operator.call(operator.admin.Flush, apb.FlushRequest(deadline_s=10))  # by way of host memory to NVMe
+        operator.call(operator.admin.Flush, apb.FlushRequest(deadline_s=10))  # through host memory to NVMe
         operator.call(operator.admin.Evict, apb.EvictRequest(tier="device.0"))
         far = worker.serve(Request((*start, *first.tokens, 8, 9), 1, marks=(first.stored_tokens,)))[0]
     assert near.tier_tokens == {"device.0": 55}
@@ -162,7 +162,7 @@ def test_a_turn_says_where_its_tokens_were_found(roomy: Daemon, model: Llama) ->
 
 
 def test_the_second_of_two_equal_writers_goes_on_with_the_first_ones_pages(roomy: Daemon, model: Llama) -> None:
-    """Two workers compute the same prompt at once; the later commit finds the blocks there, and both give the same tokens."""
+    """When two workers compute one prompt, the later commit reuses the blocks; their tokens are equal."""
     request = Request(prompt(70), 12)
     with Worker(roomy, model) as one, Worker(roomy, model) as two:
         live = [(worker.engine, worker.engine.begin(request)) for worker in (one, two)]
@@ -179,7 +179,7 @@ def test_the_second_of_two_equal_writers_goes_on_with_the_first_ones_pages(roomy
 
 
 def test_samples_share_pages_of_the_daemon(roomy: Daemon, model: Llama) -> None:
-    """Forks over the daemon's pages, some equal, give what forks over plain memory give."""
+    """Forks over the daemon's pages, some equal, give the same tokens as forks over local pages."""
     requests = [Request(prompt(37), 20, temperature=t, samples=3, seed=2) for t in (1.2, 0.0)]
     with Worker(roomy, model) as worker:
         got = [report.tokens for report in worker.serve(*requests)]
@@ -188,7 +188,7 @@ def test_samples_share_pages_of_the_daemon(roomy: Daemon, model: Llama) -> None:
 
 
 def test_without_a_device_tier_pages_lie_in_host_memory(model: Llama) -> None:
-    """The same worker runs on a daemon that has host memory only."""
+    """The same worker runs on a daemon that has only host memory."""
     request = Request(prompt(64), 5)
     with Daemon(HOST_ONLY) as daemon, Worker(daemon, model) as worker:
         assert worker.source.tier == "host"
@@ -198,7 +198,7 @@ def test_without_a_device_tier_pages_lie_in_host_memory(model: Llama) -> None:
 
 
 def test_tokens_are_right_when_memory_is_far_too_small(model: Llama) -> None:
-    """With a device tier that holds a fraction of the prompts, blocks come and go, and every answer is that of no cache."""
+    """With a device tier much smaller than the prompts, every answer equals the one without a cache."""
     shared = prompt(200)
     requests = [Request(shared[: 40 * i] + prompt(60), 20) for i in (1, 3, 5, 2, 4, 1)] + [Request(prompt(500), 8)]
     want = plain(model, *requests)
@@ -215,7 +215,7 @@ def test_tokens_are_right_when_memory_is_far_too_small(model: Llama) -> None:
 
 @pytest.mark.parametrize("back", [True, False], ids=["restarted", "gone"])
 def test_a_killed_daemon_costs_nothing_but_the_cache(model: Llama, back: bool) -> None:
-    """A daemon that dies in the middle of a request changes no token; if it comes back, it is used again."""
+    """A daemon that dies during a request changes no token; if it restarts, the worker uses it again."""
     request = Request(prompt(60), 40)
     with Daemon(ROOMY) as daemon, Worker(daemon, model) as worker:
         sequence = worker.engine.begin(request)
@@ -234,7 +234,7 @@ def test_a_killed_daemon_costs_nothing_but_the_cache(model: Llama, back: bool) -
 
 
 def test_blocks_of_several_reservations_make_one_chain(roomy: Daemon, model: Llama) -> None:
-    """Pages set aside by different calls and committed by one are found again as one prefix."""
+    """Pages of several reservations, committed together, form one prefix."""
     request = Request(prompt(160), 2)
     with Worker(roomy, model, reserve_pages=3) as worker:
         worker.serve(request)
@@ -244,7 +244,7 @@ def test_blocks_of_several_reservations_make_one_chain(roomy: Daemon, model: Lla
 def test_after_a_commit_that_failed_nothing_relies_on_the_page(
     roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commits of unknown outcome, their pages overwritten at once by somebody else, change no token: what was in them is computed again, or in a copy."""
+    """After failed commits whose pages others overwrite, tokens are right, by recompute or from copies."""
 
     def fail(self: Reservation, blocks: Any, **_: Any) -> None:
         for index in blocks["index"].tolist():
@@ -266,7 +266,7 @@ def test_after_a_commit_that_failed_nothing_relies_on_the_page(
 def test_whatever_ends_a_commit_its_pages_are_not_written_to(
     roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], *, is_answered: bool
 ) -> None:
-    """An interrupt, or any error, in a commit leaves no page to the next request that may be somebody's block by then."""
+    """After an interrupt or error in a commit, no later request writes to its pages."""
     commit = Reservation.commit
 
     def ended(self: Reservation, *args: Any, **options: Any) -> None:
@@ -291,7 +291,7 @@ def test_whatever_ends_a_commit_its_pages_are_not_written_to(
 def test_pages_that_may_still_be_read_go_to_nobody(
     roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A release that cannot wait for the GPU says so, and the daemon keeps the pages set aside, whatever the worker drops."""
+    """A release that times out waiting for the GPU raises, and the daemon keeps the pages reserved."""
     with Worker(roomy, model) as worker:
         pages = worker.source.reserve(3)
         before = held(roomy)
@@ -302,7 +302,7 @@ def test_pages_that_may_still_be_read_go_to_nobody(
         pages.clear()
         worker.source._spare.clear()
         gc.collect()
-        assert worker.source.acquire(prompt(16)).pages == []  # what was dropped is told with the next call
+        assert worker.source.acquire(prompt(16)).pages == []  # this call reports the dropped pages
         assert held(roomy) == before
         monkeypatch.undo()
 
@@ -312,7 +312,7 @@ def _hang(self: Backend) -> None:
 
 
 def test_a_reserve_that_is_refused_takes_nothing(roomy: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this process has no memory left, as on a GPU that is full, the daemon's pages stay for the next reserve, and so does what is owed."""
+    """If memory is full, a failed reserve changes nothing: spare pages and the count owed stay."""
 
     def full(*_: object) -> None:
         raise Overloaded("cuda:0: no memory is left")
@@ -332,7 +332,7 @@ def test_a_reserve_that_is_refused_takes_nothing(roomy: Daemon, model: Llama, mo
 
 
 def test_without_a_daemon_the_worker_computes(model: Llama, tmp_path: Any) -> None:
-    """A best-effort client and no daemon: everything is computed, nothing raises."""
+    """With best effort and no daemon, the worker computes everything and nothing raises."""
     request = Request(prompt(40), 5)
     client = Client(str(tmp_path), best_effort=True)
     with Engine(model, TierdPages(client, model, name="random"), options=OPTIONS) as engine:
@@ -352,15 +352,15 @@ def test_attention_mass_reaches_the_daemon(roomy: Daemon, model: Llama) -> None:
 
 
 def test_every_page_goes_back(model: Llama) -> None:
-    """A worker uses its share many times over: nothing stays pinned or reserved behind a request."""
+    """A worker uses its share many times over, and no page stays pinned or reserved after a request."""
     with Daemon(NARROW.replace("512 KiB", "1 MiB")) as daemon, Worker(daemon, model, reserve_pages=4) as worker:
-        for _ in range(8):  # 20 blocks each, where a session may hold 32
+        for _ in range(8):  # 20 blocks each; a session may hold 32
             assert worker.serve(Request(prompt(320), 1))[0].committed_blocks == 20
         assert not worker.source.faults
 
 
 def test_torch_works_in_the_same_pages(roomy: Daemon, model: Llama) -> None:
-    """A torch worker, bfloat16 pages too, reads what it stored as tensors over the mapped pages."""
+    """A torch worker, with bfloat16 pages too, reads stored blocks as tensors over the mapped pages."""
     pytest.importorskip("torch", reason="torch is not installed")
     on_torch = Llama(random_checkpoint(SPEC, seed=3, scale=0.2), Backend("torch"))
     request = Request(prompt(100), 10)

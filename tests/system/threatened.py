@@ -1,4 +1,4 @@
-"""Daemons for the threat table, with clients of other users, and what these do."""
+"""Daemons for the threat table, and clients of other users with their actions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ segment = "2 MiB"
 FIRST_UID, SECOND_UID, GROUP = 54421, 54422, 54420
 TEAM = f'\n[identity]\ntenants = {{"{FIRST_UID}" = "team", "{SECOND_UID}" = "team"}}\n'
 TRIES = 256 * 20
-"""Hits under "sampled" after which a change that one hit in 256 finds is found, but for two runs in a thousand
-million."""
+"""Hits under "sampled", one in 256 checked, that miss a change in two of a thousand million runs."""
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="starts processes of other users, which takes root")
 
 
 def made(verify: str = "first_hit", *, more: str = "", sealed: bool = False) -> Daemon:
-    """A daemon, not started, whose sockets belong to a group, as a unit file would set it up."""
+    """A daemon, not started, whose sockets belong to a group, as with a unit file."""
     config = CONFIG.replace("[[host]]", "[[host]]\nsealed_puts = true") if sealed else CONFIG
     daemon = Daemon(config.replace("{verify}", verify) + more)
     Path(daemon.target).mkdir()
@@ -50,23 +49,23 @@ def made(verify: str = "first_hit", *, more: str = "", sealed: bool = False) -> 
 
 @contextlib.contextmanager
 def running(verify: str = "first_hit", *, more: str = "", sealed: bool = False) -> Iterator[Daemon]:
-    """A daemon of one test."""
+    """A daemon for one test."""
     with made(verify, more=more, sealed=sealed) as daemon:
         yield daemon
 
 
 def user(function: Any, daemon: Daemon, uid: int, **given: Any) -> Elsewhere:
-    """A function in a process of another user of the group."""
+    """Runs a function in a process of another user of the group."""
     return Elsewhere(function, daemon.target, uid=uid, gid=GROUP, **given)
 
 
 def put(client: BlockClient, *, durable: bool = False) -> int:
-    """Stores NAMES; the namespace."""
+    """Stores NAMES. Returns the namespace."""
     namespace = client.open_namespace()
     assert client.put(namespace, NAMES, durable=durable) == len(NAMES)
     return namespace
 
 
 def scribble(client: BlockClient, leased: Leased) -> None:
-    """The writer changes a block that it has committed: it still maps the page for writing."""
+    """Changes a committed block through the page that its writer still maps for writing."""
     client.page(leased.handles[0], writable=True)[5] ^= 1

@@ -1,6 +1,8 @@
-"""A daemon on a disk that a shim makes fail: its configuration, its store's files, and what it must do in any trouble.
+"""A daemon on a disk that a shim makes fail: its configuration, its store's files, and its
+guarantees.
 
-Purpose: what `test_errno`, `test_hung` and `test_stores` share. Non-purpose: which trouble there is.
+Purpose: code that `test_errno`, `test_hung` and `test_stores` share. Non-purpose: the faults
+themselves.
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ hang_limit = "1 s"
 queue_depth = 4
 """
 BACKENDS = ("auto", "off")
-"""Values of nvme.direct: O_DIRECT where the file system takes it, and the page cache."""
+"""Values of nvme.direct: O_DIRECT if the file system supports it, and the page cache."""
 STORE = "*/state/nvme-0/*"
 RESUME_S = 5.0
-"""Writes go on within this, on a disk that works again. Asserted with tenfold slack, reported as it is."""
+"""Writes resume within this on a disk that works again. Asserted with tenfold slack."""
 
 
 def config(*, direct: str = "auto", server: str = "") -> str:
-    """CONFIG, which leaves {root} to the daemon."""
+    """CONFIG with {root} left for the daemon to fill in."""
     return CONFIG.replace("{direct}", direct).replace("{server}", server)
 
 
 @dataclass
 class Troubled:
-    """A live daemon, a client of it, and what it acknowledged: seeds of chains to how many blocks are durable. block_bytes: the longest of them."""
+    """A live daemon and a client. durable: seeds of chains to durable blocks. block_bytes: the longest."""
 
     daemon: Daemon
     io: IoFaults
@@ -63,7 +65,7 @@ class Troubled:
     block_bytes: int = BLOCK_BYTES
 
     def put(self, count: int = 1, *, durable: bool = True, length: int | np.ndarray = BLOCK_BYTES) -> int:
-        """A new chain; how many of its leading blocks were acknowledged. length: of all, or of each."""
+        """Puts a new chain. Returns its leading blocks acknowledged. length: of all, or of each."""
         self.next_seed += 1
         stored = self.client.put(self.namespace, chain(self.next_seed, count), length=length, durable=durable)
         if durable and stored:
@@ -75,11 +77,11 @@ class Troubled:
         return self.client.open_namespace(block_bytes=self.block_bytes)
 
     def forget_memory(self) -> None:
-        """From now on everything comes from the store."""
+        """Evicts host memory, so that later gets read the store."""
         self.client.call(self.client.admin.Evict, apb.EvictRequest(tier="host.0"))
 
     def await_writes(self) -> float:
-        """Until a durable put is acknowledged; the seconds that it took."""
+        """Puts until a durable put is acknowledged. Returns the seconds that it took."""
         begun = time.monotonic()
         while self.put() != 1:
             assert time.monotonic() - begun < 10 * RESUME_S, (
@@ -95,7 +97,7 @@ class Troubled:
         return [s for s, count in wanted.items() if self.client.read(namespace, chain(s, count)) < count]
 
     def get_within(self, hashes: np.ndarray, timeout_s: float) -> tuple[int, float]:
-        """Blocks that a get with this deadline gives (0 where the deadline passed), and its seconds."""
+        """Blocks that a get with this deadline returns (0 if it times out), and its seconds."""
         group = pb.Group(namespace=self.namespace, hashes=hashes.tobytes())
         request = pb.AcquireRequest(groups=[group], tier=pb.TIER_KIND_HOST)
         begun = time.monotonic()
@@ -111,7 +113,7 @@ class Troubled:
 
 @contextmanager
 def troubled(directory: Path, text: str) -> Iterator[Troubled]:
-    """A daemon with the shim loaded, and a client. It is disarmed before it is stopped."""
+    """A daemon with the shim loaded, and a client. The shim is disarmed before the daemon stops."""
     with Daemon(text, env=(io := IoFaults(directory)).env) as daemon:
         try:
             assert io.loaded, "the shim was not loaded"

@@ -176,7 +176,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops blocks from a tier, or from all; pinned ones stay.
+        """Drops blocks from a tier, or from all; pinned blocks stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,14 +195,14 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new sessions and reservations, lets leases finish; with release, frees the arena as well.
+        """Refuses new sessions and reservations, and lets leases finish. release: frees the arena too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Writes everything that has no far copy to NVMe, data and journal synced.
+        """Writes all blocks without a far copy to NVMe; syncs data and journal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,21 +215,22 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Quiesce(self, request, context):
-        """Returns when nothing moves and nothing wants to; the only thing that paces background work under clock = "replay".
+        """Returns when no transfer runs or waits. With clock = "replay" it alone paces background work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Tries a tier that is out of service at once, rather than after its pause.
+        """Tries a tier that is out of service now, not after its pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scrub(self, request, context):
-        """Verifies every block of a tier, or of all, now; tells how far it is, until it is through or the caller goes.
+        """Verifies every block of a tier, or of all, now. Reports progress until it has finished or the
+        caller cancels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,14 +243,16 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Wear(self, request, context):
-        """What was written to each store, its wear budget, and what its drives tell of their wear; they are asked, which may take seconds.
+        """Bytes written to each store, its wear budget, and its drives' own wear figures. The daemon asks
+        the drives, which may take seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecordStart(self, request, context):
-        """Writes what clients ask for into a trace: numbers in place of hashes, no tokens. One at a time; it ends by itself at its bounds.
+        """Records clients' requests in a trace, with numbers for hashes and without tokens. One runs at a
+        time, and ends by itself at its bounds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -100,21 +100,21 @@ class CacheServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def OpenNamespace(self, request, context):
-        """Names a namespace; the daemon adds the tenant. Opening the same one again gives the same ids.
+        """Opens a namespace; the daemon adds the tenant. The same one gives the same ids each time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """How much of a sequence could be served, and from where. Changes nothing but what is prefetched.
+        """Tells how much of a sequence can be served, and from which tiers. Changes only prefetches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Pins the longest servable prefix in the wanted tier and gives handles: a lease.
+        """Pins the longest servable prefix in the wanted tier and returns its handles: a lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,14 +127,14 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Sets pages aside for the session to write: a reservation.
+        """Reserves pages that the session may write: a reservation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Publishes written pages, atomically over the call's blocks.
+        """Publishes written pages, all of the call's blocks atomically.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,14 +147,14 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Begins to bring blocks near and returns at once.
+        """Begins to load blocks to a nearer tier, and returns at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """For clients that share no memory: blocks as checksummed chunks.
+        """For clients without shared memory: blocks as checksummed chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,14 +167,14 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportAttention(self, request, context):
-        """Attention mass per block, as kernels measured it.
+        """Attention mass per block, measured by kernels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Blocks stored and removed, as they happen.
+        """Blocks stored and removed, as events.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,12 +1,12 @@
-// The data plane's loops. They find blocks in a directory and copy them; one pass copies a block
-// and sums it by XXH3-64.
+// The data plane's loops. They find blocks in a directory and copy them. One pass over a block
+// copies it and sums it by XXH3-64.
 //
 // The plain forms, with the same results, are `tierd/client/blocks/copying.py` and
 // `one_sided_get.py`; tests compare the two. XXH3 is Yann Collet's, written here from its
 // description (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): a stripe is 64 bytes, a block of
-// it 16 stripes. The stored bytes are the summed ones: each byte is read once, except the last 64
-// of a slice. An address is computed from a directory or a catalogue only after a check against the
-// mapping's bounds.
+// it 16 stripes. The code reads each byte once, except the last 64 of a slice, so it stores the
+// bytes that it sums. It checks values of a directory or a catalogue against the mapping's bounds
+// before it computes an address from them.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +19,8 @@
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "sums and tables are little-endian");
 
-// SEGMENT of tierd/client/session/mapping.py: a mapped segment. place: as the directory has it. Segments ascend by it.
+// SEGMENT of tierd/client/session/mapping.py: a mapped segment. place: in the directory; segments
+// ascend by it.
 struct TierdSegment {
   uint64_t place;
   const uint8_t* data;
@@ -38,7 +39,7 @@ constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4E
 constexpr uint64_t kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5;
 constexpr uint64_t kPrimeMx1 = 0x165667919E3779F9, kPrimeMx2 = 0x9FB21C651E98DF25;
 constexpr size_t kStripeBytes = 64, kStripes = 16, kChunkBytes = kStripeBytes * kStripes;
-constexpr size_t kStreamFromBytes = 32 << 10;  // of a slice: shorter ones stay in the caches
+constexpr size_t kStreamFromBytes = 32 << 10;  // of a slice: the caches keep shorter ones
 
 alignas(64) constexpr uint64_t kSecretWords[24] = {
     0xBE4BA423396CFEB8, 0x1CAD21F72C81017C, 0xDB979083E96DD4DE, 0x1F67B3B7A4A44072, 0x78E5C0CC4EE679CB, 0x2172FFCC7DD05A82,
@@ -184,7 +185,7 @@ uint64_t sum_slice(const uint8_t* source, uint8_t* target, size_t length) {
   const size_t chunks = length > 240 ? (length - 1) / kChunkBytes : 0, done = chunks * kChunkBytes, left = length - done;
   uint64_t sums[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
   if (chunks) chunks_for(target, length)(sums, source, target, chunks);
-  const size_t before = left < kStripeBytes && done ? kStripeBytes - left : 0;  // the last stripe begins in what is done
+  const size_t before = left < kStripeBytes && done ? kStripeBytes - left : 0;  // the last stripe overlaps the chunks
   std::memcpy(tail, source + done - before, before + left);
   if (target != nullptr) std::memcpy(target + done, tail + before, left);
   if (length <= 16) return sum_to_16(tail, length);
@@ -214,7 +215,7 @@ Cut cut_of(size_t length, size_t layers) {
   return {piece, pieces, layer - piece * (pieces - 1), length / layer};
 }
 
-// -- directories and catalogues, which the daemon writes while they are read
+// -- directories and catalogues, which the daemon may write during a read
 
 constexpr size_t kHashBytes = 32, kMetaBytes = 256, kSlots = 4, kSlotBits = 24;
 constexpr uint32_t kMetaMagic = 0x7D5E71E2, kMetaVersion = 1;
@@ -223,7 +224,7 @@ uint64_t word_at(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_A
 
 uint64_t key_of(uint64_t namespace_id, const uint8_t* hash) { return (read<uint64_t>(hash) ^ namespace_id * 0x9E3779B97F4A7C15) | 1; }
 
-// The entry of a key in the bucket that a spread gives; null if it has none there.
+// The entry of a key in the bucket of one spread; null if the bucket has none.
 const uint64_t* entry_of(const uint64_t* directory, uint64_t buckets, uint64_t key, uint64_t spread) {
   const uint64_t* bucket = directory + 2 * kSlots * ((key * spread >> 32) & (buckets - 1));
   for (size_t i = 0; i < kSlots; i++) {
@@ -253,13 +254,13 @@ uint64_t segment_at(const TierdSegment* segments, uint64_t count, uint64_t place
 // BLOCK of tierd/client/blocks/copying.py.
 struct TierdBlock {
   const uint8_t* source;
-  uint8_t* target;  // null: it is summed alone
+  uint8_t* target;  // null: the block is only summed
   uint64_t length;
   uint64_t layers;
 };
 
 // Copies blocks and writes their slices' sums to sums; returns how many are done. If *is_over is
-// not 0 before a block, it and later ones are not touched.
+// not 0 before a block, that block and later ones are not touched.
 TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, uint64_t* sums, const volatile int32_t* is_over) {
   uint64_t done = 0;
   for (; done < count && !*is_over; done++) {
@@ -284,7 +285,7 @@ struct TierdPage {
   uint64_t generation;
   const uint64_t* table;
   const uint64_t* word;
-  uint32_t segment;  // which of the segments
+  uint32_t segment;  // index into the segments
   uint32_t slot;
 };
 
@@ -296,9 +297,9 @@ struct TierdNames {
   uint32_t last_tokens;  // of the last one
 };
 
-// Finds blocks in a directory of so many buckets, and their pages; returns how many are near before
-// the first that is not. *unmapped: the place of an unknown segment that may hold the next block,
-// else all bits.
+// Looks up blocks and their pages in a directory of so many buckets; returns the number of hits
+// before the first miss. *unmapped: the place of an unknown segment that may hold the next block,
+// else all bits set.
 TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const TierdSegment* segments, uint64_t segment_count, const TierdNames* names, TierdPage* pages, uint64_t* unmapped) {
   *unmapped = ~uint64_t{0};
   for (uint64_t i = 0; i < names->count; i++) {
@@ -313,21 +314,21 @@ TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const
     }
     const TierdSegment& segment = segments[at];
     if (slot >= segment.pages) return i;
-    uint8_t meta[kMetaBytes];  // one moment's: it is written while it is read
+    uint8_t meta[kMetaBytes];  // a copy: the daemon may write the entry meanwhile
     std::memcpy(meta, segment.metas + kMetaBytes * slot, kMetaBytes);
     const uint32_t version = read<uint16_t>(meta + 4), tokens = i + 1 < names->count ? names->tokens : names->last_tokens;
     const uint64_t length = read<uint32_t>(meta + 92), generation = read<uint64_t>(meta + 104), layers = read<uint32_t>(meta + 204);
     const bool is_entry = read<uint32_t>(meta) == kMetaMagic && version == kMetaVersion && sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8);
     const bool is_its = std::memcmp(meta + 8, hash, kHashBytes) == 0 && read<uint32_t>(meta + 72) == names->namespace_id && read<uint32_t>(meta + 84) == tokens;
-    if (!is_entry || !is_its || length == 0 || length > segment.class_bytes) return i;  // its slices fit the table then
+    if (!is_entry || !is_its || length == 0 || length > segment.class_bytes) return i;  // past this check its slices fit the table
     if (word_at(segment.words + slot) != generation) return i;
     pages[i] = {segment.data + segment.class_bytes * slot, length, layers, generation, segment.tables + segment.slice_words * slot, segment.words + slot, static_cast<uint32_t>(at), static_cast<uint32_t>(slot)};
   }
   return names->count;
 }
 
-// Whether each page's sums match its table and its generation is unchanged: 1 or 0. mask: the bits
-// of its word that count.
+// Sets good to 1 for each page with sums as in its table and an unchanged generation, else to 0;
+// returns the number of good pages. mask: the bits of a page's word to compare.
 TIERD_API uint64_t tierd_check(const TierdPage* pages, uint64_t count, const uint64_t* sums, uint64_t mask, uint8_t* good) {
   uint64_t all = 0;
   std::atomic_thread_fence(std::memory_order_seq_cst);

@@ -1,4 +1,4 @@
-"""vLLM on the CPU with tierd: one prompt, twice, and how much of it was not computed.
+"""vLLM on the CPU with tierd: one prompt, twice, and the tokens of it that were not computed.
 
 It uses the configurations beside this file. Run `PYTHONPATH=. python deploy/examples/vllm/on_cpu.py
 {connector,tier} MODEL_DIR` beside a `tierd serve`.
@@ -53,7 +53,7 @@ def main(face: str, model: Path) -> None:
             f"{turn}: {said.num_cached_tokens or 0} of 400 tokens were not computed; said {list(said.outputs[0].token_ids)}"
         )
         core = llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests():  # until tierd has all that was computed
+        while core.scheduler.has_requests():  # until tierd has all computed blocks
             llm.llm_engine.step()
         llm.reset_prefix_cache(reset_connector=face == "tier")
     llm.llm_engine.engine_core.shutdown()

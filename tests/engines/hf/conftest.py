@@ -1,4 +1,4 @@
-"""transformers on the CPU for tests. Nothing here imports it or torch before a fixture is asked for."""
+"""transformers on the CPU for tests. Nothing here imports it or torch before a fixture needs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def running() -> Iterator[Daemon]:
 
 @pytest.fixture
 def daemon(running: Daemon) -> Daemon:
-    """Of the module; one that a test has ended runs again."""
+    """The module's daemon; the fixture restarts it if a test has ended it."""
     if running.has_ended:
         running.start()
     return running
@@ -30,7 +30,7 @@ def daemon(running: Daemon) -> Daemon:
 
 @pytest.fixture(scope="session")
 def model() -> Callable[..., Any]:
-    """model("llama", dtype="bfloat16"): made once a run."""
+    """model("llama", dtype="bfloat16"): a model, made once a test run."""
     from tests.engines.hf import models
 
     made: dict[str, Any] = {}

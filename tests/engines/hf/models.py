@@ -1,4 +1,4 @@
-"""Small models of random weights, large enough that what lies in the cache decides what is said, and prompts for them."""
+"""Small models of random weights whose cache contents decide their answers, and prompts for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def llama(*, seed: int = 0, attention: str = "sdpa", dtype: str = "float32", **s
 
 
 def sliding(*, seed: int = 0, attention: str = "sdpa") -> Any:
-    """A Gemma3 whose layers but one see WINDOW_TOKENS tokens."""
+    """A Gemma3 whose layers, except one, attend to a window of WINDOW_TOKENS tokens."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     layers = ["sliding_attention"] * 3 + ["full_attention"]
@@ -39,7 +39,7 @@ def sliding(*, seed: int = 0, attention: str = "sdpa") -> Any:
 
 
 def latent(*, seed: int = 0) -> Any:
-    """A DeepseekV2 with latent attention, whose V are smaller than its K."""
+    """A DeepseekV2 with latent attention; its V is narrower than its K."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
     shape = SHAPE | {"num_key_value_heads": SHAPE["num_attention_heads"]}
@@ -52,7 +52,7 @@ def latent(*, seed: int = 0) -> Any:
 
 
 def prompt(seed: int, length: int = 101) -> Any:
-    """Tokens [1, length]."""
+    """Random tokens, [1, length]."""
     import torch
 
     rng = random.Random(seed)

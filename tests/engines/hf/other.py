@@ -1,4 +1,5 @@
-"""Another process with the same model: `python -m tests.engines.hf.other TARGET KIND SEED...` prints what it restored and said, as JSON."""
+"""`python -m tests.engines.hf.other TARGET KIND SEED...`: a second process with the same model,
+which prints its restored lengths and its answers as JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from tests.engines.hf.said import say
 
 
 def main() -> None:
-    """TARGET: the daemon's; KIND: TierdCache or PagedTierdCache; SEED: of each prompt."""
+    """TARGET: the daemon's; KIND: TierdCache or PagedTierdCache; SEED: one for each prompt."""
     from tierd.integrations import transformers as face
-    from tierd.integrations.transformers import TierdStore  # before the model: it registers tierd_paged
+    from tierd.integrations.transformers import TierdStore  # before the model: this import registers tierd_paged
 
     target, kind, *seeds = sys.argv[1:]
     model = llama(attention="tierd_paged" if kind == "PagedTierdCache" else "sdpa")

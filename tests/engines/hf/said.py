@@ -1,4 +1,4 @@
-"""What a model says to a prompt, and how far two answers are apart."""
+"""A model's answer to a prompt, and the distance between two answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 NEW_TOKENS = 12
 TOUCH = 1e-4
-"""Logits that differ by less than this share of the largest one are the same: a prefill in other pieces sums in another order."""
+"""Of the largest logit; smaller differences count as equal. A prefill in other pieces sums in
+another order."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Answer:
 
 
 def say(model: Any, ids: Any, *, cache: Any = None, mask: Any = None, **how: Any) -> Answer:
-    """generate(), greedy, NEW_TOKENS long."""
+    """Runs generate() greedily for NEW_TOKENS tokens. how: more of its arguments."""
     import torch
 
     given = {"past_key_values": cache} if cache is not None else {}
@@ -30,11 +31,11 @@ def say(model: Any, ids: Any, *, cache: Any = None, mask: Any = None, **how: Any
 
 
 def far_from(one: Answer, other: Answer) -> float:
-    """The largest difference of their logits, as a share of the largest logit."""
+    """The largest difference between their logits, as a share of the largest logit."""
     return float((one.logits - other.logits).abs().max() / one.logits.abs().max())
 
 
 def assert_same(one: Answer, other: Answer) -> None:
-    """The same tokens, by the same logits."""
+    """Both have the same tokens, and logits within TOUCH."""
     assert one.tokens.tolist() == other.tokens.tolist()
     assert far_from(one, other) <= TOUCH

@@ -1,4 +1,4 @@
-"""`TierdCache` under transformers' own generate(): what is restored is what would have been computed."""
+"""`TierdCache` under transformers' generate(): restored K and V equal those that would be computed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tierd.integrations.transformers import TierdCache
 from tierd.integrations.transformers.rows import Padding
 
 pytestmark = pytest.mark.timeout(600)
-WHOLE = 96  # of prompts of 101 tokens, in blocks of 32
+WHOLE = 96  # restored tokens of a prompt of 101, in blocks of 32
 
 
 @pytest.mark.parametrize("kind", ["llama", "sliding", "latent"])
 def test_greedy(kind: str, model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A prompt is said on alike without tierd, with an empty cache and with a restored one: full attention, sliding windows, latent attention."""
+    """Full, sliding and latent attention answer alike without tierd, with an empty and a restored cache."""
     one, kept = model(kind), store(model(kind))
     ids = prompt(1)
     plain = say(one, ids)
@@ -46,7 +46,7 @@ def test_greedy(kind: str, model: Callable[..., Any], store: Callable[..., Any])
 
 
 def test_bfloat16(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """In bfloat16 a restored cache says, bit for bit, what transformers' own cache says after it was cropped to the same prefix."""
+    """In bfloat16 a restored cache gives the same bits as transformers' own cache cropped to that prefix."""
     one = model("llama", dtype="bfloat16")
     kept, ids = store(one), prompt(2)
     first = TierdCache(kept)
@@ -62,7 +62,7 @@ def test_bfloat16(model: Callable[..., Any], store: Callable[..., Any]) -> None:
 
 
 def test_what_was_said_is_kept_too(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A conversation's next turn finds the prompt and the answer of the last one, without the answer's last token."""
+    """The next turn restores the last turn's prompt and answer, without the answer's last token."""
     one, kept, ids = model(), store(model()), prompt(3, 117)
     cache = TierdCache(kept)
     turn = say(one, ids, cache=cache).tokens
@@ -74,7 +74,7 @@ def test_what_was_said_is_kept_too(model: Callable[..., Any], store: Callable[..
 
 
 def test_beams_with_padding(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Three beams over prompts of different lengths: the same as with transformers' cache, computed and restored; only prompts are stored, not mixed beams."""
+    """Three beams over padded prompts answer as with transformers' cache; prompts are stored, beams not."""
     one, kept = model(), store(model())
     ids, mask = padded(prompt(5, 70), prompt(6))
     how: dict[str, Any] = {"mask": mask, "num_beams": 3}
@@ -84,7 +84,7 @@ def test_beams_with_padding(model: Callable[..., Any], store: Callable[..., Any]
     assert_same(plain, say(one, ids, cache=cache, **how))
     assert cache.save(plain.tokens, mask) == 64 + 96
     again = TierdCache.restore(kept, ids, mask)
-    assert again.restored == 31 + 64  # what both rows have: 31 columns of padding and two blocks of the shorter one
+    assert again.restored == 31 + 64  # both rows have 31 columns of padding and the shorter prompt's two blocks
     restored = say(one, ids, cache=again, **how)
     assert restored.tokens.tolist() == plain.tokens.tolist()
     single = TierdCache.restore(kept, prompt(6))
@@ -93,7 +93,8 @@ def test_beams_with_padding(model: Callable[..., Any], store: Callable[..., Any]
 
 
 def test_several_answers(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Samples that part after a restored prompt are stored each under its own tokens, and a prompt given alone only as far as they agree."""
+    """Samples that diverge after a restored prompt are saved under their own tokens. One row for
+    two is saved only as far as both agree."""
     one, kept, ids = model(), store(model()), prompt(7)
     first = TierdCache(kept)
     say(one, ids, cache=first)
@@ -102,7 +103,7 @@ def test_several_answers(model: Callable[..., Any], store: Callable[..., Any]) -
     torch.manual_seed(7)
     out = say(one, ids, cache=cache, do_sample=True, temperature=5.0, num_return_sequences=2, max_new_tokens=40).tokens
     assert out[0, 101:110].tolist() != out[1, 101:110].tolist()
-    assert cache.save(out[:1]) == WHOLE  # which of the two rows is it? Only what both have is certain
+    assert cache.save(out[:1]) == WHOLE  # the row may be either of the two: only their common tokens are certain
     assert TierdCache.restore(kept, out[0]).restored == WHOLE
     assert cache.save(out) == 2 * 128
     for row in out:
@@ -112,7 +113,7 @@ def test_several_answers(model: Callable[..., Any], store: Callable[..., Any]) -
 
 
 def test_several_answers_with_padding(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Of prompts that were padded, too, one answer of several is stored only as far as all of its prompt agree."""
+    """With padded prompts too, one of several answers is saved only as far as all of its prompt agree."""
     one, kept = model(), store(model())
     ids, mask = padded(prompt(21, 40), prompt(22))
     cache = TierdCache(kept)
@@ -129,7 +130,7 @@ def test_several_answers_with_padding(model: Callable[..., Any], store: Callable
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_prompt_lookup(filled: bool, model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Prompt lookup decoding says the same, and what it leaves is stored right; transformers computes the whole prompt, so that a restored prefix is dropped."""
+    """Prompt lookup decoding answers the same and is saved right; its prefill drops a restored prefix."""
     one, kept = model(), store(model())
     ids = torch.cat([prompt(8 + filled, 40)] * 3, dim=1)
     if filled:
@@ -147,7 +148,8 @@ def test_prompt_lookup(filled: bool, model: Callable[..., Any], store: Callable[
 
 
 def test_crop(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A restored cache that is cropped goes on as if it had never been longer; a positive length is what the installed transformers makes of it."""
+    """A cropped restored cache works as if it had never been longer. A positive length does what
+    the installed transformers does with it."""
     one, kept, ids = model(), store(model()), prompt(10)
     cache, own = TierdCache(kept), DynamicCache(config=one.config)
     say(one, ids, cache=cache)
@@ -168,7 +170,7 @@ def test_crop(model: Callable[..., Any], store: Callable[..., Any]) -> None:
 
 
 def test_what_was_cropped_binds_nobody(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A restored cache that is cropped may go on with other tokens, and is stored under these."""
+    """A restored and cropped cache may go on with other tokens, and is saved under those."""
     one, kept, ids = model(), store(model()), prompt(24)
     first = TierdCache(kept)
     say(one, ids, cache=first)
@@ -182,7 +184,7 @@ def test_what_was_cropped_binds_nobody(model: Callable[..., Any], store: Callabl
 
 
 def test_copied_caches(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A restored document serves several questions by copies, as transformers' guides do it."""
+    """Copies of one restored document serve several questions, as in transformers' guides."""
     one, kept, document = model(), store(model()), prompt(11)
     first = TierdCache(kept)
     with torch.no_grad():
@@ -196,7 +198,7 @@ def test_copied_caches(model: Callable[..., Any], store: Callable[..., Any]) -> 
 
 
 def test_chosen_rows(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Restored rows that were put in another order, or of which some were left out, are stored under their own tokens, and refused under those of others."""
+    """Reordered or selected rows are saved under their own tokens and refused under other rows' tokens."""
     one, kept = model(), store(model())
     ids = torch.cat([prompt(27), prompt(28)])
     first = TierdCache(kept)
@@ -218,7 +220,7 @@ def test_chosen_rows(model: Callable[..., Any], store: Callable[..., Any]) -> No
 
 
 def test_wrong_tokens_are_refused(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Tokens that the cache was not restored for, rows that do not divide and padding on the right are errors; nothing is stored."""
+    """Wrong tokens, rows that do not divide and padding on the right are errors; nothing is stored."""
     one, kept, ids = model(), store(model()), prompt(14)
     cache = TierdCache(kept)
     say(one, ids, cache=cache)
@@ -234,7 +236,7 @@ def test_wrong_tokens_are_refused(model: Callable[..., Any], store: Callable[...
 
 
 def test_padding_without_a_mask(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Without a mask padding is what generate() takes for it; where the token of padding may also be text, the mask is asked for."""
+    """Without a mask save assumes generate()'s padding, or asks for the mask if that token may be text."""
     one = model()
     ids, mask = padded(prompt(17, 70), prompt(18))
     kept = store(one)
@@ -248,7 +250,8 @@ def test_padding_without_a_mask(model: Callable[..., Any], store: Callable[..., 
 
 
 def test_padding_amid_a_row(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Without a mask generate() masks padding wherever it stands: there the row ends, and what was computed behind it is not served to who reads that token as text."""
+    """Without a mask generate() masks padding tokens anywhere. save stops at the first, since
+    another reader may take it as text."""
     one, kept, ids = model(), store(model()), prompt(26)
     ids[0, 40] = 0
     cache = TierdCache(kept)
@@ -260,7 +263,7 @@ def test_padding_amid_a_row(model: Callable[..., Any], store: Callable[..., Any]
 
 
 def test_the_last_token_is_computed(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A prompt that is stored to its last token is restored but for its last block, so that there are logits to begin with."""
+    """Of a prompt that is stored whole, restore omits the last block, so that logits can be computed."""
     one, kept, ids = model(), store(model()), prompt(16, 96)
     cache = TierdCache(kept)
     say(one, ids, cache=cache)
@@ -271,7 +274,7 @@ def test_the_last_token_is_computed(model: Callable[..., Any], store: Callable[.
 
 
 def test_a_trained_model(store: Callable[..., Any], shared: Any) -> None:
-    """tiny-llama, in its bfloat16 made float32, goes on from a restored kilobyte of text as if it had read it; the times are reported."""
+    """tiny-llama, cast to float32, answers the same from a restored kilobyte of text; times are reported."""
     if not (shared / "models" / "tiny-llama" / "config.json").exists():
         pytest.skip("../shared/models/tiny-llama is not beside this checkout")
     from transformers import AutoModelForCausalLM
@@ -284,7 +287,7 @@ def test_a_trained_model(store: Callable[..., Any], shared: Any) -> None:
     began = time.monotonic()
     plain = say(one, ids, cache=cache)
     middle = time.monotonic()
-    assert cache.save(plain.tokens) == 992  # of 992 that were computed, the answer included
+    assert cache.save(plain.tokens) == 992  # all 992 that were computed, the answer included
     saved = time.monotonic()
     again = TierdCache.restore(kept, ids)
     restored = time.monotonic()

@@ -1,4 +1,4 @@
-"""The commands of deploy/examples/transformers, and the example of the integration's README, as they stand there."""
+"""The commands of deploy/examples/transformers and the integration README's example run unchanged."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.timeout(900)]
 
 
 def test_the_commands(daemon: Daemon) -> None:
-    """Two processes, one after the other, print what the document shows: the second one restores what the first one read."""
+    """Two processes in turn print the output in the document; the second restores the first one's prefix."""
     with Shell(daemon) as shell:
         for block in run_blocks("deploy/examples/transformers/README.md"):
             shell.until(block, partial(is_said, block))
 
 
 def test_the_readmes_example(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of the integration's README runs as it is written, with a model and tokens; the second time the prefix is restored."""
+    """The integration README's example runs as written, with a model and tokens; a later run hits."""
     text = (ROOT / "tierd/integrations/transformers/README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.setenv("TIERD_TARGET", daemon.target)

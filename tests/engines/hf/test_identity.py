@@ -1,4 +1,4 @@
-"""Who shares blocks and who must not; models that are refused."""
+"""Models that share blocks, models that must not, and models that tierd refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ pytestmark = pytest.mark.timeout(600)
     ids=str,
 )
 def test_what_divides(change: dict[str, Any], model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Other weights, precision, attention, configuration, salt or adapter: nothing is found; the same of all in another object: everything."""
+    """Other weights, dtype, attention, configuration, salt or adapter restore nothing; an equal
+    model restores all."""
     one, ids = model(), prompt(1)
     cache = TierdCache(store(one))
     say(one, ids, cache=cache)
@@ -48,7 +49,7 @@ def test_what_divides(change: dict[str, Any], model: Callable[..., Any], store: 
 
 
 def test_weights_that_change() -> None:
-    """One bit of one weight changes the digest, and so does a buffer; the same weights in another object do not."""
+    """One bit of a weight, or a buffer, changes the digest; an equal model has the same digest."""
     one, other = llama(), llama()
     digest = weights_digest(one)
     assert digest == weights_digest(other)
@@ -60,7 +61,7 @@ def test_weights_that_change() -> None:
 
 
 def test_a_digest_of_ones_own(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """weights_digest=... is taken as it is, and nothing is computed; weights that are elsewhere need it."""
+    """tierd uses a given weights_digest and computes nothing; weights on device 'meta' need one."""
     assert store(model(), weights_digest="revision 7").spec.weights_digest == "revision 7"
     with torch.device("meta"):
         absent = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
@@ -69,7 +70,7 @@ def test_a_digest_of_ones_own(model: Callable[..., Any], store: Callable[..., An
 
 
 def test_models_that_are_refused() -> None:
-    """Linear layers, encoders beside the decoder, rotations by the whole length, and options that do not exist: each an error that says what to do."""
+    """Linear attention, encoders, length-dependent rotations and unknown options are errors with a remedy."""
     small: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     linear = transformers.Qwen3NextConfig(
         **small,
@@ -96,7 +97,7 @@ def test_models_that_are_refused() -> None:
 
 
 def test_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version of transformers outside the window is refused with a sentence when a name is imported."""
+    """A transformers version outside the window is refused, with a sentence, when a name is imported."""
     monkeypatch.setitem(WINDOWS, "transformers", Window((6, 0), (7, 0), ran=("6.0",)))
     with pytest.raises(
         Unsupported, match=rf"transformers {transformers.__version__}: tierd supports transformers>=6.0,<7.0"

@@ -1,4 +1,4 @@
-"""`PagedTierdCache` and the kernel `tierd_paged`: K and V are attended to in tierd's own pages, and that changes nothing."""
+"""`PagedTierdCache` and the kernel `tierd_paged`: attention reads tierd's own pages, same results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tierd.kernels import paged_attention
 from tools.kernels import MissingTool, build_emulator
 
 pytestmark = pytest.mark.timeout(600)
-WHOLE = 96  # of prompts of 101 tokens, in blocks of 32
+WHOLE = 96  # restored tokens of a prompt of 101, in blocks of 32
 ROUNDED = 1e-2
-"""How far logits of float16 may be apart, as a share of the largest: kernels round weights of attention to it, the reference does not."""
+"""Of the largest logit. Kernels round attention weights to float16, the reference does not."""
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def paged(model: Callable[..., Any]) -> Any:
 
 
 def test_greedy(paged: Any, model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """The same as sdpa says, with transformers' own cache, an empty paged one and a restored one, which copies nothing of the prefix."""
+    """tierd_paged answers as sdpa with a plain, an empty and a restored cache; restore copies no page."""
     ids, kept = prompt(1), store(paged)
     plain = say(model(), ids)
     assert_same(plain, say(paged, ids))
     cache = PagedTierdCache.restore(kept, ids)
     assert cache.restored == 0
     assert_same(plain, say(paged, ids, cache=cache))
-    assert not any(page.origin is None for page in cache.tables[0].pages)  # all of them are the daemon's
+    assert not any(page.origin is None for page in cache.tables[0].pages)  # all pages are the daemon's
     assert cache.save(ids) == WHOLE
     again = PagedTierdCache.restore(kept, ids)
     assert again.restored == again.get_seq_length() == WHOLE
@@ -52,7 +52,7 @@ def test_greedy(paged: Any, model: Callable[..., Any], store: Callable[..., Any]
 
 
 def test_bfloat16(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """A restored prefix holds the bits that were computed, and is said on as from the cache that computed it."""
+    """A restored prefix is bit-equal to the computed one, and answers as the cache that computed it."""
     one, ids = model("llama", attention="tierd_paged", dtype="bfloat16"), prompt(2)
     kept = store(one)
     cache = PagedTierdCache(kept)
@@ -67,7 +67,7 @@ def test_bfloat16(model: Callable[..., Any], store: Callable[..., Any]) -> None:
 
 
 def test_beams_with_padding(paged: Any, model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Three beams over padded prompts share pages and copy those that they write; computed and restored they say what sdpa says."""
+    """Three beams over padded prompts share pages, copy those that they write, and answer as sdpa does."""
     kept = store(paged)
     ids, mask = padded(prompt(5, 70), prompt(6))
     how: dict[str, Any] = {"mask": mask, "num_beams": 3}
@@ -85,7 +85,7 @@ def test_beams_with_padding(paged: Any, model: Callable[..., Any], store: Callab
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_prompt_lookup(filled: bool, paged: Any, store: Callable[..., Any]) -> None:
-    """Prompt lookup decoding, which crops, says the same, and what it leaves is stored right."""
+    """Prompt lookup decoding, which crops, gives the same answer, and its cache is saved right."""
     kept, ids = store(paged), torch.cat([prompt(8 + filled, 40)] * 3, dim=1)
     plain = say(paged, ids)
     if filled:
@@ -102,7 +102,7 @@ def test_prompt_lookup(filled: bool, paged: Any, store: Callable[..., Any]) -> N
 
 
 def test_crop_and_copies(paged: Any, store: Callable[..., Any]) -> None:
-    """A cache cropped within a named page writes to a copy of it; copies of a cache go on apart, and the stored page is what it was."""
+    """A cropped cache writes to a copy of a named page, its copies diverge, and the stored page stays."""
     kept, ids = store(paged), prompt(10)
     plain = say(paged, ids)
     cache = PagedTierdCache(kept)
@@ -120,7 +120,7 @@ def test_crop_and_copies(paged: Any, store: Callable[..., Any]) -> None:
 
 
 def test_rows_that_are_chosen(paged: Any, store: Callable[..., Any]) -> None:
-    """Rows may be repeated and chosen, as contrastive and other searches do, and go on as rows of their own."""
+    """Rows may be repeated and selected, as in contrastive search, and then go on as separate rows."""
     kept, ids = store(paged), torch.cat([prompt(12, 70), prompt(13, 70)])
     cache = PagedTierdCache(kept)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_rows_that_are_chosen(paged: Any, store: Callable[..., Any]) -> None:
 
 
 def test_chosen_rows_are_stored_as_what_they_are(paged: Any, store: Callable[..., Any]) -> None:
-    """Restored rows that were put in another order are stored under their own tokens, and refused under those of others."""
+    """Reordered restored rows are saved under their own tokens, and refused under other rows' tokens."""
     kept, ids = store(paged), torch.cat([prompt(19), prompt(20)])
     first = PagedTierdCache(kept)
     say(paged, ids, cache=first)
@@ -152,7 +152,7 @@ def test_chosen_rows_are_stored_as_what_they_are(paged: Any, store: Callable[...
 
 @pytest.fixture(scope="module")
 def kernels() -> Path:
-    """What runs on a GPU, for the CPU: of the model's head dim alone."""
+    """The GPU's kernels compiled for the CPU, for the model's head dim only."""
     try:
         return build_emulator(dims=[64], units=("decode", "prefill", "merge", "pages"))
     except MissingTool as error:
@@ -162,7 +162,8 @@ def kernels() -> Path:
 def test_kernels(
     model: Callable[..., Any], store: Callable[..., Any], kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With TIERD_KERNELS=emulated the kernels' own source attends, to tierd's pages and to a cache that has none, and says what the reference says."""
+    """With TIERD_KERNELS=emulated the kernels' own source attends as the reference does, over
+    tierd's pages and over transformers' cache."""
     one = model("llama", attention="tierd_paged", dtype="float16", head_dim=64, num_hidden_layers=2)
     kept, (ids, mask) = store(one), padded(prompt(21, 70), prompt(22))
     plain = say(one, ids, mask=mask)
@@ -179,7 +180,7 @@ def test_kernels(
 
 
 def test_kernels_that_cannot(paged: Any, store: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for emulated kernels gets them or an error that says why not, and no other answer in silence."""
+    """A request for emulated kernels gets them or an error with the reason, never another kernel."""
     monkeypatch.setenv("TIERD_KERNELS", "emulated")
     with pytest.raises(ConfigError, match="^kernels: pages of float32.*TIERD_KERNELS=reference"):
         say(paged, prompt(23), cache=PagedTierdCache(store(paged)))
@@ -191,9 +192,10 @@ def test_kernels_that_cannot(paged: Any, store: Callable[..., Any], monkeypatch:
 def test_a_gpu_whose_kernels_cannot(
     place: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where a GPU's kernels do not reach pages, or take none of their type, the reference attends; that is said once, and not to whom asks for the reference."""
+    """If a GPU's kernels cannot read the pages or their dtype, the reference attends. tierd logs
+    that once, unless the user chose the reference."""
     monkeypatch.delenv("TIERD_KERNELS", raising=False)
-    with FakeTensorMode():  # tensors that say where they lie
+    with FakeTensorMode():  # tensors that claim these devices
         query, page = torch.empty(1, 4, 64, device="cuda:0"), torch.empty(2, 32, 2, 64, device=place)
     with monkeypatch.context() as told:
         told.setenv("TIERD_KERNELS", "reference")
@@ -208,7 +210,7 @@ def test_a_gpu_whose_kernels_cannot(
 
 
 def test_without_a_daemon(paged: Any, store: Callable[..., Any], tmp_path: Any) -> None:
-    """With no daemon the pages are this process's own memory."""
+    """Without a daemon the pages are this process's own memory."""
     kept, ids = store(paged, target=str(tmp_path / "nobody")), prompt(14)
     cache = PagedTierdCache.restore(kept, ids)
     assert_same(say(paged, ids), say(paged, ids, cache=cache))
@@ -217,7 +219,8 @@ def test_without_a_daemon(paged: Any, store: Callable[..., Any], tmp_path: Any) 
 
 
 def test_what_the_kernel_does_not_do(model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """Windows, packed sequences and padding on the right are refused by the kernel, layers that differ and another attention by the cache: each with a remedy."""
+    """The kernel refuses windows, packed sequences and padding on the right; the cache refuses
+    other attention. Each error has a remedy."""
     with pytest.raises(Unsupported, match="windows, chunks, packed.*attn_implementation='sdpa'"):
         say(model("sliding", attention="tierd_paged"), prompt(15))
     paged, (ids, mask) = model("llama", attention="tierd_paged"), padded(prompt(15, 70), prompt(16))
@@ -230,7 +233,7 @@ def test_what_the_kernel_does_not_do(model: Callable[..., Any], store: Callable[
 
 
 def test_what_a_call_left_behind(paged: Any, model: Callable[..., Any], store: Callable[..., Any]) -> None:
-    """What was written for a call that did not end, or by hand, is not attended to by the next one."""
+    """A call does not attend to KV that a failed call, or a call of update(), wrote before."""
     kept, ids = store(paged), prompt(17)
     plain, k = say(model(), ids), torch.rand(1, 2, 8, 32)
     with torch.no_grad(), pytest.raises(Unsupported, match="4 dimensions"):

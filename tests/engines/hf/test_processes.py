@@ -1,4 +1,4 @@
-"""What outlives a process: prefixes restored by another one, after a restart, from NVMe, and from blocks that have rotted."""
+"""Prefixes outlive a process: in another process, after a restart, from NVMe, with corrupted blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = pytest.mark.parametrize("kind", [TierdCache, PagedTierdCache])
 
 @pytest.fixture
 def ready(model: Callable[..., Any], store: Callable[..., Any]) -> Callable[..., Any]:
-    """ready(kind): a model whose attention fits that cache, and its store."""
+    """ready(kind): a model whose attention suits that cache, and its store."""
 
     def give(kind: type) -> tuple[Any, Any]:
         one = model("llama", **({"attention": "tierd_paged"} if kind is PagedTierdCache else {"seed": 0}))
@@ -44,7 +44,7 @@ def ready(model: Callable[..., Any], store: Callable[..., Any]) -> Callable[...,
 
 
 def kept(kind: Any, one: Any, store: Any, seed: int) -> Answer:
-    """The answer when everything is computed, and its prompt is stored after this."""
+    """The answer when everything is computed; the prompt is stored afterwards."""
     cache = kind(store)
     answer = say(one, prompt(seed), cache=cache)
     assert cache.save(prompt(seed)) == WHOLE
@@ -52,7 +52,7 @@ def kept(kind: Any, one: Any, store: Any, seed: int) -> Answer:
 
 
 def other(daemon: Daemon, kind: type, *seeds: int) -> list[dict[str, Any]]:
-    """What a second process says to each prompt."""
+    """A second process's answer to each prompt."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.engines.hf.other", daemon.target, kind.__name__]
     root = Path(__file__).resolve().parents[3]
     env = os.environ | {"PYTHONPATH": str(root), "TQDM_DISABLE": "1"}
@@ -65,7 +65,7 @@ def other(daemon: Daemon, kind: type, *seeds: int) -> list[dict[str, Any]]:
 
 @KINDS
 def test_another_process(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
-    """A second process with the same weights restores what the first one computed, says the same, and what it stores the first one finds."""
+    """Of two processes with the same weights, each restores the other's prefix and gives the same answer."""
     one, store = ready(kind)
     first = kept(kind, one, store, 21)
     second, third = other(daemon, kind, 21, 22)
@@ -79,7 +79,7 @@ def test_another_process(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -
 
 @KINDS
 def test_after_a_restart(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
-    """After the daemon's restart without its memory the same store gives the same from NVMe; caches from before are whole."""
+    """After a restart without memory, NVMe serves the same prefix; caches restored before stay intact."""
     one, store = ready(kind)
     first = kept(kind, one, store, 23)
     before = kind.restore(store, prompt(23))
@@ -94,7 +94,8 @@ def test_after_a_restart(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -
 @KINDS
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_corrupted_block(verify: str, kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
-    """Bytes that change in tierd's memory and on its disk make a smaller prefix where hits are verified; where they are trusted they change what is said."""
+    """Bytes corrupted in memory and on disk shorten the prefix if hits are verified, and change the
+    answer if trusted."""
     seed = 24 + (verify == "always")
     one, store = ready(kind)
     known = {place for place, _ in flushed(daemon)}
@@ -120,7 +121,8 @@ def test_a_corrupted_block(verify: str, kind: Any, daemon: Daemon, ready: Callab
 
 @KINDS
 def test_a_daemon_that_goes_and_comes(kind: Any, daemon: Daemon, ready: Callable[..., Any]) -> None:
-    """Without a daemon every cache is a plain one and says the same; when it is back the same store restores again."""
+    """Without a daemon each cache is a plain one with the same answer; later the same store
+    restores again."""
     one, store = ready(kind)
     first = kept(kind, one, store, 26)
     flushed(daemon)

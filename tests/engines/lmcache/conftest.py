@@ -1,4 +1,4 @@
-"""One daemon a module for tests of LMCache's adapter."""
+"""One daemon for each module of tests of LMCache's adapter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tierd.testing import Daemon
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon that runs when a test begins."""
+    """The module's daemon, which `alive` keeps running."""
     with Daemon() as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def alive(daemon: Daemon) -> None:
-    """One that a test has ended runs again."""
+    """Restarts a daemon that an earlier test has ended."""
     if daemon.has_ended:
         daemon.start()

@@ -1,4 +1,4 @@
-"""LMCache's own StorageManager over tierd, configured by its own command line, and objects that go through it."""
+"""LMCache's own StorageManager over tierd, set up by its own command line, and objects through it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.system.blocks import await_true
 
 @contextmanager
 def manager(entry: dict[str, Any]) -> Iterator[StorageManager]:
-    """LMCache's storage with 64 MiB of memory, and beneath it what the entry of --l2-adapter says."""
+    """LMCache's storage with 64 MiB of memory, and the adapter of the entry beneath it."""
     given = ["--l1-size-gb", "0.0625", "--no-l1-use-lazy", "--eviction-policy", "noop"]
     made = StorageManager(parse_args([*given, "--l2-adapter", json.dumps(entry)]))
     try:
@@ -28,7 +28,7 @@ def manager(entry: dict[str, Any]) -> Iterator[StorageManager]:
 
 
 def write(made: StorageManager, keys: Sequence[ObjectKey], *, seed: int) -> list[bytes]:
-    """Objects of random bits into LMCache's memory, from where its store controller takes them."""
+    """Writes objects of random bits to LMCache's memory, for its store controller; returns their bytes."""
     given = made.reserve_write(list(keys), layout())
     torch.manual_seed(seed)
     for one in given.values():
@@ -39,7 +39,7 @@ def write(made: StorageManager, keys: Sequence[ObjectKey], *, seed: int) -> list
 
 
 def fetch(made: StorageManager, keys: Sequence[ObjectKey]) -> tuple[int, list[bytes]]:
-    """How many of them its prefetch controller loaded from L2, and the bytes of what is there now."""
+    """How many keys its prefetch controller loaded from L2, and the bytes of all keys that are present."""
     task = made.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(list(keys), 0, layout())]))
     assert made.wait_prefetch_status(task, SOON_S)
     result = made.query_prefetch_status(task)
@@ -55,7 +55,7 @@ def fetch(made: StorageManager, keys: Sequence[ObjectKey]) -> tuple[int, list[by
 
 
 def forget(made: StorageManager) -> None:
-    """Empties LMCache's memory; what its store controller still holds is waited for."""
+    """Empties LMCache's memory; waits until its store controller holds nothing more."""
 
     def is_empty() -> bool:
         made.clear()
@@ -65,6 +65,6 @@ def forget(made: StorageManager) -> None:
 
 
 def saved(made: StorageManager) -> int:
-    """Objects that its first adapter has stored."""
+    """The number of objects that its first adapter has stored."""
     (_, adapter), *_ = made.l2_adapters()
     return int(adapter.report_status()["counts"].get("saved_blocks", 0))

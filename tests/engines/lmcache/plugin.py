@@ -1,4 +1,5 @@
-"""LMCache's own plugin factory, allocator and keys, and a caller that waits on the adapter's eventfds as its controllers do."""
+"""LMCache's own plugin factory, allocator and keys, and calls that wait on the adapter's eventfds
+as its controllers do."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def layout(shape: torch.Size = SHAPE, dtype: torch.dtype = torch.bfloat16) -> Me
 
 
 class Memory:
-    """LMCache's tensor allocator over memory of its own."""
+    """LMCache's tensor allocator over a tensor of its own."""
 
     def __init__(self, length_bytes: int = 8 << 20) -> None:
         self._allocator = TensorMemoryAllocator(torch.zeros(length_bytes, dtype=torch.uint8))
@@ -59,7 +60,7 @@ class Memory:
         return one
 
     def filled(self, seed: int, desc: MemoryLayoutDesc | None = None) -> MemoryObj:
-        """One of random bits."""
+        """A MemoryObj of random bits."""
         one = self.give(desc)
         torch.manual_seed(seed)
         one.raw_data.copy_(torch.randint(0, 256, one.raw_data.shape, dtype=torch.uint8))
@@ -72,7 +73,7 @@ def raw(one: MemoryObj) -> bytes:
 
 
 def store(made: Any, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> Any:
-    """L2StoreResult of a task, waited for at the eventfd."""
+    """The L2StoreResult of a task; waits on the eventfd."""
     task = made.submit_store_task(list(keys), list(objects))
     while True:
         ring(made.get_store_event_fd())
@@ -82,13 +83,13 @@ def store(made: Any, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) ->
 
 
 def find(made: Any, keys: Sequence[ObjectKey], groups: dict[int, MemoryLayoutDesc] | None = None) -> list[bool]:
-    """Bits of a lookup, waited for at the eventfd."""
+    """The bits of a lookup; waits on the eventfd."""
     task = made.submit_lookup_and_lock_task(list(keys), {0: layout()} if groups is None else groups)
     return bits(made.get_lookup_and_lock_event_fd(), made.query_lookup_and_lock_result, task, len(keys))
 
 
 def load(made: Any, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[bool]:
-    """Bits of a load, waited for at the eventfd."""
+    """The bits of a load; waits on the eventfd."""
     task = made.submit_load_task(list(keys), list(objects))
     return bits(made.get_load_event_fd(), made.query_load_result, task, len(keys))
 
@@ -103,7 +104,7 @@ def bits(fd: int, query: Any, task: int, count: int) -> list[bool]:
 
 
 def ring(fd: int) -> None:
-    """Waits until it rings, and takes that."""
+    """Waits until the eventfd is signalled, and reads it."""
     ready, _, _ = select.select([fd], [], [], SOON_S)
     assert ready, f"eventfd {fd}: silent for {SOON_S:g} s"
     os.eventfd_read(fd)

@@ -1,4 +1,4 @@
-"""`TierdL2` as LMCache's plugin factory makes it, with its own keys, objects and bitmaps: what goes comes back, and to whom."""
+"""`TierdL2` as LMCache's plugin factory makes it, with LMCache's own keys, objects and bitmaps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def memory() -> Memory:
 
 
 def test_objects_go_and_come(daemon: Daemon, memory: Memory) -> None:
-    """What was stored comes back bit by bit; what was not is a clear bit, also between others, and its object stays as it was."""
+    """Stored objects come back bit by bit. A key that was not stored is a clear bit, and its object
+    is unchanged."""
     made, keys = adapter(daemon.target), [key(i) for i in range(100, 105)]
     objects = [memory.filled(i) for i in range(5)]
     result = store(made, [*keys[:2], *keys[3:]], [*objects[:2], *objects[3:]])
@@ -51,7 +52,7 @@ def test_objects_go_and_come(daemon: Daemon, memory: Memory) -> None:
 
 
 def test_another_process_is_served(daemon: Daemon, memory: Memory) -> None:
-    """A second adapter, as another engine has it, finds and loads what the first one stored; storing it again copies nothing and succeeds."""
+    """A second adapter loads the first one's objects; storing them again copies nothing and succeeds."""
     one, keys = adapter(daemon.target), [key(i) for i in range(150, 153)]
     objects = [memory.filled(i) for i in range(3)]
     assert store(one, keys, objects).is_successful()
@@ -66,7 +67,7 @@ def test_another_process_is_served(daemon: Daemon, memory: Memory) -> None:
 
 @pytest.mark.parametrize("other", [{"rank": 1}, {"model": "n"}, {"group": 1}, {"salt": "user"}], ids=str)
 def test_each_field_of_a_key_counts(daemon: Daemon, memory: Memory, other: dict[str, Any]) -> None:
-    """The same chunk hash of another rank, model, object group or salt is another object, with its own bytes."""
+    """The same chunk hash with another rank, model, object group or salt is another object."""
     made, groups = adapter(daemon.target), {0: layout(), 1: layout()}
     number = 200 + 10 * len(str(other))
     mine, theirs = key(number), key(number, **other)
@@ -79,7 +80,7 @@ def test_each_field_of_a_key_counts(daemon: Daemon, memory: Memory, other: dict[
 
 
 def test_layouts_divide(daemon: Daemon, memory: Memory) -> None:
-    """Objects of one key but other types or shapes are different ones, those of equal length too; sizes differ from key to key."""
+    """One key with another dtype or shape is another object, of equal length too; keys may differ in size."""
     made = adapter(daemon.target)
     half, long = layout(dtype=torch.float16), layout(torch.Size([2, 3, 64, 8]))
     objects = [memory.filled(i, desc) for i, desc in enumerate((layout(), half, long))]
@@ -94,8 +95,8 @@ def test_layouts_divide(daemon: Daemon, memory: Memory) -> None:
 
 
 def test_sizes_that_do_not_fit_lose_nothing(daemon: Daemon, memory: Memory) -> None:
-    """With layouts left aside, as for LMCache's serde, an object narrowed to what is used goes and comes; one of another size is a clear bit, and its
-    neighbours are loaded."""
+    """Without layouts, as for LMCache's serde, an object narrowed to its used size is stored and
+    loaded. One of another size is a clear bit, and its neighbours are loaded."""
     made, keys = adapter(daemon.target, object_bytes=1 << 16), [key(i) for i in range(350, 353)]
     objects = [memory.filled(i) for i in range(3)]
     objects[1].set_used_size(1000)
@@ -110,7 +111,7 @@ def test_sizes_that_do_not_fit_lose_nothing(daemon: Daemon, memory: Memory) -> N
 
 
 def test_many_objects_in_one_task(daemon: Daemon, memory: Memory) -> None:
-    """A task of more objects than are moved at one time is one task still."""
+    """A task of more objects than the adapter moves at once completes as one task."""
     made, keys = adapter(daemon.target), [key(i) for i in range(400, 550)]
     objects = [memory.filled(i) for i in range(150)]
     assert store(made, keys, objects).is_successful()
@@ -121,7 +122,7 @@ def test_many_objects_in_one_task(daemon: Daemon, memory: Memory) -> None:
 
 
 def test_objects_have_no_parents(daemon: Daemon, memory: Memory) -> None:
-    """Objects of one task are blocks of their own: one that is evicted takes none with it."""
+    """Objects of one task are separate blocks without parents, so evicting one evicts no other."""
     known = {place for place, _ in flushed(daemon)}
     made, keys = adapter(daemon.target), [key(i) for i in range(600, 604)]
     assert store(made, keys, [memory.filled(i) for i in range(4)]).is_successful()
@@ -131,7 +132,7 @@ def test_objects_have_no_parents(daemon: Daemon, memory: Memory) -> None:
 
 
 def test_three_eventfds(daemon: Daemon) -> None:
-    """Each kind of task has an eventfd of its own, which are closed with the adapter, once."""
+    """Each kind of task has its own eventfd, and the adapter closes all three once."""
     import os
 
     made = adapter(daemon.target)
@@ -145,7 +146,8 @@ def test_three_eventfds(daemon: Daemon) -> None:
 
 
 def test_listeners_are_told(daemon: Daemon, memory: Memory) -> None:
-    """LMCache's listeners hear of each stored and each loaded object; usage is not guessed, and the status tells what was done."""
+    """LMCache's listeners get each stored and each loaded object. Usage is not guessed; the status
+    has the counts."""
 
     class Ears(L2AdapterListener):
         def __init__(self) -> None:
@@ -173,7 +175,7 @@ def test_listeners_are_told(daemon: Daemon, memory: Memory) -> None:
 
 
 def test_threads_share_it(daemon: Daemon, memory: Memory) -> None:
-    """Store and prefetch threads work at one time; every task has its own result."""
+    """Threads submit stores and lookups at the same time, and every task has its own result."""
     made, faults = adapter(daemon.target, threads=4), []
 
     def tasks(start: int) -> None:
@@ -196,7 +198,7 @@ def test_threads_share_it(daemon: Daemon, memory: Memory) -> None:
 
 
 def test_what_is_wrong_is_said_at_the_start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown option, and a LMCache that is not known, are refused with a sentence."""
+    """An unknown option and an unsupported LMCache are refused with a sentence."""
     with pytest.raises(ConfigError, match="adapter_params.tarket"):
         adapter(daemon.target, tarket="x")
     face = package.TierdL2

@@ -1,4 +1,4 @@
-"""The commands of deploy/examples/lmcache, as they stand there."""
+"""The commands of deploy/examples/lmcache run as written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SERVE, ON_CPU = run_blocks("deploy/examples/lmcache/README.md")
 
 
 def test_its_storage(daemon: Daemon) -> None:
-    """What the document shows of LMCache's own storage is what its command prints."""
+    """The command over LMCache's own storage prints the output that the document shows."""
     with Shell(daemon) as shell:
         shell.until(ON_CPU, partial(is_said, ON_CPU))
 
 
 def test_its_server(daemon: Daemon) -> None:
-    """LMCache's server starts with tierd beneath it, and says so."""
+    """LMCache's server starts with tierd beneath it, and prints so."""
     ports = {port: str(free_port()) for port in ("5555", "8080")}
     with Shell(daemon, ports, LMCACHE_TRACK_USAGE="false") as shell:
         said = shell.run(SERVE)

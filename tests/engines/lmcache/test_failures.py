@@ -1,4 +1,5 @@
-"""What LMCache sees when tierd is gone, hangs or is overrun: clear bits, failed stores, never a wait, never a lock that stays."""
+"""While tierd is gone, hung or overloaded, LMCache gets clear bits and failed stores; no waits, no
+locks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tierd.testing import Daemon
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT_S = 5.0
-"""What never waits for the daemon takes microseconds."""
+"""A call that never waits for the daemon takes microseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def memory() -> Memory:
 
 
 def test_a_daemon_that_dies(daemon: Daemon, memory: Memory) -> None:
-    """While it is gone stores fail and loads are clear bits; when it is back, objects go and come again."""
+    """While the daemon is gone stores fail and loads are clear bits; after its return both work again."""
     made, keys = adapter(daemon.target), [key(i) for i in range(3)]
     objects = [memory.filled(i) for i in range(3)]
     assert store(made, keys, objects).is_successful()
@@ -53,7 +54,8 @@ def test_without_a_daemon(tmp_path: Path, memory: Memory) -> None:
 
 
 def test_a_hung_daemon_is_never_waited_for(daemon: Daemon, memory: Memory) -> None:
-    """While the daemon answers nothing no call of LMCache's waits, tasks beyond the queue's bound end at once, and close has a deadline."""
+    """No call of LMCache waits for a hung daemon, tasks beyond the queue's bound end at once, and
+    close has a deadline."""
     made = adapter(daemon.target, threads=1, queue_limit=2, timeout_s=1.0, lookup_timeout_s=0.5)
     assert store(made, [key(50)], [memory.filled(1)]).is_successful()
     slowest, tasks = 0.0, []
@@ -80,7 +82,7 @@ def test_a_hung_daemon_is_never_waited_for(daemon: Daemon, memory: Memory) -> No
 
 
 def test_a_lookup_holds_nothing(daemon: Daemon, memory: Memory) -> None:
-    """After lookups, whether unlocked or not, no lease is left in the daemon, and closing leaves no session."""
+    """After lookups the daemon holds no lease, unlocked or not, and close ends the session."""
     made, keys = adapter(daemon.target), [key(i) for i in range(80, 84)]
     assert store(made, keys, [memory.filled(i) for i in range(4)]).is_successful()
     assert find(made, keys) == [True] * 4

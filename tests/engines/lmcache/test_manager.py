@@ -1,4 +1,5 @@
-"""tierd beneath LMCache's own StorageManager, configured by its own command line: its controllers, memory and locks, without a GPU."""
+"""tierd beneath LMCache's own StorageManager, set up by its own command line: its controllers,
+memory and locks, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_what_left_lmcaches_memory_comes_back(daemon: Daemon) -> None:
-    """Objects that LMCache stored and forgot are loaded from tierd into its memory, bit by bit; also by a second LMCache; a prefix ends at the first gap."""
+    """Objects that LMCache stored and dropped come back from tierd bit by bit, to a second LMCache
+    too. A prefix ends at the first gap."""
     keys = [key(i) for i in range(40)]
     with manager(words(daemon.target)) as one:
         written = write(one, keys[:30], seed=1)
@@ -34,7 +36,7 @@ def test_what_left_lmcaches_memory_comes_back(daemon: Daemon) -> None:
 
 
 def test_a_daemon_that_dies_is_a_miss(daemon: Daemon) -> None:
-    """While tierd is gone LMCache's prefetches end as misses; when it is back what is stored is served."""
+    """While tierd is gone LMCache's prefetches miss; after its return stored objects are served."""
     keys = [key(i) for i in range(100, 108)]
     with manager(words(daemon.target, timeout_s=5.0)) as one:
         write(one, keys, seed=2)

@@ -1,7 +1,8 @@
-"""SGLang on a machine without a GPU, for tests: its own modules as they are, and one daemon a module.
+"""SGLang's own unchanged modules on a machine without a GPU, and one daemon for each test module.
 
-A torchvision whose C++ part does not load (the one on PyPI is for CUDA) declares fakes of two of its operators, which must exist: they are named here, and
-nothing calls them. SGLang leaves 10 GiB of a machine's memory to others before it makes a host pool: those of the tests have some KiB, and leave nothing.
+PyPI's torchvision is for CUDA. If its C++ part does not load, its import fails at fakes of two
+operators that must exist. import_pools declares them; nothing calls them. SGLang reserves 10 GiB of
+a machine's memory before it makes a host pool. The tests' pools have a few KiB, with no reserve.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ kept: list[object] = []
 
 
 def import_pools() -> None:
-    """SGLang's host pools, on any machine, and torchvision's operators without a body if it cannot load its own."""
+    """Imports SGLang's host pools. Declares torchvision's operators without bodies if its own do not load."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sglang's, of what lacks on a CPU
+        warnings.simplefilter("ignore")  # sglang warns of parts that a CPU lacks
         try:
             importlib.import_module("torchvision")
         except RuntimeError:
@@ -47,13 +48,13 @@ if importlib.util.find_spec("sglang") and importlib.util.find_spec("torchvision"
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon that runs when a test begins."""
+    """The module's daemon, which `alive` keeps running."""
     with Daemon() as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def alive(daemon: Daemon) -> None:
-    """One that a test has ended runs again."""
+    """Restarts a daemon that an earlier test has ended."""
     if daemon.has_ended:
         daemon.start()

@@ -1,4 +1,4 @@
-"""SGLang's own host pools over device pools of the CPU, small, and its storage configuration."""
+"""SGLang's own host pools, small, over device pools on the CPU, and its storage configuration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mha(layout: str, *, dtype: torch.dtype = torch.bfloat16, heads: int = HEADS)
 
 
 def mla(layout: str, *, dcp_size: int = 1, dcp_rank: int = 0) -> Any:
-    """A pool of latents; page_first_kv_split as on Ascend, with an index beside."""
+    """A pool of latents; page_first_kv_split as on Ascend, with an index pool beside it."""
     is_split = layout == "page_first_kv_split"
     rows = tuple(torch.zeros(TOKENS, 1, LATENT + ROPE, dtype=torch.bfloat16) for _ in range(LAYERS))
     info = MLABufferInfo(
@@ -76,7 +76,7 @@ def mla(layout: str, *, dcp_size: int = 1, dcp_rank: int = 0) -> Any:
 
 
 def mamba(layout: str = "page_first") -> Any:
-    """A pool of states: one a page."""
+    """A pool of states, one a page."""
     temporal = torch.zeros(LAYERS, 16, HEADS, WIDTH, dtype=torch.float32)
     conv = (torch.zeros(LAYERS, 16, WIDTH, 3, dtype=torch.bfloat16),)
     return MambaPoolHost(
@@ -98,7 +98,7 @@ def buffers(pool: Any) -> list[torch.Tensor]:
 
 
 def fill(pool: Any, seed: int) -> list[torch.Tensor]:
-    """Random bits everywhere; copies of them."""
+    """Fills the pool with random bits; returns copies of its buffers."""
     torch.manual_seed(seed)
     for one in buffers(pool):
         raw = one.view(torch.uint8)
@@ -107,7 +107,7 @@ def fill(pool: Any, seed: int) -> list[torch.Tensor]:
 
 
 def page(pool: Any, index: int) -> list[bytes]:
-    """What a page holds, by the pool's own pointers."""
+    """The bytes of a page, read through the pool's own pointers."""
     import ctypes
 
     tokens = getattr(pool, "logical_page_size", 1)
@@ -116,7 +116,8 @@ def page(pool: Any, index: int) -> list[bytes]:
 
 
 def config(target: str, *, is_mla: bool = False, interface_v1: int = 1, **given: Any) -> HiCacheStorageConfig:
-    """As SGLang makes it of its own configuration; given: its fields, `extra` more words of ours, `words` all of them."""
+    """HiCacheStorageConfig as SGLang makes it. given: its fields; `extra` adds options of ours,
+    `words` replaces them all."""
     extra = given.pop("words", None) or {
         "backend_name": "tierd",
         "module_path": "tierd.integrations.sglang",
@@ -149,7 +150,7 @@ def backend(target: str, pool: Any = None, **given: Any) -> Any:
 
 
 def indices(*pages: int, size: int = PAGE) -> torch.Tensor:
-    """host_indices of so many pages, by their numbers."""
+    """host_indices of these pages."""
     return torch.cat([torch.arange(number * size, (number + 1) * size) for number in pages])
 
 

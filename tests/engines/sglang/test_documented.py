@@ -1,4 +1,4 @@
-"""The commands of deploy/examples/sglang, as they stand there; of the one that needs a GPU, its options."""
+"""The commands of deploy/examples/sglang run as written; the one that needs a GPU has valid options."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DOCUMENT = "deploy/examples/sglang/README.md"
 
 
 def test_the_commands(daemon: Daemon) -> None:
-    """What the document shows is what its command prints."""
+    """The command prints the output that the document shows."""
     (block,) = run_blocks(DOCUMENT)
     with Shell(daemon) as shell:
         shell.until(block, partial(is_said, block))
 
 
 def test_the_engines_options_are_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own parser takes the command that is not run for want of a GPU, and finds the storage's file where the document has it."""
+    """SGLang's own parser accepts the command that needs a GPU, and the storage's file is at its path."""
     (block,) = [one for one in shell_blocks(DOCUMENT) if not one.is_run]
     words = shlex.split(block.script.partition("sglang.launch_server")[2].replace("\\\n", " "))
     parser = argparse.ArgumentParser()

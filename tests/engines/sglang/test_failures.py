@@ -1,4 +1,5 @@
-"""What SGLang sees when tierd is gone, hangs or is asked for the impossible: fewer pages, never an exception, never a long wait."""
+"""If tierd is gone, hangs or gets bad arguments, SGLang gets fewer pages, no exception and no long
+wait."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def served(made: Any, keys: list[str]) -> bool:
 
 
 def test_a_daemon_that_dies(daemon: Daemon) -> None:
-    """While it is gone every call is a miss or a dropped page; when it is back, pages go and come again."""
+    """While the daemon is gone every call misses or drops its pages; after its return pages are
+    served again."""
     pool = mha("page_first")
     made = backend(daemon.target, pool, model_name="dies")
     fill(pool, seed=1)
@@ -60,7 +62,7 @@ def test_an_engine_without_a_daemon(tmp_path: Path) -> None:
 
 
 def test_a_hung_daemon(daemon: Daemon) -> None:
-    """A hung daemon costs each call at most its timeout; hits from mapped memory may go on."""
+    """A daemon that does not answer costs a call at most its timeout, and most calls nothing."""
     pool = mha("page_first")
     made = backend(daemon.target, pool, model_name="hung", extra={"timeout_s": 1.0, "lookup_timeout_s": 0.5})
     fill(pool, seed=5)
@@ -82,7 +84,7 @@ def test_a_hung_daemon(daemon: Daemon) -> None:
 
 
 def test_wrong_sizes_lose_nothing(daemon: Daemon) -> None:
-    """Indices, tensors and pools that do not fit move nothing, and what was stored stays as it was."""
+    """Indices, tensors and pools that do not fit move nothing, and stored pages are unchanged."""
     pool = mha("page_first")
     made = backend(daemon.target, pool, model_name="sizes")
     fill(pool, seed=3)
@@ -104,7 +106,7 @@ def test_wrong_sizes_lose_nothing(daemon: Daemon) -> None:
 
 
 def test_what_was_cleared_is_not_served(daemon: Daemon) -> None:
-    """After clear nothing that was stored before is found, by this engine; what is stored later is."""
+    """After clear this engine misses pages stored before and hits pages stored later."""
     made = backend(daemon.target, mha("page_first"), model_name="clear")
     other = backend(daemon.target, mha("page_first"), model_name="clear")
     assert made.batch_set_v1(KEYS, indices(0, 1)) == [True, True]
@@ -115,7 +117,7 @@ def test_what_was_cleared_is_not_served(daemon: Daemon) -> None:
 
 
 def test_statistics(daemon: Daemon) -> None:
-    """Pages and speeds of transfers are told once, in SGLang's own class."""
+    """get_stats reports pages and speeds of transfers once, in SGLang's own class."""
     made = backend(daemon.target, mha("page_first"), model_name="stats", enable_storage_metrics=True)
     made.batch_set_v1(KEYS, indices(0, 1))
     made.batch_get_v1(KEYS, indices(2, 3))
@@ -125,7 +127,7 @@ def test_statistics(daemon: Daemon) -> None:
 
 
 def test_threads_share_it(daemon: Daemon) -> None:
-    """SGLang's threads store, load and look up at one time, and every page is its own."""
+    """SGLang's threads store, load and look up at the same time, and every page has its own bytes."""
     pool = mha("layer_first")
     made = backend(daemon.target, pool, model_name="threads")
     fill(pool, seed=4)
@@ -150,7 +152,8 @@ def test_threads_share_it(daemon: Daemon) -> None:
 
 
 def test_sglangs_own_loops(daemon: Daemon) -> None:
-    """The transfer loops of SGLang's controller, without its threads, store 200 pages in its batches and fetch them back."""
+    """The transfer loops of SGLang's controller, without its threads, store and fetch 200 pages in
+    batches."""
     pool = mha("page_first_direct")
     pages, keys = 24, [f"k{number}" for number in range(200)]
     controller: Any = HiCacheController.__new__(HiCacheController)

@@ -34,7 +34,7 @@ def states(keys: list[str], *slots: int, policy: PoolHitPolicy = PoolHitPolicy.T
 
 
 def test_states_come_back(daemon: Daemon) -> None:
-    """A state goes and comes bit by bit, and not into the place of keys and values under the same key."""
+    """A state comes back bit by bit, apart from keys and values under the same key."""
     made = hybrid(daemon, model_name="states")
     side = made.registered_pools[PoolName.MAMBA]
     fill(side, seed=1)
@@ -45,7 +45,7 @@ def test_states_come_back(daemon: Daemon) -> None:
 
 
 def test_states_without_pointers(daemon: Daemon) -> None:
-    """A pool that tells no pointers is stored by its own flat pages."""
+    """A pool without pointers is stored as its own flat pages."""
 
     class Opaque(type(mamba())):  # type: ignore[misc]
         def get_page_buffer_meta(self, indices: Any) -> Any:
@@ -67,7 +67,8 @@ def test_states_without_pointers(daemon: Daemon) -> None:
 
 
 def test_prefixes_that_all_pools_serve(daemon: Daemon) -> None:
-    """A prefix counts only where its window of states is whole, so that holes stay holes; a pool for every page ends it at the first gap."""
+    """A prefix counts only if its window of states is complete, so holes remain. A pool needed for
+    every page ends it at the first gap."""
     made = hybrid(daemon, model_name="prefixes")
     assert made.batch_set_v1(KEYS, indices(0, 1, 2, 3, 4)) == [True] * 5
     made.batch_set_v2([states(["a", "b", "d"], 1, 2, 4)])
@@ -86,7 +87,7 @@ def test_prefixes_that_all_pools_serve(daemon: Daemon) -> None:
 
 
 def test_states_of_a_replicated_model_are_each_ranks_own(daemon: Daemon) -> None:
-    """Where keys and values are replicated and written by one rank, each rank writes and reads its own states."""
+    """Keys and values are replicated and one rank writes them; each rank writes and reads its own states."""
     ranks = [
         hybrid(daemon, anchor=mla("page_first"), is_mla=True, model_name="kda", tp_rank=tp, tp_size=2) for tp in (0, 1)
     ]
@@ -103,7 +104,8 @@ def test_states_of_a_replicated_model_are_each_ranks_own(daemon: Daemon) -> None
 
 
 def test_a_draft_with_heads_is_each_ranks_own(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    """Beside replicated latents a draft's keys and values are split by heads: no rank reads another's, and that SGLang stores those of one rank alone is said."""
+    """Beside replicated latents a draft's keys and values differ by rank, and no rank reads
+    another's. tierd warns that SGLang stores one rank's only."""
     ranks = [
         backend(daemon.target, mla("page_first"), is_mla=True, model_name="eagle", tp_rank=tp, tp_size=2)
         for tp in (0, 1)
@@ -123,7 +125,7 @@ def test_a_draft_with_heads_is_each_ranks_own(daemon: Daemon, caplog: pytest.Log
 
 
 def test_an_anchor_without_bytes(daemon: Daemon) -> None:
-    """Where the anchor only counts, what its side pools have decides, and it itself has everything."""
+    """If the anchor has no bytes, its side pools alone decide the hit, and a get of it succeeds."""
     anchor = mha("page_first")
     anchor.kv_buffer = None
     made = hybrid(daemon, anchor=anchor, model_name="logical")

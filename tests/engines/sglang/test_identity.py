@@ -1,4 +1,4 @@
-"""Which of SGLang's ranks and engines share pages in tierd, and who writes them."""
+"""The ranks and engines of SGLang that share pages in tierd, and the ranks that write them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored(daemon: Daemon, pool: Any, **given: Any) -> Any:
 
 
 def test_ranks_do_not_see_each_other(daemon: Daemon) -> None:
-    """The same key of two tensor-parallel ranks, two stages and two context-parallel ranks is as many pages, each with its own bytes."""
+    """One key of two tensor-, two pipeline- and two context-parallel ranks is eight pages of own bytes."""
     shapes = [
         {"tp_rank": tp, "tp_size": 2, "pp_rank": pp, "pp_size": 2, "attn_cp_rank": cp, "attn_cp_size": 2}
         for tp in (0, 1)
@@ -71,14 +71,15 @@ def test_ranks_do_not_see_each_other(daemon: Daemon) -> None:
     ids=str,
 )
 def test_only_the_same_model_and_shape_shares(daemon: Daemon, other: dict[str, Any]) -> None:
-    """A second engine like the first is served; one of another model, weights or parallel shape is not."""
+    """A second engine like the first is served; another model, other weights or another parallel
+    shape is not."""
     stored(daemon, mha("page_first"), model_name="same")
     assert backend(daemon.target, mha("page_first"), model_name="same").batch_exists(KEYS) == 2
     assert backend(daemon.target, mha("page_first"), **{"model_name": "same"} | other).batch_exists(KEYS) == 0
 
 
 def start(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-    """Publishes what SGLang is started with, as its own processes do; changed: leaves that differ."""
+    """Publishes SGLang's start configuration as its own processes do; changed: values that differ."""
     words = {
         "model": {
             "model_path": "org/model",
@@ -108,7 +109,8 @@ def start(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     ids=str,
 )
 def test_only_the_same_start_shares(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> None:
-    """Engines that serve under one name share only if they were started alike: no pool shows which fp8 its bytes are, nor which weights and rotations made them."""
+    """Engines of one served name share only if started alike. No pool shows the fp8 type of its
+    bytes, nor the weights and rotations behind them."""
     fp8 = {"model_name": f"start {other}"}
     start(monkeypatch)
     stored(daemon, mha("page_first", dtype=torch.uint8), **fp8)
@@ -118,7 +120,8 @@ def test_only_the_same_start_shares(daemon: Daemon, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_the_same_weights_share(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A directory that comes to hold other weights, or another adapter, shares nothing with what it was; where a digest is given, wherever they lie."""
+    """Changed weights or a changed adapter in the same directory share nothing. With a given digest
+    the path does not matter."""
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"one")
     start(monkeypatch, model_path=str(tmp_path))
@@ -139,14 +142,14 @@ def test_only_the_same_weights_share(daemon: Daemon, monkeypatch: pytest.MonkeyP
 
 
 def test_only_the_same_memory_shares(daemon: Daemon) -> None:
-    """Another layout, data type or number of heads shares nothing, though the page is as long."""
+    """Another layout, dtype or number of heads shares nothing, even if the page has the same length."""
     stored(daemon, mha("page_first"), model_name="memory")
     others = [mha("page_head"), mha("layer_first"), mha("page_first", dtype=torch.float16), mha("page_first", heads=4)]
     assert [backend(daemon.target, pool, model_name="memory").batch_exists(KEYS) for pool in others] == [0] * 4
 
 
 def test_mla_has_one_writer(daemon: Daemon) -> None:
-    """Of a replicated pool only the storage writer writes, whoever is asked; every rank reads what it wrote."""
+    """Of a replicated pool only the storage writer's sets are stored; every rank reads its pages."""
     ranks = [
         backend(daemon.target, mla("page_first"), is_mla=True, model_name="mla", tp_rank=rank, tp_size=2)
         for rank in (0, 1)
@@ -161,7 +164,7 @@ def test_mla_has_one_writer(daemon: Daemon) -> None:
 
 
 def test_dcp_has_a_writer_for_each_shard(daemon: Daemon) -> None:
-    """With decode context parallelism each shard has one writer, in the first group, and the shards' bytes do not meet."""
+    """With decode context parallelism each shard has one writer, in the first group, and bytes of its own."""
 
     def rank(tp: int) -> Any:
         shape = {"tp_rank": tp, "tp_size": 4, "dcp_size": 2, "dcp_rank": tp % 2, "logical_page_size": 2 * PAGE}
@@ -181,7 +184,7 @@ def test_dcp_has_a_writer_for_each_shard(daemon: Daemon) -> None:
 
 
 def test_pages_know_what_stands_before_them(daemon: Daemon) -> None:
-    """With prefix keys the pages of later batches follow those of earlier ones; without them a batch begins a chain."""
+    """With prefix keys a later batch's pages follow the earlier ones; without them a batch begins a chain."""
     known = {place for place, _ in flushed(daemon)}
     pool = mha("page_first")
     made = stored(daemon, pool, model_name="chain")
@@ -197,7 +200,7 @@ def test_pages_know_what_stands_before_them(daemon: Daemon) -> None:
 
 
 def test_what_is_wrong_is_said_at_the_start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown option, a model without a name, and a SGLang that is not known, are refused with a sentence."""
+    """An unknown option, a model without a name and an unsupported SGLang are refused with a sentence."""
     with pytest.raises(ConfigError, match="hicache-storage-backend-extra-config.tarket"):
         backend(daemon.target, extra={"tarket": "x"})
     with pytest.raises(ConfigError, match="name the model"):
@@ -210,7 +213,7 @@ def test_what_is_wrong_is_said_at_the_start(daemon: Daemon, monkeypatch: pytest.
 
 
 def test_operators_see_the_engine() -> None:
-    """What `tierctl engines` shows: engine, version, model, page size, type, layout and rank."""
+    """`tierctl engines` shows engine, version, model, page size, dtype, layout and rank."""
     given = config("/nowhere", tp_rank=1, tp_size=2)
     words = facts_of(given, options_of(given), PointerPages(mha("page_first"))).words()
     seen = {name: words[name] for name in ("engine", "model", "tokens_per_block", "dtype", "layout", "ranks")}

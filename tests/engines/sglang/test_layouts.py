@@ -1,4 +1,4 @@
-"""`TierdHiCache` over SGLang's own host pools: every layout bit by bit, by pointer and as flat tensors."""
+"""`TierdHiCache` over SGLang's own host pools: every layout bit by bit, as pointers and flat tensors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ IDS = [f"{make.__name__}-{layout}" for make, layout in POOLS]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Its bits: random ones are no numbers, which never are equal."""
+    """The tensor's bits; random bits may be NaN, which equals nothing."""
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=IDS)
 def test_by_pointer(daemon: Daemon, make: Any, layout: str) -> None:
-    """Pages come back bit by bit, into other pages than they came from and nowhere else."""
+    """Pages come back bit by bit into other pages of the pool, and change no further page."""
     pool = make(layout)
     with_tierd = backend(daemon.target, pool, is_mla=make is mla, model_name=f"pointer-{layout}")
     fill(pool, seed=1)
@@ -45,7 +45,7 @@ def test_by_pointer(daemon: Daemon, make: Any, layout: str) -> None:
 
 @pytest.mark.parametrize(("make", "layout"), POOLS, ids=IDS)
 def test_as_flat_tensors(daemon: Daemon, make: Any, layout: str) -> None:
-    """Without interface_v1 the pool's own flat pages go and come bit by bit, and do not meet those by pointer."""
+    """Without interface_v1 the pool's flat pages come back bit by bit, apart from those stored by pointer."""
     if layout == "page_first_kv_split":
         pytest.skip("SGLang has no flat pages for it")
     pool, name = make(layout), f"flat-{layout}"
@@ -65,13 +65,13 @@ def test_as_flat_tensors(daemon: Daemon, make: Any, layout: str) -> None:
 
 
 def test_a_layout_without_pointers_is_refused(daemon: Daemon) -> None:
-    """page_unified, which SGLang itself has no pointers for, is refused when the pool is registered, with what to set instead."""
+    """page_unified, for which SGLang has no pointers, is refused at registration with a layout to use."""
     with pytest.raises(Unsupported, match="page_unified.*use page_first"):
         backend(daemon.target, mha("page_unified"))
 
 
 def test_a_page_is_copied_once(daemon: Daemon) -> None:
-    """What is stored is read from the pool's memory itself: pieces are views of it, and keep it."""
+    """tierd reads a stored page from the pool's own memory: the pieces are views that keep the pool alive."""
     pool = mha("layer_first")
     with_tierd = backend(daemon.target, pool)
     (parts,) = with_tierd._shelves["kv"].pages.sources(indices(3), pages=1)

@@ -1,4 +1,4 @@
-"""KV events of pages that SGLang stored in tierd, under the integers by which SGLang's own events call them."""
+"""KV events of pages that SGLang stored in tierd, under the integers of SGLang's own events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ HOST = '[[host]]\ncapacity = "16 MiB"\nsegment = "1 MiB"\n'
 
 
 def told(daemon: Daemon) -> dict[Hash, Hash | None]:
-    """Hash of each block that was told, and of the one before it."""
+    """The hash of each published block, and of the block before it."""
     return {
         one: (event.parent, *event.hashes)[i] for event in stored_events(daemon) for i, one in enumerate(event.hashes)
     }
 
 
 def test_pages_have_sglangs_names() -> None:
-    """Of a page of KV routers hear SGLang's integer, modulo 2**64, and that of the page before it; of a side pool's page under the same key they hear another."""
+    """Routers get SGLang's integer, modulo 2**64, for a page of KV and for its parent. A side
+    pool's page under the same key has another hash."""
     keys: Any = get_hash_str(list(range(6 * PAGE)), None, page_size=PAGE)
     ours = [hash_str_to_int64(key) % 2**64 for key in keys]
     with Daemon(HOST + EVENTS) as daemon:

@@ -1,6 +1,7 @@
-"""What a test does in each of an engine's workers: `engine.ask("on_ranks", what=NAME, given=[...])` calls a function of this module there.
+"""Functions that a test runs in each worker: `engine.ask("on_ranks", what=NAME, given=[...])`.
 
-Purpose: tensor parallel workers are processes of their own, which no test reaches otherwise. Each function is given vLLM's worker first.
+Purpose: tensor parallel workers are separate processes that a test cannot reach otherwise. The
+first argument of each function is vLLM's worker.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 
 def is_writer(_: Any, writers: list[int]) -> bool:
-    """Has only these ranks store what they compute; whether this one does."""
+    """Lets only these ranks save; returns whether this one does."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 

@@ -1,6 +1,7 @@
-"""vLLM on the CPU for tests: models of random weights at real scale, and engines in processes of their own.
+"""vLLM on the CPU for tests: models of random weights at real scale, and engines in own processes.
 
-Nothing here imports vLLM or torch before a fixture is asked for: `make test` collects these files where neither is installed.
+Nothing here imports vLLM or torch before a fixture needs them: `make test` collects these files
+without either installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if importlib.util.find_spec("vllm"):
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """make_model("llama"): a directory with a model of that shape ("llama", "hybrid", "mla", "bench"), made once a run."""
+    """make_model("llama"): a directory with a model of that kind (models.py), made once a test run."""
     made: dict[str, Path] = {}
 
     def make(kind: str = "llama") -> Path:
@@ -34,6 +35,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Callable[..., Engine]]:
-    """engine(model, connector=..., **of_llm): a vLLM engine in a process of its own, kept until the module's tests end (engine.py)."""
+    """engine(model, connector=..., **of_llm): an engine of engine.py, which runs until the module's end."""
     with engines() as start:
         yield start

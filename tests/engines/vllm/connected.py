@@ -1,4 +1,4 @@
-"""What tests of `TierdConnector` share: its configuration, and what must be equal."""
+"""Helpers for tests of `TierdConnector`: its configuration, and comparisons of answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from tierd.testing import Daemon
 
 BLOCK_TOKENS = 32
 CLOSE = 1e-3
-"""Log-probabilities of batches that were made up otherwise; of the same shapes they are equal to the bit."""
+"""Tolerance for log-probabilities of other batches; in batches of the same shapes they are bit-equal."""
 
 
 def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
-    """kv_transfer_config. options: of kv_connector_extra_config; waits are long, so that a busy machine is not taken for a daemon that is gone."""
+    """kv_transfer_config. options: of kv_connector_extra_config. With long timeouts a busy machine
+    does not look like a dead daemon."""
     patient = {"lookup_timeout_s": 20.0, "timeout_s": 60.0}
     return {
         "kv_connector": "TierdConnector",
@@ -26,25 +27,26 @@ def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
 
 
 def assert_same(first: Answer, second: Answer, *, within: float = 0.0) -> None:
-    """The same tokens, and log-probabilities no farther apart."""
+    """Both have the same tokens, and log-probabilities that differ by `within` at most."""
     assert first.tokens == second.tokens and first.finish == second.finish == "length"
     assert max(abs(a - b) for a, b in zip(first.logprobs, second.logprobs, strict=True)) <= within
 
 
 def to_the_store(daemon: Daemon) -> None:
-    """Everything in memory is written, and leaves it."""
+    """Writes all blocks in memory to the store, and evicts them from memory."""
     with connected(daemon) as client:
         client.call(client.admin.Flush, apb.FlushRequest())
         client.call(client.admin.Evict, apb.EvictRequest(tier="host.0"))
 
 
 def counted(metrics: dict[str, float], name: str) -> float:
-    """Of one of our counters."""
+    """The value of one of our counters."""
     return sum(value for key, value in metrics.items() if key.startswith(f"vllm:tierd_{name}_total"))
 
 
 def await_hits(llm: Engine, asked: list[int]) -> None:
-    """Until the engine is served all that it may be of a prompt: best effort connects, and connects anew, within seconds, not with the first call."""
+    """Waits until the engine hits all that it may of a prompt. Best effort connects and reconnects
+    within seconds, not at the first call."""
     for _ in range(60):
         assert llm.reset()
         if llm.generate([asked], max_tokens=1)[0].cached == (len(asked) - 1) // BLOCK_TOKENS * BLOCK_TOKENS:

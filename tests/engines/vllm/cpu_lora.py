@@ -1,7 +1,9 @@
-"""vLLM's LoRA on the CPU, of batches in which some requests have an adapter and others none: `mend()`, in the process of an engine.
+"""`mend()`, called in an engine, mends vLLM's LoRA on the CPU for batches with and without
+adapters.
 
-Purpose: upstream's CPU operators take a token's adapter for a row of all that are loaded, and -1, which means none, for the last row: beside adapters the base model
-says something else than alone. Its GPU kernels pass over -1, and so does this. Non-purpose: speed. For tests alone.
+Purpose: upstream's CPU operators index all loaded adapters by a token's adapter. So -1, which means
+none, selects the last one. Beside adapters the base model then answers otherwise than alone.
+Upstream's GPU kernels skip -1, and so does this. Non-purpose: speed. For tests only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ _shrink = lora_ops.bgmv_shrink
 
 
 def mend() -> bool:
-    """From now on; adapters have no part in tokens that have none."""
+    """Patches vLLM from now on: adapters do not affect tokens that have none."""
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = _passing_over
     return True
 

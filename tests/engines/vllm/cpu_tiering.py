@@ -1,7 +1,8 @@
-"""vLLM's tiered offloading where the accelerator is the CPU: `spec_name: CpuTiering`, `spec_module_path: tests.engines.vllm.cpu_tiering`.
+"""vLLM's tiered offloading on the CPU: `CpuTiering` is the spec_name, this module spec_module_path.
 
-Purpose: upstream offloads from CUDA and XPU only; with copies between tensors in place of its kernels, everything above (scheduler, host tier, secondary
-tiers) is vLLM's own. Non-purpose: speed. For tests alone.
+Purpose: upstream offloads from CUDA and XPU only. Here copies between tensors replace its kernels.
+Everything above them (scheduler, host tier, secondary tiers) is vLLM's own. Non-purpose: speed. For
+tests only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class Layer(NamedTuple):
-    """A tensor of the engine's, of blocks first, and where it has its place in a chunk's row. bytes: of a block."""
+    """kv: a tensor of the engine, blocks first. rows: its part of each chunk's row. bytes: of a block."""
 
     kv: torch.Tensor
     rows: torch.Tensor
@@ -25,7 +26,7 @@ class Layer(NamedTuple):
 
 
 class CpuCopies(OffloadingWorker):
-    """Copies at once; a transfer is finished when it was submitted."""
+    """Copies at once; a submitted transfer is already finished."""
 
     def __init__(self, caches: Any, region: SharedOffloadRegion, *, blocks_per_chunk: int) -> None:
         self._region, self._blocks_per_chunk = region, blocks_per_chunk
@@ -49,7 +50,7 @@ class CpuCopies(OffloadingWorker):
         return done
 
     def wait(self, job_ids: Any) -> None:
-        """Nothing flies."""
+        """Returns at once: no transfer is pending."""
 
     def shutdown(self) -> None:
         self._layers.clear()
@@ -67,7 +68,7 @@ class CpuCopies(OffloadingWorker):
         return True
 
     def _pairs(self, gpu: Any, cpu: Any) -> Iterator[tuple[int, int, int, int]]:
-        """(group, block, chunk, which part of the chunk) of a transfer; each group's blocks begin in a chunk of their own."""
+        """(group, block, chunk, part of the chunk) of a transfer; each group's blocks begin a new chunk."""
         blocks, chunks = iter(gpu.block_ids.tolist()), cpu.chunk_ids.tolist()
         base, size = 0, self._blocks_per_chunk
         for group, count in enumerate(gpu.group_sizes):
@@ -78,7 +79,7 @@ class CpuCopies(OffloadingWorker):
 
 
 class CpuTiering(TieringOffloadingSpec):
-    """vLLM's spec with that worker."""
+    """vLLM's spec with CpuCopies as its worker."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:

@@ -1,7 +1,8 @@
-"""A vLLM engine in a process of its own, asked over a pipe: what tests of the integrations drive.
+"""A vLLM engine in its own process, which the tests of the integrations drive over a pipe.
 
-Purpose: several engines beside each other, each with a life that a test may end. Non-purpose: serving. Every wait has a deadline. The process is a
-fork of this one, which has imported vLLM (some seconds) and has done nothing with it or with torch.
+Purpose: several engines side by side, each of which a test may end. Non-purpose: serving. Every
+wait has a deadline. The process is a fork of this one, which has imported vLLM (some seconds) and
+has not used it or torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-"""What must be set before vLLM is imported (conftest.py does)."""
+"""Variables that must be set before vLLM is imported; conftest.py sets them."""
 OF_LLM: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -52,8 +53,9 @@ OF_LLM: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """To one prompt. logprobs: of the tokens said; cached: tokens of the prompt that were not computed; finish: why it ended; seconds: until the first
-    token, where one prompt was given alone; of the batch otherwise."""
+    """To one prompt. logprobs: of the answer's tokens. cached: tokens of the prompt not computed.
+    finish: reason of its end. seconds: to the first token, or of the batch if vLLM has no such
+    metric."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -63,13 +65,13 @@ class Answer:
 
 
 class EngineEnded(RuntimeError):
-    """The engine's process has gone, or said nothing in time; the end of its log is in the message."""
+    """The engine's process has ended; the message has the end of its log."""
 
 
 class Engine:
     """`with Engine(model, connector={...}) as engine: engine.generate([[1, 2, 3]])`.
 
-    connector: of kv_transfer_config (kv_role is kv_both); env: added to the environment; whatever else: of vllm.LLM.
+    connector: of kv_transfer_config; kv_role is kv_both. env: more variables. of_llm: of vllm.LLM.
     """
 
     def __init__(
@@ -89,16 +91,16 @@ class Engine:
 
     @property
     def log(self) -> str:
-        """What the engine has printed."""
+        """The engine's output so far."""
         return os.pread(self._log.fileno(), 1 << 22, 0).decode(errors="replace")
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, **sampling: Any) -> list[Answer]:
-        """Greedy, all prompts as one batch. sampling: more of SamplingParams; `salts` and `loras` are lists, one of each prompt."""
+        """Greedy, as one batch. sampling: more of SamplingParams; `salts`, `loras`: one for each prompt."""
         self.begin(prompts, max_tokens=max_tokens, **sampling)
         return self.end()
 
     def begin(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8, **sampling: Any) -> None:
-        """As generate, not waited for: `end` gives the answers."""
+        """Begins a generate; `end` returns the answers."""
         self._send("generate", prompts=[list(prompt) for prompt in prompts], max_tokens=max_tokens, **sampling)
 
     def end(self) -> list[Answer]:
@@ -106,24 +108,24 @@ class Engine:
         return [Answer(**answer) for answer in self._receive(CALL_S)]
 
     def settle(self) -> None:
-        """Lets the engine step until nothing is under way: what was computed has been saved."""
+        """Steps the engine until no work is pending, so that computed blocks are saved."""
         self.ask("settle")
 
     def reset(self, *, connector: bool = False) -> bool:
-        """Settles and forgets vLLM's own prefix cache; connector: asks the connector to forget too."""
+        """Settles and drops vLLM's own prefix cache; connector: resets the connector's cache too."""
         return bool(self.ask("reset", connector=connector))
 
     def metrics(self) -> dict[str, float]:
-        """Of the engine's Prometheus registry: name with labels -> value."""
+        """The engine's Prometheus metrics: name with labels -> value."""
         return dict(self.ask("metrics"))
 
     def ask(self, call: str, **given: Any) -> Any:
-        """Any call of the engine's side. Raises EngineEnded, RuntimeError for what was raised there."""
+        """Calls the engine's side. Raises EngineEnded, or RuntimeError for an error there or a timeout."""
         self._send(call, **given)
         return self._receive(CALL_S)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the process with SIGKILL."""
         self._process.kill()
         self._process.join(END_S)
 
@@ -168,8 +170,8 @@ class Engine:
 
 @contextmanager
 def engines() -> Iterator[Callable[..., Engine]]:
-    """start(model, connector=..., **of_llm): an engine that is kept until this ends. One that was started with the same arguments, and has not ended, is
-    given again, unless a fresh one is asked for."""
+    """start(model, connector=..., **of_llm): an engine that runs until this context ends. The same
+    arguments give the same running engine, unless a fresh one is asked for."""
     running: dict[str, Engine] = {}
     with ExitStack() as stack:
 
@@ -185,7 +187,7 @@ def engines() -> Iterator[Callable[..., Engine]]:
 def in_fork(
     function: Callable[[Connection], None], env: dict[str, str], *, log: int
 ) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    """The function in a fork of this process with its end of a pipe; it ends when this process does. log: takes all that it prints."""
+    """Runs the function in a fork, with a pipe; the fork dies with this process. log: its output."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_forked, args=(function, theirs, env, log))
@@ -200,14 +202,14 @@ def _forked(function: Callable[[Connection], None], pipe: Connection, env: dict[
     os.dup2(log, 2)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 -- for the process's life
     os.environ.update(env)
-    warnings.simplefilter("ignore")  # pytest's errors are for our own code
+    warnings.simplefilter("ignore")  # pytest turns warnings into errors, for our own code only
     status = 0
     try:
         function(pipe)
     except BaseException:
         traceback.print_exc()
         status = 1
-    os._exit(status)  # what this process has from its parent (pytest, its plugins) is not ours to end
+    os._exit(status)  # this process must not run exit handlers of its parent (pytest, its plugins)
 
 
 def _serve(pipe: Connection) -> None:

@@ -14,7 +14,7 @@ SETTLE_S = 120.0
 
 
 def serve(pipe: Connection) -> None:
-    """Answers calls, each with (value, error), until `stop` or until the pipe ends."""
+    """Answers each call with (value, error), until `stop` or the end of the pipe."""
     side, call = Side(), ""
     while call != "stop":
         try:
@@ -30,7 +30,7 @@ def serve(pipe: Connection) -> None:
 
 
 class Side:
-    """One LLM."""
+    """Holds one LLM."""
 
     llm: Any = None
 
@@ -70,7 +70,7 @@ class Side:
         return [_answer(result, took) for result in results]
 
     def settle(self) -> bool:
-        """Steps until the scheduler has nothing left to wait for."""
+        """Steps until the scheduler has no requests."""
         core = self.llm.llm_engine.engine_core.engine_core
         until = time.monotonic() + SETTLE_S
         while core.scheduler.has_requests():
@@ -94,11 +94,11 @@ class Side:
         }
 
     def evaluate(self, code: str) -> Any:
-        """A Python expression over `llm`, for what only one test asks."""
+        """Evaluates a Python expression over `llm`, for the question of a single test."""
         return eval(code, {"llm": self.llm})
 
     def on_ranks(self, what: str, given: list[Any]) -> list[Any]:
-        """A function of at_ranks.py in each worker, and what each of them says."""
+        """Calls a function of at_ranks.py in each worker, and returns their answers."""
         return list(self.llm.collective_rpc(getattr(at_ranks, what), args=tuple(given)))
 
 

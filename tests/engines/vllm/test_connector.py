@@ -1,4 +1,5 @@
-"""vLLM with TierdConnector: what comes back from tierd is what was computed, wherever it lay and whatever broke meanwhile."""
+"""vLLM with TierdConnector: a restored prompt answers as a computed one, from any tier, after any
+failure."""
 
 from __future__ import annotations
 
@@ -25,28 +26,28 @@ PROMPT_TOKENS = 200
 WHOLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 """Tokens of a prompt that may be restored."""
 HAS_SOURCES = release_of(vllm.__version__) >= (0, 32)
-"""Whether vLLM counts tokens by where they came from."""
+"""Whether vLLM counts cached tokens by their source."""
 DAMAGED = 3
-"""Number of the block that is damaged."""
+"""The number of the block that the test damages."""
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """Checks blocks at each hit."""
+    """A daemon that verifies blocks at each hit."""
     with Daemon(VERIFIED, faults=True) as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
 def llm(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> Engine:
-    """The one engine of most tests; each has prompts of its own."""
+    """The engine of most tests; each test uses its own prompts."""
     llm = engine(make_model(), connector=connector(daemon))
     await_hits(llm, prompt(100, 70))
     return llm
 
 
 def test_from_memory(llm: Engine) -> None:
-    """A prompt whose KV comes from tierd's memory is continued as one that was computed, to the last bit, and vLLM counts it by its source."""
+    """A prompt restored from memory answers bit-equal to a computed one, and vLLM counts it by its source."""
     asked = [prompt(1, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
     before = llm.metrics()
@@ -61,7 +62,7 @@ def test_from_memory(llm: Engine) -> None:
 
 
 def test_from_the_store(llm: Engine, daemon: Daemon) -> None:
-    """From NVMe too, and vLLM counts it as that."""
+    """A prompt restored from NVMe answers the same, and vLLM counts its tokens as from disk."""
     asked = [prompt(2, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
     assert llm.reset()
@@ -76,13 +77,13 @@ def test_from_the_store(llm: Engine, daemon: Daemon) -> None:
 
 
 def from_source(metrics: dict[str, float], source: str) -> float:
-    """Of vLLM's own count of tokens by where they came from."""
+    """vLLM's own count of cached tokens from this source."""
     name = "vllm:prompt_tokens_cached_by_source_total"
     return sum(value for key, value in metrics.items() if key.startswith(name) and f'"source": "{source}"' in key)
 
 
 def test_after_the_daemon_died(llm: Engine, daemon: Daemon) -> None:
-    """A daemon that was killed and started again serves the engine that goes on; while it is gone requests are computed."""
+    """While the daemon is dead requests are computed; after a restart it serves the same engine again."""
     asked = [prompt(3, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
     assert llm.reset()
@@ -100,7 +101,7 @@ def test_after_the_daemon_died(llm: Engine, daemon: Daemon) -> None:
 def test_by_another_process(
     llm: Engine, daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """A second vLLM finds what the first one stored, what it generated included."""
+    """A second vLLM hits the blocks of the first one, generated tokens included."""
     first = prompt(4, PROMPT_TOKENS)
     computed = llm.generate([first], max_tokens=60)[0]
     longer = first + computed.tokens + prompt(5, 20)
@@ -115,8 +116,8 @@ def test_by_another_process(
 
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
-    """Other bytes in a page and on the store cost a smaller hit and nothing else where hits are verified; where they are trusted, the same is heard in the
-    answer."""
+    """Bytes corrupted in memory and in the store shorten the hit if hits are verified, and change
+    the answer if trusted."""
     asked = [prompt(6 + (verify == "always"), PROMPT_TOKENS)]
     known = {place for place, _ in flushed(daemon)}
     computed = llm.generate(asked, max_tokens=24)[0]
@@ -142,7 +143,7 @@ def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
 
 
 def _damage(daemon: Daemon, place: Place, meta: Any) -> None:
-    """Other bytes in a block, in memory and on the store."""
+    """Corrupts a block in memory and in the store."""
     length = int(meta["logical_length"])
     (page,) = pages_like(daemon, copy(place, HEADER_BYTES + 64)[HEADER_BYTES:])
     spoil(place._replace(offset=place.offset + HEADER_BYTES), length)
@@ -150,7 +151,7 @@ def _damage(daemon: Daemon, place: Place, meta: Any) -> None:
 
 
 def test_a_daemon_that_dies_in_a_load(llm: Engine, daemon: Daemon) -> None:
-    """A daemon that is killed when it was found to have a prompt, and has not given it yet, costs computing it, not the request."""
+    """A daemon killed between its answer to the lookup and the load costs recomputation, not the request."""
     asked = [prompt(8, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
     await_hits(llm, asked[0])
@@ -170,7 +171,7 @@ def test_a_daemon_that_dies_in_a_load(llm: Engine, daemon: Daemon) -> None:
 
 
 def test_many_at_once(llm: Engine) -> None:
-    """Prompts that share a beginning, more of them than run at one time, are answered the same whether computed or restored, together or alone."""
+    """Prompts with a common prefix, more than run at once, answer the same computed and restored."""
     common = prompt(12, 128)
     asked = [common + prompt(20 + i, 40 + 16 * i) for i in range(8)]
     computed = llm.generate(asked, max_tokens=16)
@@ -182,7 +183,7 @@ def test_many_at_once(llm: Engine) -> None:
 
 
 def test_salts_divide(llm: Engine) -> None:
-    """`cache_salt` is in vLLM's own hashes: another salt is a miss, the same one a hit."""
+    """`cache_salt` is part of vLLM's own hashes: another salt misses, the same salt hits."""
     asked = [prompt(10, PROMPT_TOKENS)]
     llm.generate(asked, max_tokens=2, salts=["one"])
     assert llm.reset()
@@ -194,7 +195,8 @@ def test_salts_divide(llm: Engine) -> None:
 
 
 def test_a_reset_of_the_connector_forgets(llm: Engine) -> None:
-    """After reset_prefix_cache(reset_connector=True), as after new weights, nothing stored before is found by this engine, and what comes after is."""
+    """After reset_prefix_cache(reset_connector=True), as for new weights, old blocks miss and new
+    ones hit."""
     asked = [prompt(11, PROMPT_TOKENS)]
     llm.generate(asked, max_tokens=2)
     assert llm.reset(connector=True)

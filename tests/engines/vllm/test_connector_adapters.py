@@ -1,4 +1,5 @@
-"""vLLM with TierdConnector and LoRA adapters: KV of an adapter comes back to that adapter and to no other, also from another process."""
+"""vLLM with TierdConnector and LoRA adapters: an adapter's KV serves only that adapter, in any
+process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where adapters lie, by name."""
+    """The directories of the adapters, by name."""
     root = tmp_path_factory.mktemp("adapters")
     return {name: str(write_adapter(root / name, seed=seed)) for seed, name in enumerate(("one", "two", "third"))}
 
@@ -46,7 +47,7 @@ def kinds(places: dict[str, str]) -> list[Adapter]:
 
 @pytest.fixture(scope="module")
 def alone(engine: Start, make_model: Callable[..., Path]) -> Engine:
-    """Without tierd."""
+    """An engine without tierd."""
     return engine(make_model(), **WITH_ADAPTERS)
 
 
@@ -62,7 +63,7 @@ def say(llm: Engine, asked: list[int], kind: Adapter, *, max_tokens: int = 24) -
 
 
 def known_of(alone: Engine, asked: list[int], kinds: list[Adapter]) -> list[Answer]:
-    """What each says without tierd, and that no two say the same."""
+    """The answer of each without tierd; no two of them are the same."""
     known = [say(alone, asked, kind) for kind in kinds]
     for i, first in enumerate(known):
         for second in known[:i]:
@@ -71,7 +72,7 @@ def known_of(alone: Engine, asked: list[int], kinds: list[Adapter]) -> list[Answ
 
 
 def test_each_has_its_own(llm: Engine, alone: Engine, daemon: Daemon, kinds: list[Adapter]) -> None:
-    """One prompt to the base model and to two adapters: none is served what another stored, and each comes back as it was, from memory and from NVMe."""
+    """The base model and two adapters each restore their own KV of one prompt, from memory and from NVMe."""
     asked = prompt(1, PROMPT_TOKENS)
     known = known_of(alone, asked, kinds)
     for kind, answer in zip(kinds, known, strict=True):
@@ -90,8 +91,8 @@ def test_each_has_its_own(llm: Engine, alone: Engine, daemon: Daemon, kinds: lis
 
 
 def test_in_one_batch(llm: Engine, alone: Engine, kinds: list[Adapter]) -> None:
-    """Base model and adapters in one batch, computed and restored, say what each says alone; with vLLM's CPU operators mended, without which the base model says
-    something else there also without tierd."""
+    """In one batch, computed and restored, base model and adapters answer as each alone. The test
+    mends vLLM's CPU operators, which without tierd too change the base model's answer."""
     asked = prompt(2, PROMPT_TOKENS)
     known = known_of(alone, asked, kinds)
     assert alone.reset()
@@ -114,7 +115,8 @@ MEND = "__import__('tests.engines.vllm.cpu_lora', fromlist=['mend']).mend()"
 def test_by_another_process(
     llm: Engine, alone: Engine, daemon: Daemon, kinds: list[Adapter], engine: Start, make_model: Callable[..., Path]
 ) -> None:
-    """A second vLLM that counts the same adapters otherwise is served what each stored; under one's name the other adapter is served nothing."""
+    """A second vLLM with other adapter numbers hits each adapter's KV; the other adapter under
+    one's name misses."""
     asked = prompt(3, PROMPT_TOKENS)
     known = known_of(alone, asked, kinds)
     for kind in kinds:
@@ -135,7 +137,7 @@ def test_by_another_process(
 def test_an_adapter_that_was_trained_anew(
     llm: Engine, daemon: Daemon, places: dict[str, str], engine: Start, make_model: Callable[..., Path]
 ) -> None:
-    """Where an adapter's files have become others, under the same name, a vLLM that is started with these is served nothing of what the old ones stored."""
+    """A vLLM that starts with changed files of an adapter, under the same name, misses the old files' KV."""
     asked, kind = prompt(4, PROMPT_TOKENS), ["third", 1, places["third"]]
     old = say(llm, asked, kind)
     assert llm.reset() and say(llm, asked, kind).cached == WHOLE

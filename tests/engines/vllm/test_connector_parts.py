@@ -1,4 +1,4 @@
-"""What TierdConnector is made of, against vLLM's own classes and without an engine."""
+"""The parts of TierdConnector against vLLM's own classes, without an engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NAMES = [f"layer.{i}" for i in range(LAYERS)]
 
 
 def kv_config(*specs: Any, **more: Any) -> Any:
-    """As much of a KVCacheConfig as is read."""
+    """The fields of a KVCacheConfig that tierd reads."""
     groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=NAMES) for spec in specs]
     return SimpleNamespace(
         **{"kv_cache_groups": groups, "num_blocks": BLOCKS, "kv_cache_layout": "LBNHC", "hash_block_size": TOKENS}
@@ -60,7 +60,7 @@ def kv_config(*specs: Any, **more: Any) -> Any:
 
 
 def config(**more: Any) -> Any:
-    """As much of a VllmConfig as is read."""
+    """The fields of a VllmConfig that tierd reads."""
     parallel = {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -84,7 +84,7 @@ def config(**more: Any) -> Any:
 
 
 def caches(layout: KVCacheLayout, *, parts: int = 1, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Layers of logical [blocks * parts, heads, tokens / parts, content] over one allocation of that physical order."""
+    """Layers of logical shape [blocks * parts, heads, tokens / parts, content], in the layout's order."""
     shape = (LAYERS, BLOCKS * parts, HEADS, TOKENS // parts, 2 * HEAD)
     raw = np.random.default_rng(seed).random([shape[i] for i in layout.value], dtype=np.float32)
     whole = torch.from_numpy(raw).permute(*np.argsort(layout.value).tolist())
@@ -94,7 +94,7 @@ def caches(layout: KVCacheLayout, *, parts: int = 1, seed: int = 0) -> dict[str,
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_layout_comes_back(layout: KVCacheLayout, parts: int) -> None:
-    """A block that is copied out of one memory and into another, of the same layout, is the same there; no other block changes."""
+    """A block copied between two memories of one layout is equal there, and no other block changes."""
     kv = kv_config(FULL)
     one, other = caches(layout, parts=parts), caches(layout, parts=parts, seed=1)
     before = {name: tensor.clone() for name, tensor in other.items()}
@@ -109,7 +109,7 @@ def test_every_layout_comes_back(layout: KVCacheLayout, parts: int) -> None:
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_kernels_blocks_are_not_seen(layout: KVCacheLayout) -> None:
-    """A block that one attention backend cuts for its kernels, and another does not, has the same bytes in tierd: the namespace does not tell them apart."""
+    """A block has the same bytes in tierd whether or not a backend splits it; both share a namespace."""
     kv = kv_config(FULL)
     one, cut = caches(layout), caches(layout, parts=2, seed=1)
     page = np.zeros(block_bytes(kv.kv_cache_groups[0]), dtype=np.uint8)
@@ -120,13 +120,13 @@ def test_kernels_blocks_are_not_seen(layout: KVCacheLayout) -> None:
 
 
 def test_latent_attention_comes_back() -> None:
-    """Its one head is the same on every rank: one namespace without ranks, and bytes that come back."""
+    """The one head of latent attention is equal on all ranks: one namespace serves all, bit by bit."""
     latent = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     kv = kv_config(latent)
     (space,) = spaces_of(config(tensor_parallel_size=4), kv, ConnectorOptions())
     assert space.spec.rank_count == 1 and is_replicated(kv) and not is_replicated(kv_config(FULL, latent))
     mixed = spaces_of(config(tensor_parallel_size=4), kv_config(FULL, latent), ConnectorOptions())
-    assert [space.spec.rank_count for space in mixed] == [4, 4]  # every rank asks for all groups of its own
+    assert [space.spec.rank_count for space in mixed] == [4, 4]  # each rank looks up all groups under its own rank
     one, other = ({name: torch.randn(BLOCKS, 1, TOKENS, 576).bfloat16() for name in NAMES} for _ in range(2))
     page = np.zeros(space.spec.block_bytes, dtype=np.uint8)
     copy_in(KVMemory(one, kv).pieces(0, 1), page)
@@ -137,7 +137,7 @@ def test_latent_attention_comes_back() -> None:
 
 
 def test_memory_that_is_not_what_was_said() -> None:
-    """Tensors of another size than vLLM's books say are refused, not stored."""
+    """Tensors of another size than in vLLM's own books are refused, not stored."""
     with pytest.raises(Unsupported, match="in vLLM's own books"):
         KVMemory({name: tensor[:, :1] for name, tensor in caches(KVCacheLayout.LBHNC).items()}, kv_config(FULL))
     with pytest.raises(Unsupported, match="use TierdTier"):
@@ -145,7 +145,7 @@ def test_memory_that_is_not_what_was_said() -> None:
 
 
 def test_names_are_those_that_vllm_gives_larger_blocks() -> None:
-    """A group whose blocks are several of vLLM's hashed pieces calls them as vLLM does."""
+    """A group with blocks of several hashed pieces names them as vLLM does."""
     hashes = [bytes([i]) for i in range(7)]
     space = spaces_of(config(), kv_config(FULL, hash_block_size=16), ConnectorOptions())[0]
     assert list(space.names(hashes, tokens=1000)) == list(BlockHashListWithBlockSize(hashes, 16, 32)[:])
@@ -160,7 +160,7 @@ def _hashes(**more: Any) -> list[bytes]:
 
 
 def test_adapters_and_salts_are_in_the_hashes() -> None:
-    """Adapters of other names, and other salts, share no block, from the first one on."""
+    """Adapters with other names, and other salts, share no block, from the first block on."""
     init_none_hash(sha256_cbor)
     adapters = [LoRARequest(name, number, "/nowhere") for number, name in enumerate(("one", "two"), start=1)]
     kinds = [
@@ -173,7 +173,7 @@ def test_adapters_and_salts_are_in_the_hashes() -> None:
 
 
 def test_what_divides_namespaces() -> None:
-    """Whatever changes a block's bytes, or the meaning of its hash, opens another namespace."""
+    """Anything that changes a block's bytes, or its hash's meaning, opens another namespace."""
     window = SlidingWindowSpec(
         block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, sliding_window=96
     )
@@ -200,7 +200,8 @@ def test_what_divides_namespaces() -> None:
 
 
 def test_kernels_divide_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's kernels for AMX have K and V in tiles, those for ROCm have them shuffled where a setting says so: under one layout's name, with other bytes."""
+    """vLLM's AMX kernels tile K and V and its ROCm kernels may shuffle them under one layout's
+    name: each way is another namespace."""
     said = []
     for found in ({"amx_tile": False}, {"amx_tile": True}):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
@@ -229,15 +230,15 @@ def _scaled(kind: str, *, tokens: int, at: str = "") -> Any:
 
 
 def test_how_long_a_sequence_may_be() -> None:
-    """It divides only where vLLM chooses the rotary scaling by it; where a checkpoint was found never does."""
+    """Length limits divide namespaces only if vLLM's rotary scaling depends on them; paths never do."""
     assert _scaled("longrope", tokens=2048) != _scaled("longrope", tokens=4096)
     assert _scaled("yarn", tokens=2048) == _scaled("yarn", tokens=4096, at="/elsewhere")
     assert _scaled("yarn", tokens=2048) != _scaled("linear", tokens=2048)
 
 
 def test_files_of_a_local_checkpoint(tmp_path: Path) -> None:
-    """Other weights, of whatever format, or another configuration in the same place are another model; a digest stands for them. An engine's own are those that
-    were there when it began."""
+    """Other weights in any format, or another configuration, are another model; a digest replaces
+    them. An engine's files are those present when it began."""
     seen = [files_of(str(tmp_path / "m.gguf"))]
     for number, name in enumerate(("model.safetensors", "pytorch_model.bin", "config.json", "m.gguf", "README.md")):
         (tmp_path / f"{number}").mkdir()
@@ -260,7 +261,7 @@ def test_files_of_a_local_checkpoint(tmp_path: Path) -> None:
 
 
 def test_groups_of_different_blocks() -> None:
-    """Matches end where blocks of all groups do; a window is as long as vLLM's, those tokens included that drafting computes again."""
+    """A match ends at a block end of every group; a window includes tokens that drafting computes again."""
     specs = [replace(FULL, block_size=size) for size in (32, 48)]
     window = SlidingWindowSpec(
         block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.float32, sliding_window=65
@@ -272,7 +273,7 @@ def test_groups_of_different_blocks() -> None:
 
 
 def test_a_worker_tells_no_seed() -> None:
-    """What vLLM's hashes begin with is known to its scheduler's process alone: workers would tell `tierctl engines` vLLM's default, whatever is set."""
+    """Only the scheduler's process knows vLLM's hash seed, so workers tell `tierctl engines` none."""
     init_none_hash(sha256_cbor)
     said = {role: facts_of(config(), kv_config(FULL), role=role, rank=1).words() for role in ("scheduler", "worker")}
     assert said["scheduler"]["hash_seed"] == kv_cache_utils.get_none_hash_seed() and "hash_seed" not in said["worker"]
@@ -280,13 +281,13 @@ def test_a_worker_tells_no_seed() -> None:
 
 
 def test_null_blocks_are_not_saved() -> None:
-    """Saves are the stretches between blocks that a window has passed."""
+    """Saves are the runs between null blocks, which a window has passed."""
     assert _runs([0, 0, 3, 4, 0, 6], 0, 6) == [(2, 4), (5, 6)]
     assert _runs([1, 2, 3], 1, 2) == [(1, 2)] and _runs([], 0, 0) == []
 
 
 def test_what_is_not_kept_is_refused() -> None:
-    """Before anything runs, with what to do instead."""
+    """Unsupported configurations are refused before anything runs, with a remedy."""
     mamba = MambaSpec(block_size=TOKENS, shapes=((2, 4),), dtypes=(torch.float32,))
     for asked, kv, words in (
         (config(pipeline_parallel_size=2), kv_config(FULL), "pipeline_parallel_size 2"),
@@ -301,14 +302,15 @@ def test_what_is_not_kept_is_refused() -> None:
 
 
 def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vLLM that this release does not know is told so in a sentence, before anything of its interfaces is touched."""
+    """An unsupported vLLM is refused with a sentence, before tierd uses any of its interfaces."""
     monkeypatch.setattr(vllm, "__version__", "0.30.2")
     with pytest.raises(Unsupported, match=r"vllm 0\.30\.2: tierd supports vllm>=0\.31,<0\.34"):
         face.__getattr__("TierdConnector")
 
 
 def test_vllm_knows_the_connector_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the entry point registers is found without a module path; a second call changes nothing, and one in a vLLM that has no such factory ends nothing."""
+    """vLLM finds the connector without a module path. A second registration changes nothing, and
+    one in a vLLM without the factory raises nothing."""
     register()
     register()
     assert KVConnectorFactory.get_connector_class_by_name("TierdConnector") is face.TierdConnector

@@ -1,4 +1,4 @@
-"""vLLM with TierdConnector on two tensor parallel ranks, each a process of its own: each stores its part, and only both together are a hit."""
+"""TierdConnector on two tensor parallel ranks: each process stores its part, and a hit needs both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierd.tiers.store.slots import HEADER_BYTES
 pytestmark = [pytest.mark.timeout(900)]
 RANKS = 2
 BLOCKS = 96
-"""Of vLLM's, few enough to look at each."""
+"""vLLM's blocks: few, so that each is checked."""
 OF_RANKS: dict[str, Any] = {"tensor_parallel_size": RANKS, "num_gpu_blocks_override": BLOCKS}
 PROMPT_TOKENS = 200
 WHOLE_BLOCKS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS
@@ -32,20 +32,20 @@ Start = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """Checks blocks at each hit."""
+    """A daemon that verifies blocks at each hit."""
     with Daemon(VERIFIED, faults=True) as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
 def alone(engine: Start, make_model: Callable[..., Path]) -> Engine:
-    """Two ranks without tierd."""
+    """An engine of two ranks without tierd."""
     return engine(make_model(), **OF_RANKS)
 
 
 @pytest.fixture(scope="module")
 def llm(daemon: Daemon, engine: Start, make_model: Callable[..., Path]) -> Engine:
-    """Two ranks with tierd; each test has prompts of its own."""
+    """An engine of two ranks with tierd; each test uses its own prompts."""
     llm = engine(make_model(), connector=connector(daemon), **OF_RANKS)
     await_hits(llm, prompt(100, 70))
     return llm
@@ -56,12 +56,12 @@ def loads(llm: Engine) -> float:
 
 
 def loaded_blocks(llm: Engine) -> float:
-    """Of all ranks together."""
+    """The blocks that all ranks together have loaded."""
     return counted(llm.metrics(), "loaded_blocks")
 
 
 def test_restored_on_both_ranks(llm: Engine, alone: Engine, daemon: Daemon) -> None:
-    """Two ranks whose KV comes from tierd's memory, or from NVMe, say to the last bit what they say without tierd, and each loads its part."""
+    """Two ranks restored from memory or NVMe answer bit-equal to two without tierd; each loads its part."""
     asked = [prompt(1, PROMPT_TOKENS)]
     known = alone.generate(asked, max_tokens=24)[0]
     computed = llm.generate(asked, max_tokens=24)[0]
@@ -79,7 +79,7 @@ def test_restored_on_both_ranks(llm: Engine, alone: Engine, daemon: Daemon) -> N
 
 
 def test_what_one_rank_has_is_no_hit(llm: Engine, alone: Engine) -> None:
-    """Blocks that rank 0 has stored and rank 1 has not are neither claimed nor loaded; once the other one has stored them too, they are."""
+    """Blocks that only rank 0 has stored are neither claimed nor loaded, until rank 1 stores them too."""
     asked = [prompt(3, PROMPT_TOKENS)]
     known = alone.generate(asked, max_tokens=24)[0]
     assert llm.ask("on_ranks", what="is_writer", given=[[0]]) == [True, False]
@@ -101,8 +101,8 @@ def test_what_one_rank_has_is_no_hit(llm: Engine, alone: Engine) -> None:
 
 @pytest.mark.parametrize("number", [0, 3])
 def test_one_ranks_damaged_block(llm: Engine, alone: Engine, daemon: Daemon, number: int) -> None:
-    """A block that one rank cannot load is computed on both, with all after it; the other rank still loads all of its own. Where both copies are bad, in memory and on
-    the store, one request finds both, and the next is served whole again, by what that one stored."""
+    """If one rank cannot load a block, both compute it and all after it; the other loads all its
+    own. If memory and store have bad copies, one request finds both and saves the block anew."""
     asked, known = [prompt(10 + number, PROMPT_TOKENS)], {place for place, _ in flushed(daemon)}
     expected = alone.generate(asked, max_tokens=24)[0]
     llm.generate(asked, max_tokens=24)
@@ -118,7 +118,7 @@ def test_one_ranks_damaged_block(llm: Engine, alone: Engine, daemon: Daemon, num
 
 
 def damage_one_rank(daemon: Daemon, known: set[Place], number: int) -> None:
-    """Other bytes in the number-th block that one rank has stored and was not among those known, in memory and on the store."""
+    """Corrupts one rank's number-th block that is not in `known`, in memory and in the store."""
     stored = [(place, meta) for place, meta in flushed(daemon) if place not in known and meta["position"] == number]
     assert len({int(meta["namespace"]) for _, meta in stored}) == RANKS
     place, meta = stored[-1]
@@ -128,7 +128,7 @@ def damage_one_rank(daemon: Daemon, known: set[Place], number: int) -> None:
 
 
 def test_many_at_once(llm: Engine, alone: Engine) -> None:
-    """Prompts that share a beginning, more of them than run at one time, are answered the same whether computed or restored."""
+    """Prompts with a common prefix, more than run at once, answer the same computed and restored."""
     common = prompt(12, 128)
     asked = [common + prompt(20 + i, 40 + 16 * i) for i in range(8)]
     known = alone.generate(asked, max_tokens=16)
@@ -141,7 +141,7 @@ def test_many_at_once(llm: Engine, alone: Engine) -> None:
 
 
 def test_a_daemon_that_dies_in_a_load(llm: Engine, alone: Engine, daemon: Daemon) -> None:
-    """A daemon that is killed after one rank's load has begun and before the other's costs computing, not the request."""
+    """A daemon killed between the two ranks' loads costs recomputation, not the request."""
     asked = [prompt(14, PROMPT_TOKENS)]
     known = alone.generate(asked, max_tokens=24)[0]
     llm.generate(asked, max_tokens=24)

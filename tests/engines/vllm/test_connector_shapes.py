@@ -1,4 +1,4 @@
-"""vLLM with TierdConnector: other models than a plain one, and less memory than is wanted."""
+"""vLLM with TierdConnector: models of other shapes, and too little memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierd.testing import Daemon
 
 pytestmark = [pytest.mark.timeout(900)]
 MLA_BLOCK_TOKENS, MLA_BLOCKS = 16, 12
-"""Of vLLM's reference kernels for latent attention; of a prompt."""
+"""The block size of vLLM's reference kernels for latent attention; the blocks of a prompt."""
 on_reference_kernels = pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM takes other kernels for latent attention"
 )
@@ -34,7 +34,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Engine]]:
-    """Engines that end with their test: no two tests here share one, and each of the nine takes 1.5 GB."""
+    """Engines that end with their test: no two tests share one, and each of the nine takes 1.5 GB."""
     with engines() as start:
         yield start
 
@@ -54,13 +54,13 @@ def _is_restored(llm: Engine, daemon: Daemon, asked: list[int]) -> None:
 
 
 def test_windows_come_back(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Groups of sliding and of full layers, of which windows need their last blocks only, from memory and from the store."""
+    """Sliding and full layers come back from memory and store; windows need only their last blocks."""
     _is_restored(engine(make_model("hybrid"), connector=connector(daemon)), daemon, prompt(1, 300))
 
 
 def test_a_window_that_does_not_come(engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Where all layers slide, a request whose blocks are lost between lookup and load is computed from its beginning: what its first block looks back to has
-    never been there."""
+    """If all layers slide and blocks are lost between lookup and load, the request is computed from
+    its start. The window before its first block was never loaded."""
     with Daemon(VERIFIED, faults=True) as daemon:
         llm, asked = engine(make_model("sliding"), connector=connector(daemon)), prompt(3, 300)
         _is_restored(llm, daemon, asked)
@@ -79,7 +79,7 @@ def test_a_window_that_does_not_come(engine: Callable[..., Engine], make_model: 
 def test_another_rotary_scaling_is_another_model(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """An engine of the same checkpoint with another scaling of positions, as for longer sequences, is not served the first one's blocks, and is its own."""
+    """An engine with another rotary scaling misses the first one's blocks and hits its own."""
     asked, rope = [prompt(4, 300)], {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     first = engine(make_model(), connector=connector(daemon))
     await_hits(first, prompt(5, 70))
@@ -98,7 +98,7 @@ def test_another_rotary_scaling_is_another_model(
 def test_without_vllms_caching_tierd_is_off(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """vLLM switches prefix caching off for latent attention on the CPU, which cannot go on from a prefix: nothing is saved, nothing claimed."""
+    """vLLM disables prefix caching for latent attention on the CPU, so tierd saves and claims nothing."""
     llm, asked = engine(make_model("mla"), connector=connector(daemon)), [prompt(2, 300)]
     computed = llm.generate(asked, max_tokens=24)[0]
     llm.settle()
@@ -112,8 +112,9 @@ def test_without_vllms_caching_tierd_is_off(
 def test_latent_attention_comes_back(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latent attention from memory and from the store is to the last bit what vLLM's own prefix cache has of it. vLLM's CPU backend cannot go on from a prefix, and switches
-    that cache off, which is undone here: after a hit it says other things than after computing, with or without tierd, but decoding reads what was restored."""
+    """Latent attention from memory and store is bit-equal to vLLM's own prefix cache. The test
+    enables that cache: vLLM's CPU backend cannot continue from a prefix and disables it. So an
+    answer after a hit differs, without tierd too, but decoding reads the restored KV."""
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(_with_prefix_caching))
     llm = engine(make_model("mla"), connector=connector(daemon), max_model_len=1024)
     asked, other = ([*prompt(seed, MLA_BLOCKS * MLA_BLOCK_TOKENS), 7] for seed in (6, 7))
@@ -131,7 +132,7 @@ def test_latent_attention_comes_back(
 
 
 def _restored(llm: Engine, asked: list[int], tokens: int) -> Answer:
-    """Once the daemon has answered in time."""
+    """Asks until the daemon answers in time; returns that answer."""
     for _ in range(60):
         answer = llm.generate([asked], max_tokens=24)[0]
         if answer.cached == tokens:
@@ -149,7 +150,7 @@ def _with_prefix_caching(cls: Any, config: Any) -> None:
 
 
 def test_a_trained_model_comes_back(shared: Path, daemon: Daemon, engine: Callable[..., Engine]) -> None:
-    """With trained weights, in vLLM's own choice of a type."""
+    """A trained model in bfloat16 comes back from memory and from the store."""
     model = shared / "models" / "tiny-llama"
     if not model.is_dir():
         pytest.skip("../shared/models/tiny-llama is not beside this checkout")
@@ -158,7 +159,7 @@ def test_a_trained_model_comes_back(shared: Path, daemon: Daemon, engine: Callab
 
 
 def test_little_memory(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Requests that are preempted while their blocks are saved and loaded say the same as in an engine with room, and nothing is lost of vLLM's blocks."""
+    """Requests preempted during saves and loads answer as in an engine with room; vLLM loses no blocks."""
     asked = [prompt(30 + i, 200) for i in range(4)]
     roomy = engine(make_model())
     known = roomy.generate(asked, max_tokens=60)
@@ -169,7 +170,7 @@ def test_little_memory(daemon: Daemon, engine: Callable[..., Engine], make_model
         max_model_len=512,
         enable_chunked_prefill=True,
     )
-    for _ in range(2):  # computed, then restored where it is still there
+    for _ in range(2):  # computed, then restored if still stored
         answers = tight.generate(asked, max_tokens=60)
         for first, second in zip(known, answers, strict=True):
             assert_same(first, second, within=CLOSE)

@@ -1,4 +1,4 @@
-"""TierdConnector's two sides with a real daemon and vLLM's own block pool, without an engine: what they may wait for, and what they keep from reuse."""
+"""TierdConnector's two sides, a real daemon, vLLM's block pool, no engine: waits and retained blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def request(name: str, blocks: int, **more: Any) -> Any:
-    """As much of a vLLM request as is read: its prompt is so many blocks and a token."""
+    """The fields of a vLLM request that tierd reads; its prompt is so many blocks and a token."""
     nothing = dict.fromkeys(("lora_request", "cache_salt", "mm_features", "prompt_embeds"))
     return SimpleNamespace(
         request_id=name,
@@ -61,14 +61,14 @@ def request(name: str, blocks: int, **more: Any) -> Any:
 
 
 def step(tokens: dict[str, int]) -> Any:
-    """As much of a SchedulerOutput as is read, of new requests."""
+    """The fields of a SchedulerOutput that tierd reads, for new requests."""
     new = [SimpleNamespace(req_id=name, num_computed_tokens=0) for name in tokens]
     cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
     return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens)
 
 
 def outcome(worker: WorkerSide) -> Any:
-    """As much of a KVConnectorOutput as is read, once all saves have ended."""
+    """The fields of a KVConnectorOutput that tierd reads, after all saves have ended."""
     assert worker._saving.drain(timeout_s=60)
     return SimpleNamespace(
         kv_connector_worker_meta=worker.take_saves(),
@@ -79,10 +79,10 @@ def outcome(worker: WorkerSide) -> Any:
 
 
 class Sides:
-    """Both, over one memory and one pool."""
+    """The scheduler's and the worker's side, over one memory and one block pool."""
 
     def __init__(self, daemon: Daemon, kv: Any, *, role: str = "kv_both", **options: Any) -> None:
-        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0}  # a busy machine is no daemon that is gone
+        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0}  # a busy machine must not look like a dead daemon
         setup = config(is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer")
         words = ConnectorOptions(target=daemon.target, **patient | options)
         self.pool = BlockPool(kv.num_blocks, enable_caching=True, hash_block_size=TOKENS)
@@ -94,7 +94,7 @@ class Sides:
         self.worker.register(self.caches)
 
     def match(self, asked: Any) -> int:
-        """Asks until there is an answer."""
+        """Asks until the lookup has an answer."""
         found: list[int] = []
 
         def known() -> bool:
@@ -106,7 +106,7 @@ class Sides:
         return found[0]
 
     def compute(self, asked: Any, blocks: int) -> Orders:
-        """A step that computes so many blocks of a new request; what is ordered with it."""
+        """Runs a step that computes so many blocks of a new request, and returns its orders."""
         assert self.match(asked) == 0
         given = self.pool.get_new_blocks(blocks)
         self.tables[asked.request_id] = ([block.block_id for block in given],)
@@ -115,7 +115,7 @@ class Sides:
         return orders
 
     def store(self, asked: Any, blocks: int) -> None:
-        """Computes and saves."""
+        """Computes so many blocks and saves them."""
         self.worker.begin_saves(self.compute(asked, blocks))
         self.scheduler.reported(outcome(self.worker))
 
@@ -125,8 +125,8 @@ class Sides:
 
 
 def test_blocks_are_retained_until_they_are_copied(daemon: Daemon) -> None:
-    """Blocks that a request gives back while they are saved are not given to another one before the worker has reported, and no more than the share; until then
-    vLLM's pool is not reset, which vLLM says."""
+    """Blocks being saved, at most the share, are not reused before the worker reports. Until then
+    vLLM's pool refuses a reset."""
     sides = Sides(daemon, kv_config(FULL), retained_share=0.5)
     asked, blocks = request("r", 6), sides.pool.get_new_blocks(6)
     assert sides.match(asked) == 0
@@ -144,7 +144,7 @@ def test_blocks_are_retained_until_they_are_copied(daemon: Daemon) -> None:
 
 
 def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
-    """Of a group with a window the blocks that it has passed are neither saved nor asked for; those of both groups come back where vLLM wants them."""
+    """Blocks that a window has passed are neither saved nor looked up; both groups load to vLLM's blocks."""
     sides = Sides(daemon, kv_config(FULL, WINDOW), retained_share=1.0)
     asked, full = request("r", 3), [1, 2, 3]
     assert sides.match(asked) == 0
@@ -168,7 +168,7 @@ def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
 
 
 class Late:
-    """An event of a device that comes to it when it is told to, and not before. waiters: how many threads wait for it."""
+    """A device event that the test completes by `reach`. waiters: how many threads waited for it."""
 
     def __init__(self) -> None:
         self._reached, self.waiters = threading.Event(), 0
@@ -184,7 +184,7 @@ class Late:
 def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device neither a save reads blocks nor a load writes to them before the device is through with all that it was given when they were ordered."""
+    """A save reads, and a load writes, only after the device's work so far has finished."""
     sides, events = Sides(daemon, kv_config(FULL), retained_share=1.0), [Late(), Late()]
     asked = request("r", 3)
     orders = sides.compute(asked, 3)
@@ -205,7 +205,7 @@ def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
     sides.scheduler.allocated(again, (ids,), 3 * TOKENS)
     orders = sides.scheduler.orders(step({}))
     for name in NAMES:
-        sides.caches[name][ids] = -1  # what a step that is under way still reads
+        sides.caches[name][ids] = -1  # stands for values that a running step still reads
     sides.worker.begin_loads(orders)
     await_true(lambda: loaded.waiters == 1, "a load that waits")
     assert all((sides.caches[name][ids] == -1).all() for name in NAMES)
@@ -217,7 +217,7 @@ def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
 
 
 def test_blocks_that_a_need_passes_over_are_missing() -> None:
-    """A block that vLLM wants and tierd did not copy is told, wherever it is: it would be taken for good otherwise."""
+    """A block that vLLM wants and tierd did not copy is reported, or vLLM would use it as valid."""
     part = GroupLoad((b"a", b"b", b"c", b"d"), 1, (5, 6, NULL_BLOCK))
     assert _missing(part, Loaded(128, (4,), (0,)), 0) == []
     assert _missing(part, Loaded(128, (4,), (2,)), 0) == [5]
@@ -226,8 +226,8 @@ def test_blocks_that_a_need_passes_over_are_missing() -> None:
 
 
 def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
-    """A load of blocks that nobody stored names each of them, and each load once; of several groups, or of one with a window, the request: vLLM would go on before
-    the first missing block, and the window before that one has gone."""
+    """A load of unstored blocks reports each once. With several groups or a window it reports the
+    request: vLLM would go on before the gap, without its window."""
     several, window = kv_config(FULL, FULL), kv_config(WINDOW)
     for kv, failed, blocks in ((kv_config(FULL), set(), {5, 6}), (several, {"r"}, set()), (window, {"r"}, set())):
         sides = Sides(daemon, kv)
@@ -243,13 +243,13 @@ def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
 
 
 def told(**more: Any) -> Any:
-    """As much of a KVConnectorOutput as is read, of loads."""
+    """The fields of a KVConnectorOutput that tierd reads, for loads."""
     nothing = {"invalid_block_ids": set(), "failed_recving": set(), "finished_recving": set()}
     return SimpleNamespace(**{"kv_connector_worker_meta": None} | nothing | more)
 
 
 def test_what_one_rank_missed_is_saved_again(daemon: Daemon) -> None:
-    """Of several ranks one may tell of blocks that it could not load steps before the others have ended: the request's blocks are saved anew all the same."""
+    """If one rank reports missing blocks before other ranks end, the request's blocks are saved again."""
     sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
     asked, ids = request("r", 3), [1, 2, 3]
     assert sides.match(asked) == 0
@@ -272,8 +272,8 @@ def test_what_one_rank_missed_is_saved_again(daemon: Daemon) -> None:
 
 
 def test_an_adapters_files_divide(daemon: Daemon, tmp_path: Path) -> None:
-    """vLLM's hashes know a LoRA adapter's name and path: an engine that first meets it with other files is served nothing of the old ones, one that goes on is,
-    because it goes on with those that it loaded; what it loads anew in place is looked at anew."""
+    """vLLM's hashes hold a LoRA adapter's name and path only. An engine that loads changed files
+    misses the old blocks. One with the old files hits, until it loads anew in place."""
     weights, adapter = tmp_path / "adapter_model.safetensors", LoRARequest("one", 1, str(tmp_path))
     weights.write_bytes(b"old")
     sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
@@ -298,7 +298,7 @@ def test_an_adapters_files_divide(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_a_daemon_that_hangs_is_not_waited_for(daemon: Daemon) -> None:
-    """With a daemon that does not answer, the scheduler is told to ask again at once, and after the lookup's time that there is nothing."""
+    """With a hung daemon the scheduler gets `ask again` at once, and a miss after the lookup's timeout."""
     sides = Sides(daemon, kv_config(FULL), lookup_grace_s=0.001, lookup_timeout_s=0.2)
     assert sides.match(request("first", 4)) == 0
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -323,7 +323,7 @@ def test_a_daemon_that_hangs_is_not_waited_for(daemon: Daemon) -> None:
 
 
 def test_many_requests_wait_no_longer_than_one(daemon: Daemon) -> None:
-    """With a hung daemon, all requests of a step together wait at most one grace."""
+    """With a hung daemon each step waits its lookup grace once, for all requests together."""
     sides = Sides(daemon, kv_config(FULL), lookup_grace_s=0.3)
     assert sides.match(request("first", 4)) == 0
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -342,7 +342,7 @@ def test_many_requests_wait_no_longer_than_one(daemon: Daemon) -> None:
 
 
 def test_a_reset_drops_saves_that_were_not_begun(daemon: Daemon) -> None:
-    """What a request computed on old weights, and was not handed to the workers yet, is not stored as if the new ones had computed it."""
+    """A reset drops blocks computed on old weights that were not handed to the workers yet."""
     sides = Sides(daemon, kv_config(FULL))
     asked, blocks = request("r", 3), sides.pool.get_new_blocks(3)
     assert sides.match(asked) == 0
@@ -356,7 +356,7 @@ def test_a_reset_drops_saves_that_were_not_begun(daemon: Daemon) -> None:
 
 
 def test_a_lookup_answers_who_asked(daemon: Daemon) -> None:
-    """The answer to a lookup that was asked before a reset, or by an earlier request of the same name, is not taken for that of a later one."""
+    """The answer to a lookup from before a reset, or of an earlier request of that name, is not used."""
     sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
     sides.store(request("r", 3), 3)
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -372,7 +372,7 @@ def test_a_lookup_answers_who_asked(daemon: Daemon) -> None:
 
 
 def test_a_load_that_fails_on_one_rank_is_saved_again(daemon: Daemon) -> None:
-    """Blocks that one rank could not load are stored when they have been computed, though the request was not through on all ranks when that was told."""
+    """Blocks that one rank could not load are saved once computed, though other ranks end later."""
     sides = Sides(daemon, kv_config(FULL), retained_share=1.0)
     sides.store(request("r", 3), 3)
     again = request("again", 3)
@@ -389,7 +389,7 @@ def test_a_load_that_fails_on_one_rank_is_saved_again(daemon: Daemon) -> None:
 
 
 def test_roles(daemon: Daemon) -> None:
-    """A producer stores and loads nothing (vLLM does not keep its blocks from being written after they were given back), a consumer loads and stores nothing."""
+    """A producer only saves (vLLM does not keep its freed blocks from writes); a consumer only loads."""
     both, producer, consumer = (
         Sides(daemon, kv_config(FULL), role=role) for role in ("kv_both", "kv_producer", "kv_consumer")
     )
@@ -402,7 +402,7 @@ def test_roles(daemon: Daemon) -> None:
 
 
 def test_only_a_step_that_computes_nothing_waits_for_loads(daemon: Daemon) -> None:
-    """Whatever vLLM's context says when loads begin: its newer model runner has left it by then."""
+    """The step's orders decide: vLLM's newer model runner has left its context when loads begin."""
     sides = Sides(daemon, kv_config(FULL))
     assert sides.scheduler.orders(step({})).is_idle
     assert not sides.compute(request("r", 3), 3).is_idle
@@ -410,7 +410,7 @@ def test_only_a_step_that_computes_nothing_waits_for_loads(daemon: Daemon) -> No
 
 
 def test_without_a_daemon_nothing_is_kept_waiting(daemon: Daemon) -> None:
-    """When it has died, matches are none, saves end and give their blocks back."""
+    """After the daemon has died lookups miss, and saves end and release their blocks."""
     sides = Sides(daemon, kv_config(FULL))
     assert sides.match(request("first", 4)) == 0
     daemon.kill()

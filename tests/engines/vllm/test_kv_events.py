@@ -1,4 +1,4 @@
-"""KV events against vLLM's own classes: its decoder reads tierd's, its hashes find tierd's blocks, tierd's subscriber reads its publisher's."""
+"""KV events both ways: vLLM's decoder and hashes fit tierd's events; tierd reads vLLM's publisher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DECODER = msgspec.msgpack.Decoder(kv_events.KVEventBatch)
 
 
 def chain(tokens: list[int]) -> list[bytes]:
-    """What vLLM calls the blocks of a sequence."""
+    """vLLM's hashes of the blocks of a sequence."""
     kv_cache_utils.init_none_hash(sha256_cbor)
     names: list[bytes] = []
     for start in range(0, len(tokens), SIZE):
@@ -55,7 +55,7 @@ def chain(tokens: list[int]) -> list[bytes]:
 
 
 def save(daemon: Daemon, tokens: list[int]) -> list[bytes]:
-    """As an integration saves: through the engines' store, more than it reserves at once."""
+    """Saves through the engines' store, as an integration does, more blocks than it reserves at once."""
     names = chain(tokens)
     with EngineStore(Options(target=daemon.target), EngineFacts("vllm", "0", "test")) as store:
         space = store.open(SPEC)
@@ -66,7 +66,7 @@ def save(daemon: Daemon, tokens: list[int]) -> list[bytes]:
 
 
 def replayed(daemon: Daemon, start: int) -> list[tuple[int, bytes]]:
-    """As vLLM's subscribers ask: an empty frame, then the first number; answers until the end."""
+    """Asks as vLLM's subscribers do, with an empty frame and the first number; reads answers to the end."""
     found = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 0)
@@ -88,7 +88,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def test_vllm_reads_what_tierd_tells(daemon: Daemon) -> None:
-    """vLLM's decoder gives events that are equal to those of a vLLM that had stored and dropped the same blocks, under the hashes that vLLM tells routers."""
+    """vLLM's decoder reads the events that a vLLM would publish for the same blocks, under vLLM's hashes."""
     tokens = list(range(1000, 1000 + SIZE * 70))
     hashes = [kv_cache_utils.maybe_convert_block_hash(name) for name in save(daemon, tokens)]
     with RawClient(daemon.target) as raw:
@@ -122,7 +122,7 @@ def test_vllm_reads_what_tierd_tells(daemon: Daemon) -> None:
 
 
 def test_a_router_finds_vllms_blocks_in_tierd(daemon: Daemon) -> None:
-    """Who computes vLLM's hashes of a prompt finds in tierd's events which medium holds which block, also of one that vLLM has told as its own."""
+    """With vLLM's hashes of a prompt a router finds in tierd's events the media that hold each block."""
     tokens = list(range(SIZE * BLOCKS))
     names = save(daemon, tokens)
     with RawClient(daemon.target) as raw:
@@ -142,7 +142,7 @@ def test_a_router_finds_vllms_blocks_in_tierd(daemon: Daemon) -> None:
 
 
 def test_tierd_reads_what_vllm_tells() -> None:
-    """tierd's subscriber takes vLLM's publisher's batches as they come, and after a gap its replay."""
+    """tierd's subscriber reads the batches of vLLM's publisher, and after a gap its replay."""
     ports = _free_ports(2)
     publisher = kv_events.ZmqEventPublisher(
         0, endpoint=f"tcp://*:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[1]}", topic="kv@pod@m"

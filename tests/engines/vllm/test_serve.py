@@ -1,4 +1,4 @@
-"""The commands of deploy/examples/vllm, as they stand there; and that what vLLM's server forgets, and what one that was started anew never had, tierd has."""
+"""The commands of deploy/examples/vllm run as written; tierd has prefixes vLLM dropped or never had."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.timeout(1200)]
 _, ON_CPU, ON_CPU_TIER, SERVE, ASK, AGAIN, WHO = run_blocks("deploy/examples/vllm/README.md")
 MODEL, PORT, REQUEST = "/tmp/tierd-example-model", "8000", "/tmp/tierd-example-request.json"
 PROMPT = [3 + i * 7 % 500 for i in range(400)]
-"""The document's."""
+"""The document's prompt."""
 WHOLE = 384
-"""Tokens of it that may be restored: vLLM's blocks on the CPU are of 128."""
+"""Its tokens that may be restored; a vLLM block on the CPU has 128."""
 TRIES = 60
 
 
@@ -43,14 +43,14 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.mark.parametrize("block", [ON_CPU, ON_CPU_TIER], ids=["connector", "tier"])
 def test_an_engine_alone(daemon: Daemon, tmp_path: Path, block: Block) -> None:
-    """What the document shows of one engine is what its command prints."""
+    """The command for one engine prints the output that the document shows."""
     with Shell(daemon, {MODEL: str(tmp_path / "model")}) as shell:
         shell.until(block, lambda said: is_said(block, said), times=3)
 
 
 def served(server: Server, asked: list[int], known: tuple[list[int], list[float]]) -> float:
-    """Asks, with vLLM's own cache empty, until tierd serves what it has; tokens that were hits, by vLLM's count. A busy machine answers no lookup in the example's
-    quarter of a second."""
+    """Empties vLLM's own cache and asks, until tierd serves; returns the hit tokens by vLLM's
+    count. A busy machine misses the example's lookup time of a quarter of a second."""
     hits = "vllm:external_prefix_cache_hits_total"
     for _ in range(TRIES):
         server.reset()
@@ -63,12 +63,12 @@ def served(server: Server, asked: list[int], known: tuple[list[int], list[float]
 
 
 def token_ids(said: str) -> list[list[int]]:
-    """Of each answer that was printed."""
+    """The token ids of each answer in the output."""
     return [json.loads(found) for found in re.findall(r'"token_ids":(\[[^]]*\])', said)]
 
 
 def test_nothing_outlives_a_test_that_is_killed() -> None:
-    """The guard of a server whose test was killed ends the server's processes, its children too."""
+    """If a test is killed, the guard of its server ends the server's processes and their children."""
     script = (
         "import subprocess, sys; from tests.engines.documented import guard_of\n"
         "words = ['sh', '-c', 'sleep 600 & echo $!; sleep 600']\n"
@@ -83,7 +83,7 @@ def test_nothing_outlives_a_test_that_is_killed() -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether there is such a process, and it is not one that only waits to be waited for."""
+    """Whether this process exists and is not a zombie."""
     try:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
@@ -91,12 +91,13 @@ def runs(pid: int) -> bool:
 
 
 def test_a_server_is_served(daemon: Daemon, make_model: Callable[..., Path], tmp_path: Path) -> None:
-    """The document's server answers the same once its cache was emptied, with all whole blocks from tierd, by vLLM's own count and by tierd's; so does another one, whose
-    log-probabilities are the same too, and over a daemon that was started anew it is served what it has never seen."""
+    """The document's server, its cache emptied, answers the same from tierd, by both their counts.
+    Another server does too, with the same log-probabilities. From a restarted daemon it is served a
+    prompt that it has never seen."""
     began = time.monotonic()
     instead = {MODEL: str(make_model()), PORT: str(free_port()), REQUEST: str(tmp_path / "request.json")}
     with Server(make_model(), daemon) as other, Shell(daemon, instead, VLLM_ENABLE_V1_MULTIPROCESSING="1") as shell:
-        shell.run(SERVE, timeout_s=600.0)  # both start at one time
+        shell.run(SERVE, timeout_s=600.0)  # both servers start at the same time
         started = time.monotonic()
         who = shell.run(WHO)
         assert "scheduler" in who and "worker" in who, f"an engine that nobody asked yet is not seen: {who}"

@@ -1,4 +1,4 @@
-"""`TierdTier` beneath the real vLLM engine on the CPU: what comes back through it is what would have been computed."""
+"""`TierdTier` beneath the real vLLM engine on the CPU: restored chunks equal computed ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def vllm(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> Callable[..., Engine]:
-    """vllm(): the engine that all tests share; a daemon that a test has ended runs again."""
+    """vllm(): the engine that all tests share; restarts a daemon that a test has ended."""
 
     def give(**given: object) -> Engine:
         if daemon.has_ended:
@@ -55,14 +55,14 @@ def vllm(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[...
 
 
 def say(engine: Engine, tokens: list[int]) -> Answer:
-    """One prompt; what was computed is with tierd when it returns, and vLLM has forgotten it."""
+    """Asks one prompt. On return tierd has the computed chunks, and vLLM has dropped them."""
     answer = engine.generate([tokens], max_tokens=16)[0]
     assert engine.reset(connector=True)
     return answer
 
 
 def kept(daemon: Daemon, engine: Engine, tokens: list[int]) -> Answer:
-    """The answer when everything is computed; its blocks are in the daemon's store after this."""
+    """The answer when everything is computed; its blocks are in the daemon's store afterwards."""
     before = names(flushed(daemon))
     first = say(engine, tokens)
     assert first.cached == 0
@@ -75,12 +75,12 @@ def assert_same(one: Answer, other: Answer) -> None:
 
 
 def loaded(engine: Engine) -> float:
-    """Chunks that came from tierd so far, as vLLM's own metrics tell."""
+    """Chunks loaded from tierd so far, by vLLM's own metrics."""
     return sum(value for name, value in engine.metrics().items() if "tierd_loaded_blocks_total" in name)
 
 
 def test_from_host_memory(vllm: Callable[..., Engine]) -> None:
-    """What vLLM has forgotten comes back from tierd's memory: the same tokens and log-probabilities, and the metrics count it."""
+    """Chunks that vLLM dropped come back from tierd's memory with the same answer, and metrics count them."""
     engine = vllm()
     first, before = say(engine, prompt(1)), loaded(engine)
     second = say(engine, prompt(1))
@@ -91,7 +91,7 @@ def test_from_host_memory(vllm: Callable[..., Engine]) -> None:
 
 
 def test_from_the_store_after_a_restart(daemon: Daemon, vllm: Callable[..., Engine]) -> None:
-    """After the daemon's restart without its memory the same engine gets the same from NVMe."""
+    """After a daemon restart without memory, the same engine gets the same answer from NVMe."""
     engine = vllm()
     first = kept(daemon, engine, prompt(2))
     cold_restart(daemon)
@@ -102,7 +102,7 @@ def test_from_the_store_after_a_restart(daemon: Daemon, vllm: Callable[..., Engi
 
 
 def test_another_process(vllm: Callable[..., Engine], make_model: Callable[..., Path], daemon: Daemon) -> None:
-    """A second vLLM gets what the first one computed, and leaves none of vLLM's mappings behind when it ends."""
+    """A second vLLM hits the first one's chunks, and its end leaves none of vLLM's mappings."""
     first = say(vllm(), prompt(3))
     name = "tierd-second"
     with Engine(make_model("llama"), connector=connector(daemon) | {"engine_id": name}) as second:
@@ -116,8 +116,8 @@ def test_another_process(vllm: Callable[..., Engine], make_model: Callable[..., 
 def test_another_rotary_scaling_is_another_model(
     daemon: Daemon, vllm: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """A vLLM of the same checkpoint with another scaling of positions is not served the first one's chunks, and is its own, although vLLM tells its tiers nothing
-    of it."""
+    """A vLLM with another rotary scaling misses the first one's chunks and hits its own, although
+    vLLM does not give its tiers the scaling."""
     kept(daemon, vllm(), prompt(8))
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     scaled = {"hf_overrides": {"rope_parameters": rope}}
@@ -127,7 +127,8 @@ def test_another_rotary_scaling_is_another_model(
 
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_corrupted_chunk(daemon: Daemon, vllm: Callable[..., Engine], verify: str) -> None:
-    """Bytes that change in tierd's memory and on its disk cost the hit where hits are verified; where they are trusted they change what is said."""
+    """Bytes corrupted in memory and on disk cost the hit if hits are verified, and change the
+    answer if trusted."""
     seed = 4 + (verify == "always")
     engine = vllm()
     known = names(flushed(daemon))
@@ -148,7 +149,7 @@ def test_a_corrupted_chunk(daemon: Daemon, vllm: Callable[..., Engine], verify: 
 
 
 def test_a_daemon_that_dies_while_it_loads(daemon: Daemon, vllm: Callable[..., Engine]) -> None:
-    """The request is computed and answers the same; when the daemon is back the next one is served."""
+    """If the daemon dies in a load the request is computed with the same answer; later requests hit again."""
     engine = vllm()
     first = kept(daemon, engine, prompt(6))
     cold_restart(daemon, failpoints="mover.load.before_verify=kill")
@@ -166,7 +167,7 @@ def test_a_daemon_that_dies_while_it_loads(daemon: Daemon, vllm: Callable[..., E
 
 
 def test_little_memory(daemon: Daemon, vllm: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Requests that are preempted while their chunks go and come say the same as in an engine with room, and nothing is lost of vLLM's blocks."""
+    """Requests preempted while chunks move answer as in an engine with room; vLLM loses no blocks."""
     asked = [prompt(30 + i, 200) for i in range(4)]
     known = vllm().generate(asked, max_tokens=60)
     assert vllm().reset(connector=True)
@@ -181,7 +182,7 @@ def test_little_memory(daemon: Daemon, vllm: Callable[..., Engine], make_model: 
 
 
 def test_requests_that_share_a_prefix(vllm: Callable[..., Engine]) -> None:
-    """Requests that come together and share a prefix get it, each its own rest, and say the same as when all was computed."""
+    """Concurrent requests with a common prefix restore it, each with its own rest, and answer the same."""
     engine = vllm()
     prompts = [prompt(7, 256) + prompt(70 + i, 80 + 16 * i) for i in range(4)]
     first = engine.generate(prompts, max_tokens=16)

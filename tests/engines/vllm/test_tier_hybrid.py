@@ -1,4 +1,4 @@
-"""`TierdTier` beneath vLLM with a model of several attention groups: sliding windows and full attention."""
+"""`TierdTier` beneath vLLM, with a model of several attention groups: sliding windows and full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH, WHOLE = 400, 384
 
 
 def test_groups_come_back(engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Each group's chunks are stored in a namespace of their own, and what comes back says the same as what was computed."""
+    """Each group's chunks have their own namespace, and a restored prompt answers as a computed one."""
     with Daemon(VERIFIED) as daemon:
         of_blocks = connector(daemon, extra={"blocks_per_chunk": 1})
         hybrid = engine(make_model("hybrid"), connector=of_blocks, disable_hybrid_kv_cache_manager=False)

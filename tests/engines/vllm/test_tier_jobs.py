@@ -1,4 +1,4 @@
-"""`TierdTier` under vLLM's own tiering code (its spec, host tier, factory and manager), without a model: jobs, lookups, ends."""
+"""`TierdTier` under vLLM's own tiering code (spec, host tier, factory, manager), without a model."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from tierd.testing import Daemon
 ROW, ROWS, TOKENS = 8192, 16, 32
 STEP = ScheduleEndContext((), ())
 PROMPT_S = 1.0
-"""What never waits for the daemon takes microseconds; timeouts are five times this and more."""
+"""A call that never waits for the daemon takes microseconds."""
 
 BACK_S = 60.0
-"""A client that gives a daemon up tries again 5 s later at most, and again if the daemon is too slow for it."""
+"""A client that gave up on a daemon retries after at most 5 s, and again if the daemon is too slow."""
 
 
 def key(name: int, group: int = 0) -> Any:
@@ -50,7 +50,7 @@ def key(name: int, group: int = 0) -> Any:
 
 
 def request(keys: Sequence[Any] = (), *, name: str = "r") -> ReqContext:
-    """A request that knows these keys as a sequence."""
+    """A request that has these keys as its sequence."""
     context = ReqContext(name)
     for i, one in enumerate(keys):
         context.set_offload_key_position(one, (i + 1) * TOKENS)
@@ -58,7 +58,7 @@ def request(keys: Sequence[Any] = (), *, name: str = "r") -> ReqContext:
 
 
 class Stack:
-    """vLLM's manager over one tier of ours; steps as its scheduler makes them."""
+    """vLLM's manager over one TierdTier; it steps as vLLM's scheduler does."""
 
     def __init__(
         self, target: str, *, groups: int = 1, events: bool = False, dtype: str = "float32", **tier: Any
@@ -86,7 +86,7 @@ class Stack:
         return Path(f"/dev/shm/vllm_offload_{self.engine_id}.mmap")
 
     def settle(self) -> None:
-        """Steps until nothing flies."""
+        """Steps until no transfer is pending."""
 
         def at_rest() -> bool:
             self.manager.on_schedule_end(STEP)
@@ -95,7 +95,7 @@ class Stack:
         await_true(at_rest, "transfers")
 
     def offload(self, context: ReqContext, keys: Sequence[Any], *, seed: int = 0) -> np.ndarray:
-        """Computes chunks into the host tier, from which they go to tierd; their bytes, uint8 [n, ROW]."""
+        """Writes chunks to the host tier, which offloads them to tierd; returns the bytes, uint8 [n, ROW]."""
         kv = np.random.default_rng(seed).integers(0, 255, (len(keys), ROW), dtype=np.uint8)
         self.manager.on_new_request(context)
         self.rows[self.manager.prepare_store(keys, context).store_spec.chunk_ids] = kv
@@ -105,12 +105,12 @@ class Stack:
         return kv
 
     def forget(self) -> None:
-        """The host tier is empty, and its memory overwritten."""
+        """Empties the host tier and overwrites its memory."""
         self.manager.reset_cache()
         self.rows[:] = 0
 
     def find(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
-        """Looks up until everything is settled; what is found has been promoted."""
+        """Looks up until all results are final; hits are promoted by then."""
         self.manager.on_new_request(context)
         results: list[LookupResult] = []
 
@@ -123,17 +123,17 @@ class Stack:
         return results
 
     def restored(self, context: ReqContext, keys: Sequence[Any]) -> np.ndarray:
-        """The bytes that are in the host tier for these."""
+        """The host tier's bytes for these keys."""
         return self.rows[self.manager.prepare_load(keys, context).chunk_ids].copy()
 
     def ask(self, context: ReqContext, keys: Sequence[Any]) -> list[LookupResult]:
-        """The tier's own answers, in a step."""
+        """The tier's own answers, in one step."""
         answers = [self.tier.lookup(one, context) for one in keys]
         self.tier.on_schedule_end(STEP)
         return answers
 
     def load(self, keys: Sequence[Any], *, job: int = 900) -> list[Any]:
-        """A promotion straight to the tier, into rows 0, 1, ...; what it reports."""
+        """Promotes from the tier itself into rows 0, 1, ...; returns its reports."""
         self.tier.submit_load(TransferJob(job, list(keys), np.arange(len(keys)), True, request()))
         results: list[Any] = []
         await_true(lambda: bool(results.extend(self.tier.get_finished_jobs()) or results), "the promotion")
@@ -152,7 +152,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def stack(daemon: Daemon) -> Iterator[Callable[..., Stack]]:
-    """stack(...): closed when the test ends."""
+    """stack(...): a Stack that closes when the test ends."""
     with contextlib.ExitStack() as ends:
 
         def make(**given: Any) -> Stack:
@@ -165,7 +165,7 @@ def stack(daemon: Daemon) -> Iterator[Callable[..., Stack]]:
 
 @contextlib.contextmanager
 def hung(daemon: Daemon) -> Iterator[None]:
-    """The daemon answers nothing."""
+    """Stops the daemon's process for the length of the context."""
     os.kill(daemon.pid, signal.SIGSTOP)
     try:
         yield
@@ -174,8 +174,8 @@ def hung(daemon: Daemon) -> Iterator[None]:
 
 
 def test_chunks_go_and_come(daemon: Daemon, stack: Callable[..., Stack]) -> None:
-    """What left the host tier comes back bit by bit; the first answer to a lookup is RETRY, and a key that was never stored is a miss. The daemon maps nothing of
-    vLLM's."""
+    """Chunks come back bit by bit to the host tier. The first lookup is RETRY, a key never stored
+    misses, and the daemon maps nothing of vLLM's."""
     one, keys = stack(), [key(i) for i in range(100, 105)]
     kv = one.offload(request(keys, name="a"), keys)
     one.forget()
@@ -190,7 +190,7 @@ def test_chunks_go_and_come(daemon: Daemon, stack: Callable[..., Stack]) -> None
 
 
 def test_groups_do_not_meet(stack: Callable[..., Stack]) -> None:
-    """The same block hash in two groups is two chunks, and one that a gap comes before is found."""
+    """One block hash in two groups is two chunks, and a chunk after a gap is found."""
     one = stack(groups=2)
     keys = [key(200, 0), key(200, 1), key(202, 1)]
     kv = one.offload(request(name="a"), keys)
@@ -202,7 +202,7 @@ def test_groups_do_not_meet(stack: Callable[..., Stack]) -> None:
 
 
 def test_only_the_same_engine_shares(stack: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another engine finds chunks; one with another data type, another model's weights or other hashes does not."""
+    """An equal engine hits the chunks; one with another dtype, other weights or other hashes misses."""
     keys = [key(i) for i in range(300, 303)]
     stack().offload(request(keys, name="a"), keys)
     assert stack().find(request(keys), keys) == [LookupResult.HIT] * 3
@@ -213,7 +213,7 @@ def test_only_the_same_engine_shares(stack: Callable[..., Stack], monkeypatch: p
 
 
 def test_part_of_a_promotion(stack: Callable[..., Stack]) -> None:
-    """A promotion that ends at a chunk that is not there reports those before it, and the rest is a miss from then on."""
+    """A promotion that meets a missing chunk reports those before it, and the rest misses from then on."""
     one, keys = stack(), [key(i) for i in range(400, 404)]
     kv = one.offload(request(keys, name="a"), keys)
     context, wanted = request(name="b"), [keys[0], keys[1], key(2), keys[3]]
@@ -226,7 +226,8 @@ def test_part_of_a_promotion(stack: Callable[..., Stack]) -> None:
 
 
 def test_a_chain_is_recovered(daemon: Daemon, stack: Callable[..., Stack]) -> None:
-    """Chunks are stored as the sequence that the request knows, over several jobs and in any order; unknown ones begin chains of their own."""
+    """Chunks are stored as the request's sequence, over several jobs in any order; unknown keys
+    begin chains."""
     before = {place for place, _ in flushed(daemon)}
     one, keys = stack(), [key(i) for i in range(500, 506)]
     one.offload(request(keys, name="a"), [keys[1], keys[0]])
@@ -243,7 +244,7 @@ def test_a_chain_is_recovered(daemon: Daemon, stack: Callable[..., Stack]) -> No
 
 
 def test_a_hung_daemon_is_never_waited_for(daemon: Daemon, stack: Callable[..., Stack]) -> None:
-    """While the daemon answers nothing no call of the scheduler's waits; jobs end as misses, and later hits come again."""
+    """No call of the scheduler waits for a hung daemon; jobs end as misses, and hits return later."""
     one, keys = stack(timeout_s=1.0), [key(i) for i in range(600, 604)]
     kv = one.offload(request(keys, name="a"), keys)
     one.forget()
@@ -271,7 +272,7 @@ def test_a_hung_daemon_is_never_waited_for(daemon: Daemon, stack: Callable[..., 
         again = request(keys, name=f"c{next(fresh)}")
         if one.find(again, keys) == [LookupResult.HIT] * 4:
             return bool((one.restored(again, keys) == kv).all())
-        one.manager.on_request_finished(again)  # what was missed for a request stays missed while it lives
+        one.manager.on_request_finished(again)  # a request's miss stays a miss as long as the request lives
         return False
 
     until = time.monotonic() + BACK_S
@@ -281,7 +282,8 @@ def test_a_hung_daemon_is_never_waited_for(daemon: Daemon, stack: Callable[..., 
 
 
 def test_too_many_jobs_are_refused(daemon: Daemon, stack: Callable[..., Stack]) -> None:
-    """Beyond the bound of the queue a job ends at once: a store is dropped, a load is a miss; each is reported once, and counted."""
+    """Beyond the queue's bound a store is dropped and a load misses at once; each is reported once,
+    and counted."""
     one = stack(threads=1, queue_limit=2, timeout_s=1.0)
     one.offload(request(name="a"), [key(700)])
     with hung(daemon):
@@ -306,7 +308,7 @@ def test_without_a_daemon(tmp_path: Path) -> None:
 
 
 def test_the_end_lets_go(stack: Callable[..., Stack]) -> None:
-    """After shutdown nothing refers to vLLM's mapping: it is unmapped and its file removed, stores in flight finished before."""
+    """Shutdown ends stores in flight, unmaps vLLM's mapping and removes its file."""
     one, keys = stack(), [key(i) for i in range(800, 804)]
     one.offload(request(keys, name="a"), keys)
     one.tier.submit_store(TransferJob(77, [key(805)], np.array([3]), False, request()))
@@ -316,7 +318,7 @@ def test_the_end_lets_go(stack: Callable[..., Stack]) -> None:
 
 
 def test_events_and_metrics(stack: Callable[..., Stack]) -> None:
-    """With events on each stored chunk is told once, by its key, and the counters that vLLM exports are those that are defined."""
+    """With events on, each stored chunk is published once, by its key; vLLM exports only defined counters."""
     one, keys = stack(events=True, enable_kv_events=True), [key(i) for i in range(850, 853)]
     one.offload(request(keys, name="a"), keys)
     ours = [event for event in one.manager.take_events() if event.medium is one.tier.medium]
@@ -329,7 +331,7 @@ def test_events_and_metrics(stack: Callable[..., Stack]) -> None:
 
 
 def test_what_is_wrong_is_said_at_the_start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown option, and a vLLM that is not known, are refused with a sentence."""
+    """An unknown option and an unsupported vLLM are refused with a sentence."""
     with pytest.raises(ConfigError, match="secondary_tiers.TierdTier.tarket"):
         Stack(daemon.target, tarket="x")
     monkeypatch.setattr(vllm, "__version__", "0.30.1")

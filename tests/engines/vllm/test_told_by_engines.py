@@ -1,4 +1,4 @@
-"""KV events of blocks that a real vLLM engine stored in tierd, beside those that the same engine publishes of its own memory."""
+"""tierd's KV events of blocks from a real vLLM engine, beside the engine's events of its own memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierd.testing import Daemon
 
 pytestmark = pytest.mark.timeout(900)
 Block = tuple[Hash | None, tuple[int, ...], int, int | None]
-"""Of a block that was told: hash of the one before it, tokens, how many these are, group."""
+"""A published block: the hash of the block before it, its tokens, their number, its group."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def publishing(daemon: Daemon, name: str) -> KVEventsConfig:
-    """vLLM's own publisher, beside the daemon's."""
+    """The settings of vLLM's own publisher, at an address beside the daemon's."""
     address = f"ipc://{daemon.root}/{name}"
     return KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint=address, replay_endpoint=f"{address}-replays"
@@ -40,7 +40,7 @@ def publishing(daemon: Daemon, name: str) -> KVEventsConfig:
 
 
 def told(daemon: Daemon, name: str, *, medium: str) -> dict[Hash, Block]:
-    """What a publisher has told of a medium so far."""
+    """All blocks that a publisher has published for a medium so far."""
     found: dict[Hash, Block] = {}
     for event in stored_events(daemon, name):
         if event.medium == medium:
@@ -49,7 +49,7 @@ def told(daemon: Daemon, name: str, *, medium: str) -> dict[Hash, Block]:
 
 
 def blocks_of(event: Stored) -> dict[Hash, Block]:
-    """Each block of an event."""
+    """The blocks of an event, by hash."""
     parents, size = (event.parent, *event.hashes), event.block_size
     return {
         one: (parents[i], event.tokens[i * size : (i + 1) * size], size, event.group)
@@ -58,7 +58,7 @@ def blocks_of(event: Stored) -> dict[Hash, Block]:
 
 
 def told_of_both(daemon: Daemon, name: str, *, least: int) -> tuple[dict[Hash, Block], dict[Hash, Block]]:
-    """By vLLM of its memory and by tierd of its own, once tierd tells of all that vLLM tells of, which is so many blocks or more."""
+    """vLLM's blocks, at least so many, and tierd's equivalents, once tierd has published all of them."""
     theirs = told(daemon, name, medium="GPU")
     assert len(theirs) >= least
     await_true(lambda: theirs.keys() <= told(daemon, "events", medium="CPU").keys(), "tierd tells of every block")
@@ -67,8 +67,8 @@ def told_of_both(daemon: Daemon, name: str, *, least: int) -> tuple[dict[Hash, B
 
 
 def test_the_connectors_blocks(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Of a block that the connector stored routers hear the hash, the parent, the tokens and the group that vLLM tells of the same block in its own memory, of what
-    was generated too; under a salt all but the tokens, which alone do not say what it holds."""
+    """tierd publishes vLLM's hash, parent, tokens and group of each block, generated tokens
+    included. Under a salt it omits the tokens, which alone do not determine the block."""
     llm = engine(make_model(), connector=connector(daemon), kv_events_config=publishing(daemon, "vllm"))
     await_hits(llm, prompt(100, 70))
     llm.generate([prompt(1, 200)], max_tokens=60)
@@ -85,7 +85,8 @@ def test_the_connectors_blocks(daemon: Daemon, engine: Callable[..., Engine], ma
 def test_a_restart_forgets_no_names(
     daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]
 ) -> None:
-    """What a daemon that was started anew has on its store is told under vLLM's hashes again once vLLM has found it there, and nothing is stored twice."""
+    """After a restart tierd publishes stored blocks under vLLM's hashes once vLLM hits them; none
+    is stored twice."""
     llm = engine(make_model(), connector=connector(daemon), kv_events_config=publishing(daemon, "vllm"))
     before = told(daemon, "vllm", medium="GPU")
     llm.generate([prompt(3, 200)], max_tokens=2)
@@ -102,10 +103,11 @@ def test_a_restart_forgets_no_names(
 
 
 def test_the_tiers_blocks(daemon: Daemon, engine: Callable[..., Engine], make_model: Callable[..., Path]) -> None:
-    """Of a chunk that vLLM's own offloading handed to TierdTier they hear vLLM's hash, parent and group; a tier is not told tokens."""
+    """For a chunk of vLLM's offloading tierd publishes vLLM's hash, parent and group; a tier gets
+    no tokens."""
     of_blocks = tiered.connector(daemon, extra={"blocks_per_chunk": 1})
     llm = engine(make_model(), connector=of_blocks, kv_events_config=publishing(daemon, "offloading"))
-    for length in (100, 200):  # the second time some chunks are stored already: the rest has a parent of another job
+    for length in (100, 200):  # the second time some chunks are stored: the rest has a parent of another job
         llm.generate([prompt(2, length)], max_tokens=2)
         llm.settle()
     assert llm.reset(connector=True)

@@ -1,4 +1,4 @@
-"""What tests of `TierdTier` share: the configuration of vLLM's connector, prompts, and damage to what the daemon keeps."""
+"""Helpers for tests of `TierdTier`: vLLM's connector, prompts, and damage to stored blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tierd.tiers.store.store_files import slots_path
 
 CHUNK_TOKENS = 64
 TOUCH = 1e-4
-"""Log-probabilities that are nearer than that are the same: a prompt that is computed in two pieces is summed in another order, which made 1.3e-5 on a processor without AVX-512."""
+"""Closer log-probabilities are equal. A prompt in two pieces is summed in another order, which made
+1.3e-5 on a processor without AVX-512."""
 VERIFIED = """\
 [server]
 shutdown_deadline = "5 s"
@@ -39,7 +40,7 @@ TRUSTING = VERIFIED.replace('verify = "always"', 'verify = "first_hit"')
 def connector(
     daemon: Daemon, *, host_bytes: int = 16 << 20, extra: dict[str, Any] | None = None, **tier: Any
 ) -> dict[str, Any]:
-    """kv_transfer_config: vLLM's OffloadingConnector with a host tier of so many bytes, and tierd beneath it. tier: more of our options."""
+    """kv_transfer_config: vLLM's OffloadingConnector with a host tier, tierd beneath. tier: more options."""
     entry = {
         "type": "TierdTier",
         "module_path": "tierd.integrations.vllm",
@@ -60,7 +61,7 @@ def connector(
 
 
 def prompt(seed: int, length: int = 400) -> list[int]:
-    """Tokens."""
+    """Random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(3, 500) for _ in range(length)]
 
@@ -71,14 +72,14 @@ def far_from(first: list[float], second: list[float]) -> float:
 
 
 def flushed(daemon: Daemon) -> list[tuple[Place, Any]]:
-    """What is stored, once everything in memory is on the disk too."""
+    """The stored blocks, after all blocks in memory were flushed to disk."""
     with connected(daemon) as client:
         client.call(client.admin.Flush, apb.FlushRequest())
     return stored(daemon)
 
 
 def stored(daemon: Daemon) -> list[tuple[Place, Any]]:
-    """Each block in the daemon's store, with its META. By its index: the slot of a block that has gone keeps its header until another block takes it."""
+    """The blocks in the daemon's index, with META. A dropped block's slot keeps its header until reuse."""
     directory = daemon.root / "state" / "nvme-0"
     store = json.loads((directory / "store.json").read_text())["store"]
     index = load_index(directory, store=bytes.fromhex(store)).index
@@ -87,18 +88,18 @@ def stored(daemon: Daemon) -> list[tuple[Place, Any]]:
 
 
 def names(found: list[tuple[Place, Any]]) -> set[bytes]:
-    """Hashes of blocks. A slot whose bytes went bad is another block's after a restart: neither places nor their number tell what is new."""
+    """Hashes of blocks. A restart reuses bad slots, so neither places nor counts identify new blocks."""
     return {meta["hash"].tobytes() for _, meta in found}
 
 
 def found_bad(daemon: Daemon) -> list[int]:
-    """Pages that were found bad so far, in memory and on the store."""
+    """Pages found bad so far, in memory and in the store."""
     with connected(daemon) as client:
         return [client.counter(f'tierd_corrupt_total{{tier="{tier}"}}') for tier in ("host.0", "nvme.0")]
 
 
 def cold_restart(daemon: Daemon, *, config: str | None = None, failpoints: str = "") -> None:
-    """The daemon ends in order and begins anew without its memory: everything comes from the store."""
+    """Ends the daemon in order and starts it without its memory, so that all blocks come from the store."""
     daemon.terminate()
     daemon.await_end()
     for path in daemon.arena.iterdir():
@@ -109,12 +110,12 @@ def cold_restart(daemon: Daemon, *, config: str | None = None, failpoints: str =
 
 
 def spoil(place: Place, length: int) -> None:
-    """Other bytes, finite as floats, in place of a block's."""
+    """Overwrites a block with other bytes, finite as floats."""
     paste(place, np.full(length // 4, 0.5, dtype="<f4").tobytes())
 
 
 def pages_like(daemon: Daemon, data: bytes) -> list[Place]:
-    """Where in the daemon's memory a page begins with these bytes."""
+    """Places in the daemon's memory at which a page begins with these bytes."""
     found = []
     for path in sorted(Path(daemon.arena).rglob("[0-9]*.data")):
         memory = path.read_bytes()

@@ -1,7 +1,7 @@
-"""Disk trouble for a live process: compiles the shim, arms and disarms its rules through the mapped control file.
+"""Disk faults for a live process: compiles the shim, and sets its rules in a mapped control file.
 
-Purpose: `IoFaults`. Non-purpose: what a test makes of it. Invariants: what is armed is forgotten with the object; it agrees with `struct control` in
-iofault.c, byte for byte.
+The rules end with the `IoFaults` object. `_Control` equals `struct control` in iofault.c, byte for
+byte.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CALLS = (
     "accept",
     "close",
 )
-"""In the order of `enum call`; a name stands for all its forms: pwrite for pwritev2 too."""
+"""In the order of `enum call`. A name stands for all its forms: pwrite for pwritev2 too."""
 SYNCS = "fsync,fdatasync"
 WRITES = "write,pwrite"
 READS = "read,pread"
@@ -69,7 +69,7 @@ class _Control(ctypes.Structure):
 
 
 class IoFaults:
-    """The faults of processes that were started with `env`. directory: for the library and the control file."""
+    """The faults of processes started with `env`. directory: for the library and control file."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / "iofault.control"
@@ -87,7 +87,13 @@ class IoFaults:
         self.disarm()
 
     def arm(self, calls: str, fault: str, pattern: str, *, first: int = 1, times: int = 0, rule: int = 0) -> None:
-        """Sets a rule. calls: of CALLS, comma between; fault: an errno's name, short, hang, delay:SECONDS; pattern: of the file's path."""
+        """Sets a rule.
+
+        Args:
+            calls: Names of CALLS, separated by commas.
+            fault: An errno's name, "short", "hang" or "delay:SECONDS".
+            pattern: Of the file's path.
+        """
         self.disarm(rule)
         row, (action, _, argument) = self._control.rules[rule], fault.partition(":")
         row.action = _ACTIONS.get(action, 1)
@@ -100,13 +106,13 @@ class IoFaults:
         row.armed = self._lives
 
     def disarm(self, rule: int | None = None) -> None:
-        """Takes one rule away, or all; what hangs goes on."""
+        """Removes one rule, or all. Hung calls go on."""
         for i in range(_RULES) if rule is None else [rule]:
             self._control.rules[i].armed = 0
 
     @contextmanager
     def armed(self, calls: str, fault: str, pattern: str, *, first: int = 1, times: int = 0) -> Iterator[Self]:
-        """A rule for as long as the block lasts."""
+        """A rule that ends with the with block."""
         self.arm(calls, fault, pattern, first=first, times=times)
         try:
             yield self
@@ -114,11 +120,11 @@ class IoFaults:
             self.disarm(0)
 
     def fired(self, rule: int = 0) -> int:
-        """How often the rule struck since it was armed."""
+        """How often the rule applied since it was set."""
         return int(self._control.rules[rule].fired)
 
     def hanging(self, rule: int = 0) -> int:
-        """Threads that hang in it now."""
+        """Threads that hang in the shim now."""
         return int(self._control.rules[rule].hanging)
 
     @property
@@ -128,12 +134,12 @@ class IoFaults:
 
     @property
     def synced_again(self) -> int:
-        """Syncs of a file whose sync had failed."""
+        """Syncs of files after a failed sync."""
         return int(self._control.synced_again)
 
 
 def compiled(directory: Path) -> Path:
-    """The shim as a library in this directory; skips the test without gcc."""
+    """The shim, compiled into this directory. Skips the test without gcc."""
     library = directory / "iofault.so"
     if library.exists():
         return library

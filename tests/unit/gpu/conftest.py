@@ -9,7 +9,7 @@ from tests.unit.kernels.fake_driver import fake_environment
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Children find the fake driver; what else the test sets, they find too."""
+    """Child processes load the fake driver and inherit every other variable that the test sets."""
     for name, value in fake_environment().items():
         monkeypatch.setenv(name, value)
     return monkeypatch

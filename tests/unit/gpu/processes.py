@@ -1,4 +1,4 @@
-"""GPU processes on the fake driver, and what a daemon and its workers have of them."""
+"""GPU processes on the fake driver, and the helpers that tests of a daemon and its workers share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tierd.gpu.protocol import PIECE
 SLAB = 2 << 20
 """The fake driver's granularity."""
 PATIENCE_S = 100.0
-"""Nobody hangs here unless it is said."""
+"""No test runs into this patience unless it says so."""
 HOST, LENGTH = 7, 1 << 20
 RAGGED = (1, 0, 4096, 4095, 300_001, 262_145, 2)
 """Bytes of pages: none, one, a page and its neighbours, more than a slice."""
 
 
 class Owner:
-    """What owns a GPU process: told of its death, once."""
+    """The owner of a GPU process: it is notified of the death, once."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
 
     def process(self, *, patience_s: float = PATIENCE_S) -> GpuProcess:
-        """Not yet started."""
+        """A process that has not started."""
         return GpuProcess(0, patience_s=patience_s, on_death=self.told.append)
 
 
@@ -37,7 +37,7 @@ class Owner:
 async def running(
     *, patience_s: float = PATIENCE_S, slabs: Mapping[int, tuple[int, int]] = {}
 ) -> AsyncIterator[tuple[GpuProcess, Owner]]:
-    """One that has started, ended in the end."""
+    """A process that has started; it is stopped at the end of the block."""
     owner = Owner()
     gpu = owner.process(patience_s=patience_s)
     await gpu.start(slabs=slabs)
@@ -48,7 +48,7 @@ async def running(
 
 
 def memory(length: int = LENGTH, *, seed: int | None = None) -> int:
-    """The descriptor of host memory: zeros, or bytes by a seed."""
+    """The descriptor of host memory: zeros, or random bytes from a seed."""
     fd = os.memfd_create("host")
     os.ftruncate(fd, length)
     if seed is not None:
@@ -57,7 +57,7 @@ def memory(length: int = LENGTH, *, seed: int | None = None) -> int:
 
 
 def pieces_of(lengths: Sequence[int] = RAGGED, *, slab: int = 1, layers: int = 1, gap: int = 4096) -> np.ndarray:
-    """Pages of these lengths behind each other on the slab, turned round on the host."""
+    """Pages of these lengths, one after another on the slab, in reverse order on the host."""
     pieces = np.zeros(len(lengths), PIECE)
     pieces["slab"], pieces["host"], pieces["layers"], pieces["length"] = slab, HOST, layers, lengths
     for side, order in (("slab_offset", np.arange(len(lengths))), ("host_offset", np.arange(len(lengths))[::-1])):
@@ -67,12 +67,12 @@ def pieces_of(lengths: Sequence[int] = RAGGED, *, slab: int = 1, layers: int = 1
 
 
 def bytes_at(fd: int, pieces: np.ndarray, side: str) -> list[bytes]:
-    """What lies there, piece by piece, past everybody. side: slab or host."""
+    """The stored bytes, piece by piece, read without any process in between. side: slab or host."""
     return [os.pread(fd, int(piece["length"]), int(piece[f"{side}_offset"])) for piece in pieces]
 
 
 def sums_of(fd: int, pieces: np.ndarray, side: str) -> list[list[int]]:
-    """The slice tables of what lies there."""
+    """The slice tables of the stored bytes."""
     each = zip(bytes_at(fd, pieces, side), pieces, strict=True)
     return [
         slice_sums(data, slice_lengths(int(piece["length"]), int(piece["layers"]))).tolist() for data, piece in each
@@ -80,12 +80,12 @@ def sums_of(fd: int, pieces: np.ndarray, side: str) -> list[list[int]]:
 
 
 def lists(tables: Sequence[np.ndarray]) -> list[list[int]]:
-    """Slice tables, to be compared."""
+    """Slice tables as lists, for comparison."""
     return [table.tolist() for table in tables]
 
 
 def descriptors(pid: int | str = "self") -> dict[str, str]:
-    """What a process has open, by number."""
+    """The files that a process has open, by descriptor number."""
     folder = f"/proc/{pid}/fd"
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries]
@@ -93,6 +93,6 @@ def descriptors(pid: int | str = "self") -> dict[str, str]:
     for name in names:
         try:
             found[name] = os.readlink(f"{folder}/{name}")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return found

@@ -1,6 +1,7 @@
-"""Which way bytes go between host and device, and that they arrive whichever: small pages by the kernel, the others by the copy engines.
+"""The way of bytes between host and device: a kernel copies small pages, the copy engines the rest.
 
-On the fake driver a launch, like a copy, runs when somebody waits for it and not before, so a wait that is missing leaves bytes behind. COPIES_SEED runs a seed again.
+Bytes arrive by either way. On the fake driver a launch, like a copy, runs only when a caller waits
+for it. A missing wait therefore loses bytes. COPIES_SEED runs one seed again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tools.fake_cuda import build_fatbins
 SEED = int(os.environ.get("COPIES_SEED", "1"))
 ALL, NONE = {True: 1 << 30, False: 1 << 30}, {True: 0, False: 0}
 ROOM = 8 << 20
-"""Of the slab, and of the host's memory."""
+"""Bytes of the slab, and of the host memory."""
 SLOW_US = "2000"
-"""What the copy engines take for each piece, where the kernel is to be sooner."""
+"""Microseconds per piece for the copy engines, in tests in which the kernel must be faster."""
 
 
 def opened(*, gather_bytes: Mapping[bool, int] | None = None, seed: int = 5) -> tuple[Engine, int, int]:
-    """An engine with the kernels, slab 1 and host memory; their descriptors. gather_bytes: instead of what was measured."""
+    """An engine, and the descriptors of slab 1 and host memory. gather_bytes: overrides measured limits."""
     os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
     engine = Engine(0)
     if gather_bytes is not None:
@@ -45,7 +46,7 @@ def opened(*, gather_bytes: Mapping[bool, int] | None = None, seed: int = 5) -> 
 
 
 def closed(engine: Engine, *descriptors: int) -> None:
-    """All is given back, to the driver too."""
+    """The engine and the driver have released everything."""
     for fd in descriptors:
         os.close(fd)
     engine.close()
@@ -53,7 +54,7 @@ def closed(engine: Engine, *descriptors: int) -> None:
 
 
 def scattered(rng: np.random.Generator, number: int, longest: int) -> Any:
-    """Pieces of random lengths, at random places of any alignment on both sides, none over another."""
+    """Pieces of random lengths at random offsets of any alignment on both sides, none overlapping."""
     pieces = pieces_of([0] * number)
     pieces["length"] = rng.integers(0, longest + 1, number)
     pieces["length"][rng.random(number) < 0.5] &= ~np.uint32(15)
@@ -65,12 +66,12 @@ def scattered(rng: np.random.Generator, number: int, longest: int) -> Any:
 
 
 def images(slab: int, host: int) -> list[bytearray]:
-    """All bytes of both."""
+    """All bytes of the slab and of the host memory."""
     return [bytearray(os.pread(fd, ROOM, 0)) for fd in (slab, host)]
 
 
 def check_copies(engine: Engine, slab: int, host: int, pieces: Any) -> None:
-    """There, and back to where the host has something else by now: every byte of both sides is as it must be, and no other changes."""
+    """Copies to the device, then back over other host bytes: the pieces' bytes change, and no others."""
     want = images(slab, host)
     for to_device in (True, False):
         to, of = (0, 1) if to_device else (1, 0)
@@ -97,25 +98,25 @@ def check_random_copies(gather_bytes: Mapping[bool, int]) -> None:
 
 @on_fake_driver()
 def test_gathered_bytes_are_right() -> None:
-    """Random runs by the kernel, at odd addresses and of odd lengths too: each byte arrives, and none beside them changes."""
+    """The kernel copies random runs, odd addresses and lengths too: every byte arrives, no other changes."""
     check_random_copies(ALL)
 
 
 @on_fake_driver()
 def test_bytes_of_the_copy_engines_are_right() -> None:
-    """The same runs by the engines."""
+    """The copy engines copy the same runs correctly."""
     check_random_copies(NONE)
 
 
 @on_fake_driver()
 def test_bytes_of_both_ways_in_one_call_are_right() -> None:
-    """The same again, short ones by the kernel and long ones by the engines, under one event."""
+    """One call gathers short runs, copies long ones by the engines, and waits on one event for both."""
     check_random_copies({True: 1500, False: 2500})
 
 
 @on_fake_driver()
 def test_threads_gather_at_one_time() -> None:
-    """More threads than launches may be under way: what one is told of its runs is not overwritten by another before its kernel has read it."""
+    """With more threads than launches, none overwrites a run list that a kernel has not read."""
     engine, slab, host = opened(gather_bytes=ALL)
     faults = list[BaseException]()
 
@@ -146,7 +147,7 @@ def test_threads_gather_at_one_time() -> None:
 
 
 class Watched:
-    """The memory of one launch, as `Gather` keeps it: how much was under way when it was given back."""
+    """The memory of one launch, as `Gather` keeps it. It records how much was pending on each put."""
 
     def __init__(self, told: Any) -> None:
         self._told, self.pending = told, list[int]()
@@ -160,7 +161,7 @@ class Watched:
 
 @on_fake_driver()
 def test_what_a_kernel_is_told_stays_until_it_has_ended() -> None:
-    """Its memory is free for the next launch when nothing of this one is under way, whether it went well or not."""
+    """A launch's memory is free again only when nothing of it is pending, after success or failure."""
     engine, slab, host = opened(gather_bytes=ALL)
     gather: Any = engine.copies._gather
     free = gather._free
@@ -174,24 +175,24 @@ def test_what_a_kernel_is_told_stays_until_it_has_ended() -> None:
     closed(engine, slab, host)
 
 
-# -- what was measured
+# -- measurement
 
 
 class Clock:
-    """Copies that take as long as a table says: seconds of the kernel for a run of each length, and 10 more when it is first asked for one; the engines take 1."""
+    """Copies with given times: a table's for the kernel, 10 s more in its first call; 1 s for engines."""
 
     def __init__(self, device: Device, to_device: Sequence[float], from_device: Sequence[float]) -> None:
         self._device, self._times = device, {True: to_device, False: from_device}
         self.asked: list[tuple[Way, int]] = []
 
     def seconds(self, way: Way, runs: Runs, *, to_device: bool) -> float:
-        """As those of Copies."""
+        """Same signature as `Copies.seconds`."""
         (length,) = set(runs.lengths.tolist())
         assert len(runs.lengths) == RUNS_MIN
         there, here = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
         self._device.call(
             self._device.cuda.cuMemcpyDtoH, int(here[0]), int(there[0]), length
-        )  # refused but from the device's
+        )  # the driver refuses it unless the address is on the device
         self._device.call(self._device.cuda.cuMemcpyHtoD, int(there[0]), int(here[0]), length)
         is_first = (way, length) not in self.asked
         self.asked.append((way, length))
@@ -200,8 +201,8 @@ class Clock:
 
 @on_fake_driver()
 def test_the_limit_is_the_last_length_before_the_engines_are_as_quick() -> None:
-    """Each direction by itself; of each the best call counts, not the one that brings code to the GPU; what comes behind such a length does not matter and is not
-    tried, and buffers are given back."""
+    """The kernel's limit in each direction is the last length before the first at which the engines
+    are as fast. The best call counts, not the first, which loads code. Longer ones are not tried."""
     engine, *descriptors = opened(gather_bytes=NONE)
     before, device = counts(), engine.device
     cutover.ROUND_S = 0.0  # as if each call took longer
@@ -218,18 +219,18 @@ def test_the_limit_is_the_last_length_before_the_engines_are_as_quick() -> None:
 
 
 def strike(what: str) -> None:
-    """From now on the driver refuses this."""
+    """From now on the driver refuses this call."""
     os.environ["TIERD_FAKE_CUDA_STRIKE"] = what
 
 
 def many(length: int) -> Any:
-    """As many pages of a length as are gathered at least."""
+    """The smallest number of pages of a length that is gathered."""
     return pieces_of([length] * RUNS_MIN, gap=4096)
 
 
 @on_fake_driver(TIERD_FAKE_CUDA_PIECE_US=SLOW_US)
 def test_where_the_kernel_is_sooner_small_pages_go_by_it() -> None:
-    """Both ways, and the facts say up to which length; longer pages, and few, go by the engines."""
+    """The kernel copies small pages both ways, up to the limit in the facts; the engines copy the rest."""
     engine, slab, host = opened()
     facts = engine.facts()
     assert (facts["gather_load_bytes"], facts["gather_store_bytes"]) == (SIZES[-1], SIZES[-1])
@@ -246,7 +247,7 @@ def test_where_the_kernel_is_sooner_small_pages_go_by_it() -> None:
 
 @on_fake_driver()
 def test_where_the_engines_are_sooner_nothing_is_gathered() -> None:
-    """The fake driver's engines are quicker than its kernels: that is measured and told, and nothing is less than the best."""
+    """The fake driver's engines beat its kernels, so the limits are 0, and that gives no notice."""
     engine, slab, host = opened()
     facts = engine.facts()
     assert (facts["gather_load_bytes"], facts["gather_store_bytes"]) == (0, 0)
@@ -254,11 +255,11 @@ def test_where_the_engines_are_sooner_nothing_is_gathered() -> None:
     check_engines_alone(engine, slab, host)
 
 
-# -- where nothing can be gathered
+# -- nothing can be gathered
 
 
 def check_engines_alone(engine: Engine, slab: int, host: int) -> None:
-    """Small pages arrive both ways, and no kernel has copied them."""
+    """Small pages arrive both ways without a kernel."""
     pieces = many(4096)
     lengths = pieces["length"].astype(np.uint64)
     data = bytes_at(host, pieces, "host")
@@ -275,14 +276,14 @@ def check_engines_alone(engine: Engine, slab: int, host: int) -> None:
 
 
 def only_notice(engine: Engine) -> str:
-    """The one about small pages."""
+    """The only notice about small pages."""
     (notice,) = (notice for notice in engine.facts()["notices"] if "small pages" in notice)
     return str(notice)
 
 
 @on_fake_driver(TIERD_FAKE_CUDA_WITHOUT="host pointers", TIERD_FAKE_CUDA_PIECE_US=SLOW_US)
 def test_a_gpu_that_does_not_find_the_hosts_memory_gathers_nothing() -> None:
-    """Its kernels would need other addresses: it is said, and the engines copy."""
+    """Its kernels would need other addresses: a notice says so, and the engines copy."""
     engine, slab, host = opened()
     assert "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0" in only_notice(engine)
     check_engines_alone(engine, slab, host)
@@ -290,7 +291,7 @@ def test_a_gpu_that_does_not_find_the_hosts_memory_gathers_nothing() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_BYTES=str(SLAB), TIERD_FAKE_CUDA_PIECE_US=SLOW_US)
 def test_without_room_to_measure_nothing_is_gathered() -> None:
-    """A GPU that is full: it is said, and nothing is left of the attempt."""
+    """On a full GPU a notice says so, and the attempt frees all its memory."""
     os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
     engine = Engine(0)
     assert "cuMemAlloc gave CUDA_ERROR_OUT_OF_MEMORY" in only_notice(engine)
@@ -300,7 +301,7 @@ def test_without_room_to_measure_nothing_is_gathered() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_STRIKE="cuLaunchKernel:1:e701")
 def test_a_kernel_that_cannot_be_launched_is_not_chosen() -> None:
-    """Found when it is measured: it is said, and copies go by the engines."""
+    """A launch that fails during measurement gives a notice, and the engines copy."""
     engine, slab, host = opened()
     assert "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" in only_notice(engine)
     assert engine.copies.gather_bytes == NONE
@@ -309,7 +310,7 @@ def test_a_kernel_that_cannot_be_launched_is_not_chosen() -> None:
 
 @on_fake_driver()
 def test_without_kernels_nothing_is_gathered() -> None:
-    """Where tierd was built without nvcc: it is said, and the engines copy."""
+    """When tierd is built without nvcc, a notice says so and the engines copy."""
     os.environ["TIERD_FATBINS_FOLDER"] = "/nonexistent"  # a checkout may have some
     engine = Engine(0)
     slab, host = engine.slabs.make(1, ROOM), memory(ROOM, seed=5)
@@ -320,7 +321,7 @@ def test_without_kernels_nothing_is_gathered() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_PIECE_US=SLOW_US)
 def test_memory_that_is_not_registered_is_not_gathered() -> None:
-    """A kernel could not reach it."""
+    """A kernel could not reach that memory, so the engines copy."""
     os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
     engine = Engine(0)
     assert engine.copies.gather_bytes == {True: SIZES[-1], False: SIZES[-1]}
@@ -330,12 +331,12 @@ def test_memory_that_is_not_registered_is_not_gathered() -> None:
     check_engines_alone(engine, slab, host)
 
 
-# -- what fails
+# -- failures
 
 
 @on_fake_driver()
 def test_a_launch_that_fails_fails_its_call_and_leaves_nothing() -> None:
-    """TierFailed, whatever the driver says; nothing is under way, what the kernel was told is free again, and later calls work."""
+    """Any driver error raises TierFailed; nothing is pending, the run list is free, later calls work."""
     engine, slab, host = opened(gather_bytes=ALL)
     pieces, before = many(4096), images(slab, host)
     for error in ("e1", "e2", "e400", "e701", "e719"):
@@ -352,7 +353,7 @@ def test_a_launch_that_fails_fails_its_call_and_leaves_nothing() -> None:
 
 @on_fake_driver()
 def test_a_kernel_that_faults_fails_its_call() -> None:
-    """At an address that nobody has the event tells it, the call fails, and the context is lost: no success is told."""
+    """At an unmapped address the event reports the fault: the call fails and the context is lost."""
     engine, *_ = opened(gather_bytes=ALL)
     places = np.arange(RUNS_MIN, dtype=np.uint64) << np.uint64(12)
     runs = Runs(places + np.uint64(1 << 46), places + np.uint64(1 << 45), np.full(RUNS_MIN, 4096, np.uint64))
@@ -365,7 +366,7 @@ def test_a_kernel_that_faults_fails_its_call() -> None:
 
 
 async def test_the_process_tells_its_limits_and_gathers(driver: pytest.MonkeyPatch) -> None:
-    """Through the whole of it: facts, loads and stores of more pages than are few."""
+    """The whole process: facts, then loads and stores of enough pages to gather."""
     driver.setenv("TIERD_FATBINS_FOLDER", str(build_fatbins()))
     driver.setenv("TIERD_FAKE_CUDA_PIECE_US", SLOW_US)
     gpu = Owner().process(patience_s=PATIENCE_S)

@@ -1,6 +1,7 @@
-"""The GPU process dies or hangs at each step: whoever waits is told, the slabs hold what they held, and nothing is left.
+"""The GPU process dies or hangs at each step: callers get errors, slabs keep bytes, nothing leaks.
 
-TIERD_FAKE_CUDA_STRIKE ends it within a chosen call of the driver, so that every step is met. What each step is to its owner is in `life`.
+TIERD_FAKE_CUDA_STRIKE ends it within a chosen call of the driver, so the tests reach every step.
+`Life.live` lists the steps of an owner.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from tierd.gpu.process import GpuProcess
 pytestmark = pytest.mark.usefixtures("driver")
 LIMIT_S = 100
 PATIENCE_S = 0.5
-"""Where somebody hangs."""
+"""Patience in tests in which the process hangs."""
 CALLS = 50
-"""Of the driver in a life, at least."""
+"""Least number of driver calls in one life."""
 STEPS = {
     "begin": ("cuInit:1", "cuStreamCreate:3", "cuMemGetInfo:1"),
     "make": ("cuMemCreate:1", "cuMemSetAccess:1", "cuEventSynchronize:1", "cuMemExportToShareableHandle:1"),
@@ -48,11 +49,11 @@ STEPS = {
     "drop": ("cuMemUnmap:1",),
     "detach": ("cuMemHostUnregister:1",),
 }
-"""In which call of the driver the process dies, by what it is at."""
+"""For each step, the driver calls within which the process dies."""
 
 
 class Life:
-    """What an owner has asked of a GPU process so far. host: the descriptor of host memory; slab: that of slab 1."""
+    """An owner's requests to a GPU process so far. host, slab: descriptors of host memory and of slab 1."""
 
     def __init__(self, host: int) -> None:
         self.host, self.slab = host, -1
@@ -62,7 +63,7 @@ class Life:
         self.back["host_offset"] += LENGTH
 
     async def live(self, gpu: GpuProcess) -> None:
-        """Each step once; done names those that ended well."""
+        """Runs each step once; `done` names the steps that succeeded."""
         await self.step("begin", gpu.start())
         self.slab = await self.step("make", gpu.make(1, 2 * SLAB))
         await self.step("attach", gpu.attach(HOST, self.host, 2 * LENGTH))
@@ -78,7 +79,7 @@ class Life:
         return answer
 
     async def successor(self) -> None:
-        """Another process takes the slab over: it holds what was loaded, or may be loaded again."""
+        """Another process adopts the slab: it holds the loaded bytes, or the owner can load them again."""
         async with running(slabs={1: (self.slab, 2 * SLAB)}) as (gpu, _):
             if "load" in self.done:
                 assert lists(await gpu.sums(self.pieces)) == sums_of(self.host, self.pieces, "host")
@@ -90,7 +91,8 @@ class Life:
 
 
 async def struck(strike: str, monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
-    """The steps that ended well before the process died within this call of the driver; None if it made no such call. Checks what is promised of a death."""
+    """Dies within this driver call. Checks the promises of a death and returns the steps that
+    succeeded, or None if the process made no such call."""
     before, owner, life = descriptors(), Owner(), Life(memory(2 * LENGTH, seed=4))
     monkeypatch.setenv("TIERD_FAKE_CUDA_STRIKE", strike)
     gpu, is_dead = owner.process(), False
@@ -115,7 +117,7 @@ async def struck(strike: str, monkeypatch: pytest.MonkeyPatch) -> list[str] | No
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_kill_at_each_step_is_survived(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked fails with TierFailed, what ended before it holds, and the next process finds the slab's bytes."""
+    """Pending requests raise TierFailed, earlier results hold, and the next process reads the slab."""
     for call in STEPS[step]:
         done = await struck(f"{call}:9", monkeypatch)
         assert done == list(STEPS)[: list(STEPS).index(step)], call
@@ -124,7 +126,7 @@ async def test_a_kill_at_each_step_is_survived(step: str, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_a_kill_in_each_call_of_the_driver_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, from the first call of a life to the last."""
+    """The same for every driver call, from the first of a life to the last."""
     call, deaths, step = 1, 0, max(1, CALLS // count(test=10, nightly=CALLS, weekly=CALLS))
     while (await struck(f"*:{call}:9", monkeypatch)) is not None:
         call, deaths = call + step, deaths + 1
@@ -133,7 +135,7 @@ async def test_a_kill_in_each_call_of_the_driver_is_survived(monkeypatch: pytest
 
 
 async def test_all_that_wait_are_told_and_the_owner_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many calls of every kind under way when it is killed: each fails with TierFailed, none before the process is gone."""
+    """A kill fails every pending call with TierFailed, none of them before the process is gone."""
     owner, host = Owner(), memory(seed=1)
     gpu = owner.process()
     await gpu.start()
@@ -160,7 +162,7 @@ async def test_all_that_wait_are_told_and_the_owner_once(monkeypatch: pytest.Mon
 
 
 async def test_a_process_that_hangs_is_killed_when_patience_ends() -> None:
-    """It stands still: the call that waits fails after its patience, the process is gone, its slab goes on in the next one."""
+    """A stopped process: its call fails when patience ends, it is gone, and other processes work on."""
     async with running(patience_s=PATIENCE_S) as (hung, owner), running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
         stand_still(hung.pid)
@@ -180,7 +182,7 @@ async def test_a_process_that_hangs_is_killed_when_patience_ends() -> None:
 
 
 async def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the driver's first call: start fails after its own patience, and nobody is told of a death."""
+    """A hang in the first driver call: start fails after its own patience, and no death is reported."""
     before, owner = descriptors(), Owner()
     monkeypatch.setenv("TIERD_FAKE_CUDA_STRIKE", f"cuInit:1:{int(signal.SIGSTOP)}")
     gpu = GpuProcess(0, patience_s=100, on_death=owner.told.append, start_patience_s=3)
@@ -192,7 +194,7 @@ async def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("call", ["cuEventSynchronize:1", "cuEventSynchronize:2", "cuMemHostRegister:1"])
 async def test_a_lost_context_ends_the_process(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error after which nothing runs on the GPU: the process ends by itself, the call fails with what the driver said and no sooner, and its owner hears why."""
+    """After a fatal GPU error the process exits by itself; then call and owner get the driver's error."""
     monkeypatch.setenv("TIERD_FAKE_CUDA_STRIKE", f"{call}:e700")
     owner, life = Owner(), Life(memory(2 * LENGTH, seed=4))
     gpu = owner.process()
@@ -209,7 +211,7 @@ async def test_a_lost_context_ends_the_process(call: str, monkeypatch: pytest.Mo
 
 
 async def test_slabs_that_cannot_be_taken_over_end_the_start() -> None:
-    """A descriptor that is no slab: TierFailed that names it, and nothing is left of the start."""
+    """A descriptor of no slab raises TierFailed that names the slab, and the start closes its descriptors."""
     before = descriptors()
     other = memory()
     owner = Owner()
@@ -221,7 +223,7 @@ async def test_slabs_that_cannot_be_taken_over_end_the_start() -> None:
 
 
 def parent(is_stopped: str) -> None:
-    """A daemon that has a GPU process and never ends by itself; it may stand still when its daemon dies."""
+    """A daemon that owns a GPU process and never ends by itself. is_stopped: the process is stopped."""
 
     async def live() -> None:
         gpu = Owner().process()
@@ -236,7 +238,7 @@ def parent(is_stopped: str) -> None:
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_it_does_not_outlive_its_daemon(is_stopped: bool) -> None:
-    """SIGKILL of the daemon ends it, by its socket, or by the kernel when it cannot look after that."""
+    """SIGKILL of the daemon ends it: by its closed socket, or by the kernel if the process is stopped."""
     with subprocess.Popen(command(parent, is_stopped), stdout=subprocess.PIPE, text=True) as daemon:
         pid = int(daemon.stdout.readline())
         pidfd = os.pidfd_open(pid)

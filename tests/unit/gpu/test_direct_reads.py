@@ -1,4 +1,5 @@
-"""Direct reads in a GPU process, on the fake driver and the fake cuFile, which ends whoever gives things back in a wrong order."""
+"""Direct reads in a GPU process, on the fake driver and the fake cuFile. The fake cuFile aborts a
+process that releases resources in a wrong order."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ LENGTHS = (4096, 1, 4095, 300_001, 0)
 
 @pytest.fixture
 def orders(driver: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """What reads meet with; they are direct unless a test says otherwise."""
+    """The file that gives the fake cuFile its orders; reads are direct unless a test says otherwise."""
     path = tmp_path / "orders"
     driver.setenv("TIERD_FAKE_CUFILE", "nvfs")
     driver.setenv("TIERD_FAKE_CUFILE_ORDERS", str(path))
@@ -41,13 +42,13 @@ def orders(driver: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def order(orders: Path, word: str) -> None:
-    """What reads meet with from now on."""
+    """Sets the fault of all reads from now on."""
     orders.write_text(word)
 
 
 @asynccontextmanager
 async def reading(folder: Path) -> AsyncIterator[tuple[GpuProcess, int, bytes]]:
-    """A process with slab 1 that has opened a file: the slab's descriptor, and what the file has."""
+    """A process with slab 1 and an open file: yields it, the slab's descriptor and the file's bytes."""
     content, path = np.random.default_rng(3).bytes(BYTES), folder / "file"
     path.write_bytes(content)
     async with running() as (gpu, _):
@@ -68,7 +69,7 @@ async def opened(gpu: GpuProcess, path: Path, *, number: int = FILE, flags: int 
 
 
 def reads_of(lengths: tuple[int, ...] = LENGTHS) -> np.ndarray:
-    """READ: in the file in this order, on the slab in the other."""
+    """READ: in this order in the file, in reverse order on the slab."""
     reads = np.zeros(len(lengths), READ)
     reads["file"], reads["slab"], reads["layers"], reads["length"] = FILE, 1, 1, lengths
     reads["room"] = -(-np.array(lengths) // 4096) * 4096
@@ -83,7 +84,7 @@ def sums_of(content: bytes, reads: np.ndarray) -> list[list[int]]:
 
 
 async def test_files_come_into_slabs(orders: Path, tmp_path: Path) -> None:
-    """Blocks of every length lie where they were wanted, to the byte, with the sums of what lies there; beside their rooms nothing has changed."""
+    """Blocks of every length arrive at their offsets with right sums; no byte outside their rooms changes."""
     async with reading(tmp_path) as (gpu, slab, content):
         reads = reads_of((4096, 1, 4095, 300_001))
         reads["slab_offset"] = reads["file_offset"] + 8192
@@ -107,7 +108,7 @@ async def test_files_come_into_slabs(orders: Path, tmp_path: Path) -> None:
     ],
 )
 async def test_a_wrong_piece_moves_nothing(orders: Path, tmp_path: Path, name: str, value: int, words: str) -> None:
-    """One read that is not of whole pages, or passes an end, or names what is not there: the call is refused before a byte moves."""
+    """One read that is misaligned, out of range or names an unknown object: the call moves no byte."""
     async with reading(tmp_path) as (gpu, slab, _):
         reads = reads_of((4096, 4096))
         reads[name][1] = value
@@ -117,7 +118,7 @@ async def test_a_wrong_piece_moves_nothing(orders: Path, tmp_path: Path, name: s
 
 
 async def test_a_room_beyond_an_end_is_refused(orders: Path, tmp_path: Path) -> None:
-    """What is read is the room, so that must lie within slab and file, not the block's bytes alone."""
+    """cuFile reads the whole room, so the room must fit slab and file, not only the block's bytes."""
     async with reading(tmp_path) as (gpu, _, _):
         for name, end in (("slab_offset", SLAB), ("file_offset", BYTES)):
             reads = reads_of((1,))
@@ -128,7 +129,7 @@ async def test_a_room_beyond_an_end_is_refused(orders: Path, tmp_path: Path) -> 
 
 @on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
 def test_an_engine_gives_cufile_back() -> None:
-    """After files came and went, and some stayed, cuFile has nothing left when the engine closes, and neither has the driver."""
+    """After files were opened and closed, the closing engine releases all of cuFile and the driver."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "file"
         path.write_bytes(bytes(BYTES))
@@ -156,7 +157,7 @@ def test_an_engine_gives_cufile_back() -> None:
     ],
 )
 async def test_what_failed_has_no_sums(orders: Path, tmp_path: Path, word: str, said: str) -> None:
-    """Each read that cuFile failed or cut short is named, with its reason, and has no sums; the process lives on."""
+    """Each read that fails or comes short is named with its reason and has no sums; the process lives."""
     async with reading(tmp_path) as (gpu, _, content):
         reads = reads_of((4096, 8192, 0))
         order(orders, word)
@@ -170,7 +171,7 @@ async def test_what_failed_has_no_sums(orders: Path, tmp_path: Path, word: str, 
 
 
 async def test_wrong_bytes_have_their_own_sums(orders: Path, tmp_path: Path) -> None:
-    """Sums are of what lies on the device, so that who knows the block sees that it is not."""
+    """Sums describe the bytes on the device, so a caller that knows the block detects wrong bytes."""
     async with reading(tmp_path) as (gpu, slab, content):
         reads = reads_of((4096,))
         order(orders, "wrong")
@@ -180,7 +181,7 @@ async def test_wrong_bytes_have_their_own_sums(orders: Path, tmp_path: Path) -> 
 
 
 async def test_everything_is_given_back_in_order(orders: Path, tmp_path: Path) -> None:
-    """Slabs that were read into are dropped, files closed, the same numbers taken again, round after round, with as many descriptors as before; what is gone is refused."""
+    """Rounds of read, close, drop and reuse leak no descriptor, and a closed file is refused."""
     async with reading(tmp_path) as (gpu, _, _):
         before = len(descriptors(gpu.pid))
         for _ in range(5):
@@ -197,7 +198,7 @@ async def test_everything_is_given_back_in_order(orders: Path, tmp_path: Path) -
 
 
 async def test_a_slab_goes_when_its_reads_have_ended(orders: Path, tmp_path: Path) -> None:
-    """A drop, and the close of a file, wait for the read that is under way."""
+    """A drop and the close of a file wait for the read in progress."""
     async with reading(tmp_path) as (gpu, _, content):
         order(orders, "hang")
         reads = reads_of((4096,))
@@ -222,7 +223,7 @@ async def test_a_slab_goes_when_its_reads_have_ended(orders: Path, tmp_path: Pat
 async def test_what_is_not_direct_is_unsupported(
     driver: pytest.MonkeyPatch, orders: Path, tmp_path: Path, way: str, without: str, said: str
 ) -> None:
-    """A probe says why, whatever else works, and leaves nothing behind."""
+    """A probe of an indirect way raises Unsupported with the reason, and leaks nothing."""
     driver.setenv("TIERD_FAKE_CUFILE", way)
     driver.setenv("TIERD_FAKE_CUDA_WITHOUT", without)
     async with running() as (gpu, _):
@@ -233,7 +234,7 @@ async def test_what_is_not_direct_is_unsupported(
 
 
 async def test_wrong_bytes_fail_a_probe(driver: pytest.MonkeyPatch, orders: Path, tmp_path: Path) -> None:
-    """A way that brings other bytes than the file has is none, by whatever it came."""
+    """A way that returns other bytes than the file's fails the probe, whichever way it was."""
     driver.setenv("TIERD_FAKE_CUFILE", "wrong")
     async with running() as (gpu, _):
         with probe_file(tmp_path) as probed, pytest.raises(TierFailed, match="other bytes"):
@@ -243,7 +244,7 @@ async def test_wrong_bytes_fail_a_probe(driver: pytest.MonkeyPatch, orders: Path
 async def test_without_the_library_it_is_said_what_to_install(
     driver: pytest.MonkeyPatch, orders: Path, tmp_path: Path
 ) -> None:
-    """Where there is a driver and no libcufile a probe names the remedy."""
+    """With a driver but no libcufile, a probe names the remedy."""
     (tmp_path / "libcuda.so.1").symlink_to(f"{os.environ['LD_LIBRARY_PATH']}/libcuda.so.1")
     driver.setenv("LD_LIBRARY_PATH", str(tmp_path))
     async with running() as (gpu, _):
@@ -252,7 +253,7 @@ async def test_without_the_library_it_is_said_what_to_install(
 
 
 async def test_nothing_is_read_before_a_probe(orders: Path, tmp_path: Path) -> None:
-    """Files cannot be opened where nobody has asked whether the way is direct; a file without O_DIRECT never."""
+    """No file opens before a probe has passed; a file without O_DIRECT never opens."""
     (tmp_path / "file").write_bytes(bytes(4096))
     async with running() as (gpu, _):
         with pytest.raises(InvalidArgument, match="probe first"):
@@ -264,7 +265,7 @@ async def test_nothing_is_read_before_a_probe(orders: Path, tmp_path: Path) -> N
 
 
 async def test_a_read_that_hangs_ends_its_process(orders: Path, tmp_path: Path) -> None:
-    """After the patience with it the process is killed, the reader told, and which verb it was is known."""
+    """When its patience ends, the process is killed, the reader gets an error, and `hung` names the verb."""
     (tmp_path / "file").write_bytes(bytes(4096))
     async with running(patience_s=0.5) as (gpu, owner):
         os.close(await gpu.make(1, SLAB))
@@ -279,7 +280,7 @@ async def test_a_read_that_hangs_ends_its_process(orders: Path, tmp_path: Path) 
 
 
 async def test_a_read_of_an_immortal_process_does_not_end(orders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with copies: as long as the process may still write into a slab, its reader waits."""
+    """As with copies: a reader waits as long as the process may still write into a slab."""
     monkeypatch.setattr(process, "REAP_S", 0.2)
     owner = Owner()
     gpu = owner.process(patience_s=0.5)

@@ -1,4 +1,4 @@
-"""What a GPU process does with the driver, inside of one process: every byte, and everything given back."""
+"""The GPU process's use of the driver, within one process: every byte, and every release."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.fake_cuda import build_fatbins
 
 
 def opened(*, seed: int = 5) -> tuple[Engine, int, int]:
-    """An engine with slab 1 and host memory; their descriptors."""
+    """An engine with slab 1 and host memory, and the descriptors of both."""
     engine = Engine(0)
     slab = engine.slabs.make(1, 2 * SLAB)
     host = memory(2 * LENGTH, seed=seed)
@@ -28,7 +28,7 @@ def opened(*, seed: int = 5) -> tuple[Engine, int, int]:
 
 
 def closed(engine: Engine, *descriptors: int) -> None:
-    """All is given back, to the driver and to the system."""
+    """The driver and the system have everything back."""
     for fd in descriptors:
         os.close(fd)
     engine.close()
@@ -37,7 +37,7 @@ def closed(engine: Engine, *descriptors: int) -> None:
 
 @on_fake_driver()
 def test_bytes_go_both_ways() -> None:
-    """Pages of every length arrive whole, on the device and back, and not a byte beside them changes."""
+    """Pages of every length arrive whole on the device and back, and no byte beside them changes."""
     engine, slab, host = opened()
     there, back = pieces_of(), pieces_of()
     back["host_offset"] += LENGTH
@@ -56,7 +56,7 @@ def test_bytes_go_both_ways() -> None:
 
 @on_fake_driver()
 def test_copies_in_one_call_may_adjoin_and_number_thousands() -> None:
-    """A run of pages without gaps, in any order, and as many pages as a call may have: each arrives."""
+    """Pages without gaps, in any order, up to the maximum of a call: each arrives."""
     engine, slab, host = opened()
     for lengths in ([4096] * 64, [3, 5] * 2048):
         pieces = pieces_of(lengths, gap=0)
@@ -70,7 +70,7 @@ def test_copies_in_one_call_may_adjoin_and_number_thousands() -> None:
 
 @on_fake_driver()
 def test_sums_are_those_of_the_bytes_on_the_device() -> None:
-    """After a load and when asked for, in the slices of the block; a byte that changes on the device changes its slice's sum alone."""
+    """A load and a request give the same slice sums; a changed device byte changes only its slice's sum."""
     engine, slab, host = opened()
     for layers in (1, 2, 36):
         pieces = pieces_of([9 * 36 * 4096, *RAGGED], layers=layers)
@@ -83,7 +83,7 @@ def test_sums_are_those_of_the_bytes_on_the_device() -> None:
     assert lists(changed[1:]) == lists(asked[1:])
     assert unpack_sums(engine.sums_of(b"")) == []
     twice = pieces_of([4096, 4096])
-    twice["slab_offset"] = 0  # one of the two stays there, whatever the host has
+    twice["slab_offset"] = 0  # one of the two stays there, over any host bytes
     loaded = unpack_sums(engine.copy(pack_pieces(twice), to_device=True))
     assert lists(loaded) == sums_of(slab, twice, "slab")
     closed(engine, slab, host)
@@ -91,7 +91,8 @@ def test_sums_are_those_of_the_bytes_on_the_device() -> None:
 
 @on_fake_driver()
 def test_the_kernel_sums_as_the_host_does() -> None:
-    """Where there is a library with it, which is said, and nothing is less than the best: loads and sums give the same tables, also of more slices than one launch takes."""
+    """The facts name the kernel and give no notice. Its tables equal the host's, also for more
+    slices than one launch takes."""
     os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
     sums.SLICES_MAX = 4
     engine, slab, host = opened()
@@ -107,7 +108,7 @@ def test_the_kernel_sums_as_the_host_does() -> None:
 
 @on_fake_driver()
 def test_more_is_summed_than_is_staged_at_once() -> None:
-    """Blocks of more bytes than staging has: their tables are right."""
+    """Tables of blocks larger than the staging buffer are right."""
     engine = Engine(0)
     length = 20 << 20
     slab = engine.slabs.make(1, length)
@@ -120,7 +121,7 @@ def test_more_is_summed_than_is_staged_at_once() -> None:
 
 @on_fake_driver()
 def test_a_slab_is_zero_when_its_descriptor_leaves() -> None:
-    """Though the driver's new memory is not. Who has a descriptor of it hands it on to nobody by accident."""
+    """A new slab is zero though the driver's memory is not, and its descriptor is close-on-exec."""
     engine = Engine(0)
     slab = engine.slabs.make(1, 3 * SLAB)
     assert os.pread(slab, 3 * SLAB + 1, 0) == bytes(3 * SLAB)
@@ -130,7 +131,8 @@ def test_a_slab_is_zero_when_its_descriptor_leaves() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_BYTES=str(4 * SLAB))
 def test_what_the_gpu_has_no_room_for_is_refused_and_leaves_nothing() -> None:
-    """Beyond the GPU's memory Overloaded, no matter how often; sizes that no slab can have and numbers that are taken are refused likewise; a drop makes room."""
+    """A slab beyond the GPU's memory is Overloaded, however often. Impossible sizes and used
+    numbers are InvalidArgument. Nothing leaks, and a drop makes room."""
     engine, slab, host = opened()
     before, descriptors = counts(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -154,7 +156,8 @@ def test_what_the_gpu_has_no_room_for_is_refused_and_leaves_nothing() -> None:
 
 @on_fake_driver()
 def test_a_slab_is_taken_over_with_what_it_holds() -> None:
-    """By its descriptor, which stays the giver's; what is no slab is refused, and nothing is left of the attempt."""
+    """An engine adopts a slab by a descriptor that the giver keeps. A descriptor of no slab, or a
+    wrong length, is refused and leaks nothing."""
     engine, slab, host = opened()
     pieces = pieces_of()
     engine.copy(pack_pieces(pieces), to_device=True)
@@ -173,7 +176,7 @@ def test_a_slab_is_taken_over_with_what_it_holds() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_STRIKE="cuMemHostRegister:0:e801")
 def test_a_refusal_to_register_is_said_and_bytes_arrive() -> None:
-    """The sentence names the driver's error and the remedy; copies both ways are right, by the driver's own detour."""
+    """The notice names the driver's error, and copies both ways are right over the driver's own detour."""
     engine = Engine(0)
     slab, host = engine.slabs.make(1, 2 * SLAB), memory(2 * LENGTH, seed=5)
     (notice,) = engine.hosts.attach(HOST, host, 2 * LENGTH)
@@ -191,7 +194,7 @@ def test_a_refusal_to_register_is_said_and_bytes_arrive() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_WITHOUT="cuMemcpyBatchAsync")
 def test_a_driver_without_batches_is_said_and_bytes_arrive() -> None:
-    """Copied one by one."""
+    """The engine copies the pieces one by one."""
     engine, slab, host = opened()
     assert any("no cuMemcpyBatchAsync" in notice for notice in engine.facts()["notices"])
     pieces = pieces_of()
@@ -201,7 +204,7 @@ def test_a_driver_without_batches_is_said_and_bytes_arrive() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_STRIKE="cuMemcpyBatchAsync:1:e2")
 def test_a_call_that_fails_leaves_nothing_under_way() -> None:
-    """A copy that the driver refuses is an error, its lane is empty and the next one works; slab and host memory can go."""
+    """A refused copy raises an error, its lane is empty, and the next copy works."""
     engine, slab, host = opened()
     pieces = pack_pieces(pieces_of())
     with pytest.raises(Overloaded, match="cuMemcpyBatchAsync"):
@@ -216,7 +219,7 @@ def test_a_call_that_fails_leaves_nothing_under_way() -> None:
 
 @on_fake_driver()
 def test_a_wait_that_the_driver_refuses_leaves_nothing_under_way() -> None:
-    """An event that cannot be recorded or waited for tells of no copy: the call fails when the copies have ended even so, and the next one works."""
+    """A refused event fails the call, but only after the copies have ended, and the next call works."""
     engine, slab, host = opened()
     pieces = pack_pieces(pieces_of())
     for call in ("cuEventRecord", "cuEventSynchronize"):
@@ -234,7 +237,7 @@ def test_a_wait_that_the_driver_refuses_leaves_nothing_under_way() -> None:
 
 @on_fake_driver()
 def test_work_that_nobody_can_wait_for_loses_the_gpu() -> None:
-    """Neither the event nor the stream tells when copies have ended: such a process must end, whatever else still works."""
+    """If neither the event nor the stream can report the end of copies, the process must exit."""
     engine, _, _ = opened()
     with pytest.raises(Overloaded), engine.lane.turn():
         os.environ["TIERD_FAKE_CUDA_STRIKE"] = "*:0:e2"
@@ -245,13 +248,13 @@ def test_work_that_nobody_can_wait_for_loses_the_gpu() -> None:
 
 @on_fake_driver(TIERD_FAKE_CUDA_STRIKE="cuMemHostAlloc:1:e2")
 def test_a_beginning_without_memory_is_refused() -> None:
-    """Pinned staging that is not to be had is Overloaded."""
+    """A refusal of pinned staging memory is Overloaded."""
     with pytest.raises(Overloaded, match="cuMemHostAlloc"):
         Engine(0)
 
 
 def copy_in_threads(rounds: int) -> None:
-    """Eight threads, each with pages of its own in one slab and one host memory, both ways: every byte, every sum."""
+    """Eight threads copy both ways, each its own pages of one slab and host memory; bytes and sums hold."""
     engine, slab, host = opened()
     faults = []
 
@@ -284,12 +287,12 @@ def copy_in_threads(rounds: int) -> None:
 
 @on_fake_driver()
 def test_threads_copy_at_one_time() -> None:
-    """With sums made on the host."""
+    """Threads copy at once while the host makes the sums."""
     copy_in_threads(20)
 
 
 @on_fake_driver()
 def test_threads_sum_at_one_time() -> None:
-    """With sums made by the kernel."""
+    """Threads copy at once while the kernel makes the sums."""
     os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
     copy_in_threads(5)

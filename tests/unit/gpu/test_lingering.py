@@ -1,4 +1,5 @@
-"""A GPU process that a killed driver call holds in the kernel: it is given up, but what its copies touch stays theirs until it is gone."""
+"""A killed GPU process that a driver call holds in the kernel: the owner gives it up. The memory of
+its copies stays reserved until it is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LIMIT_S = 15
 
 @pytest.fixture
 async def immortal(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuProcess, Owner]:
-    """One that stands still, and that its owner cannot kill."""
+    """A process that is stopped and that its owner cannot kill."""
     monkeypatch.setattr(process, "REAP_S", REAP_S)
     owner = Owner()
     gpu = owner.process(patience_s=PATIENCE_S)
@@ -33,7 +34,7 @@ async def immortal(monkeypatch: pytest.MonkeyPatch) -> tuple[GpuProcess, Owner]:
 
 
 async def test_copies_wait_until_it_is_gone(immortal: tuple[GpuProcess, Owner]) -> None:
-    """Its owner is told that it does not die, and whoever asked for sums; loads and stores end with the process and not before."""
+    """The owner and a caller of sums learn that it does not die; loads and stores end only with it."""
     gpu, owner = immortal
     copies = [asyncio.create_task(call(pieces_of())) for call in (gpu.load, gpu.store)]
     with pytest.raises(TierFailed, match="does not end"):
@@ -49,7 +50,7 @@ async def test_copies_wait_until_it_is_gone(immortal: tuple[GpuProcess, Owner]) 
 
 
 async def test_who_waits_for_a_turn_is_told(immortal: tuple[GpuProcess, Owner]) -> None:
-    """Copies that wait for its end have every turn: other calls, which were never sent, wait for nothing."""
+    """Copies that wait for its end hold every turn; calls that were never sent fail without waiting."""
     gpu, _ = immortal
     copies = [asyncio.create_task(gpu.load(pieces_of())) for _ in range(process.CALLS_MAX)]
     await asyncio.sleep(0)
@@ -64,7 +65,7 @@ async def test_who_waits_for_a_turn_is_told(immortal: tuple[GpuProcess, Owner]) 
 
 
 async def test_an_owner_that_ends_waits_no_longer(immortal: tuple[GpuProcess, Owner]) -> None:
-    """After stop nothing waits for it: its owner's successor does."""
+    """After stop no call waits for the process; the owner's successor does."""
     gpu, _ = immortal
     copy = asyncio.create_task(gpu.load(pieces_of()))
     await asyncio.sleep(0)

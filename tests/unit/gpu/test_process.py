@@ -36,18 +36,19 @@ from tierd.gpu.protocol import MESSAGE_BYTES, PIECE, PIECES_MAX, Inbox, frame
 pytestmark = pytest.mark.usefixtures("driver")
 LIMIT_S = 100
 FEW = 4
-"""Descriptors of a GPU process without slabs: what every program has, and its socket. On the fake driver a slab is one more, host memory none."""
+"""Descriptors of a GPU process without slabs: those of every program, and its socket. On the fake
+driver a slab adds one, host memory none."""
 
 
 def imported(fd: str) -> object:
-    """The bindings, and the handle of a slab that a worker was given."""
+    """The bindings, and the handle of a slab that a worker received."""
     cuda = entered()
     kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     return cuda, ok(cuda.cuMemImportFromShareableHandle(int(fd), kind))
 
 
 def write_through(fd: str, rights: str) -> None:
-    """A worker: maps a slab with these rights, reads its first byte, then writes to it by a copy of the GPU's, and says what the driver said."""
+    """A worker: maps a slab with these rights, reads it, writes to it on the GPU, prints the answer."""
     cuda, handle = imported(fd)
     address = mapped(cuda, handle, rights=rights)
     host, stream = int(ok(cuda.cuMemHostAlloc(64, 0))), ok(cuda.cuStreamCreate(1))
@@ -66,7 +67,7 @@ def worker(fd: int, rights: str) -> str:
 
 
 async def test_it_says_what_it_found() -> None:
-    """Name, memory, granularity, how slabs leave, how sums are made, and what is less than the best."""
+    """The facts give name, memory, granularity, export kind, way of sums, and notices of a shortfall."""
     async with running() as (gpu, _):
         facts = gpu.facts
     assert (facts.name, facts.total_bytes, facts.granularity, facts.exports) == ("Fake GPU", 8 << 30, SLAB, "vmm")
@@ -75,7 +76,7 @@ async def test_it_says_what_it_found() -> None:
 
 
 async def test_a_worker_maps_what_the_process_made() -> None:
-    """Through a mapping that may only read a worker reads what was loaded and can write nothing; through one that may write, the process sees what it wrote."""
+    """A worker reads loaded bytes read-only and cannot write; the process sees a permitted writer's bytes."""
     host = memory(seed=1)
     async with running() as (gpu, owner):
         slab = await gpu.make(1, SLAB)
@@ -93,7 +94,7 @@ async def test_a_worker_maps_what_the_process_made() -> None:
 
 
 async def test_stored_means_that_the_last_byte_is_there() -> None:
-    """When a store returns, what is read past everybody on the host is what the slab holds; and nothing beside the pages has changed."""
+    """When a store returns, host memory holds the slab's bytes, and no byte beside the pages has changed."""
     host = memory(2 * LENGTH)
     async with running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
@@ -111,7 +112,7 @@ async def test_stored_means_that_the_last_byte_is_there() -> None:
 
 
 async def test_pieces_outside_are_refused_before_a_byte_moves() -> None:
-    """A batch in which one piece passes the end of its slab or host memory, or names what is not there, moves nothing; and so do too many."""
+    """A batch with one wrong offset or number, or with too many pieces, moves no byte."""
     host = memory(seed=1)
     async with running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
@@ -137,7 +138,7 @@ async def test_pieces_outside_are_refused_before_a_byte_moves() -> None:
 
 
 async def test_a_gpu_that_is_full_refuses(driver: pytest.MonkeyPatch) -> None:
-    """Overloaded, with nothing leaked in either process; the others are as they were, and a drop makes room."""
+    """The process answers Overloaded, neither side leaks, other slabs stay, and a drop makes room."""
     driver.setenv("TIERD_FAKE_CUDA_BYTES", str(2 * SLAB))
     async with running() as (gpu, _):
         first = await gpu.make(1, SLAB)
@@ -146,7 +147,7 @@ async def test_a_gpu_that_is_full_refuses(driver: pytest.MonkeyPatch) -> None:
             with pytest.raises(Overloaded, match="OUT_OF_MEMORY"):
                 await gpu.make(2, 2 * SLAB)
         assert len(descriptors()) == before
-        # A thread of it that has sent a slab's descriptor closes its own a moment later.
+        # The process's thread closes its own copy of a sent slab descriptor a moment later.
         await asyncio.to_thread(await_true, lambda: len(descriptors(gpu.pid)) == FEW + 1, "no more than the first slab")
         await gpu.drop(1)
         os.close(first)
@@ -154,7 +155,7 @@ async def test_a_gpu_that_is_full_refuses(driver: pytest.MonkeyPatch) -> None:
 
 
 async def test_nothing_leaks() -> None:
-    """After rounds of everything that can be asked both processes have the descriptors that they had, and after the end ours has none more."""
+    """Rounds of all requests leak no descriptor in either process, and a stop closes all of ours."""
     outside = descriptors()
     host = memory(seed=1)
     async with running() as (gpu, _):
@@ -177,7 +178,7 @@ async def test_nothing_leaks() -> None:
 
 
 async def test_other_processes_get_no_descriptor() -> None:
-    """All that the daemon has of a GPU process is close-on-exec; the process itself has its socket, what every program has, and not what else its parent left open."""
+    """The daemon's descriptors are close-on-exec; the process inherits its socket, no forgotten one."""
     before = set(descriptors())
     forgotten = os.memfd_create("forgotten", 0)
     async with running() as (gpu, _):
@@ -192,7 +193,8 @@ async def test_other_processes_get_no_descriptor() -> None:
 
 
 async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
-    """More than the process takes at one time, most of them longer than a socket's buffer, while it stands still: each has its own answer; beyond that many callers are refused."""
+    """While the process is stopped, callers send more calls than it takes at once, most longer than
+    a socket's buffer. Each gets its own answer, and calls beyond the limit are refused."""
     async with running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
         os.pwrite(slab, np.random.default_rng(2).bytes(SLAB), 0)
@@ -222,7 +224,7 @@ async def test_many_calls_are_in_flight_and_none_is_lost() -> None:
 
 @pytest.mark.parametrize("slab", [bytes(MESSAGE_BYTES), object()], ids=["too long", "no message"])
 async def test_what_cannot_be_sent_takes_nobodys_turn(slab: Any) -> None:
-    """A call that does not fit a message fails in its caller's hands, however often: the others go on, and nobody waits for an answer to it."""
+    """A call that does not fit a message fails in its caller, however often, and takes no turn."""
     async with running(patience_s=5.0) as (gpu, owner), asyncio.timeout(LIMIT_S):
         for _ in range(CALLS_MAX + 1):
             with pytest.raises((InvalidArgument, TypeError)):
@@ -233,7 +235,7 @@ async def test_what_cannot_be_sent_takes_nobodys_turn(slab: Any) -> None:
 
 
 async def test_a_cancelled_call_ends_with_what_it_began() -> None:
-    """Not before the process has answered; a slab that was made for it is given back, its descriptor closed."""
+    """A cancelled call ends only when the process has answered, and its new slab is given back and closed."""
     before = descriptors()
     async with running() as (gpu, _):
         stand_still(gpu.pid)
@@ -266,7 +268,7 @@ async def test_a_cancelled_call_ends_with_what_it_began() -> None:
 async def test_a_machine_that_cannot_is_refused(
     driver: pytest.MonkeyPatch, variable: str, value: str, said: str
 ) -> None:
-    """Start says why and what to do, nobody is told of a death, and nothing is left."""
+    """Start raises Unsupported with the reason, reports no death, and closes all that it opened."""
     before = descriptors()
     driver.setenv(variable, value)
     owner = Owner()
@@ -280,7 +282,7 @@ async def test_a_machine_that_cannot_is_refused(
 
 
 async def test_a_refusal_to_register_is_among_the_notices(driver: pytest.MonkeyPatch) -> None:
-    """Once, however many host memories it is about."""
+    """One notice appears, for any number of host memories."""
     driver.setenv("TIERD_FAKE_CUDA_STRIKE", "cuMemHostRegister:0:e801")
     host = memory()
     async with running() as (gpu, _):
@@ -293,21 +295,21 @@ async def test_a_refusal_to_register_is_among_the_notices(driver: pytest.MonkeyP
 
 
 def test_the_daemon_itself_has_no_driver() -> None:
-    """Neither NVIDIA's bindings nor anything else of the process comes with its daemon's end."""
+    """Importing the daemon's end loads neither NVIDIA's bindings nor the rest of the GPU process."""
     program = "import sys, tierd.gpu.process; print(*[n for n in sys.modules if n.startswith(('cuda', 'tierd.gpu', 'tierd.kernels', 'tierd.tiers'))])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"tierd.gpu", "tierd.gpu.process", "tierd.gpu.protocol"}
 
 
 def test_it_ends_with_its_socket() -> None:
-    """By itself, with status 0, though signals that stop a daemon do not end it."""
+    """The process exits by itself with status 0, but ignores the signals that stop a daemon."""
     ours, theirs = socket.socketpair()
     given = [sys.executable, "-m", "tierd.gpu", str(theirs.fileno()), "0"]
     with theirs, subprocess.Popen(given, pass_fds=[theirs.fileno()], env=fake_environment()) as child:
         theirs.close()
         ours.sendall(frame({"id": 1, "verb": "begin"}))
         answered = Inbox()
-        while not answered.receive(ours):  # all of it: an end with answers unread is another one
+        while not answered.receive(ours):  # all of it: unread answers would change the end
             pass
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             child.send_signal(number)

@@ -27,7 +27,7 @@ from tierd.gpu.protocol import (
 
 
 def test_messages_are_whole_wherever_they_are_cut() -> None:
-    """Two messages that come byte by byte are two messages, each when its last byte is there; then comes the end."""
+    """Two messages sent byte by byte arrive as two, each with its last byte; then comes the end."""
     ours, theirs = socket.socketpair()
     bodies = [{"id": 1, "pieces": b"\0" * 300}, {"id": 2}]
     packed = b"".join(map(frame, bodies))
@@ -45,7 +45,8 @@ def test_messages_are_whole_wherever_they_are_cut() -> None:
 
 
 def test_descriptors_come_with_their_message() -> None:
-    """Each message has its own descriptors, also when many are read at once; they are close-on-exec, and those that nobody takes are closed."""
+    """Each message has its own descriptors, also when a read returns many messages. They are
+    close-on-exec, and the inbox closes those that no caller takes."""
     ours, theirs = socket.socketpair()
     before = len(os.listdir("/proc/self/fd"))
     files = [os.memfd_create(f"file{i}") for i in range(3)]
@@ -80,7 +81,7 @@ def test_descriptors_come_with_their_message() -> None:
     ],
 )
 def test_what_is_no_message_is_refused(sent: bytes) -> None:
-    """A length or a number of descriptors beyond the bounds, and a body that is no map of msgpack: an error with a name."""
+    """A length or descriptor count beyond the bounds, or a body that is no msgpack map, is TierFailed."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(sent)
@@ -89,7 +90,7 @@ def test_what_is_no_message_is_refused(sent: bytes) -> None:
 
 
 def test_a_message_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is longer is not sent; one of exactly the bound arrives."""
+    """A message of exactly the bound arrives; a longer one is not sent."""
     monkeypatch.setattr(protocol, "MESSAGE_BYTES", 1 << 20)
     longest = {"id": 1, "pieces": b"x" * ((1 << 20) - len(frame({"id": 1, "pieces": b""})) + HEAD.size - 4 + 1)}
     while len(packed := frame(longest)) != (1 << 20) + HEAD.size:
@@ -108,7 +109,7 @@ def test_a_message_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pieces_have_one_shape() -> None:
-    """PIECE[n] comes back as it was; another dtype, two dimensions or too many are refused."""
+    """PIECE[n] comes back unchanged; another dtype, two dimensions or too many pieces are refused."""
     pieces = pieces_of()
     assert np.array_equal(unpack_pieces(pack_pieces(pieces)), pieces)
     assert PIECE.itemsize == 32
@@ -119,7 +120,7 @@ def test_pieces_have_one_shape() -> None:
 
 @pytest.mark.parametrize("counts", [(), (0,), (3, 0, 1), (0, 0)])
 def test_slice_tables_come_back(counts: tuple[int, ...]) -> None:
-    """As many tables as there were, empty ones among them."""
+    """The same tables come back, empty ones among them."""
     tables = [np.arange(count, dtype=np.uint64) + 2**63 for count in counts]
     got = unpack_sums(pack_sums(tables))
     assert [table.tolist() for table in got] == [table.tolist() for table in tables]

@@ -1,4 +1,4 @@
-"""Numbers, offsets and lengths of pieces: what they mean, and when they mean nothing."""
+"""Slab numbers, offsets and lengths of pieces: which are valid, and which are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE, END = 1 << 40, 1 << 20
 
 @pytest.fixture
 def slabs() -> Regions:
-    """Slab 1 of END bytes at BASE, slab 2 of half of that behind it."""
+    """Slab 1 of END bytes at BASE, and slab 2 of END // 2 bytes behind it."""
     regions = Regions("slab")
     regions.add(1, Region(BASE, END))
     regions.add(2, Region(BASE + END, END // 2))
@@ -33,7 +33,7 @@ def slabs() -> Regions:
     [(1, 0, END), (1, END, 0), (1, END - 1, 1), (2, END // 2 - 5, 5), (2, 0, 0)],
 )
 def test_what_lies_within_has_an_address(slabs: Regions, slab: int, offset: int, length: int) -> None:
-    """Up to the last byte, also nothing at the end."""
+    """A piece may reach the last byte, and an empty piece may be at the end."""
     pieces = pieces_of([0, length])
     pieces["slab"][1], pieces["slab_offset"][1] = slab, offset
     with slabs.used(pieces) as used:
@@ -45,7 +45,7 @@ def test_what_lies_within_has_an_address(slabs: Regions, slab: int, offset: int,
     [(1, 0, END + 1), (1, END, 1), (1, END + 1, 0), (2, END // 2 - 4, 5), (1, 2**64 - 1, 2), (1, 2**64 - END, END)],
 )
 def test_what_lies_outside_is_refused(slabs: Regions, slab: int, offset: int, length: int) -> None:
-    """Past the end by its length, by its offset, or by both so that their sum begins again at zero."""
+    """A piece is refused if its length or offset passes the end, also if their sum overflows to zero."""
     pieces = pieces_of([0, length])
     pieces["slab"][1], pieces["slab_offset"][1] = slab, offset
     with (
@@ -57,7 +57,7 @@ def test_what_lies_outside_is_refused(slabs: Regions, slab: int, offset: int, le
 
 
 def test_numbers_are_known_and_single(slabs: Regions) -> None:
-    """An unknown number is refused, and so is a second region under one."""
+    """An unknown number is refused, and so is a second region under a used number."""
     for refused in (lambda: slabs.used(pieces_of([1], slab=3)).__enter__(), lambda: slabs.end(3)):
         with pytest.raises(InvalidArgument, match="slab 3: not there"):
             refused()
@@ -66,7 +66,7 @@ def test_numbers_are_known_and_single(slabs: Regions) -> None:
 
 
 def test_a_region_goes_when_its_last_user_has_left(slabs: Regions) -> None:
-    """Who ends it waits for those who use it; from the moment that he asks nobody else may."""
+    """A thread that ends a region waits for its users; from then on no new user gets it."""
     ended = threading.Event()
     slabs._regions[1].ending.callback(ended.set)
     with slabs.used(pieces_of([1])), slabs.used(pieces_of([2])):
@@ -86,7 +86,8 @@ def runs(*rows: tuple[int, int, int]) -> Runs:
 
 
 def test_what_adjoins_on_both_sides_is_one_run() -> None:
-    """In whatever order it comes; what adjoins on one side only, or belongs to another owner, stays apart, and nothing is left of no bytes."""
+    """Runs that adjoin on both sides join, in any order. Runs that adjoin on one side only or have
+    another owner stay apart, and empty runs vanish."""
     given = runs((110, 510, 5), (100, 500, 10), (115, 600, 5), (120, 605, 0), (120, 605, 7), (127, 612, 1))
     joined = coalesced(given, np.array([1, 1, 1, 1, 1, 2], np.uint64))
     assert [column.tolist() for column in joined] == [[100, 115, 127], [500, 600, 612], [15, 12, 1]]
@@ -100,7 +101,7 @@ def engines_of(given: Runs, **how: bool) -> list[Way]:
 
 
 def test_a_batch_is_of_many_runs_of_registered_memory() -> None:
-    """One run, memory that is not registered and an older driver go by single copies; nothing goes no way."""
+    """One run, unregistered memory or an older driver use single copies; no runs use no way."""
     many, one = runs((1, 2, 3), (9, 9, 9)), runs((1, 2, 3))
     assert engines_of(many, has_batches=True, is_direct=True) == [Way.BATCH]
     for given, has_batches, is_direct in ((one, True, True), (many, False, True), (many, True, False)):
@@ -109,12 +110,13 @@ def test_a_batch_is_of_many_runs_of_registered_memory() -> None:
 
 
 def sorted_rows(parts_of: Sequence[Runs]) -> list[tuple[int, ...]]:
-    """All runs of all parts."""
+    """All runs of all parts, sorted."""
     return sorted(row for part in parts_of for row in zip(*(column.tolist() for column in part), strict=True))
 
 
 def test_small_runs_are_gathered_if_they_are_many() -> None:
-    """Those up to the limit by the kernel, if they are as many as pay and no more than fit, and the host's memory is registered; each run goes one way."""
+    """The kernel takes runs up to the limit if host memory is registered and their count is between
+    RUNS_MIN and RUNS_MAX. Each run goes one way."""
     rng = np.random.default_rng(7)
     for number in (0, 1, RUNS_MIN - 1, RUNS_MIN, RUNS_MIN + 1, 500, RUNS_MAX, RUNS_MAX + 1):
         for large, is_direct, has_batches in product((0, 1, 2), (True, False), (True, False)):
@@ -130,7 +132,7 @@ def test_small_runs_are_gathered_if_they_are_many() -> None:
 
 
 def test_staging_takes_every_slice_once() -> None:
-    """All slices in order, as many at a time as fit, those of the largest block that a piece can name among them."""
+    """Every slice is staged once and in order, as many at a time as fit, also of the largest block."""
     blocks = [slice_lengths(length, layers) for length, layers in ((2**32 - 1, 1), (0, 3), (1, 1), (9 << 20, 36))]
     addresses = np.array([0, 5, 2**40, 2**41], np.uint64)
     chosen = list(parts(addresses, blocks))

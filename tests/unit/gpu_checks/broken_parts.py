@@ -1,4 +1,4 @@
-"""Parts of `make gpu` that do not end well, each as a module would be: chosen by TIERD_BROKEN_PART."""
+"""Parts of `make gpu` that end badly, each written as a module; TIERD_BROKEN_PART chooses one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HANGS_S = 600
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """One fact, the number of a process that it started; then what the environment asks for."""
+    """Yields one fact, the pid of a process that it started, then ends as the environment asks."""
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANGS_S})"])
     yield Fact("started", str(child.pid))
     match os.environ["TIERD_BROKEN_PART"]:

@@ -1,4 +1,4 @@
-"""What `make gpu` says of reads from a disk to a GPU: direct only where cuFile itself has counted it so."""
+"""How `make gpu` reports reads from a disk to a GPU: direct only if cuFile itself counted them so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.unit.gpu_checks.test_gpu_checks import Ended, small
 
 
 def told(into: Path, way: str) -> Ended:
-    """The part alone. way: of the fake cuFile."""
+    """Runs this part alone. way: the way of the fake cuFile."""
     return small(into, "direct", TIERD_FAKE_CUFILE=way, TIERD_DIRECT_FOLDER=str(into))
 
 
@@ -24,7 +24,7 @@ def told(into: Path, way: str) -> Ended:
     ],
 )
 def test_what_cufile_counted_is_told(way: str, said: str, tmp_path: Path) -> None:
-    """A read that cuFile passed through host memory is a detour although it worked, and so is a cuFile that cannot do better."""
+    """A read that cuFile passed through host memory is a detour although it worked, as without cuFile."""
     ended = told(tmp_path, way)
     assert ended.status == 0
     assert ended.results["direct_read"]["said"].startswith(said), ended.said
@@ -32,7 +32,7 @@ def test_what_cufile_counted_is_told(way: str, said: str, tmp_path: Path) -> Non
 
 
 def test_other_bytes_are_a_failure(tmp_path: Path) -> None:
-    """A direct read that brings other bytes than the file has fails the part."""
+    """A direct read that returns other bytes than the file's fails the part."""
     ended = told(tmp_path, "wrong")
     assert (ended.status, ended.results["direct_read"]["kind"]) == (1, "left")
     assert "other bytes than the file has" in ended.results["part_direct"]["said"]

@@ -1,4 +1,5 @@
-"""`make gpu` on the fake driver, with kernels that the emulator runs: from the first probe to the text of the results; and what it says when something is wrong."""
+"""`make gpu` on the fake driver, with emulated kernels, from the first probe to the results' text.
+Also its reports when a check fails."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tools.gpu.results import Check, Fact, Left, Result, Row, line_of, result_of
 
 LIMIT_S = 110
 BOUND_S = 8
-"""Of a part that hangs: many times what it takes to start."""
+"""Bound of a part that hangs: many times the time that it takes to start."""
 NEEDS_SANITIZER = {name for name, forecast in FORECASTS.items() if forecast.part == "sanitizers"}
 NEEDS_RIVALS = {name for name, forecast in FORECASTS.items() if forecast.part == "rivals"}
 NO_DRIVER = Path("/proc/driver/nvidia")
@@ -50,7 +51,7 @@ NOT_NEEDED = (
     "structlog",
     "zmq",
 )
-"""Modules that the rest of the project takes: a machine with a GPU may have none of them."""
+"""Modules that the rest of the project needs: a machine with a GPU may have none of them."""
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Ended:
 
 
 def run_gpu(into: Path, *arguments: str, environment: dict[str, str]) -> Ended:
-    """As a user starts it, but for the place of what it writes."""
+    """Runs it as a user does, except for the output folder."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu", "--into", str(into), *arguments],
         cwd=ROOT,
@@ -90,7 +91,7 @@ def small(into: Path, *parts: str, fatbins: Path | None = None, **environment: s
 
 
 def without(folder: Path, *modules: str) -> str:
-    """A PYTHONPATH on which these cannot be imported."""
+    """A PYTHONPATH on which these modules cannot be imported."""
     folder.mkdir()
     for module in modules:
         (folder / f"{module}.py").write_text(f"raise ModuleNotFoundError('no module {module}')")
@@ -102,7 +103,7 @@ def without(folder: Path, *modules: str) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """All parts, with the packages that it is said to take alone."""
+    """All parts, with no package beyond the documented ones."""
     begun, into = time.monotonic(), tmp_path_factory.mktemp("gpu")
     ended = small(into, PYTHONPATH=without(into / "hidden", *NOT_NEEDED))
     figures("make gpu on the fake driver", seconds=round(time.monotonic() - begun, 1), results=len(ended.results))
@@ -110,13 +111,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 def test_a_small_run_is_right(whole: Ended) -> None:
-    """Every check that the fake driver can do passes, and the exit status says so."""
+    """Every check that the fake driver can run passes, and the exit status says so."""
     wrong = [each for each in whole.results.values() if each["verdict"] == "failed"]
     assert (whole.status, wrong) == (0, [])
 
 
 def test_every_row_is_there_or_said_to_be_left_out(whole: Ended) -> None:
-    """What was foretold comes, and nothing else; left out is only what this machine lacks, each with its reason."""
+    """The results are those forecast; only rows that this machine cannot give are skipped, with a reason."""
     assert set(whole.results) == set(FORECASTS)
     left = {name: each["said"] for name, each in whole.results.items() if each["kind"] == "left"}
     assert set(left) == NEEDS_RIVALS | NEEDS_SANITIZER | {"direct_rate"}
@@ -124,7 +125,7 @@ def test_every_row_is_there_or_said_to_be_left_out(whole: Ended) -> None:
 
 
 def test_the_text_of_the_results_has_every_row(whole: Ended) -> None:
-    """With its prediction, what came, and that tiny sizes are judged by no promise."""
+    """Each line has its prediction and its value, and no promise judges tiny sizes."""
     for name, each in whole.results.items():
         line = next(line for line in whole.text.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"| {report.predicted(FORECASTS[name])} |" in line
@@ -135,17 +136,17 @@ def test_the_text_of_the_results_has_every_row(whole: Ended) -> None:
 
 
 def test_killed_clients_write_nothing_after_their_pidfd(whole: Ended) -> None:
-    """Clients were killed in mid-copy, into host memory and into a slab, and nothing changed after."""
+    """Clients are killed while they copy into host memory and into a slab, and no byte changes afterwards."""
     for kind in ("host", "slab"):
         assert whole.results[f"{kind}_kills"]["value"] == 2
         assert whole.results[f"late_{kind}_writes"]["value"] == 0
 
 
-# -- what is wrong is seen
+# -- faults are detected
 
 
 def test_a_kernel_that_is_missing_fails_its_check_alone(tmp_path: Path) -> None:
-    """Without the fatbin of the merge its check fails by name, the exit status is 1, and the other checks of the part still run."""
+    """Without the merge fatbin its check fails by name with exit status 1; the other checks still run."""
     folder = tmp_path / "fatbins"
     folder.mkdir()
     for path in build_fatbins().iterdir():
@@ -167,7 +168,7 @@ def test_a_kernel_that_is_missing_fails_its_check_alone(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_registers_nothing_read_only_is_no_failure(tmp_path: Path) -> None:
-    """What it answers is told, and the rows that need it are left out with that answer."""
+    """The driver's answer is reported, and rows that need the feature are skipped with that answer."""
     ended = small(tmp_path, "register", TIERD_FAKE_CUDA_READ_ONLY_REGISTER="0")
     assert ended.status == 0
     assert ended.results["read_only_attribute"]["said"] == "no"
@@ -178,7 +179,7 @@ def test_a_driver_that_registers_nothing_read_only_is_no_failure(tmp_path: Path)
 
 @on_fake_driver()
 def test_what_is_written_beside_an_array_is_seen() -> None:
-    """A kernel that stores a token behind its pool is found out when the arrays are brought back."""
+    """A kernel that stores a token behind its pool is detected when the arrays are copied back."""
     library, new = Gpu(build_fatbins()).kernels, np.ones((1, 2, 64), np.float16)
     pool = np.zeros((2, 1, 16, 2, 64), np.float16)
     with pytest.raises(AssertionError, match="behind an array"), library.placed() as put:
@@ -187,7 +188,7 @@ def test_what_is_written_beside_an_array_is_seen() -> None:
 
 @on_fake_driver()
 def test_a_writer_that_goes_on_is_seen() -> None:
-    """If somebody still copies after a client's pidfd has fired, the bytes that change are seen, in host memory and in a slab."""
+    """Bytes that still change after a client's pidfd has fired are detected, in host memory and a slab."""
     gpu = Gpu(with_kernels=False)
     bench = Bench(Path(), time.monotonic() + LIMIT_S, is_small=True)
     with gpu.room() as room:
@@ -207,7 +208,7 @@ def test_a_writer_that_goes_on_is_seen() -> None:
     [({"a"}, "right", True), ({"b"}, "right", False), ({"a", "b"}, "right", False), ({"a"}, "wrong:_nan", False)],
 )
 def test_another_output_of_one_process_is_seen(digests: set[str], right: str, is_right: bool) -> None:
-    """Of those that attend to the same pages: all outputs are one, and that of the first decode was right."""
+    """Readers that attend to the same pages must all give one output, and the first decode must be right."""
     with subprocess.Popen(["true"], text=True) as child:
         readers = [sharing.Reader(child) for _ in range(2)]
     readers[0].digests, readers[0].right = {"a"}, "right"
@@ -215,11 +216,11 @@ def test_another_output_of_one_process_is_seen(digests: set[str], right: str, is
     assert sharing._same("shared_same_bits", readers).passed is is_right
 
 
-# -- parts that do not end well
+# -- parts that end badly
 
 
 def broken(kind: str, bound_s: float, monkeypatch: pytest.MonkeyPatch) -> list[Result]:
-    """What a part gives that hangs, dies or fails; the process that it started is gone."""
+    """The results of a part that hangs, dies or fails; the process that it started is gone."""
     monkeypatch.setenv("TIERD_BROKEN_PART", kind)
     part = Part("broken", "tests.unit.gpu_checks.broken_parts", 0)
     found = list(results_of(part, fatbins=Path(), is_small=True, bound_s=bound_s))
@@ -229,7 +230,7 @@ def broken(kind: str, bound_s: float, monkeypatch: pytest.MonkeyPatch) -> list[R
 
 
 def is_gone(process: int) -> bool:
-    """Within a while."""
+    """Waits at most 10 s for the process to end."""
     try:
         descriptor = os.pidfd_open(process)
     except ProcessLookupError:
@@ -241,7 +242,7 @@ def is_gone(process: int) -> bool:
 
 @pytest.mark.slow
 def test_a_part_that_hangs_is_killed_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all that it started; what it had found is kept, and the failure names the bound."""
+    """Its child dies with it, its earlier results are kept, and the failure names the bound."""
     begun = time.monotonic()
     (failed,) = broken("hangs", BOUND_S, monkeypatch)
     assert failed == Check("part_broken", passed=False, said=f"not through after {BOUND_S} s, and killed")
@@ -249,23 +250,23 @@ def test_a_part_that_hangs_is_killed_at_its_bound(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_part_that_dies_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if by a fault of the driver: said with the signal."""
+    """A part killed by a signal, as by a driver fault, is a failure that names the signal."""
     (failed,) = broken("dies", 60, monkeypatch)
     assert failed == Check("part_broken", passed=False, said="its process ended with -9")
 
 
 def test_an_error_of_a_part_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own words."""
+    """The failure has the error's own class and words."""
     (failed,) = broken("fails", 60, monkeypatch)
     assert failed == Check("part_broken", passed=False, said=f"{TierFailed.__name__}: the GPU lost its context")
 
 
-# -- no GPU, or not all that it takes
+# -- no GPU, or a dependency is missing
 
 
 @pytest.mark.parametrize("module", ["array_api_compat", "msgpack"])
 def test_a_missing_package_is_named(tmp_path: Path, module: str) -> None:
-    """In one line, before anything is asked of a driver."""
+    """The program names the package in one line, before it calls a driver."""
     ended = small(tmp_path, PYTHONPATH=without(tmp_path / "hidden", module))
     assert (ended.status, ended.results, ended.text) == (1, {}, "")
     package = NEEDED[module]
@@ -274,13 +275,13 @@ def test_a_missing_package_is_named(tmp_path: Path, module: str) -> None:
 
 
 def test_the_packages_that_it_takes_are_told() -> None:
-    """In the README, for who carries them to a machine where nothing can be installed."""
+    """The README lists them for a user who carries them to a machine without package installs."""
     text = (ROOT / "cuda" / "README.md").read_text(encoding="utf-8")
     assert [package for package in NEEDED.values() if package not in text] == []
 
 
 def test_a_driver_without_a_gpu_is_named(tmp_path: Path) -> None:
-    """The exit status is 1, nothing is written, and it does not take long."""
+    """The program exits with status 1, writes nothing and does not take long."""
     ended = small(tmp_path, TIERD_FAKE_CUDA_DEVICES="0")
     assert (ended.status, ended.results, ended.text) == (1, {}, "")
     assert "CUDA_ERROR_NO_DEVICE" in ended.said
@@ -289,14 +290,14 @@ def test_a_driver_without_a_gpu_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(NO_DRIVER.exists(), reason="there is a GPU here")
 def test_a_machine_without_a_driver_is_named(tmp_path: Path) -> None:
-    """It says what is missing."""
+    """The program says that the driver is missing."""
     ended = run_gpu(tmp_path, environment=dict(os.environ))
     assert (ended.status, ended.results) == (1, {})
     assert "no NVIDIA driver on this machine" in ended.said
 
 
 def test_missing_fatbins_are_named(tmp_path: Path) -> None:
-    """Where there is no nvcc either, it says how to build them."""
+    """Without fatbins and nvcc, the program exits with status 1 and says that nothing was checked."""
     nothing = {"PATH": "/nowhere", "CUDA_HOME": "/nowhere", "NVCC_APPEND_FLAGS": "-DNOTHING_IS_KEPT_OF_IT"}
     ended = small(tmp_path, fatbins=tmp_path / "none", **nothing)
     assert ended.status == 1
@@ -307,7 +308,7 @@ def test_missing_fatbins_are_named(tmp_path: Path) -> None:
 
 
 def test_every_part_foretells_what_it_gives() -> None:
-    """No name stands twice, and each is of a part that is run."""
+    """No name is forecast twice, and each belongs to a part that runs."""
     tables = (
         forecasts._probes,
         forecasts._correctness,
@@ -322,12 +323,12 @@ def test_every_part_foretells_what_it_gives() -> None:
 
 
 def test_the_parts_fit_eight_minutes() -> None:
-    """Even if each takes all of its bound."""
+    """The sum of all bounds fits the total."""
     assert sum(part.bound_s for part in PARTS) <= TOTAL_S < 8 * 60
 
 
 def test_what_only_a_gpu_runs_can_be_made() -> None:
-    """Full sizes: each family has its cases and a row of its own, and every decode's tables have room in their pool."""
+    """At full sizes each family has cases and its own row, and every decode's tables fit their pool."""
     for module in (decodes, prefills, pages):
         families = module._full()
         assert families.keys() == module._small().keys() <= FORECASTS.keys()
@@ -360,13 +361,13 @@ def test_what_only_a_gpu_runs_can_be_made() -> None:
     ],
 )
 def test_promises_are_judged(row: Result, said: str) -> None:
-    """By ratio where there is one, else by value, up to the very number; what promises nothing, or was left out, is not."""
+    """The verdict uses the ratio, else the value, limits included; rows without a promise get none."""
     assert verdict(row) == said
     assert verdict(row, is_judged=False) == (said if isinstance(row, Check) else "")
 
 
 def test_the_issues_promises_are_there() -> None:
-    """Decode at 88 %, masses at 2 %, 2 MiB pages at 90 % of the link both ways, 1.05 times the best other."""
+    """Decode 88 %, masses 2 %, 2 MiB pages 90 % of the link both ways, 1.05 times the best rival."""
     assert {
         FORECASTS[f"decode_{model}_{size}"].at_least for model in ("8b", "70b") for size in forecasts.DECODE_SIZES
     } == {0.88}
@@ -380,7 +381,7 @@ def test_the_issues_promises_are_there() -> None:
     [Row("a", 1.5, "us", 2.0, 0.75, "note"), Check("b", passed=False, said="x\ny"), Fact("c", "yes"), Left("d", "no")],
 )
 def test_results_travel(result: Result) -> None:
-    """As a line of JSON each, and come back the same."""
+    """Each result becomes one line of JSON and comes back equal."""
     assert result_of(line_of(result)) == result
     assert line_of(result).count(b"\n") == 1
 
@@ -397,7 +398,7 @@ NEVER_RUN = {"decode_odd", "prefill_odd", "sanitizer_memcheck", "sanitizer_racec
 
 
 def test_the_results_in_the_repository_are_made_by_the_code() -> None:
-    """They wait for a GPU, word by word as the code says, or are of one, and have a line for each row but those that are newer."""
+    """The file is the code's placeholder or comes from a GPU, and lacks only rows newer than that."""
     text = (ROOT / "cuda" / "RESULTS.md").read_text(encoding="utf-8")
     assert text == report.waiting() or "\n- GPU: " in text
     assert {name for name in FORECASTS if f"| `{name}` |" not in text} == NEVER_RUN

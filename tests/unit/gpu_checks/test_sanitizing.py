@@ -1,4 +1,4 @@
-"""The part of `make gpu` that runs kernels under compute-sanitizer: what it makes of what such a tool says, and its own program."""
+"""The part of `make gpu` under compute-sanitizer: how it reads the tool's output, and its own program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RACES = (
 
 
 def told(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str | None, *, seconds: float = 60) -> dict[str, Result]:
-    """What the part gives with such a program for compute-sanitizer; None: there is none."""
+    """The part's results with this script as compute-sanitizer; None: the tool is missing."""
     monkeypatch.setattr(sanitizing, "HOMES", ())
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -42,7 +42,7 @@ def told(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str | None, *, sec
 
 
 def test_without_the_tool_its_rows_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with the reason and where the tool comes from."""
+    """Each row is skipped with the reason and the tool's origin."""
     found = told(tmp_path, monkeypatch, None)
     assert list(found) == [f"sanitizer_{check}" for check in ("memcheck", "racecheck", "synccheck")]
     assert all(isinstance(each, Left) and "it comes with a CUDA toolkit" in each.said for each in found.values())
@@ -61,7 +61,8 @@ def test_without_the_tool_its_rows_are_left_out(tmp_path: Path, monkeypatch: pyt
 def test_what_the_tool_says_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, kind: Result, said: str
 ) -> None:
-    """No error and right results pass; errors, and results that are wrong without one, fail with what was found; a tool that does not work here is no fault of a kernel."""
+    """No error and right results pass. Errors, or wrong results without one, fail with the tool's
+    words. A tool that does not work here is skipped."""
     for each in told(tmp_path, monkeypatch, says).values():
         assert type(each) is type(kind)
         assert said in each.said
@@ -69,7 +70,7 @@ def test_what_the_tool_says_is_told(
 
 
 def test_a_tool_that_does_not_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its share of the part's time."""
+    """The tool is stopped at its share of the part's time."""
     monkeypatch.setattr(sanitizing, "LEAST_S", 0)
     for each in told(tmp_path, monkeypatch, "exec sleep 600", seconds=1).values():
         assert isinstance(each, Left)
@@ -78,7 +79,7 @@ def test_a_tool_that_does_not_end_is_left_out(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_its_cases_are_right_on_the_fake_driver() -> None:
-    """The program that is looked at gives right results by itself."""
+    """The program under inspection gives right results by itself."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.gpu.sanitized", str(build_fatbins())],
         cwd=ROOT,

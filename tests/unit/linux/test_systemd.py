@@ -1,4 +1,4 @@
-"""What systemd hears."""
+"""The daemon's notifications to systemd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_states_arrive(notify_socket: socket.socket, say, line: bytes) -> None:
 
 
 def test_abstract_sockets_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that begins with @ lives in the abstract namespace."""
+    """A name that begins with @ is in the abstract namespace."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(f"\0tierd-test-{os.getpid()}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@tierd-test-{os.getpid()}")
@@ -41,7 +41,7 @@ def test_abstract_sockets_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("address", [None, "", "vsock:2:1", "/gone"])
 def test_nobody_listening_is_no_fault(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
-    """Without a listener nothing is raised and nobody was told."""
+    """Without a listener nothing is raised, and the function returns false."""
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     if address is not None:
         monkeypatch.setenv("NOTIFY_SOCKET", address)
@@ -49,7 +49,7 @@ def test_nobody_listening_is_no_fault(monkeypatch: pytest.MonkeyPatch, address: 
 
 
 def test_full_socket_does_not_wait(notify_socket: socket.socket) -> None:
-    """When the supervisor does not read, telling it gives up at once."""
+    """When the supervisor does not read, a notification gives up at once."""
     assert not all(systemd.alive() for _ in range(100_000))
 
 
@@ -67,7 +67,7 @@ def test_full_socket_does_not_wait(notify_socket: socket.socket) -> None:
 def test_watchdog_interval_is_half_the_limit(
     monkeypatch: pytest.MonkeyPatch, limit_us: str, meant: str, interval_s: float | None
 ) -> None:
-    """The interval is half of WATCHDOG_USEC when this process is meant, else there is none."""
+    """The interval is half of WATCHDOG_USEC if this process is meant, else None."""
     monkeypatch.setenv("WATCHDOG_USEC", limit_us)
     pids = {"": "", "this": os.getpid(), "another": os.getpid() + 1}
     monkeypatch.setenv("WATCHDOG_PID", str(pids[meant]))

@@ -1,4 +1,4 @@
-"""Chunks on the wire: what protobuf would read and send, whatever lies between."""
+"""Chunks on the wire decode and encode as protobuf does it, for any fields in between."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FIELDS = st.sampled_from(
         pb.PutChunk(group=pb.PutGroup(namespace=3, blocks=b"b" * 50)).SerializeToString(),
         pb.PutChunk(data=b"other").SerializeToString(),
         b"\x2a\x83\x80\x80\x80\x80\x80\x00abc",
-        b"\x2a\x83\x00abc",  # bytes whose length is longer than it need be
-        b"\xaa\x00\x03abc",  # and their tag
-        b"\x28\x05",  # their number as a number
-        b"\xfa\x7f\x02ab",  # a field that nobody knows
+        b"\x2a\x83\x00abc",  # bytes with an overlong length
+        b"\xaa\x00\x03abc",  # and an overlong tag
+        b"\x28\x05",  # their field number as a varint
+        b"\xfa\x7f\x02ab",  # an unknown field
         b"\xf5\x7f\x00\x00\x00\x00",
         b"\x2b\x2c",  # a group
     ]
@@ -33,7 +33,7 @@ FIELDS = st.sampled_from(
 FAULTS = st.sampled_from(
     [
         b"",
-        b"\x07",  # a kind that there is not
+        b"\x07",  # an invalid wire type
         b"\x02\x00",  # a field without a number
         b"\x80" * 11,
         b"\x2a\x05abc",
@@ -47,7 +47,7 @@ FAULTS = st.sampled_from(
 @example([b"\x2a\x83\x80\x80\x80\x00abc", b"\x18\x07"], b"", 0)
 @given(st.lists(FIELDS, max_size=FIELDS_MAX + 2), FAULTS, st.integers(0, 5))
 def test_decodes_as_protobuf_does(fields: list[bytes], fault: bytes, cut: int) -> None:
-    """Fields in any order, more than once, unknown, broken off: what protobuf reads is read, and what it refuses is refused."""
+    """Fields in any order, repeated, unknown or cut off: the codec agrees with protobuf."""
     raw = b"".join([*fields, fault])
     raw = raw[: len(raw) - cut] if cut < len(raw) else raw
     try:
@@ -71,13 +71,13 @@ def test_encodes_what_protobuf_reads(length: int, index: int) -> None:
 
 
 def test_bytes_are_read_where_they_arrived() -> None:
-    """What is decoded holds no copy of its bytes."""
+    """A decoded chunk holds no copy of its bytes."""
     raw = PUT.encode(pb.PutChunk(index=1), b"y" * 1000)
     assert PUT.decode(raw).data.obj is raw
 
 
 def test_a_message_of_many_fields_is_left_to_protobuf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody can keep the daemon counting fields in Python."""
+    """No client can keep the daemon counting fields in Python."""
     seen = []
     real = Codec._left_to_protobuf
     monkeypatch.setattr(Codec, "_left_to_protobuf", lambda self, raw: seen.append(len(raw)) or real(self, raw))

@@ -1,4 +1,4 @@
-"""Codecs of the wire: what was encoded comes back, and what was not, or not so, comes to nothing worse than a CorruptRecord."""
+"""Codecs of the wire: encoded bytes come back, and bad input gives nothing worse than a CorruptRecord."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _opened(name: str):
 @pytest.mark.parametrize("name", CODECS)
 @given(plain=PLAIN)
 def test_there_and_back(name: str, plain: bytes) -> None:
-    """Any bytes of any length, none and odd lengths too, come back as they were."""
+    """Bytes of any length come back unchanged, also none and odd lengths."""
     codec = _opened(name)
     assert codec.decode(codec.encode(plain), length=len(plain)) == plain
     assert codec.decode(memoryview(codec.encode(memoryview(plain))), length=len(plain)) == plain
@@ -43,7 +43,7 @@ def test_there_and_back(name: str, plain: bytes) -> None:
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("plain", [bytes(CHUNK_BYTES), bf16_noise(1, CHUNK_BYTES).tobytes(), bytes(CHUNK_BYTES - 1)])
 def test_whole_chunks(name: str, plain: bytes) -> None:
-    """As much as a chunk may carry comes back, in fewer bytes where it is what a cache has."""
+    """The largest payload of a chunk comes back, and a cache's typical bytes become shorter."""
     data, plain_length = shortest(_opened(name), plain)
     assert len(data) < 0.9 * len(plain) == 0.9 * plain_length
     assert _opened(name).decode(data, length=plain_length) == plain
@@ -58,7 +58,8 @@ def test_what_does_not_become_shorter_stays_as_it_is(name: str) -> None:
 
 
 def test_format_of_lz4() -> None:
-    """It is what the proto file says, byte for byte: the length of the even plane's part, that part, here an LZ4 block, and the odd plane's, here as it was."""
+    """The format of the proto file: the even part's length, the even part (here an LZ4 block) and
+    the odd part (here plain)."""
     plain = bytes(byte for i in range(20) for byte in (0, i))
     kept = bytes.fromhex("0a000000" + "1a00010050" + "0000000000") + bytes(range(20))
     assert _opened("lz4").decode(kept, length=40) == plain
@@ -73,7 +74,7 @@ def test_format_of_lz4() -> None:
 @pytest.mark.parametrize("name", CODECS)
 @given(plain=PLAIN, data=st.data())
 def test_damaged(name: str, plain: bytes, data: st.DataObject) -> None:
-    """Data that is cut, grown, changed or made up, and lengths that lie, give as many bytes as were due or a CorruptRecord, and nothing else."""
+    """Damaged or made-up data and false lengths give the due number of bytes or a CorruptRecord."""
     codec = _opened(name)
     raw = bytearray(codec.encode(plain) if data.draw(st.booleans()) else data.draw(st.binary(max_size=200)))
     for at in data.draw(st.lists(st.integers(0, max(0, len(raw) - 1)), max_size=3)) if raw else ():
@@ -89,7 +90,7 @@ def _lz4_of(even: bytes, odd: bytes) -> bytes:
 
 
 BOMB = block.compress(bytes(64 << 20), store_size=False)
-"""Of 256 KiB that would be 64 MiB."""
+"""256 KiB that expand to 64 MiB."""
 SHORT = block.compress(bytes(100), store_size=False)
 
 
@@ -111,7 +112,8 @@ SHORT = block.compress(bytes(100), store_size=False)
     ids=range(11),
 )
 def test_bounded(data: bytes, length: int) -> None:
-    """What would be more than a chunk, or is not what was due, is CorruptRecord, and nobody makes room for more than one chunk and its planes on the way."""
+    """Output beyond a chunk or of another length is CorruptRecord. The decoder never allocates more
+    than one chunk and its planes."""
     codec = _opened("lz4")
     tracemalloc.start()
     try:
@@ -124,7 +126,7 @@ def test_bounded(data: bytes, length: int) -> None:
 
 
 def test_unknown_name() -> None:
-    """A name that nobody knows is refused by name, with those that are known and however long it is; no name is no codec."""
+    """An unknown name is refused by name, cut if long, with the known names; an empty name means no codec."""
     with pytest.raises(InvalidArgument, match="'zip' is unknown to the daemon; use 'lz4'"):
         open_codec("zip", whose="the daemon")
     with pytest.raises(InvalidArgument) as long:
@@ -135,7 +137,7 @@ def test_unknown_name() -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_without_its_package(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Where the package is missing the error has the remedy, and who is to be given it."""
+    """Without the package, the error names the remedy and the process that needs it."""
     monkeypatch.setitem(sys.modules, "lz4", None)
     with pytest.raises(Unsupported, match=rf"that the daemon does not have .* pip install 'tierd\[{name}\]'"):
         open_codec(name, whose="the daemon")

@@ -1,8 +1,9 @@
-"""A program that the arena's tests kill: it reserves, writes and publishes pages for ever, or dies at a chosen line.
+"""A program that the arena's tests kill: it reserves, writes and publishes pages until it dies.
 
-Not a test. `python arena_victim.py churn DIR` prints a line per step until it is killed. `python arena_victim.py lines DIR STEP`
-runs one fixed scenario in a child per kill point: the child of point n sends itself SIGKILL at the n-th line that the
-arena's modules execute; its arena is DIR/n. Page contents follow from the generation, so a reader knows every right byte.
+Not a test. `python arena_victim.py churn DIR` prints a line per step until it is killed.
+`python arena_victim.py lines DIR STEP` runs one fixed scenario in a child per kill point. The child
+of point n sends itself SIGKILL at the n-th line that the arena's modules execute; its arena is
+DIR/n. Page contents follow from the generation, so a reader knows every right byte.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def content(generation: int) -> bytes:
 
 
 def put(arena: Arena, extents: StructArray) -> None:
-    """Write and publish."""
+    """Writes and publishes pages."""
     tables = []
     for row in extents:
         view = arena.view(row)
@@ -69,7 +70,7 @@ def put(arena: Arena, extents: StructArray) -> None:
 
 
 async def churn(directory: str) -> None:
-    """Says "+generation" once a page is published and "-generation" before it is freed."""
+    """Prints "+generation" after a page is published and "-generation" before it is freed."""
     arena = make_arena(directory)
     await arena.open()
     arena.apply(Plan(segments=[segment(1)]))
@@ -92,7 +93,7 @@ def say(lines: list[str]) -> None:
 
 
 async def scenario(directory: str, watch: Callable[[], None]) -> None:
-    """Reuse of pages, then of a whole segment, once with its file and once with a fresh one."""
+    """Reuses pages, then a whole segment, once with its file and once with a fresh one."""
     arena = make_arena(directory)
     await arena.open()
     arena.apply(Plan(segments=[segment(1)], reserved=pages(1, [0, 1, 2, 3], [1, 2, 3, 4])))
@@ -112,7 +113,7 @@ async def scenario(directory: str, watch: Callable[[], None]) -> None:
 
 
 def die_at(line: int) -> None:
-    """SIGKILL to this process at the so-manieth line of the modules watched."""
+    """Sends SIGKILL to this process at the given line, counted over the watched modules."""
     seen = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -132,7 +133,7 @@ def die_at(line: int) -> None:
 
 
 def run_lines(directory: str, step: int) -> None:
-    """Children with kill points 1, 1 + step, ... until one ends by itself; prints how many were killed."""
+    """Runs children with kill points 1, 1 + step, ... until one ends by itself; prints the number killed."""
     killed, point, status = 0, 1, signal.SIGKILL
     while status == signal.SIGKILL:
         here = os.path.join(directory, str(point))

@@ -1,4 +1,4 @@
-"""A store of its own for each test of the NVMe store, and memory for an arena's files."""
+"""A separate NVMe store for each test, and memory for an arena's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.tiers.store_world import World
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    """Open, with segment 1 begun."""
+    """An open store, with segment 1 begun."""
     made = World.at(tmp_path / "store")
     await made.open()
     await made.begin(1)
@@ -24,7 +24,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """In memory, as an arena is."""
+    """A directory in memory, as an arena's is."""
     path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="tierd-test-"))
     yield path
     shutil.rmtree(path)

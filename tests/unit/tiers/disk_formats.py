@@ -1,6 +1,7 @@
-"""One small file of every format that the daemon reads back, how it is read, and where its fields lie: for tests that damage them.
+"""One small file of every format that the daemon reads back, its decoder and its fields.
 
-`decode` reads bytes as a start of the daemon would, and what it gives can be compared. It may raise a TierdError; anything else is a bug.
+Tests damage these files. `decode` reads bytes as a start of the daemon does, and its results can be
+compared. It may raise a TierdError; any other error is a bug.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Region = tuple[str, int, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Format:
-    """data: a good file. change: another way to damage it than by regions; fields: what must have been changed then."""
+    """data: a good file. change: another way to damage it than by regions; fields: the changes to cover."""
 
     name: str
     data: bytes
@@ -56,7 +57,7 @@ class Format:
     fields: frozenset[str] = frozenset()
 
     def expected(self) -> set[str]:
-        """What `Mutator.mutated` counts when every field was changed."""
+        """The keys of `Mutator.mutated` once every field was changed."""
         columns = {f"{name}.{column}" for name, _, dtype in self.regions for column in dtype.names or ()}
         return columns | self.fields
 
@@ -81,7 +82,7 @@ def _column_changed(given: Format, mutator: Mutator) -> bytes:
 
 
 def checksums_off(patch: pytest.MonkeyPatch) -> None:
-    """From now on every checksum holds, of what is written and of what is read."""
+    """From now on every checksum matches, on writes and on reads."""
     for module in (journal, snapshot, slots, catalogue, marks, holds, format_check):
         patch.setattr(module, "record_checksum", lambda _data: 7)
     patch.setattr(slots, "table_digests", lambda tables: np.full((len(tables), 16), 7, np.uint8))
@@ -102,7 +103,7 @@ def index() -> StoredIndex:
 
 
 def formats(directory: Path) -> list[Format]:
-    """Every format; files are written below directory."""
+    """Every format; the makers write files below `directory`."""
     return [make(directory) for make in MAKERS.values()]
 
 
@@ -120,7 +121,7 @@ def _fits(begun: SegmentBegun) -> bool:
 
 
 def journal_record(_directory: Path) -> Format:
-    """What stands in a frame."""
+    """The payload of a journal frame."""
     payloads = [journal.encode_record(record) for record in _records()]
 
     def change(mutator: Mutator, _data: bytes) -> bytes:
@@ -289,13 +290,13 @@ def session_table(directory: Path) -> Format:
 
 
 def _open_small(table: holds.HoldTable, **options: Any) -> list[holds.FormerHolder]:
-    """With few rows: a table of 16,384 takes ten times as long to read."""
+    """Opens it with few rows: a table of 16,384 takes ten times as long to read."""
     with mock.patch.object(holds, "_FIRST_ROWS", 64):
         return table.open(**options)
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    """Like `write_bytes`, and the pages that the file has are used again."""
+    """Like `write_bytes`, but reuses the pages that the file has."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         assert os.pwrite(fd, data, 0) == len(data)
@@ -305,7 +306,7 @@ def _overwrite(path: Path, data: bytes) -> None:
 
 
 def _first_used(data: bytes) -> int:
-    """Offset of the last row in use: rows are given from the first on."""
+    """Offset of the last row in use: the table assigns rows from the first on."""
     count = (len(data) - holds._ROWS_AT) // holds.HOLD.itemsize
     rows = np.frombuffer(data, dtype=holds.HOLD, count=count, offset=holds._ROWS_AT)
     return int(holds._ROWS_AT + np.flatnonzero(rows["kind"])[-1] * holds.HOLD.itemsize)
@@ -352,7 +353,7 @@ def namespace_record(_directory: Path) -> Format:
 
 
 def namespaces_file(directory: Path) -> Format:
-    """`namespaces.jsonl`, as an instance takes it up."""
+    """`namespaces.jsonl`, as an instance restores it."""
     instance = Instance(str(directory / "state"))
     path = instance.directory / "namespaces.jsonl"
 

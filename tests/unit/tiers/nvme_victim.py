@@ -1,6 +1,6 @@
-"""A store that is killed while it works. Lines, flushed: `+ key ...` once those blocks are durable, `- key ...` before those are freed.
+"""A store for tests to kill. It prints `+ key ...` for durable blocks, `- key ...` before a free.
 
-Keys are never used twice. Run as: nvme_victim.py DIRECTORY DIRECT SEED
+It flushes each line and never uses a key twice. Run as: nvme_victim.py DIRECTORY DIRECT SEED
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.unit.tiers.store_world import PAGES, PLACES, World, key_of
 from tierd.core.formats.model import BlockStatus
 from tierd.tiers.store import ledger
 
-ledger.JOURNAL_LIMIT_BYTES = 24 << 10  # compaction is to be met often
+ledger.JOURNAL_LIMIT_BYTES = 24 << 10  # compacts often
 
 
 def say(sign: str, keys: list[int]) -> None:

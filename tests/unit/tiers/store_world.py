@@ -1,4 +1,4 @@
-"""A small NVMe store and what stands around it: pages of memory, blocks whose bytes follow from their key, plans."""
+"""A small NVMe store and its surroundings: pages of memory, blocks with bytes by their key, plans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = 8
 SEGMENT_BYTES = CLASS_BYTES * PAGES
 PLACES = 4
 LENGTH = 50_000
-"""Of a block: no multiple of 4 KiB, and less than its slot has."""
+"""Bytes of a block: no multiple of 4 KiB, and less than its slot has."""
 LAYERS = 5
 
 
@@ -53,7 +53,7 @@ def extents_of(number: int, slots: Sequence[int], *, generation: int, length: in
 
 
 def metas_of(keys: Sequence[int], length: int = LENGTH) -> StructArray:
-    """As the core gives them: names, lengths, digests; nothing of the place."""
+    """META rows as the core gives them: names, lengths, digests, but no place."""
     metas = new_meta(len(keys))
     metas["hash"] = np.frombuffer(b"".join(k.to_bytes(32, "little") for k in keys), dtype=np.uint8).reshape(-1, 32)
     metas["namespace"], metas["domain"], metas["tokens"], metas["layers"] = 3, 1, 16, LAYERS
@@ -68,12 +68,12 @@ def tables_of(keys: Sequence[int], length: int = LENGTH) -> list[np.ndarray]:
 
 
 def table_digest(table: SliceTable) -> bytes:
-    """The digest of one slice table, said once more."""
+    """The digest of one slice table, computed independently."""
     return xxhash.xxh3_128_digest(table.tobytes())
 
 
 def told(tables: Sequence[SliceTable | None]) -> HashRows:
-    """Says of rows that their bytes have these tables."""
+    """A callback that returns these tables for rows."""
     return lambda rows: [tables[row] for row in rows]
 
 
@@ -89,7 +89,8 @@ def key_of(meta: np.void) -> int:
 
 @dataclass
 class World:
-    """A store and its neighbours. next_generation counts as the core does; held: key to its extent and META rows; knows: whether it writes by tables that are known, as a host tier's are."""
+    """A store and its neighbours. `next_generation` counts as the core does. `held` maps a key to
+    its EXTENT and META rows. With `knows`, writes pass known tables, as a host tier's do."""
 
     store: NvmeStore
     next_generation: int = 1
@@ -132,7 +133,7 @@ class World:
         self.store.apply(Plan(freed=freed(np.concatenate(rows))))
 
     async def read(self, keys: Sequence[int]) -> list[bytes | int]:
-        """What a mover would publish: bytes that passed every check, or else the status."""
+        """The mover's result for each block: bytes that passed every check, or else the status."""
         extents = np.concatenate([self.held[key][0] for key in keys])
         metas, targets = np.concatenate([self.held[key][1] for key in keys]), pages(len(keys))
         result = await self.store.read(extents, targets, metas)
@@ -143,7 +144,7 @@ class World:
 
 
 def judged(status: int, view: memoryview, meta: np.void, table: np.ndarray) -> bytes | int:
-    """As the mover judges a block that a store has read."""
+    """Judges a block that a store has read, as the mover does."""
     if status != BlockStatus.READY:
         return status
     length = int(meta["stored_length"])
@@ -153,12 +154,12 @@ def judged(status: int, view: memoryview, meta: np.void, table: np.ndarray) -> b
 
 
 def pages(number: int) -> list[memoryview]:
-    """Page-aligned memory, a class of bytes each."""
+    """Page-aligned memory, CLASS_BYTES each."""
     area = memoryview(mmap.mmap(-1, max(1, number) * CLASS_BYTES))
     return [area[i * CLASS_BYTES : (i + 1) * CLASS_BYTES] for i in range(number)]
 
 
-# -- lives of a store, and its files
+# -- restarts of a store, and its files
 
 
 def slot_file(tmp_path: Path, place: int = 0) -> Path:
@@ -166,14 +167,14 @@ def slot_file(tmp_path: Path, place: int = 0) -> Path:
 
 
 async def next_life(tmp_path: Path, **options: object) -> World:
-    """The store opened again without the former one having been closed: its lock is let go, as by death."""
+    """Opens the store again without a close of the former one, whose lock is free as after its death."""
     other = World.at(tmp_path / "store", **options)
     await other.open()
     return other
 
 
 def die(world: World) -> None:
-    """What SIGKILL leaves: the lock gone, nothing flushed."""
+    """Releases the lock and flushes nothing, as SIGKILL does."""
     world.store._opened.lock.release()
 
 

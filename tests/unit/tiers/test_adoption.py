@@ -1,4 +1,5 @@
-"""Slabs pass from a GPU process that has died to the next one: all of them, with what they hold, whoever dies on the way; and none that was given up meanwhile."""
+"""Slabs pass with their bytes from a dead GPU process to the next, even if another one dies
+meanwhile. A slab discarded meanwhile does not pass."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ STEPS = (
     "cuMemSetAccess",
     "cuMemRelease",
 )
-"""Calls of the driver that a process makes before it has taken over what it is lent."""
+"""Driver calls that a process makes before it has adopted the slabs lent to it."""
 
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """GPU processes that are started here find the fake driver."""
+    """GPU processes started here load the fake driver."""
     for name, value in fake_environment().items():
         monkeypatch.setenv(name, value)
     return monkeypatch
@@ -39,7 +40,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 async def slabs() -> AsyncIterator[Slabs]:
-    """All that there may be, each with bytes of its own, of which segment 7 has the first; their process has died."""
+    """All slabs, each with its own bytes, the first used by segment 7; their process has died."""
     before = descriptors()
     made = Slabs(name="device.0", segment_bytes=SLAB, places=PLACES)
     first = new_process()
@@ -56,7 +57,7 @@ async def slabs() -> AsyncIterator[Slabs]:
 
 
 def new_process() -> GpuProcess:
-    """Not yet started."""
+    """A process that has not started."""
     return Owner().process(patience_s=PATIENCE_S)
 
 
@@ -69,14 +70,14 @@ def content(slab: Slab) -> bytes:
 
 
 async def sums_on(gpu: GpuProcess, slab: int) -> list[int]:
-    """Of the first bytes of a slab. Raises InvalidArgument if the process does not know it."""
+    """Sums of the first bytes of a slab. Raises InvalidArgument if the process does not know it."""
     piece = np.zeros(1, PIECE)
     piece["slab"], piece["length"], piece["layers"] = slab, LENGTH, 1
     return (await gpu.sums(piece))[0].tolist()
 
 
 async def check_taken_over(slabs: Slabs) -> None:
-    """By a process that lives: each slab is known to it, with its bytes."""
+    """A live process adopts each slab with its bytes."""
     gpu = new_process()
     await slabs.hand_over(gpu)
     assert len(all_of(slabs)) == PLACES
@@ -87,7 +88,7 @@ async def check_taken_over(slabs: Slabs) -> None:
 
 
 async def test_spare_slabs_are_taken_over_too(slabs: Slabs) -> None:
-    """What no segment has yet is known to the next process as what has been written."""
+    """The next process adopts spare slabs as well as used ones."""
     await check_taken_over(slabs)
 
 
@@ -95,7 +96,7 @@ async def test_spare_slabs_are_taken_over_too(slabs: Slabs) -> None:
 async def test_a_process_that_dies_as_it_takes_over_costs_nothing(
     slabs: Slabs, driver: pytest.MonkeyPatch, call: str
 ) -> None:
-    """SIGKILL within a call of the driver, in the first slab or the last: its start fails, and the one after that has every slab."""
+    """SIGKILL in a driver call for the first or last slab fails the start; the next one adopts every slab."""
     for turn in (1,) if call == "cuInit" else (1, PLACES):
         driver.setenv("TIERD_FAKE_CUDA_STRIKE", f"{call}:{turn}:9")
         with pytest.raises(TierFailed, match="status -9"):
@@ -106,7 +107,7 @@ async def test_a_process_that_dies_as_it_takes_over_costs_nothing(
 
 
 async def test_what_is_given_up_meanwhile_is_forgotten(slabs: Slabs) -> None:
-    """A segment's slab that goes while the next process is being started: that one lets go of the memory it was lent, and makes another."""
+    """A slab discarded while the next process starts is dropped by that process, which makes another."""
     gone, gpu = slabs._used[7].number, new_process()
     starting = asyncio.create_task(slabs.hand_over(gpu))
     await until(lambda: gpu._reason == "")

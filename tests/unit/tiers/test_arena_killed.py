@@ -31,7 +31,7 @@ def directory() -> Iterator[Path]:
 
 
 def survivors(directory: Path) -> set[int]:
-    """Generations that a new daemon finds; every one of them is intact, byte for byte."""
+    """The generations that a new daemon recovers; every one of them is intact, byte for byte."""
 
     async def read() -> set[int]:
         arena = victim.make_arena(str(directory))
@@ -49,7 +49,7 @@ def survivors(directory: Path) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_kill_while_publishing_leaves_every_block_intact_or_absent(directory: Path, seed: int) -> None:
-    """After SIGKILL at a random moment of reuse and publishing, what is found is right, and what was published and not freed is found."""
+    """After SIGKILL at a random moment, all recovered blocks are right, and no published one is lost."""
     lines = random.Random(seed).randrange(50, 2000)
     command = [sys.executable, str(VICTIM), "churn", str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -64,22 +64,22 @@ def test_kill_while_publishing_leaves_every_block_intact_or_absent(directory: Pa
 
 
 def kill_at_lines(directory: Path, step: int) -> int:
-    """How many kill points there were; each left an arena whose blocks are right or absent."""
+    """Returns the number of kill points. Each arena's blocks are right or absent."""
     command = [sys.executable, str(VICTIM), "lines", str(directory), str(step)]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     for point in sorted(int(path.name) for path in directory.iterdir()):
         found = survivors(directory / str(point))
         assert found <= {1, 2, 3, 4, 11, 12, 20, 21, 30, 31}, point
         assert {3, 4} <= found or not found & {1, 2, 11, 12}, f"point {point}: lost without reuse, {found}"
-    return int(said.split()[-1])  # behind what it logged
+    return int(said.split()[-1])  # after its log lines
 
 
 def test_kill_at_chosen_lines_of_the_arena(directory: Path) -> None:
-    """Killed at lines all over reuse, begin, prepare and publish, an arena comes back with right blocks or none."""
+    """Killed at lines all over reuse, begin, prepare and publish, an arena recovers only right blocks."""
     assert kill_at_lines(directory, 13) > 15
 
 
 @pytest.mark.slow
 def test_kill_at_every_line_of_the_arena(directory: Path) -> None:
-    """As above, at every line."""
+    """The same at every line."""
     assert kill_at_lines(directory, 1) > 200

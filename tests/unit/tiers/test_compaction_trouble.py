@@ -1,4 +1,4 @@
-"""A compaction that cannot be done, and one that is waited for: the store's other work goes on."""
+"""A compaction that fails, or that others wait for: the store's other work goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierd.tiers.store.nvme import Patience
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    """A store with segment 1 begun and blocks 1 and 2 durable in it, whose next sync is followed by a compaction."""
+    """A store with segment 1 begun and durable blocks 1 and 2; a compaction follows its next sync."""
     made = World.at(tmp_path / "store")
     await made.open()
     await made.begin(1)
@@ -31,7 +31,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def sync_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next sync of a slot file does."""
+    """Makes the next sync of a slot file fail."""
     real = OsFiles().sync_data
 
     def fail(fd: int) -> None:
@@ -53,7 +53,8 @@ async def sync_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_compaction_that_cannot_be_done_is_put_off(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[object, str], error: Exception
 ) -> None:
-    """Whatever a compaction lacks, the sync before it has succeeded, it is told, and tried again; the store is mended and closed as ever, and nothing is lost."""
+    """The sync before a failed compaction succeeds; the compaction gives a notice and is retried.
+    The store can still be repaired and closed without loss."""
 
     def fail(*_: object, **_named: object) -> None:
         raise error
@@ -79,7 +80,7 @@ async def test_a_compaction_that_cannot_be_done_is_put_off(
 
 
 async def test_a_close_that_gives_up_cuts_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compaction that is slower than a close may wait is left to itself."""
+    """A close that times out does not stop a slow compaction."""
     gate, compact = threading.Event(), recovery.compact
 
     def slow(*given: object, **named: object) -> int:
@@ -100,7 +101,8 @@ async def test_a_close_that_gives_up_cuts_nothing(world: World, monkeypatch: pyt
 async def test_a_probe_that_is_cut_short_cuts_nothing_else(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A probe that waits for a compaction and is cancelled, as when the daemon ends, leaves it alone, and what it was about to mend is mended before the store is closed."""
+    """A probe cancelled while it waits for a compaction does not stop it. The close finishes the
+    repair that the probe had pending."""
     gate, compact = threading.Event(), recovery.compact
 
     def slow(*given: object, **named: object) -> int:

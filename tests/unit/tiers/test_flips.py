@@ -1,6 +1,6 @@
-"""Single-bit flips at the decoders, every bit of every record: what was damaged is not believed, and nothing else is lost.
+"""Single-bit flips in every bit of every record: damage is detected, and no other record is lost.
 
-`FLIP_SEED=` takes other blocks.
+`FLIP_SEED=` selects other blocks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SEED = int(os.environ.get("FLIP_SEED", "1"))
 HEADER_FLIPS = count(test=8_192, nightly=1_200_000, weekly=2_400_000)
 PAYLOAD_FLIPS = count(test=8_192, nightly=1_775_000, weekly=3_500_000)
 FILE_FLIPS = count(test=1_000, nightly=100_000, weekly=100_000)
-"""At most: each bit of a file once, some thousands."""
+"""Upper bound: each bit of a file once, some thousands."""
 LAYERS, LENGTH = 5, 20_480
-"""Of a payload: five slices of 4096 bytes."""
+"""Bytes of a payload: five slices of 4096 bytes."""
 COVERED = META_BYTES + 8 * LAYERS
 """Bytes of such a block's header that its checksums cover; zeros follow."""
 BATCH = 1024
 
 
 def flips(length: int, total: int, *, step: int = 1) -> Iterator[tuple[int, int]]:
-    """Byte and bit, every bit of so many bytes in turn and then from the beginning; with step > 1 spread over them first."""
+    """Byte and bit of each flip: every bit of `length` bytes, over and over; step > 1 spreads them out."""
     bits = length * 8
     step = next(s for s in itertools.count(step) if np.gcd(s, bits) == 1)
     for turn in range(total):
@@ -69,7 +69,7 @@ def _header(key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.timeout(3600)
 def test_slot_headers() -> None:
-    """No flip in META or in the slice table of a slot is believed; one in the zeros behind them changes nothing that is read."""
+    """Every flip in META or the slice table of a slot is refused; flips in the zeros behind are harmless."""
     places = itertools.chain(flips(COVERED, HEADER_FLIPS - BATCH), flips(slots.HEADER_BYTES, BATCH, step=31))
     refused = told = 0
     for batch in range(-(-HEADER_FLIPS // BATCH)):
@@ -91,7 +91,7 @@ def test_slot_headers() -> None:
 
 @pytest.mark.timeout(3600)
 def test_payloads() -> None:
-    """No flip in a payload is verified, by the slice table or by the digest of the block."""
+    """Slice table and block digest each detect every flip in a payload."""
     places, told = flips(LENGTH, PAYLOAD_FLIPS, step=1 if PAYLOAD_FLIPS > LENGTH * 8 else 17), 0
     cuts = slice_lengths(LENGTH, LAYERS)
     assert len(cuts) == LAYERS
@@ -112,12 +112,12 @@ def test_payloads() -> None:
     report("flips at the decoder", of="payload", flips=told, refused=told)
 
 
-# -- files: what is read is what was written, less what was damaged
+# -- files: a read returns the written pieces, without the damaged ones
 
 
 @dataclass(frozen=True)
 class Flipping:
-    """pieces: what a file tells, as things that can be compared. covers: whether a flip in this byte must cost something."""
+    """pieces: a file's content as comparable parts. covers: whether a flip in this byte must cost a part."""
 
     given: Format
     pieces: Callable[[bytes], list[object]]
@@ -170,7 +170,7 @@ def _sessions(directory: Path) -> Flipping:
     def pieces(data: bytes) -> list[object]:
         found = given.decode(data)
         assert isinstance(found, list)
-        return [piece for piece in found if isinstance(piece, tuple)]  # else it says what is wrong, and all is sealed
+        return [piece for piece in found if isinstance(piece, tuple)]  # else it reports damage, and all is sealed
 
     return Flipping(given, pieces, lambda at: any(start <= at < stop for start, stop in regions))
 
@@ -183,7 +183,7 @@ def _log(directory: Path) -> Flipping:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("make", [_journal, _snapshot, _catalogue, _sessions, _log], ids=lambda make: make.__name__[1:])
 def test_files(make: Callable[[Path], Flipping], tmp_path: Path) -> None:
-    """A flip anywhere in a file that tells what lies where costs what stands under that checksum; nothing is told that was not written."""
+    """A flip in an index file costs the parts under that checksum and never adds a part."""
     flipping = make(tmp_path)
     data, refused = flipping.given.data, 0
     whole = flipping.pieces(data)

@@ -1,4 +1,4 @@
-"""Every decoder of what lies on disk, with checksums that always hold: a value or an error by name, whatever the bytes are.
+"""Every decoder of disk formats: under matching checksums any bytes give a value or a named error.
 
 `FUZZ_SEED=` runs another seed; a failure prints the bytes.
 """
@@ -21,13 +21,13 @@ from tierd.errors import TierdError
 SEED = os.environ.get("FUZZ_SEED", "1")
 MESSAGES = count(test=200, nightly=20_000, weekly=100_000)
 STALL_S = 10.0
-"""Tenfold the second that a decoder may take."""
+"""Ten times the second that a decoder may take."""
 MEMORY_BYTES = 256 << 20
 
 
 @pytest.fixture
 def quiet() -> None:
-    """What decoders log of damage is not looked at here."""
+    """Drops the decoders' log lines about damage."""
     kept = structlog.get_config()
     structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
     yield
@@ -37,7 +37,7 @@ def quiet() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MAKERS)
 def test_decoder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
-    """Damaged fields that no checksum gives away are refused by name or read as something; nothing raises, stalls or grows."""
+    """Damaged fields under good checksums are refused or decoded; no decoder crashes, stalls or grows."""
     checksums_off(monkeypatch)
     given, mutator, faults = MAKERS[name](tmp_path), Mutator(f"{SEED}/{name}"), dict[str, str]()
     good = given.decode(given.data)

@@ -1,6 +1,7 @@
-"""Version 1 of BlockMeta and of the arena's files, as kept in tests/golden/arena: written the same, and read for ever.
+"""Version 1 of BlockMeta and of the arena's files, as in tests/golden/arena.
 
-`python -m tests.unit.tiers.test_golden_arena` writes the fixtures anew; do that only together with a new version number.
+`python -m tests.unit.tiers.test_golden_arena` rewrites the fixtures; do so only with a new version
+number.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TABLES = [slice_sums(b"tierd", [2, 3]), slice_sums(bytes(8192), [4096, 4096])]
 
 
 def meta() -> StructArray:
-    """Two records, every field set but those reserved."""
+    """Two records, every field set except the reserved ones."""
     rows = new_meta(2)
     rows["hash"], rows["parent"] = np.arange(32), np.arange(32, 64)
     rows["codec"], rows["codec_version"], rows["namespace"], rows["domain"] = 0, 1, 3, 2
@@ -127,7 +128,7 @@ def test_version_1_is_written_as_ever(tmp_path: Path, name: str) -> None:
 
 
 def test_meta_of_version_1_is_read() -> None:
-    """A sealed record of version 1 is intact and has the fields that were put in."""
+    """A sealed record of version 1 is intact and keeps its fields."""
     rows = np.frombuffer(golden("meta-v1"), dtype=META)
     assert intact(rows, record_checksum).all()
     for name in (
@@ -158,20 +159,20 @@ def test_catalogue_of_version_1_is_read(file: Path) -> None:
 
 @pytest.mark.parametrize("file", ["arena-v1"], indirect=True)
 def test_arena_table_of_version_1_is_read(file: Path) -> None:
-    """The arena's id and marks of version 1 are found."""
+    """An arena table of version 1 gives the arena's id and marks."""
     marks = Marks(file)
     assert (marks.store, marks.next_segment, marks.next_generation) == (STORE, 10, 1004)
 
 
 @pytest.mark.parametrize("file", ["namespaces-v1"], indirect=True)
 def test_namespace_log_of_version_1_is_read(file: Path) -> None:
-    """The records of namespaces are found in order."""
+    """A namespace log of version 1 gives its records in order."""
     assert read_records(file) == [b"first", b"the second"]
 
 
 @pytest.mark.parametrize("file", ["sessions-v1"], indirect=True)
 def test_session_table_of_version_1_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holder, leased and reserved pages of version 1 are found."""
+    """A session table of version 1 gives the holder and its leased and reserved pages."""
     monkeypatch.setattr(holds, "read_boot_id", lambda: BOOT)
     (former,) = HoldTable(file).open()
     assert former.holder == HOLDER

@@ -1,4 +1,4 @@
-"""An arena's memory in huge pages, which the kernel makes on request wherever the files lie on a tmpfs."""
+"""An arena's memory in huge pages, which the kernel makes on request for files on a tmpfs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refused() -> Iterator[None]:
 @needs_huge_pages
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_segment_lies_in_huge_pages(directory: Path, *, is_ahead: bool) -> None:
-    """The memory of a segment, made ahead or when it is wanted, lies in huge pages as far as whole ones fit, and all of it is there, and empty."""
+    """A segment, made in advance or on demand, uses huge pages if they fit, all allocated and zero."""
     files = DataFiles(directory, segment_bytes=2 * HUGE_BYTES + 64 * KIB, places=1)
     if is_ahead:
         files.start()
@@ -74,14 +74,14 @@ def test_a_client_maps_huge_pages_as_such(directory: Path) -> None:
 
 @needs_huge_pages
 def test_the_measure_is_of_memory_as_it_is_made(directory: Path) -> None:
-    """What an arena tells of its huge pages is what its segments get."""
+    """An arena's reported share of huge pages is that of its segments."""
     touch = measure_touch(directory)
     assert touch is not None and touch.huge_share == 1
 
 
 @pytest.mark.usefixtures("refused")
 def test_small_pages_do_where_huge_ones_are_refused(directory: Path) -> None:
-    """Where the kernel makes no huge page a segment is whole all the same."""
+    """If the kernel refuses huge pages, a segment is still allocated whole."""
     files = DataFiles(directory, segment_bytes=4 * MIB, places=1)
     memory = files.take(1)
     assert huge_share(memory) == 0 and address_of(memory) % HUGE_BYTES == 0

@@ -1,4 +1,4 @@
-"""Blocks whose slice tables are known are written while they are hashed, and count only when they were."""
+"""Blocks with known slice tables are written while they are hashed, and count only once both are done."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEYS = [1, 2, 3]
 
 
 def _reserved(world: World) -> tuple[StructArray, StructArray, list[memoryview]]:
-    """Slots side by side, names, and pages that hold the blocks."""
+    """Adjacent slots, names, and pages that hold the blocks."""
     extents, sources = extents_of(1, [0, 1, 2], generation=1), pages(3)
     for key, source in zip(KEYS, sources, strict=True):
         source[:LENGTH] = content(key)
@@ -57,7 +57,7 @@ async def _write(world: World, hash_rows: HashRows, known: Sequence[SliceTable |
 
 
 def _told_of_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a run has been written."""
+    """An event that is set when a run has been written."""
     is_written, write_at = threading.Event(), slots.write_at
 
     def write(*given: object) -> None:
@@ -69,7 +69,7 @@ def _told_of_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 async def test_the_disk_does_not_wait_for_sums(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks with known tables are at the disk before they are hashed; nothing counts as stored before they were."""
+    """Blocks with known tables reach the disk before they are hashed, but count as stored only afterwards."""
     tables, is_written = tables_of(KEYS), _told_of_writes(monkeypatch)
 
     def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
@@ -82,7 +82,7 @@ async def test_the_disk_does_not_wait_for_sums(world: World, monkeypatch: pytest
 
 
 async def test_wrong_bytes_are_never_told_of(world: World, tmp_path: Path) -> None:
-    """What turns out not to be its block while it is written is CORRUPT, and not held, now or in the next life; the others are stored."""
+    """A block that proves wrong during its write is CORRUPT and never held, even after a restart."""
     tables = tables_of(KEYS)
     assert await _write(world, told([tables[0], None, tables[2]]), tables) == [READY, CORRUPT, READY]
     await world.store.sync()
@@ -95,7 +95,7 @@ async def test_wrong_bytes_are_never_told_of(world: World, tmp_path: Path) -> No
 
 
 async def test_what_nobody_could_look_at_does_not_count(world: World) -> None:
-    """Where hashing fails the write does, and nothing of it is held though it is on the disk."""
+    """When hashing fails, the write fails, and the store holds no block of it though the disk does."""
 
     def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
         raise MemoryError
@@ -106,7 +106,7 @@ async def test_what_nobody_could_look_at_does_not_count(world: World) -> None:
 
 
 async def test_what_was_given_up_does_not_count(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are written, and were to be hashed by a lane that hung, are FAILED."""
+    """Blocks that are written, but whose hashing lane hung, are FAILED."""
 
     is_written = _told_of_writes(monkeypatch)
 
@@ -121,7 +121,7 @@ async def test_what_was_given_up_does_not_count(world: World, monkeypatch: pytes
 
 
 async def test_what_was_written_before_the_disk_hung_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch of more calls than there are lanes what the disk took counts, though it hangs then: its bytes were looked at meanwhile."""
+    """If the disk hangs under a batch of more calls than lanes, the blocks that it took still count."""
     made = World.at(tmp_path / "store", queue_depth=1)
     made.store.patience = Patience(hang_s=0.2)
     await made.open()
@@ -152,7 +152,7 @@ async def test_what_was_written_before_the_disk_hung_counts(tmp_path: Path, monk
 
 
 async def test_all_that_the_disk_took_wears_it(world: World) -> None:
-    """What turned out wrong counts as written to the disk, like what is stored."""
+    """A block that proves wrong counts as written to the disk, like a stored one."""
     tables = tables_of(KEYS)
     await _write(world, told([tables[0], None, None]), tables)
     assert world.store.written_bytes == 3 * (HEADER_BYTES + -(-LENGTH // HEADER_BYTES) * HEADER_BYTES)
@@ -160,14 +160,14 @@ async def test_all_that_the_disk_took_wears_it(world: World) -> None:
 
 @pytest.mark.parametrize("other", [None, np.zeros(TABLE_SLICES + 1, np.uint64)], ids=["unknown", "too long"])
 async def test_a_table_that_cannot_be_used_is_made(world: World, other: SliceTable | None) -> None:
-    """Among blocks with known tables one without is hashed first, and written as they are; so is one whose known table fits no header."""
+    """A block without a known table, or with one too long for a header, is hashed first and then written."""
     tables = tables_of(KEYS)
     assert await _write(world, told(tables), [tables[0], other, tables[2]]) == [READY] * 3
     assert await world.read(KEYS) == [content(key) for key in KEYS]
 
 
 async def test_each_row_is_hashed_once(world: World) -> None:
-    """Known or not, a block that is written is hashed one time."""
+    """With or without a known table, a written block is hashed once."""
     tables, rows_hashed = tables_of(KEYS), list[int]()
 
     def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:

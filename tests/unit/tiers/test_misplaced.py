@@ -1,6 +1,6 @@
-"""Slots that are torn, that hold another's bytes, or that have been put back from before: never bytes of another block, a miss or the right ones.
+"""Slots that are torn, misplaced or restored from the past give a miss or the right bytes.
 
-On a real store; `MISPLACED_SEED=` takes other pairs.
+The store is real; `MISPLACED_SEED=` selects other pairs.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from tierd.tiers.store.store_files import slots_path
 
 SEED = int(os.environ.get("MISPLACED_SEED", "1"))
 KEYS = list(range(100, 100 + 2 * PAGES))
-"""Of a store's blocks: two segments full."""
+"""Keys of a store's blocks: two full segments."""
 CUTS = [*range(HEADER_BYTES + 1), *range(HEADER_BYTES, CLASS_BYTES, 512)]
 SWAPS = count(test=200, nightly=10_000, weekly=20_000)
 
 
 class Slot(NamedTuple):
-    """Where a slot of the test's stores lies."""
+    """The place of a slot of the test's stores."""
 
     path: Path
     offset: int
 
     def read(self) -> bytes:
-        """Its bytes."""
+        """The slot's bytes."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             return file.read(CLASS_BYTES)
 
     def write(self, data: bytes, *, at: int = 0) -> None:
-        """Puts bytes there."""
+        """Writes bytes to the slot."""
         fd = os.open(self.path, os.O_WRONLY)
         try:
             os.pwrite(fd, data, self.offset + at)
@@ -51,7 +51,7 @@ class Slot(NamedTuple):
 
 
 def slot_of(home: Path, number: int) -> Slot:
-    """Of the block KEYS[number]."""
+    """The slot of the block KEYS[number]."""
     return Slot(slots_path(home, number // PAGES), number % PAGES * CLASS_BYTES)
 
 
@@ -75,7 +75,7 @@ async def stores(tmp_path: Path) -> AsyncIterator[list[World]]:
 
 
 async def _judge(world: World, keys: list[int]) -> Counter[str]:
-    """What each block reads as: `right`, or a miss; anything else fails."""
+    """Counts the reads of these blocks as `right` or `miss`; any other result fails."""
     said: Counter[str] = Counter()
     for key, found in zip(keys, await world.read(keys), strict=True):
         if isinstance(found, bytes):
@@ -89,7 +89,7 @@ async def _judge(world: World, keys: list[int]) -> Counter[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rest", ["zeros", "another block", "an older life"])
 async def test_torn(stores: list[World], tmp_path: Path, rest: str) -> None:
-    """A slot that was written up to any byte of its header or any sector of its payload, and holds something else behind, is a miss or right."""
+    """A slot cut at any header byte or payload sector, with other bytes behind, is a miss or right."""
     world, slot = stores[0], slot_of(tmp_path / "one", 3)
     older = slot.read()
     world.free([KEYS[3]])
@@ -107,13 +107,13 @@ async def test_torn(stores: list[World], tmp_path: Path, rest: str) -> None:
 
 
 def _cuts() -> list[int]:
-    """All of them at night; else every byte of META and of the slice table, and one in eight of what follows."""
+    """All cuts at night; else every byte of META and of the slice table, and one in 64 of the rest."""
     return CUTS if count(test=0, nightly=1, weekly=1) else CUTS[:300] + CUTS[300::64]
 
 
 @pytest.mark.timeout(3600)
 async def test_swapped(stores: list[World], tmp_path: Path) -> None:
-    """Two slots exchanged, whole, headers alone or payloads alone, within a segment, between segments and between stores: both are misses."""
+    """Two slots swapped, whole or in part, within a segment, a store or between stores, are misses."""
     chance, said = random.Random(SEED), Counter[str]()
     for _ in range(SWAPS):
         across = chance.random() < 0.3
@@ -125,7 +125,7 @@ async def test_swapped(stores: list[World], tmp_path: Path) -> None:
         one.write(behind[at : at + length], at=at)
         other.write(before[at : at + length], at=at)
         found = await _judge(stores[0], [KEYS[first]]) + await _judge(stores[1 if across else 0], [KEYS[second]])
-        # The same block of another store is foreign too: only its payload alone is what belongs there.
+        # The same block of another store is foreign too: only its payload alone belongs there.
         expected = {"right": 2} if first == second and at == HEADER_BYTES else {"miss": 2}
         assert found == expected, (first, second, at, length, across)
         said += found
@@ -138,7 +138,7 @@ async def test_swapped(stores: list[World], tmp_path: Path) -> None:
 
 @pytest.mark.timeout(3600)
 async def test_earlier_occupant(stores: list[World], tmp_path: Path) -> None:
-    """The image of what lay in a slot before, put back: what lies there now by the index is a miss, be it the same block or another."""
+    """An earlier image put back in a slot makes its current block a miss, the same block or not."""
     world, said = stores[0], Counter[str]()
     for turn in range(count(test=20, nightly=2_000, weekly=2_000)):
         number = turn % len(KEYS)
@@ -163,7 +163,7 @@ def _lies_at(extent: object, number: int) -> bool:
 
 @pytest.mark.parametrize("what", ["seg-*", "journal-*", "snapshot-*", "[js]*-*", "*-*"])
 async def test_files_put_back(tmp_path: Path, what: str) -> None:
-    """Slot files, journal or snapshot of an earlier day beside what came later: each block is the right one or a miss, and the store opens."""
+    """With older slot files, journal or snapshot put back, the store opens; blocks are right or a miss."""
     home, old = tmp_path / "store", tmp_path / "old"
     world = await _filled(home)
     await world.store.close(release=False)
@@ -177,7 +177,7 @@ async def test_files_put_back(tmp_path: Path, what: str) -> None:
     await world.write([8000 + i for i in range(PAGES)], segment=9, slots=range(PAGES))
     await world.store.close(release=False)
     for path in home.glob("[js]*-*") if what == "*-*" else []:
-        path.unlink()  # nothing of the later day is left
+        path.unlink()  # removes all later files
     for path in old.glob(what):
         shutil.copy(path, home / path.name)
     world = World.at(home)

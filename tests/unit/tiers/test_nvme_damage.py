@@ -1,4 +1,4 @@
-"""The NVMe store: what a crash, a bad disk and a slot that holds something else leave of it."""
+"""The NVMe store after a crash, on a bad disk, and with a slot that holds other bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VICTIM = Path(__file__).with_name("nvme_victim.py")
 
 
 def lives(directory: Path, direct: str, seed: int) -> tuple[set[int], set[int]]:
-    """Runs a victim and kills it after so many lines. Keys acknowledged and not freed, and all ever named."""
+    """Runs a victim and kills it after some lines. Returns the acknowledged, unfreed keys, and all keys."""
     lines = random.Random(seed).randrange(1, 120)
     command = [sys.executable, str(VICTIM), str(directory), direct, str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -57,7 +57,7 @@ def lives(directory: Path, direct: str, seed: int) -> tuple[set[int], set[int]]:
 
 @pytest.mark.parametrize("direct", ["on", "off"])
 async def test_killed_store_loses_nothing_acknowledged_and_shows_no_wrong_byte(tmp_path: Path, direct: str) -> None:
-    """Over lives each ended by SIGKILL while writing: every acknowledged block is read back right, every other is right or a miss."""
+    """After each SIGKILL during writes, acknowledged blocks read right, others are right or a miss."""
     kept: set[int] = set()
     for seed in range(5):
         acknowledged, named = await asyncio.to_thread(lives, tmp_path / "store", direct, seed)
@@ -75,7 +75,7 @@ async def test_killed_store_loses_nothing_acknowledged_and_shows_no_wrong_byte(t
 
 
 async def test_unsynced_blocks_are_a_miss_in_the_next_life(world: World, tmp_path: Path) -> None:
-    """What was written after the last sync is not found after a crash, and what was synced is."""
+    """After a crash, blocks written since the last sync are a miss, and synced ones survive."""
     await world.write([1], segment=1, slots=[0])
     await world.store.sync()
     await world.write([2], segment=1, slots=[1])
@@ -86,7 +86,7 @@ async def test_unsynced_blocks_are_a_miss_in_the_next_life(world: World, tmp_pat
 
 
 async def test_slot_reused_without_a_sync_is_a_miss_after_a_crash(world: World, tmp_path: Path) -> None:
-    """The journal still names the old block, the slot holds another: CORRUPT, and never the other's bytes."""
+    """The journal names the old block, the slot holds another: CORRUPT, and never the other's bytes."""
     await world.write([1, 2], segment=1, slots=[0, 1])
     await world.store.sync()
     world.free([1])
@@ -115,7 +115,7 @@ async def test_slot_half_overwritten_is_a_miss(world: World, tmp_path: Path, sta
 
 
 async def test_freed_block_may_come_back_but_only_as_itself(world: World, tmp_path: Path) -> None:
-    """A removal that was not synced leaves the old block, whole, in the next life."""
+    """A removal that was not synced brings the old block back whole after a restart."""
     await world.write([1], segment=1, slots=[0])
     await world.store.sync()
     world.free([1])
@@ -127,7 +127,7 @@ async def test_freed_block_may_come_back_but_only_as_itself(world: World, tmp_pa
 
 @pytest.mark.parametrize("writes", [True, False])
 async def test_numbers_in_use_are_never_given_again_after_a_crash(world: World, tmp_path: Path, writes: bool) -> None:
-    """Even with nothing synced, the next life counts on above every segment prepared and every generation written."""
+    """Even without a sync, a restart uses numbers above every prepared segment and written generation."""
     if writes:
         world.next_generation = 1 << 40
         await world.write([1], segment=1, slots=[0])
@@ -141,7 +141,7 @@ async def test_numbers_in_use_are_never_given_again_after_a_crash(world: World, 
 
 
 async def test_segment_that_ends_under_a_write_fails_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that was being written when its segment ended is FAILED, and not counted as stored."""
+    """A block that was being written when its segment ended is FAILED, and does not count as stored."""
     gate, entered = threading.Event(), threading.Event()
     write_at = slots.write_at
 
@@ -181,7 +181,7 @@ async def test_flipped_bit_is_a_miss(world: World, tmp_path: Path, at: int) -> N
 
 
 async def test_swapped_slots_are_misses(world: World, tmp_path: Path) -> None:
-    """Two slots exchanged whole are both refused: misdirected writes."""
+    """Two slots exchanged whole, as by misdirected writes, are both refused."""
 
     def swap(data: bytearray) -> None:
         data[:CLASS_BYTES], data[CLASS_BYTES : 2 * CLASS_BYTES] = (
@@ -194,7 +194,7 @@ async def test_swapped_slots_are_misses(world: World, tmp_path: Path) -> None:
 
 
 async def test_older_version_of_a_slot_is_a_miss(world: World, tmp_path: Path) -> None:
-    """The same block's bytes from a former life of its page are refused by their generation: lost writes."""
+    """An older version of a block in its slot, as after a lost write, is refused by its generation."""
     await world.write([1], segment=1, slots=[0])
     old = slot_file(tmp_path).read_bytes()[:CLASS_BYTES]
     world.free([1])
@@ -217,14 +217,14 @@ async def test_zeroed_sector_is_a_miss(world: World, tmp_path: Path, sector: int
 
 @pytest.mark.parametrize(("length", "last"), [(2 * CLASS_BYTES, FAILED), (3 * CLASS_BYTES - CLASS_BYTES // 2, FAILED)])
 async def test_truncated_file_fails_what_is_gone(world: World, tmp_path: Path, length: int, last: int) -> None:
-    """Blocks before the cut are read, the one at or behind it is FAILED."""
+    """Blocks before the cut are read; the one at or behind it is FAILED."""
     await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
     os.truncate(slot_file(tmp_path), length)
     assert await world.read([1, 2, 3]) == [content(1), content(2), last]
 
 
 async def test_truncated_file_is_a_miss_in_the_next_life(world: World, tmp_path: Path) -> None:
-    """A cut slot file is set aside again at start; what was in the cut part is CORRUPT."""
+    """A start allocates a cut slot file again; a block in the cut part is CORRUPT."""
     await world.write([1, 2], segment=1, slots=[0, 5])
     await world.store.close(release=False)
     os.truncate(slot_file(tmp_path), CLASS_BYTES)
@@ -261,7 +261,7 @@ async def test_one_bad_sector_costs_one_block(world: World, monkeypatch: pytest.
 
 
 async def test_failed_write_stores_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block whose write failed is FAILED and unknown to the next life; the store goes on."""
+    """A block whose write failed is FAILED and unknown after a restart; the store goes on."""
     with monkeypatch.context() as patch:
         patch.setattr(slots, "write_at", raiser(errno.EIO))
         assert await world.write([1], segment=1, slots=[0]) == [FAILED]

@@ -1,4 +1,4 @@
-"""What is asked for is read while writes hang, wherever on their way they do."""
+"""Reads are served while writes hang, at any point of their way."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ SOON_S, LONG_S = 10.0, 30.0
 
 
 class Gate:
-    """Holds up what passes, from `shut` on. entered: something has come to it since."""
+    """Holds up threads from `shut` on. entered: a thread has arrived since."""
 
     def __init__(self) -> None:
         self._open, self.entered = threading.Event(), threading.Event()
         self._open.set()
 
     def shut(self) -> None:
-        """From now on all wait."""
+        """From now on all threads wait."""
         self.entered.clear()
         self._open.clear()
 
     def open(self) -> None:
-        """All go on."""
+        """All threads go on."""
         self._open.set()
 
     def wait(self) -> None:
-        """In a thread."""
+        """Waits in the calling thread."""
         self.entered.set()
         assert self._open.wait(LONG_S)
 
 
 @pytest.fixture
 def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Of writes while they are hashed, at the disk, or in the page cache."""
+    """A gate for writes while they are hashed, at the disk, or in the page cache."""
     gate, hashed, write_at, buffered = Gate(), WriteRun._hashed, slots.write_at, BufferedIO._write
 
     def hash_late(job: WriteRun, rows: Sequence[int]) -> list[int]:
@@ -64,7 +64,7 @@ def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gat
 
 @pytest.mark.parametrize(("direct", "gate"), [("on", "hashed"), ("on", "on"), ("off", "off")], indirect=["gate"])
 async def test_a_read_waits_for_no_writes(tmp_path: Path, gate: Gate, direct: str) -> None:
-    """With as many writes held up as there may be, and others behind them, what is asked for is read, hashed and served at once."""
+    """With all possible writes held up and others queued, a read is done, hashed and served at once."""
     made = World.at(tmp_path / "store", queue_depth=1, direct=direct)
     made.knows = False  # so that a write is hashed before it goes out
     await made.open()
@@ -83,7 +83,7 @@ async def test_a_read_waits_for_no_writes(tmp_path: Path, gate: Gate, direct: st
 async def test_writes_are_ready_for_a_disk_that_ends_many_at_one_time(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the disk holds all that it may have, eight more are hashed and wait for it."""
+    """While the disk holds all the writes that it may, eight more are hashed and wait for it."""
     hashed, ready, inner = list[Batch](), threading.Event(), Batch.stamp
 
     def stamped(batch: Batch, rows: Sequence[int]) -> None:

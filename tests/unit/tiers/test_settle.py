@@ -1,4 +1,4 @@
-"""What a start makes of the files that a crash left: where journals told little, the snapshot stays and a new journal tells it again."""
+"""A start after a crash: if journals hold little, the snapshot stays and a new journal repeats them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from tierd.tiers.store.snapshot import snapshot_path, write_snapshot
 from tierd.tiers.store.stored_index import StoredIndex, gathered, replay, told_since
 
 BLOCKS = 40
-"""Of the snapshot: several times what the journals tell."""
+"""Blocks of the snapshot: several times those in the journals."""
 FIRST: list[Record] = [Marks(900, 9000)]
 
 
 def begin(directory: Path) -> None:
-    """A snapshot, and two journals: blocks stored, stored again and removed, a segment that ended with its blocks and one that began, a name."""
+    """Writes a snapshot and two journals: blocks stored, stored again and removed; a segment that
+    ended with its blocks; one that began; a name."""
     segments = {0: SegmentBegun(0, 1, 1, CLASS, 100), 1: SegmentBegun(1, 2, 1, CLASS, 100)}
     metas = index_of(BLOCKS).metas
     metas["segment"][-1] = 2
@@ -52,7 +53,7 @@ def begin(directory: Path) -> None:
 
 
 def same_index(one: StoredIndex, other: StoredIndex) -> bool:
-    """Marks aside, and the order of names."""
+    """Compares indexes without marks and without the order of names."""
     names = sorted(one.namespaces) == sorted(other.namespaces)
     return rows_of(one) == rows_of(other) and one.segments == other.segments and names
 
@@ -68,7 +69,7 @@ def started(directory: Path) -> recovery.Settled:
 
 
 def test_what_journals_told_is_told_again_and_the_snapshot_stays(tmp_path: Path) -> None:
-    """After a crash with little in the journals the snapshot is the same file, one new journal is beside it, and both hold what was there."""
+    """After a crash with short journals the snapshot stays, and one new journal repeats their records."""
     begin(tmp_path)
     before, inode = load_index(tmp_path, store=STORE).index, snapshot_path(tmp_path, 1).stat().st_ino
     assert len(before.metas) == BLOCKS - 1
@@ -82,7 +83,7 @@ def test_what_journals_told_is_told_again_and_the_snapshot_stays(tmp_path: Path)
 
 
 def test_a_torn_tail_is_not_told_again(tmp_path: Path) -> None:
-    """A start passes over a journal's torn tail once, says so, and the next start finds whole files."""
+    """A start skips a journal's torn tail once, with a notice, and the next start reads whole files."""
     begin(tmp_path)
     path = journal_path(tmp_path, 2)
     os.truncate(path, path.stat().st_size - 3)
@@ -95,7 +96,7 @@ def test_a_torn_tail_is_not_told_again(tmp_path: Path) -> None:
 
 
 def test_journals_that_told_much_are_folded(tmp_path: Path) -> None:
-    """Where what journals told is more than half of the snapshot, there is a new snapshot and a journal without news."""
+    """If journals hold more than half of the snapshot, a start writes a new snapshot and an empty journal."""
     begin(tmp_path)
     journal(tmp_path, 3, *range(BLOCKS))
     before = load_index(tmp_path, store=STORE).index
@@ -106,7 +107,7 @@ def test_journals_that_told_much_are_folded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [3, 100])
 def test_a_snapshot_that_comes_back_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Of a disk that gives back other bytes than it was given the start takes what it has read before, and the next one too: nothing older is removed."""
+    """If the disk changes the new snapshot, this start and the next keep the older files and all blocks."""
     begin(tmp_path)
     journal(tmp_path, 3, *range(BLOCKS))
     before = load_index(tmp_path, store=STORE).index
@@ -128,11 +129,11 @@ def test_a_snapshot_that_comes_back_changed(tmp_path: Path, monkeypatch: pytest.
 
 
 class Dies(Exception):
-    """A start ends here."""
+    """Ends a start here."""
 
 
 def test_starts_that_are_cut_short_do_not_pile_up_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many starts die before they remove what is old, a start reads no more than some journals, and each time the same blocks."""
+    """If starts die before their cleanup, the number of journals stays bounded and all blocks survive."""
     begin(tmp_path)
     before = load_index(tmp_path, store=STORE).index
 
@@ -154,7 +155,7 @@ def test_starts_that_are_cut_short_do_not_pile_up_journals(tmp_path: Path, monke
 
 
 def test_start_cut_short_anywhere_loses_nothing(tmp_path: Path) -> None:
-    """Of the new journal any number of bytes with all of the old ones, or all of it with any of the old ones, is the same index."""
+    """Any part of the new journal with all old ones, or all of it with any old ones, gives the same index."""
     begin(tmp_path)
     old = {number: journal_path(tmp_path, number).read_bytes() for number in (1, 2)}
     before = load_index(tmp_path, store=STORE).index
@@ -174,7 +175,7 @@ def test_start_cut_short_anywhere_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_told_again_fits_its_frames(tmp_path: Path) -> None:
-    """Many blocks are told in several records, each far below what a frame may hold, and of one slot once."""
+    """Many blocks are repeated in several records, each far below a frame's limit, and each slot once."""
     rows = 20_000
     write_snapshot(tmp_path, index_of(4 * rows), store=STORE, number=1)
     metas = index_of(rows).metas
@@ -194,7 +195,7 @@ acts = st.lists(
 
 
 def records_of(told: list[tuple[str, int, int]]) -> list[Record]:
-    """Of a life: two places with three slots each."""
+    """The records of a run: two places with three slots each."""
     records, held = list[Record](), {place: place + 1 for place in range(2)}
     for number, (act, place, slot) in enumerate(told):
         if act == "begin":
@@ -213,7 +214,7 @@ def records_of(told: list[tuple[str, int, int]]) -> list[Record]:
 
 @given(acts, st.lists(st.integers(0, 30), min_size=2, max_size=4), st.integers(0, 15))
 def test_told_again_is_what_was_told(told: list[tuple[str, int, int]], cuts: list[int], left: int) -> None:
-    """Whatever a snapshot holds and journals tell after it: told again, alone or after some of those journals, it is the same index."""
+    """Repeated records give the same index, alone or after some of the journals that they repeat."""
     begun: list[Record] = [SegmentBegun(place, place + 1, 1, CLASS, 8) for place in range(2)]
     records = [*begun, *records_of(told)]
     bounds = [len(begun), *(len(begun) + cut for cut in sorted(cuts)), len(records)]

@@ -1,4 +1,4 @@
-"""The NVMe store on a disk that fails, fills up or hangs: files that give way to new ones, and what is durable then."""
+"""The NVMe store on a disk that fails, fills up or hangs: replaced files and durable blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EAGER = Patience(hang_s=0.2, close_s=0.3)
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    """A store with segment 1 begun; blocks 1 and 2 durable in it, 3 written and not."""
+    """A store with segment 1 begun; blocks 1 and 2 are durable in it, 3 is written but not durable."""
     made = World.at(tmp_path / "store")
     made.store.patience = EAGER
     await made.open()
@@ -40,13 +40,13 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 @contextmanager
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, *kinds: str) -> Iterator[list[str]]:
-    """Makes an operation on files of these kinds (`seg`, `journal`) fail; the names of those that it was tried on, inode behind."""
+    """Makes an operation on these kinds of files (`seg`, `journal`) fail; yields the files tried."""
     tried: list[str] = []
     real = getattr(OsFiles(), call)
 
     def fail(fd: int, *more: object) -> object:
         if kind_of(fd) in kinds:
-            found = os.fstat(fd)  # a number is given again, but not with the same time
+            found = os.fstat(fd)  # an inode number is reused, but not with the same time
             tried.append(f"{kind_of(fd)} {found.st_ino} {found.st_ctime_ns}")
             raise OSError(errno.EIO, "bad disk")
         return real(fd, *more)
@@ -58,7 +58,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, call: str, *kinds: str) -> Iterator
 
 @contextmanager
 def recording(monkeypatch: pytest.MonkeyPatch, call: str) -> Iterator[list[str]]:
-    """The kinds of files that an operation was done on, in order."""
+    """The kinds of files on which the operation ran, in order."""
     kinds: list[str] = []
     real = getattr(OsFiles(), call)
 
@@ -77,7 +77,7 @@ def held(world: World, key: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["seg", "journal"])
 async def test_failed_sync_stops_writes_alone(world: World, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """After a failed sync of either kind every sync raises, no file is synced again, writes are FAILED, and what is durable is read."""
+    """After a failed sync every sync raises without a retry, writes are FAILED, durable blocks are read."""
     with failing(monkeypatch, "sync_data", kind) as tried:
         for _ in range(3):
             with pytest.raises(TierFailed, match="bad disk"):
@@ -89,7 +89,7 @@ async def test_failed_sync_stops_writes_alone(world: World, monkeypatch: pytest.
 
 
 async def test_slot_file_gives_way(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot file whose sync failed is replaced by a new one with what was durable in it, and only that counts as held; writes go on, durable."""
+    """A new file with only the durable blocks replaces a slot file whose sync failed; writes continue."""
     path = tmp_path / "store" / "seg-000000.slots"
     before = path.stat().st_ino
     with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
@@ -108,7 +108,7 @@ async def test_slot_file_gives_way(world: World, tmp_path: Path, monkeypatch: py
 
 
 async def test_what_a_failed_sync_has_lost_is_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that were written and not durable are told of, each once, and read no more, before the file gives way and after; not those that were freed before."""
+    """Unfreed blocks lost in a failed sync are reported once, and FAILED before and after the repair."""
     assert await world.write([4, 5], segment=1, slots=[3, 4]) == [READY, READY]
     world.free([5])
     with failing(monkeypatch, "sync_data", "seg"), pytest.raises(TierFailed):
@@ -123,7 +123,7 @@ async def test_what_a_failed_sync_has_lost_is_told(world: World, monkeypatch: py
 
 
 async def test_a_read_that_meets_the_new_file_is_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read of a lost block that was on its way when its file gave way finds nothing of it, which is no wrong byte of the disk's."""
+    """A read of a lost block that reaches the replaced file is FAILED, not a wrong byte of the disk."""
     gate, entered, read_at = threading.Event(), threading.Event(), slots.read_at
 
     def slow(*given: object) -> int:
@@ -144,7 +144,7 @@ async def test_a_read_that_meets_the_new_file_is_failed(world: World, monkeypatc
 
 
 def where(extents: StructArray) -> list[tuple[int, ...]]:
-    """Segment, slot and generation of each."""
+    """Tier, segment, slot and generation of each extent."""
     return sorted(tuple(row) for row in extents[["tier", "segment", "slot", "generation"]].tolist())
 
 
@@ -152,7 +152,8 @@ def where(extents: StructArray) -> list[tuple[int, ...]]:
 async def test_one_of_several_slot_files_gives_way(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: int
 ) -> None:
-    """Of several slot files, synced in turn or apart, one fails: each is synced once, the journal is not, and only what lay in that one is lost."""
+    """If one of several slot files fails, synced in turn or apart, each is synced once and the
+    journal is not. Only that file's blocks are lost."""
     monkeypatch.setattr(ledger, "IN_TURN", in_turn)
     for number in (2, 3):
         await world.begin(number, place=number - 1)
@@ -181,7 +182,7 @@ async def test_one_of_several_slot_files_gives_way(
 
 
 async def test_a_batch_over_a_file_that_gives_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a slot file gives way while a part of a batch hangs, what had gone to the old file is FAILED, and what goes to the new one is held and read."""
+    """If a batch's slot file is replaced, blocks sent to the old file are FAILED; the others are held."""
     gate, hangs, first, real = threading.Event(), threading.Event(), threading.Event(), slots.write_at
 
     def hang(fd: int, offset: int, *more: object) -> None:
@@ -206,7 +207,7 @@ async def test_a_batch_over_a_file_that_gives_way(world: World, monkeypatch: pyt
 
 
 async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal whose sync failed is replaced; nothing is lost, and what it could not tell becomes durable in the new one."""
+    """A new journal replaces one whose sync failed, without loss; the failed records become durable."""
     with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
         await world.store.sync()
     failed = world.store._opened.journal.number
@@ -223,7 +224,7 @@ async def test_journal_gives_way(world: World, tmp_path: Path, monkeypatch: pyte
 async def test_system_gives_no_thread(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: int
 ) -> None:
-    """A sync that gets no thread, for slot files in turn or apart, raises and has lost nothing: the next one makes durable what it would have."""
+    """A sync that gets no thread, for slot files in turn or apart, raises; the next one loses no block."""
     monkeypatch.setattr(ledger, "IN_TURN", in_turn)
     with monkeypatch.context() as short:
         short.setattr(ThreadPoolExecutor, "submit", refuse_thread)
@@ -243,7 +244,7 @@ async def test_system_gives_no_thread(
 async def test_a_probe_that_gets_no_thread_is_tried_again(
     world: World, monkeypatch: pytest.MonkeyPatch, is_failed: bool
 ) -> None:
-    """A probe for which the system gives no thread, of a store that failed or of one that did not, says so and is no other accident; the next one has the store serve again."""
+    """A probe that gets no thread says so, for a failed or a healthy store; the next probe succeeds."""
     if is_failed:
         with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
             await world.store.sync()
@@ -257,7 +258,8 @@ async def test_a_probe_that_gets_no_thread_is_tried_again(
 
 
 async def test_a_busy_thread_does_what_no_thread_was_begun_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sync that lay in the queue when the system gave no thread, and that a busy thread took from there, is one: nothing else writes the journal meanwhile, and what fails in it has failed."""
+    """A queued sync whose thread failed to start, but that a busy thread runs, counts as that sync.
+    No other sync runs beside it, and its errors count."""
     real, is_in, go = OsFiles().sync_data, threading.Event(), threading.Event()
 
     def sync_data(fd: int) -> None:
@@ -291,14 +293,14 @@ async def test_a_busy_thread_does_what_no_thread_was_begun_for(world: World, mon
 
 
 def refuse_thread(*_: object) -> None:
-    """As where a limit of threads is reached."""
+    """Fails as if a limit of threads is reached."""
     raise RuntimeError("can't start new thread")
 
 
 async def test_fold_that_fails_halfway_loses_nothing(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When old files cannot all be removed after a journal was replaced, the next try knows everything still."""
+    """If the removal of old files fails after a journal was replaced, the next try knows all blocks."""
     unlink, names = OsFiles().unlink, OsFiles().list
 
     def stubborn(path: Path) -> None:
@@ -322,7 +324,7 @@ async def test_fold_that_fails_halfway_loses_nothing(
 
 
 async def test_removals_outlive_the_failure(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that is freed while nothing can be made durable does not come back afterwards."""
+    """A block freed while the store cannot sync does not come back afterwards."""
     with failing(monkeypatch, "sync_data", "journal"), pytest.raises(TierFailed):
         await world.store.sync()
     world.free([1])
@@ -335,7 +337,7 @@ async def test_removals_outlive_the_failure(world: World, tmp_path: Path, monkey
 
 
 async def test_disk_that_stays_bad_is_not_mended(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While new files fail too, a probe says so, nothing new counts as durable, and no file is synced twice."""
+    """While new files fail too, a probe says so, no new block is durable, and no file is synced twice."""
     with failing(monkeypatch, "sync_data", "seg") as tried:
         for _ in range(3):
             with pytest.raises(TierFailed):
@@ -351,7 +353,7 @@ async def test_disk_that_stays_bad_is_not_mended(world: World, tmp_path: Path, m
 
 
 async def test_write_to_a_file_that_gave_way_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that was on its way into the old file when the new one took its place is FAILED, not held."""
+    """A block on its way into the old file when the new one replaces it is FAILED and not held."""
     gate, entered = threading.Event(), threading.Event()
     write_at = slots.write_at
 
@@ -377,7 +379,7 @@ async def test_write_to_a_file_that_gave_way_fails(world: World, monkeypatch: py
 async def test_unreadable_durable_block_is_left_behind_in_the_end(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot that cannot be copied stops the renewal some times, and then costs its block alone, which is told as lost and gone in the next life."""
+    """A slot that cannot be copied stops the replacement a few times, and then only its block is lost."""
     real = OsFiles().preadv
 
     def bad(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -392,7 +394,7 @@ async def test_unreadable_durable_block_is_left_behind_in_the_end(
         for _ in range(3):
             with pytest.raises(TierFailed, match="bad sector"):
                 await world.store.probe()
-        with pytest.raises(TierFailed):  # the first slot is what a probe reads
+        with pytest.raises(TierFailed):  # the first slot is the one that a probe reads
             await world.store.probe()
     assert where(world.store.take_lost()) == where(np.concatenate([world.held[key][0] for key in (1, 3)]))
     await world.store.probe()
@@ -406,7 +408,7 @@ async def test_unreadable_durable_block_is_left_behind_in_the_end(
 
 
 async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many calls hung as there may be, further reads are FAILED soon, more than there are lanes too; when the disk comes back it serves again."""
+    """With all calls hung, any number of further reads are FAILED soon; a recovered disk serves again."""
     made = World.at(tmp_path / "store", queue_depth=2)
     made.store.patience = EAGER
     await made.open()
@@ -430,13 +432,13 @@ async def test_those_who_wait_for_a_hung_disk_are_told(tmp_path: Path, monkeypat
         gate.set()
         assert [(await task)[0] for task in hung] == [content(1), content(2)]
     assert await made.read([3]) == [content(3)]
-    await asyncio.wait_for(made.store._lanes["read"].idle(), 10)  # the lane tells who waits before it lies down
+    await asyncio.wait_for(made.store._lanes["read"].idle(), 10)  # the lane notifies its caller before it sleeps
     assert made.store.health().read_age_s == 0
     await made.store.close(release=False)
 
 
 async def test_to_wait_for_a_turn_is_no_call_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that had to wait for another one is as old as its own call: two calls that are within their time are no hang."""
+    """A read's age excludes its wait for another read, so two calls within their time are no hang."""
     made = World.at(tmp_path / "store", queue_depth=1)
     await made.open()
     await made.begin(1)
@@ -469,7 +471,7 @@ async def test_to_wait_for_a_turn_is_no_call_under_way(tmp_path: Path, monkeypat
 
 
 async def test_close_gives_up_on_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sync that never returns does not keep close; the store says that threads hang."""
+    """A sync that never returns does not block close; the store reports that threads hang."""
     made = World.at(tmp_path / "store")
     made.store.patience = EAGER
     await made.open()

@@ -29,7 +29,7 @@ TINY = LlamaSpec(
 
 
 class StoringPages(LocalPages):
-    """LocalPages that keep what is committed and find it again; `room` full blocks can be stored."""
+    """LocalPages that keep committed blocks and return them again; at most `room` full blocks."""
 
     def __init__(self, shape: PageShape, room: int = 1000) -> None:
         super().__init__(shape)
@@ -84,7 +84,7 @@ class StoringPages(LocalPages):
         return given
 
     def _store(self, page: Page, key: bytes) -> None:
-        """Named pages are held once more, by the store, and are read-only as mapped ones are."""
+        """Named pages have the store as one more holder, and are read-only as mapped ones are."""
         page.hash = key
         page.array.flags.writeable = False
         page.holders += 1

@@ -1,4 +1,4 @@
-"""What attends in a worker: by the environment and by what it computes on."""
+"""The worker's choice of attention: by the environment and by its backend."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ from tierd.worker.spec import LlamaSpec
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of kernels, by the environment."""
+    """The environment names no kernels."""
     for name in ("TIERD_KERNELS", "TIERD_KERNELS_LIBRARY"):
         monkeypatch.delenv(name, raising=False)
 
 
 def model(spec: LlamaSpec = SPEC) -> Llama:
-    """On a CPU, by numpy."""
+    """A model on a CPU, by numpy."""
     return Llama(random_checkpoint(spec))
 
 
 class OnGpu(Backend):
-    """Says that it computes on a GPU, and leaves its weights where they are."""
+    """Claims to compute on a GPU, but keeps its weights in host memory."""
 
     ordinal = 0
     torch = None
 
     def __post_init__(self) -> None:
-        """Asks for no torch."""
+        """Needs no torch."""
 
 
 def on_gpu(spec: LlamaSpec = SPEC) -> Llama:
-    """Its weights are numpy's; nobody computes with them."""
+    """A model with numpy weights that no test computes with."""
     return Llama(random_checkpoint(spec), OnGpu("torch", "bfloat16", "cuda:0"))
 
 
 def test_a_cpu_has_the_reference() -> None:
-    """Nothing said, or said in so many words."""
+    """A CPU gets the reference without a setting."""
     assert attention_for(model(), page_shape(model())) is paged_attention
     assert page_shape(model()).geometry.dtype == "float32"
 
 
 def test_a_gpu_has_its_kernels_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU its kernels are opened, and what is missing for them is named; the reference, which attends on a CPU, is refused there."""
+    """A GPU gets its kernels or an error that names the missing part; the reference runs on a CPU only."""
     at_gpu = on_gpu()
     assert page_shape(at_gpu).geometry.dtype == "bfloat16"
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
@@ -67,7 +67,8 @@ def test_a_gpu_has_its_kernels_or_says_why_not(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_emulated_kernels_run_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for beside a GPU they are refused, as is a word that nobody knows; without a library the error says how to build one."""
+    """Emulated kernels beside a GPU are refused, as is an unknown word; without a library the error
+    says how to build one."""
     monkeypatch.setenv("TIERD_KERNELS", "emulated")
     with pytest.raises(ConfigError, match="emulated kernels run on the CPU, the backend computes on 'cuda:0'"):
         page_shape(on_gpu())
@@ -91,7 +92,7 @@ WRONG: dict[str, tuple[LlamaSpec, dict[str, Any]]] = {
 def test_what_no_kernel_takes_is_refused_before_anything_is_computed(
     monkeypatch: pytest.MonkeyPatch, fault: str, where: Callable[[LlamaSpec], Llama]
 ) -> None:
-    """Pages and heads that there are no kernels for are named, with the way out, wherever the kernels are."""
+    """Unsupported pages and heads are refused by name with the remedy, on either device."""
     if where is model:
         monkeypatch.setenv("TIERD_KERNELS", "emulated")
     spec, of_pages = WRONG[fault]

@@ -34,13 +34,13 @@ def fill(table: BlockTable, tokens: list[int], upto: int) -> None:
 
 
 def contents(table: BlockTable) -> list[int]:
-    """The token ids that fill wrote, read back from the pages' first keys."""
+    """The token ids that `fill` wrote, read back from the pages' first keys."""
     keys = np.concatenate([p.array[0, 0, :, 0, 0] for p in table.pages]) if table.pages else np.zeros(0)
     return [int(k) for k in keys[: table.length]]
 
 
 def test_rows_land_in_their_places(shape: PageShape) -> None:
-    """Keys and values of a run that crosses pages are found at their positions, layer by layer."""
+    """Keys and values of a run that crosses pages are stored at their positions, layer by layer."""
     table = BlockTable(LocalPages(shape))
     table.grow(10)
     rng = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def test_rows_land_in_their_places(shape: PageShape) -> None:
 
 
 def test_only_grown_positions_are_writable(shape: PageShape) -> None:
-    """Positions that are done, or for which there is no page, are refused."""
+    """Positions that are complete or without a page are refused."""
     table = BlockTable(LocalPages(shape))
     table.grow(4)
     table.advance(2)
@@ -64,7 +64,7 @@ def test_only_grown_positions_are_writable(shape: PageShape) -> None:
 
 
 def test_a_fork_copies_the_page_that_it_continues(shape: PageShape) -> None:
-    """Two forks write different tokens after a common start; full pages stay shared, the last one is copied once."""
+    """Two forks write different tokens after a common start; they share full pages and copy the last once."""
     source = LocalPages(shape)
     one = BlockTable(source)
     fill(one, [1, 2, 3, 4, 5, 6], 6)
@@ -78,7 +78,7 @@ def test_a_fork_copies_the_page_that_it_continues(shape: PageShape) -> None:
 
 
 def test_a_duplicate_commit_goes_on_with_the_page_that_exists(new_source: NewSource) -> None:
-    """The second of two equal sequences switches to the first one's pages and gives its own back."""
+    """The second of two equal sequences switches to the first one's pages and releases its own."""
     source = new_source()
     tokens = list(range(10))
     one, two = BlockTable(source), BlockTable(source)
@@ -93,7 +93,7 @@ def test_a_duplicate_commit_goes_on_with_the_page_that_exists(new_source: NewSou
 
 
 def test_a_block_that_finds_no_room_ends_the_chain(new_source: NewSource) -> None:
-    """After the first block that could not be stored nothing is named, and all pages stay readable."""
+    """After the first block that could not be stored no block is named, and all pages stay readable."""
     tokens = list(range(22))
     table = BlockTable(new_source(room=2))
     fill(table, tokens, 22)
@@ -104,7 +104,7 @@ def test_a_block_that_finds_no_room_ends_the_chain(new_source: NewSource) -> Non
 
 
 def test_a_stored_tail_is_continued_in_a_private_copy(new_source: NewSource) -> None:
-    """A short block comes back as a private page that can be written on, while the stored one stays."""
+    """A short block comes back as a writable private page, and the stored one stays."""
     source = new_source()
     tokens = list(range(6))
     first = BlockTable(source)
@@ -124,7 +124,7 @@ def test_a_stored_tail_is_continued_in_a_private_copy(new_source: NewSource) -> 
 def test_a_prefix_that_finds_no_page_for_its_tail_is_let_go_of(
     new_source: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no page can be had, as on a GPU that is full, what the prefix held is held by nobody."""
+    """If no page is free, as on a full GPU, the table releases the prefix."""
     source, tokens = new_source(), list(range(6))
     first = BlockTable(source)
     fill(first, tokens, 6)
@@ -144,7 +144,7 @@ def test_a_prefix_that_finds_no_page_for_its_tail_is_let_go_of(
 
 @pytest.mark.parametrize("length", [10, 8, 6, 4, 1, 0])
 def test_a_cropped_table_goes_on(length: int, new_source: NewSource) -> None:
-    """A table that was cropped, also within a named page, goes on with other tokens, and what is stored is what it was."""
+    """A table cropped anywhere, even in a named page, takes other tokens, and stored blocks do not change."""
     source, tokens = new_source(), list(range(10))
     table = BlockTable(source)
     fill(table, tokens, 10)
@@ -160,7 +160,7 @@ def test_a_cropped_table_goes_on(length: int, new_source: NewSource) -> None:
 
 
 class ForksOfTables(RuleBasedStateMachine):
-    """Any history of growing, cropping, forking and releasing: each table reads its own tokens, and no page is lost or kept."""
+    """After any grows, crops, forks and releases, tables read their own tokens, and no page leaks."""
 
     @initialize()
     def start(self) -> None:

@@ -33,7 +33,7 @@ def tensors() -> dict[str, Any]:
 
 
 def write_folder(place: Path, *, shards: int = 1) -> Path:
-    """A checkpoint folder of the small model, split into so many files."""
+    """A checkpoint folder of the small model, split into this many files."""
     (place / "config.json").write_text(json.dumps(CONFIG))
     if shards == 1:
         save_file(tensors(), place / "model.safetensors")
@@ -46,7 +46,7 @@ def write_folder(place: Path, *, shards: int = 1) -> Path:
 
 
 def write_raw(path: Path, header: dict[str, Any], body: bytes) -> Path:
-    """A safetensors file by hand."""
+    """A safetensors file written by hand."""
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
     return path
@@ -81,7 +81,7 @@ def test_the_digest_is_of_the_values_not_of_the_files(tmp_path: Path) -> None:
 
 
 def test_random_weights_follow_from_their_seed() -> None:
-    """The same shape and seed give the same weights, another seed gives others."""
+    """The same shape and seed give the same weights; another seed gives others."""
     assert random_checkpoint(SPEC, seed=1).digest == random_checkpoint(SPEC, seed=1).digest
     assert random_checkpoint(SPEC, seed=1).digest != random_checkpoint(SPEC, seed=2).digest
 
@@ -99,7 +99,7 @@ def test_random_weights_follow_from_their_seed() -> None:
     ],
 )
 def test_a_tensor_outside_its_file_is_refused(tmp_path: Path, entry: Any) -> None:
-    """Offsets, shapes and kinds that do not fit the bytes that are there raise ConfigError."""
+    """Offsets, shapes and kinds that do not fit the file's bytes raise ConfigError."""
     with pytest.raises(ConfigError):
         read_safetensors(write_raw(tmp_path / "x", {"x": entry}, bytes(8)))
 

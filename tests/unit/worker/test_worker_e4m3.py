@@ -1,4 +1,4 @@
-"""A worker whose pages are of e4m3: scales from weights, the engine over them, and what is refused."""
+"""A worker with pages of e4m3: scales from weights, the engine over them, and its refusals."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def shape(model: Llama) -> PageShape:
 
 
 def run(model: Llama, source: LocalPages, request: Request, **options: Any) -> list[Report]:
-    """One request on an engine of its own."""
+    """Runs one request on a new engine."""
     return Engine(model, source, options=EngineOptions(**options)).generate([request])
 
 
 def logits_of(model: Llama, shape: PageShape, **options: Any) -> Any:
-    """After the prompt."""
+    """Logits after the prompt."""
     engine = Engine(model, LocalPages(shape), options=EngineOptions(**options))
     sequence = engine.begin(Request(PROMPT))
     engine.end(sequence)
@@ -43,7 +43,7 @@ def logits_of(model: Llama, shape: PageShape, **options: Any) -> Any:
 
 
 def keys_and_values(model: Llama) -> np.ndarray[Any, Any]:
-    """What the model gives for all its tokens: the greatest of each layer, kind and head, [layers, 2, kv_heads]."""
+    """Largest keys and values over all tokens, per layer, kind and head: [layers, 2, kv_heads]."""
     found = []
 
     def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
@@ -56,7 +56,7 @@ def keys_and_values(model: Llama) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_key_or_value_passes_its_bound(seed: int) -> None:
-    """Weights alone say how great keys and values can be: nothing that comes out is greater, and the bound is near enough to be of use."""
+    """Weights alone bound keys and values: none is greater, and each maximum is above 1/16 of its bound."""
     model = Llama(random_checkpoint(TINY, seed=seed, scale=0.2))
     model._layers[0].norm[:5] = 7.0
     most, bounds = keys_and_values(model), model.kv_bounds()
@@ -66,7 +66,7 @@ def test_no_key_or_value_passes_its_bound(seed: int) -> None:
 
 
 def test_a_bound_is_reached() -> None:
-    """A token that lies along the weights' rows gives the value, and at an eighth of a turn the key, that the bound says: nothing smaller would do."""
+    """A token along the weights' rows reaches the bound: its value, and its key at an eighth of a turn."""
     model = Llama(random_checkpoint(TINY, seed=1, scale=0.2))
     along = model._embedding[0]
     keys = TINY.q_heads * TINY.head_dim
@@ -82,7 +82,7 @@ def test_a_bound_is_reached() -> None:
 
 
 def test_scales_are_the_least_powers_of_two_that_fit() -> None:
-    """A bound of just 448 takes 1, the next greater value 2; what has no bound, or nothing to store, takes 1."""
+    """A bound of exactly 448 takes scale 1, the next float 2; an infinite or zero bound takes 1."""
     bounds = np.array([448, np.nextafter(np.float32(448), np.float32(1e9)), 224, 100, 1e-9, 0, np.inf], np.float32)
     scales = scales_for(bounds).values
     np.testing.assert_array_equal(scales[:4], [1, 2, 0.5, 0.25])
@@ -92,7 +92,7 @@ def test_scales_are_the_least_powers_of_two_that_fit() -> None:
 
 
 def test_a_token_takes_half_the_bytes_of_bfloat16(model: Llama) -> None:
-    """In pages, in blocks, and in short ones: scales are not among them."""
+    """Pages, blocks and short blocks take half the bytes; scales are not among them."""
     of = {name: PageShape(TINY.geometry(name), 16, Backend()).bytes_of for name in ("bfloat16", "float32")}
     pages = page_shape(model, kv_dtype=E4M3)
     for tokens in (1, 7, 16):
@@ -106,17 +106,17 @@ def test_a_token_takes_half_the_bytes_of_bfloat16(model: Llama) -> None:
 @pytest.mark.parametrize("chunk_tokens", [3, 16, 256])
 @pytest.mark.parametrize("shared", [4, 17, 48, 49, 50])
 def test_reused_pages_change_nothing(model: Llama, shape: PageShape, shared: int, chunk_tokens: int) -> None:
-    """A prompt of which a prefix was stored by another request, in whole blocks and a short one, gives the tokens of no cache."""
+    """A stored prefix, in whole blocks and a short one, gives the same tokens as no cache."""
     want = run(model, LocalPages(shape), Request(PROMPT, 20), chunk_tokens=chunk_tokens)[0]
     source = StoringPages(shape)
     run(model, source, Request(PROMPT[:shared], 1), chunk_tokens=chunk_tokens)
-    source.close()  # what is private from now on has held nothing
+    source.close()  # a private page is unused from here on
     got = run(model, source, Request(PROMPT, 20, marks=(shared,)), chunk_tokens=chunk_tokens)[0]
     assert (got.reused_tokens, got.tokens) == (shared, want.tokens)
 
 
 def test_samples_share_pages_until_they_write(model: Llama, shape: PageShape) -> None:
-    """Forks in the middle of a page copy it: each goes on as it would alone, over stored pages too."""
+    """Forks in mid-page copy it; each gives the tokens that it gives alone, over stored pages too."""
     request = Request(PROMPT, 20, temperature=1.0, samples=3)
     want = [report.tokens for report in run(model, LocalPages(shape), request)]
     source = StoringPages(shape)
@@ -127,14 +127,14 @@ def test_samples_share_pages_until_they_write(model: Llama, shape: PageShape) ->
 
 
 def test_it_is_near_the_answer_of_wide_pages(model: Llama, shape: PageShape) -> None:
-    """Logits are off by the rounding of keys and values, and by no more."""
+    """Logits differ by the rounding of keys and values, and by no more."""
     want = logits_of(model, PageShape(TINY.geometry("float32"), 4, Backend()))
     got = logits_of(model, shape)
     assert 1e-4 < np.abs(got - want).max() / np.abs(want).max() < 0.1
 
 
 def test_what_is_beyond_the_range_saturates(model: Llama, shape: PageShape) -> None:
-    """With scales for much smaller keys and values they become the greatest that there is: pages hold no NaN, and an answer comes out."""
+    """With scales that are too small, values saturate; no page holds NaN, and logits are finite."""
     small = replace(shape, scales=Scales(shape.scales.values / np.float32(1 << 12)))
     source = LocalPages(small)
     engine = Engine(model, source)
@@ -148,7 +148,8 @@ def test_what_is_beyond_the_range_saturates(model: Llama, shape: PageShape) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_torch_gives_what_numpy_gives(model: Llama, shape: PageShape, dtype: str) -> None:
-    """The same engine on torch tensors over the same pages, and from its own arrays the same scales, but where rounded weights make the bound another power of two."""
+    """Torch gives the same scales and logits as numpy, except that rounded weights may change a
+    scale by a power of two."""
     pytest.importorskip("torch", reason="torch is not installed")
     on_torch = Llama(random_checkpoint(TINY, seed=3, scale=0.2), Backend("torch", dtype))
     pages = page_shape(on_torch, tokens_per_block=4, kv_dtype=E4M3)
@@ -161,7 +162,7 @@ def test_torch_gives_what_numpy_gives(model: Llama, shape: PageShape, dtype: str
 
 
 def test_namespaces_tell_pages_and_scales_apart(model: Llama, shape: PageShape) -> None:
-    """Wider pages, and e4m3 with other scales, have other namespaces; equal scales, worked out twice, have the same."""
+    """Other dtypes and other scales have other namespaces; equal scales, computed twice, share one."""
     shapes = [
         shape,
         replace(shape, scales=Scales(2 * shape.scales.values)),
@@ -173,7 +174,7 @@ def test_namespaces_tell_pages_and_scales_apart(model: Llama, shape: PageShape) 
 
 
 def test_what_is_not_to_be_had_is_named(model: Llama) -> None:
-    """A type that nobody knows, one that numpy lacks, pages of e4m3 without scales and scales of other pages: each with its value and the choices."""
+    """Unknown types, types that numpy lacks, and missing or wrong scales are refused with the choices."""
     with pytest.raises(
         ConfigError, match=r"kv dtype: 'fp8' is none of \['bfloat16', 'float16', 'float32', 'float8_e4m3fn'\]"
     ):

@@ -24,7 +24,8 @@ NewSource = Callable[..., Any]
 
 
 class LosingPages(LocalPages):
-    """LocalPages of which a commit loses every page, as one does that a daemon did not answer: `losses` times, each of two pages or more."""
+    """LocalPages whose commit loses every page, as if the daemon did not answer. losses: such
+    commits of two pages or more."""
 
     def __init__(self, shape: PageShape, losses: int) -> None:
         super().__init__(shape)
@@ -46,7 +47,7 @@ PROMPT = tuple(int(t) for t in np.random.default_rng(1).integers(0, 64, 50))
 
 
 def run(model: Llama, source: LocalPages, request: Request, **options: Any) -> Report:
-    """One request on an engine of its own."""
+    """Runs one request on a new engine."""
     return Engine(model, source, options=EngineOptions(**options)).generate([request])[0]
 
 
@@ -60,7 +61,7 @@ def logits_of(model: Llama, source: LocalPages, tokens: tuple[int, ...], **optio
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 50, 256])
 def test_chunks_do_not_change_the_logits(model: Llama, shape: PageShape, chunk_tokens: int) -> None:
-    """A prompt computed in pieces gives the logits of the prompt computed at once, but for rounding."""
+    """A prompt computed in pieces gives the logits of the prompt computed at once, except for rounding."""
     want = logits_of(model, LocalPages(shape), PROMPT)
     got = logits_of(model, LocalPages(shape), PROMPT, chunk_tokens=chunk_tokens)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
@@ -69,7 +70,7 @@ def test_chunks_do_not_change_the_logits(model: Llama, shape: PageShape, chunk_t
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shared", [4, 17, 48, 49, 50])
 def test_reused_keys_and_values_change_nothing(model: Llama, new_source: NewSource, dtype: str, shared: int) -> None:
-    """A prompt of which a prefix was stored by another request gives the tokens that it gives without a cache."""
+    """A prompt with a prefix that another request stored gives the same tokens as without a cache."""
     want = run(model, LocalPages(new_source(dtype=dtype).shape), Request(PROMPT, 20))
     source = new_source(dtype=dtype)
     run(model, source, Request(PROMPT[:shared], 1), chunk_tokens=16)
@@ -82,7 +83,7 @@ def test_reused_keys_and_values_change_nothing(model: Llama, new_source: NewSour
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_history_of_conversations_equals_no_cache(model: Llama, new_source: NewSource, data: st.DataObject) -> None:
-    """Whatever turns came before, each request gives the tokens of an engine that remembers nothing."""
+    """After any earlier turns, each request gives the tokens of an engine without a cache."""
     source, plain = new_source(room=data.draw(st.integers(0, 40))), new_source(room=0)
     turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(PROMPT[:5], ())]
     for _ in range(data.draw(st.integers(1, 5))):
@@ -99,7 +100,7 @@ def test_any_history_of_conversations_equals_no_cache(model: Llama, new_source: 
 
 
 def test_a_second_turn_reuses_the_first_to_its_last_stored_token(model: Llama, new_source: NewSource) -> None:
-    """With the mark of its report, a conversation goes on where it ended, in the middle of a block."""
+    """With the mark of its report, a conversation resumes at its end, in the middle of a block."""
     source = new_source()
     first = run(model, source, Request(PROMPT, 6))
     assert first.stored_tokens == 55
@@ -138,7 +139,7 @@ def test_samples_share_the_prompt_and_differ_after_it(model: Llama, new_source: 
 
 
 def test_a_sample_equals_the_same_tokens_as_a_prompt(model: Llama, new_source: NewSource) -> None:
-    """Decoding through forked pages reaches the logits that prefill of the same tokens reaches."""
+    """Decoding through forked pages gives the logits of a prefill of the same tokens."""
     engine = Engine(model, new_source())
     parent = engine.begin(Request(PROMPT[:22], 9, temperature=1.0, samples=2, seed=8))
     child = engine.fork(parent, stream=1)
@@ -161,7 +162,7 @@ def test_logits_are_picked_from_once(model: Llama, shape: PageShape) -> None:
 
 
 def test_a_stop_token_ends_a_sequence(model: Llama, shape: PageShape) -> None:
-    """Generation ends with the stop token and says so."""
+    """Generation ends with the stop token and reports it."""
     free = run(model, LocalPages(shape), Request(PROMPT, 10))
     stop = free.tokens[3]
     cut = run(model, LocalPages(shape), Request(PROMPT, 10, stop=(stop,)))
@@ -172,7 +173,7 @@ def test_a_stop_token_ends_a_sequence(model: Llama, shape: PageShape) -> None:
 def test_a_failing_pass_gives_every_page_back(
     model: Llama, new_source: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in the middle of a batch leaves no page held."""
+    """An error in the middle of a batch leaks no page."""
     source = new_source()
     engine = Engine(model, source)
     calls = iter(range(100))
@@ -190,7 +191,7 @@ def test_a_failing_pass_gives_every_page_back(
 
 
 def test_times_are_those_of_the_clock(model: Llama, shape: PageShape) -> None:
-    """Acquire, first token and total follow one another on the clock that was given."""
+    """Acquire, first token and total follow one another on the given clock."""
     ticks = iter(range(1000))
     engine = Engine(model, LocalPages(shape), clock=lambda: float(next(ticks)))
     report = engine.generate([Request(PROMPT, 4)])[0]
@@ -208,7 +209,7 @@ def test_attention_mass_is_reported_per_page(model: Llama, new_source: NewSource
 
 @pytest.mark.parametrize("losses", [1, 3])
 def test_attention_mass_outlives_lost_pages(model: Llama, shape: PageShape, losses: int) -> None:
-    """A request that loses more pages than the next chunk fills, and measures attention, goes on to the tokens that it would have given."""
+    """A request that measures attention and loses pages recomputes them and gives the same tokens."""
     want = run(model, LocalPages(shape), Request(PROMPT, 5))
     source = LosingPages(shape, losses)
     got = run(model, source, Request(PROMPT, 5), chunk_tokens=6, measure_attention=True)
@@ -218,7 +219,7 @@ def test_attention_mass_outlives_lost_pages(model: Llama, shape: PageShape, loss
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_torch_engine_gives_what_the_numpy_engine_gives(model: Llama, shape: PageShape, kv_dtype: str) -> None:
-    """The same engine on torch tensors, reading and writing pages over plain memory, gives the same logits."""
+    """The same engine on torch tensors, over pages in plain memory, gives the same logits."""
     pytest.importorskip("torch", reason="torch is not installed")
     on_torch = Llama(random_checkpoint(model.spec, seed=3, scale=0.2), Backend("torch"))
     pages = PageShape(model.spec.geometry(kv_dtype), 4, on_torch.backend)
@@ -242,7 +243,7 @@ def test_torch_engine_gives_what_the_numpy_engine_gives(model: Llama, shape: Pag
 def test_an_impossible_request_is_refused_before_anything_runs(
     model: Llama, shape: PageShape, request_: Request
 ) -> None:
-    """Empty prompts, foreign ids, too many tokens raise InvalidArgument."""
+    """Empty prompts, foreign ids, too many tokens and bad sampling values raise InvalidArgument."""
     with pytest.raises(InvalidArgument):
         Engine(model, LocalPages(shape)).generate([request_])
 
@@ -255,7 +256,7 @@ def test_pages_of_another_model_are_refused(model: Llama, shape: PageShape) -> N
 
 
 def test_temperature_draws_follow_the_probabilities() -> None:
-    """Ten thousand draws come out as the softmax says; zero temperature takes the largest."""
+    """Ten thousand draws match the softmax; zero temperature takes the largest."""
     logits = np.log(np.array([0.5, 0.3, 0.2, 1e-30], dtype=np.float32))
     rng = np.random.default_rng(0)
     counts = np.bincount([pick_token(logits, temperature=1.0, rng=rng) for _ in range(10_000)], minlength=4) / 10_000

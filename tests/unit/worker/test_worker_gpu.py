@@ -1,4 +1,4 @@
-"""A worker's memory on a GPU, on the fake driver: what waits for what, and a whole engine without a daemon."""
+"""A worker's memory on a GPU, on the fake driver: the order of waits, and an engine without a daemon."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
 
 def bytes_at(array: GpuArray) -> bytes:
-    """What lies there now, whatever is under way."""
+    """The bytes there now, without a wait for pending work."""
     return peek(array.address, ROWS.nbytes)
 
 
@@ -44,7 +44,7 @@ def use_streams(cuda: Any) -> list[Any]:
 
 @on_fake_driver()
 def test_a_mark_is_done_when_the_current_stream_has_got_there() -> None:
-    """What is put into torch's current stream is there when a mark behind it says so, and not when one in another stream does."""
+    """A mark is done with the work before it in torch's current stream, not with another stream."""
     current = use_streams(entered())
     gpu = gpu_memory(0)
     array = gpu.filled(ROWS)
@@ -58,7 +58,7 @@ def test_a_mark_is_done_when_the_current_stream_has_got_there() -> None:
 
 @on_fake_driver()
 def test_arrays_come_back_as_they_were() -> None:
-    """To the GPU and back an array is the same, has the strides of one without gaps, and its memory is used again."""
+    """An array comes back equal from the GPU, has strides without gaps, and its memory is reused."""
     gpu = gpu_memory(0)
     array = asarray(ROWS, device=gpu)
     assert asarray(array) is array and astype(array, "float32", copy=False) is array
@@ -74,7 +74,7 @@ def test_arrays_come_back_as_they_were() -> None:
 
 @on_fake_driver()
 def test_what_does_not_fit_is_refused() -> None:
-    """Other types, other devices, memory that is too short or not on the GPU are named."""
+    """Other types, other devices, and memory that is too short or not on the GPU are refused by name."""
     gpu = gpu_memory(0)
     array = gpu.filled(ROWS)
     with pytest.raises(InvalidArgument, match="has type float32, wanted float16"):
@@ -102,8 +102,8 @@ def outcome(model: Llama, kv_dtype: str, attention: Any = None) -> tuple[list[li
 
 @on_fake_driver()
 def test_an_engine_on_a_gpu_needs_no_daemon() -> None:
-    """Prefill, decode, forks that copy a page on the GPU, and page masses: what the reference gives on a CPU, over pages of e4m3 what emulated kernels give there, whose
-    rounding a drawn token can tell from the reference's."""
+    """Prefill, decode, forks that copy a page on the GPU, and page masses equal the reference on a
+    CPU. Over e4m3 pages they equal emulated kernels there, as a drawn token can depend on rounding."""
     os.environ["TIERD_FATBINS_FOLDER"] = str(build_fatbins())
     gpu: GpuMemory = gpu_memory(0)
     within = []

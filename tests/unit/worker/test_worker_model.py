@@ -32,7 +32,7 @@ def logits_of(model: Llama, tokens: list[int], first_position: int = 0) -> Any:
 
 
 def test_attention_depends_on_distances_only() -> None:
-    """Shifting all positions changes nothing: that is what rotation is for."""
+    """Rotation makes attention depend only on distances: shifting all positions changes no logit."""
     model = Llama(random_checkpoint(SPEC, scale=0.2))
     np.testing.assert_allclose(logits_of(model, [1, 2, 3], 0), logits_of(model, [1, 2, 3], 40), rtol=0, atol=1e-4)
 
@@ -52,7 +52,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
 
 
 def test_llama3_rope_slows_long_waves_only() -> None:
-    """Waves shorter than original / high stay, those longer than original / low are divided by factor, the rest lie between."""
+    """Waves up to original / high stay, those above original / low shrink by factor, the rest are between."""
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
     wide = replace(SPEC, head_dim=128, rope_theta=5e5)
     plain, scaled = rope_frequencies(wide), rope_frequencies(replace(wide, rope_scaling=scaling))
@@ -85,7 +85,7 @@ def test_torch_computes_what_numpy_computes() -> None:
 
 
 def test_torch_loads_bf16_bit_for_bit() -> None:
-    """A stored bfloat16 weight reaches torch unchanged, and as the same value that numpy sees."""
+    """A stored bfloat16 weight reaches torch unchanged, with the same value that numpy reads."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     raw = RawTensor("BF16", (3,), np.array([0x3F80, 0xC049, 0x4012], dtype="<u2").view(np.uint8))
     got = Backend("torch", "bfloat16").weight(raw)
@@ -96,7 +96,7 @@ def test_torch_loads_bf16_bit_for_bit() -> None:
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_page_is_its_buffer(library: str, writable: bool) -> None:
-    """A page's array shows later changes of its buffer: nothing was copied."""
+    """A page's array shows later changes of its buffer: it is no copy."""
     if library == "torch":
         pytest.importorskip("torch", reason="torch is not installed")
     geometry = SPEC.geometry("float32")
@@ -108,7 +108,7 @@ def test_a_page_is_its_buffer(library: str, writable: bool) -> None:
 
 
 def test_what_a_backend_cannot_do_is_said() -> None:
-    """Unknown libraries, precisions and devices raise ConfigError, bfloat16 pages on numpy Unsupported."""
+    """Unknown libraries, types and devices raise ConfigError; bfloat16 pages on numpy Unsupported."""
     for wrong in (("jax",), ("numpy", "bfloat16"), ("numpy", "float32", "meta")):
         with pytest.raises(ConfigError):
             Backend(*wrong)

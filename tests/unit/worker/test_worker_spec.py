@@ -39,7 +39,7 @@ def test_what_is_left_out_has_its_usual_value() -> None:
     ids=["older", "oldest", "newer"],
 )
 def test_rope_is_read_from_every_generation_of_files(extra: dict[str, Any]) -> None:
-    """rope_scaling and rope_parameters say the same."""
+    """rope_scaling and rope_parameters mean the same."""
     spec = spec_from_config(PLAIN | extra)
     assert (spec.rope_theta, spec.rope_scaling) == (5e5, RopeScaling(8.0, 1.0, 4.0, 64))
 
@@ -57,6 +57,6 @@ def test_rope_is_read_from_every_generation_of_files(extra: dict[str, Any]) -> N
     ],
 )
 def test_what_cannot_be_computed_exactly_is_refused(extra: dict[str, Any]) -> None:
-    """A model that differs from what is implemented, or a damaged config, raises instead of computing something else."""
+    """A model outside the implementation, or a damaged config, raises ConfigError."""
     with pytest.raises(ConfigError):
         spec_from_config(PLAIN | extra)

@@ -1,4 +1,4 @@
-"""The arena's files: where they lie, what of them survives, what is refused."""
+"""The arena's files: their places, the files that survive, and the files that are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def page(number: int, *, slot: int = 0, generation: int = 1) -> StructArray:
 
 
 def put(arena: Arena, row: StructArray, *, time_ms: int = 1) -> None:
-    """Reserve, write and publish one page."""
+    """Reserves, writes and publishes one page."""
     arena.apply(Plan(reserved=row))
     arena.view(row[0])[:] = bytes([int(row["generation"][0])]) * CLASS_BYTES
     metas = new_meta(1)
@@ -70,7 +70,7 @@ def arena_path(directory: Path) -> Path:
 
 
 def flags_of(address: int) -> list[str]:
-    """The kernel's flags of the mapping that this address lies in."""
+    """The kernel's flags of the mapping that contains this address."""
     smaps = Path("/proc/self/smaps").read_text()
     for found in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) ", smaps, re.MULTILINE):
         if int(found[1], 16) <= address < int(found[2], 16):
@@ -83,7 +83,7 @@ def flags_of(address: int) -> list[str]:
 
 
 async def test_files_are_the_owners_alone_and_allocated(directory: Path) -> None:
-    """Directories are 0700, files 0600, and data files have all their blocks before a descriptor leaves."""
+    """Directories are 0700 and files 0600; data files have all their blocks before a descriptor is shared."""
     arena, _ = await opened(directory, SPEC, segment(1))
     here = arena_path(directory)
     modes = {p.name: p.stat().st_mode & 0o777 for p in here.iterdir()}
@@ -96,7 +96,7 @@ async def test_files_are_the_owners_alone_and_allocated(directory: Path) -> None
 
 
 async def test_spare_files_are_ready_before_they_are_asked_for(directory: Path) -> None:
-    """The whole capacity exists as spare files soon after start, and a new segment takes one without making any."""
+    """Soon after start, spare files cover the whole capacity, and a new segment takes one of them."""
     arena, _ = await opened(directory)
     await asyncio.to_thread(arena._data._thread.join)
     inodes = {p.stat().st_ino for p in arena_path(directory).glob("spare-*")}
@@ -109,7 +109,7 @@ async def test_spare_files_are_ready_before_they_are_asked_for(directory: Path) 
 
 
 async def test_no_descriptor_stays_open(directory: Path) -> None:
-    """Thousands of segments are possible: a segment in use costs the daemon no file descriptor."""
+    """A segment in use costs the daemon no file descriptor, so thousands of segments are possible."""
 
     def files_open() -> list[str]:
         return [Path(it.path).name for it in psutil.Process().open_files() if it.path.startswith(str(directory))]
@@ -131,7 +131,7 @@ async def test_mappings_stay_out_of_core_dumps(directory: Path) -> None:
 
 
 async def test_memory_goes_with_the_last_view(directory: Path) -> None:
-    """A segment's mapping ends when nobody has a view of it any more, and not before."""
+    """A segment's mapping ends with the last view of it, and not before."""
     arena, _ = await opened(directory, SPEC, segment(1))
     view = arena.view(page(1)[0])
     await arena.close(release=True)
@@ -148,7 +148,7 @@ async def test_memory_goes_with_the_last_view(directory: Path) -> None:
 
 
 async def test_shrinking_keeps_the_hot_segments(directory: Path) -> None:
-    """With fewer places at the next start, the segments used last are kept whole and the rest is said to be dropped."""
+    """With fewer places at the next start, the segments used last survive whole; a notice counts the rest."""
     arena, _ = await opened(directory, SPEC, *[segment(n + 1, n) for n in range(4)])
     for n, time_ms in enumerate((5, 9, 2, 7)):
         put(arena, page(n + 1, generation=n + 1), time_ms=time_ms)
@@ -167,7 +167,7 @@ async def test_shrinking_keeps_the_hot_segments(directory: Path) -> None:
 
 
 async def test_other_segment_size_drops_all_and_says_so(directory: Path) -> None:
-    """Segments of a former size cannot be places of this tier: they are dropped, with a notice."""
+    """Segments of another size cannot be places of this tier: the arena drops them with a notice."""
     arena, _ = await opened(directory, SPEC, segment(1))
     put(arena, page(1))
     await arena.close(release=False)
@@ -178,7 +178,7 @@ async def test_other_segment_size_drops_all_and_says_so(directory: Path) -> None
 
 @pytest.mark.parametrize("damage", ["cat", "data", "missing", "swapped"])
 async def test_damaged_segment_is_dropped_alone(directory: Path, damage: str) -> None:
-    """A segment whose catalogue or data file is damaged is gone after a restart, and the others are kept."""
+    """A segment with a damaged catalogue or data file is gone after a restart; the others survive."""
     arena, _ = await opened(directory, SPEC, segment(1), segment(2, 1))
     put(arena, page(1, generation=1))
     put(arena, page(2, generation=2))
@@ -215,7 +215,7 @@ async def test_segment_of_a_newer_tierd_is_refused_and_kept(directory: Path) -> 
 
 @pytest.mark.parametrize("at", [*range(8), *range(12, 40), 43, 55])
 async def test_arena_with_damaged_marks_begins_anew(directory: Path, at: int) -> None:
-    """With arena.tbl damaged nothing of the arena is taken up, its files are unlinked, it is said, and no number used before is given again."""
+    """If arena.tbl is damaged, the arena unlinks its files, gives a notice, and reuses no number."""
     arena, _ = await opened(directory, SPEC, segment(1))
     await arena.close(release=False)
     raw = bytearray((arena_path(directory) / "arena.tbl").read_bytes())
@@ -230,7 +230,7 @@ async def test_arena_with_damaged_marks_begins_anew(directory: Path, at: int) ->
 
 @pytest.mark.parametrize("writer", [7, 8])
 async def test_file_found_at_start_gets_no_second_life(directory: Path, writer: int) -> None:
-    """Former clients may still map a file found at start: the next segment in its place gets another file, fresh or not."""
+    """Former clients may still map a file from before the start; the next segment there gets another."""
     arena, _ = await opened(directory, SPEC, segment(1))
     fd, length = arena.descriptor(1, writable=True)
     await arena.close(release=False)
@@ -246,7 +246,7 @@ async def test_file_found_at_start_gets_no_second_life(directory: Path, writer: 
 
 
 async def test_torn_name_of_a_namespace_ends_the_log(directory: Path) -> None:
-    """A record that was half written is cut off, those before it are found, and the log goes on."""
+    """A half-written record is cut off, the earlier ones survive, and the log goes on."""
     arena, _ = await opened(directory)
     await arena.keep_namespace(b"first")
     await arena.keep_namespace(b"second")
@@ -263,9 +263,9 @@ async def test_torn_name_of_a_namespace_ends_the_log(directory: Path) -> None:
 
 
 async def test_name_that_finds_no_room_harms_no_other(directory: Path) -> None:
-    """A record for which there is no room is told as an error and leaves nothing: those that are written later are found."""
+    """A record for which the file system has no room raises an error; later records survive a restart."""
     arena, _ = await opened(directory)
-    await asyncio.to_thread(arena._data._thread.join)  # it would meet the limit as well
+    await asyncio.to_thread(arena._data._thread.join)  # its thread would hit the limit too
     await arena.keep_namespace(b"first")
     with (
         file_size_limit((arena_path(directory) / "namespaces.log").stat().st_size + 20),
@@ -281,7 +281,7 @@ async def test_name_that_finds_no_room_harms_no_other(directory: Path) -> None:
 
 @pytest.mark.parametrize("is_used", [False, True])
 async def test_files_that_somebody_removed_are_made_anew(directory: Path, is_used: bool) -> None:
-    """Data files that were removed behind the daemon's back cost the segments that were to take them, and no place of the tier."""
+    """Data files that another process removed cost their segments, but no place of the tier."""
     arena, _ = await opened(directory, SPEC, *([segment(n + 1, n) for n in range(4)] if is_used else []))
     arena._data._thread.join()
     for path in arena_path(directory).glob("*.data"):
@@ -295,7 +295,7 @@ async def test_files_that_somebody_removed_are_made_anew(directory: Path, is_use
 
 
 async def test_segment_that_ends_while_it_is_prepared(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file is the next one's at that place, and counts once: there are never more files than places."""
+    """Its file goes to the next segment at that place and counts once: never more files than places."""
     arena, _ = await opened(directory)
     await asyncio.to_thread(arena._data._thread.join)
     allocate, is_begun, is_over = os.posix_fallocate, threading.Event(), threading.Event()
@@ -325,7 +325,7 @@ async def test_segment_that_ends_while_it_is_prepared(directory: Path, monkeypat
     ids=["memory", "catalogue"],
 )
 async def test_a_segment_ends_while_it_is_made(directory: Path, stalls: dict[str, float]) -> None:
-    """If a segment ends while its memory or its catalogue is made, nothing fails and no place is lost."""
+    """If a segment ends while its memory or catalogue is made, nothing fails and no place is lost."""
     for point, seconds in stalls.items():
         failpoint.arm(point, f"delay:{seconds}x1")
     try:
@@ -341,7 +341,7 @@ async def test_a_segment_ends_while_it_is_made(directory: Path, stalls: dict[str
 
 
 async def takes_all_places(arena: Arena, directory: Path) -> None:
-    """Segment 2 has begun at the first of four places: three more get a file each, a fifth none."""
+    """Segment 2 holds the first of four places: three more segments get a file each, a fifth none."""
     rest = [segment(number, place=number - 2) for number in (2, 3, 4, 5)]
     arena.apply(Plan(segments=rest[1:]))
     await arena.prepare(rest)
@@ -353,7 +353,7 @@ async def takes_all_places(arena: Arena, directory: Path) -> None:
 
 
 async def test_position_in_the_tier_list_may_change(directory: Path) -> None:
-    """Segments belong to the tier by name: a tier put before it in the configuration changes their position only."""
+    """Segments belong to the tier by name: a tier placed before it changes only their position."""
     arena, _ = await opened(directory, SPEC, segment(1))
     put(arena, page(1))
     await arena.close(release=False)
@@ -369,7 +369,7 @@ async def test_position_in_the_tier_list_may_change(directory: Path) -> None:
 
 @contextmanager
 def file_size_limit(count: int) -> Iterator[None]:
-    """Allocating beyond so many bytes of a file fails, as on a full file system."""
+    """Allocating beyond this many bytes of a file fails, as on a full file system."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -379,7 +379,7 @@ def file_size_limit(count: int) -> Iterator[None]:
 
 
 async def test_segment_that_cannot_be_allocated_fails_in_prepare(directory: Path) -> None:
-    """No room for a fresh file: prepare says which segment and why, other segments serve on, and room later is used."""
+    """Without room for a fresh file, prepare names segment and reason; a later try with room succeeds."""
     arena, _ = await opened(directory, SPEC, *[segment(n + 1, n) for n in range(4)])
     successor = segment(9, replaces=1, fresh=True)
     with file_size_limit(MIB // 2):
@@ -396,7 +396,7 @@ async def test_segment_that_cannot_be_allocated_fails_in_prepare(directory: Path
 
 
 async def test_capacity_beyond_the_file_system_is_refused(directory: Path) -> None:
-    """An arena that does not fit the free memory is refused at start with both sizes and the remedy; nothing is left owned."""
+    """An arena larger than the free memory is refused with both sizes and the remedy; its lock is free."""
     huge = replace(SPEC, capacity_bytes=1 << 50)
     with pytest.raises(
         ConfigError, match=r"host\.0\.capacity: 1,073,741,824 MiB needs .* are free; lower the capacity"
@@ -407,7 +407,7 @@ async def test_capacity_beyond_the_file_system_is_refused(directory: Path) -> No
 
 
 async def test_capacity_below_one_segment_is_refused(directory: Path) -> None:
-    """A tier without a single segment is a fault of the configuration."""
+    """A tier without a single segment is a configuration error."""
     with pytest.raises(ConfigError, match="hold no segment"):
         await opened(directory, replace(SPEC, capacity_bytes=MIB - 1))
 
@@ -416,7 +416,8 @@ async def test_capacity_below_one_segment_is_refused(directory: Path) -> None:
 
 
 async def test_purge_refuses_an_arena_in_use_and_frees_an_orphan(directory: Path) -> None:
-    """An owned arena is listed with its owner and left whole; an orphan is listed without, and purged to the last file."""
+    """An owned arena is listed with its owner and refuses a purge. An orphan is listed without, and
+    a purge removes all its files."""
     arena, _ = await opened(directory, SPEC, segment(1))
     (arena_path(directory).parent / "sessions.tbl").write_bytes(b"x")
     (here,) = [a for a in list_arenas([str(directory)]) if a.data == arena_path(directory)]
@@ -432,7 +433,7 @@ async def test_purge_refuses_an_arena_in_use_and_frees_an_orphan(directory: Path
 
 
 async def test_header_of_an_arena_is_rewritten_whole(directory: Path) -> None:
-    """The header on disk is, byte for byte, what `pack_head` makes of the assignment."""
+    """The header on disk is, byte for byte, the output of `pack_head` for the assignment."""
     arena, _ = await opened(directory, SPEC, segment(1, fresh=True))
     raw = (arena_path(directory) / "1.cat").read_bytes()
     assert raw[:128] == pack_head(read_head(raw, name="")) and not any(raw[128:4096])

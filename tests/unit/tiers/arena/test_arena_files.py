@@ -1,4 +1,4 @@
-"""Where an arena's files may lie, in which kind of memory, how much of it; and the files of its segments, made ahead."""
+"""An arena's place, kind of memory and size; and the files of its segments, made in advance."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = TierSpec(TierKind.HOST, 0, 4 * MIB, MIB, writer_owned=True)
 
 
 def test_capacity_beyond_the_control_group_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arena above the control group's memory limit is refused, whatever the file system would hold."""
+    """An arena above the control group's memory limit is refused, even if the file system could hold it."""
     monkeypatch.setattr(arena_files, "find_memory_limit", lambda: 3 * MIB)
     place = choose_place(SPEC, instance="t", arena_dir=str(directory))
     with pytest.raises(ConfigError, match=r"4 MiB is above the 3 MiB .*control group"):
@@ -61,7 +61,7 @@ def test_capacity_beyond_the_control_group_is_refused(directory: Path, monkeypat
 def test_memory_limit_is_the_least_on_the_way_up(
     tmp_path: Path, line: str, files: dict[str, str], limit: int | None
 ) -> None:
-    """The limit of either version of control groups is found, in the group itself or any above it."""
+    """The lookup reads the limit of either version of control groups, in the group or any group above."""
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(text + "\n")
@@ -69,7 +69,7 @@ def test_memory_limit_is_the_least_on_the_way_up(
     assert find_memory_limit(tmp_path / "cgroup", tmp_path / "fs") == limit
 
 
-# -- where
+# -- place
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_memory_limit_is_the_least_on_the_way_up(
     [("/dev/shm/x", "tmpfs"), ("/mnt/huge/x", "tmpfs-huge"), ("/mnt/pages", "hugetlbfs"), ("/var/x", "file")],
 )
 def test_mode_is_that_of_the_deepest_mount(tmp_path: Path, path: str, mode: str) -> None:
-    """The kind of memory is read from the mount that the directory really lies on."""
+    """The kind of memory is that of the mount that contains the directory."""
     (tmp_path / "mounts").write_text(
         "/dev/vda / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw,nosuid 0 0\ntmpfs /mnt/huge tmpfs rw,huge=always 0 0\n"
         "none /mnt/pages hugetlbfs rw,pagesize=2M 0 0\n"
@@ -89,13 +89,13 @@ def test_mode_is_that_of_the_deepest_mount(tmp_path: Path, path: str, mode: str)
 
 @pytest.mark.parametrize("instance", ["", "..", "a/b", ".hidden", "x" * 65])
 def test_instance_is_no_path(directory: Path, instance: str) -> None:
-    """A name that could leave the base directory is refused."""
+    """An instance name that could escape the base directory is refused."""
     with pytest.raises(ConfigError, match="instance"):
         choose_place(SPEC, instance=instance, arena_dir=str(directory))
 
 
 def test_missing_arena_dir_is_refused(directory: Path) -> None:
-    """A base directory that does not exist is not made up: the operator meant a mount."""
+    """A base directory that does not exist is refused, not created: the operator meant a mount."""
     with pytest.raises(ConfigError, match=r"arena_dir.*no directory"):
         choose_place(SPEC, instance="t", arena_dir=str(directory / "absent"))
 
@@ -121,7 +121,7 @@ async def test_file_system_that_is_no_memory_is_said(tmp_path: Path) -> None:
     ("mode", "share", "said"), [("tmpfs", None, 0), ("hugetlbfs", 1.0, 0), ("tmpfs", 0.5, 1), ("file", 1.0, 1)]
 )
 def test_good_news_is_no_notice(tmp_path: Path, mode: str, share: float | None, said: int) -> None:
-    """An arena whose place lacks nothing, as far as is known, gives no notice."""
+    """An arena without a known shortcoming gives no notice."""
     place = ArenaPlace(tmp_path, tmp_path, mode)
     touch = None if share is None else Touch(4e9, share)
     assert len(arena_files.shortcomings(SPEC, place, touch)) == said
@@ -131,7 +131,7 @@ def test_good_news_is_no_notice(tmp_path: Path, mode: str, share: float | None, 
 
 
 def test_takers_share_what_is_in_the_making(tmp_path: Path) -> None:
-    """However many ask at once, no more files are made than the tier has places, and each gets its own."""
+    """Any number of requests make no more files than the tier has places, and each gets its own."""
     files = DataFiles(tmp_path, segment_bytes=MIB, places=8)
     files.start()
     views = [files.take(number) for number in range(8)]
@@ -144,7 +144,7 @@ def test_takers_share_what_is_in_the_making(tmp_path: Path) -> None:
 
 
 def test_half_made_spares_are_not_taken_over(tmp_path: Path) -> None:
-    """A spare file that is not allocated whole, or beyond the capacity, is removed at the next start."""
+    """A start removes a spare file that is partly allocated or beyond the capacity."""
     first = DataFiles(tmp_path, segment_bytes=MIB, places=3)
     first.start()
     first._thread.join()
@@ -159,7 +159,7 @@ def test_half_made_spares_are_not_taken_over(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def held_up(point: str = "arena.spare.before_file") -> Iterator[threading.Event]:
-    """The thread that makes spare files waits there, as long as the event is not set."""
+    """The spare thread waits at this point until the event is set."""
     go_on = threading.Event()
 
     def see(name: str) -> None:
@@ -175,13 +175,14 @@ def held_up(point: str = "arena.spare.before_file") -> Iterator[threading.Event]
 
 
 def test_progress_is_told_to_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is still to be made counts down from the whole capacity, within a file too; a file that somebody takes meanwhile counts."""
+    """The unready bytes count down from the whole capacity, within a file too. A file that a caller
+    takes meanwhile counts."""
     files = DataFiles(tmp_path, segment_bytes=8 * MIB, places=3)
     assert (files.unready_bytes, files.idle_reason) == (24 * MIB, "")
     allocate, seen = os.posix_fallocate, list[tuple[str, int]]()
 
     def noted(fd: int, start: int, length: int) -> None:
-        if length == 2 * MIB:  # a step, not what its huge page begins with
+        if length == 2 * MIB:  # a step, not the first allocation of its huge page
             seen.append((threading.current_thread().name, files.unready_bytes))
         allocate(fd, start, length)
 
@@ -200,7 +201,7 @@ def test_progress_is_told_to_the_step(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_background_that_cannot_go_on_says_why(tmp_path: Path) -> None:
-    """Where a spare file cannot be made the reason is told, and whoever needs a file gets it as soon as there is room."""
+    """When no spare file can be made, the reason is reported; a caller gets a file once there is room."""
     files = DataFiles(tmp_path, segment_bytes=8 * MIB, places=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
@@ -216,7 +217,7 @@ def test_a_background_that_cannot_go_on_says_why(tmp_path: Path) -> None:
 
 
 def test_the_background_gives_way(tmp_path: Path) -> None:
-    """The thread that makes spare files runs behind every other one of the process."""
+    """The thread that makes spare files has a lower priority than the process's other threads."""
     files = DataFiles(tmp_path, segment_bytes=MIB, places=1)
     with held_up():
         own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -236,7 +237,7 @@ def test_the_background_gives_way(tmp_path: Path) -> None:
 def test_a_file_found_whole_is_not_allocated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
 ) -> None:
-    """A start does not go through memory that is there; a file with a hole is made whole before anybody maps it."""
+    """A start does not allocate a whole file again; it allocates a file with a hole before any mapping."""
     path = tmp_path / "7.data"
     path.write_bytes(bytes(MIB if is_whole else 4096))
     os.truncate(path, MIB)

@@ -55,7 +55,8 @@ def filled(path: Path, *generations: int) -> Catalogue:
 
 
 def test_a_retired_page_is_read_by_leases_alone(tmp_path: Path) -> None:
-    """Its word is the generation, and says that it is retired: no entry of it counts at a start, its table is there for who copies it, and no new generation is below its own."""
+    """A retired page keeps its generation with a flag. A start ignores its entry, copies still get
+    its table, and new generations are higher."""
     catalogue = filled(tmp_path / "1.cat", 7, 8, 9)
     catalogue.retire(slots(1, 2), np.array([8, 5], np.uint64))
     assert catalogue._generations[:3].tolist() == [7, 8 | int(RETIRED), 9], "one of another generation is passed over"
@@ -71,7 +72,7 @@ def test_a_retired_page_is_read_by_leases_alone(tmp_path: Path) -> None:
 
 
 def test_layout_has_the_parts_in_order_and_aligned() -> None:
-    """Words begin at 4096, entries on a 4 KiB boundary behind them, the slice table behind the entries."""
+    """Words begin at 4096, entries on the next 4 KiB boundary, the slice table behind the entries."""
     layout = CatalogueLayout(pages=600, class_bytes=8192)
     assert generation_offset(0) == 4096 and generation_offset(599) + 8 <= layout.meta_offset == 4096 + 8192
     assert layout.slices_offset == layout.meta_offset + 600 * META_BYTES
@@ -81,7 +82,7 @@ def test_layout_has_the_parts_in_order_and_aligned() -> None:
 
 @given(st.integers(1, 1 << 31), st.integers(0, 3000))
 def test_slices_of_any_block_fit_the_table_of_its_page(length: int, layers: int) -> None:
-    """However a block is cut, its slices cover it, are not empty and fit the row that its size class has."""
+    """The slices of any block cover it, are not empty, and fit the row of its size class."""
     lengths = slice_lengths(length, layers)
     assert sum(lengths) == length and min(lengths) > 0
     assert len(lengths) <= slice_words(size_class(length))
@@ -89,14 +90,14 @@ def test_slices_of_any_block_fit_the_table_of_its_page(length: int, layers: int)
 
 
 def test_header_comes_back_as_written(tmp_path: Path) -> None:
-    """What was assigned is read from the file by the next daemon."""
+    """The next daemon reads the assignment from the file."""
     Catalogue.create(tmp_path / "3.cat", head=head())
     assert Catalogue.open(tmp_path / "3.cat").head == head()
     assert (tmp_path / "3.cat").stat().st_mode & 0o777 == 0o600
 
 
 def test_published_entries_survive_with_their_tables(tmp_path: Path) -> None:
-    """Entries published before a restart are found with what was published."""
+    """Entries published before a restart survive it with their data."""
     filled(tmp_path / "3.cat", 70, 71, 72)
     again = Catalogue.open(tmp_path / "3.cat")
     found = again.survivors()
@@ -112,7 +113,7 @@ def test_published_entries_survive_with_their_tables(tmp_path: Path) -> None:
 
 
 def test_tables_of_different_lengths_survive_each_as_it_was(tmp_path: Path) -> None:
-    """Blocks of different lengths may be published in one go, and one of them may have gone on meanwhile."""
+    """One publish takes blocks of different lengths, and skips one whose page has moved on."""
     catalogue, generations = filled(tmp_path / "3.meta"), np.arange(1, 6, dtype=np.uint64)
     where, given = slots(7, 2, 5, 0, 9), [tables(1, entries)[0] for entries in (3, 1, 3, 2, 1)]
     catalogue.stamp(where, generations)
@@ -124,7 +125,7 @@ def test_tables_of_different_lengths_survive_each_as_it_was(tmp_path: Path) -> N
 
 
 def test_stamped_page_has_no_entry_and_no_table(tmp_path: Path) -> None:
-    """From the stamp on, before any byte of reuse, the page's former entry counts no more."""
+    """From the stamp on, before any byte of reuse, the page's former entry no longer counts."""
     catalogue = filled(tmp_path / "3.cat", 70, 71)
     catalogue.stamp(slots(0), np.array([90], dtype=np.uint64))
     assert Catalogue.open(tmp_path / "3.cat").survivors().slots.tolist() == [1]
@@ -144,7 +145,8 @@ def test_retracted_page_has_generation_zero_and_no_entry(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("word", [(1 << 64) - 1, GENERATION_LIMIT])
 def test_word_that_no_page_was_given_ends_no_range(tmp_path: Path, word: int) -> None:
-    """A damaged generation word at the end of its range frees its page, and is not taken for the greatest generation, after which none could be given."""
+    """A damaged word at the end of its range frees its page and does not become the highest
+    generation. No later generation could follow that."""
     catalogue = filled(tmp_path / "3.cat", 70, 71)
     catalogue.stamp(slots(0, 5), np.array([word, word], dtype=np.uint64))
     found = Catalogue.open(tmp_path / "3.cat").survivors()
@@ -152,7 +154,7 @@ def test_word_that_no_page_was_given_ends_no_range(tmp_path: Path, word: int) ->
 
 
 def test_a_catalogue_that_is_not_allocated_is_retracted_too(tmp_path: Path) -> None:
-    """While the file has no room for entries yet, the words alone say that no handle of its pages is good."""
+    """While the file has no entries yet, the words alone invalidate all handles of its pages."""
     catalogue = Catalogue.create(tmp_path / "1.cat", head=head())
     catalogue.stamp(slots(0, 1), np.array([7, 8], dtype=np.uint64))
     catalogue.retract(slots(0))
@@ -162,7 +164,7 @@ def test_a_catalogue_that_is_not_allocated_is_retracted_too(tmp_path: Path) -> N
 
 
 def test_late_publish_of_a_page_that_moved_on_is_passed_over(tmp_path: Path) -> None:
-    """Publishing under a generation that the page no longer has changes nothing, not even the page's new entry."""
+    """A publish under a generation that the page no longer has changes nothing, not even a new entry."""
     catalogue = filled(tmp_path / "3.cat", 70)
     catalogue.stamp(slots(0, 1), np.array([80, 81], dtype=np.uint64))
     catalogue.publish(slots(0), metas=metas(80), slices=tables(1))
@@ -173,7 +175,7 @@ def test_late_publish_of_a_page_that_moved_on_is_passed_over(tmp_path: Path) -> 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_to_an_entry_frees_its_page_alone(tmp_path: Path, data: st.DataObject) -> None:
-    """A flipped bit anywhere in an entry, its word or its table removes that block and no other."""
+    """A flipped bit anywhere in an entry, its word or its table drops that block and no other."""
     path = tmp_path / "3.cat"
     path.unlink(missing_ok=True)
     filled(path, 70, 71, 72)
@@ -190,7 +192,7 @@ def test_any_damage_to_an_entry_frees_its_page_alone(tmp_path: Path, data: st.Da
 
 @pytest.mark.parametrize("change", ["store", "segment", "place"])
 def test_entry_of_another_place_is_foreign(tmp_path: Path, change: str) -> None:
-    """An entry with a good checksum that names another arena, segment or page is no entry here."""
+    """An entry with a good checksum that names another arena, segment or page does not count here."""
     path = tmp_path / "3.cat"
     filled(path, 70, 71)
     raw = bytearray(path.read_bytes())
@@ -208,7 +210,7 @@ def test_entry_of_another_place_is_foreign(tmp_path: Path, change: str) -> None:
 
 
 def test_too_many_slices_are_refused_and_nothing_is_published(tmp_path: Path) -> None:
-    """A table longer than its row is the caller's fault, named with the limit."""
+    """A table longer than its row is an InvalidArgument that names the limit."""
     catalogue = filled(tmp_path / "3.cat", 70)
     catalogue.stamp(slots(0, 1), np.array([80, 81], dtype=np.uint64))
     with pytest.raises(InvalidArgument, match=r"5 of one block.* is 4"):
@@ -218,7 +220,7 @@ def test_too_many_slices_are_refused_and_nothing_is_published(tmp_path: Path) ->
 
 @pytest.mark.parametrize("at", [0, 9, 20, 60, 125])
 def test_damaged_header_drops_the_segment(at: int) -> None:
-    """A header with any byte changed is torn, not believed."""
+    """A header with any byte changed is corrupt and drops the segment."""
     raw = bytearray(pack_head(head()))
     raw[at] ^= 0x40
     with pytest.raises(CorruptRecord, match="dropped"):
@@ -226,7 +228,7 @@ def test_damaged_header_drops_the_segment(at: int) -> None:
 
 
 def test_truncated_file_drops_the_segment(tmp_path: Path) -> None:
-    """A catalogue shorter than its header says is torn."""
+    """A catalogue shorter than its header says is corrupt."""
     filled(tmp_path / "3.cat", 70)
     with (tmp_path / "3.cat").open("r+b") as file:
         file.truncate(8192)

@@ -45,7 +45,8 @@ def opened(path: Path, *sessions: int) -> HoldTable:
 
 
 def held(path: Path, *, is_damaged: bool = False) -> dict[int, tuple[list[int], list[int]]]:
-    """What a new daemon finds: session -> generations leased and reserved. is_damaged: it must be told that there may be more, once."""
+    """A new daemon's view: session -> generations leased and reserved. is_damaged: it must get one
+    warning that rows may be missing."""
     faults: list[str] = []
     found = {
         f.holder.session: (sorted(f.leased["generation"].tolist()), sorted(f.reserved["generation"].tolist()))
@@ -58,7 +59,7 @@ def held(path: Path, *, is_damaged: bool = False) -> dict[int, tuple[list[int], 
 
 
 def test_new_daemon_learns_who_holds_what(tmp_path: Path) -> None:
-    """Holders come back with every field, their pages as extents, apart by kind."""
+    """Holders come back with every field, and their pages as extents, separated by kind."""
     table = opened(tmp_path / "s.tbl", 5, 6)
     table.append(5, extents(10, 11), kind=HoldKind.LEASE)
     table.append(5, extents(12), kind=HoldKind.RESERVATION)
@@ -70,7 +71,7 @@ def test_new_daemon_learns_who_holds_what(tmp_path: Path) -> None:
 
 
 def test_erased_rows_are_gone_and_used_again(tmp_path: Path) -> None:
-    """A lease given back is forgotten, erasing twice is no fault, and the rows serve others."""
+    """A released lease is gone, a second erase is no error, and other holds reuse the rows."""
     table = opened(tmp_path / "s.tbl", 5)
     first = table.append(5, extents(10, 11), kind=HoldKind.LEASE)
     table.append(5, extents(12), kind=HoldKind.LEASE)
@@ -81,7 +82,7 @@ def test_erased_rows_are_gone_and_used_again(tmp_path: Path) -> None:
 
 
 def test_former_rows_serve_the_new_lease(tmp_path: Path) -> None:
-    """Rows found at start are erased like rows of this life, and new ones do not overwrite them."""
+    """A start's rows can be erased like later ones, and new rows do not overwrite them."""
     opened(tmp_path / "s.tbl", 5).append(5, extents(10, 11), kind=HoldKind.LEASE)
     table = HoldTable(tmp_path / "s.tbl")
     (former,) = table.open()
@@ -92,7 +93,7 @@ def test_former_rows_serve_the_new_lease(tmp_path: Path) -> None:
 
 
 def test_dropped_holder_takes_its_rows_along(tmp_path: Path) -> None:
-    """When a process is gone its session and all its rows are forgotten, and others' are not."""
+    """When a process is gone, its session and all its rows are dropped, and no other."""
     table = opened(tmp_path / "s.tbl", 5, 6)
     rows = table.append(5, extents(10, 11), kind=HoldKind.LEASE)
     table.append(6, extents(12), kind=HoldKind.LEASE)
@@ -103,7 +104,7 @@ def test_dropped_holder_takes_its_rows_along(tmp_path: Path) -> None:
 
 
 def test_table_grows_and_keeps_its_rows(tmp_path: Path) -> None:
-    """Any number of pages can be held; a table that has grown is read back whole."""
+    """The table holds any number of pages, and a grown table is read back whole."""
     table = opened(tmp_path / "s.tbl", 5)
     table.append(5, extents(*range(1, 10_001)), kind=HoldKind.LEASE)
     table.append(5, extents(*range(10_001, 60_001)), kind=HoldKind.LEASE)
@@ -111,7 +112,7 @@ def test_table_grows_and_keeps_its_rows(tmp_path: Path) -> None:
 
 
 def test_table_that_cannot_grow_refuses_and_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no room for another row the call fails, and what was recorded stays."""
+    """Without room for another row the call fails, and earlier rows stay."""
     table = opened(tmp_path / "s.tbl", 5)
     table.append(5, extents(1), kind=HoldKind.LEASE)
 
@@ -132,7 +133,7 @@ def test_table_that_cannot_grow_refuses_and_keeps_its_rows(tmp_path: Path, monke
     )
 )
 def test_table_is_what_a_dict_would_be(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
-    """After any history, restarts included, the table holds exactly what was appended and not erased."""
+    """After any history, restarts included, the table holds exactly the rows appended and not erased."""
     path = tmp_path / "s.tbl"
     path.unlink(missing_ok=True)
     table, model, rows, number = opened(path, 0, 1, 2), {s: (set[int](), set[int]()) for s in range(3)}, {}, 1
@@ -160,7 +161,7 @@ def test_table_is_what_a_dict_would_be(tmp_path: Path, steps: list[tuple[str, in
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 48 * 8 - 1))
 def test_damaged_row_is_dropped_alone(tmp_path: Path, bit: int) -> None:
-    """A row with any bit flipped counts no more, its neighbours do, and it is said that the table does not tell all."""
+    """A row with any bit flipped is dropped alone, with a warning that rows may be missing."""
     path = tmp_path / "s.tbl"
     path.unlink(missing_ok=True)
     rows = opened(path, 5).append(5, extents(10, 11, 12), kind=HoldKind.LEASE)
@@ -181,7 +182,7 @@ def test_torn_row_is_absent(tmp_path: Path) -> None:
 
 
 def test_damaged_holder_is_dropped_with_its_rows(tmp_path: Path) -> None:
-    """A session whose record is damaged is not known, which is said; others keep what they hold."""
+    """A session with a damaged record is dropped with a warning; others keep their holds."""
     table = opened(tmp_path / "s.tbl", 5, 6)
     table.append(5, extents(10), kind=HoldKind.LEASE)
     table.append(6, extents(11), kind=HoldKind.LEASE)
@@ -192,7 +193,7 @@ def test_damaged_holder_is_dropped_with_its_rows(tmp_path: Path) -> None:
 
 
 def test_lost_holders_are_noticed(tmp_path: Path) -> None:
-    """Records of sessions that are zeros now leave rows that belong to nobody: it is said."""
+    """If session records become zeros, their rows have no owner, and a warning says so."""
     opened(tmp_path / "s.tbl", 1 << 40).append(1 << 40, extents(10), kind=HoldKind.LEASE)
     raw = bytearray((tmp_path / "s.tbl").read_bytes())
     raw[4096:8192] = bytes(4096)
@@ -201,7 +202,7 @@ def test_lost_holders_are_noticed(tmp_path: Path) -> None:
 
 
 def test_holders_of_another_boot_are_gone(tmp_path: Path) -> None:
-    """After a reboot no process of before can hold anything, whatever its id."""
+    """After a reboot no earlier process can hold a page, even with a reused id."""
     table = opened(tmp_path / "s.tbl", 5)
     table.add_holder(holder(6, boot=bytes(16)))
     table.append(6, extents(10), kind=HoldKind.LEASE)
@@ -209,7 +210,7 @@ def test_holders_of_another_boot_are_gone(tmp_path: Path) -> None:
 
 
 def test_too_many_sessions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table holds so many sessions and no more; an ended one makes room."""
+    """The table takes sessions up to its limit, and an ended session makes room."""
     monkeypatch.setattr(holds, "HOLDER_LIMIT", 3)
     table = opened(tmp_path / "s.tbl", 1, 2, 3)
     with pytest.raises(Overloaded, match="3"):
@@ -221,7 +222,7 @@ def test_too_many_sessions_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_newer_table_is_refused(tmp_path: Path) -> None:
-    """A table of a newer version stops the start and stays as it is: living clients may hold pages that it names."""
+    """A table of a newer version stops the start and stays unchanged: live clients may hold its pages."""
     opened(tmp_path / "s.tbl", 5).close(release=False)
     raw = bytearray((tmp_path / "s.tbl").read_bytes())
     raw[8] = SESSIONS.current + 1
@@ -234,7 +235,7 @@ def test_newer_table_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", range(24))
 def test_damaged_header_is_said_and_replaced(tmp_path: Path, at: int) -> None:
-    """With any byte of its header changed the table is read as far as it holds, it is said, and the header is whole again."""
+    """With any header byte changed, intact rows are read, a warning appears, the header is rewritten."""
     opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
     raw = bytearray((tmp_path / "s.tbl").read_bytes())
     raw[at] ^= 0x81
@@ -244,14 +245,14 @@ def test_damaged_header_is_said_and_replaced(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 24, 4096, holds._ROWS_AT - 1])
 def test_cut_table_is_said(tmp_path: Path, length: int) -> None:
-    """A table that ends before its rows does not tell all."""
+    """A table that ends before its rows gives a warning that rows may be missing."""
     opened(tmp_path / "s.tbl", 5).append(5, extents(10), kind=HoldKind.LEASE)
     os.truncate(tmp_path / "s.tbl", length)
     held(tmp_path / "s.tbl", is_damaged=True)
 
 
 def test_released_table_is_removed(tmp_path: Path) -> None:
-    """Closing with release removes the file; without, it is kept."""
+    """Closing with release removes the file; closing without keeps it."""
     opened(tmp_path / "s.tbl", 5).close(release=False)
     assert held(tmp_path / "s.tbl") == {5: ([], [])}
     opened(tmp_path / "s.tbl").close(release=True)

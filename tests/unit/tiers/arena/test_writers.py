@@ -1,4 +1,4 @@
-"""Processes that may still write to an arena when its daemon has gone: the next daemon waits for them, or does not begin."""
+"""A daemon waits for former processes that may still write to its arena, or refuses to start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def arena(directory: Path) -> Arena:
 
 
 async def former(directory: Path, *writing: subprocess.Popen[bytes]) -> None:
-    """A life whose memory these processes might write to, and that ended before the last of them; the others have ended one after another."""
+    """A former daemon that recorded these writers. Only the last outlived it; each of the others
+    ended before the next was recorded."""
     host = arena(directory)
     await host.open()
     for process in writing:
@@ -43,7 +44,7 @@ async def former(directory: Path, *writing: subprocess.Popen[bytes]) -> None:
 
 
 async def test_a_start_waits_for_whoever_may_still_write(directory: Path, writer: subprocess.Popen[bytes]) -> None:
-    """An arena is opened when the last process that may write to it has gone, and forgets it."""
+    """An arena opens when the last process that may write to it is gone, and drops the record."""
     await former(directory, writer)
     host = arena(directory)
     opening = asyncio.create_task(host.open())
@@ -58,7 +59,7 @@ async def test_a_start_waits_for_whoever_may_still_write(directory: Path, writer
 async def test_no_start_over_a_process_that_stays(
     directory: Path, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that does not go keeps the arena from being opened, by name and with the remedy; the arena stays as it is."""
+    """A process that stays blocks the start with an error that names it and the remedy; the arena is kept."""
     await former(directory, writer)
     monkeypatch.setattr(writers, "PATIENCE_S", 0.1)
     with pytest.raises(TierFailed, match=f"process {writer.pid} of an earlier daemon may still write to .*tierd purge"):
@@ -73,7 +74,7 @@ async def test_no_start_over_a_process_that_stays(
 async def test_who_has_gone_is_forgotten(
     directory: Path, writer: subprocess.Popen[bytes], other: subprocess.Popen[bytes]
 ) -> None:
-    """A process that has ended, and one that only has the number of another, are not waited for; the file stays short."""
+    """The daemon waits neither for an ended process nor for a reused pid, and the file stays short."""
     await former(directory, other, writer)
     start = noted(directory, writer.pid)
     rewrite(directory, f"{writer.pid} {start + 1}\n1\nno line of it\n")
@@ -83,7 +84,7 @@ async def test_who_has_gone_is_forgotten(
 
 
 def noted(directory: Path, pid: int) -> int:
-    """The start time that is noted of this process, the only one."""
+    """The recorded start time of this process, the only one in the file."""
     (path,) = directory.rglob(writers.NAME)
     (line,) = path.read_text().splitlines()
     assert line.split()[0] == str(pid)
@@ -98,7 +99,8 @@ def rewrite(directory: Path, text: str) -> None:
 def test_who_cannot_be_found_again_may_not_write(
     directory: Path, writer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that lives, and whose start /proc hides, is refused: the next daemon would take it for gone. One that is gone is none."""
+    """A live process whose start time /proc hides is refused: the next daemon would think it gone.
+    A dead process is no error."""
     monkeypatch.setattr(writers, "find_start_time", lambda _pid: None)
     with pytest.raises(OSError, match="hidepid"):
         writers.note_writer(directory, writer.pid)

@@ -1,4 +1,4 @@
-"""The device tier over a real GPU process on the fake driver: what lies in slabs, who may have them next, and what outlives whom."""
+"""The device tier over a real GPU process on the fake driver: slab contents, reuse and lifetimes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PATIENCE_S = 30.0
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU processes that are started here find the fake driver."""
+    """GPU processes started here load the fake driver."""
     for name, value in fake_environment().items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
 async def tiers(directory: Path) -> AsyncIterator[tuple[CudaTier, Arena]]:
-    """A device tier and a host tier, each with segment 1 or 2 begun."""
+    """A device tier with segment 1 begun, and a host tier with segment 2."""
     device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(0, PATIENCE_S))
     host = Arena(HOST, position=1, instance="t", arena_dir=str(directory))
     await device.open()
@@ -109,7 +109,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_bytes_go_to_the_device_and_back(tiers: tuple[CudaTier, Arena]) -> None:
-    """What is loaded lies in the slab, its sums are those of the host's bytes, and what is stored elsewhere is the same to the bit."""
+    """Loaded bytes and sums equal the host's, and bytes stored to other pages are the same to the bit."""
     device, host = tiers
     here, there, back = pages(1, 2, 0, 1, 2), pages(0, 1, 5, 0, 3), pages(1, 2, 4, 5, 6)
     blocks = contents(3)
@@ -138,7 +138,7 @@ async def test_sums_are_of_what_lies_there_now(tiers: tuple[CudaTier, Arena]) ->
 
 @pytest.mark.parametrize("fresh", [False, True])
 async def test_a_fresh_segment_has_a_slab_of_zeros(tiers: tuple[CudaTier, Arena], fresh: bool) -> None:
-    """What a former life of another domain wrote is not in a fresh segment, and its mapping reaches nothing of it; else the slab stays."""
+    """A fresh segment is zero, and the old mapping cannot reach it; otherwise the slab is reused."""
     device, _ = tiers
     with mapped(device, 1) as old:
         old[:5] = b"theirs"[:5]
@@ -154,7 +154,7 @@ async def test_a_fresh_segment_has_a_slab_of_zeros(tiers: tuple[CudaTier, Arena]
 
 
 async def test_blocks_outlive_the_gpu_process(tiers: tuple[CudaTier, Arena]) -> None:
-    """SIGKILL of the GPU process: calls fail, descriptors are still given, and the next process has the same bytes."""
+    """After SIGKILL of the GPU process calls fail, descriptors work, and the next one has the bytes."""
     device, host = tiers
     there, here = pages(0, 1, 0), pages(1, 2, 0)
     host.view(here[0])[:LENGTH] = contents(1)[0]
@@ -176,7 +176,7 @@ async def test_blocks_outlive_the_gpu_process(tiers: tuple[CudaTier, Arena]) -> 
 
 
 async def test_whoever_watches_hears_of_a_death(tiers: tuple[CudaTier, Arena]) -> None:
-    """A GPU process that dies while nothing is asked of it is told of at once, as a fault."""
+    """An idle GPU process that dies is reported at once, as a fault."""
     device, stirred = tiers[0], asyncio.Event()
     device.heed(stirred.set)
     os.kill(pid_of(device), signal.SIGKILL)
@@ -185,7 +185,8 @@ async def test_whoever_watches_hears_of_a_death(tiers: tuple[CudaTier, Arena]) -
 
 
 async def test_a_process_without_descriptors_loses_none_to_a_probe(tiers: tuple[CudaTier, Arena]) -> None:
-    """With room for one descriptor a GPU process cannot be started: TierFailed, as often as it is tried, the room stays, and with more of it the tier is back."""
+    """With room for one descriptor, every start of a GPU process raises TierFailed and leaks none.
+    With more room the tier recovers."""
     device, _ = tiers
     os.kill(pid_of(device), signal.SIGKILL)
     await until(lambda: bool(device.health().fault))
@@ -210,7 +211,7 @@ async def test_a_process_without_descriptors_loses_none_to_a_probe(tiers: tuple[
 
 
 async def test_a_host_segment_may_end_with_the_gpu_process(tiers: tuple[CudaTier, Arena]) -> None:
-    """A plan ends it in the turn in which the owner hears of the death: nothing is left to detach, and nothing goes wrong."""
+    """A plan may end a host segment as the owner learns of the death: no detach remains, and no error."""
     device, host = tiers
     there, here = pages(0, 1, 0), pages(1, 2, 0)
     await device.load(there, metas_of(there), source=host, sources=here)
@@ -227,7 +228,7 @@ async def test_a_host_segment_may_end_with_the_gpu_process(tiers: tuple[CudaTier
 
 
 async def test_ended_host_segments_are_detached(tiers: tuple[CudaTier, Arena]) -> None:
-    """The GPU process keeps nothing of a host segment whose life has ended."""
+    """The GPU process unmaps a host segment that has ended."""
     device, host = tiers
     there, here = pages(0, 1, 0), pages(1, 2, 0)
     await device.load(there, metas_of(there), source=host, sources=here)
@@ -240,7 +241,7 @@ async def test_ended_host_segments_are_detached(tiers: tuple[CudaTier, Arena]) -
 
 
 async def test_a_plan_may_take_every_slab_and_none_is_left_open(directory: Path) -> None:
-    """Each place has a slab, another tier's descriptors stay as they were after the end, and the GPU process has gone."""
+    """Each place has a slab; after the end no descriptor leaks, and the GPU process is gone."""
     before = psutil.Process().num_fds()
     device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(0, PATIENCE_S))
     await device.open()
@@ -259,7 +260,7 @@ async def test_a_plan_may_take_every_slab_and_none_is_left_open(directory: Path)
 
 
 async def test_a_restart_drops_what_was_in_device_memory(directory: Path) -> None:
-    """A restart finds no device blocks and logs that once. It reuses no number, and knows the namespaces."""
+    """A restart has no device blocks and logs that once. It reuses no number, and knows the namespaces."""
     device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(0, PATIENCE_S))
     await device.open()
     device.apply(Plan(segments=[segment(4, tier=0)], reserved=pages(0, 4, 0, generation=33)))
@@ -278,7 +279,8 @@ async def test_a_restart_drops_what_was_in_device_memory(directory: Path) -> Non
 
 
 async def test_a_full_gpu_is_said_and_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for three of four slabs the rest are named and refused; the place of one that is given up gets another at once."""
+    """With room for three of four slabs, the notice counts the missing one and a take is refused. A
+    discarded slab is replaced at once."""
     monkeypatch.setenv("TIERD_FAKE_CUDA_BYTES", str(3 * SLAB))
     slabs = Slabs(name="device.0", segment_bytes=SLAB, places=4)
     gpu = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: None)
@@ -295,7 +297,8 @@ async def test_a_full_gpu_is_said_and_made_up_for(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_who_waits_for_a_slab_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no slab comes, and patience with the GPU process lasts longer, a segment's wait ends by itself; what was made for it meanwhile is there when it asks again."""
+    """If no slab comes, a take times out before the patience with the GPU process ends. A retry
+    gets the slab made meanwhile."""
     slabs = Slabs(name="device.0", segment_bytes=SLAB, places=2)
     gpu = GpuProcess(0, patience_s=10 * PATIENCE_S, on_death=lambda _: None)
     await slabs.hand_over(gpu)
@@ -317,7 +320,7 @@ async def test_who_waits_for_a_slab_is_told_in_time(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_tier_above_the_gpus_memory_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can never fit is no matter of waiting."""
+    """A tier that can never fit is refused without a wait."""
     monkeypatch.setenv("TIERD_FAKE_CUDA_BYTES", str(2 * SLAB))
     with pytest.raises(ConfigError, match="above the"):
         await CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory)).open()
@@ -333,7 +336,7 @@ async def test_a_tier_above_the_gpus_memory_is_refused(directory: Path, monkeypa
 async def test_what_cannot_be_is_refused_at_start(
     directory: Path, ordinal: int, spec: TierSpec, error: type[Exception], words: str
 ) -> None:
-    """A GPU that is not there and a segment that no slab can have are refused with the remedy, and nothing runs on."""
+    """A missing GPU or an impossible segment size is refused with the remedy, and no process stays."""
     device = CudaTier(spec, position=0, instance="t", arena_dir=str(directory), options=GpuOptions(ordinal, PATIENCE_S))
     before = set(psutil.Process().children())
     with pytest.raises(error, match=words):

@@ -1,4 +1,4 @@
-"""The direct way from a store to a GPU's slabs, as the tiers know it: real files, a real GPU process on the fake driver and the fake cuFile."""
+"""The direct way from a store to a GPU's slabs: real files and GPU process, fake driver and cuFile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORE = 2
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU processes that are started here find the fakes."""
+    """GPU processes started here load the fakes."""
     for name, value in (fake_environment() | {"TIERD_FAKE_CUFILE": "p2p"}).items():
         monkeypatch.setenv(name, value)
 
@@ -56,7 +56,7 @@ async def device(directory: Path, world: World) -> AsyncIterator[CudaTier]:
 
 
 async def come(device: CudaTier, world: World, keys: list[int]) -> list[bytes]:
-    """Blocks are read to slots 0, 1, ... of the device; what lies there then."""
+    """Reads blocks to slots 0, 1, ... of the device and returns the bytes there."""
     extents = np.concatenate([world.held[key][0] for key in keys])
     there = pages(0, 1, *range(len(keys)))
     came = await device.read(there, metas_of(keys), source=world.store, sources=extents)
@@ -66,18 +66,18 @@ async def come(device: CudaTier, world: World, keys: list[int]) -> list[bytes]:
 
 
 def files_of(device: CudaTier) -> list[str]:
-    """Numbers of the store's files that the GPU process has open."""
+    """Descriptor numbers of the store's files that the GPU process has open."""
     return [number for number, name in descriptors(pid_of(device)).items() if ".slots" in name]
 
 
 def flags_of(pid: int, number: str) -> int:
-    """With which a process has a descriptor open."""
+    """The open flags of a process's descriptor."""
     told = Path(f"/proc/{pid}/fdinfo/{number}").read_text()
     return int(told.split("flags:")[1].split()[0], 8)
 
 
 async def test_blocks_come_from_several_files(device: CudaTier, world: World) -> None:
-    """Of any number of slots and files each block comes to its page; each file is open once there, and nobody can write through it."""
+    """Blocks of any slots and files reach their pages. The GPU process opens each file once, read-only."""
     for place in range(4):
         await world.write([place, place + 10], segment=place + 1, slots=[place, 7])
     keys = [13, 0, 2, 10, 1, 3, 12, 11]
@@ -90,7 +90,7 @@ async def test_blocks_come_from_several_files(device: CudaTier, world: World) ->
 
 
 async def test_slots_that_are_not_there_have_no_sums(device: CudaTier, world: World) -> None:
-    """A row of a segment that is gone is named, and the others come."""
+    """A row of an ended segment is named as a fault, and the other rows arrive."""
     await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
     extents = np.concatenate([world.held[key][0] for key in (1, 2, 3)])
     extents["segment"][1] = 77
@@ -100,7 +100,7 @@ async def test_slots_that_are_not_there_have_no_sums(device: CudaTier, world: Wo
 
 
 async def test_few_files_stay_open(device: CudaTier, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the bound the GPU process closes those that were used least lately, but for those of the read under way."""
+    """Above the bound the GPU process closes the least recently used files, except a current read's."""
     monkeypatch.setattr(direct, "FILES_MAX", 2)
     for place in range(4):
         await world.write([place], segment=place + 1, slots=[0])
@@ -112,7 +112,7 @@ async def test_few_files_stay_open(device: CudaTier, world: World, monkeypatch: 
 
 
 async def test_a_file_that_gave_way_is_let_go(device: CudaTier, world: World) -> None:
-    """When another file has taken a slot file's place, reads are of the new one, also where its descriptor's number is the old one's, and the old one is closed."""
+    """Reads use a slot file's replacement, even under the same descriptor number; the old one is closed."""
     await world.write([1], segment=1, slots=[0])
     assert await come(device, world, [1]) == [content(1)]
     old = world.store._opened.files[0]
@@ -130,7 +130,7 @@ async def test_a_file_that_gave_way_is_let_go(device: CudaTier, world: World) ->
 
 
 async def test_a_way_goes_with_its_process_and_comes_with_the_next(device: CudaTier, world: World) -> None:
-    """Without a GPU process there is no direct way, and reads fail; the next one is asked, and opens the files anew."""
+    """Without a GPU process direct reads fail; the next process is probed and opens the files anew."""
     await world.write([1], segment=1, slots=[0])
     assert await come(device, world, [1]) == [content(1)]
     os.kill(pid_of(device), signal.SIGKILL)
@@ -144,7 +144,7 @@ async def test_a_way_goes_with_its_process_and_comes_with_the_next(device: CudaT
 
 
 async def test_what_is_distrusted_is_left_until_the_next_process(device: CudaTier, world: World) -> None:
-    """After a distrust nothing is read directly, which is a notice with the reason; another GPU process begins without one."""
+    """After a distrust no read is direct, and a notice gives the reason, until the next GPU process."""
     await world.write([1], segment=1, slots=[0])
     for _ in range(2):
         device.distrust(STORE, "for a reason")
@@ -159,7 +159,7 @@ async def test_what_is_distrusted_is_left_until_the_next_process(device: CudaTie
 
 
 async def test_a_refusal_ends_the_way(device: CudaTier, world: World) -> None:
-    """A file that the GPU process cannot open ends the way: what fails once is not tried at every block."""
+    """A file that the GPU process cannot open ends the direct way, so no later block retries it."""
     await world.write([1], segment=1, slots=[0])
     file = world.store._opened.files[0]
     buffered = os.open(file.path.parent, os.O_RDONLY)
@@ -172,7 +172,7 @@ async def test_a_refusal_ends_the_way(device: CudaTier, world: World) -> None:
 
 
 async def test_the_setting_off_asks_nobody(directory: Path, world: World) -> None:
-    """With reads_directly off there is no direct way, which is said."""
+    """With reads_directly off there is no direct way, and a notice says so."""
     options = GpuOptions(0, PATIENCE_S, reads_directly=False)
     device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=options)
     await device.open()
@@ -184,7 +184,7 @@ async def test_the_setting_off_asks_nobody(directory: Path, world: World) -> Non
 async def test_a_question_that_hangs_is_asked_once(
     directory: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU process that hangs over the probe is killed, and the next one, of which nothing is asked, serves; why is said."""
+    """A process that hangs in the probe is killed; the next one is not probed, and a notice says why."""
     orders = tmp_path / "orders"
     orders.write_text("hang")
     monkeypatch.setenv("TIERD_FAKE_CUFILE_ORDERS", str(orders))

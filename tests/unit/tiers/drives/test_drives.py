@@ -1,4 +1,5 @@
-"""Which drives lie under a path, and what they tell of their wear: health logs as programs print them, and a made-up /sys."""
+"""The drives under a path and their reported wear: health logs as programs print them, and a fake
+/sys."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ NVME_2_FLOAT = """{
   "power_cycles":290.0, "power_on_hours":38313.0, "unsafe_shutdowns":139.0, "media_errors":0.0, "num_err_log_entries":17.0,
   "warning_temp_time":0, "critical_comp_time":0, "temperature_sensor_1":306, "temperature_sensor_2":301
 }"""
-"""As nvme-cli 2.0 wrote its long counters."""
+"""Long counters as nvme-cli 2.0 wrote them."""
 NVME_2_VERBOSE = """{
   "critical_warning":{"value":4, "available_spare":0, "temp_threshold":0, "reliability_degraded":1, "ro":0, "vmbu_failed":0, "pmr_ro":0},
   "temperature":307, "avail_spare":100, "spare_thresh":10, "percent_used":103, "endurance_grp_critical_warning_summary":0,
   "data_units_read":"1454046", "data_units_written":"1,658,016", "power_cycles":"23", "power_on_hours":"696"
 }"""
-"""nvme-cli 2 with --verbose, and counters as texts."""
+"""nvme-cli 2 with --verbose, and counters as strings."""
 SMARTCTL = """{
   "json_format_version": [1, 0], "device": {"name": "/dev/nvme3", "info_name": "/dev/nvme3", "protocol": "NVMe"},
   "smart_status": {"passed": true},
@@ -60,7 +61,7 @@ exit {status}
 
 @pytest.mark.parametrize("name", LOGS)
 def test_what_each_version_prints_is_understood(name: str) -> None:
-    """Whatever a program calls the numbers and however it writes them, they are read."""
+    """The parser reads the log of every program and version, under any name and notation."""
     text, smart = LOGS[name]
     assert parse_smart(text) == parse_smart(text.encode()) == smart
 
@@ -80,7 +81,7 @@ def test_what_each_version_prints_is_understood(name: str) -> None:
     ],
 )
 def test_what_is_no_log_is_refused(text: str) -> None:
-    """A text that tells no percentage is a ValueError, never another error."""
+    """A text without a percentage raises ValueError and no other error."""
     with pytest.raises(ValueError, match=r"."):
         parse_smart(text)
 
@@ -104,7 +105,8 @@ def test_no_json_breaks_the_reader(value: object) -> None:
 
 @dataclass
 class Bench:
-    """A machine made of files. root: its directory; machine: what drives.py looks at; store: a directory whose file system has the number of `devno`."""
+    """A machine made of files. root: its directory; machine: the paths for drives.py; store: a
+    directory whose file system has the number `devno`."""
 
     root: Path
     machine: Machine
@@ -126,13 +128,13 @@ class Bench:
         return place
 
     def part(self, disk: Path, name: str) -> Path:
-        """A partition of it."""
+        """A partition of the disk."""
         (disk / name).mkdir()
         (disk / name / "partition").write_text("1\n")
         return disk / name
 
     def mapped(self, name: str, *slaves: Path) -> Path:
-        """A device that is made of others."""
+        """A device made of other devices."""
         place = self.root / "sys" / "devices" / "virtual" / name
         (place / "slaves").mkdir(parents=True)
         for slave in slaves:
@@ -140,12 +142,12 @@ class Bench:
         return place
 
     def under_store(self, place: Path) -> None:
-        """The store's file system lies on this device."""
+        """Puts the store's file system on this device."""
         (self.root / "sys" / "dev" / "block").mkdir(parents=True)
         (self.root / "sys" / "dev" / "block" / self.devno).symlink_to(place)
 
     def install(self, answer: str = "", *, fault: str = "", status: int = 0) -> None:
-        """A program `nvme` that answers so."""
+        """A program `nvme` that gives this answer."""
         (self.root / "answer").write_text(answer)
         (self.root / "fault").write_text(fault)
         program = self.root / "bin" / "nvme"
@@ -170,7 +172,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_a_drive_is_found_through_its_partition(bench: Bench) -> None:
-    """A store on a partition of an NVMe drive: model, size and the log of the whole drive; the program is asked about that one, in JSON."""
+    """A store on an NVMe partition gives model, size and log of the whole drive, read as JSON."""
     bench.under_store(bench.part(bench.disk("nvme0n1"), "nvme0n1p2"))
     bench.install(NVME_1)
     assert drives_under(bench.store, bench.machine) == [
@@ -191,7 +193,7 @@ def test_drives_are_found_through_volumes_and_arrays(bench: Bench) -> None:
 
 
 def test_a_volume_of_itself_ends(bench: Bench) -> None:
-    """Devices that name each other are followed so far and no farther."""
+    """The search through devices that name each other ends at a bound."""
     one = bench.mapped("dm-0")
     two = bench.mapped("dm-1", one)
     (one / "slaves" / "dm-1").symlink_to(two)
@@ -200,7 +202,7 @@ def test_a_volume_of_itself_ends(bench: Bench) -> None:
 
 
 def test_what_has_no_disk_says_what_it_lies_on(bench: Bench) -> None:
-    """A file system without a block device is named, with the remedy; a missing directory says so."""
+    """A file system without a block device is named, with the remedy; a missing directory is reported."""
     (found,) = drives_under(bench.store, bench.machine)
     assert found.device == "" and "pool one" in found.trouble and "nvme.path" in found.trouble
     (gone,) = drives_under(bench.root / "gone", bench.machine)
@@ -219,7 +221,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_log_that_cannot_be_had_says_why_and_what_to_do(bench: Bench, name: str) -> None:
-    """Whatever the program says, model and size are told, with the reason and the remedy in the place of the log."""
+    """Without a readable log, model and size are reported, with the reason and the remedy."""
     answer, word = FAULTS[name]
     bench.under_store(bench.disk("nvme0n1"))
     bench.install(**answer)  # type: ignore[arg-type]
@@ -229,7 +231,7 @@ def test_a_log_that_cannot_be_had_says_why_and_what_to_do(bench: Bench, name: st
 
 
 def test_without_the_program_it_is_named(bench: Bench) -> None:
-    """Where nvme-cli is not installed the message names the package."""
+    """Without nvme-cli the message names the package."""
     machine = Machine(bench.machine.sys, bench.machine.mounts, str(bench.root / "bin"))
     assert "install it (package nvme-cli)" in read_wear(Drive("/dev/nvme0n1"), machine).trouble
 
@@ -254,7 +256,7 @@ def test_a_program_that_hangs_is_given_up(bench: Bench, monkeypatch: pytest.Monk
 
 
 def test_this_machine_is_understood(tmp_path: Path) -> None:
-    """Where the tests run, a directory has a drive, or a reason why not."""
+    """On the test machine a directory has a drive, or a reason for none."""
     for drive in drives_under(tmp_path):
         assert drive.device.startswith("/dev/") or drive.trouble
         assert drive.smart or drive.trouble

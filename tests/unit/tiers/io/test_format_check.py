@@ -1,4 +1,4 @@
-"""The heads of a directory's files, looked at before anything is opened."""
+"""Headers of a directory's files, checked before any file is opened for use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def describe(directory: Path, store: bytes) -> None:
 
 
 def test_a_description_of_another_store_is_refused(tmp_path: Path) -> None:
-    """A store.json that names another store than the files beside it is refused with both names, and nothing is changed."""
+    """A store.json with another id than the files beside it is refused with both ids; no file changes."""
     Journal.create(tmp_path, store=STORE, number=1).close()
     describe(tmp_path, STORE)
     check_versions(tmp_path)

@@ -1,4 +1,4 @@
-"""Lanes: every job runs once or is given up, a bundle ends with its last, and what a lane hashes decides what is stored."""
+"""Lanes: each job runs once or is given up, a bundle ends with its last job, hashes decide storage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOON_S = 10.0
 
 @dataclass
 class Step:
-    """A job that notes its name when it has run. gate: what it waits for; error: what it raises; instead: what it gives."""
+    """Logs its name when it has run. gate: awaited first; error: raised; instead: the jobs returned."""
 
     log: list[str]
     name: str
@@ -60,7 +60,7 @@ class Step:
 
 
 class Brief(Step):
-    """Takes a tenth of a second."""
+    """A job of a tenth of a second."""
 
     def run(self) -> Sequence[Step]:
         threading.Event().wait(0.1)
@@ -69,7 +69,7 @@ class Brief(Step):
 
 @pytest.fixture
 async def lanes() -> AsyncIterator[Lanes]:
-    """Two of them."""
+    """Two lanes."""
     made = Lanes(2, name="lane", calls=Calls())
     yield made
     await asyncio.wait_for(made.idle(), SOON_S)
@@ -77,7 +77,7 @@ async def lanes() -> AsyncIterator[Lanes]:
 
 
 async def test_what_stands_in_for_a_job_belongs_to_its_bundle(lanes: Lanes) -> None:
-    """A bundle ends when all jobs and all that came in their stead have run, each once."""
+    """A bundle ends when all jobs and all their replacements have run, each once."""
     log, gate = list[str](), threading.Event()
     parts = [Step(log, f"part {i}", gate=gate) for i in range(3)]
     carrying = asyncio.ensure_future(lanes.carry([Step(log, "whole", instead=parts)], hang_s=SOON_S))
@@ -90,7 +90,7 @@ async def test_what_stands_in_for_a_job_belongs_to_its_bundle(lanes: Lanes) -> N
 
 
 async def test_a_job_that_raises_is_told_when_the_last_has_ended(lanes: Lanes) -> None:
-    """What a job raises reaches who carries, and not before no lane has a job of the bundle; the lanes go on."""
+    """A job's error reaches the caller only when no lane has a job of the bundle. The lanes go on."""
     log, gate = list[str](), threading.Event()
     slow = Step(log, "slow", gate=gate)
     carrying = asyncio.ensure_future(
@@ -107,7 +107,7 @@ async def test_a_job_that_raises_is_told_when_the_last_has_ended(lanes: Lanes) -
 
 
 async def test_who_writes_to_a_store_interrupts_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that write are woken without taking a processor from who computes on it; those that read, for whom somebody waits, as everybody, and so is the thread that has begun them."""
+    """Writer threads run as SCHED_BATCH, which preempts no thread; readers and the caller as SCHED_OTHER."""
     policies = dict[str, set[int]](pwritev=set(), preadv=set())
     for name, seen in policies.items():
         monkeypatch.setattr(OsFiles, name, staticmethod(noting_policy(getattr(OsFiles(), name), seen)))
@@ -118,7 +118,7 @@ async def test_who_writes_to_a_store_interrupts_nobody(world: World, monkeypatch
 
 
 def noting_policy(real: Callable[..., int], seen: set[int]) -> Callable[..., int]:
-    """The same, which notes how its thread gets a processor."""
+    """The same function, which also records the scheduling policy of its thread."""
 
     def noting(*given: Any) -> int:
         seen.add(policy_of_thread())
@@ -132,7 +132,7 @@ def policy_of_thread() -> int:
 
 
 async def test_what_no_lane_begins_while_all_hang_is_given_up(lanes: Lanes) -> None:
-    """With every lane hung a bundle ends without having begun; the one that hangs is waited for to its end."""
+    """If every lane hangs, a queued bundle is given up; a bundle in a hung lane ends with that lane."""
     log, gate = list[str](), threading.Event()
     hung = [Step(log, "hung", gate=gate) for _ in range(2)]
     first = asyncio.ensure_future(lanes.carry(hung, hang_s=0.05))
@@ -147,7 +147,8 @@ async def test_what_no_lane_begins_while_all_hang_is_given_up(lanes: Lanes) -> N
 
 
 async def test_who_waited_in_vain_gives_up_what_waited_as_long(lanes: Lanes) -> None:
-    """A job without a turn at the disk is given up with all that was in the queue when it began, so that these do not wait one after another; what came later runs."""
+    """A job that waited in vain for the disk is given up with all jobs queued when it began. They
+    do not wait in turn, and later jobs run."""
     log, ends, turn, held = list[str](), threading.Event(), threading.Event(), threading.Event()
     first, stuck = Step(log, "first", ends), Step(log, "stuck", turn, HangError())
     carried = [[Step(log, "held", held)], [first], [stuck, Step(log, "a")], [Step(log, "b")]]
@@ -165,7 +166,7 @@ async def test_who_waited_in_vain_gives_up_what_waited_as_long(lanes: Lanes) -> 
 
 
 async def test_a_lane_that_goes_on_leaves_nothing_to_be_given_up(lanes: Lanes) -> None:
-    """While one lane hangs the other takes what comes, though the last of it waits for longer than a call may take."""
+    """While one lane hangs, the other runs all jobs, even one that waits longer than a call may take."""
     log, gate = list[str](), threading.Event()
     hung = Step(log, "hung", gate=gate)
     first = asyncio.ensure_future(lanes.carry([hung], hang_s=SOON_S))
@@ -177,12 +178,13 @@ async def test_a_lane_that_goes_on_leaves_nothing_to_be_given_up(lanes: Lanes) -
 
 
 async def test_no_job_is_left_behind_where_no_thread_is_to_be_had(lanes: Lanes) -> None:
-    """A lane that gets no thread leaves its jobs to those that are awake; where none is, they are given up. No job runs after its bundle has ended."""
+    """Awake lanes run the jobs of a lane without a thread; without such lanes the jobs are given
+    up. No job runs after its bundle has ended."""
     log, gate = list[str](), threading.Event()
     slow = Step(log, "slow", gate=gate)
     first = asyncio.ensure_future(lanes.carry([slow], hang_s=SOON_S))
     assert await asyncio.to_thread(slow.entered.wait, SOON_S)
-    lanes.threads.shutdown(wait=False)  # as where the system gives no more
+    lanes.threads.shutdown(wait=False)  # as if the system gives no more threads
     second = asyncio.ensure_future(lanes.carry([Step(log, "second")], hang_s=SOON_S))
     await asyncio.sleep(0)
     assert not second.done()
@@ -194,7 +196,7 @@ async def test_no_job_is_left_behind_where_no_thread_is_to_be_had(lanes: Lanes) 
 
 
 async def test_a_block_whose_bytes_are_wrong_stays_out_of_its_slot(world: World) -> None:
-    """Of slots side by side the one whose bytes do not sum to the block is CORRUPT and not written; the others are stored."""
+    """Of adjacent slots, a block with wrong sums is CORRUPT and not written; the others are stored."""
     keys, tables = [1, 2, 3], tables_of([1, 2, 3])
     extents, sources = extents_of(1, [0, 1, 2], generation=1), pages(3)
     for key, source in zip(keys, sources, strict=True):
@@ -211,7 +213,7 @@ async def test_a_block_whose_bytes_are_wrong_stays_out_of_its_slot(world: World)
 
 
 async def test_each_row_that_came_is_told_once(world: World) -> None:
-    """A read tells of each row when its bytes lie in the page, and of no row twice."""
+    """A read reports each row once, when its bytes are in the page."""
     keys = [1, 2, 3, 4]
     await world.write(keys, segment=1, slots=[0, 1, 4, 6])
     extents, metas, targets = extents_of(1, [0, 1, 4, 6], generation=1), metas_of(keys), pages(4)
@@ -228,7 +230,7 @@ async def test_each_row_that_came_is_told_once(world: World) -> None:
 
 
 async def test_one_lane_hashes_at_a_time(world: World) -> None:
-    """However many runs are written or read at one time, one lane hashes, so that they do not wait for each other slice by slice."""
+    """Of many concurrent runs only one lane hashes, so lanes do not wait for each other's slices."""
     keys, slots = [1, 2, 3, 4], [0, 2, 4, 6]  # a run each
     extents, metas, tables, within = extents_of(1, slots, generation=1), metas_of(keys), tables_of(keys), list[int]()
     most, lock = 0, threading.Lock()
@@ -238,7 +240,7 @@ async def test_one_lane_hashes_at_a_time(world: World) -> None:
         with lock:
             within.append(rows[0])
             most = max(most, len(within))
-        threading.Event().wait(0.02)  # for so long others could come in
+        threading.Event().wait(0.02)  # time for other lanes to start
         with lock:
             within.remove(rows[0])
         return [tables[row] for row in rows]

@@ -33,7 +33,7 @@ def test_second_owner_is_told_the_pid_of_the_first(tmp_path: Path) -> None:
 
 
 def test_lock_goes_with_a_killed_process(tmp_path: Path) -> None:
-    """The lock of a process killed by SIGKILL can be taken at once."""
+    """A lock is free at once after SIGKILL of its process."""
     path = tmp_path / "owner.lock"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -63,7 +63,7 @@ def test_lock_is_not_inherited_by_programs(tmp_path: Path) -> None:
 
 
 def test_private_directory_is_made_0700(tmp_path: Path) -> None:
-    """A missing directory is made for its owner alone, and a readable one is closed."""
+    """A missing directory is made for its owner alone, and a readable one becomes private."""
     assert private_directory(tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
     (tmp_path / "open").mkdir(mode=0o755)

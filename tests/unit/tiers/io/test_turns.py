@@ -1,4 +1,4 @@
-"""Turns at a disk: reads and writes wait for their own kind alone, and writes leave the disk to reads where there are some."""
+"""Turns at a disk: each kind waits only for itself, and writes have half their turns beside reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ AT_ONCE_S, SOON_S, LONG_S = 0.0, 10.0, 60.0
 
 @pytest.fixture
 def turns() -> Turns:
-    """Four of each kind."""
+    """Four turns of each kind."""
     return Turns(4)
 
 
 def fill(turns: Turns, kind: Kind) -> int:
-    """Takes all turns of a kind that there are; how many."""
+    """Takes all free turns of a kind and returns their number."""
     count = 0
     while turns.take(kind, timeout_s=AT_ONCE_S):
         count += 1
@@ -30,14 +30,14 @@ def fill(turns: Turns, kind: Kind) -> int:
 
 
 def pass_by(turns: Turns, kind: Kind, count: int = 1) -> None:
-    """So many calls come and go, one after another."""
+    """Takes and gives back this many turns, one after another."""
     for _ in range(count):
         assert turns.take(kind, timeout_s=AT_ONCE_S)
         turns.give(kind)
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Gives the other threads their time until it is."""
+    """Lets other threads run until the condition holds."""
     deadline = time.monotonic() + SOON_S
     while not is_so():
         assert time.monotonic() < deadline
@@ -55,20 +55,20 @@ def wait_in(threads: ThreadPoolExecutor, turns: Turns, kind: Kind, count: int) -
 
 
 def test_no_kind_has_more_than_its_turns(turns: Turns) -> None:
-    """So many writes where there are no reads, and so many reads, however many writes there are."""
+    """Writes without reads have all their turns, and so do reads beside any number of writes."""
     assert fill(turns, "write") == 4
     assert fill(turns, "read") == 4
 
 
 def test_beside_a_read_writes_have_half(turns: Turns) -> None:
-    """As long as a read is at the disk, however many writes that takes."""
+    """While a read is at the disk, writes have half their turns, however many of them pass."""
     assert turns.take("read", timeout_s=AT_ONCE_S)
     pass_by(turns, "write", 2 * ALONE)
     assert fill(turns, "write") == 2
 
 
 def test_after_a_read_writes_have_half_for_a_while(turns: Turns) -> None:
-    """For so many writes after the last read has ended; then they have all turns again."""
+    """Writes have half their turns for ALONE writes after the last read, and then all of them."""
     assert turns.take("read", timeout_s=AT_ONCE_S)
     pass_by(turns, "write", ALONE)
     turns.give("read")
@@ -79,14 +79,14 @@ def test_after_a_read_writes_have_half_for_a_while(turns: Turns) -> None:
 
 
 def test_a_single_turn_is_not_halved() -> None:
-    """With one turn of each kind a write has it beside a read too."""
+    """With one turn of each kind, a write has it beside a read too."""
     turns = Turns(1)
     assert fill(turns, "read") == 1
     assert fill(turns, "write") == 1
 
 
 def test_turns_are_had_in_order(turns: Turns) -> None:
-    """A turn that is given back is his who has waited longest, and nobody's who comes just then; who waits for the other kind has none."""
+    """A returned turn goes to the longest waiter of its kind, not to a newcomer or to the other kind."""
     fill(turns, "write")
     fill(turns, "read")
     with ThreadPoolExecutor(4) as threads:
@@ -97,13 +97,13 @@ def test_turns_are_had_in_order(turns: Turns) -> None:
         assert not turns.take("read", timeout_s=AT_ONCE_S) and not reads[1].done() and not write.done()
         turns.give("read")
         assert reads[1].result(SOON_S) and not write.done()
-        for _ in range(3):  # of four, until fewer than half are left
+        for _ in range(3):  # of four, until fewer than half are taken
             turns.give("write")
         assert write.result(SOON_S)
 
 
 def test_all_who_wait_for_writes_go_on_when_these_are_alone(turns: Turns) -> None:
-    """The write that ends their time beside reads lets as many go on as there are turns, though only one came back."""
+    """The write that ends the half share wakes as many waiters as there are turns, not only one."""
     pass_by(turns, "read")
     pass_by(turns, "write", ALONE - 3)
     assert fill(turns, "write") == 2
@@ -115,7 +115,7 @@ def test_all_who_wait_for_writes_go_on_when_these_are_alone(turns: Turns) -> Non
 
 
 def test_who_has_waited_in_vain_has_no_turn(turns: Turns) -> None:
-    """Nor is one kept for him: what comes back is the next one's."""
+    """A thread whose wait times out gets no turn, and none is reserved for it: the next thread gets it."""
     fill(turns, "read")
     assert not turns.take("read", timeout_s=0.01)
     turns.give("read")
@@ -123,7 +123,7 @@ def test_who_has_waited_in_vain_has_no_turn(turns: Turns) -> None:
 
 
 def test_no_turn_is_lost_among_many() -> None:
-    """Threads that take and give turns of both kinds, some of which give up waiting, leave none taken and nobody waiting."""
+    """After threads take, give back or time out, no turn is taken and no thread waits."""
     turns, stop = Turns(2), threading.Event()
 
     def come_and_go(kind: Kind) -> None:

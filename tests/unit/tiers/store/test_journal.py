@@ -1,4 +1,4 @@
-"""The journal: framing, torn tails, foreign frames, and what records add up to."""
+"""The journal: framing, torn tails, foreign frames, and the index that its records give."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def plain(records: list[Record]) -> list[bytes]:
 
 
 def read(path: Path) -> tuple[list[bytes], int]:
-    """The records of the journal, encoded, and how long a tail was passed over."""
+    """The records of the journal, encoded, and the length of the dropped tail."""
     text = read_journal(path, store=STORE, number=4)
     return plain([*text]), text.cut_bytes
 
@@ -86,7 +86,7 @@ def held(index: StoredIndex) -> dict[tuple[int, int], int]:
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
-    """What was appended is read, over several appends, and nothing is cut."""
+    """The records of several appends are read in order, and none is cut."""
     journal = Journal.create(tmp_path, store=STORE, number=4, first=RECORDS[:2])
     for record in RECORDS[2:]:
         journal.append([record])
@@ -96,7 +96,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
 
 
 def test_a_window_of_any_size_shows_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the memory that a journal is read with ends, before, in or behind a record, a header or a tail of junk, the same records are read and the same tail is cut."""
+    """A read window of any size gives the same records and cuts the same tail, wherever the window ends."""
     path = write(tmp_path, RECORDS * 2)
     path.write_bytes(path.read_bytes() + b"junk" * 30)
     for window in [*range(1, 700, 3), 1 << 20]:
@@ -105,7 +105,7 @@ def test_a_window_of_any_size_shows_the_same(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_long_journal_is_never_in_memory_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a journal many times as long as the window no more than that is asked of the disk at one time, and each part about once."""
+    """A read of a journal much longer than the window asks for one window at most, each part about once."""
     path = write(tmp_path, RECORDS * 200)
     asked, preadv = list[int](), os.preadv
     monkeypatch.setattr(durable, "WINDOW_BYTES", 1 << 14)
@@ -116,7 +116,7 @@ def test_a_long_journal_is_never_in_memory_whole(tmp_path: Path, monkeypatch: py
 
 
 def test_removals_of_any_number_are_read_back(tmp_path: Path) -> None:
-    """Of more removed blocks than a frame has room for each is read back, and so is what was told after them."""
+    """More removed blocks than fit a frame are all read back, as is the record after them."""
     rows = np.zeros(FRAME_LIMIT_BYTES // REMOVED.itemsize + 1, dtype=REMOVED)
     rows["segment"] = np.arange(len(rows))
     written = Journal.create(tmp_path, store=STORE, number=7)
@@ -130,7 +130,7 @@ def test_removals_of_any_number_are_read_back(tmp_path: Path) -> None:
 
 
 def test_tail_torn_anywhere_is_cut(tmp_path: Path) -> None:
-    """Cut at every byte, the file tells exactly the records that are whole, and how much it lost."""
+    """A file cut at any byte gives exactly its whole records and the length of the lost tail."""
     path = write(tmp_path, RECORDS)
     data = path.read_bytes()
     ends, seen = [48], set()
@@ -147,7 +147,7 @@ def test_tail_torn_anywhere_is_cut(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_ends_the_reading_before_it(tmp_path: Path) -> None:
-    """A flipped bit in any byte of the file costs the record that it is in and those after it, and never makes another record."""
+    """A flipped bit costs its record and those after it, and never makes another record."""
     path = write(tmp_path, RECORDS)
     data = path.read_bytes()
     for at in range(0, len(data), 3):
@@ -159,7 +159,7 @@ def test_every_flipped_bit_ends_the_reading_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("origin", [{"store": bytes(16), "number": 4}, {"store": STORE, "number": 5}])
 def test_journal_of_another_store_or_number_tells_nothing(tmp_path: Path, origin: dict[str, object]) -> None:
-    """Frames are bound to their store and journal: a file that was copied over is cut whole."""
+    """Frames are bound to their store and journal: a copied file is cut whole."""
     path = write(tmp_path, RECORDS)
     path.rename(journal_path(tmp_path, int(str(origin["number"]))))
     text = read_journal(tmp_path, **origin)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_journal_of_another_store_or_number_tells_nothing(tmp_path: Path, origin
 
 
 def test_frame_moved_within_the_file_is_not_believed(tmp_path: Path) -> None:
-    """A frame is bound to its place: with the first left out, the second is not read in its stead."""
+    """A frame is bound to its place: with the first frame removed, the second is not read in its place."""
     path = write(tmp_path, [NamespaceKept(b"first"), NamespaceKept(b"other")])
     data = path.read_bytes()
     frame = (len(data) - 48) // 2
@@ -177,7 +177,7 @@ def test_frame_moved_within_the_file_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
-    """A journal of a newer version raises VersionMismatch and is not touched."""
+    """A journal of a newer version raises VersionMismatch and stays unchanged."""
     path = write(tmp_path, RECORDS)
     head = bytearray(path.read_bytes()[:40])
     head[8] = 2
@@ -195,7 +195,8 @@ def test_no_payload_breaks_the_decoder(payload: bytes) -> None:
 
 
 def test_what_a_crash_leaves_of_the_last_record_is_torn(tmp_path: Path) -> None:
-    """Any sectors of the last write lost, its length kept or not: torn. So is a journal of which nothing but the length was written."""
+    """Any lost sectors of the last write, with or without its length, count as torn. So does a
+    journal of which only the length was written."""
     ahead = len(write(tmp_path, RECORDS[:3]).read_bytes())
     journal_path(tmp_path, 4).unlink()
     path = write(tmp_path, [*RECORDS[:3], BlocksStored(placed([*range(1, 9)], segment=1, slots=[*range(8)]))])
@@ -214,7 +215,8 @@ def test_what_a_crash_leaves_of_the_last_record_is_torn(tmp_path: Path) -> None:
 
 
 def test_damage_before_whole_records_is_not_torn(tmp_path: Path) -> None:
-    """A flipped bit anywhere but in a length that then points beyond the end, and sectors lost ahead of whole records, are rot; also in the last record."""
+    """A flipped bit is rot, except in a length that then points past the end; so are sectors lost
+    before whole records. The last record is no exception."""
     path = write(tmp_path, [*RECORDS, BlocksStored(placed([*range(1, 9)], segment=1, slots=[*range(8)])), begun(2)])
     data = path.read_bytes()
     last = len(data) - 16 - len(encode_record(begun(2)))
@@ -227,7 +229,7 @@ def test_damage_before_whole_records_is_not_torn(tmp_path: Path) -> None:
 
 
 def test_append_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a write that broke off, the file holds whole frames only and can be appended to."""
+    """After a broken write the file holds only whole frames and takes further appends."""
     journal = Journal.create(tmp_path, store=STORE, number=4, first=RECORDS[:1])
 
     def half(fd: int, data: bytes, *, offset: int, disk: Files) -> int:
@@ -245,7 +247,7 @@ def test_append_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
 
 
 def test_failed_sync_abandons_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal whose sync failed says that it is abandoned."""
+    """A journal whose sync failed is abandoned."""
     journal = Journal.create(tmp_path, store=STORE, number=4)
 
     def fail(fd: int) -> None:
@@ -258,11 +260,11 @@ def test_failed_sync_abandons_the_file(tmp_path: Path, monkeypatch: pytest.Monke
     journal.close()
 
 
-# -- what records add up to
+# -- replay
 
 
 def test_later_record_about_a_slot_decides() -> None:
-    """Stored, removed and stored again: the slot holds the last block; removed last: none."""
+    """A slot stored, removed and stored again holds the last block; a slot removed last holds none."""
     index = replay(
         StoredIndex(),
         [
@@ -278,7 +280,7 @@ def test_later_record_about_a_slot_decides() -> None:
 
 
 def test_blocks_end_with_their_segment() -> None:
-    """A segment that begins at the place of another ends that one's blocks, wherever their records stand."""
+    """A segment that begins at another's place ends that one's blocks, wherever their records are."""
     stored = BlocksStored(placed([1], segment=1, slots=[0]))
     assert held(replay(StoredIndex(), [begun(1), stored, begun(2)])) == {}
     assert held(replay(StoredIndex(), [begun(1), stored, begun(2, place=1)])) == {(1, 0): 1}
@@ -286,7 +288,7 @@ def test_blocks_end_with_their_segment() -> None:
 
 
 def test_block_that_lies_on_no_slot_is_not_believed() -> None:
-    """Blocks off the slots' boundaries, beyond the segment, or of an unknown format are left out."""
+    """Blocks off the slots' boundaries, beyond the segment, or of an unknown format are dropped."""
     metas = placed([1, 2, 3, 4], segment=1, slots=[0, 8, 1, 2])
     metas["offset"][2] += 4096
     metas["version"][3] = 99
@@ -304,7 +306,7 @@ def test_marks_and_namespaces_only_grow() -> None:
 
 
 def test_select_leaves_out_segments_with_their_blocks() -> None:
-    """Only chosen segments stay, and slots are found by segment."""
+    """Only chosen segments stay, and `slots_of` maps their blocks to slots."""
     stored = np.concatenate([placed([1], segment=5, slots=[3]), placed([2], segment=2, slots=[1])])
     index = replay(StoredIndex(), [begun(5), begun(2, place=1), BlocksStored(stored)])
     assert sorted(slots_of(index.metas, index.segments.values()).tolist()) == [1, 3]
@@ -316,7 +318,7 @@ OPS = st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(0, 4)), m
 
 @given(OPS, st.integers(0, 40))
 def test_replay_is_the_same_in_one_go_and_in_two(ops: list[tuple[bool, int, int]], cut: int) -> None:
-    """Records in one journal, or folded halfway, add up to what a dictionary says."""
+    """Records replayed at once, or in two parts, give the same index as a dictionary."""
     records: list[Record] = [begun(1), begun(2, place=1), begun(3, place=2)]
     expected: dict[tuple[int, int], int] = {}
     for key, (is_stored, segment, slot) in enumerate(ops):

@@ -49,7 +49,7 @@ from tierd.tiers.store.stored_index import count_of
 
 
 async def test_batch_takes_two_syncs_data_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch in one segment costs one sync of its slot file and then one of the journal, however many wait for it."""
+    """Any number of waiters for one segment's batch cost one sync of its slot file, then of the journal."""
     await world.write(range(4), segment=1, slots=range(4))
     synced: list[str] = []
     sync_data = OsFiles().sync_data
@@ -68,7 +68,7 @@ async def test_batch_takes_two_syncs_data_first(world: World, monkeypatch: pytes
 async def test_sync_that_comes_late_is_not_served_by_the_flight_before(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was written while a flight was under way is durable when its own sync returns."""
+    """Blocks written during a flight are durable when their own sync returns."""
     gate, entered, synced = threading.Event(), threading.Event(), list[str]()
     sync_data = OsFiles().sync_data
 
@@ -90,7 +90,7 @@ async def test_sync_that_comes_late_is_not_served_by_the_flight_before(
 
 
 async def test_full_disk_is_survived(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the journal finds no space, sync raises and the store serves; with space again everything becomes durable."""
+    """While the journal has no space, sync raises and the store serves; with space all becomes durable."""
     await world.write([1], segment=1, slots=[0])
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", raiser(errno.ENOSPC))
@@ -108,7 +108,7 @@ async def test_full_disk_is_survived(world: World, tmp_path: Path, monkeypatch: 
 async def test_journal_is_folded_while_the_store_works(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long journal gives way to a snapshot, old files go, and a crash afterwards finds everything."""
+    """A snapshot replaces a long journal, old files go, and a later crash loses nothing."""
     world.store._ledger._compact_at = 1
     await world.store.keep_namespace(b"space")
     await world.write([1, 2], segment=1, slots=[0, 1])
@@ -129,7 +129,7 @@ async def test_journal_is_folded_while_the_store_works(
 
 
 async def test_closing_leaves_one_whole_snapshot(world: World, tmp_path: Path) -> None:
-    """After close the newest snapshot alone tells of every block, removed ones left out."""
+    """After close the newest snapshot alone lists every block, without removed ones."""
     await world.write([1, 2, 3], segment=1, slots=[0, 1, 2])
     world.free([2])
     store = world.store._opened.store
@@ -140,7 +140,7 @@ async def test_closing_leaves_one_whole_snapshot(world: World, tmp_path: Path) -
 
 
 async def test_closing_folds_what_a_start_after_a_crash_told_again(tmp_path: Path) -> None:
-    """A life that stored nothing, but began after a crash, leaves one snapshot of everything and nothing to tell after it."""
+    """A run after a crash that stores nothing closes with one snapshot and no further changes."""
     world = World.at(tmp_path / "store")
     await world.open()
     await world.begin(1)
@@ -163,7 +163,7 @@ def snapshots(tmp_path: Path) -> list[str]:
 
 
 async def crashed(tmp_path: Path) -> int:
-    """Leaves a store with blocks 1 to 8 in a snapshot and 9 in a journal alone; how long the snapshot is."""
+    """Makes a store: blocks 1 to 8 in a snapshot, 9 only in a journal. Returns the snapshot's length."""
     world = World.at(tmp_path / "store")
     await world.open()
     for number in (1, 2, 3):
@@ -182,7 +182,7 @@ async def crashed(tmp_path: Path) -> int:
 async def test_a_long_journal_is_folded_however_long_the_snapshot_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A journal that has come to its limit gives way to a snapshot, though the one before it is longer."""
+    """A snapshot replaces a journal at its limit, even if the previous snapshot is longer."""
     length = await crashed(tmp_path)
     before = snapshots(tmp_path)
     monkeypatch.setattr(ledger, "JOURNAL_LIMIT_BYTES", length // 4)
@@ -199,7 +199,7 @@ async def test_a_long_journal_is_folded_however_long_the_snapshot_is(
 
 
 async def test_nothing_is_folded_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal that is long from the beginning is folded once the last block of the former life was handed on, not before."""
+    """A journal that is long at start is folded only after the last former block was handed on."""
     await crashed(tmp_path)
     before = snapshots(tmp_path)
     monkeypatch.setattr(ledger, "JOURNAL_LIMIT_BYTES", 1)
@@ -222,7 +222,7 @@ async def test_nothing_is_folded_before_all_is_read(tmp_path: Path, monkeypatch:
 async def test_closing_folds_what_a_start_would_not_tell_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, is_folded: bool
 ) -> None:
-    """Beside a long snapshot a short journal stays as it is, and the next life finds the same as after a snapshot."""
+    """Beside a long snapshot a short journal stays, and the next run recovers the same blocks."""
     await crashed(tmp_path)
     before = snapshots(tmp_path)
     world = await next_life(tmp_path)
@@ -240,7 +240,7 @@ async def test_closing_folds_what_a_start_would_not_tell_again(
 async def test_a_snapshot_that_takes_too_long_is_given_up_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_under_way: bool
 ) -> None:
-    """A store that is closed beside a fold without an end, or would begin one, is closed in time and no disk counts as hanging; all is there in the next life."""
+    """A close gives up an endless fold, begun or not, in time; no disk counts as hung, no block is lost."""
     await crashed(tmp_path)
     before = snapshots(tmp_path)
     world = await next_life(tmp_path)
@@ -269,7 +269,7 @@ async def test_a_snapshot_that_takes_too_long_is_given_up_at_the_end(
 async def test_compaction_that_fails_changes_nothing(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When no snapshot can be written the journals stay, it is said, and nothing is lost."""
+    """When no snapshot can be written, the journals stay, a notice says so, and no block is lost."""
     world.store._ledger._compact_at = 1
     monkeypatch.setattr(durable, "replace_file", raiser(errno.ENOSPC))
     await world.write([1], segment=1, slots=[0])
@@ -280,7 +280,7 @@ async def test_compaction_that_fails_changes_nothing(
     monkeypatch.undo()
     await world.write([2], segment=1, slots=[1])
     await world.store.sync()
-    await world.store._ledger._compaction  # or it would go on in the next life's directory
+    await world.store._ledger._compaction  # or it would go on in the next store's directory
     die(world)
     other = await next_life(tmp_path)
     assert set(other.held) == {1, 2}
@@ -288,7 +288,7 @@ async def test_compaction_that_fails_changes_nothing(
 
 
 async def test_records_become_durable_unasked(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records that nobody syncs set a flight off by themselves once they are many."""
+    """Unsynced records start a flight by themselves once they are many."""
     monkeypatch.setattr(ledger, "PENDING_LIMIT", 2)
     append, appended, loop = Journal.append, asyncio.Event(), asyncio.get_running_loop()
 
@@ -308,7 +308,7 @@ async def test_records_become_durable_unasked(world: World, tmp_path: Path, monk
 
 
 async def test_apply_makes_no_call_to_the_system(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan with everything in it is noted without opening, writing or syncing a file."""
+    """`apply` of a full plan opens, writes and syncs no file."""
     await world.write([1], segment=1, slots=[0])
     for name in ("open", "write", "pwritev", "fdatasync", "fsync", "ftruncate", "posix_fallocate", "rename", "unlink"):
         monkeypatch.setattr(os, name, raiser(errno.EPERM))
@@ -322,7 +322,7 @@ async def test_apply_makes_no_call_to_the_system(world: World, monkeypatch: pyte
 
 
 async def test_payload_goes_straight_into_the_page(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aligned pages are themselves what is handed to the kernel, two adjacent ones in one call."""
+    """The kernel gets the aligned pages themselves, two adjacent ones in one call."""
     calls: list[list[int]] = []
     for name in ("preadv", "pwritev"):
         call = getattr(os, name)
@@ -362,7 +362,7 @@ async def test_cancelled_read_lets_go_of_its_pages_first(world: World, monkeypat
 
 
 async def test_queue_depth_bounds_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more writes than queue_depth are under way at one time, and all come to their end."""
+    """At most queue_depth writes are in progress at one time, and all of them complete."""
     world = World.at(tmp_path / "store", queue_depth=2)
     await world.open()
     await world.begin(1)
@@ -386,7 +386,7 @@ async def test_queue_depth_bounds_what_is_in_flight(tmp_path: Path, monkeypatch:
 
 
 async def test_refused_direct_io_falls_back_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a file system that refuses O_DIRECT the store works through the page cache, with one notice; "on" is refused."""
+    """Without O_DIRECT support, "auto" uses the page cache with one notice, and "on" raises ConfigError."""
     opener = OsFiles().open
 
     def refuse(path: Path, flags: int) -> int:
@@ -410,7 +410,7 @@ async def test_refused_direct_io_falls_back_and_says_so_once(tmp_path: Path, mon
 async def test_store_that_cannot_set_its_space_aside_does_not_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at start is TierFailed with the setting to lower, and the directory is free for another try."""
+    """A full disk at start is TierFailed that names the setting to lower; a second try can open the store."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", raiser(errno.ENOSPC))
         with pytest.raises(TierFailed, match=r"nvme\.0\.capacity: .* lower it"):
@@ -447,7 +447,7 @@ async def test_unreadable_store_is_refused_and_kept(tmp_path: Path, text: str, e
 
 
 async def test_larger_segments_keep_what_fits(world: World, tmp_path: Path) -> None:
-    """With segments made larger the blocks stay; made smaller than what they hold, they go."""
+    """Larger segments keep their blocks; segments smaller than their contents drop them."""
     await world.write([1], segment=1, slots=[0])
     await world.store.close(release=False)
     for size, kept in ((SEGMENT_BYTES * 2, {1}), (SEGMENT_BYTES // 2, set())):
@@ -457,7 +457,7 @@ async def test_larger_segments_keep_what_fits(world: World, tmp_path: Path) -> N
 
 
 async def test_a_lowered_capacity_gives_its_room_back(tmp_path: Path) -> None:
-    """With a lower capacity, and the smaller segments that come with it, every file is as long as a segment now, before any other is set aside; what fits is held."""
+    """A lower capacity cuts every file to the smaller segment before others grow; fitting blocks stay."""
     world = World.at(tmp_path / "store", spec=spec(places=4, segment_bytes=SEGMENT_BYTES * 4))
     await world.open()
     await world.begin(1)
@@ -472,7 +472,8 @@ async def test_a_lowered_capacity_gives_its_room_back(tmp_path: Path) -> None:
 
 
 async def test_segments_that_moved_stay_where_they_are(tmp_path: Path) -> None:
-    """Where a smaller store has moved segments and lost none, what ends there and begins anew does not move the others once more at the next start."""
+    """A smaller store has moved its segments without loss. A segment that ends and begins there
+    does not move the others again."""
     world = World.at(tmp_path / "store", spec=spec(places=8))
     await world.open()
     for number, place in ((1, 6), (2, 7)):

@@ -49,7 +49,7 @@ def headers_of(keys: list[int]) -> np.ndarray:
 
 
 def test_header_comes_back() -> None:
-    """Records and tables of full and empty length are read as they were written, and match what is expected."""
+    """Records and tables of full and empty length come back as written and match the expected ones."""
     keys, extents = [1, 2], extents_of(1, [0, 1], generation=1)
     tables = [tables_of([1])[0], np.arange(TABLE_SLICES, dtype=np.uint64)]
     area = np.full((2, HEADER_BYTES), 0xFF, dtype=np.uint8)
@@ -61,7 +61,7 @@ def test_header_comes_back() -> None:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_each_header_is_its_blocks_own_in_whatever_order_they_lie(alike: bool) -> None:
-    """Rows of a batch that lie in any order on the disk get their own records and tables and nothing else, and no other row's header changes."""
+    """Rows in any disk order get exactly their own records and tables, and no other header changes."""
     for rows in map(list, permutations(range(1, 5))):
         keys, extents = [row + 10 for row in rows], extents_of(1, rows, generation=1)
         tables = [np.arange(3 if alike else row, dtype=np.uint64) + np.uint64(row) for row in rows]
@@ -75,7 +75,7 @@ def test_each_header_is_its_blocks_own_in_whatever_order_they_lie(alike: bool) -
 
 
 def test_every_flipped_bit_of_a_header_is_noticed() -> None:
-    """A flip in the record or the slice table makes the header worthless; behind the table there is nothing to damage."""
+    """A flip in the record or the slice table invalidates the header; the bytes behind carry nothing."""
     area = headers_of([1])
     used = 256 + 8 * len(tables_of([1])[0])
     for bit in range(used * 8):
@@ -111,7 +111,7 @@ def test_zeros_are_no_header() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 2), st.integers(0, 40)), unique=True, max_size=50))
 def test_runs_cover_every_row_once_and_are_side_by_side(places: list[tuple[int, int]]) -> None:
-    """Whatever slots a batch names, runs take each once, in order, adjacent, within the bounds, and none can be joined to the next."""
+    """Runs take each slot of a batch once, in order, adjacent and within bounds, and none could be longer."""
     extents = np.concatenate([extents_of(1, [], generation=1), *(extents_of(s, [n], generation=1) for s, n in places)])
     runs = join_runs(extents, class_bytes=[CLASS_BYTES] * len(places), most_bytes=MOST_BYTES)
     assert sorted(row for run in runs for row in run.rows) == list(range(len(places)))
@@ -146,7 +146,7 @@ def test_large_slots_are_moved_one_by_one() -> None:
 
 
 def test_vector_spans_exactly_the_slots() -> None:
-    """Headers, pages and filler of two slots cover one class of bytes and the second block up to its end, in the order of their slots."""
+    """Buffers of two slots, in slot order: header, page and filler, then header and page without a filler."""
     pool = HeaderPool(1)
     run, pages = SlotRun(1, 16384, 0, (1, 0)), whole_pages([memoryview(bytearray(8192))] * 2, np.array([4096, 5000]))
     with pool.borrow(2) as headers:
@@ -158,7 +158,7 @@ def test_vector_spans_exactly_the_slots() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.data())
 def test_advance_drops_exactly_the_bytes_done(sizes: list[int], data: st.DataObject) -> None:
-    """What is left after so many bytes is the rest of the buffers, in order."""
+    """The remaining buffers hold exactly the bytes not yet moved, in order."""
     text = bytes(range(sum(sizes)))
     ends = np.cumsum([0, *sizes]).tolist()
     buffers = [memoryview(text)[a:b] for a, b in pairwise(ends)]
@@ -168,7 +168,7 @@ def test_advance_drops_exactly_the_bytes_done(sizes: list[int], data: st.DataObj
 
 @pytest.mark.parametrize("limit", [4096, 5000, 12_288])
 def test_short_reads_and_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Calls that move only part, aligned or not, are continued until everything is there."""
+    """Reads and writes that move only a part, aligned or not, continue until all bytes are moved."""
     whole = np.random.default_rng(1).bytes(40_960)
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     preadv, pwritev = os.preadv, os.pwritev
@@ -199,7 +199,7 @@ def test_read_beyond_the_end_tells_how_much_there_was(tmp_path: Path) -> None:
 
 
 def test_write_that_makes_no_progress_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that takes nothing raises EIO instead of being asked for ever."""
+    """A device that accepts no bytes raises EIO instead of an endless loop."""
     monkeypatch.setattr(slots.os, "pwritev", lambda *_: 0)
     with pytest.raises(OSError, match="nothing") as raised:
         write_at(0, 0, [memoryview(b"x" * 4096)])
@@ -207,7 +207,7 @@ def test_write_that_makes_no_progress_is_an_error(tmp_path: Path, monkeypatch: p
 
 
 def test_refusal_of_direct_io_is_told_from_other_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EINVAL at opening means no; a full disk does not; anything else is an error; no probe is left behind."""
+    """EINVAL at open means no direct I/O, a full disk yes, other errors are raised; no probe file stays."""
 
     def refuse(code: int) -> None:
         def fail(path: Path, flags: int) -> int:

@@ -56,7 +56,7 @@ def same(one: StoredIndex, other: StoredIndex) -> bool:
 
 @pytest.mark.parametrize("rows", [0, 1, PIECE_ROWS, PIECE_ROWS + 1])
 def test_index_comes_back_whole(tmp_path: Path, rows: int) -> None:
-    """What was written is read: segments, blocks, namespaces and marks."""
+    """Segments, blocks, namespaces and marks come back as written."""
     index = index_of(rows)
     length = write_snapshot(tmp_path, index, store=STORE, number=3)
     found = read_snapshot(tmp_path, store=STORE, number=3)
@@ -85,7 +85,7 @@ def test_cut_file_keeps_the_pieces_that_are_whole(tmp_path: Path) -> None:
 
 
 def test_flipped_bit_before_the_rows_refuses_the_file(tmp_path: Path) -> None:
-    """Any flipped bit in header, segments, namespaces or sums is noticed."""
+    """Any flipped bit in header, segments, namespaces or sums is detected."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
     path = snapshot_path(tmp_path, 3)
     for at in range(path.stat().st_size - META.itemsize):
@@ -106,21 +106,21 @@ def test_stump_is_refused(tmp_path: Path, length: int) -> None:
 
 @pytest.mark.parametrize("namespaces", ["a text", [b"one", 2]])
 def test_namespaces_of_another_shape_refuse_the_file(tmp_path: Path, namespaces: Any) -> None:
-    """Where namespaces are no list of texts, though every checksum holds, the file is damaged, and nothing of it is handed on."""
+    """Namespaces that are no list of texts make the whole file corrupt, even under good checksums."""
     write_snapshot(tmp_path, replace(index_of(1), namespaces=namespaces), store=STORE, number=3)
     with pytest.raises(CorruptRecord, match="no list of texts"):
         read_snapshot(tmp_path, store=STORE, number=3)
 
 
 def test_snapshot_of_another_store_is_refused(tmp_path: Path) -> None:
-    """A snapshot that another store wrote is not believed."""
+    """A snapshot that another store wrote is refused."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
     with pytest.raises(CorruptRecord, match="another store"):
         read_snapshot(tmp_path, store=bytes(16), number=3)
 
 
 def test_newer_snapshot_is_refused_and_kept(tmp_path: Path) -> None:
-    """A snapshot of a newer version stops the recovery and stays under its name."""
+    """A snapshot of a newer version stops the recovery and keeps its name."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
     path = snapshot_path(tmp_path, 3)
     data = np.fromfile(path, dtype=np.uint8)
@@ -133,7 +133,7 @@ def test_newer_snapshot_is_refused_and_kept(tmp_path: Path) -> None:
 
 
 def test_snapshot_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When writing fails, the file of that name is what it was, and no temporary file is left."""
+    """When a write fails, the file of that name is unchanged, and no temporary file stays."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
 
     def fail(fd: int) -> None:
@@ -161,7 +161,7 @@ def slots_in(index: StoredIndex) -> list[int]:
 
 
 def test_journals_follow_the_newest_snapshot(tmp_path: Path) -> None:
-    """Snapshot N and the journals from N on are the index; older files are passed over."""
+    """Snapshot N and the journals from N on form the index; older files are skipped."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
     write_snapshot(tmp_path, index_of(2), store=STORE, number=3)
     journal(tmp_path, 2, 50)
@@ -173,7 +173,7 @@ def test_journals_follow_the_newest_snapshot(tmp_path: Path) -> None:
 
 
 def test_damaged_snapshot_gives_way_to_the_one_before(tmp_path: Path) -> None:
-    """With the newest snapshot damaged, the one before and every journal after it are used; the damaged one is renamed and said."""
+    """A damaged snapshot is renamed with a notice; the one before and all later journals replace it."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
     write_snapshot(tmp_path, index_of(2), store=STORE, number=2)
     journal(tmp_path, 1, 50)
@@ -185,7 +185,7 @@ def test_damaged_snapshot_gives_way_to_the_one_before(tmp_path: Path) -> None:
 
 
 def test_settling_leaves_one_snapshot_and_one_journal(tmp_path: Path) -> None:
-    """After a start the directory holds a snapshot with everything and a fresh journal, and loads to the same."""
+    """After a start the directory holds one full snapshot and a fresh journal, with the same index."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
     journal(tmp_path, 1, 50)
     journal(tmp_path, 2, 60)
@@ -198,7 +198,7 @@ def test_settling_leaves_one_snapshot_and_one_journal(tmp_path: Path) -> None:
 
 
 def test_quiet_life_does_not_write_the_snapshot_again(tmp_path: Path) -> None:
-    """If nothing but marks was told since the snapshot, it stays as it is."""
+    """If journals hold only marks since the snapshot, the snapshot stays as it is."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
     Journal.create(tmp_path, store=STORE, number=1, first=[Marks(900, 9000)]).close()
     inode = snapshot_path(tmp_path, 1).stat().st_ino
@@ -210,7 +210,7 @@ def test_quiet_life_does_not_write_the_snapshot_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
 def test_compaction_killed_between_its_steps_loses_nothing(tmp_path: Path, kept: int) -> None:
-    """Whichever old files a crash leaves beside the new snapshot, or the new snapshot missing, the index is the same."""
+    """The index is the same with any old files beside the new snapshot, or without the new snapshot."""
     write_snapshot(tmp_path, index_of(1), store=STORE, number=1)
     journal(tmp_path, 1, 50)
     journal(tmp_path, 2, 60)
@@ -228,7 +228,7 @@ def test_compaction_killed_between_its_steps_loses_nothing(tmp_path: Path, kept:
 
 
 def test_torn_journal_is_said_and_those_after_it_are_read(tmp_path: Path) -> None:
-    """A torn tail is named with its length; journals of later lives still count."""
+    """A notice names a torn journal; journals of later runs still count."""
     journal(tmp_path, 1, 50)
     journal(tmp_path, 2, 60)
     path = journal_path(tmp_path, 1)
@@ -256,7 +256,7 @@ def flip(path: Path, at: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 1 << 63)), max_size=20), st.sets(st.integers(1, 6)))
 def test_latest_times_are_of_each_segments_newest_block(blocks: list[tuple[int, int]], known: set[int]) -> None:
-    """Of each segment asked for, the time of its newest block; 0 without blocks; others count for nobody."""
+    """Each requested segment has the time of its newest block, or 0 without blocks; others do not count."""
     metas = new_meta(len(blocks))
     for row, (segment, time_ms) in zip(metas, blocks, strict=True):
         row["segment"], row["time_ms"] = segment, time_ms
@@ -275,7 +275,7 @@ def test_latest_times_are_of_each_segments_newest_block(blocks: list[tuple[int, 
 def test_rows_that_stay_in_their_file_are_those_that_still_hold(
     acts: list[tuple[str, int, int]], cuts: list[int]
 ) -> None:
-    """Whatever is folded into a snapshot and told by journals after it, the index is that of the same records in memory; each fold is one more life."""
+    """Snapshots and later journals give the same index as the records in memory, after each fold."""
     records, held = list[Record](), {place: place + 1 for place in range(2)}
     for number, (act, place, slot) in enumerate(acts):
         if act == "begin":
@@ -304,7 +304,8 @@ def test_rows_that_stay_in_their_file_are_those_that_still_hold(
 
 @pytest.mark.parametrize("rows", [1, 300])
 def test_a_journal_is_folded_in_twice_its_length(tmp_path: Path, rows: int) -> None:
-    """To fold a journal takes little more than twice the memory that it is longer by, whether its records tell of a block each or of many, in whatever order."""
+    """A fold's memory grows by at most 2.4 bytes per byte of journal, for records of one block or
+    of many, in any order."""
     peaks, lengths = list[int](), list[int]()
     for number, blocks in ((1, 12_000), (2, 48_000)):
         directory = tmp_path / str(number)
@@ -329,7 +330,7 @@ def test_a_journal_is_folded_in_twice_its_length(tmp_path: Path, rows: int) -> N
 
 
 def test_a_fold_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
-    """Given up at whatever stretch, a fold leaves the files as they were; the next one makes of them what it would have."""
+    """A fold given up at any stretch changes no file, and the next fold succeeds."""
     write_snapshot(tmp_path, index_of(3 * PIECE_ROWS), store=STORE, number=1)
     Journal.create(tmp_path, store=STORE, number=1, first=[Marks(5, 5), NamespaceKept(b"three")]).close()
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
@@ -344,7 +345,7 @@ def test_a_fold_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_only_a_stretch_of_an_index_is_in_memory(tmp_path: Path) -> None:
-    """Going through ten times as many blocks takes no more memory, nor does folding them with a journal into a new snapshot."""
+    """Ten times as many blocks need no more memory to count, nor to fold with a journal."""
     peaks = list[int]()
     for number, pieces in ((1, 8), (2, 80)):
         directory = tmp_path / str(number)

@@ -1,4 +1,4 @@
-"""Space that is written over ahead of its first blocks: all of it, and never where a block lies."""
+"""Space that the store writes over before its first blocks: all of it, and never over a block."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 def unwritten(world: World) -> int:
-    """Bytes of slot files that were set aside and never written."""
+    """Bytes of slot files that are allocated and never written."""
     found = 0
     for file in world.store._opened.files.values():
         at = 0
@@ -53,7 +53,7 @@ def unwritten(world: World) -> int:
 
 
 async def test_all_that_is_free_is_written_once(world: World) -> None:
-    """What no segment has is written in the end, what a segment has is left alone with its blocks, and it counts as written."""
+    """All free space is written in the end and counts as written; a segment's space and blocks stay."""
     await world.begin(1, place=2)
     assert await world.write([1], segment=1, slots=[3]) == [READY]
     before = world.store.written_bytes
@@ -64,7 +64,7 @@ async def test_all_that_is_free_is_written_once(world: World) -> None:
 
 
 async def test_a_block_waits_for_the_zeros_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block for a place that is being written over goes there after the zeros and not before."""
+    """A block for a place that is being zeroed is written after the zeros and not before."""
     gate, entered, order, write_at = threading.Event(), threading.Event(), list[str](), slots.write_at
 
     def slow(fd: int, offset: int, buffers: list[memoryview], disk: Files) -> None:
@@ -93,7 +93,7 @@ async def test_a_block_waits_for_the_zeros_in_its_place(tmp_path: Path, monkeypa
 
 
 async def test_a_disk_that_refuses_zeros_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the zeros cannot be written it is said once, and blocks are stored as ever."""
+    """If zeros cannot be written, one notice says so, and blocks are stored as usual."""
     with monkeypatch.context() as patch:
         patch.setattr(slots, "write_at", raiser(errno.EIO))
         await asyncio.wait_for(world.store._zeroing.done(), 10)
@@ -106,11 +106,11 @@ async def test_a_disk_that_refuses_zeros_loses_nothing(world: World, monkeypatch
 async def test_without_a_thread_for_zeros_the_store_closes_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system gives no thread nothing is written ahead, and what was stored is there in the next life."""
+    """Without a thread for zeros none are written, and stored blocks survive a restart."""
     monkeypatch.setattr(zeroing, "START_S", 0.05)
     store = World.at(tmp_path / "other")
     await store.open()
-    store.store._zeroing._threads.shutdown()  # as where the system gives no more
+    store.store._zeroing._threads.shutdown()  # as if the system gives no more threads
     await store.begin(1)
     assert await store.write([1], segment=1, slots=[0]) == [READY]
     await asyncio.wait_for(store.store._zeroing.done(), 10)
@@ -122,7 +122,7 @@ async def test_without_a_thread_for_zeros_the_store_closes_as_ever(
 
 
 async def test_where_segments_lived_before_is_left_alone(tmp_path: Path, world: World) -> None:
-    """In the next life no place is written over in which the former one left a segment."""
+    """After a restart, zeroing skips every place that held a segment."""
     for place in range(PLACES):
         await world.begin(place + 1, place=place)
     await world.store.close(release=False)
