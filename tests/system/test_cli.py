@@ -92,6 +92,17 @@ def test_the_hit_ratio_is_what_clients_met(client: Client, run: Run, ask: Ask) -
     assert "host.0 " in run("status").stdout.split("hit ratio")[1]
 
 
+def test_a_lookup_that_finds_nothing_is_a_miss(client: Client, ask: Ask) -> None:
+    """An engine acquires only the tokens found, so lookups count the tokens that they did not find."""
+    before = ask("status")["hits"]
+    space = client.open_namespace(NamespaceSpec(model=MODEL, tokens_per_block=16, block_bytes=BLOCK_BYTES))
+    assert client.lookup(space, space.hash(TOKENS + 2000)).tokens == 0
+    assert client.lookup(space, space.hash(TOKENS)).tokens == TOKENS.size
+    after = ask("status")["hits"]
+    assert after["tokens_asked"] - before["tokens_asked"] == TOKENS.size
+    assert after["tokens_hit"] == before["tokens_hit"]
+
+
 def test_tiers_add_up(ask: Ask) -> None:
     """The host tier's pages hold the blocks, and its classes show the blocks' size."""
     host, nvme = ask("tiers")["tiers"]

@@ -29,6 +29,14 @@ def count_served(
             metrics.tokens_missed.labels(reason=reason).inc(tokens)
 
 
+def count_looked_up(metrics: Metrics, *, groups: Sequence[GroupQuery], found: LookupResult) -> None:
+    """Counts the tokens that a lookup did not find. An engine acquires only the tokens found, so
+    the lookup is the one call that shows its misses."""
+    metrics.lookups.inc()
+    if absent := max(g.tokens for g in groups) - found.tokens:
+        metrics.tokens_missed.labels(reason="absent").inc(absent)
+
+
 def count_used(metrics: Metrics, tiers: Sequence[Tier], found: LookupResult, *, times: int) -> None:
     """Counts one-sided gets: the same hits, `times` times."""
     metrics.lookups.inc(times)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tierd.cache.counting import count_served, count_used
+from tierd.cache.counting import count_looked_up, count_served, count_used
 from tierd.cache.lease import NOTHING, AcquireReply
 from tierd.cache.nearness import is_near
 from tierd.cache.sessions import Sessions
@@ -36,7 +36,7 @@ class Gets(Sessions):
         """How much could be served, and from which tiers. May start a prefetch from lower tiers."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
-        self.metrics.lookups.inc()
+        count_looked_up(self.metrics, groups=groups, found=found)
         is_wanted = self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens
         if is_wanted and not is_near(self.tiers, groups, found):
             self.prefetch(session, groups, TierKind.HOST)
