@@ -1,0 +1,188 @@
+"""The contract of every codec: blocks of any shape and values come back within the declared bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.depth import count
+from tierd.codecs.block import HEADER, IDENTITY, Codec, decode, encode
+from tierd.codecs.named import ALL, BY_NUMBER, codec_named
+from tierd.codecs.rot import HEAD_DIMS
+from tierd.codecs.values import DTYPES, LAYOUTS, KVShape, floats_of, raw_of, rounded
+from tierd.core.formats.block import KVGeometry
+from tierd.errors import CorruptRecord, InvalidArgument, TierdError, Unsupported
+
+each_codec = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
+
+
+def shape_of(
+    layers: int = 2, tokens: int = 16, heads: int = 2, dim: int = 64, dtype: str = "bfloat16", layout: str = "NHD"
+) -> KVShape:
+    return KVShape(KVGeometry(layers, heads, dim, dtype, layout), tokens)
+
+
+def block_of(values: np.ndarray, shape: KVShape) -> bytes:
+    return rounded(np.broadcast_to(values, shape.sizes).astype(np.float32), shape.geometry.dtype).tobytes()
+
+
+def noise(shape: KVShape, seed: int = 0, scale: float = 1.0) -> bytes:
+    chance = np.random.default_rng(seed)
+    return block_of(scale * chance.standard_normal(shape.sizes), shape)
+
+
+def floats(block: object, shape: KVShape) -> np.ndarray:
+    return floats_of(raw_of(block, shape), shape.geometry.dtype).astype(np.float64)
+
+
+def check(codec: Codec, block: bytes, shape: KVShape) -> float:
+    """A block comes back within its bound; the largest error."""
+    found = decode(encode(codec, block, shape), BY_NUMBER)
+    off = float(np.abs(floats(found.block, shape) - floats(block, shape)).max())
+    assert off <= found.error or found.block.tobytes() == block
+    return off
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[KVShape, int, float, list[tuple[int, float]]]:
+    dim = draw(st.sampled_from(HEAD_DIMS[:2]))
+    shape = shape_of(
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 5)),
+        dim,
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from(LAYOUTS)),
+    )
+    odd = st.sampled_from([0.0, -0.0, 1e4, -1e4, 6e4, 1e-8, 1e-40, 3.0, -3.0])
+    return (
+        shape,
+        draw(st.integers(0, 1 << 30)),
+        draw(st.sampled_from([0.0, 1e-20, 1e-4, 1.0, 100.0])),
+        draw(st.lists(st.tuples(st.integers(0, 1 << 30), odd), max_size=8)),
+    )
+
+
+@each_codec
+@settings(max_examples=count(test=40, nightly=20_000, weekly=200_000), deadline=None)
+@given(case=cases())
+def test_blocks_come_back_within_the_bound(codec: Codec, case: tuple) -> None:
+    """No value of a decoded block is off by more than the header says."""
+    shape, seed, scale, odd = case
+    values = scale * np.random.default_rng(seed).standard_normal(shape.sizes)
+    for place, value in odd:
+        values.reshape(-1)[place % values.size] = value
+    check(codec, block_of(values, shape), shape)
+
+
+@each_codec
+@pytest.mark.parametrize(("value", "limit"), [(0.0, 0.0), (1.0, 0.75), (-3.0, 2.25), (1e-40, 1e-39)])
+def test_a_constant_block(codec: Codec, value: float, limit: float) -> None:
+    """A block of one value comes back with a small error, and zeros as zeros."""
+    shape = shape_of()
+    assert check(codec, block_of(np.float32(value), shape), shape) <= limit
+
+
+@each_codec
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_as_it_is(codec: Codec, value: float) -> None:
+    """A block with NaN or infinity is kept exactly, and its header says so."""
+    shape = shape_of()
+    raw = np.frombuffer(noise(shape), np.uint16).copy()
+    raw[77] = np.array(value, np.float32).view(np.uint32) >> 16
+    found = decode(encode(codec, raw, shape), BY_NUMBER)
+    assert (found.block.tobytes(), found.error, found.codec) == (raw.tobytes(), 0.0, IDENTITY)
+
+
+@each_codec
+def test_one_token_and_both_layouts(codec: Codec) -> None:
+    """Blocks of one token, and the same values in another order of bytes, give the same values."""
+    check(codec, noise(shape_of(tokens=1)), shape_of(tokens=1))
+    plain, turned = shape_of(tokens=19), shape_of(tokens=19, layout="HND")
+    block = noise(plain)
+    other = np.ascontiguousarray(raw_of(block, plain).transpose(0, 1, 3, 2, 4)).tobytes()
+    first, second = (decode(encode(codec, b, s), BY_NUMBER).block for b, s in ((block, plain), (other, turned)))
+    assert np.array_equal(raw_of(first, plain), raw_of(second, turned))
+
+
+@each_codec
+def test_damage_is_refused(codec: Codec) -> None:
+    """Each truncation, each flipped bit of the header, and flips in the payload raise CorruptRecord."""
+    shape = shape_of(layers=1, tokens=3)
+    good = encode(codec, noise(shape), shape)
+    chance = np.random.default_rng(1)
+    for length in (0, 1, HEADER.itemsize - 1, HEADER.itemsize, len(good) - 1):
+        with pytest.raises(CorruptRecord):
+            decode(good[:length], BY_NUMBER)
+    with pytest.raises(CorruptRecord):
+        decode(np.append(good, np.uint8(0)), BY_NUMBER)
+    for bit in (*range(8 * HEADER.itemsize), *chance.integers(8 * HEADER.itemsize, 8 * len(good), 200)):
+        bad = good.copy()
+        bad[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(CorruptRecord):
+            decode(bad, BY_NUMBER)
+
+
+@each_codec
+def test_the_length_is_known_before(codec: Codec) -> None:
+    """A payload has the length that its shape says, for any number of tokens."""
+    for tokens in (1, 15, 16, 17, 100):
+        shape = shape_of(tokens=tokens)
+        assert len(encode(codec, noise(shape), shape)) == HEADER.itemsize + codec.length(shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int8", 8.1), ("rot-8-8", 8.3), ("rot-8-4", 6.3), ("rot-4-4", 4.3), ("int3", 3.3)]
+)
+def test_bits_of_a_value(name: str, bits: float) -> None:
+    """A block of 256 tokens, header included, has at most the promised bits per value."""
+    shape = shape_of(layers=6, tokens=256)
+    assert 8 * len(encode(codec_named(name), noise(shape), shape)) / shape.values <= bits
+
+
+@pytest.mark.parametrize(("name", "limit"), [("int8", 0.01), ("rot-8-8", 0.02), ("rot-4-4", 0.11), ("int3", 0.21)])
+def test_noise_comes_back_well(name: str, limit: float) -> None:
+    """The root mean square error of normal values is near the best of a uniform code (Max, 1960)."""
+    shape = shape_of(tokens=64)
+    block = noise(shape)
+    off = floats(decode(encode(codec_named(name), block, shape), BY_NUMBER).block, shape) - floats(block, shape)
+    assert np.sqrt(np.mean(off**2)) < limit
+
+
+@pytest.mark.parametrize("name", ["rot-8-8", "rot-4-4", "int3"])
+def test_vectors_keep_their_length(name: str) -> None:
+    """A decoded vector's product with the original is the original's square: recall needs no bias."""
+    shape = shape_of(tokens=64)
+    block = noise(shape, scale=2.0)
+    was = floats(block, shape)
+    now = floats(decode(encode(codec_named(name), block, shape), BY_NUMBER).block, shape)
+    assert np.allclose((was * now).sum(-1) / (was * was).sum(-1), 1.0, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["rot-8-8", "rot-8-4", "rot-4-4", "int3"])
+def test_outliers_spread(name: str) -> None:
+    """One channel a hundred times as large costs the others less than a code without rotation."""
+    shape = shape_of(tokens=64)
+    values = np.random.default_rng(2).standard_normal(shape.sizes)
+    values[..., 5] *= 100
+    block = block_of(values, shape)
+    off = floats(decode(encode(codec_named(name), block, shape), BY_NUMBER).block, shape) - floats(block, shape)
+    largest = np.abs(values).max(-1).mean()
+    assert np.sqrt(np.mean(np.delete(off, 5, axis=-1) ** 2)) < largest / 4
+
+
+def test_refusals_name_the_fault() -> None:
+    """An unknown codec, an opaque geometry, a wrong length and an impossible head_dim are refused."""
+    shape = shape_of()
+    with pytest.raises(InvalidArgument, match="'zip' is unknown; use one of int8, rot-8-8"):
+        codec_named("zip")
+    with pytest.raises(InvalidArgument, match="dtype 'float32'"):
+        shape_of(dtype="float32")
+    with pytest.raises(InvalidArgument, match="has 100 bytes"):
+        encode(codec_named("int8"), bytes(100), shape)
+    with pytest.raises(Unsupported, match="head_dim 80 is not one of"):
+        encode(codec_named("rot-4-4"), noise(shape_of(dim=80)), shape_of(dim=80))
+    with pytest.raises(TierdError, match="codec 5 in version 1 is unknown here"):
+        decode(encode(codec_named("int3"), noise(shape), shape), {})

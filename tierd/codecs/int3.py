@@ -1,0 +1,47 @@
+"""Codec int3: rotated keys and values at 3 bits a value.
+
+Payload: scales of all rows (float16), then three planes of one bit a value. Rows are in the order
+[layer][keys, values][token][kv head].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierd.codecs import rotated
+from tierd.codecs.values import Bytes, Floats, KVShape
+
+BITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Int3:
+    """3.25 bits a value at head_dim 64."""
+
+    number: int
+    name: str = "int3"
+    version: int = 1
+
+    def check(self, shape: KVShape) -> None:
+        """Raises Unsupported."""
+        rotated.signs(shape.geometry.head_dim)
+
+    def length(self, shape: KVShape) -> int:
+        """Bytes of the payload."""
+        return 2 * (shape.values // shape.geometry.head_dim) + BITS * shape.values // 8
+
+    def encode(self, values: Floats, shape: KVShape) -> tuple[Bytes, float]:
+        """The payload, and the largest error of a value before rounding. values: finite."""
+        done = rotated.encode(values.reshape(-1, shape.geometry.head_dim), BITS)
+        planes = [np.packbits(done.codes >> bit & 1, bitorder="little") for bit in range(BITS)]
+        return np.concatenate((done.scales.view(np.uint8), *planes)), done.error
+
+    def decode(self, payload: Bytes, shape: KVShape) -> Floats:
+        """The values. payload: of `length` bytes."""
+        rows = shape.values // shape.geometry.head_dim
+        planes = np.unpackbits(payload[2 * rows :].reshape(BITS, -1), axis=1, bitorder="little")
+        codes = planes[0] | planes[1] << 1 | planes[2] << 2
+        scales = payload[: 2 * rows].view(np.float16)
+        return rotated.decode(codes.reshape(rows, -1), scales, BITS).reshape(shape.sizes)

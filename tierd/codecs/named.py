@@ -1,0 +1,20 @@
+"""The codecs by name. Numbers are in stored blocks: they never change."""
+
+from __future__ import annotations
+
+from tierd.codecs.block import Codec
+from tierd.codecs.int3 import Int3
+from tierd.codecs.int8 import Int8
+from tierd.codecs.rot import Rot
+from tierd.errors import InvalidArgument
+
+ALL: tuple[Codec, ...] = (Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5))
+BY_NAME = {codec.name: codec for codec in ALL}
+BY_NUMBER = {codec.number: codec for codec in ALL}
+
+
+def codec_named(name: str) -> Codec:
+    """Raises InvalidArgument."""
+    if name not in BY_NAME:
+        raise InvalidArgument(f"codec: {name[:32]!r} is unknown; use one of {', '.join(BY_NAME)}")
+    return BY_NAME[name]
