@@ -46,14 +46,14 @@ class Rot:
 
     def encode(self, values: Floats, shape: KVShape) -> tuple[Bytes, float]:
         """The payload, and the largest error of a value before rounding. values: finite."""
-        parts, scales, error = [], [], 0.0
+        parts, scales, errors = [], [], []
         for pair, bits in enumerate((self.key_bits, self.value_bits)):
             tiles = _cut(values[:, pair])
             done = rotated.encode(tiles.reshape(-1, tiles.shape[-1]), bits)
             parts.append(packed(done.codes.reshape(tiles.shape), bits, turned=pair == 1))
             scales.append(done.scales.reshape(-1, TILE_TOKENS).view(np.uint8))
-            error = max(error, done.error)
-        return np.concatenate((*parts, *scales), axis=1).reshape(-1), error
+            errors.append(done.error)
+        return np.concatenate((*parts, *scales), axis=1).reshape(-1), float(np.max(errors))  # NaN stays NaN
 
     def decode(self, payload: Bytes, shape: KVShape) -> Floats:
         """The values. payload: of `length` bytes."""

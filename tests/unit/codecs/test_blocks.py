@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.depth import count
+from tierd.codecs import block as block_module
 from tierd.codecs.block import HEADER, IDENTITY, Codec, decode, encode
 from tierd.codecs.named import ALL, BY_NUMBER, codec_named
 from tierd.codecs.rot import HEAD_DIMS
@@ -94,6 +96,40 @@ def test_what_is_not_finite_stays_as_it_is(codec: Codec, value: float) -> None:
     raw[77] = np.array(value, np.float32).view(np.uint32) >> 16
     found = decode(encode(codec, raw, shape), BY_NUMBER)
     assert (found.block.tobytes(), found.error, found.codec) == (raw.tobytes(), 0.0, IDENTITY)
+
+
+@each_codec
+@pytest.mark.parametrize("value", [1e38, 3e30, -3e38])
+def test_huge_values(codec: Codec, value: float) -> None:
+    """Values whose scale or square is beyond its number format come back within the bound too."""
+    shape = shape_of()
+    block = block_of(np.float32(value) * (1 + np.arange(64, dtype=np.float32) / 512), shape)
+    assert np.isfinite(floats(decode(encode(codec, block, shape), BY_NUMBER).block, shape)).all()
+    check(codec, block, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_is_to_nearest_even(dtype: str) -> None:
+    """Rounding agrees with ml_dtypes and numpy on random words, and on every tie of one exponent."""
+    words = np.random.default_rng(3).integers(0, 1 << 32, 100_000, dtype=np.uint32)
+    ties = (np.arange(0x3F80, 0x4000, dtype=np.uint32) << 16) + 0x8000
+    values = np.concatenate((words, ties)).view(np.float32)
+    values = values[np.isfinite(values) & (np.abs(values) < 6e4)]
+    other = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    assert np.array_equal(rounded(values, dtype), values.astype(other).view(np.uint16))
+
+
+@each_codec
+@pytest.mark.parametrize("field", ["tokens", "layers", "kv_heads", "head_dim", "payload"])
+def test_a_header_with_another_shape(codec: Codec, field: str) -> None:
+    """A header whose shape does not give the payload's length is refused, though its checksum holds."""
+    shape = shape_of(layers=1, tokens=16)
+    coded = encode(codec, noise(shape), shape)
+    header = coded[: HEADER.itemsize].view(HEADER)
+    header[field] *= 2
+    header["checksum"] = block_module._checksum(header[0], coded[HEADER.itemsize :])
+    with pytest.raises(CorruptRecord, match="its shape takes"):
+        decode(coded, BY_NUMBER)
 
 
 @each_codec
