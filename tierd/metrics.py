@@ -46,7 +46,7 @@ METRICS: Mapping[str, Row] = {
     "tierd_tokens_missed_total": Row(
         "counter",
         "tokens",
-        "Tokens asked for and not served: absent (held nowhere), no_room (no space in a near tier), busy (a far tier's "
+        "Tokens asked for in lookups or gets and not served: absent (held nowhere), no_room (no space in a near tier), busy (a far tier's "
         "queue was full), failed.",
         ("reason",),
     ),
