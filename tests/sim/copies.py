@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.sim.blocks import Blocks, Page
 from tests.sim.oracle import Key
-from tierd.cache.lease import AcquireReply
+from tierd.cache.acquire_reply import AcquireReply
 from tierd.client.blocks import one_sided_get
 from tierd.client.session import mapping
 from tierd.client.session.notices import MAILBOX_S

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import structlog
 
-from tierd.cache.admission import Admission
 from tierd.cache.directories import Directories
 from tierd.cache.events import EventKind
 from tierd.cache.parts import Parts
+from tierd.cache.read_queues import Admission
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import kinds, true_rows
 from tierd.core.formats.meta import picked

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_served, count_used
-from tierd.cache.lease import NOTHING, AcquireReply
 from tierd.cache.nearness import is_near
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations

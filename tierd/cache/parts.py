@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierd.cache.admission import Limits
 from tierd.cache.events import EventLog
+from tierd.cache.read_queues import Limits
 from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.core.index.namespaces import NamespaceRegistry

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tierd.core.admission import Verdict
 from tierd.core.arrays.sets import span, true_rows
 from tierd.core.formats.model import HASH_BYTES, PageState, Reason, StructArray
-from tierd.core.index.flights import Flights
 from tierd.core.index.index import Index
+from tierd.core.index.inflight_transfers import Flights
 from tierd.core.index.pages import Pages
 from tierd.core.index.segment import Key
 from tierd.core.plan import (

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 import structlog
 
-from tierd.cache.admission import Limits
 from tierd.cache.breaker import Tolerance
 from tierd.cache.cache import Cache
 from tierd.cache.events import EventLog
 from tierd.cache.parts import Parts
+from tierd.cache.read_queues import Limits
 from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierd.cache.acquire_reply import AcquireReply
 from tierd.cache.cache import Cache
 from tierd.cache.commit import CommitQuery
-from tierd.cache.lease import AcquireReply
 from tierd.cache.operator import Operator
 from tierd.config import read_config, resolve
 from tierd.core.formats.block import Namespace, NamespaceSpec

@@ -29,8 +29,8 @@ from tierd.core.formats.model import (
     Wanted,
     kind_of,
 )
-from tierd.core.index.flights import FLIGHT, Flights
 from tierd.core.index.index import Index
+from tierd.core.index.inflight_transfers import FLIGHT, Flights
 from tierd.core.index.segment import Key
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.plan_builder import PlanBuilder, no_ids

@@ -26,8 +26,8 @@ from tierd.core.arrays.sets import every
 from tierd.core.eviction import Ids, SequenceRequest
 from tierd.core.index.blocks import Blocks
 from tierd.policies.reuse.features import NOTHING, first_group
-from tierd.policies.reuse.ghosts import GHOST, Ghosts
 from tierd.policies.reuse.hazard import EDGES_S, age_of
+from tierd.policies.reuse.key_history import GHOST, Ghosts
 from tierd.policies.reuse.learner import REFIT_EVERY, Groups, Learner, Request
 
 GHOST_LIMIT = 1 << 20

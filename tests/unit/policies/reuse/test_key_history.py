@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.policies.reuse.ghosts import GHOST, Ghosts
+from tierd.policies.reuse.key_history import GHOST, Ghosts
 
 
 def keys(*names: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tierd.cache.admission import Admission, Limits
+from tierd.cache.read_queues import Admission, Limits
 from tierd.core.formats.model import TRANSFER, Reason, StructArray
 
 MIB = 1 << 20
