@@ -1,4 +1,4 @@
-"""The parts of a conductor. server/assembly.py fills this value."""
+"""The parts of a `Cache`. server/assembly.py fills this value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierd.tiers.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a conductor. verify: "first_hit", "sampled" or "always". seed: of the sampling;
+    """The parts of a `Cache`. verify: "first_hit", "sampled" or "always". seed: of the sampling;
     None: random."""
 
     core: Core

@@ -1,4 +1,4 @@
-"""A conductor over a real core, arena and store without sockets, as `assemble` builds it.
+"""A `Cache` over a real core, arena and store without sockets, as `assemble` builds it.
 Its clients write through the daemon's own mapping."""
 
 from __future__ import annotations
