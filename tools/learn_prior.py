@@ -44,7 +44,7 @@ def hear(trace: list[sequences.Request], learner: Learner) -> None:
         whole = request.blocks[: request.tokens // request.block_tokens]
         known = [block for block in whole if block in asked]
         sessions, last = (np.array([table[block] for block in known], dtype=np.int64) for table in (asked, parts))
-        groups = learner.hear(Request(len(whole), sessions, last), request.time_ms / 1000)
+        groups = learner.observe(Request(len(whole), sessions, last), request.time_ms / 1000)
         for block in whole[groups.start :]:
             asked[block] = asked.get(block, 0) + 1
         parts.update(zip(whole, groups.parts.tolist(), strict=True))

@@ -22,8 +22,8 @@ from tests.sim.blocks import CHAINS, TOKENS, Blocks, Page
 from tests.sim.copies import Copies
 from tests.sim.daemon import SimDaemon
 from tests.sim.oracle import Key, bytes_of
+from tierd.cache.acquire_reply import AcquireReply
 from tierd.cache.commit import CommitQuery
-from tierd.cache.lease import AcquireReply
 from tierd.cache.verification import Generations
 from tierd.checksum import raw_tables, slice_sums
 from tierd.core.formats.block import Namespace, NamespaceSpec, slice_lengths

@@ -21,10 +21,10 @@ import numpy as np
 
 from tests.sim.blocks import Blocks, Page
 from tests.sim.oracle import Key
-from tierd.cache.lease import AcquireReply
+from tierd.cache.acquire_reply import AcquireReply
 from tierd.client.blocks import one_sided_get
 from tierd.client.session import mapping
-from tierd.client.session.notices import MAILBOX_S
+from tierd.client.session.notices import NOTICE_S
 from tierd.client.session.session import Session
 from tierd.client.values import Group, OpenedNamespace
 from tierd.core.formats.block import NamespaceSpec
@@ -87,13 +87,11 @@ class Copies:
 
     @property
     def takes_gets(self) -> bool:
-        """Whether the daemon has answered within MAILBOX_S."""
+        """Whether the daemon has answered within NOTICE_S."""
         held, world = self._held, self._client.world
-        return (
-            held.daemon is world.daemon and held.daemon.is_serving and world.loop.time() - held.answered_s < MAILBOX_S
-        )
+        return held.daemon is world.daemon and held.daemon.is_serving and world.loop.time() - held.answered_s < NOTICE_S
 
-    def tell_used(self, _group: bytes) -> bool:
+    def report_hit(self, _group: bytes) -> bool:
         """Reports a use to the daemon if it lives. The notice may get lost."""
         held, client = self._held, self._client
         if not self.takes_gets:

@@ -1,4 +1,4 @@
-"""One life of the daemon: all code from the conductor down, over memory and a disk that outlive it.
+"""One life of the daemon: all code from the cache down, over memory and a disk that outlive it.
 
 Purpose: `SimDaemon`: it starts as `assemble` and the lifecycle do, accepts calls as the guard does,
 stops in order. Non-purpose: sockets, messages, causes of a life's end (world.py). Invariants:

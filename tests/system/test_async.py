@@ -146,7 +146,7 @@ async def test_cancelled(daemon: Daemon, verb: str) -> None:
 
 async def test_as_few_calls_as_the_other(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts in a row cost one call each, and a second get of a sequence costs none, as with Client."""
-    monkeypatch.setattr(notices, "MAILBOX_S", 600.0)
+    monkeypatch.setattr(notices, "NOTICE_S", 600.0)
     asked, out, size = count_calls(monkeypatch), np.zeros((COUNT, 4096), np.uint8), 4096
     async with AsyncClient(daemon.target) as client:
         namespace = await client.open_namespace(SMALL)

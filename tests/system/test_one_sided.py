@@ -48,7 +48,7 @@ ROUNDS = count(test=1_500, nightly=50_000, weekly=500_000)
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients whose last call counts as recent for 600 s, on slow machines too."""
-    monkeypatch.setattr(notices, "MAILBOX_S", 600.0)
+    monkeypatch.setattr(notices, "NOTICE_S", 600.0)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_none_when_the_daemon_was_not_heard_of_for_long(
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
-        monkeypatch.setattr(notices, "MAILBOX_S", 0.0)
+        monkeypatch.setattr(notices, "NOTICE_S", 0.0)
         asked.clear()
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
@@ -385,7 +385,7 @@ def test_a_mailbox_that_is_full(daemon: Daemon, asked: Counter[str], monkeypatch
     with Client(daemon.target) as client:
         reader = Reader(client)
         reader.known(1)
-        monkeypatch.setattr(Notices, "tell_used", lambda _self, _group: False)
+        monkeypatch.setattr(Notices, "report_hit", lambda _self, _group: False)
         asked.clear()
         assert reader.get(1) == BLOCKS and asked == {"Acquire": 1}
 

@@ -23,7 +23,7 @@ from tierd.client.session.session import Session
 from tierd.client.transport.local_rpc import Line
 from tierd.errors import Overloaded
 from tierd.server.session.notice_polling import KEPT_S, LOOK_S
-from tierd.server.session.notices import MAILBOX_BYTES
+from tierd.server.session.notices import NOTICE_BUFFER_BYTES
 from tierd.testing import chain
 
 MIB = 1 << 20
@@ -210,9 +210,9 @@ def test_a_mailbox_holds_no_more_than_one_look_takes(daemon: Daemon, client: Cli
     await_last_look()
     mailbox, sent = mailbox_of(client), 0
     with pytest.raises(BlockingIOError):
-        while sent < 64 * MAILBOX_BYTES:
+        while sent < 64 * NOTICE_BUFFER_BYTES:
             sent += mailbox.send(bytes(8 * IDS_PER_MESSAGE))
-    assert sent <= 2 * MAILBOX_BYTES
+    assert sent <= 2 * NOTICE_BUFFER_BYTES
     assert get(client, 1) == BLOCKS
     await_nothing_held(daemon, "a get")
 

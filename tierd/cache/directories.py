@@ -39,7 +39,7 @@ class Directories:
         self._bytes = directory_bytes(sum(tier.spec.capacity_bytes for tier in filter(is_mapped, tiers)) // BLOCK_BYTES)
         self._files: dict[int, int] = {}
         self._written: dict[int, Directory] = {}
-        self._told: list[Any] = []
+        self._pending: list[Any] = []
 
     def give(self, domain: int) -> Descriptor:
         """A new read-only descriptor of a domain's directory. Raises OSError."""
@@ -70,7 +70,7 @@ class Directories:
         """Enters published blocks, EXTENT [n], META [n], before the put is answered."""
         if self._written:
             self._enter()
-            self._tell(Directory.add, extents, metas["namespace"], metas["hash"])
+            self._apply(Directory.add, extents, metas["namespace"], metas["hash"])
 
     def add_soon(self, extents: StructArray, metas: StructArray) -> None:
         """Enters blocks in the loop's next turn, if their client has them already."""
@@ -83,15 +83,15 @@ class Directories:
             gone = freed[freed["was_ready"]]
             self._later(Directory.remove, gone["extent"], gone["namespace"], gone["hash"])
 
-    def _later(self, *told: Any) -> None:
-        if not self._told:
+    def _later(self, *change: Any) -> None:
+        if not self._pending:
             asyncio.get_running_loop().call_soon(self._enter)
-        self._told.append(told)
+        self._pending.append(change)
 
     def _enter(self) -> None:
-        told, self._told = self._told, []
-        for each in told:
-            self._tell(*each)
+        pending, self._pending = self._pending, []
+        for each in pending:
+            self._apply(*each)
 
     def close(self) -> None:
         """Closes all directories. Existing mappings stay valid."""
@@ -100,7 +100,7 @@ class Directories:
         self._files.clear()
         self._written.clear()
 
-    def _tell(
+    def _apply(
         self, verb: Callable[..., None], extents: StructArray, namespaces: StructArray, hashes: StructArray
     ) -> None:
         domains = self._domains_of(namespaces)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import structlog
 
-from tierd.cache.admission import Admission
 from tierd.cache.directories import Directories
 from tierd.cache.events import EventKind
 from tierd.cache.parts import Parts
+from tierd.cache.read_queues import ReadQueues
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import kinds, true_rows
 from tierd.core.formats.meta import picked
@@ -47,7 +47,7 @@ class Flights:
         self._batch_blocks = parts.limits.batch_blocks
         # Without admission in a replay, results do not depend on the disk's speed.
         stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
-        self.admission = Admission(stored, now=_loop_time, limits=parts.limits)
+        self.read_queues = ReadQueues(stored, now=_loop_time, limits=parts.limits)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
@@ -79,7 +79,7 @@ class Flights:
             return
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
-            self.admission.begin(batch, session=session)
+            self.read_queues.begin(batch, session=session)
             task = asyncio.create_task(self._fly(batch, before))
             self._flying.update((int(i), task) for i in batch["id"])
         # Set after all of the plan's tasks exist, and before any of them runs.
@@ -208,7 +208,7 @@ class Flights:
         self.failed += int((statuses != BlockStatus.READY).sum())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
-        self.admission.end(batch)
+        self.read_queues.end(batch)
         failpoint("flights.finish.before_books")
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
         self._count(batch, statuses)
@@ -239,9 +239,11 @@ class Flights:
 
     def _take_error(self, batch: StructArray) -> str:
         """The latest error text of the mover or of the batch's stores."""
-        told, self._mover.last_error = self._mover.last_error, ""
+        mover_error, self._mover.last_error = self._mover.last_error, ""
         tiers = [self._tiers[batch[end]["tier"][0]] for end in ("source", "target")]
-        return told or next((error for tier in tiers if is_stored(tier) and (error := tier.health().last_error)), "")
+        return mover_error or next(
+            (error for tier in tiers if is_stored(tier) and (error := tier.health().last_error)), ""
+        )
 
     def _announce_freed(self, freed: StructArray) -> None:
         if not len(freed):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_looked_up, count_served, count_used
-from tierd.cache.lease import NOTHING, AcquireReply
 from tierd.cache.nearness import is_near
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
@@ -91,17 +91,17 @@ class Gets(Sessions):
         """A lease, and the part of it that can be served after its transfers or at the timeout.
         Raises Overloaded. ask: the core's verb."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        shut = self.flights.admission.shut(session, timeout_s=timeout_s)
+        shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session)
-        if not got.whole and self._hears_of_room(session):
+        if not got.whole and self._had_pending_releases(session):
             self.release(session, [got.lease])
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session)
         if not got.lease:
             if got.shut:
                 self._note_served(groups, got, NOTHING)
-                raise self.flights.admission.refusal(shut)
+                raise self.flights.read_queues.refusal(shut)
             return got, NOTHING
         try:
             failpoint("cache.acquire.before_landing")
@@ -149,7 +149,7 @@ class Gets(Sessions):
         self._check_groups(session, groups)
         if self.is_draining:
             return 0
-        shut = self.flights.admission.shut(session, timeout_s=math.inf, is_demand=False)
+        shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
         plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
         self.flights.start(plan, session=session)
         self.background.note(plan)

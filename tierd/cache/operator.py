@@ -129,7 +129,7 @@ class Operator:
 
         Evictions made before a cancellation stand. Raises NotFound, InvalidArgument, Unavailable
         while such a tier is loading."""
-        self._cache.hear(None)  # process pending releases first
+        self._cache.process_notices(None)  # process pending releases first
         position = self.tier_position(tier)
         self._check_whole(position)
         if prefixes:

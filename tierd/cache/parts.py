@@ -1,12 +1,12 @@
-"""The parts of a conductor. server/assembly.py fills this value."""
+"""The parts of a `Cache`. server/assembly.py fills this value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierd.cache.admission import Limits
 from tierd.cache.events import EventLog
+from tierd.cache.read_queues import Limits
 from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.core.index.namespaces import NamespaceRegistry
@@ -18,7 +18,7 @@ from tierd.tiers.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a conductor. verify: "first_hit", "sampled" or "always". seed: of the sampling;
+    """The parts of a `Cache`. verify: "first_hit", "sampled" or "always". seed: of the sampling;
     None: random."""
 
     core: Core

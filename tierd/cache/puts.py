@@ -98,7 +98,7 @@ class Puts(Sessions):
     def _check_puts(self, session: int, groups: Sequence[PutQuery]) -> None:
         """The last check before the core reserves. Raises NotFound, NotPermitted, StaleHandle,
         Unavailable while draining."""
-        self.hear(session)  # first, since it may report the session's end
+        self.process_notices(session)  # first, since it may report the session's end
         for group in groups:
             self.namespace_for(session, group.namespace)
         if self.is_draining:

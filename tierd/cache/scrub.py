@@ -155,7 +155,7 @@ class Scrub:
         self.last: Pass | None = None
         """The last pass that covered every tier."""
         self._task: asyncio.Task[None] | None = None
-        self._is_asked = self._is_ended = self._has_told = False
+        self._is_asked = self._is_ended = self._has_warned = False
 
     def start(self) -> None:
         """Starts the background, unless period_s is 0 or the clock is a replay clock."""
@@ -229,8 +229,8 @@ class Scrub:
         """The rate that the period requires for the bytes held now, within the bandwidth."""
         held = self._core.used_bytes()
         wanted = held / (self.period_s * MARGIN)
-        if wanted > self.bandwidth and not self._has_told:
-            self._has_told = True
+        if wanted > self.bandwidth and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "scrub: a pass takes longer than its period; raise scrub.bandwidth or scrub.period",
                 held_bytes=held,

@@ -56,7 +56,7 @@ class Sessions:
         self._tenants: dict[int, str] = {}
         self._verification = Verification(parts)
         self._given_back = 0
-        self.hear: Callable[[int | None], None] = lambda _session: None
+        self.process_notices: Callable[[int | None], None] = lambda _session: None
         """Processes pending releases and other notices of clients, which arrive beside calls."""
         self.is_draining = False
 
@@ -153,7 +153,7 @@ class Sessions:
         """Records a session's pages in the session table before the client learns of them. Raises
         SessionLost, TierFailed, Overloaded."""
         if self._holdings.is_full(who, more=len(pages), pages=sum(map(len, pages.values()))):
-            self.hear(who)  # process its pending releases first; its end may be among the notices
+            self.process_notices(who)  # process its pending releases first; its end may be among the notices
         if who not in self._tenants:
             raise SessionLost(f"session {who}: it ended during the call; open a session again")
         self._holdings.add(who, kind, pages, at=at)
@@ -167,10 +167,10 @@ class Sessions:
         self._holdings.drop_leases(session, leases)
         self.background.note_release()
 
-    def _hears_of_room(self, session: int) -> bool:
+    def _had_pending_releases(self, session: int) -> bool:
         """Whether clients had releases pending that were not processed yet."""
         before = self._given_back
-        self.hear(session)
+        self.process_notices(session)
         return self._given_back > before
 
     def abort(self, session: int, reservation: int) -> None:

@@ -85,7 +85,7 @@ class Watch:
         for position, tier in self._watched.items():
             breaker = self.breakers[position]
             if breaker.look(tier.health(), now, corrupt=self._flights.corrupt[position]):
-                self._tell(tier)
+                self._apply_change(tier)
             if breaker.is_due(now):
                 breaker.probing()
                 self._probes[position] = asyncio.create_task(self._probe(tier))
@@ -151,9 +151,9 @@ class Watch:
         breaker = self.breakers[tier.position]
         breaker.probed(fault, asyncio.get_running_loop().time())
         if breaker.state is State.CLOSED:
-            self._tell(tier)
+            self._apply_change(tier)
 
-    def _tell(self, tier: WatchedTier) -> None:
+    def _apply_change(self, tier: WatchedTier) -> None:
         """Tells the core and the mover, and logs the change."""
         breaker = self.breakers[tier.position]
         self._set(tier.position)

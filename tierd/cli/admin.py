@@ -117,7 +117,7 @@ class Connection:
         try:
             yield from call
         except grpc.RpcError as error:
-            raise told(error) from None
+            raise error_from(error) from None
         finally:
             call.cancel()
 
@@ -125,10 +125,10 @@ class Connection:
         try:
             return getattr(self._stub, method)(request, timeout=timeout_s, metadata=(*self._metadata, *extra))
         except grpc.RpcError as error:
-            raise told(error) from None
+            raise error_from(error) from None
 
 
-def told(error: Any) -> TierdError:
+def error_from(error: Any) -> TierdError:
     """The daemon's error by the class name in the trailing metadata, else by the status code."""
     name = next((str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY), None)
     status = error.code().name

@@ -57,7 +57,7 @@ class Conversation:
         self._read += step
         return tuple(self.tokens)
 
-    def hear(self, answer: Sequence[int]) -> None:
+    def add_answer(self, answer: Sequence[int]) -> None:
         """Adds an answer to the conversation."""
         self.tokens += answer
 

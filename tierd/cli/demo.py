@@ -176,7 +176,7 @@ class Stage:
         cached = self._run(self._cached, prompt)
         say(f"{scene.source}: the same without a cache")
         plain = self._run(self._plain, prompt)
-        self._conversation.hear(cached.tokens)
+        self._conversation.add_answer(cached.tokens)
         self._marks = (*self._marks, cached.stored_tokens)
         return Turn(scene, cached, plain)
 

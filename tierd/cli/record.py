@@ -66,29 +66,29 @@ def status(ask: Ask) -> None:
     ask.show(answer, draw_status)
 
 
-def draw_start(console: Console, told: pb.RecordReply) -> None:
+def draw_start(console: Console, reply: pb.RecordReply) -> None:
     """Prints the file and its limits."""
-    bounds = f"at most {human_bytes(told.max_bytes)} and {human_seconds(told.seconds)}"
-    console.print(Text(f"recording into {told.path}, {bounds}"), soft_wrap=True)
+    bounds = f"at most {human_bytes(reply.max_bytes)} and {human_seconds(reply.seconds)}"
+    console.print(Text(f"recording into {reply.path}, {bounds}"), soft_wrap=True)
 
 
-def draw_status(console: Console, told: pb.RecordReply) -> None:
+def draw_status(console: Console, reply: pb.RecordReply) -> None:
     """Prints the counts, the reason of the end, and the number of lost requests."""
-    if told.state == "none":
+    if reply.state == "none":
         console.print(Text("no recording since the daemon started", style="dim"))
         return
-    state = (told.state, "green" if told.state == "recording" else "")
-    console.print(Text.assemble(state, f" {told.path}"), soft_wrap=True)
+    state = (reply.state, "green" if reply.state == "recording" else "")
+    console.print(Text.assemble(state, f" {reply.path}"), soft_wrap=True)
     pairs = (
-        ("requests", human_count(told.requests)),
-        ("blocks", f"{human_count(told.blocks)}, {human_count(told.distinct)} of them distinct"),
-        ("size", f"{human_bytes(told.bytes)} of {human_bytes(told.max_bytes)}"),
-        ("time", f"{human_seconds(told.elapsed_s)} of {human_seconds(told.seconds)}"),
+        ("requests", human_count(reply.requests)),
+        ("blocks", f"{human_count(reply.blocks)}, {human_count(reply.distinct)} of them distinct"),
+        ("size", f"{human_bytes(reply.bytes)} of {human_bytes(reply.max_bytes)}"),
+        ("time", f"{human_seconds(reply.elapsed_s)} of {human_seconds(reply.seconds)}"),
     )
     console.print(facts(pairs), soft_wrap=True)
-    if told.reason:
-        console.print(Text(f"ended: {told.reason}"), soft_wrap=True)
-    if told.lost:
+    if reply.reason:
+        console.print(Text(f"ended: {reply.reason}"), soft_wrap=True)
+    if reply.lost:
         console.print(
-            Text(f"lost: {human_count(told.lost)} requests are missing from the trace", style="yellow"), soft_wrap=True
+            Text(f"lost: {human_count(reply.lost)} requests are missing from the trace", style="yellow"), soft_wrap=True
         )

@@ -80,10 +80,10 @@ def scrub(ask: Ask, *, tier: str, bandwidth: int, status: bool, quarantine: bool
 def run_pass(ask: Ask, request: pb.ScrubRequest) -> pb.ScrubPass:
     """Runs a pass to its end, with a bar for each tier on a terminal. Returns its findings."""
     with ask.connect() as daemon:
-        told: Iterator[pb.ScrubPass] = daemon.follow(request)
+        passes: Iterator[pb.ScrubPass] = daemon.follow(request)
         if ask.console.is_terminal and not ask.as_json:
-            told = with_bars(ask.console, told)
-        return deque(told, maxlen=1)[0]
+            passes = with_bars(ask.console, passes)
+        return deque(passes, maxlen=1)[0]
 
 
 def is_clean(passed: pb.ScrubPass) -> bool:
@@ -91,7 +91,7 @@ def is_clean(passed: pb.ScrubPass) -> bool:
     return not (any(tier.bad or tier.unread for tier in passed.tiers) or passed.audit_fault)
 
 
-def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.ScrubPass]:
+def with_bars(console: Console, passes: Iterable[pb.ScrubPass]) -> Iterator[pb.ScrubPass]:
     """Shows a pass's progress, and removes the bars at the end."""
     columns = (
         TextColumn("{task.description:<10}", style="bold"),
@@ -103,7 +103,7 @@ def with_bars(console: Console, told: Iterable[pb.ScrubPass]) -> Iterator[pb.Scr
     )
     with Progress(*columns, console=console, transient=True) as progress:
         bars: dict[str, TaskID] = {}
-        for passed in told:
+        for passed in passes:
             for tier in passed.tiers:
                 if tier.tier not in bars:
                     bars[tier.tier] = progress.add_task(tier.tier, total=None, rate="", bad="", start=False)

@@ -202,12 +202,12 @@ def report(ask: Ask, rows: Sequence[Row]) -> None:
     if ask.as_json:
         show_json({"rows": rows})
         return
-    shown = [i for i, column in enumerate(COLUMNS) if is_told(column.name, rows)]
+    shown = [i for i, column in enumerate(COLUMNS) if is_shown(column.name, rows)]
     cells = [cells_of(row, best=best_of(row, rows)) for row in rows]
     show_table(ask.console, [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells], empty="no runs")
 
 
-def is_told(column: str, rows: Sequence[Row]) -> bool:
+def is_shown(column: str, rows: Sequence[Row]) -> bool:
     """Whether a column has content for these rows."""
     kind = {"on device": "device", "in host": "host", "on nvme": "nvme", "nvme writes": "nvme"}.get(column, column)
     if kind in ("device", "host", "nvme"):

@@ -16,8 +16,8 @@ import numpy as np
 from tierd.core.arrays.sets import true_rows
 from tierd.core.formats.model import DAEMON, NOBODY, SEALED, PageState, Reason
 from tierd.core.index.blocks import Names
-from tierd.core.index.flights import Flights
 from tierd.core.index.index import Index
+from tierd.core.index.inflight_transfers import InflightTransfers
 from tierd.core.index.pages import Pages
 from tierd.core.plan import Ids
 from tierd.core.requests.leases import BUSY, GONE, OPEN, Holders
@@ -26,8 +26,8 @@ from tierd.core.requests.leases import BUSY, GONE, OPEN, Holders
 class Audit:
     """See the module. Each method asserts; the message names the broken invariant."""
 
-    def __init__(self, index: Index, sessions: Holders, flights: Flights) -> None:
-        self._index, self._sessions, self._flights = index, sessions, flights
+    def __init__(self, index: Index, sessions: Holders, inflight: InflightTransfers) -> None:
+        self._index, self._sessions, self._inflight = index, sessions, inflight
 
     def check(self) -> None:
         """Asserts everything."""
@@ -154,14 +154,14 @@ class Audit:
 
     def _check_pins(self, tier: Pages) -> None:
         pins = np.zeros(tier.top, np.int64)
-        for tiers, pages in self._flights.pages():
+        for tiers, pages in self._inflight.pages():
             np.add.at(pins, pages[tiers == tier.position], 1)
         for lease in self._sessions.leases.values():
             np.add.at(pins, lease.pages_in(tier.position), 1)
         assert np.array_equal(pins, tier.pins[: tier.top]), f"{tier.spec.name}: pins do not match leases and transfers"
         reserved = np.zeros(tier.top, bool)
         reserved[self._reserved(tier.position)] = True
-        for tiers, pages in self._flights.pages()[1:]:
+        for tiers, pages in self._inflight.pages()[1:]:
             reserved[pages[tiers == tier.position]] = True
         late = tier.doom[: tier.top] > 0
         assert (reserved | late | (tier.state[: tier.top] != PageState.RESERVED)).all(), (
@@ -197,7 +197,7 @@ class Audit:
         assert visible.all(), f"{tier.spec.name}: a block that cannot be named has an attached page"
         filling = tier.state[pages] == PageState.RESERVED
         assert not (filling & forgotten).any(), f"{tier.spec.name}: a forgotten block is in a transfer"
-        fillers = self._flights.fillers(tier.position, pages)
+        fillers = self._inflight.fillers(tier.position, pages)
         assert (fillers > 0)[filling].all() and not fillers[~filling].any(), (
             "a page does not match the transfer that fills it"
         )

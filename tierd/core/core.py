@@ -106,7 +106,7 @@ class Core:
         self._puts = Puts(self._planner, self._sessions, reserved_pages)
         self._commits = Commits(self._index, self._sessions, self._gets, reserved_pages, dead=self._puts.dead)
         self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
-        self._listing = Listing(self._index, self._sessions, self._planner.flights)
+        self._listing = Listing(self._index, self._sessions, self._planner.inflight)
 
     # -- sessions
 
@@ -479,11 +479,11 @@ class Core:
 
     def check(self) -> None:
         """Asserts every invariant; AssertionError names the first broken one. Slow: for tests."""
-        Audit(self._index, self._sessions, self._planner.flights).check()
+        Audit(self._index, self._sessions, self._planner.inflight).check()
 
     def audit(self) -> Iterator[Callable[[], None]]:
         """The steps of `check`; other calls may come between two."""
-        return Audit(self._index, self._sessions, self._planner.flights).steps()
+        return Audit(self._index, self._sessions, self._planner.inflight).steps()
 
     @property
     def _all(self) -> Ids:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from tierd.core.admission import Verdict
 from tierd.core.arrays.sets import span, true_rows
 from tierd.core.formats.model import HASH_BYTES, PageState, Reason, StructArray
-from tierd.core.index.flights import Flights
 from tierd.core.index.index import Index
+from tierd.core.index.inflight_transfers import InflightTransfers
 from tierd.core.index.pages import Pages
 from tierd.core.index.segment import Key
 from tierd.core.plan import (
@@ -40,8 +40,8 @@ LOOK_PAGES = 4096
 class Listing:
     """See the module."""
 
-    def __init__(self, index: Index, sessions: Holders, flights: Flights) -> None:
-        self._index, self._sessions, self._flights = index, sessions, flights
+    def __init__(self, index: Index, sessions: Holders, inflight: InflightTransfers) -> None:
+        self._index, self._sessions, self._inflight = index, sessions, inflight
 
     def with_prefix(self, prefix: str, of: Ids) -> Ids:
         """Of the ids, blocks whose hash begins with the hexadecimal digits."""
@@ -122,7 +122,7 @@ class Listing:
             sessions=len(sessions.open),
             leases=len(sessions.leases),
             reservations=sum(len(session.reservations) for session in sessions.open.values()),
-            transfers=len(self._flights),
+            transfers=len(self._inflight),
             freed={reason.name: freed[reason] for reason in Reason if freed[reason]},
         )
 

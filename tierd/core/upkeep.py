@@ -204,7 +204,7 @@ class Upkeep:
         blocks = self._index.blocks
         self._puts.dead |= namespaces
         count = blocks.forget(np.asarray(list(namespaces), np.int64))
-        tiers, pages = self._planner.flights.pages()[1]
+        tiers, pages = self._planner.inflight.pages()[1]
         for tier in kinds(tiers):
             pages_of, targets = self._index.tiers[tier], pages[tiers == tier]
             targets = targets[(pages_of.doom[targets] == 0) & blocks.forgotten[pages_of.block[targets]]]

@@ -74,13 +74,13 @@ class Feed:
         while is_open:
             began = clock()
             try:
-                is_open = await self._tell()
+                is_open = await self._report()
             except Exception:
                 log.exception("KV events: all blocks are reported again")
             if is_open:
                 await asyncio.sleep(max(0.0, began + AGAIN_S - clock()))
 
-    async def _tell(self) -> bool:
+    async def _report(self) -> bool:
         """Reports all held blocks, then events until some were lost. False: the log is closed."""
         await self._cache.persistence.loaded.wait()
         after = self._cache.events.last
@@ -96,20 +96,20 @@ class Feed:
         return False
 
     async def _hand(self, steps: Sequence[Step], *, is_anew: bool = False) -> None:
-        def work(told: RouterView) -> list[Event]:
-            events = told.clear() if is_anew else []
+        def work(view: RouterView) -> list[Event]:
+            events = view.clear() if is_anew else []
             for step in steps:
-                act = told.stored if step.is_stored else told.removed
+                act = view.stored if step.is_stored else view.removed
                 events += act(step.space, step.hashes, tier=step.tier, rank=step.rank)
             return events
 
         await asyncio.wrap_future(self._publisher.do(work))
 
-    def _take_names(self, told: RouterView) -> list[Event]:
+    def _take_names(self, view: RouterView) -> list[Event]:
         """Runs in the publisher's thread."""
         with self._turn:
             names, self._names, self._names_bytes = self._names, deque(), 0
-        return [event for one in names for event in told.name(one)]
+        return [event for one in names for event in view.name(one)]
 
     def _step(self, event: LogEvent) -> Step | None:
         namespace = self._cache.registry.get(event.namespace)

@@ -49,9 +49,9 @@ Work = Callable[[RouterView], list[Event]]
 class Publisher:
     """One per daemon. Any thread may call `do`; the work runs in the publisher's thread."""
 
-    def __init__(self, settings: EventsConfig, told: RouterView) -> None:
+    def __init__(self, settings: EventsConfig, view: RouterView) -> None:
         """Binds, and starts to serve replays. Raises ConfigError."""
-        self._settings, self._told = settings, told
+        self._settings, self._view = settings, view
         self._zmq = _load()
         self._context = self._zmq.Context()
         self._topic = settings.topic.encode()
@@ -134,7 +134,7 @@ class Publisher:
                 return False
             work, done = item
             try:
-                done.set_result(self._send(work(self._told)))
+                done.set_result(self._send(work(self._view)))
             except Exception as error:  # the caller starts again from the beginning
                 log.exception("KV events: not published")
                 done.set_exception(error)

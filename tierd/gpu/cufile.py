@@ -42,9 +42,9 @@ class CuFile:
 
     def register_file(self, descriptor: int) -> int:
         """A handle of the file. The descriptor (O_DIRECT) stays the caller's and must outlive it."""
-        told = self._library.Descr()
-        told.type, told.handle.fd = self._library.FileHandleType.OPAQUE_FD, descriptor
-        return int(self._ask(self._library.handle_register, told.ptr))
+        descr = self._library.Descr()
+        descr.type, descr.handle.fd = self._library.FileHandleType.OPAQUE_FD, descriptor
+        return int(self._ask(self._library.handle_register, descr.ptr))
 
     def deregister_file(self, handle: int) -> None:
         """No read of it may be in flight."""
@@ -86,9 +86,9 @@ class CuFile:
         except self._library.cuFileError as error:
             raise Unsupported(str(error)) from error
         except RuntimeError as error:  # of the bindings: no library, or one without this function
-            told = str(error).strip()
+            reason = str(error).strip()
             raise Unsupported(
-                f"{told}; install libcufile (of the CUDA toolkit, or pip install nvidia-cufile)"
+                f"{reason}; install libcufile (of the CUDA toolkit, or pip install nvidia-cufile)"
             ) from error
 
     def _words(self, code: int) -> str:

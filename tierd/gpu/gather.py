@@ -33,29 +33,29 @@ class Gather:
         self._free: SimpleQueue[KernelColumns] = SimpleQueue()
         with ExitStack() as failed:
             for _ in range(CALLS):
-                told = KernelColumns(device, ROW, RUNS_MAX)
-                failed.callback(told.close)
-                self._free.put(told)
+                arguments = KernelColumns(device, ROW, RUNS_MAX)
+                failed.callback(arguments.close)
+                self._free.put(arguments)
             self._ends = failed.pop_all()
 
     @contextmanager
     def prepared(self, runs: Runs) -> Iterator[Callable[[Any], None]]:
         """A launch that copies at most RUNS_MAX runs, which must have arrived when this block ends."""
-        told, count = self._free.get(), len(runs.lengths)
+        arguments, count = self._free.get(), len(runs.lengths)
         try:
             for name, column in zip(ROW.names or (), runs, strict=True):
-                told.columns[name][:count] = column
-            yield lambda stream: self._launch(told, count, stream)
+                arguments.columns[name][:count] = column
+            yield lambda stream: self._launch(arguments, count, stream)
         finally:
-            self._free.put(told)
+            self._free.put(arguments)
 
     def close(self) -> None:
         """Call it after all copies have ended."""
         self._ends.close()
 
-    def _launch(self, told: KernelColumns, count: int, stream: Any) -> None:
+    def _launch(self, arguments: KernelColumns, count: int, stream: Any) -> None:
         """Raises TierFailed for any error of the driver, since the caller is not at fault."""
-        to, of, lengths = (told.buffer(name, count) for name in ROW.names or ())
+        to, of, lengths = (arguments.buffer(name, count) for name in ROW.names or ())
         try:
             copy_runs(self._device.kernels.into(stream), to, of, lengths=lengths)
         except TierdError as error:

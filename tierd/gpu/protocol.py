@@ -141,8 +141,8 @@ class Inbox:
         """Receive once; returns complete messages. Raises TierFailed if invalid, OSError."""
         # Not socket.recv_fds, which omits its flags: the descriptors would be inherited.
         room = socket.CMSG_SPACE(DESCRIPTORS_MAX * INT.itemsize)
-        data, told, _, _ = peer.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-        came = [int(fd) for level, kind, packed in told for fd in np.frombuffer(packed, INT)]
+        data, ancillary, _, _ = peer.recvmsg(RECEIVE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        came = [int(fd) for level, kind, packed in ancillary for fd in np.frombuffer(packed, INT)]
         self.is_ended = not data
         self._received += data
         self._descriptors += came

@@ -29,7 +29,7 @@ from tierd.kernels.sums import slice_sums as slice_sums_on
 
 SLICES_MAX = 1 << 16
 """Of one launch: 16 GiB of whole ones."""
-TOLD = np.dtype([("address", "<u8"), ("sum", "<u8"), ("length", "<u4")])
+SLICE_ROW = np.dtype([("address", "<u8"), ("sum", "<u8"), ("length", "<u4")])
 """A slice's parameters and result in a launch."""
 STAGING_BYTES = 16 << 20
 """More than the longest slice: 4 GiB in 480 pieces."""
@@ -98,7 +98,7 @@ class KernelSums:
     def __init__(self, device: Device) -> None:
         """`device.kernels` must have it. Raises Overloaded."""
         self._device, self._lock, self._lane = device, threading.Lock(), Lane(device)
-        self._told = KernelColumns(device, TOLD, SLICES_MAX)
+        self._arguments = KernelColumns(device, SLICE_ROW, SLICES_MAX)
 
     def of(self, addresses: Addresses, pieces: StructArray) -> list[SliceTable]:
         """As in StagedSums."""
@@ -112,14 +112,14 @@ class KernelSums:
 
     def close(self) -> None:
         """As in StagedSums."""
-        self._told.close()
+        self._arguments.close()
         self._lane.close()
 
     def _sums_of(self, addresses: Addresses, lengths: NDArray[np.uint32]) -> NDArray[np.uint64]:
-        count, columns = len(lengths), self._told.columns
+        count, columns = len(lengths), self._arguments.columns
         columns["address"][:count], columns["length"][:count] = addresses, lengths
         with self._lane.turn() as stream:
-            buffers = (self._told.buffer(name, count) for name in ("address", "length", "sum"))
+            buffers = (self._arguments.buffer(name, count) for name in ("address", "length", "sum"))
             slice_sums_on(self._device.kernels.into(stream), *buffers)
         return columns["sum"][:count]
 

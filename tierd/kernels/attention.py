@@ -137,9 +137,9 @@ class KernelPass:
         starts = np.asarray(self._batch.query_starts, np.int32)
         if self._prefilled is None:
             self._prefilled = self._pool.batch(self._batch, q), _placed(starts, q)
-        told, placed = self._prefilled
+        batch, placed = self._prefilled
         chunks = Chunks(q, placed, int(np.diff(starts).max()))
-        return paged_prefill(self._attention.library, chunks, kv, replace(told, scale=scale), _room(q))
+        return paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), _room(q))
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,15 +93,15 @@ def seen(name: str, array: Array) -> tuple[int, Layout]:
         at, shape, strides, place = array.address, array.shape, array.strides, array.device
     elif hasattr(array, "data_ptr"):
         at, shape, strides, place = array.data_ptr(), array.shape, array.stride(), array.device
-    elif (told := getattr(array, "__cuda_array_interface__", None)) is not None:
+    elif (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
         at, shape, strides, place = (
-            told["data"][0],
+            interface["data"][0],
             tuple(array.shape),
             tuple(array.strides),
             f"cuda:{array.device.id}",
         )
-    elif (told := getattr(array, "__array_interface__", None)) is not None:
-        at, shape, strides, place = told["data"][0], array.shape, array.strides, "cpu"
+    elif (interface := getattr(array, "__array_interface__", None)) is not None:
+        at, shape, strides, place = interface["data"][0], array.shape, array.strides, "cpu"
     else:
         raise InvalidArgument(f"{name}: {type(array).__name__} is no array; give one of numpy, torch or cupy")
     return at, (at % ALIGNMENT_BYTES, shape, strides, array.dtype, place)

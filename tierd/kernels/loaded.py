@@ -71,8 +71,8 @@ class Loaded:
         with nullcontext() if int(current) == self._number else self._entered():
             (result,) = self._cuda.cuLaunchKernel(function.handle, *given)
         if result:
-            told = f"grid {given[:3]}, {function.threads} threads, {given[6]} bytes of shared memory"
-            raise fault(result, f"{function.name}: a launch of {told}")
+            geometry = f"grid {given[:3]}, {function.threads} threads, {given[6]} bytes of shared memory"
+            raise fault(result, f"{function.name}: a launch of {geometry}")
 
     def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
         """Blocks that the GPU runs at once: best for `PagedDecode`. Raises InvalidArgument."""

@@ -120,13 +120,16 @@ class PagedDecode:
             raise InvalidArgument(f"q: {n} sequences; this decode was made for 1 to {shape.requests}")
         asked = Arguments(self._library.device, n, shape.q_heads, shape.kv_heads, shape.head_dim)
         queries, pool = asked.queries(q, n), asked.pool(pages)
-        told = asked.batch(batch, n)
-        table_pages, table_tiles = told.table_stride, told.table_stride * pool.page_tokens // TILE_TOKENS
+        batch_params = asked.batch(batch, n)
+        table_pages, table_tiles = (
+            batch_params.table_stride,
+            batch_params.table_stride * pool.page_tokens // TILE_TOKENS,
+        )
         out, lse, mass = asked.like("out", to.out, queries), asked.lse(to.lse, n), asked.mass(to.mass, table_pages)
         fit = decode_fit(self._library, shape.head_dim, self._group, asked.kv_type)
         tiles = mass and self._tiles(table_tiles)
         decode = params.Decode(
-            told,
+            batch_params,
             pool,
             queries.address,
             out,
@@ -143,7 +146,7 @@ class PagedDecode:
         kernel = _decode_kernel(queries.dtype, asked.kv_type, shape.head_dim, self._group) + ("_mass" if tiles else "")
         launches = [Launch(kernel, (self._blocks, 1, 1), decode, OF_DECODE, fit.shared_bytes)]
         if tiles:
-            weigh = params.Mass(told, tiles, lse, mass, shape.q_heads, pool.page_tokens)
+            weigh = params.Mass(batch_params, tiles, lse, mass, shape.q_heads, pool.page_tokens)
             grid = (n * shape.kv_heads, -(-table_tiles // MASS_THREADS), 1)
             launches.append(Launch("decode_page_mass", grid, weigh, OF_MASS))
         return Prepared(launches, ARGUMENTS)
@@ -180,7 +183,7 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
     kv_heads, n = _shape_of("pages.k", pages.k, 4, library)[2], _shape_of("batch.kv_lens", batch.kv_lens, 1, library)[0]
     group = group_of(q_heads, kv_heads, head_dim)
     asked = Arguments(library.device, n, q_heads, kv_heads, head_dim)
-    queries, pool, told = asked.queries(chunks.q, tokens), asked.pool(pages), asked.batch(batch, n)
+    queries, pool, batch_params = asked.queries(chunks.q, tokens), asked.pool(pages), asked.batch(batch, n)
     starts = Buffer.of("chunks.starts", chunks.starts).checked((n + 1,), "i32", device=library.device)
     if chunks.longest * n < tokens:
         raise InvalidArgument(
@@ -188,7 +191,7 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
         )
     fit = prefill_fit(library, head_dim, asked.kv_type)
     prefill = params.Prefill(
-        told,
+        batch_params,
         pool,
         queries.address,
         starts.address,

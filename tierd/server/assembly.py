@@ -1,6 +1,6 @@
 """Builds the daemon's parts from its configuration in dependency order, and closes them in reverse.
 
-Blocks that survived in memory are in the core before the conductor exists. A store enters service
+Blocks that survived in memory are in the core before the `Cache` exists. A store enters service
 after its surviving blocks are loaded. Blocks of unknown namespaces are not loaded. Sockets are in
 listeners.py, the daemon's states in lifecycle.py.
 """
@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 import structlog
 
-from tierd.cache.admission import Limits
 from tierd.cache.breaker import Tolerance
 from tierd.cache.cache import Cache
 from tierd.cache.events import EventLog
 from tierd.cache.parts import Parts
+from tierd.cache.read_queues import Limits
 from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
@@ -222,7 +222,7 @@ async def _close(tier: Tier, of: Callable[[], Assembly | None], error: object, *
 
 
 def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assembly:
-    """Builds the core and the conductor over the opened parts."""
+    """Builds the core and the `Cache` over the opened parts."""
     tiers, recovered, clock = opened.tiers, opened.recovered, opened.clock
     registry = NamespaceRegistry()
     instance.restore_namespaces(registry)

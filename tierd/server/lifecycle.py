@@ -159,7 +159,7 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     daemon.state, daemon.cache.is_draining = "draining", True
     log.info("stopping", leases=daemon.cache.core.stats().leases, transfers=daemon.cache.flights.count)
     listeners.refuse_new()
-    daemon.cache.hear(None)
+    daemon.cache.process_notices(None)
     daemon.cache.events.close()  # otherwise watchers would keep their calls open until the deadline
     await _in_time(daemon.scrub.stop(), deadline)
     await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))

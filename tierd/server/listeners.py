@@ -1,4 +1,4 @@
-"""All listeners: the session socket, gRPC, /metrics; and their links to the conductor.
+"""All listeners: the session socket, gRPC, /metrics; and their links to the cache.
 
 Sockets open at the end of the start, and close at the beginning of the end. A session is in the
 core and in the session table before its client has a token. A descriptor is given only within the
@@ -74,7 +74,7 @@ class Listeners:
             now=asyncio.get_running_loop().time,
             cut_off=self._cut_off,
         )
-        self._hit_reports = HitReports(self._service.note_told)
+        self._hit_reports = HitReports(self._service.note_hit_report)
         calls = SessionCalls(
             self._opened,
             self._stopped,
@@ -89,8 +89,8 @@ class Listeners:
             self._directory,
         )
         self.sessions = Sessions(calls, session_limit=server.session_limit)
-        self._notice_polling = NoticePolling(self.sessions.read_mailbox)
-        cache.hear = self._hear
+        self._notice_polling = NoticePolling(self.sessions.read_notices)
+        cache.process_notices = self._process_notices
         guard = self._build_guard()
         self._lines = LocalRpcServer(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
@@ -123,7 +123,7 @@ class Listeners:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hear(None)  # or the session table would show released leases to the next daemon
+        self._process_notices(None)  # or the session table would show released leases to the next daemon
         self._notice_polling.close()
         self._socket.close()
         if self._unauthenticated:
@@ -173,7 +173,7 @@ class Listeners:
     def refuse_new(self) -> None:
         """Refuses new sessions, and reports that to health checks."""
         self._socket.refuse_new()
-        self._rpc.health.tell(serving=False)
+        self._rpc.health.set_status(serving=False)
 
     async def finish_calls(self, *, timeout_s: float) -> None:
         """Waits for calls in progress, ends the recording, and cancels the remaining calls."""
@@ -270,9 +270,9 @@ class Listeners:
     def _cut_off(self, session: int, why: TierdError) -> None:
         self.sessions.cut_off(session, why)
 
-    def _hear(self, asker: int | None) -> None:
+    def _process_notices(self, asker: int | None) -> None:
         if asker is not None:
-            self.sessions.hear(asker)
+            self.sessions.read_messages(asker)
         self._notice_polling.read_all()
 
     def _stopped(self, session: int) -> None:
@@ -320,8 +320,8 @@ class Listeners:
 
 def _described(tier: Tier) -> dict[str, Any]:
     """A tier's entry in the greeting. gpu: identifies the GPU, if it is one's memory."""
-    told = {"name": tier.spec.name, "kind": int(tier.spec.kind)}
-    return told | {"gpu": {"ordinal": tier.ordinal, "uuid": tier.uuid}} if is_device(tier) else told
+    entry = {"name": tier.spec.name, "kind": int(tier.spec.kind)}
+    return entry | {"gpu": {"ordinal": tier.ordinal, "uuid": tier.uuid}} if is_device(tier) else entry
 
 
 def make_runtime_directory(path: Path) -> None:

@@ -198,13 +198,13 @@ class Daemon:
                 self.stop()
             if self._process.poll() is None:
                 self.kill()
-        told = self.log
-        stalled = STALLED in told and failpoint.__file__ not in told
+        text = self.log
+        stalled = STALLED in text and failpoint.__file__ not in text
         shutil.rmtree(self._arena, ignore_errors=True)
         if self._own_root:
             shutil.rmtree(self.root, ignore_errors=True)
         if stalled and kind is None:
-            raise AssertionError(f"the daemon's {STALLED}:\n{told[told.index(STALLED) - 200 :][:8000]}")
+            raise AssertionError(f"the daemon's {STALLED}:\n{text[text.index(STALLED) - 200 :][:8000]}")
 
     def _spawn(self, arguments: Sequence[str], *, env: Mapping[str, str], log: int) -> Process:
         """Runs `tierd` with these arguments, its output to the descriptor."""

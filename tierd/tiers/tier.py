@@ -1,4 +1,4 @@
-"""The tiers as the conductor and the mover see them: Protocols, and the values that calls return.
+"""The tiers as the cache and the mover see them: Protocols, and the values that calls return.
 
 Tiers do not decide (the core does), and they do not hash payloads (the mover does). `apply` never
 waits. Others see a block only after `publish` (mapped) or a finished `write` (stored). `open` finds

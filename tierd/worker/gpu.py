@@ -56,13 +56,13 @@ class GpuMemory:
     def over(self, memory: Any, shape: tuple[int, ...], dtype: str) -> GpuArray:
         """The start of memory with the CUDA array interface, without a copy; the array keeps it
         alive. Raises InvalidArgument if it is too short."""
-        told = memory.__cuda_array_interface__
+        interface = memory.__cuda_array_interface__
         wanted = int(np.prod(shape)) * _bytes(dtype)
-        if int(np.prod(told["shape"])) < wanted:
+        if int(np.prod(interface["shape"])) < wanted:
             raise InvalidArgument(
-                f"page: {told['shape'][0]} bytes on the GPU for an array of {wanted}; give a longer one"
+                f"page: {interface['shape'][0]} bytes on the GPU for an array of {wanted}; give a longer one"
             )
-        return GpuArray(self, told["data"][0], shape, dtype, memory)
+        return GpuArray(self, interface["data"][0], shape, dtype, memory)
 
     def filled(self, array: NDArray[Any]) -> GpuArray:
         """A copy of a host array, which may change after this returns. Raises Overloaded."""

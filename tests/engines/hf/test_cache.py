@@ -244,7 +244,7 @@ def test_padding_without_a_mask(model: Callable[..., Any], store: Callable[..., 
     plain = say(one, ids, mask=mask, cache=cache)
     assert cache.save(plain.tokens) == 64 + 96
     assert TierdCache.restore(kept, ids).restored == TierdCache.restore(kept, ids, mask).restored == 31 + 64
-    kept.padding = Padding(0, is_told=False)  # as of a model whose end is its padding
+    kept.padding = Padding(0, is_only_padding=False)  # as of a model whose end is its padding
     with pytest.raises(InvalidArgument, match="rows begin with token 0, for padding and end alike"):
         cache.save(plain.tokens)
 

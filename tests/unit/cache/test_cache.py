@@ -1,4 +1,4 @@
-"""The conductor with cancelled calls, bad pages and ended sessions."""
+"""The cache with cancelled calls, bad pages and ended sessions."""
 
 from __future__ import annotations
 
@@ -290,13 +290,13 @@ async def test_a_full_disk_queue_is_told_at_once() -> None:
         await world.put(near)
         busy = np.zeros(1 << 14, dtype=TRANSFER)
         busy["id"], busy["source"]["tier"], busy["source"]["length"] = 1 << 62, 1, 1 << 20
-        world.cache.flights.admission.begin(busy, session=99)
+        world.cache.flights.read_queues.begin(busy, session=99)
         with pytest.raises(Overloaded) as told:
             await world.acquire(far)
         assert told.value.retry_after_s > 0
         lease = await world.acquire(near)
         assert lease.served.tokens == 64
-        world.cache.flights.admission.end(busy)
+        world.cache.flights.read_queues.end(busy)
         again = await world.acquire(far)
         assert again.served.tokens == 64
         world.cache.release(world.session, [lease.lease, again.lease])

@@ -24,14 +24,14 @@ NAMES, OTHERS = chain(1, 4), chain(2, 4)
 
 
 def give_back(world: World, *leases: int) -> None:
-    """Releases that clients wrote into notices. The daemon reads them when it calls `hear`."""
+    """Releases that clients wrote into notices. The daemon reads them when it calls `process_notices`."""
     unread = [leases]
 
-    def hear(_asker: int | None) -> None:
+    def process(_asker: int | None) -> None:
         while unread:
             world.cache.release(world.session, unread.pop())
 
-    world.cache.hear = hear
+    world.cache.process_notices = process
 
 
 async def held(world: World, *, besides: int = 0) -> int:
@@ -106,7 +106,7 @@ async def test_a_session_whose_end_is_heard_late_holds_nothing(how: str, monkeyp
         await world.put(NAMES)
         await world.acquire(NAMES[:1])
         end = getattr(world.cache, how)
-        world.cache.hear = lambda asker: None if asker is None else end(asker)
+        world.cache.process_notices = lambda asker: None if asker is None else end(asker)
         with pytest.raises(SessionLost):
             await world.acquire(NAMES)
         assert not world.pins

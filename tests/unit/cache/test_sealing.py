@@ -1,4 +1,4 @@
-"""Sealed puts through the conductor: the daemon copies at commit, hashes its copy, and does not verify
+"""Sealed puts through the cache: the daemon copies at commit, hashes its copy, and does not verify
 again."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A conductor over a real core, arena and store without sockets, as `assemble` builds it.
+"""A `Cache` over a real core, arena and store without sockets, as `assemble` builds it.
 Its clients write through the daemon's own mapping."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierd.cache.acquire_reply import AcquireReply
 from tierd.cache.cache import Cache
 from tierd.cache.commit import CommitQuery
-from tierd.cache.lease import AcquireReply
 from tierd.cache.operator import Operator
 from tierd.config import read_config, resolve
 from tierd.core.formats.block import Namespace, NamespaceSpec

@@ -56,7 +56,7 @@ def test_prompts_keep_within_the_model(positions: int) -> None:
     for _ in SCENES:
         prompt = conversation.ask()
         assert list(prompt[: len(said)]) == said
-        conversation.hear([7] * plan.answer)
+        conversation.add_answer([7] * plan.answer)
         said = list(conversation.tokens)
         assert (len(said) - 1) % BLOCK_TOKENS == 0
     assert len(said) <= positions

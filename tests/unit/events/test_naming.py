@@ -24,7 +24,7 @@ TOKENS = np.arange(8, dtype="<u4")
 
 
 def message(about: About | None = None, **fields: Any) -> pb.PutGroup:
-    made = put_group_message(PutGroup(OPENED, HASHES, about=about, parent=b"p" * 32), tells=True)
+    made = put_group_message(PutGroup(OPENED, HASHES, about=about, parent=b"p" * 32), with_names=True)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -40,7 +40,7 @@ def test_what_a_client_says_arrives() -> None:
 def test_without_words_the_parent_is_tierds() -> None:
     """A put without engine names uses tierd's hashes and parent; private pages have no names."""
     assert names_of(message(), NAMESPACE) == Names(SPACE, HASHES.tobytes(), 8, parent=b"p" * 32)
-    private = put_group_message(PutGroup.private(OPENED, 2), tells=True)
+    private = put_group_message(PutGroup.private(OPENED, 2), with_names=True)
     assert names_of(private, NAMESPACE).hashes == b""
 
 

@@ -100,10 +100,10 @@ async def test_a_release_by_mailbox_that_fails(rig):  # noqa: F811
     rig.sessions._calls = replace(rig.sessions._calls, on_release=fail)
     with rig.connect() as client:
         session = (await rig.ask(client, HELLO))["session"]
-        theirs = rig.sessions._connections[session]._new_mailbox()
+        theirs = rig.sessions._connections[session]._new_notices()
         for lease in (5, 6):
             theirs.send(struct.pack("<Q", lease))
-        rig.sessions.read_mailbox(session)
+        rig.sessions.read_notices(session)
         await rig.until("released", session, 6)
         theirs.close()
 

@@ -28,9 +28,9 @@ from tierd.tiers.store.journal import (
     journal_path,
     read_journal,
 )
-from tierd.tiers.store.recovery import RETOLD_JOURNALS, load_index, open_index, settle
+from tierd.tiers.store.recovery import JOURNALS_LIMIT, load_index, open_index, settle
 from tierd.tiers.store.snapshot import snapshot_path, write_snapshot
-from tierd.tiers.store.stored_index import StoredIndex, gathered, replay, told_since
+from tierd.tiers.store.stored_index import StoredIndex, changes_since, gathered, replay
 
 BLOCKS = 40
 """Blocks of the snapshot: several times those in the journals."""
@@ -143,11 +143,11 @@ def test_starts_that_are_cut_short_do_not_pile_up_journals(tmp_path: Path, monke
 
     with monkeypatch.context() as dying:
         dying.setattr(recovery, "failpoint", die)
-        for _ in range(3 * RETOLD_JOURNALS):
+        for _ in range(3 * JOURNALS_LIMIT):
             with pytest.raises(Dies):
                 started(tmp_path)
             found = load_index(tmp_path, store=STORE)
-            assert found.journals <= RETOLD_JOURNALS + 1
+            assert found.journals <= JOURNALS_LIMIT + 1
             assert same_index(found.index, before)
     started(tmp_path)
     assert len(os.listdir(tmp_path)) == 2
@@ -228,6 +228,6 @@ def test_told_again_is_what_was_told(told: list[tuple[str, int, int]], cuts: lis
         after = snapshot
         for number, part in enumerate(journals):
             after = replay(after, part) if left >> number & 1 else after
-        after = replay(after, [*told_since(snapshot, index), Marks(index.next_segment, index.next_generation)])
+        after = replay(after, [*changes_since(snapshot, index), Marks(index.next_segment, index.next_generation)])
         assert same_index(after, index)
         assert (after.next_segment, after.next_generation) == (index.next_segment, index.next_generation)

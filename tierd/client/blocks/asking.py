@@ -167,7 +167,7 @@ class Asking(Links):
         self._check_local("reserve")
         self._check_device(tier, deadline)
         link, reply = self._ask(
-            lambda: ("Reserve", requests.reserve_request(groups, tier, durable=durable, tells=self.tells_events)),
+            lambda: ("Reserve", requests.reserve_request(groups, tier, durable=durable, with_names=self.tells_events)),
             groups,
             deadline,
         )

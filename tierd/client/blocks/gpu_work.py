@@ -19,9 +19,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.00002, 0.001
 def is_done(work: Any) -> bool:
     """Whether work is done: torch (`query`), cupy (`done`) or similar. Raises InvalidArgument."""
     for name in ("query", "done"):
-        told = getattr(work, name, None)
-        if told is not None:
-            return bool(told() if callable(told) else told)
+        answer = getattr(work, name, None)
+        if answer is not None:
+            return bool(answer() if callable(answer) else answer)
     raise InvalidArgument(
         f"after: {type(work).__name__} has neither query() nor done; pass an event or a stream of torch or cupy"
     )

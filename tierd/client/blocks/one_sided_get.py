@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tierd.client.blocks import buffers, copying
 from tierd.client.blocks.buffers import Bytes, address_of
 from tierd.client.session.mapping import MappedSegment, SegmentTable
-from tierd.client.session.notices import TOLD_MAX_BYTES
+from tierd.client.session.notices import REPORT_MAX_BYTES
 from tierd.client.session.session import Session
 from tierd.client.transport.requests import checked_hashes, group_message
 from tierd.client.values import Found, GetResult, Group
@@ -95,10 +95,10 @@ def served(
         targets = buffers.pieces(out, pages.lengths, writable=True)
     except InvalidArgument:  # the daemon's answer may be shorter, and fit
         return None
-    told = group_message(group).SerializeToString()
-    if len(told) > TOLD_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
+    report = group_message(group).SerializeToString()
+    if len(report) > REPORT_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
         return None
-    if not session.notices.tell_used(told):
+    if not session.notices.report_hit(report):
         return None
     return GetResult(sum(tier_tokens), len(targets), (), tuple(tier_tokens)), pages.lengths
 
@@ -213,7 +213,7 @@ def lookup(session: Session, group: Group, *, timeout_s: float) -> Found | None:
     found = find(session, group, timeout_s=timeout_s) if session.notices.takes_gets else None
     if found is None:
         return None
-    if not session.notices.tell_used(group_message(group).SerializeToString(), is_lookup=True):
+    if not session.notices.report_hit(group_message(group).SerializeToString(), is_lookup=True):
         return None
     pages, tier_tokens = found
     tiers = np.array([segment.tier for segment in pages.table.segments], np.int8)

@@ -47,14 +47,14 @@ POSITION_LIMIT = 1 << 32
 class Until(enum.Enum):
     """When a put returns: the commit is sent, clients find the blocks, or the blocks are on NVMe."""
 
-    TOLD = "told"
+    SENT = "sent"
     STORED = "stored"
     DURABLE = "durable"
 
     @classmethod
     def of(cls, *, durable: bool, wait: bool) -> Until:
         """From the arguments of `put`."""
-        return cls.DURABLE if durable else cls.STORED if wait else cls.TOLD
+        return cls.DURABLE if durable else cls.STORED if wait else cls.SENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +174,12 @@ def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArr
     """Copies and commits; u2 [n] of BlockStatus of the reserved pages. names: None: as reserved."""
     try:
         copy, request = Copy(pages, write), requests.commit_request(pages.id, names, durable=write.durable)
-        if write.until is not Until.TOLD and write.bytes >= EARLY_BYTES:
+        if write.until is not Until.SENT and write.bytes >= EARLY_BYTES:
             request.unwritten = True
             return verbs.committed(pages, request, write.deadline, meanwhile=copy).statuses
         copy.run()
         copy.complete(request)
-        if write.until is Until.TOLD and _is_sent(verbs, pages, request, write.deadline):
+        if write.until is Until.SENT and _is_sent(verbs, pages, request, write.deadline):
             return replies.all_statuses(_reserved(pages), BlockStatus.PENDING)
         return verbs.committed(pages, request, write.deadline).statuses
     except BaseException:

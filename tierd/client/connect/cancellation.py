@@ -28,7 +28,7 @@ class Cancellation:
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._is_set = threading.Event()
-        self._is_told = False
+        self._is_raised = False
         self._end: Callable[[], Any] | None = None
 
     def around(self, verb: Callable[[], T]) -> T:
@@ -49,16 +49,16 @@ class Cancellation:
     @property
     def is_due(self) -> bool:
         """Whether the verb was cancelled and has not raised Cancelled yet."""
-        return self._is_set.is_set() and not self._is_told
+        return self._is_set.is_set() and not self._is_raised
 
-    def tell(self) -> Cancelled:
-        """Makes the error that the verb raises, and notes that it was raised."""
-        self._is_told = True
+    def take_error(self) -> Cancelled:
+        """The error that the verb raises. Notes that it was raised."""
+        self._is_raised = True
         return Cancelled()
 
     def wait(self, seconds: float) -> None:
         """Pauses the verb."""
-        if self._is_told:
+        if self._is_raised:
             time.sleep(seconds)
         else:
             self._is_set.wait(seconds)
@@ -87,7 +87,7 @@ def check() -> None:
     """Called before anything that takes time. Raises Cancelled."""
     stop = _mine.stop
     if stop is not None and stop.is_due:
-        raise stop.tell()
+        raise stop.take_error()
 
 
 def is_possible() -> bool:
@@ -119,7 +119,7 @@ def _ended_by(stop: Cancellation, end: Callable[[], Any]) -> Iterator[None]:
         yield
     except BaseException:
         if stop.is_due:
-            raise stop.tell() from None
+            raise stop.take_error() from None
         raise
     finally:
         stop.end_wait()

@@ -46,9 +46,9 @@ class GpuPlace:
     ordinal: int
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> GpuPlace:
+    def of(cls, fields: Mapping[str, Any]) -> GpuPlace:
         """From the fields of a hello."""
-        return cls(str(told.get("uuid", "")), int(told.get("ordinal", 0)))
+        return cls(str(fields.get("uuid", "")), int(fields.get("ordinal", 0)))
 
 
 class Gpu:

@@ -3,7 +3,7 @@
 They report leases that end soon after a call, and gets and lookups made without a call
 (one_sided_get.py). The daemon's side is tierd/server/session/notice_polling.py. Nothing here waits.
 If a notice cannot be sent in time, the caller learns so and uses another way. After UNASKED_LIMIT
-gets, or MAILBOX_S, the client calls the daemon again.
+gets, or NOTICE_S, the client calls the daemon again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Sequence
 
-MAILBOX_S = 1.0
+NOTICE_S = 1.0
 """Notices are sent for this long after the last answered call began; the daemon polls longer."""
 IDS_PER_MESSAGE = 200
 UNASKED_LIMIT = 32
@@ -21,18 +21,18 @@ UNASKED_LIMIT = 32
 MESSAGE_MAX_BYTES = 20 << 10
 """The daemon reads this much: the names of 512 blocks, and the other fields of a Group."""
 _USED, _LOOKED_UP = struct.pack("<Q", 0), struct.pack("<Q", (1 << 64) - 1)
-TOLD_MAX_BYTES = MESSAGE_MAX_BYTES - len(_USED)
+REPORT_MAX_BYTES = MESSAGE_MAX_BYTES - len(_USED)
 """Maximum bytes of a Group in a notice."""
 
 
 class Notices:
-    """is_told_of_gets: whether the daemon reads notices of gets made without a call."""
+    """accepts_reports: whether the daemon reads notices of gets made without a call."""
 
-    def __init__(self, *, is_told_of_gets: bool) -> None:
+    def __init__(self, *, accepts_reports: bool) -> None:
         self.socket: socket.socket | None = None
         """The daemon's socket for notices; it comes with the first line, if the daemon supports it."""
-        self._is_told_of_gets = is_told_of_gets
-        self._answered_s = -MAILBOX_S
+        self._accepts_reports = accepts_reports
+        self._answered_s = -NOTICE_S
         self._unasked = 0
 
     def note_answered(self, asked_s: float) -> None:
@@ -50,19 +50,19 @@ class Notices:
     @property
     def takes_gets(self) -> bool:
         """Whether a get needs no call: the daemon has just answered one and will read a notice."""
-        return self._is_told_of_gets and self._unasked < UNASKED_LIMIT and not self._is_late
+        return self._accepts_reports and self._unasked < UNASKED_LIMIT and not self._is_late
 
-    def tell_used(self, group: bytes, *, is_lookup: bool = False) -> bool:
+    def report_hit(self, group: bytes, *, is_lookup: bool = False) -> bool:
         """Reports a get or lookup made without a call, by its Group. False: make a call instead."""
         message = (_LOOKED_UP if is_lookup else _USED) + group
-        if not self.takes_gets or len(group) > TOLD_MAX_BYTES or not self._took(message):
+        if not self.takes_gets or len(group) > REPORT_MAX_BYTES or not self._took(message):
             return False
         self._unasked += 1
         return True
 
     @property
     def _is_late(self) -> bool:
-        return self.socket is None or time.monotonic() - self._answered_s > MAILBOX_S
+        return self.socket is None or time.monotonic() - self._answered_s > NOTICE_S
 
     def _took(self, message: bytes) -> bool:
         """False: the socket is full or closed."""

@@ -53,7 +53,7 @@ class Session(SessionSocket):
         self.credits = int(hello.get("credits", 0))
         self.lines = min(int(hello.get("lines", 0)), self.credits)
         self.tells_events = bool(hello.get("events", False))
-        self.notices = Notices(is_told_of_gets=bool(hello.get("one_sided", False)))
+        self.notices = Notices(accepts_reports=bool(hello.get("one_sided", False)))
         self.segments = Segments(self.gpus)
         self._requests = itertools.count(1)
 
@@ -101,21 +101,21 @@ class Session(SessionSocket):
             )
         try:
             checked(reply)
-            has_mailbox = reply.get("mailbox") is True
-            check_came(fds, 2 if has_mailbox else 1, what="a line")
-            if has_mailbox:
-                mailbox = self.notices.socket = socket.socket(fileno=fds.pop())
-                mailbox.setblocking(False)
-                self._sockets.append(mailbox)
+            has_notices = reply.get("mailbox") is True
+            check_came(fds, 2 if has_notices else 1, what="a line")
+            if has_notices:
+                notices = self.notices.socket = socket.socket(fileno=fds.pop())
+                notices.setblocking(False)
+                self._sockets.append(notices)
             return socket.socket(fileno=fds.pop())
         finally:
             close_fds(fds)
 
     def check_gpus(self, wanted: str) -> None:
         """Checks that this process can map the wanted device tiers. Raises Unsupported."""
-        for tier, told in self.gpus.items():
+        for tier, fields in self.gpus.items():
             if wanted in ("device", self.tiers[tier]):
-                _device().gpu_at(_device().GpuPlace.of(told))
+                _device().gpu_at(_device().GpuPlace.of(fields))
 
     def let_go(self, *, leases: Sequence[int] = (), reservations: Sequence[int] = ()) -> None:
         """Ends holds without waiting. Finalisers may call it; unsent messages go with the next one."""
@@ -186,8 +186,8 @@ def connect_session(
         connection.sendall(msgpack.packb(hello))
         data, fds = receive(connection)
         try:
-            told = checked(msgpack.unpackb(data) if data else {})
-            return Session(connection, told, directory=_directory(fds, int(told.get("directory", 0))))
+            reply = checked(msgpack.unpackb(data) if data else {})
+            return Session(connection, reply, directory=_directory(fds, int(reply.get("directory", 0))))
         finally:
             close_fds(fds)
     except TimeoutError as error:

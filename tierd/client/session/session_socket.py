@@ -172,12 +172,12 @@ def hang_up(connection: socket.socket) -> None:
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """The next message, and the descriptors that came with it. Raises OSError."""
     # socket.recv_fds ignores its flags before Python 3.13: exec would inherit the descriptors.
-    data, told, _flags, _address = connection.recvmsg(
+    data, ancillary, _flags, _address = connection.recvmsg(
         REPLY_MAX_BYTES, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
     )
     fds = [
         fd
-        for level, kind, packed in told
+        for level, kind, packed in ancillary
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for fd in array("i", packed)
     ]

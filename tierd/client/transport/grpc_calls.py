@@ -73,7 +73,7 @@ class SyncTransport:
         """One request; `take` gets each reply."""
         with translated(self.link), forks.calling():
             call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
-            with cancellation.ended_by(call.cancel), self._heard(call):
+            with cancellation.ended_by(call.cancel), self._probed(call):
                 try:
                     for reply in call:
                         take(reply)
@@ -100,11 +100,11 @@ class SyncTransport:
         ):  # a call that waits passes fewer threads
             return method(request, timeout=timeout_s, metadata=metadata)
         call = method.future(request, timeout=timeout_s, metadata=metadata)
-        with cancellation.ended_by(call.cancel), self._heard(call):
+        with cancellation.ended_by(call.cancel), self._probed(call):
             return call.result()
 
     @contextlib.contextmanager
-    def _heard(self, call: Any) -> Iterator[None]:
+    def _probed(self, call: Any) -> Iterator[None]:
         """Around a slow call: probes the daemon. Raises DeadlineExceeded if it is silent."""
         done, is_silent, patience_s = threading.Event(), threading.Event(), self.link.patience_s
 

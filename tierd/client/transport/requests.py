@@ -185,8 +185,8 @@ def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
     )
 
 
-def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
-    """A group for Reserve and Put. tells: with the engine's names. Raises InvalidArgument."""
+def put_group_message(group: PutGroup, *, with_names: bool = False) -> pb.PutGroup:
+    """A group for Reserve and Put. with_names: with the engine's names. Raises InvalidArgument."""
     hashes = checked_hashes(group.hashes)
     blocks = np.zeros(len(hashes), dtype=PUT_BLOCK)
     blocks["hash"] = hashes
@@ -202,8 +202,8 @@ def put_group_message(group: PutGroup, *, tells: bool = False) -> pb.PutGroup:
     )
     if group.priority is not None or group.retention_s is not None:
         _say(message, group)
-    if tells and group.about is not None:
-        _tell(message, group.about)
+    if with_names and group.about is not None:
+        _add_names(message, group.about)
     return message
 
 
@@ -231,7 +231,7 @@ def _of_each(group: PutGroup, name: str) -> Sequence[float | None]:
     return list(given)
 
 
-def _tell(message: pb.PutGroup, about: About) -> None:
+def _add_names(message: pb.PutGroup, about: About) -> None:
     """Adds the engine's names and tokens, except what does not fit: the blocks matter more."""
     hashes, tokens = b"".join(about.hashes), token_array(about.tokens).tobytes()
     if len(hashes) <= ABOUT_BYTES:
@@ -241,10 +241,12 @@ def _tell(message: pb.PutGroup, about: About) -> None:
         message.token_ids = tokens
 
 
-def reserve_request(groups: Iterable[PutGroup], tier: str, *, durable: bool, tells: bool = False) -> pb.ReserveRequest:
+def reserve_request(
+    groups: Iterable[PutGroup], tier: str, *, durable: bool, with_names: bool = False
+) -> pb.ReserveRequest:
     """durable: existing blocks are made durable now, others by the commit. Raises InvalidArgument."""
     return pb.ReserveRequest(
-        groups=[put_group_message(group, tells=tells) for group in groups],
+        groups=[put_group_message(group, with_names=with_names) for group in groups],
         **wanted_tier(tier),
         durability=(Durability.DURABLE if durable else Durability.MEMORY).value,  # type: ignore[arg-type]
     )

@@ -58,7 +58,7 @@ class Gets:
         holder = self._sessions.get(session)
         sight = look(self._index, groups, holder.domain)
         self._relax(groups)
-        self._tell(sight, now)
+        self._notify_listener(sight, now)
         near = self._acquire_near(sight, holder=holder, kind=kind, now=now)
         return near or self._acquire(session, sight, Question(tuple(groups), kind), PlanBuilder(now), shut)
 
@@ -67,7 +67,7 @@ class Gets:
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
         tokens = longest(groups, sight.there())
-        self._tell(sight, now)
+        self._notify_listener(sight, now)
         self._used(sight.wanted(tokens), no_ids(), kind=kind, now=now)
         return LookupResult(tokens, sight.tier, sight.tier_tokens(tokens))
 
@@ -174,7 +174,7 @@ class Gets:
         if lax:
             self._index.weigh(self._index.blocks.relax(lax))
 
-    def _tell(self, sight: Sight, now: float) -> None:
+    def _notify_listener(self, sight: Sight, now: float) -> None:
         """Tells the listener of the question, before policies see its blocks. These count as used
         in any tier."""
         if self._index.listener is None:

@@ -164,7 +164,7 @@ class Demotion:
     def _going(self, tier: int) -> dict[Key, int]:
         """Bytes being written to a farther tier, by measure."""
         pages_of = self._index.tiers[tier]
-        pages = self._planner.flights.sources(tier, Reason.DEMOTION)
+        pages = self._planner.inflight.sources(tier, Reason.DEMOTION)
         out = {WHOLE: int(pages_of.class_bytes(pages).sum())}
         for place, count in zip(*np.unique(pages_of.place[pages], return_counts=True), strict=True):
             key = pages_of.key_of(int(place))

@@ -29,8 +29,8 @@ from tierd.core.formats.model import (
     Wanted,
     kind_of,
 )
-from tierd.core.index.flights import FLIGHT, Flights
 from tierd.core.index.index import Index
+from tierd.core.index.inflight_transfers import INFLIGHT, InflightTransfers
 from tierd.core.index.segment import Key
 from tierd.core.plan import Bools, Codes, Ids, TransferIds
 from tierd.core.plan_builder import PlanBuilder, no_ids
@@ -52,7 +52,7 @@ class Planner:
     """See the module. Blocks of one call are distinct, first of the sequence first."""
 
     def __init__(self, index: Index, room: Room) -> None:
-        self.index, self.room, self.flights = index, room, Flights()
+        self.index, self.room, self.inflight = index, room, InflightTransfers()
 
     # -- pages of blocks
 
@@ -123,18 +123,18 @@ class Planner:
         blocks, where, pages = blocks[sent], where.at(sent), pages[sent]
         if len(blocks) == 0:
             return sent
-        flights = np.zeros(len(blocks), FLIGHT)
-        flights["block"], flights["reason"] = blocks, reason
-        flights["source_tier"], flights["source_page"] = where
-        flights["target_tier"], flights["target_page"] = target, pages
-        ids = self.flights.begin(flights)
+        transfers = np.zeros(len(blocks), INFLIGHT)
+        transfers["block"], transfers["reason"] = blocks, reason
+        transfers["source_tier"], transfers["source_page"] = where
+        transfers["target_tier"], transfers["target_page"] = target, pages
+        ids = self.inflight.begin(transfers)
         self.index.pin(target, pages)
         self.index.attach(target, pages[::-1], blocks[::-1], draft.now)
         self.index.note_write(target, blocks, draft.now)
         for rows in runs(where.tiers):
             source = int(where.tiers[rows[0]])
             self.index.pin(source, where.pages[rows])
-        draft.transfer(self._records(ids, flights, draft))
+        draft.transfer(self._records(ids, transfers, draft))
         return sent
 
     def persist(self, blocks: Ids, *, draft: PlanBuilder) -> None:
@@ -153,33 +153,33 @@ class Planner:
 
     def wait_for(self, where: Where, draft: PlanBuilder) -> None:
         """The plan waits for the transfers that fill these pages."""
-        if len(self.flights) == 0:
+        if len(self.inflight) == 0:
             return
         for tier in kinds(where.tiers[where.tiers >= 0]):
-            fillers = self.flights.fillers(tier, where.pages[where.tiers == tier])
+            fillers = self.inflight.fillers(tier, where.pages[where.tiers == tier])
             draft.wait(fillers[fillers > 0])
 
     # -- ends
 
     def finish(self, ids: TransferIds, statuses: Codes, *, draft: PlanBuilder) -> None:
         """Transfers ended."""
-        flights = self.flights.end(ids)
+        transfers = self.inflight.end(ids)
         good = statuses == BlockStatus.READY
-        for rows in runs(flights["target_tier"]):
-            self._end_targets(flights[rows], good[rows], draft)
-        for rows in runs(flights["source_tier"]):
-            self._end_sources(flights[rows], statuses[rows], draft=draft)
+        for rows in runs(transfers["target_tier"]):
+            self._end_targets(transfers[rows], good[rows], draft)
+        for rows in runs(transfers["source_tier"]):
+            self._end_sources(transfers[rows], statuses[rows], draft=draft)
 
-    def _end_targets(self, flights: StructArray, good: Bools, draft: PlanBuilder) -> None:
-        tier, pages = int(flights["target_tier"][0]), flights["target_page"]
+    def _end_targets(self, transfers: StructArray, good: Bools, draft: PlanBuilder) -> None:
+        tier, pages = int(transfers["target_tier"][0]), transfers["target_page"]
         attached = self.index.tiers[tier].doom[pages] == 0
         self.index.publish(tier, pages[good & attached])
         if (~good & attached).any():
             self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
         self.index.unpin(tier, pages, draft)
 
-    def _end_sources(self, flights: StructArray, statuses: Codes, *, draft: PlanBuilder) -> None:
-        tier, pages = int(flights["source_tier"][0]), flights["source_page"]
+    def _end_sources(self, transfers: StructArray, statuses: Codes, *, draft: PlanBuilder) -> None:
+        tier, pages = int(transfers["source_tier"][0]), transfers["source_page"]
         pages_of = self.index.tiers[tier]
         corrupt = distinct(pages[(statuses == BlockStatus.CORRUPT) & (pages_of.doom[pages] == 0)])
         if len(corrupt):
@@ -225,13 +225,13 @@ class Planner:
             draft.reserve(pages_of.extents(got))
         return pages
 
-    def _records(self, ids: TransferIds, flights: StructArray, draft: PlanBuilder) -> StructArray:
+    def _records(self, ids: TransferIds, transfers: StructArray, draft: PlanBuilder) -> StructArray:
         out = np.zeros(len(ids), TRANSFER)
-        out["id"], out["block"], out["reason"] = ids, flights["block"], flights["reason"]
-        out["target"] = self.index.tiers[int(flights["target_tier"][0])].extents(flights["target_page"])
-        for rows in runs(flights["source_tier"]):
-            tier, pages = int(flights["source_tier"][rows[0]]), flights["source_page"][rows]
+        out["id"], out["block"], out["reason"] = ids, transfers["block"], transfers["reason"]
+        out["target"] = self.index.tiers[int(transfers["target_tier"][0])].extents(transfers["target_page"])
+        for rows in runs(transfers["source_tier"]):
+            tier, pages = int(transfers["source_tier"][rows[0]]), transfers["source_page"][rows]
             out["source"][rows] = self.index.tiers[tier].extents(pages)
-            out["after"][rows] = self.flights.fillers(tier, pages)
+            out["after"][rows] = self.inflight.fillers(tier, pages)
         draft.wait(out["after"][out["after"] > 0])
         return out

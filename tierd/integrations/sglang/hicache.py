@@ -242,7 +242,9 @@ class TierdHiCache(HiCacheStorage):
         if pages.is_logical:
             return Shelf(pages, None, is_writer=place.is_writer)
         spec = spec_of(self._config, self._options, pages, name=name, cleared=self._cleared)
-        stored = StoredPages(self._store, spec, rank=place.rank, is_told=name == KV)  # other pools have the same keys
+        stored = StoredPages(
+            self._store, spec, rank=place.rank, publishes_names=name == KV
+        )  # other pools have the same keys
         return Shelf(pages, stored, is_writer=place.is_writer)
 
     def _done(self, name: str, keys: Sequence[str], work: Callable[[Shelf], int]) -> list[bool]:

@@ -42,7 +42,7 @@ SHAPE = (
 )
 """Attributes of pools that decide the meaning of their bytes."""
 HASH = re.compile("[0-9a-f]{64}")
-TOLD_CHARS = 16
+EVENT_HASH_CHARS = 16
 """Characters of a hash in the integers of SGLang's own KV events."""
 
 
@@ -106,7 +106,7 @@ def about_of(keys: Sequence[str], before: Sequence[str]) -> About | None:
     known = [*before[-1:], *keys]
     if not all(map(HASH.fullmatch, known)):
         return None
-    names = [bytes.fromhex(key[:TOLD_CHARS]) for key in known]
+    names = [bytes.fromhex(key[:EVENT_HASH_CHARS]) for key in known]
     return About(names[-len(keys) :], names[0] if before else b"")
 
 

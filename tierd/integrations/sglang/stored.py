@@ -27,11 +27,12 @@ LOOKUP_PAGES = 1024
 class StoredPages:
     """Threads may share it. Raises InvalidArgument for an impossible spec, later nothing.
 
-    spec, rank: the owner of the pages. is_told: whether routers receive SGLang's names of them.
+    spec, rank: the owner of the pages. publishes_names: whether routers receive SGLang's names of
+    them.
     """
 
-    def __init__(self, store: EngineStore, spec: NamespaceSpec, *, rank: int, is_told: bool) -> None:
-        self._store, self._rank, self._is_told = store, rank, is_told
+    def __init__(self, store: EngineStore, spec: NamespaceSpec, *, rank: int, publishes_names: bool) -> None:
+        self._store, self._rank, self._publishes_names = store, rank, publishes_names
         self._space = store.open(spec)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
@@ -76,7 +77,7 @@ class StoredPages:
             return 0
         parent = self._space.fold([before[-1].encode()])[0].tobytes() if before else ROOT
         group = PutGroup(self._space, hashes, rank=self._rank, parent=parent, position=len(before))
-        return self._store.save(group, sources, about_of(keys, before) if self._is_told else None)
+        return self._store.save(group, sources, about_of(keys, before) if self._publishes_names else None)
 
     def _group(self, keys: Sequence[str]) -> Group:
         return Group(self._space, self._hashes(keys), ranks=(self._rank,))

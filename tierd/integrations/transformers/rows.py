@@ -27,11 +27,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """token: of padding, -1 if the model has none. is_told: used for padding alone, so generate()
+    """token: of padding, -1 if the model has none. is_only_padding: no other use, so generate()
     masks it."""
 
     token: int = -1
-    is_told: bool = False
+    is_only_padding: bool = False
 
 
 def padding_of(model: Any) -> Padding:
@@ -47,14 +47,16 @@ def rows_of(input_ids: Any, attention_mask: Any, padding: Padding) -> list[Row]:
     Raises InvalidArgument for gaps, and for padding on the right or ambiguous padding.
     """
     ids = _matrix(input_ids, "input_ids")
-    starts = _guessed(ids, padding) if attention_mask is None else _told(ids, _matrix(attention_mask, "attention_mask"))
+    starts = (
+        _guessed(ids, padding) if attention_mask is None else _starts_of(ids, _matrix(attention_mask, "attention_mask"))
+    )
     ends = _ends(ids, starts, padding) if attention_mask is None else np.full(len(ids), ids.shape[1])
     return [Row(tokens[i:j], i) for tokens, i, j in zip(ids, starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
     leading = (ids == padding.token).cumprod(axis=1).sum(axis=1)
-    if padding.is_told:
+    if padding.is_only_padding:
         return np.asarray(leading)
     if leading.max(initial=0) > 1 or len(set(leading.tolist())) > 1:
         raise InvalidArgument(
@@ -65,11 +67,11 @@ def _guessed(ids: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
 
 def _ends(ids: NDArray[np.int64], starts: NDArray[np.int64], padding: Padding) -> NDArray[np.int64]:
     """Each row's end: the next padding after its start, which generate() would mask, or the row's end."""
-    again = (ids == padding.token) & (np.arange(ids.shape[1]) >= starts[:, None]) & padding.is_told
+    again = (ids == padding.token) & (np.arange(ids.shape[1]) >= starts[:, None]) & padding.is_only_padding
     return np.asarray(np.where(again.any(axis=1), again.argmax(axis=1), ids.shape[1]))
 
 
-def _told(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.int64]:
+def _starts_of(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.int64]:
     if mask.shape[0] != ids.shape[0] or mask.shape[1] > ids.shape[1]:
         raise InvalidArgument(
             f"attention_mask: {mask.shape} for input_ids {ids.shape}; give the one that generate() is given"

@@ -35,12 +35,12 @@ class AdapterFiles:
     given, covers adapters too."""
 
     def __init__(self, options: Options) -> None:
-        self._is_told = bool(options.weights_digest)
+        self._has_digest = bool(options.weights_digest)
         self._met: dict[tuple[str, int, str], bytes] = {}
 
     def stamp(self, adapter: Any) -> bytes:
         """Bytes to add to the names of a request's blocks; b"" without an adapter, its LoRARequest."""
-        if adapter is None or self._is_told:
+        if adapter is None or self._has_digest:
             return b""
         key = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
         if adapter.load_inplace or key not in self._met:

@@ -110,7 +110,7 @@ class TierdTier(SecondaryTierManager):
         self._refused: list[int] = []
         self._refusals = 0
         self._hurry = threading.Event()
-        self._told: Counter[str] = Counter()
+        self._last_counts: Counter[str] = Counter()
         self._events: list[OffloadingEvent] | None = [] if self._wants_events() else None
 
     # -- the interface of a tier in vLLM
@@ -185,9 +185,9 @@ class TierdTier(SecondaryTierManager):
         """Counts since the last call."""
         counts = Counter({name: self._store.counts[name] for name in COUNTERS} | {"refused_jobs": self._refusals})
         stats = OffloadingConnectorStats()
-        for name, amount in (counts - self._told).items():
+        for name, amount in (counts - self._last_counts).items():
             stats.increase_counter(_metric(name), amount, (self.tier_type,))
-        self._told = counts
+        self._last_counts = counts
         return None if stats.is_empty() else stats
 
     @classmethod

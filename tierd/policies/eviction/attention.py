@@ -81,7 +81,7 @@ class Attention:
 
     def _credit(self, blocks: Ids, now: float) -> Levels:
         """The credit of the blocks, deepest first, at `now`."""
-        mass = self._heard(blocks, now)
+        mass = self._updated_mass(blocks, now)
         if self._mean > 0:
             credit = np.clip(1 + np.floor(np.log2(np.maximum(mass, 1e-30) / self._mean)), 0, MOST_CREDIT)
         else:
@@ -89,7 +89,7 @@ class Attention:
         credit[self._blocks.position[blocks] == 0] = MOST_CREDIT
         return along(credit, blocks, self._blocks).astype(np.uint8)
 
-    def _heard(self, blocks: Ids, now: float) -> NDArray[np.float32]:
+    def _updated_mass(self, blocks: Ids, now: float) -> NDArray[np.float32]:
         """A of each, with the mass reported since the last use."""
         self._begin = now if self._begin is None else self._begin
         time_s = np.float32(now - self._begin)

@@ -33,7 +33,7 @@ from tierd.policies.reuse import Traffic
 
 SAMPLED = 4096
 """Names that a shadow holds at most."""
-UNTOLD = 64
+BATCH_PART = 64
 """A shadow works on waiting names when they are 1 in so many of those it holds."""
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # spreads names that are plain numbers too
 PROOF, LEAST = 2.5, 1 / 64
@@ -78,7 +78,7 @@ class Shadows:
         self._key, self._spread = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
         self._stamp, self._busy = np.zeros(1, np.int64), np.zeros(1, np.bool_)
         self._row, self._free = dict[int, int](), list[int]()
-        self._uses, self._asks, self._untold = list[Names](), list[Names](), 0
+        self._uses, self._asks, self._waiting = list[Names](), list[Names](), 0
         blocks = cast(Blocks, self)
         self._lru, self._worth = Lru(blocks), ReuseIndex(blocks, traffic)
 
@@ -94,21 +94,21 @@ class Shadows:
     def use(self, names: Names, now: float) -> None:
         """Sampled names were used in the tier; last of the sequence first."""
         self._uses.append(names)
-        self._hear(len(names), now)
+        self._work_if_due(len(names), now)
 
     def ask(self, names: Names, now: float) -> None:
         """A request asks for sampled names."""
         self._asks.append(names)
-        self._hear(len(names), now)
+        self._work_if_due(len(names), now)
 
     # -- inside
 
-    def _hear(self, count: int, now: float) -> None:
+    def _work_if_due(self, count: int, now: float) -> None:
         """So many more names wait. The policies take many at once, which costs the same as one."""
-        self._untold += count
-        if self._untold * UNTOLD >= self._size:
+        self._waiting += count
+        if self._waiting * BATCH_PART >= self._size:
             asks, uses = self._asks, self._uses
-            self._asks, self._uses, self._untold = [], [], 0
+            self._asks, self._uses, self._waiting = [], [], 0
             if asks:
                 self._ask(np.concatenate(asks), now)
             if uses:

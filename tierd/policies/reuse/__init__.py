@@ -1,4 +1,4 @@
-"""The learning of `reuse-index`: past requests (traffic, ghosts) and blocks' worth (learner)."""
+"""The learning of `reuse-index`: past requests (traffic, key history) and blocks' worth (learner)."""
 
 from tierd.policies.reuse.traffic import Traffic
 

@@ -125,15 +125,15 @@ class Learner:
         self._used = np.zeros((features.GROUPS, AGES))
         self._seen = np.zeros((features.GROUPS, AGES))
         self._rows, self._requests = _Rows.empty(requests), requests
-        self._heard = 0
+        self._observed = 0
         self._faded = 0
         self._fit()
 
-    def hear(self, request: Request, now: float) -> Groups:
+    def observe(self, request: Request, now: float) -> Groups:
         """A request has come: its known parts count as used. Returns its blocks' groups. now:
         seconds that go on over restarts."""
         before = self._continued(request)
-        row, self._heard = self._heard % ROWS, self._heard + 1
+        row, self._observed = self._observed % ROWS, self._observed + 1
         self._close_used(request.parts, now)
         at = row % self._requests
         self._remember(at, before, request, now)
@@ -147,8 +147,8 @@ class Learner:
     def refit(self, now: float) -> None:
         """Recomputes `worth` from the counts; to be called after REFIT_EVERY requests, or more."""
         self._advance(now)
-        fade = 0.5 ** ((self._heard - self._faded) / self._half_life)
-        self._faded = self._heard
+        fade = 0.5 ** ((self._observed - self._faded) / self._half_life)
+        self._faded = self._observed
         self._used *= fade
         self._seen *= fade
         self._fit()
@@ -254,9 +254,9 @@ class Learner:
 
     def _advance(self, now: float) -> None:
         """Counts waiting parts as seen at the ages reached since; a backward clock counts none."""
-        rows, heard = self._rows, min(self._heard, self._requests)
-        ages = np.clip(age_of(now - rows.at_s[:heard]), 0, AGES)
-        at, kind = np.nonzero(rows.waiting[:heard] < ages.astype(np.int8)[:, None])
+        rows, filled = self._rows, min(self._observed, self._requests)
+        ages = np.clip(age_of(now - rows.at_s[:filled]), 0, AGES)
+        at, kind = np.nonzero(rows.waiting[:filled] < ages.astype(np.int8)[:, None])
         group, counted = rows.group[at, kind].astype(np.int64), rows.waiting[at, kind].astype(np.int64)
         shape = (features.GROUPS, AGES + 1)
         passing = tallied(group, counted, shape) - tallied(group, ages[at], shape)
@@ -269,7 +269,7 @@ class Learner:
         return {
             "used": self._used.copy(),
             "seen": self._seen.copy(),
-            "next": np.array([self._heard, self._faded]),
+            "next": np.array([self._observed, self._faded]),
             **rows,
         }
 
@@ -282,6 +282,6 @@ class Learner:
                 f"the saved reuse index lacks {', '.join(odd)} in this version's shape; delete it to start again"
             )
         self._used, self._seen = state["used"].astype(np.float64), state["seen"].astype(np.float64)
-        self._heard, self._faded = (int(number) for number in state["next"])
+        self._observed, self._faded = (int(number) for number in state["next"])
         self._rows = _Rows(**{name: state[name].astype(column.dtype) for name, column in vars(self._rows).items()})
         self._fit()

@@ -1,9 +1,9 @@
-"""Traffic: hears a core's requests and puts blocks into groups, for policies that rank by worth.
+"""Traffic: observes a core's requests and puts blocks into groups, for policies that rank by worth.
 
 It connects names and the learner, which knows no blocks, defines the groups and computes their
 worth. One object serves all tiers of a core, so each learns from all requests, also for blocks that
-were evicted or never held. The ghosts and the learner bound its memory. A block's group does not
-depend on an earlier block with its id.
+were evicted or never held. The key history and the learner bound its memory. A block's group does
+not depend on an earlier block with its id.
 
 A store with a wear budget takes only some blocks. In a tier above it, the value of a use is the
 loss if the tier evicted the block. That is only the read if the store has the block, and everything
@@ -26,11 +26,11 @@ from tierd.core.arrays.sets import every
 from tierd.core.eviction import Ids, SequenceRequest
 from tierd.core.index.blocks import Blocks
 from tierd.policies.reuse.features import NOTHING, first_group
-from tierd.policies.reuse.ghosts import GHOST, Ghosts
 from tierd.policies.reuse.hazard import EDGES_S, age_of
+from tierd.policies.reuse.key_history import HISTORY, KeyHistory
 from tierd.policies.reuse.learner import REFIT_EVERY, Groups, Learner, Request
 
-GHOST_LIMIT = 1 << 20
+KEY_LIMIT = 1 << 20
 """Names that are remembered, about 30 bytes each."""
 UNKNOWN_BLOCKS = 12
 """A block without history counts as one of a first request with so many blocks."""
@@ -41,7 +41,7 @@ REFIT_PAUSE_S = 1.0
 READ_SHARE = 0.25
 """The gain of a hit in memory over one in the store, as a share of a hit's gain over computing."""
 _LEAST_CHANCE = 1e-9
-_ASKED_LIMIT = np.iinfo(GHOST["asked"]).max
+_ASKED_LIMIT = np.iinfo(HISTORY["asked"]).max
 _NOTHING = NOTHING + 1
 _UNKNOWN = first_group(UNKNOWN_BLOCKS)
 _EDGES_S = EDGES_S.tolist()
@@ -56,8 +56,8 @@ class Traffic:
         self.version = 0
         self.learner = learner or Learner()
         self._blocks = blocks
-        self._ghosts = Ghosts(GHOST_LIMIT)
-        self._heard, self._refit_s = 0, -np.inf
+        self._history = KeyHistory(KEY_LIMIT)
+        self._since_refit, self._refit_s = 0, -np.inf
         """Requests since the last refit, and its time."""
         self.thresholds: list[Callable[[], float]] = []
         """Of each store under a wear budget: the least chance of another use that it admits."""
@@ -93,33 +93,33 @@ class Traffic:
         """Learns from the request, and groups its blocks, also those held nowhere."""
         whole = request.tokens // request.tokens_per_block[0]
         keys = request.keys[:whole]
-        recalled = self._ghosts.recall(keys)
-        ghosts = recalled.numbers
-        asked = ghosts["asked"]
+        recalled = self._history.recall(keys)
+        numbers = recalled.numbers
+        asked = numbers["asked"]
         is_known = asked > 0
         known = len(asked) if every(is_known) else int(is_known.argmin())
-        groups = self._learner_hears(ghosts[:known], whole, now)
+        groups = self._learn(numbers[:known], whole, now)
         more = asked[groups.start :]
         more += more < _ASKED_LIMIT
-        ghosts["part"], ghosts["group"] = groups.parts, groups.groups + 1
-        self._ghosts.note(keys, ghosts, recalled.rows)
+        numbers["part"], numbers["group"] = groups.parts, groups.groups + 1
+        self._history.note(keys, numbers, recalled.rows)
         placed = np.full(len(request.keys) + 1, _NOTHING, np.uint16)
-        placed[:whole] = ghosts["group"]
+        placed[:whole] = numbers["group"]
         self._place(request, placed, whole)
-        for hear in self.rivals:
-            hear(request, placed[: len(request.keys)], now)
+        for observe in self.rivals:
+            observe(request, placed[: len(request.keys)], now)
 
     def stored(self, blocks: Ids, now: float) -> None:
         """Blocks that were asked for have groups; others (answers) get that of their parent."""
-        groups = self._ghosts.recall(self._blocks.keys(blocks)).numbers["group"]
+        groups = self._history.recall(self._blocks.keys(blocks)).numbers["group"]
         self._blocks.group[blocks] = groups
         if not groups.all():
             self._follow(blocks[groups == 0])
 
     def kept(self, blocks: Ids) -> None:
         """Passes the blocks on to `above`."""
-        for hear in self.above:
-            hear(blocks)
+        for observe in self.above:
+            observe(blocks)
 
     def _hanging(self, groups: Ids, ages_s: NDArray[np.float64]) -> NDArray[np.float32]:
         """The share of a use that depends on the tier's having the block. A write costs as many
@@ -128,12 +128,12 @@ class Traffic:
         lost = np.where(groups & KEPT, 0.0, np.minimum(self._threshold / chances, 1.0))
         return np.where(groups & ABOVE, READ_SHARE + (1 - READ_SHARE) * lost, 1.0).astype(np.float32)
 
-    def _learner_hears(self, known: NDArray[np.void], whole: int, now: float) -> Groups:
+    def _learn(self, known: NDArray[np.void], whole: int, now: float) -> Groups:
         sessions, parts = known["asked"].astype(np.int64), known["part"].astype(np.int64)
-        groups = self.learner.hear(Request(whole, sessions, parts), now)
-        self._heard += 1
-        if self._heard >= REFIT_EVERY and not 0.0 <= now - self._refit_s < REFIT_PAUSE_S:
-            self._heard, self._refit_s = 0, now
+        groups = self.learner.observe(Request(whole, sessions, parts), now)
+        self._since_refit += 1
+        if self._since_refit >= REFIT_EVERY and not 0.0 <= now - self._refit_s < REFIT_PAUSE_S:
+            self._since_refit, self._refit_s = 0, now
             self.learner.refit(now)
             self._threshold = min((threshold() for threshold in self.thresholds), default=0.0)
             self.version += 1
@@ -172,10 +172,10 @@ class Traffic:
         """The blocks inherit what is remembered of their origins, given as rows."""
         if (rows < 0).all():
             return
-        numbers = self._ghosts.recall(self._blocks.keys(origins)).numbers
+        numbers = self._history.recall(self._blocks.keys(origins)).numbers
         known = np.flatnonzero((rows >= 0) & (numbers["asked"][rows] > 0))
         if len(known):
-            self._ghosts.note(self._blocks.keys(blocks[known]), numbers[rows[known]])
+            self._history.note(self._blocks.keys(blocks[known]), numbers[rows[known]])
 
     def _learners(self, groups: Ids) -> Ids:
         plain = groups.astype(np.int64) % ABOVE

@@ -190,8 +190,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Scrub(self, request: pb.ScrubRequest, context: Any) -> AsyncGenerator[pb.ScrubPass, None]:
         tier = self._operator.tier_position(request.tier)
         async with contextlib.aclosing(self._scrubbing.run(request, tier)) as passes:
-            async for told in passes:
-                yield told
+            async for passed in passes:
+                yield passed
 
     async def ScrubStatus(self, request: pb.ScrubStatusRequest, context: Any) -> pb.ScrubStatusReply:
         return self._scrubbing.status(self._operator.tier_position(request.tier))
@@ -206,7 +206,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return self._about.recorder.status()
 
     async def Wear(self, request: pb.WearRequest, context: Any) -> pb.WearReply:
-        return await self._about.wear.told()
+        return await self._about.wear.reply()
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)

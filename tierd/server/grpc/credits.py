@@ -6,7 +6,7 @@
 
 No session exceeds its credits, and all together do not exceed the queue. Slow calls cannot take the
 places of quick ones. Calls that free something are never refused. guard.py checks identity and
-deadlines, cache/admission.py the queues of disks.
+deadlines, cache/read_queues.py the queues of disks.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
         self._status = Status.NOT_SERVING
         self._changed = asyncio.Event()
 
-    def tell(self, *, serving: bool) -> None:
+    def set_status(self, *, serving: bool) -> None:
         """Sets the status and wakes the watches. They end when it is not serving."""
         self._status = Status.SERVING if serving else Status.NOT_SERVING
         self._changed.set()

@@ -82,8 +82,8 @@ class Rpc:
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         unnamed = PublicServices(server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, unnamed)
-        told = ReflectionServicer([*SERVICES, reflection.SERVICE_NAME, HEALTH_NAME])
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(told, unnamed)
+        reflection_servicer = ReflectionServicer([*SERVICES, reflection.SERVICE_NAME, HEALTH_NAME])
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection_servicer, unnamed)
         self._servers.append(server)
         return server
 
@@ -104,7 +104,7 @@ class Rpc:
         """Starts serving."""
         for server in self._servers:
             await server.start()
-        self.health.tell(serving=True)
+        self.health.set_status(serving=True)
 
     async def stop(self, *, grace_s: float) -> None:
         """Refuses new calls, lets those in progress finish within the grace, cancels the rest."""

@@ -1,4 +1,4 @@
-"""The Cache service: translates messages to the conductor's verbs and back.
+"""The Cache service: translates messages to verbs of `Cache` and back.
 
 Messages are checked in messages.py, callers in guard.py; byte streams are in streams.py. Handlers
 have a few lines, so they show the protocol.
@@ -181,10 +181,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 ]
             )
 
-    def note_told(self, session: int, told: bytes, *, times: int) -> None:
+    def note_hit_report(self, session: int, report: bytes, *, times: int) -> None:
         """Counts gets or lookups that a session made without calls, from a message of its notices.
         Raises TierdErrors."""
-        is_lookup, group = told.startswith(LOOKED_UP), parsed(pb.Group.FromString, told[len(USED) :])
+        is_lookup, group = report.startswith(LOOKED_UP), parsed(pb.Group.FromString, report[len(USED) :])
         mine = partial(self._cache.namespace_for, session)
         if len(group.ranks) > 1 or group.need != pb.NEED_PREFIX:
             raise InvalidArgument("group: several ranks, or not a prefix; report one-sided gets of one rank's prefix")

@@ -235,11 +235,11 @@ def _resumed(work: Coroutine[Any, Any, T], paused: Any) -> Generator[Any, Any, T
     try:
         while True:
             try:
-                told = yield paused
+                sent = yield paused
             except BaseException as error:  # noqa: BLE001 - it is the coroutine's
                 paused = work.throw(error)
             else:
-                paused = work.send(told)
+                paused = work.send(sent)
     except StopIteration as done:
         result: T = done.value
         return result

@@ -25,13 +25,13 @@ class Scrubbing:
         """Runs a pass over one tier or all, and yields its progress. Raises Overloaded,
         Unavailable. audit: checks the core at its end."""
         tiers = range(len(self._cache.tiers)) if tier is None else [tier]
-        told, passed = -INTERVAL_S, None
+        reported_at, passed = -INTERVAL_S, None
         async with contextlib.aclosing(self._scrub.ask(tiers, bandwidth=request.bandwidth)) as passes:
             async for passed in passes:
-                if not passed.finished and _now() - told >= INTERVAL_S:
-                    told = _now()
+                if not passed.finished and _now() - reported_at >= INTERVAL_S:
+                    reported_at = _now()
                     yield self._pass(passed)
-        assert passed is not None, "a pass is told at its end"
+        assert passed is not None, "a pass is yielded at its end"
         last = self._pass(passed)
         if request.audit:
             last.audited, last.audit_fault = True, await self._audit()

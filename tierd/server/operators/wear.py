@@ -109,7 +109,7 @@ class Wear:
             await asyncio.wait([self._task])
         await self._keep()
 
-    async def told(self) -> pb.WearReply:
+    async def reply(self) -> pb.WearReply:
         """The wear of every store. It queries the drives, which may take some seconds."""
         found = [await asyncio.to_thread(drives_under, Path(store.tier.place)) for store in self._stores]
         now_s, stats = self._sample(keep=False), self._core.tier_stats()

@@ -60,13 +60,13 @@ class LoopWatch:
 
     def _await_beat(self) -> None:
         """Waits in ticks, so that a stop of the whole process counts as one tick."""
-        waited_s, is_told = 0.0, False
+        waited_s, has_warned = 0.0, False
         while not self._beaten.wait(TICK_S) and not self._ended.is_set():
             waited_s += TICK_S
             if waited_s >= self._limit_s:
                 self._end()
-            if waited_s >= self._warning_s and not is_told:
-                is_told = True
+            if waited_s >= self._warning_s and not has_warned:
+                has_warned = True
                 log.warning("event loop not turning", seconds=waited_s)
                 faulthandler.dump_traceback(sys.stderr)
 

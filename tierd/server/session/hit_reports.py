@@ -1,6 +1,6 @@
 """Counts clients' one-sided gets and lookups, one report at a time between other work.
 
-    notices ──▶ add ──▶ waiting, equal ones merged ──▶ hear, each in its own step of the loop
+    notices ──▶ add ──▶ waiting, equal ones merged ──▶ handle, each in its own step of the loop
 
 So reports never delay calls. Waiting reports have a bound per session and in all; more are dropped.
 A repeated report keeps its place, so each is processed in time. An error in one does not stop the
@@ -33,10 +33,10 @@ TIMES_LIMIT = 256
 """Equal reports that count. While they wait, more of them are ignored."""
 
 
-class Hear(Protocol):
+class Handler(Protocol):
     """Processes a report that a session made `times` times. May raise."""
 
-    def __call__(self, session: int, told: bytes, *, times: int) -> None:
+    def __call__(self, session: int, report: bytes, *, times: int) -> None:
         """See the class."""
         ...
 
@@ -44,15 +44,15 @@ class Hear(Protocol):
 class HitReports:
     """The waiting reports of all sessions."""
 
-    def __init__(self, hear: Hear) -> None:
-        self._hear = hear
+    def __init__(self, handle: Handler) -> None:
+        self._handle = handle
         self._waiting: dict[tuple[int, bytes], int] = {}
         self._counts: Counter[int] = Counter()
         self._is_due = False
 
-    def add(self, session: int, told: bytes) -> None:
+    def add(self, session: int, report: bytes) -> None:
         """Adds a report behind those that wait."""
-        key = (session, told)
+        key = (session, report)
         times = self._waiting.get(key, 0)
         if not times:
             if self._counts[session] >= SESSION_LIMIT or len(self._waiting) >= LIMIT:
@@ -65,23 +65,23 @@ class HitReports:
 
     def finish(self, session: int) -> None:
         """Processes a session's reports before it ends."""
-        for its, told in [key for key in self._waiting if key[0] == session]:
-            self._hear_one(its, told)
+        for its, report in [key for key in self._waiting if key[0] == session]:
+            self._handle_one(its, report)
 
     def _next(self) -> None:
         self._is_due = len(self._waiting) > 1
         if self._is_due:
             asyncio.get_running_loop().call_soon(self._next)
         if self._waiting:
-            self._hear_one(*next(iter(self._waiting)))
+            self._handle_one(*next(iter(self._waiting)))
 
-    def _hear_one(self, session: int, told: bytes) -> None:
-        times = self._waiting.pop((session, told))
+    def _handle_one(self, session: int, report: bytes) -> None:
+        times = self._waiting.pop((session, report))
         self._counts[session] -= 1
         if not self._counts[session]:
             del self._counts[session]
         try:
-            self._hear(session, told, times=times)
+            self._handle(session, report, times=times)
         except TierdError:  # the client has gone, or the report is invalid
             log.debug("hit report is invalid", session=session, exc_info=True)
         except Exception:

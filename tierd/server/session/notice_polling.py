@@ -17,7 +17,7 @@ LOOK_S = 0.05
 KEPT_S = 1.0
 """How long notices are polled after a session's last answer; one more look follows.
 
-Clients send them for as long (`MAILBOX_S` of tierd/client/session/notices.py), measured from before
+Clients send them for as long (`NOTICE_S` of tierd/client/session/notices.py), measured from before
 the answer."""
 
 

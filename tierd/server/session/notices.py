@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 MESSAGE_BYTES = 20 << 10
 """Limit of a message: 512 block names and the Group's other fields."""
-MAILBOX_BYTES = 64 << 10
+NOTICE_BUFFER_BYTES = 64 << 10
 """The socket's buffer; Linux doubles it and counts its own bookkeeping.
 
 It holds 4 of the longest messages, or 170 short ones. One read takes no more, so a client that
@@ -30,13 +30,13 @@ class Notices:
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
-        self.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAILBOX_BYTES)
+        self.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NOTICE_BUFFER_BYTES)
 
     def messages(self) -> Iterator[bytes]:
         """Yields the waiting messages, up to the limits of one read."""
-        heard_bytes = 0
+        read_bytes = 0
         for _ in range(READ_AT_ONCE):
-            if heard_bytes > 2 * MAILBOX_BYTES:
+            if read_bytes > 2 * NOTICE_BUFFER_BYTES:
                 return
             try:
                 data = self._ours.recv(MESSAGE_BYTES)
@@ -44,7 +44,7 @@ class Notices:
                 return
             if not data:
                 return
-            heard_bytes += len(data)
+            read_bytes += len(data)
             yield data
 
     def close(self) -> None:

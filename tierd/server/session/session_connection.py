@@ -34,7 +34,7 @@ OPERATOR = "tierctl"
 """A session of this name lasts for one call; a health check makes thousands a day."""
 
 HELLO_TIMEOUT_S = 5.0
-HEARD_AT_ONCE = 1024
+MESSAGES_AT_ONCE = 1024
 """Messages: more than the kernel keeps for a socket."""
 
 Identify = Callable[[Peer, str | None], Identity]
@@ -74,7 +74,7 @@ class Connection:
         """Ends the connection, with a reason if given, and stops its session. Safe to call twice."""
         if self._socket.fileno() < 0:
             return
-        self.read_mailbox()
+        self.read_notices()
         if why is not None:
             self._send(requests.refusal(why))
         self._hello_timeout.cancel()
@@ -86,20 +86,20 @@ class Connection:
         if self.session:
             self._owner.sessions.stop(self.session)
 
-    def hear(self) -> None:
+    def read_messages(self) -> None:
         """Processes waiting messages. Bounded: later ones wait for their turn."""
-        for _ in range(HEARD_AT_ONCE):
+        for _ in range(MESSAGES_AT_ONCE):
             if not self._read():
                 break
-        self.read_mailbox()
+        self.read_notices()
 
-    def read_mailbox(self) -> None:
+    def read_notices(self) -> None:
         """Processes waiting notices."""
         if self._notices is None or self.session is None:
             return
         for data in self._notices.messages():
             if data.startswith((USED, LOOKED_UP)):
-                self._owner.sessions.note_told(self.session, data)
+                self._owner.sessions.note_hit_report(self.session, data)
                 continue
             leases = leases_of(data)
             try:
@@ -149,7 +149,7 @@ class Connection:
             place = {name: requests.field(request, name, int) for name in ("tier", "segment")}
             self._map(self.session, **place)
         elif op == "line":
-            self._line(self.session, wants_mailbox=request.get("mailbox") is True)
+            self._line(self.session, wants_notices=request.get("mailbox") is True)
         elif op == "release":
             self._release(self.session, request)
         elif op == "forget":
@@ -227,7 +227,7 @@ class Connection:
                 with contextlib.suppress(OSError):  # closed all the same, and its client has a copy
                     os.close(fd)
 
-    def _line(self, session: Session, *, wants_mailbox: bool) -> None:
+    def _line(self, session: Session, *, wants_notices: bool) -> None:
         if self._owner.open_line is None:
             raise Overloaded("local RPC: this daemon does not offer it; call over gRPC")
         try:
@@ -235,25 +235,25 @@ class Connection:
         except OSError as error:  # the daemon is out of descriptors
             raise Overloaded(f"local RPC: no connection can be made ({error}); call over gRPC, or try later") from error
         with theirs:
-            mailbox = self._new_mailbox() if wants_mailbox else None
-            if mailbox is None:
+            notices_end = self._new_notices() if wants_notices else None
+            if notices_end is None:
                 self._send({"ok": True}, fds=[theirs.fileno()])
                 return
-            with mailbox:
-                self._send({"ok": True, "mailbox": True}, fds=[theirs.fileno(), mailbox.fileno()])
+            with notices_end:
+                self._send({"ok": True, "mailbox": True}, fds=[theirs.fileno(), notices_end.fileno()])
 
-    def _new_mailbox(self) -> socket.socket | None:
+    def _new_notices(self) -> socket.socket | None:
         """The client's end of new notices; an earlier end may not have arrived. None if the daemon
         is out of descriptors."""
         try:
-            mailbox = Notices()
+            notices = Notices()
         except OSError:
             return None
         if self._notices is not None:
-            self.read_mailbox()
+            self.read_notices()
             self._notices.close()
-        self._notices = mailbox
-        return mailbox.theirs
+        self._notices = notices
+        return notices.theirs
 
     def _release(self, session: Session, request: dict[str, Any]) -> None:
         leases, reservations = requests.numbers(request, "leases"), requests.numbers(request, "reservations")

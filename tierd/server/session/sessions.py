@@ -96,11 +96,11 @@ class Connected(Protocol):
         """Ends it, with a reason if given."""
         ...
 
-    def hear(self) -> None:
+    def read_messages(self) -> None:
         """Processes the client's waiting messages."""
         ...
 
-    def read_mailbox(self) -> None:
+    def read_notices(self) -> None:
         """Processes the client's waiting notices."""
         ...
 
@@ -118,7 +118,7 @@ class SessionCalls:
     - on_revoke(session id, request id): takes back what one call gave or will give.
     - on_join(session id, into=another): replaces on_end while the process lives and has left both.
       The other session takes over the record of what the two have mapped.
-    - on_told(session id, a notice): a get or a lookup that it made without a call.
+    - on_hit_report(session id, a notice): a get or a lookup that it made without a call.
     - directory(session): the directory of its domain.
     """
 
@@ -131,7 +131,7 @@ class SessionCalls:
     on_leave: Callable[[int], None] = lambda _session: None
     on_revoke: Callable[[int, str], None] = lambda _session, _request: None
     on_join: Callable[..., None] = lambda _session, **_into: None
-    on_told: Callable[[int, bytes], None] = lambda _session, _told: None
+    on_hit_report: Callable[[int, bytes], None] = lambda _session, _report: None
     directory: Callable[[Session], tuple[int, int] | None] = lambda _session: None
 
 
@@ -209,15 +209,15 @@ class Sessions:
         session.ended_because = str(why)
         connection.close(why)
 
-    def hear(self, session_id: int) -> None:
+    def read_messages(self, session_id: int) -> None:
         """Processes the client's waiting messages on the session socket."""
         if connection := self._connections.get(session_id):
-            connection.hear()
+            connection.read_messages()
 
-    def read_mailbox(self, session_id: int) -> None:
+    def read_notices(self, session_id: int) -> None:
         """Processes the client's waiting notices."""
         if connection := self._connections.get(session_id):
-            connection.read_mailbox()
+            connection.read_notices()
 
     def leave(self, session: Session) -> None:
         """Releases all holdings and closes the connection, since its process uses neither."""
@@ -280,9 +280,9 @@ class Sessions:
         """Takes back what a call gave. Its client gave the call up."""
         self._calls.on_revoke(session.id, request)
 
-    def note_told(self, session: Session, told: bytes) -> None:
+    def note_hit_report(self, session: Session, report: bytes) -> None:
         """Passes on a notice of a one-sided get or lookup."""
-        self._calls.on_told(session.id, told)
+        self._calls.on_hit_report(session.id, report)
 
     def directory(self, session: Session) -> tuple[int, int] | None:
         """The directory of its trust domain: a descriptor, which the session socket closes after

@@ -259,11 +259,11 @@ class HoldTable:
         found, boot = self._find_holders(), read_boot_id()
         holders = {h.session: h for h in found.values() if h.boot == boot}
         valid = _valid_rows(self._rows)
-        told = valid & (self._is_of(h.session for h in found.values()) | (self._rows[:, 0] < OWN_SESSIONS))
-        kept = told & self._is_of(holders)
+        owned = valid & (self._is_of(h.session for h in found.values()) | (self._rows[:, 0] < OWN_SESSIONS))
+        kept = owned & self._is_of(holders)
         for what, count in (
             ("records of sessions", np.count_nonzero(self._holders[:, -1]) - len(found)),
-            ("rows", np.count_nonzero(self._rows[:, -1]) - np.count_nonzero(told)),
+            ("rows", np.count_nonzero(self._rows[:, -1]) - np.count_nonzero(owned)),
         ):
             faults += [f"{count} {what} are damaged or have no session"] if count else []
         if faults:

@@ -64,7 +64,7 @@ class CudaTier(SegmentBooks[Slab]):
         self.facts = GpuFacts()
         self._options = options or GpuOptions()
         self._gpu: GpuProcess | None = None
-        self._direct = DirectWays(spec.name, is_wanted=self._options.reads_directly, on_change=self._tell_ways)
+        self._direct = DirectWays(spec.name, is_wanted=self._options.reads_directly, on_change=self._update_place)
         self._is_begun = False
         """Whether the notices of the start have been logged."""
         self._fault = ""
@@ -288,7 +288,7 @@ class CudaTier(SegmentBooks[Slab]):
         """Stop direct reads from the store until another GPU process begins."""
         self._direct.give_up(store, reason)
 
-    def _tell_ways(self) -> None:
+    def _update_place(self) -> None:
         """Put the paths of blocks into `place` and the notices; log notices that come later."""
         self._stir()
         facts, now = self.facts, list(self._direct.notices.values())

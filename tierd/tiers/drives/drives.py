@@ -94,10 +94,10 @@ def read_wear(drive: Drive, machine: Machine = Machine()) -> Drive:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return replace(drive, trouble=f"{drive.device}: `nvme smart-log` did not answer ({error}); run it by hand")
-    return _told(drive, done)
+    return _with_output(drive, done)
 
 
-def _told(drive: Drive, done: subprocess.CompletedProcess[bytes]) -> Drive:
+def _with_output(drive: Drive, done: subprocess.CompletedProcess[bytes]) -> Drive:
     said = (done.stderr or done.stdout)[:300].decode(errors="replace").strip() or f"status {done.returncode}"
     if done.returncode and ("ermission" in said or "not permitted" in said):
         remedy = f"only root may read it; run `sudo nvme smart-log {drive.device}`, or give the daemon CAP_SYS_ADMIN"

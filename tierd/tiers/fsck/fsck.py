@@ -50,7 +50,7 @@ class Part:
         """Record a fault."""
         self.findings.append(Finding(self.name, where, fault, outcome))
 
-    def add_told(self, notice: str) -> None:
+    def add_notice(self, notice: str) -> None:
         """Record a notice of the daemon's own readers, split into where, fault and outcome."""
         where, _, rest = notice.partition(": ")
         fault, _, outcome = rest.rpartition("; ")

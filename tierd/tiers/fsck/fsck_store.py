@@ -50,9 +50,9 @@ def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
     loaded = recovery.load_index(directory, store=store, disk=DISK)
     part.files += 1 + len(list(directory.glob("snapshot-*.bin"))) + len(list(directory.glob("journal-*.log")))
     for notice in loaded.notices:
-        _tell(notice, directory, store, part)
+        _record_notice(notice, directory, store, part)
     if any(recovery.LOST in notice for notice in loaded.notices):
-        count = _count_untold(directory, loaded.index, store)
+        count = _count_unindexed(directory, loaded.index, store)
         part.add(
             str(directory), f"{count} slots hold blocks that are in neither journal nor snapshot", f"they are {MISS}"
         )
@@ -60,15 +60,15 @@ def check_store(spec: TierSpec, directory: Path, part: Part) -> Iterator[None]:
     yield from _check_slots(spec, directory, loaded.index, store=store, part=part)
 
 
-def _count_untold(directory: Path, index: StoredIndex, store: bytes) -> int:
+def _count_unindexed(directory: Path, index: StoredIndex, store: bytes) -> int:
     """Slots with whole headers of this store, but no block in the index; also removed ones."""
-    told, count = {*zip(index.metas["segment"].tolist(), index.metas["offset"].tolist(), strict=True)}, 0
+    indexed, count = {*zip(index.metas["segment"].tolist(), index.metas["offset"].tolist(), strict=True)}, 0
     for path in sorted(directory.glob("seg-*.slots")):
         pages = np.memmap(path, np.uint8, "r").reshape(-1, HEADER_BYTES)
         heads = np.ascontiguousarray(pages[:, : META.itemsize]).view(META).reshape(-1)
         heads = heads[(heads["store"] == np.frombuffer(store, np.uint8)).all(axis=1)]
         heads = heads[intact(heads, record_checksum)]
-        count += len({*zip(heads["segment"].tolist(), heads["offset"].tolist(), strict=True)} - told)
+        count += len({*zip(heads["segment"].tolist(), heads["offset"].tolist(), strict=True)} - indexed)
     return count
 
 
@@ -87,7 +87,7 @@ def _find_identity(directory: Path, part: Part) -> bytes | None:
     return None
 
 
-def _tell(notice: str, directory: Path, store: bytes, part: Part) -> None:
+def _record_notice(notice: str, directory: Path, store: bytes, part: Part) -> None:
     """Record a notice of the index's reader. A journal tail cut by a crash is only a note."""
     words = notice.partition(":")[0].split()
     if words[0] == "journal" and is_torn(directory, store=store, number=int(words[1]), disk=DISK):
@@ -96,7 +96,7 @@ def _tell(notice: str, directory: Path, store: bytes, part: Part) -> None:
         fault = "a record's checksum does not match"
         part.add(str(journal_path(directory, int(words[1]))), fault, "the rest of it is cut; its blocks are misses")
     else:
-        part.add_told(notice)
+        part.add_notice(notice)
 
 
 def _check_rows(directory: Path, loaded: recovery.Loaded, *, store: bytes, part: Part) -> None:

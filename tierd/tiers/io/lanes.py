@@ -199,9 +199,9 @@ class _Bundle:
         """Change the number of jobs; at 0 the bundle is done. Under the lock of the lanes."""
         self._left += change
         if not self._left:
-            self.done.get_loop().call_soon_threadsafe(self._tell)
+            self.done.get_loop().call_soon_threadsafe(self._resolve)
 
-    def _tell(self) -> None:
+    def _resolve(self) -> None:
         if self.watch is not None:
             self.watch.cancel()
         if self.error is not None:

@@ -409,7 +409,7 @@ class Ledger:
         """Whether a start would write a new snapshot, or one is cheap."""
         return (
             self._snapshot_bytes <= JOURNAL_LIMIT_BYTES
-            or self._opened.journal.bytes * recovery.RETOLD_SHARE > self._snapshot_bytes
+            or self._opened.journal.bytes * recovery.REJOURNALED_SHARE > self._snapshot_bytes
         )
 
     def _give_up(self) -> None:

@@ -23,13 +23,13 @@ from tierd.failpoint import failpoint
 from tierd.tiers.io.files import NO_SPACE, OS, Files
 from tierd.tiers.store.journal import Journal, JournalText, Marks, Record, read_journal
 from tierd.tiers.store.snapshot import open_snapshot, snapshot_path, write_snapshot
-from tierd.tiers.store.stored_index import Filed, StoredIndex, gathered, replay, told_since
+from tierd.tiers.store.stored_index import Filed, StoredIndex, changes_since, gathered, replay
 
 _NAME = re.compile(r"(snapshot|journal)-(\d{16})\.(bin|log)")
 LOST = "beside slots that hold blocks"
-RETOLD_SHARE = 2
+REJOURNALED_SHARE = 2
 """A start repeats old journals in its new one if they are at most 1/2 of the snapshot."""
-RETOLD_JOURNALS = 4
+JOURNALS_LIMIT = 4
 """A run leaves one or two. More come from interrupted starts, one each, and go into a snapshot."""
 
 
@@ -88,10 +88,10 @@ def open_index(directory: Path, *, store: bytes, below: int | None = None, disk:
         notices.append(
             f"{directory}: no {' and no '.join(lost)} {LOST}; blocks recorded only there are misses"
         )  # every start leaves both
-    told = _Told([(n, read_journal(directory, store=store, number=n, disk=disk)) for n in following])
-    index = replay(snapshot, told)
+    records = _JournalRecords([(n, read_journal(directory, store=store, number=n, disk=disk)) for n in following])
+    index = replay(snapshot, records)
     next_number = max([0, *snapshots, *journals]) + 1
-    return Loaded(index, base, next_number, snapshot, len(following), told.changes, notices + told.notices)
+    return Loaded(index, base, next_number, snapshot, len(following), records.changes, notices + records.notices)
 
 
 def _has_begun(path: Path, disk: Files) -> bool:
@@ -104,7 +104,7 @@ def _has_begun(path: Path, disk: Files) -> bool:
     return any(head)
 
 
-class _Told:
+class _JournalRecords:
     """The records of journals in order. changes: records other than marks; notices: torn tails."""
 
     def __init__(self, journals: list[tuple[int, JournalText]]) -> None:
@@ -153,9 +153,9 @@ def _settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record
         except CorruptRecord:  # the disk returns other bytes than were written: the old files stay too
             index, is_whole = gathered(index), False
     has_news = keeps_snapshot and loaded.changes > 0
-    told = chain(first, told_since(loaded.snapshot, index) if has_news else ())
+    records = chain(first, changes_since(loaded.snapshot, index) if has_news else ())
     failpoint("nvme.settle.before_journal")
-    journal = Journal.create(directory, store=store, number=number, first=told, disk=disk)
+    journal = Journal.create(directory, store=store, number=number, first=records, disk=disk)
     failpoint("nvme.settle.before_removal")
     if is_whole:
         _remove_below(number, keep=kept, disk=disk)
@@ -163,10 +163,10 @@ def _settle(directory: Path, loaded: Loaded, *, store: bytes, first: list[Record
 
 
 def _keeps_snapshot(directory: Path, loaded: Loaded, disk: Files) -> bool:
-    if loaded.base is None or loaded.is_refitted or loaded.journals > RETOLD_JOURNALS:
+    if loaded.base is None or loaded.is_refitted or loaded.journals > JOURNALS_LIMIT:
         return False
-    told_bytes = len(loaded.index.told) * META.itemsize
-    is_little = told_bytes * RETOLD_SHARE <= disk.size(snapshot_path(directory, loaded.base))
+    journaled_bytes = len(loaded.index.journaled) * META.itemsize
+    is_little = journaled_bytes * REJOURNALED_SHARE <= disk.size(snapshot_path(directory, loaded.base))
     return not loaded.changes or (loaded.index.filed is not None and is_little)
 
 

@@ -47,8 +47,8 @@ class StoredIndex:
     """segments: by place. metas: META [blocks]. namespaces: opaque, oldest first. next_*: first
     numbers never used.
 
-    filed: rows of older blocks in a file. told: slots with later records, ascending; for these only
-    `metas` holds.
+    filed: rows of older blocks in a file. journaled: slots with later records, ascending; for these
+    only `metas` holds.
     """
 
     segments: dict[int, SegmentBegun] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class StoredIndex:
     next_segment: int = 1
     next_generation: int = 1
     filed: Filed | None = None
-    told: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
+    journaled: Keys = field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
 class Stretch(NamedTuple):
@@ -76,15 +76,15 @@ def stretches(index: StoredIndex) -> Iterator[Stretch]:
 def unsifted(index: StoredIndex) -> Iterator[Callable[[], Stretch]]:
     """`stretches` in two steps: reading rows, and selecting blocks. Raises OSError."""
     for metas in index.filed.stretches() if index.filed else ():
-        yield partial(_sift, index, metas, told=index.told)
+        yield partial(_sift, index, metas, journaled=index.journaled)
     for start in range(0, len(index.metas), STRETCH_ROWS):
-        yield partial(_sift, index, index.metas[start : start + STRETCH_ROWS], told=index.told[:0])
+        yield partial(_sift, index, index.metas[start : start + STRETCH_ROWS], journaled=index.journaled[:0])
 
 
 def gathered(index: StoredIndex) -> StoredIndex:
     """The same, all of it in memory. Raises OSError."""
     metas = joined([index.metas[:0], *(stretch.metas for stretch in stretches(index))])
-    return replace(index, metas=metas, filed=None, told=index.told[:0])
+    return replace(index, metas=metas, filed=None, journaled=index.journaled[:0])
 
 
 def assignment_of(begun: SegmentBegun, *, tier: int) -> SegmentAssignment:
@@ -140,12 +140,14 @@ def replay(index: StoredIndex, records: Iterable[Record]) -> StoredIndex:
     metas = picked(metas, true_rows(metas["generation"] < GENERATION_LIMIT))
     top = int(metas["generation"].max()) + 1 if len(metas) else 1
     marks = _higher(marks, Marks(1, top))
-    told = distinct(np.concatenate((index.told, keys))) if index.filed else index.told
-    after = StoredIndex(segments, metas, list(namespaces), marks.next_segment, marks.next_generation, index.filed, told)
+    journaled = distinct(np.concatenate((index.journaled, keys))) if index.filed else index.journaled
+    after = StoredIndex(
+        segments, metas, list(namespaces), marks.next_segment, marks.next_generation, index.filed, journaled
+    )
     return _consistent(after)
 
 
-def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
+def changes_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
     """Changes between the two, without marks: the last record of each place, slot and name. index:
     replayed over the snapshot, whose rows are filed.
 
@@ -155,7 +157,7 @@ def told_since(snapshot: StoredIndex, index: StoredIndex) -> Iterator[Record]:
     yield from (segment for place, segment in index.segments.items() if snapshot.segments.get(place) != segment)
     known = set(snapshot.namespaces)
     yield from (NamespaceKept(name) for name in index.namespaces if name not in known)
-    emptied = np.setdiff1d(index.told, _keys(index.metas), assume_unique=True)
+    emptied = np.setdiff1d(index.journaled, _keys(index.metas), assume_unique=True)
     rows = np.zeros(len(emptied), dtype=REMOVED)
     rows["segment"] = emptied >> np.uint64(32)
     rows["offset"] = (emptied & _OFFSET) * np.uint64(PAGE_ALIGN_BYTES)
@@ -228,9 +230,9 @@ def _keys(rows: StructArray) -> Keys:
     return np.asarray(rows["segment"].astype(np.uint64) << np.uint64(32) | offset)
 
 
-def _sift(index: StoredIndex, metas: StructArray, *, told: Keys) -> Stretch:
-    if len(told):
-        metas = picked(metas, true_rows(~_among(_keys(metas), told)))
+def _sift(index: StoredIndex, metas: StructArray, *, journaled: Keys) -> Stretch:
+    if len(journaled):
+        metas = picked(metas, true_rows(~_among(_keys(metas), journaled)))
     return _sound(metas, index.segments)
 
 
@@ -272,7 +274,7 @@ class _Changes:
             self._finish()
         keys, rows = (np.concatenate(parts) for parts in zip(*(piece[1:] for piece in self._pieces), strict=True))
         end = len(keys)
-        told, from_end = np.unique(keys[::-1], return_index=True)
+        journaled, from_end = np.unique(keys[::-1], return_index=True)
         last = end - 1 - from_end
         last = last[rows[last] >= 0]
         metas, order = np.empty(len(last), META), np.argsort(last)
@@ -282,7 +284,7 @@ class _Changes:
             at = order[slice(*np.searchsorted(last, (begin, end), sorter=order))]
             put_at(metas, at, piece.metas.take(rows[last[at]]))
             end = begin
-        return metas, told
+        return metas, journaled
 
     def _begin(self) -> None:
         self._stored, self._removed = list[StructArray](), list[StructArray]()

@@ -73,7 +73,7 @@ def test_a_group_of_ones_own_is_put_as_it_is():
 def _told(about: About, *, tells: bool) -> tuple[int, int, int, int]:
     """Bytes of a put's engine hashes, of their parent and of its tokens; and hashes per block."""
     space = OpenedNamespace(NamespaceSpec("m", max(1, len(about.tokens)), 64), id=5, digest=bytes(32))
-    sent = requests.put_group_message(PutGroup(space, np.zeros((1, 32), np.uint8), about=about), tells=tells)
+    sent = requests.put_group_message(PutGroup(space, np.zeros((1, 32), np.uint8), about=about), with_names=tells)
     return len(sent.engine_hashes), len(sent.engine_parent), len(sent.token_ids), sent.engine_per_block
 
 

@@ -48,8 +48,8 @@ def traffic(learner: Learner, requests: int, *, pause_s: float, chance: float, b
         now = begin_s + number
         while waiting and waiting[0][0] <= now:
             due, first = waiting.pop(0)
-            learner.hear(asks(10, first), due)
-        first = learner.hear(asks(9), now)
+            learner.observe(asks(10, first), due)
+        first = learner.observe(asks(9), now)
         if dice.random() < chance:
             waiting.append((now + pause_s, first))
         if number % REFIT_EVERY == 0:
@@ -101,7 +101,7 @@ def wild(dice: np.random.Generator, learner: Learner, requests: int) -> list[lis
         known = int(dice.integers(0, blocks + 1))
         parts = dice.integers(-1, KINDS * (number + 2), known)
         now += float(dice.exponential(5.0)) - 0.5 * float(dice.random() < 0.01)
-        groups = learner.hear(Request(blocks, dice.integers(1, 200, known), parts), now)
+        groups = learner.observe(Request(blocks, dice.integers(1, 200, known), parts), now)
         answers.append([groups.start, *groups.groups, *groups.parts])
         if number % REFIT_EVERY == 0:
             learner.refit(now)
@@ -152,13 +152,13 @@ def test_a_state_of_another_version_is_refused() -> None:
 def test_memory_is_bounded_and_the_overwritten_is_unknown() -> None:
     """A full ring of requests overwrites the first session, whose next request is new. No column grows."""
     learner = flat(requests=1000)
-    first = learner.hear(asks(9), 0.0)
+    first = learner.observe(asks(9), 0.0)
     sizes = {name: column.nbytes for name, column in learner.state().items()}
-    second = learner.hear(asks(10, first), 10.0)
+    second = learner.observe(asks(10, first), 10.0)
     assert second.start == 9
     for number in range(1000):
-        learner.hear(asks(3), 20.0 + number / 1000)
-    assert learner.hear(asks(11, second), 100.0).start == 0
+        learner.observe(asks(3), 20.0 + number / 1000)
+    assert learner.observe(asks(11, second), 100.0).start == 0
     assert {name: column.nbytes for name, column in learner.state().items()} == sizes
 
 
@@ -170,15 +170,15 @@ def test_a_session_is_followed_and_an_application_is_not_one() -> None:
     """A longer request continues a session; a shared prefix with another end begins a new one.
     Blocks are shared from the second session on."""
     learner = flat()
-    first = learner.hear(asks(6), 0.0)
+    first = learner.observe(asks(6), 0.0)
     assert kinds(first) == [NEW] * 6
-    second = learner.hear(asks(8, first), 30.0)
+    second = learner.observe(asks(8, first), 30.0)
     assert second.start == 6
     assert kinds(second) == [OLD] * 6 + [NEW] * 2
-    other = learner.hear(asks(8, second, known=2), 40.0)
+    other = learner.observe(asks(8, second, known=2), 40.0)
     assert other.start == 0
     assert kinds(other) == [SHARED] * 2 + [NEW] * 6
-    third = learner.hear(asks(9, other, known=6, sessions=2), 50.0)
+    third = learner.observe(asks(9, other, known=6, sessions=2), 50.0)
     assert third.start == 0
 
 
@@ -186,8 +186,8 @@ def test_a_session_is_followed_and_an_application_is_not_one() -> None:
 def test_what_very_many_share_is_in_the_last_group(sessions: int) -> None:
     """A block of very many sessions is in the last shared group."""
     learner = flat()
-    first = learner.hear(asks(3), 0.0)
-    other = learner.hear(asks(3, first, known=3, sessions=sessions), 1.0)
+    first = learner.observe(asks(3), 0.0)
+    other = learner.observe(asks(3, first, known=3, sessions=sessions), 1.0)
     assert other.groups.tolist() == [int(features.SHARED[-1])] * 3
 
 
@@ -195,8 +195,8 @@ def test_a_part_is_used_when_half_of_it_is_whoever_asks() -> None:
     """Another session uses a part if it asks for at least half of it, and not if it asks for less."""
     learner, group = flat(), features.first_group(9)
     for known, uses in ((4, 0), (5, 1)):
-        first = learner.hear(asks(9), 0.0)
-        other = learner.hear(asks(12, first, known=known, sessions=2), 10.0)
+        first = learner.observe(asks(9), 0.0)
+        other = learner.observe(asks(12, first, known=known, sessions=2), 10.0)
         assert other.start == 0
         assert learner.counts().used[group].sum() == uses
 
@@ -212,9 +212,9 @@ def test_an_expert_in_the_shipped_table_is_recency() -> None:
 def test_what_was_replaced_belongs_to_the_session_still() -> None:
     """A request that returns to the start of the last new part continues the session without that part."""
     learner = flat()
-    first = learner.hear(asks(4), 0.0)
-    searched = learner.hear(asks(40, first), 30.0)
-    assert learner.hear(asks(6, searched, known=4), 60.0).start == 4
+    first = learner.observe(asks(4), 0.0)
+    searched = learner.observe(asks(40, first), 30.0)
+    assert learner.observe(asks(6, searched, known=4), 60.0).start == 4
 
 
 def test_groups_are_few_and_only_like_parts_are_near() -> None:
@@ -263,7 +263,7 @@ def test_worth_is_the_best_rate_over_all_horizons() -> None:
 def test_a_clock_that_goes_back_takes_nothing_away() -> None:
     """A clock that goes back never makes counts negative."""
     learner = flat(half_life=1.0)
-    learner.hear(asks(9), 0.0)
+    learner.observe(asks(9), 0.0)
     learner.refit(1000.0)
     learner.refit(0.0)
     assert learner.counts().seen.min() >= 0.0

@@ -1,4 +1,4 @@
-"""The answer of acquire: a value between the conductor and the server."""
+"""The answer of acquire: a value between the cache and the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission: a disk with a long queue refuses reads that would wait too long."""
+"""Queues of reads: a disk with a long queue refuses reads that would wait too long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tierd.cache.admission import Admission, Limits
+from tierd.cache.read_queues import Limits, ReadQueues
 from tierd.core.formats.model import TRANSFER, Reason, StructArray
 
 MIB = 1 << 20
@@ -26,7 +26,7 @@ class Disk:
 
     def __post_init__(self) -> None:
         limits = Limits(batch_blocks=64, queue_time_s=2.0, queue_blocks=1000)
-        self.admission = Admission([DISK, OTHER], now=lambda: self.now, limits=limits)
+        self.queues = ReadQueues([DISK, OTHER], now=lambda: self.now, limits=limits)
 
     def begin(
         self, size: int, *, session: int = 1, tier: int = DISK, reason: Reason = Reason.DEMAND, blocks: int = 8
@@ -37,17 +37,17 @@ class Disk:
         batch["source"]["tier"], batch["reason"] = tier, reason
         batch["source"]["length"] = size // blocks
         self.made += blocks
-        self.admission.begin(batch, session=session)
+        self.queues.begin(batch, session=session)
         return batch
 
     def end(self, batch: StructArray, *, after_s: float) -> None:
         """Ends the batch."""
         self.now += after_s
-        self.admission.end(batch)
+        self.queues.end(batch)
 
     def shut(self, session: int = 9, *, timeout_s: float = 60.0, is_demand: bool = True) -> frozenset[int]:
         """The shut tiers for a caller without reads under way."""
-        return self.admission.shut(session, timeout_s=timeout_s, is_demand=is_demand)
+        return self.queues.shut(session, timeout_s=timeout_s, is_demand=is_demand)
 
 
 @pytest.fixture
@@ -118,16 +118,16 @@ def test_bounded_before_anything_is_known() -> None:
 def test_what_does_not_read_a_disk_counts_nothing(disk: Disk) -> None:
     """Copies from memory do not count."""
     disk.end(disk.begin(FORTY * 10, tier=HOST), after_s=0.0)
-    assert disk.admission.queued() == 0
+    assert disk.queues.queued() == 0
     assert disk.shut() == frozenset()
 
 
 def test_the_refusal_says_when(disk: Disk) -> None:
     """The retry hint grows with the queue, within its bounds."""
     disk.begin(FORTY * 2 + FORTY // 2)
-    short = disk.admission.refusal([DISK]).retry_after_s
+    short = disk.queues.refusal([DISK]).retry_after_s
     disk.begin(FORTY * 20)
-    long = disk.admission.refusal([DISK]).retry_after_s
+    long = disk.queues.refusal([DISK]).retry_after_s
     assert 0.05 <= short < long <= 2.0
 
 
@@ -135,6 +135,6 @@ def test_everything_is_forgotten_at_the_end(disk: Disk) -> None:
     """An idle queue keeps no counts."""
     for batch in [disk.begin(FORTY, session=i) for i in range(5)]:
         disk.end(batch, after_s=0.1)
-    queue = disk.admission._queues[DISK]
+    queue = disk.queues._queues[DISK]
     assert (queue.blocks, queue.bytes, queue.demand_bytes) == (0, 0, 0)
-    assert (dict(queue.of_session), disk.admission._under_way) == ({}, {})
+    assert (dict(queue.of_session), disk.queues._under_way) == ({}, {})

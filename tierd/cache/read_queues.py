@@ -76,7 +76,7 @@ class Queue:
         return max(self.seconds(self.demand_bytes if is_demand else self.bytes), now - self.since)
 
 
-class Admission:
+class ReadQueues:
     """The queues of the stored tiers. tiers: their positions. now: monotonic time in seconds."""
 
     def __init__(self, tiers: Collection[int], *, now: Callable[[], float], limits: Limits) -> None:

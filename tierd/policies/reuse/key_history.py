@@ -1,4 +1,4 @@
-"""Ghosts: numbers remembered for block names, whether the blocks are still held or not.
+"""Key history: numbers remembered for block names, whether the blocks are still held or not.
 
 traffic.py gives the numbers their meaning. Names live in two halves. A name that is asked for is in
 the young half. When that is full it becomes the old one, and the old one's names are forgotten. So
@@ -21,19 +21,19 @@ from tierd.core.arrays.table import Keys
 
 Rows = NDArray[np.int64]
 
-GHOST = np.dtype(
+HISTORY = np.dtype(
     [
         ("asked", "<u2"),  # Sessions that asked for it.
         ("group", "<u2"),  # That its last use put it into.
         ("part", "<i4"),  # Of the request that used it last, as the learner numbers them; -1 none.
     ]
 )
-_UNKNOWN = np.array((0, 0, -1), GHOST)
+_UNKNOWN = np.array((0, 0, -1), HISTORY)
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """Remembered numbers of names, GHOST [n], and their rows in the young half (-1: none)."""
+    """Remembered numbers of names, HISTORY [n], and their rows in the young half (-1: none)."""
 
     numbers: NDArray[np.void]
     rows: Rows
@@ -44,10 +44,10 @@ class _Half(KeyNumbers):
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
-        self.numbers = self.columns.column(GHOST)
+        self.numbers = self.columns.column(HISTORY)
 
 
-class Ghosts:
+class KeyHistory:
     """See the module."""
 
     def __init__(self, limit: int) -> None:
@@ -60,7 +60,7 @@ class Ghosts:
         return self._young.count + self._old.count
 
     def recall(self, keys: Keys) -> Recalled:
-        """GHOST [n] of distinct names; of an unknown name all zero, with part -1."""
+        """HISTORY [n] of distinct names; of an unknown name all zero, with part -1."""
         rows = self._young.find(keys)
         young = rows >= 0
         if every(young):
@@ -74,7 +74,7 @@ class Ghosts:
         return Recalled(found, rows)
 
     def note(self, keys: Keys, numbers: NDArray[np.void], rows: Rows | None = None) -> None:
-        """Remembers GHOST [n] of distinct names. rows: as recalled, if still valid."""
+        """Remembers HISTORY [n] of distinct names. rows: as recalled, if still valid."""
         if self._young.count + len(keys) > self._half_limit and self._young.count:
             self._old, self._young, rows = self._young, _Half(self._half_limit), np.full(len(keys), -1, np.int64)
         rows = self._young.find(keys) if rows is None else rows

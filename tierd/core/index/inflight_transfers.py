@@ -17,7 +17,7 @@ from tierd.core.formats.model import Reason, StructArray
 from tierd.core.plan import Ids, TransferIds
 from tierd.errors import NotFound
 
-FLIGHT = np.dtype(
+INFLIGHT = np.dtype(
     [
         ("block", "<i8"),
         ("source_tier", "<i8"),
@@ -29,11 +29,11 @@ FLIGHT = np.dtype(
 )
 
 
-class Flights:
-    """Rows of FLIGHT by transfer id."""
+class InflightTransfers:
+    """Rows of INFLIGHT by transfer id."""
 
     def __init__(self) -> None:
-        self._rows: NDArray[Any] = np.zeros(0, FLIGHT)
+        self._rows: NDArray[Any] = np.zeros(0, INFLIGHT)
         self._row_of: dict[int, int] = {}
         self._filler: dict[tuple[int, int], int] = {}
         self._free: list[int] = []
@@ -42,9 +42,9 @@ class Flights:
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def begin(self, flights: StructArray) -> TransferIds:
-        """Ids for new flights, rising from 1, never used twice."""
-        count = len(flights)
+    def begin(self, transfers: StructArray) -> TransferIds:
+        """Ids for new transfers, rising from 1, never used twice."""
+        count = len(transfers)
         if len(self._free) < count:
             old = len(self._rows)
             lengthen(self._rows, rows_for(old, old + count))
@@ -53,13 +53,13 @@ class Flights:
         del self._free[len(self._free) - count :]
         ids = range(self._next, self._next + count)
         self._next += count
-        self._rows[rows] = flights
+        self._rows[rows] = transfers
         self._row_of.update(zip(ids, rows, strict=True))
-        self._filler.update(zip(_targets(flights), ids, strict=True))
+        self._filler.update(zip(_targets(transfers), ids, strict=True))
         return np.arange(ids.start, ids.stop, dtype=np.uint64)
 
     def end(self, ids: TransferIds) -> StructArray:
-        """Takes distinct flights out. Raises NotFound, and changes nothing, if one is not in flight."""
+        """Removes distinct transfers. Raises NotFound, and changes nothing, if one is not in flight."""
         unknown = [i for i in ids.tolist() if i not in self._row_of]
         if unknown or len(set(ids.tolist())) != len(ids):
             raise NotFound(
@@ -67,10 +67,10 @@ class Flights:
             )
         rows = [self._row_of.pop(i) for i in ids.tolist()]
         self._free.extend(rows)
-        flights: StructArray = self._rows[rows]
-        for target in _targets(flights):
+        transfers: StructArray = self._rows[rows]
+        for target in _targets(transfers):
             del self._filler[target]
-        return flights
+        return transfers
 
     def fillers(self, tier: int, pages: Ids) -> TransferIds:
         """The transfer that fills each page of the tier; 0: none. uint64 [n]."""
@@ -90,5 +90,5 @@ class Flights:
         return [(rows[f"{end}_tier"], rows[f"{end}_page"]) for end in ("source", "target")]
 
 
-def _targets(flights: StructArray) -> Iterable[tuple[int, int]]:
-    return zip(flights["target_tier"].tolist(), flights["target_page"].tolist(), strict=True)
+def _targets(transfers: StructArray) -> Iterable[tuple[int, int]]:
+    return zip(transfers["target_tier"].tolist(), transfers["target_page"].tolist(), strict=True)
