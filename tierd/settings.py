@@ -294,7 +294,7 @@ class NvmeConfig:
         8,
         "That many failed reads, failed writes or corrupt blocks within fault_window stop writes to the "
         "store. That many failed reads in a row stop reads too. 0: no such limit. "
-        "A failed sync always stops writes.",
+        "A failed sync stops writes at once. After retry_pause they go on in a new file.",
         unit="faults",
         least=0,
         most=10**6,

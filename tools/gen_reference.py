@@ -21,7 +21,7 @@ HEAD = """\
 # Which disk:        [[nvme]] path = "/mnt/nvme0/tierd"      with capacity = "1 TiB", allocated at start; the
 #                                                            directory's parent must exist
 # Two disks:         two [[nvme]] tables                     they share the load
-# TCP:               [server] tcp_listen = "127.0.0.1:7400"  with tcp_credential_file
+# TCP:               [server] tcp_listen = "127.0.0.1:9441"  with tcp_credential_file
 # GPU memory:        [[device]] kind = "cuda"                with capacity
 #
 # Sizes are bytes, or texts such as "512 MiB" (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB).
