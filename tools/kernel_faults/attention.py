@@ -42,7 +42,7 @@ ATTENTION: tuple[Mutant, ...] = (
         "prefill-after",
         "a stage is filled anew while others read it",
         "prefill.cu",
-        "__syncthreads();  // before this stage is filled anew",
+        "__syncthreads();  // before this stage is filled again",
         "",
         PREFILL,
     ),
