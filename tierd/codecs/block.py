@@ -16,7 +16,7 @@ import numpy as np
 from tierd.checksum import record_checksum
 from tierd.codecs.values import DTYPES, LAYOUTS, ROUNDING, Bytes, Floats, KVShape, bytes_of, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
-from tierd.errors import CorruptRecord, Unsupported
+from tierd.errors import CorruptRecord, InvalidArgument, Unsupported
 
 MAGIC, VERSION = 0x56_4B_44_54, 1  # "TDKV"
 HEADER = np.dtype(
@@ -89,9 +89,10 @@ def encode(codec: Codec, block: Any, shape: KVShape) -> Bytes:
         payload, error = codec.encode(values, shape)
     if not np.isfinite(error):  # a scale beyond float16
         return _framed(IDENTITY, 1, shape, bytes_of(raw, shape), 0.0)
+    relative, absolute = ROUNDING[shape.geometry.dtype]
     largest = float(np.abs(values).max()) + error
-    bound = np.nextafter(np.float32(error * (1 + 1e-5) + largest * ROUNDING[shape.geometry.dtype]), np.float32(np.inf))
-    return _framed(codec.number, codec.version, shape, payload, float(bound))
+    bound = np.float32(error * (1 + 1e-5) + max(largest * relative, absolute))
+    return _framed(codec.number, codec.version, shape, payload, float(np.nextafter(bound, np.float32(np.inf))))
 
 
 def decode(data: Any, codecs: dict[int, Codec]) -> Decoded:
@@ -109,9 +110,12 @@ def decode(data: Any, codecs: dict[int, Codec]) -> Decoded:
     known = 1 if number == IDENTITY else codec.version if codec else 0
     if header["version"] != VERSION or not 0 < version <= known:
         raise Unsupported(
-            f"encoded block: format {header['version']}, codec {number} in version {version} is unknown here; upgrade tierd"
+            f"encoded block: format {header['version']}, codec {number} in version {version} is unknown here; upgrade "
+            "tierd"
         )
     shape = _shape_of(header)
+    if codec is not None:
+        codec.check(shape)
     wanted = shape.block_bytes if codec is None else codec.length(shape)
     if len(payload) != header["payload"] or len(payload) != wanted:
         raise CorruptRecord(
@@ -148,4 +152,7 @@ def _shape_of(header: Any) -> KVShape:
         )
     dtype, layout = DTYPES[int(header["dtype"])], LAYOUTS[int(header["layout"])]
     geometry = KVGeometry(int(header["layers"]), int(header["kv_heads"]), int(header["head_dim"]), dtype, layout)
-    return KVShape(geometry, int(header["tokens"]))
+    try:
+        return KVShape(geometry, int(header["tokens"]))
+    except InvalidArgument as error:
+        raise CorruptRecord(f"encoded block: its header is impossible ({error}); read another copy") from None

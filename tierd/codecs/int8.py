@@ -77,5 +77,5 @@ class Int8:
 def _row_values(shape: KVShape) -> int:
     """Values of a row: those of the most heads that divide all heads and have 128 together."""
     heads, dim = shape.geometry.kv_heads, shape.geometry.head_dim
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * dim <= max(ROW_VALUES, dim)]
-    return fitting[-1] * dim
+    most = min(heads, max(1, ROW_VALUES // dim))
+    return dim * next(n for n in range(most, 0, -1) if heads % n == 0)

@@ -27,9 +27,9 @@ from tierd.errors import Unsupported
 Codes = NDArray[np.uint8]
 HEAD_DIMS = (16, 32, 64, 128, 256)
 LANES = 16
-STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
+STEPS = {3: 0.5860, 4: 0.3352, 8: 0.0308}
 """Bits of a code -> best step for normal values of variance 1 (Max, 1960, table II; 8: uniform)."""
-TRIES = {2: (1.0,), 3: (1.0, 0.85), 4: (1.0, 0.8, 1.25), 8: (1.0,)}
+TRIES = {3: (1.0, 0.85), 4: (1.0, 0.8, 1.25), 8: (1.0,)}
 """Of this step, the multiples tried for each row. The one with the least error is kept."""
 LEAST_LENGTH = 1e-17
 """Shorter vectors may have a square that is 0 in float32."""

@@ -19,8 +19,8 @@ Bytes = NDArray[np.uint8]
 
 DTYPES = ("bfloat16", "float16")
 LAYOUTS = ("NHD", "HND")
-VALUES_MAX = 1 << 31
-"""Values of a block; its bytes stay below 4 GiB, as in BlockMeta."""
+VALUES_MAX = (1 << 31) - 1
+"""Of a block: its bytes stay below 4 GiB, as in BlockMeta."""
 
 
 class Sizes(NamedTuple):
@@ -45,11 +45,13 @@ class KVShape:
         g = self.geometry
         if g.dtype not in DTYPES or g.layout not in LAYOUTS:
             raise InvalidArgument(
-                f"codec: dtype {g.dtype!r} in layout {g.layout!r} cannot be encoded; use one of {DTYPES} in one of {LAYOUTS}"
+                f"codec: dtype {g.dtype!r} in layout {g.layout!r} cannot be encoded; use one of {DTYPES} in one of "
+                f"{LAYOUTS}"
             )
         if min(self.sizes) < 1 or self.values > VALUES_MAX:
             raise InvalidArgument(
-                f"codec: a block of {self.sizes} cannot be encoded; give sizes of 1 or more, {VALUES_MAX} values at most"
+                f"codec: a block of {self.sizes} cannot be encoded; give sizes of 1 or more, and at most {VALUES_MAX} "
+                "values"
             )
 
     @property
@@ -75,7 +77,8 @@ def raw_of(block: Any, shape: KVShape) -> Raw:
     data = np.frombuffer(block, np.uint8)
     if len(data) != shape.block_bytes:
         raise InvalidArgument(
-            f"codec: the block has {len(data)} bytes, its shape {shape.sizes} has {shape.block_bytes}; pass the block's own shape"
+            f"codec: the block has {len(data)} bytes, its shape {shape.sizes} has {shape.block_bytes}; pass the "
+            "block's own shape"
         )
     layers, pair, tokens, heads, dim = shape.sizes
     if shape.geometry.layout == "HND":
@@ -105,5 +108,5 @@ def rounded(values: Floats, dtype: str) -> Raw:
 
 
 BF16_MAX = np.array(0x7F7F0000, np.uint32).view(np.float32)[()]
-ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Relative error of `rounded`, at most."""
+ROUNDING = {"bfloat16": (2.0**-8, 2.0**-134), "float16": (2.0**-11, 2.0**-25)}
+"""Error of `rounded`, at most: relative for normal numbers, absolute for smaller ones."""

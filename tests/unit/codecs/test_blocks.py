@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tests.depth import count
 from tierd.codecs import block as block_module
 from tierd.codecs.block import HEADER, IDENTITY, Codec, decode, encode
+from tierd.codecs.int8 import Int8
 from tierd.codecs.named import ALL, BY_NUMBER, codec_named
 from tierd.codecs.rot import HEAD_DIMS
 from tierd.codecs.values import DTYPES, LAYOUTS, KVShape, floats_of, raw_of, rounded
@@ -62,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[KVShape, int, float, list[tuple[int, float]]
     return (
         shape,
         draw(st.integers(0, 1 << 30)),
-        draw(st.sampled_from([0.0, 1e-20, 1e-4, 1.0, 100.0])),
+        draw(st.sampled_from([0.0, 1e-20, 3e-7, 1e-4, 1.0, 100.0])),
         draw(st.lists(st.tuples(st.integers(0, 1 << 30), odd), max_size=8)),
     )
 
@@ -123,13 +126,78 @@ def test_rounding_is_to_nearest_even(dtype: str) -> None:
 @pytest.mark.parametrize("field", ["tokens", "layers", "kv_heads", "head_dim", "payload"])
 def test_a_header_with_another_shape(codec: Codec, field: str) -> None:
     """A header whose shape does not give the payload's length is refused, though its checksum holds."""
+    was = crafted(codec)[: HEADER.itemsize].view(HEADER)[field][0]
+    with pytest.raises(CorruptRecord, match="its shape takes"):
+        decode(crafted(codec, **{field: 2 * int(was)}), BY_NUMBER)
+
+
+@each_codec
+@pytest.mark.parametrize(("scale", "dtype"), [(2.0**-22, "float16"), (2.0**-130, "bfloat16")])
+def test_subnormal_values(codec: Codec, scale: float, dtype: str) -> None:
+    """The bound covers the rounding of values below the smallest normal number of the dtype."""
+    shape = shape_of(dtype=dtype)
+    check(codec, noise(shape, scale=scale), shape)
+    for most in range(100, 300, 7):  # near 128 units, int8's error is just above half a unit
+        ramp = np.arange(shape.values).reshape(shape.sizes) % most
+        check(codec, block_of(ramp * (2.0**-24 if dtype == "float16" else 2.0**-133), shape), shape)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("heads", "dim", "values"), [(2, 64, 128), (8, 128, 128), (5, 64, 64), (6, 32, 96), (1, 256, 256), (2**29, 1, 128)]
+)
+def test_rows_of_int8(heads: int, dim: int, values: int) -> None:
+    """A row has the most heads that divide all heads and have at most 128 values together."""
+    shape = shape_of(layers=1, tokens=1, heads=heads, dim=dim)
+    assert codec_named("int8").length(shape) == 4 + shape.values + shape.values // values
+
+
+@pytest.mark.parametrize("name", ["rot-8-8", "rot-4-4", "int3"])
+def test_a_head_dim_that_no_codec_writes(name: str) -> None:
+    """A header with a head_dim that its codec refuses is refused when decoding too."""
+    shape, codec = shape_of(dim=17), codec_named(name)
+    payload = np.zeros(codec.length(shape), np.uint8)
+    with pytest.raises(Unsupported, match="head_dim 17"):
+        decode(block_module._framed(codec.number, 1, shape, payload, 0.0), BY_NUMBER)
+
+
+def test_a_codec_gets_finite_values_alone() -> None:
+    """A codec is not asked to encode a block with NaN or infinity."""
+    shape = shape_of()
+    raw = np.frombuffer(noise(shape), np.uint16).copy()
+    raw[5] = 0x7F80
+
+    class Careful(Int8):
+        def encode(self, values: np.ndarray, shape: KVShape) -> tuple[np.ndarray, float]:
+            raise AssertionError("it was asked")
+
+    assert decode(encode(Careful(1), raw, shape), BY_NUMBER).block.tobytes() == raw.tobytes()
+
+
+def crafted(codec: Codec, **fields: int) -> np.ndarray:
+    """An encoded block whose header has other numbers, and a checksum that matches."""
     shape = shape_of(layers=1, tokens=16)
     coded = encode(codec, noise(shape), shape)
     header = coded[: HEADER.itemsize].view(HEADER)
-    header[field] *= 2
+    for field, value in fields.items():
+        header[field] = value
     header["checksum"] = block_module._checksum(header[0], coded[HEADER.itemsize :])
-    with pytest.raises(CorruptRecord, match="its shape takes"):
-        decode(coded, BY_NUMBER)
+    return coded
+
+
+@each_codec
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *itertools.product(("tokens", "layers", "kv_heads", "head_dim"), (0, 33, 2**31 - 1, 2**32 - 1)),
+        *itertools.product(("dtype", "layout"), (2, 255)),
+    ],
+)
+def test_any_shape_in_a_header(codec: Codec, field: str, value: int) -> None:
+    """A header with an impossible or huge shape is refused by name, at once."""
+    with pytest.raises((CorruptRecord, Unsupported)):
+        decode(crafted(codec, **{field: value}), BY_NUMBER)
 
 
 @each_codec
