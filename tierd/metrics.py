@@ -46,8 +46,8 @@ METRICS: Mapping[str, Row] = {
     "tierd_tokens_missed_total": Row(
         "counter",
         "tokens",
-        "Tokens asked for in lookups or gets and not served: absent (held nowhere), no_room (no space in a near tier), busy (a far tier's "
-        "queue was full), failed.",
+        "Tokens asked for in lookups or gets and not served: absent (held nowhere), no_room (no space in a near tier), "
+        "busy (a far tier's queue was full), failed.",
         ("reason",),
     ),
     "tierd_blocks_committed_total": Row("counter", "blocks", "Blocks published by commits, by tier.", ("tier",)),

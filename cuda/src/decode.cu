@@ -114,8 +114,8 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   static SIMT_DEV void put_empty(const DecodeParams& p, int group) {
     const int rows = p.batch.requests * p.batch.kv_heads;
     for (int first = 32 * (blockIdx.x * kWarps + simt::warp()); first < rows; first += gridDim.x * kThreads) {
-      const int mine = first + simt::lane();
-      const bool is_empty = mine < rows && Row::of(p.batch, p.pool.page_tokens, mine, 0).end == 0;
+      const int row = first + simt::lane();
+      const bool is_empty = row < rows && Row::of(p.batch, p.pool.page_tokens, row, 0).end == 0;
       if (!simt::any(is_empty)) continue;
       for (int lane = 0; lane < 32; lane++) {
         if (!__shfl_sync(~0u, int(is_empty), lane)) continue;
@@ -144,14 +144,14 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     else lses_of(p, part.level, group)[head] = lse_of(base, log2f(sum), sum);
   }
 
-  // Joins the warps' results of a row. shared: the memory behind the rings, except `told`.
-  static SIMT_DEV void join_warps(const DecodeParams& p, const Attention& mine, const Part& part, int group, float* shared) {
+  // Joins the warps' results of a row. shared: the memory behind the rings, except `is_last`.
+  static SIMT_DEV void join_warps(const DecodeParams& p, const Attention& attention, const Part& part, int group, float* shared) {
     float *outs = shared, *tops = outs + kWarps * group * kPadded, *sums = tops + kWarps * group, *rounded = sums + kWarps * group;
     const int first = simt::warp() * group;
-    mine.each_out([&](int head, int channel, float value) {
+    attention.each_out([&](int head, int channel, float value) {
       if (head < group) outs[(first + head) * kPadded + channel] = value;
     });
-    mine.each_head([&](int head, float top, float sum, float as_multiplied) {
+    attention.each_head([&](int head, float top, float sum, float as_multiplied) {
       if (head < group) tops[first + head] = top, sums[first + head] = sum, rounded[first + head] = as_multiplied;
     });
     __syncthreads();
@@ -208,19 +208,19 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
   // The block's part of a row is stored. The block that brings the last of some neighbours joins
   // them. It brings the joined part in turn, until it is the whole row. launch: the launch's
   // number, known to the first thread.
-  static SIMT_DEV void bring(const DecodeParams& p, const Run& run, const Row& row, int group, int* told, uint64_t launch) {
+  static SIMT_DEV void publish_partial(const DecodeParams& p, const Run& run, const Row& row, int group, int* is_last, uint64_t launch) {
     const int from = row.begin / run.length, parts = (row.end - 1) / run.length - from + 1, slots = from + row.number;
     const int fan = parts > kOnce ? kFan : kOnce;
-    int mine = blockIdx.x - from;
+    int part = blockIdx.x - from;
     for (int level = 1, step = 1; step < parts; level++, step *= fan) {
-      mine -= mine % (fan * step);
-      const int count = min(fan, (parts - mine + step - 1) / step);
+      part -= part % (fan * step);
+      const int count = min(fan, (parts - part + step - 1) / step);
       if (count > 1) {  // its counter is the first slot's; a level up it is the next one's, which no other join uses
-        if (threadIdx.x == 0) *told = simt::is_last_of(p.arrived + slots + mine + level - 1, launch, count);
+        if (threadIdx.x == 0) *is_last = simt::is_last_of(p.arrived + slots + part + level - 1, launch, count);
         __syncthreads();
-        if (!*told) return;
+        if (!*is_last) return;
       }
-      join_parts(p, {row.number, slots + mine, level, fan * step >= parts}, count, step, group);
+      join_parts(p, {row.number, slots + part, level, fan * step >= parts}, count, step, group);
     }
   }
 
@@ -229,16 +229,17 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     const int group = p.q_heads / p.batch.kv_heads, warp = simt::warp(), page_tokens = p.pool.page_tokens;
     unsigned char* ring = raw + warp * p.ring * kSlot;
     float* shared = reinterpret_cast<float*>(raw + kWarps * p.ring * kSlot);
-    int* told = reinterpret_cast<int*>(shared + kWarps * group * (kPadded + 3));
+    int* is_last = reinterpret_cast<int*>(shared + kWarps * group * (kPadded + 3));
     uint64_t launch = threadIdx.x == 0 ? simt::launch_of(p.launches) : 0;
-    const Share mine = Share::of<kThreads>(p.batch, page_tokens, told);
-    const int last = mine.run.last, tiles_there = mine.run.length > kLongRun ? 2 : p.ring;
-    Row row = mine.row;
-    Next next{row, mine.run.first + warp};
+    const Share share = Share::of<kThreads>(p.batch, page_tokens, is_last);
+    const int last = share.run.last, tiles_there = share.run.length > kLongRun ? 2 : p.ring;
+    Row row = share.row;
+    Next next{row, share.run.first + warp};
     next.find(p, last);
     for (int i = 0; i < tiles_there - 1; i++) next.load(p, last, ring + i * kSlot);
     put_empty(p, group);
-    uint64_t* kept = reinterpret_cast<uint64_t*>(told + kWarps + 2);  // behind the share's numbers: a register for so long costs too much
+    // Behind the share's numbers: a register for so long costs too much.
+    uint64_t* kept = reinterpret_cast<uint64_t*>(is_last + kWarps + 2);
     if (threadIdx.x == 0) *kept = launch;
     if constexpr (kTells) {
       const int64_t count = (int64_t)p.batch.requests * p.q_heads * p.batch.table_stride;
@@ -246,7 +247,7 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
     }
 
     int slot = 0;
-    for (int tile = mine.run.first + warp; mine.run.first < last;) {
+    for (int tile = share.run.first + warp; share.run.first < last;) {
       Attention attention;
       attention.begin(static_cast<const Value*>(p.q) + (int64_t)row.number * group * kDim, group);
       const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.number % p.batch.kv_heads] : 1.f);
@@ -267,18 +268,18 @@ template <class Query, class Stored, int kDim, int kSets, int kWarps> struct Dec
         slot = slot + 1 < tiles_there ? slot + 1 : 0;
       }
       attention.finish();
-      join_warps(p, attention, {row.number, int(blockIdx.x) + row.number, 0, mine.run.first <= row.begin && row.end <= last}, group, shared);
+      join_warps(p, attention, {row.number, int(blockIdx.x) + row.number, 0, share.run.first <= row.begin && row.end <= last}, group, shared);
       if (end >= last) break;
       row.advance(p.batch, page_tokens, end);
     }
     simt::await_copies<0>();
-    if (mine.run.first >= last) return;
+    if (share.run.first >= last) return;
     // At the end of the run, since an announcement waits for the memory. Only its first and last
     // rows can be shared.
-    const Row& first = mine.row;
+    const Row& first = share.row;
     launch = threadIdx.x == 0 ? *kept : 0;
-    if (first.begin < mine.run.first || first.end > last) bring(p, mine.run, first, group, told, launch);
-    if (row.number != first.number && row.end > last) bring(p, mine.run, row, group, told + 1, launch);
+    if (first.begin < share.run.first || first.end > last) publish_partial(p, share.run, first, group, is_last, launch);
+    if (row.number != first.number && row.end > last) publish_partial(p, share.run, row, group, is_last + 1, launch);
   }
 };
 
@@ -295,7 +296,8 @@ SIMT_DEV void page_mass(const MassParams& p) {
   const float* tile_lse = p.tile_lse + (int64_t)row * p.batch.table_stride * page_tiles * group;
   for (int head = 0; head < group; head++) {
     const int64_t of_all = (int64_t)row * group + head;
-    const float lse = p.lse[of_all], whole = lse == -INFINITY ? 0.f : lse / kLn2;  // scores of -inf alone have no weight
+    // Scores of -inf alone have no weight.
+    const float lse = p.lse[of_all], whole = lse == -INFINITY ? 0.f : lse / kLn2;
     float sum = 0.f;
     for (int j = i; j < tiles.count && j < i + page_tiles; j++) {
       const int at = tiles.first_token(j);

@@ -40,10 +40,10 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     }
   }
 
-  // is_seen(token): for a token of the tile. told(head, lse): gets the tile's own log2-sum-exp, if
+  // is_seen(token): for a token of the tile. on_lse(head, lse): gets the tile's own log2-sum-exp, if
   // kTells.
-  template <bool kTells, class Seen, class Told>
-  SIMT_DEV void add(const unsigned char* k, const unsigned char* v, float scale_log2, Seen is_seen, Told told) {
+  template <bool kTells, class Seen, class OnLse>
+  SIMT_DEV void add(const unsigned char* k, const unsigned char* v, float scale_log2, Seen is_seen, OnLse on_lse) {
     float scores[kSets][2][4] = {};  // of even and of odd blocks of channels: two chains of products, each half as long
     uint32_t spare[2];
 #pragma unroll(kKeepsQueries ? kBlocks : 2)
@@ -84,7 +84,7 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
     }
     if constexpr (kTells) {  // while the tensor cores multiply
 #pragma unroll
-      for (int s = 0; s < kSets; s++) tell(s, alone[s], told);
+      for (int s = 0; s < kSets; s++) report_lse(s, alone[s], on_lse);
     }
   }
 
@@ -177,12 +177,12 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
 
   // Sums both heads over the tokens. Lanes of odd l / 4 take the second head's, so that one
   // exchange serves two.
-  template <class Told> SIMT_DEV void tell(int s, const float (&alone)[2], Told told) {
+  template <class OnLse> SIMT_DEV void report_lse(int s, const float (&alone)[2], OnLse on_lse) {
     const bool is_second = simt::lane() & 4;
     float whole = (is_second ? alone[1] : alone[0]) + __shfl_xor_sync(~0u, is_second ? alone[0] : alone[1], 4);
     for (int by = 8; by < 32; by *= 2) whole += __shfl_xor_sync(~0u, whole, by);
     const float base = is_second ? top[s][1] : top[s][0];
-    if (simt::lane() < 8) told(8 * s + 2 * (simt::lane() & 3) + is_second, lse_of(base, log2f(whole), whole));
+    if (simt::lane() < 8) on_lse(8 * s + 2 * (simt::lane() & 3) + is_second, lse_of(base, log2f(whole), whole));
   }
 };
 

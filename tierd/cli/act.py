@@ -105,7 +105,8 @@ def flush(ask: Ask, *, deadline: float) -> None:
     with ask.connect() as daemon:
         answer = daemon.ask(pb.FlushRequest(deadline_s=deadline), timeout_s=deadline + 10)
     left = (
-        f"; {counted(answer.left, 'block')} could not be written in {deadline:g} s: `tierctl tiers` shows the store's trouble"
+        f"; {counted(answer.left, 'block')} could not be written in {deadline:g} s: "
+        "`tierctl tiers` shows the store's trouble"
         if answer.left
         else ""
     )

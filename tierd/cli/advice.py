@@ -129,7 +129,8 @@ def hash_advice(engine: Engine) -> Advice | None:
     if algorithm.startswith(SEEDLESS) or (engine.kind == "vllm" and algorithm == "builtin"):
         return _advice(
             engine,
-            f"block hashes by {algorithm} are valid in this process alone: after a restart, and for others, every block is a miss",
+            f"block hashes by {algorithm} are valid in this process alone: after a restart, and for "
+            "others, every block is a miss",
             "set --prefix-caching-hash-algo sha256_cbor",
         )
     if algorithm != "sha256" or engine.kind != "vllm":

@@ -103,7 +103,8 @@ def with_sizes(config: Config, *, memory: int | None, disks: Sequence[Disk]) -> 
     if memory is not None:
         if len(config.host) > 1:
             raise ConfigError(
-                f"--memory: the file has {len(config.host)} [[host]] tables, 1 at most; leave --memory out and set their capacity"
+                f"--memory: the file has {len(config.host)} [[host]] tables, 1 at most; leave --memory out and "
+                "set their capacity"
             )
         host = config.host[0] if config.host else HostConfig()
         config = dataclasses.replace(config, host=(dataclasses.replace(host, capacity=memory, segment=_auto()),))

@@ -138,7 +138,8 @@ def load_model(folder: Path | None) -> Llama:
     model = Llama(open_checkpoint(folder) if folder else random_checkpoint(RANDOM, scale=RANDOM_SCALE))
     if model.spec.vocab_size <= BYTE_BOS:
         raise OperatorError(
-            f"{folder}: its vocabulary of {model.spec.vocab_size} tokens is below {BYTE_BOS + 1}; use tiny-llama, whose tokens are bytes"
+            f"{folder}: its vocabulary of {model.spec.vocab_size} tokens is below {BYTE_BOS + 1}; use tiny-llama, "
+            "whose tokens are bytes"
         )
     return model
 
@@ -214,7 +215,8 @@ class Stage:
                 time.sleep(0.01)
         if left:
             raise OperatorError(
-                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run with --keep and read the log"
+                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run with --keep and read "
+                "the log"
             )
 
     def _fetch_to_host(self) -> None:
@@ -260,7 +262,8 @@ def draw(console: Console, model: Llama, turns: Sequence[Turn]) -> None:
     console.print()
     console.print(
         Text(
-            f"{spec.layers} layers, hidden {spec.hidden_size}, {kv} of KV a token; {turns[-1].cached.prompt_tokens:,} tokens at the end",
+            f"{spec.layers} layers, hidden {spec.hidden_size}, {kv} of KV a token; "
+            f"{turns[-1].cached.prompt_tokens:,} tokens at the end",
             style="dim",
         )
     )
