@@ -192,7 +192,8 @@ async def test_a_process_without_descriptors_loses_none_to_a_probe(tiers: tuple[
     await until(lambda: bool(device.health().fault))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken, some = [], os.dup(0)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (some + 8, limits[1]))
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, limits[1]))
     try:
         with suppress(OSError):
             while True:
