@@ -3,18 +3,21 @@
     block bytes ─▶ encode ─▶ header | payload        header | payload ─▶ decode ─▶ block bytes
 
 A block with a value that is not finite is kept as it is, under codec 0: no lossy code can hold it.
-The header names everything that decoding needs, and its checksum covers the payload.
+It also keeps its own bytes if the codec's payload would be no shorter. The header names everything
+that decoding needs, and its checksum covers the payload.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tierd.checksum import record_checksum
-from tierd.codecs.values import DTYPES, LAYOUTS, ROUNDING, Bytes, Floats, KVShape, bytes_of, floats_of, raw_of, rounded
+from tierd.codecs.calibration import Calibration
+from tierd.codecs.values import DTYPES, INFINITY, LAYOUTS, ROUNDING, Bytes, KVShape, Raw, bytes_of, floats_of, raw_of
 from tierd.core.formats.block import KVGeometry
 from tierd.errors import CorruptRecord, InvalidArgument, Unsupported
 
@@ -34,15 +37,42 @@ HEADER = np.dtype(
         ("payload", "<u4"),
         ("error", "<f4"),
         ("calibration", "V16"),
-        ("reserved", "V4"),
+        ("position", "<u4"),
         ("checksum", "<u8"),
     ]
 )
 IDENTITY = 0
 
 
+class Context(NamedTuple):
+    """What a codec may need beside the values.
+
+    position: of the block's first token in its sequence. Codecs that undo RoPE need it.
+    """
+
+    position: int = 0
+    calibration: Calibration | None = None
+
+
+NO_CONTEXT = Context()
+
+
+class Payload(NamedTuple):
+    """error: the largest error of a value before it is rounded to the block's dtype; 0: exact."""
+
+    data: Bytes
+    error: float
+
+
+class Lengths(NamedTuple):
+    """Bytes of a payload, known from the shape before any memory is taken."""
+
+    least: int
+    most: int
+
+
 class Codec(Protocol):
-    """One way to encode. The values that `encode` takes are finite."""
+    """One way to encode. The values that `encode` takes are finite, unless the codec is exact."""
 
     @property
     def name(self) -> str:
@@ -56,17 +86,26 @@ class Codec(Protocol):
     def version(self) -> int:
         """Of the payload's format; older ones can be decoded too."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether decoded blocks equal the originals bit by bit, whatever the values."""
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether encode and decode need a calibration."""
+
     def check(self, shape: KVShape) -> None:
         """Raises Unsupported if blocks of this shape cannot be encoded."""
 
-    def length(self, shape: KVShape) -> int:
-        """Bytes of the payload, known before any memory is taken."""
+    def lengths(self, shape: KVShape) -> Lengths:
+        """Of any payload for this shape."""
 
-    def encode(self, values: Floats, shape: KVShape) -> tuple[Bytes, float]:
-        """The payload, and the largest error of a value before it is rounded to the block's dtype."""
+    def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
+        """raw may be a view with any strides; the last axis is contiguous. An error that is not
+        finite says that the values cannot be encoded."""
 
-    def decode(self, payload: Bytes, shape: KVShape) -> Floats:
-        """The values of a payload of `length` bytes."""
+    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
+        """The values of a payload within `lengths`. Raises CorruptRecord for an impossible one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +117,33 @@ class Decoded:
     codec: int
 
 
-def encode(codec: Codec, block: Any, shape: KVShape) -> Bytes:
+def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTEXT) -> Bytes:
     """Header and payload. block: contiguous bytes. Raises InvalidArgument, Unsupported."""
     codec.check(shape)
+    if codec.is_calibrated:
+        _checked(context.calibration, shape, codec.name)
     raw = raw_of(block, shape)
-    values = floats_of(raw, shape.geometry.dtype)
-    if not np.isfinite(values).all():
-        return _framed(IDENTITY, 1, shape, bytes_of(raw, shape), 0.0)
+    dtype = shape.geometry.dtype
+    largest = int((raw & 0x7FFF).max())  # 16-bit floats without their signs compare like integers
+    if not codec.is_exact and largest >= INFINITY[dtype]:
+        return _identity(raw, shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        payload, error = codec.encode(values, shape)
-    if not np.isfinite(error):  # a scale beyond float16
-        return _framed(IDENTITY, 1, shape, bytes_of(raw, shape), 0.0)
-    relative, absolute = ROUNDING[shape.geometry.dtype]
-    largest = float(np.abs(values).max()) + error
-    bound = np.float32(error * (1 + 1e-5) + max(largest * relative, absolute))
-    return _framed(codec.number, codec.version, shape, payload, float(np.nextafter(bound, np.float32(np.inf))))
+        payload, error = codec.encode(raw, shape, context)
+    if not np.isfinite(error) or len(payload) >= shape.block_bytes:
+        return _identity(raw, shape)
+    if codec.is_exact:
+        return _framed(codec, shape, payload, 0.0, context)
+    relative, absolute = ROUNDING[dtype]
+    top = float(floats_of(np.array([largest], np.uint16), dtype)[0]) + error
+    bound = np.float32(error * (1 + 1e-5) + max(top * relative, absolute))
+    return _framed(codec, shape, payload, float(np.nextafter(bound, np.float32(np.inf))), context)
 
 
-def decode(data: Any, codecs: dict[int, Codec]) -> Decoded:
-    """A block again. Raises CorruptRecord for damaged data, Unsupported for an unknown codec or version."""
+def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, Calibration] | None = None) -> Decoded:
+    """A block again. calibrations: by hash.
+
+    Raises CorruptRecord for damaged data, Unsupported for an unknown codec, version or calibration.
+    """
     coded = np.frombuffer(data, np.uint8)
     if len(coded) < HEADER.itemsize:
         raise CorruptRecord(
@@ -116,23 +163,50 @@ def decode(data: Any, codecs: dict[int, Codec]) -> Decoded:
     shape = _shape_of(header)
     if codec is not None:
         codec.check(shape)
-    wanted = shape.block_bytes if codec is None else codec.length(shape)
-    if len(payload) != header["payload"] or len(payload) != wanted:
+    least, most = codec.lengths(shape) if codec else (shape.block_bytes, shape.block_bytes)
+    if len(payload) != header["payload"] or not least <= len(payload) <= most:
         raise CorruptRecord(
-            f"encoded block: the payload has {len(payload)} bytes, its shape takes {wanted}; read another copy"
+            f"encoded block: the payload has {len(payload)} bytes, its shape takes {least} to {most}; read another copy"
         )
     if codec is None:
         return Decoded(payload, 0.0, IDENTITY)
-    raw = rounded(codec.decode(payload, shape), shape.geometry.dtype)
+    calibration = None
+    if codec.is_calibrated:
+        digest = header["calibration"].tobytes()
+        calibration = _checked((calibrations or {}).get(digest), shape, codec.name, digest.hex())
+    raw = codec.decode(payload, shape, Context(int(header["position"]), calibration))
     return Decoded(bytes_of(raw, shape), float(header["error"]), number)
 
 
-def _framed(number: int, version: int, shape: KVShape, payload: Bytes, error: float) -> Bytes:
+def _checked(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:
+    """Raises Unsupported unless the calibration is of this shape."""
+    if calibration is None:
+        raise Unsupported(
+            f"codec {name}: calibration {wanted or 'of the namespace'} is not here; make it with `tierctl calibrate`, "
+            "or read another copy"
+        )
+    g, own = shape.geometry, calibration.geometry
+    if (g.layers, g.kv_heads, g.head_dim) != (own.layers, own.kv_heads, own.head_dim):
+        raise Unsupported(
+            f"codec {name}: calibration {calibration.hash.hex()} is for layers, heads, head_dim "
+            f"{own.layers}, {own.kv_heads}, {own.head_dim}, the block has {g.layers}, {g.kv_heads}, {g.head_dim}; "
+            "make one for this model with `tierctl calibrate`"
+        )
+    return calibration
+
+
+def _identity(raw: Raw, shape: KVShape) -> Bytes:
+    return _framed(None, shape, bytes_of(raw, shape), 0.0, NO_CONTEXT)
+
+
+def _framed(codec: Codec | None, shape: KVShape, payload: Bytes, error: float, context: Context) -> Bytes:
     g = shape.geometry
+    number, version = (codec.number, codec.version) if codec else (IDENTITY, 1)
+    calibration = context.calibration.hash if codec and codec.is_calibrated and context.calibration else b""
     header = np.zeros(1, HEADER)
     header[0] = (
         *(MAGIC, VERSION, number, version, DTYPES.index(g.dtype), LAYOUTS.index(g.layout)),
-        *(g.layers, g.kv_heads, g.head_dim, shape.tokens, len(payload), error, b"", b"", 0),
+        *(g.layers, g.kv_heads, g.head_dim, shape.tokens, len(payload), error, calibration, context.position, 0),
     )
     header["checksum"] = _checksum(header[0], payload)
     return np.concatenate((header.view(np.uint8), payload))

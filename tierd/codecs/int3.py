@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.codecs import rotated
-from tierd.codecs.values import Bytes, Floats, KVShape
+from tierd.codecs.block import Context, Lengths, Payload
+from tierd.codecs.values import Bytes, KVShape, Raw, floats_of, rounded
 
 BITS = 3
 
@@ -23,25 +24,30 @@ class Int3:
     number: int
     name: str = "int3"
     version: int = 1
+    is_exact: bool = False
+    is_calibrated: bool = False
 
     def check(self, shape: KVShape) -> None:
         """Raises Unsupported."""
         rotated.signs(shape.geometry.head_dim)
 
-    def length(self, shape: KVShape) -> int:
-        """Bytes of the payload."""
-        return 2 * (shape.values // shape.geometry.head_dim) + BITS * shape.values // 8
+    def lengths(self, shape: KVShape) -> Lengths:
+        """One length per shape."""
+        length = 2 * (shape.values // shape.geometry.head_dim) + BITS * shape.values // 8
+        return Lengths(length, length)
 
-    def encode(self, values: Floats, shape: KVShape) -> tuple[Bytes, float]:
-        """The payload, and the largest error of a value before rounding. values: finite."""
+    def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
+        """See block.Codec."""
+        values = floats_of(raw, shape.geometry.dtype)
         done = rotated.encode(values.reshape(-1, shape.geometry.head_dim), BITS)
         planes = [np.packbits(done.codes >> bit & 1, bitorder="little") for bit in range(BITS)]
-        return np.concatenate((done.scales.view(np.uint8), *planes)), done.error
+        return Payload(np.concatenate((done.scales.view(np.uint8), *planes)), done.error)
 
-    def decode(self, payload: Bytes, shape: KVShape) -> Floats:
-        """The values. payload: of `length` bytes."""
+    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
+        """See block.Codec."""
         rows = shape.values // shape.geometry.head_dim
         planes = np.unpackbits(payload[2 * rows :].reshape(BITS, -1), axis=1, bitorder="little")
         codes = planes[0] | planes[1] << 1 | planes[2] << 2
         scales = payload[: 2 * rows].view(np.float16)
-        return rotated.decode(codes.reshape(rows, -1), scales, BITS).reshape(shape.sizes)
+        values = rotated.decode(codes.reshape(rows, -1), scales, BITS).reshape(shape.sizes)
+        return rounded(values, shape.geometry.dtype)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.values import Bytes, Floats, KVShape
+from tierd.codecs.block import Context, Lengths, Payload
+from tierd.codecs.values import Bytes, KVShape, Raw, floats_of, rounded
 
 TOP = np.float32(127)
 ROW_VALUES = 128
@@ -39,17 +40,20 @@ class Int8:
     number: int
     name: str = "int8"
     version: int = 1
+    is_exact: bool = False
+    is_calibrated: bool = False
 
     def check(self, shape: KVShape) -> None:
         """Every shape will do."""
 
-    def length(self, shape: KVShape) -> int:
-        """Bytes of the payload."""
-        return 4 + shape.values // _row_values(shape) + shape.values
+    def lengths(self, shape: KVShape) -> Lengths:
+        """One length per shape."""
+        length = 4 + shape.values // _row_values(shape) + shape.values
+        return Lengths(length, length)
 
-    def encode(self, values: Floats, shape: KVShape) -> tuple[Bytes, float]:
-        """The payload, and the largest error of a value before rounding. values: finite."""
-        rows = values.reshape(-1, _row_values(shape))
+    def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
+        """See block.Codec."""
+        rows = floats_of(raw, shape.geometry.dtype).reshape(-1, _row_values(shape))
         least = np.abs(rows).max(axis=1) / TOP
         base = np.maximum(least.max(), LEAST_STEP)
         steps = base * POWERS
@@ -62,16 +66,16 @@ class Int8:
             exponents.astype(np.uint8),
             codes.astype(np.int8).reshape(-1).view(np.uint8),
         )
-        return np.concatenate(parts), error
+        return Payload(np.concatenate(parts), error)
 
-    def decode(self, payload: Bytes, shape: KVShape) -> Floats:
-        """The values. payload: of `length` bytes."""
+    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
+        """See block.Codec."""
         count = shape.values // _row_values(shape)
         base = payload[:4].view(np.float32)[0]
         steps = base * POWERS[payload[4 : 4 + count]]
         codes = payload[4 + count :].view(np.int8).reshape(count, -1)
-        values: Floats = codes.astype(np.float32) * steps[:, None]
-        return values.reshape(shape.sizes)
+        values = codes.astype(np.float32) * steps[:, None]
+        return rounded(values.reshape(shape.sizes), shape.geometry.dtype)
 
 
 def _row_values(shape: KVShape) -> int:

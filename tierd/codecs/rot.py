@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.codecs import rotated
+from tierd.codecs.block import Context, Lengths, Payload
 from tierd.codecs.tiles import TILE_TOKENS, packed, unpacked
-from tierd.codecs.values import Bytes, Floats, KVShape
+from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import Unsupported
 
 HEAD_DIMS = (64, 128, 256)
@@ -27,6 +28,8 @@ class Rot:
     key_bits: int
     value_bits: int
     version: int = 1
+    is_exact: bool = False
+    is_calibrated: bool = False
 
     @property
     def name(self) -> str:
@@ -40,12 +43,14 @@ class Rot:
                 f"codec {self.name}: head_dim {shape.geometry.head_dim} is not one of {HEAD_DIMS}; use int8"
             )
 
-    def length(self, shape: KVShape) -> int:
-        """Bytes of the payload."""
-        return self._tiles(shape) * sum(self._lengths(shape.geometry.head_dim))
+    def lengths(self, shape: KVShape) -> Lengths:
+        """One length per shape."""
+        length = self._tiles(shape) * sum(self._lengths(shape.geometry.head_dim))
+        return Lengths(length, length)
 
-    def encode(self, values: Floats, shape: KVShape) -> tuple[Bytes, float]:
-        """The payload, and the largest error of a value before rounding. values: finite."""
+    def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
+        """See block.Codec."""
+        values = floats_of(raw, shape.geometry.dtype)
         parts, scales, errors = [], [], []
         for pair, bits in enumerate((self.key_bits, self.value_bits)):
             tiles = _cut(values[:, pair])
@@ -53,10 +58,11 @@ class Rot:
             parts.append(packed(done.codes.reshape(tiles.shape), bits, turned=pair == 1))
             scales.append(done.scales.reshape(-1, TILE_TOKENS).view(np.uint8))
             errors.append(done.error)
-        return np.concatenate((*parts, *scales), axis=1).reshape(-1), float(np.max(errors))  # NaN stays NaN
+        data = np.concatenate((*parts, *scales), axis=1).reshape(-1)
+        return Payload(data, float(np.max(errors)))  # NaN stays NaN
 
-    def decode(self, payload: Bytes, shape: KVShape) -> Floats:
-        """The values. payload: of `length` bytes."""
+    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
+        """See block.Codec."""
         layers, _, tokens, heads, dim = shape.sizes
         ends = np.cumsum(self._lengths(dim))
         keys, coded, *scales = np.split(payload.reshape(self._tiles(shape), -1), ends[:-1], axis=1)
@@ -65,7 +71,7 @@ class Rot:
             codes = unpacked(data, dim, bits, turned=pair == 1).reshape(-1, dim)
             rows = rotated.decode(codes, np.ascontiguousarray(scales[pair]).view(np.float16).reshape(-1), bits)
             values[:, pair] = rows.reshape(layers, heads, -1, dim)[:, :, :tokens].transpose(0, 2, 1, 3)
-        return values
+        return rounded(values, shape.geometry.dtype)
 
     def _lengths(self, head_dim: int) -> list[int]:
         """Bytes of a tile's four parts."""

@@ -108,5 +108,7 @@ def rounded(values: Floats, dtype: str) -> Raw:
 
 
 BF16_MAX = np.array(0x7F7F0000, np.uint32).view(np.float32)[()]
+INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""Bit pattern of infinity. Patterns from it on, without the sign, are not finite."""
 ROUNDING = {"bfloat16": (2.0**-8, 2.0**-134), "float16": (2.0**-11, 2.0**-25)}
 """Error of `rounded`, at most: relative for normal numbers, absolute for smaller ones."""
