@@ -45,7 +45,7 @@ IDENTITY = 0
 
 
 class Context(NamedTuple):
-    """What a codec may need beside the values.
+    """Beside the values, a codec may need these.
 
     position: of the block's first token in its sequence. Codecs that undo RoPE need it.
     """

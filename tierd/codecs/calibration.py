@@ -33,9 +33,9 @@ FREQUENCIES = "rope.frequencies"
 class Samples:
     """Keys before RoPE and values of calibration text, as float32 [layers, 2, tokens, kv_heads, head_dim].
 
-    gradients: of the loss by each of them, same shape. Or None: then `queries` are the rows that
-    attend to the keys, before RoPE: float32 [layers, queries, q_heads, head_dim], and `outputs` the
-    output weights: float32 [layers, hidden, q_heads * head_dim].
+    gradients: of the loss by each of them, same shape; None without torch. Then two others stand in.
+    queries: before RoPE, float32 [layers, queries, q_heads, head_dim].
+    outputs: weights after attention, float32 [layers, hidden, q_heads * head_dim].
     """
 
     geometry: KVGeometry
@@ -75,7 +75,7 @@ class Calibration:
 
 
 def load(path: Path) -> Calibration:
-    """A calibration from its file. Raises OSError, or CorruptRecord if the file is not one or its hash differs."""
+    """A calibration from its file. Raises OSError, CorruptRecord if its contents are not one."""
     try:
         with safe_open(path, "numpy") as file:
             said = json.loads(file.metadata()["tierd"])
