@@ -278,6 +278,12 @@ class NvmeConfig:
         'O_DIRECT, without the page cache. "auto": if the file system supports it, else buffered with a '
         'log line. "on": fail without it.',
     )
+    codec: str = _key(
+        "",
+        'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay as '
+        "they are. A lossy one is used for namespaces whose clients accept an error.",
+        unit="codec",
+    )
     queue_depth: int = _key(
         16,
         "Concurrent reads at the disk, and as many writes. Half as many writes during reads.",

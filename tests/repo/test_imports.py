@@ -32,12 +32,14 @@ PARTS: dict[str, set[str]] = {
     "simulator": {"core", "policies", "config", "errors", "units"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "checksum"} | EDGE,
+    "coding": {"core", "codecs", "checksum"} | EDGE,
     "gpu": {"core", "kernels", "checksum"} | EDGE,
-    "tiers": {"core", "codecs", "checksum"} | EDGE,
-    "mover": {"core", "tiers", "codecs", "checksum"} | EDGE,
-    "cache": {"core", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
+    "tiers": {"core", "checksum"} | EDGE,
+    "mover": {"core", "coding", "tiers", "checksum"} | EDGE,
+    "cache": {"core", "coding", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"} | EDGE,
+    "server": {"core", "codecs", "coding", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"}
+    | EDGE,
     "client": {"core", "_proto", "tcp", "native"} | EDGE,
     "worker": {"core", "client", "kernels"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
@@ -91,7 +93,7 @@ CLIENT_CORE = {"formats", "arrays"}
 """The rooms of core that the SDK may use: identity, dtypes, layouts of mapped memory, number sets."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "core": ("formats", "arrays", "plan plan_builder admission eviction", "index", "space", "requests"),
+    "core": ("formats", "arrays", "plan plan_builder forms admission eviction", "index", "space", "requests"),
 }
 """Rooms of a part from below: a module imports from its own room and those before it."""
 

@@ -1,4 +1,4 @@
-"""Lives of a daemon without its sockets, on the directories of tests/golden/v1.
+"""Lives of a daemon without its sockets, on the directories of tests/golden/v1 and v2.
 
 `python -m tests.system.golden_life` rewrites the golden files: only with a new version number.
 """
@@ -20,7 +20,9 @@ from tierd.core.formats.model import PUT_BLOCK, ROOT, Durability, TierKind
 from tierd.core.plan import GroupQuery, PutQuery
 from tierd.testing import chain, content_of, is_content
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "v1"
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+VERSIONS = ("v1", "v2")
+"""Old to new. The last is what today's code writes."""
 INSTANCE = "0123456789abcdef"
 SIZES = """
 [[host]]
@@ -46,10 +48,10 @@ Places = dict[str, str]
 Stored = dict[int, Durability]
 
 
-def lay_out(places: Places) -> None:
+def lay_out(places: Places, version: str = VERSIONS[-1]) -> None:
     """Writes the golden files into the directories of a daemon."""
-    for path in sorted(GOLDEN.rglob("*.hex")):
-        part, *rest = path.relative_to(GOLDEN).with_suffix("").parts
+    for path in sorted((GOLDEN / version).rglob("*.hex")):
+        part, *rest = path.relative_to(GOLDEN / version).with_suffix("").parts
         target = (Path(places["root"]) / "state" if part == "state" else _arena(places)).joinpath(*rest)
         for directory in reversed(target.parents):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -103,7 +105,7 @@ def _keep(places: Places) -> None:
     for part, base in (("state", state), ("arena", _arena(places))):
         for path in base.rglob("*"):
             if path.is_file() and path.suffix != ".lock" and not path.name.startswith("spare-"):
-                target = GOLDEN / part / path.relative_to(base)
+                target = GOLDEN / VERSIONS[-1] / part / path.relative_to(base)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 data = path.read_bytes()
                 target.with_name(target.name + ".hex").write_text(to_text(data))

@@ -38,7 +38,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.system.raw import RawClient, ask, connect, hello
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
-from tierd.client import Client, NamespaceSpec
+from tierd.client import Client, NamespaceSpec, OpenedNamespace
 from tierd.client.transport import requests
 from tierd.core.formats.model import HANDLE
 from tierd.errors import ERROR_KEY, RetryError, TierdError
@@ -169,7 +169,8 @@ def open_(
 ) -> None:
     wanted = sequences(seeds)
     with RawClient(target) as client:
-        opened = client.call(client.cache.OpenNamespace, requests.open_namespace_request(spec(block_bytes)))
+        asked = requests.open_namespace_request(OpenedNamespace(spec(block_bytes)))
+        opened = client.call(client.cache.OpenNamespace, asked)
         begun, made = time.monotonic(), 0
         while (now := time.monotonic()) < end:
             if made < (now - begun) * rate:

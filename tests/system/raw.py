@@ -15,6 +15,7 @@ import numpy as np
 from tierd._proto import admin_pb2_grpc, cache_pb2_grpc
 from tierd._proto import cache_pb2 as pb
 from tierd.core.formats.model import HANDLE, PUT_BLOCK
+from tierd.core.formats.versions import FORMAT_VERSION
 from tierd.errors import ERROR_KEY
 
 CALL_S = 15.0
@@ -108,7 +109,14 @@ def connect(target: str) -> socket.socket:
 
 def hello(**changed: Any) -> dict[str, Any]:
     """A hello that the daemon accepts, apart from the changes."""
-    return {"op": "hello", "proto": 2, "format": 1, "sdk": "0", "name": "raw", "credential": None} | changed
+    return {
+        "op": "hello",
+        "proto": 2,
+        "format": FORMAT_VERSION,
+        "sdk": "0",
+        "name": "raw",
+        "credential": None,
+    } | changed
 
 
 def ask(connection: socket.socket, message: Any) -> tuple[dict[str, Any], list[int]]:

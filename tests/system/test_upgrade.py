@@ -1,4 +1,4 @@
-"""Up- and downgrade by one version: version 1's data is served by both; newer data is refused, kept."""
+"""Up- and downgrade by one version: the older data is served by both; newer data is refused, kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.blocks import connected
-from tests.system.golden_life import COUNT, SEEDS, SPEC, Places, lay_out, life
+from tests.system.golden_life import COUNT, SEEDS, SPEC, VERSIONS, Places, lay_out, life
 from tests.system.raw import ask, connect, hello
 from tests.system.sdk import count_calls
 from tests.system.test_restart import wipe_arena
@@ -50,7 +50,7 @@ STEP_S = 60.0
 
 @pytest.fixture
 def places() -> Iterator[Places]:
-    """The golden directories, laid out."""
+    """The newest golden directories, laid out."""
     with directories() as made:
         lay_out(made)
         yield made
@@ -72,13 +72,14 @@ def of_next_version(path: Path, head: Head) -> None:
     path.write_bytes(raw)
 
 
-def test_golden_directories_are_served() -> None:
-    """A daemon serves version 1's blocks from memory, and without memory the stored ones from the store."""
+@pytest.mark.parametrize("version", VERSIONS)
+def test_golden_directories_are_served(version: str) -> None:
+    """A daemon serves an older version's blocks from memory. Without memory it serves stored ones."""
     with Daemon(CONFIG, root=None) as daemon:
         assert daemon.stop() == 0
         shutil.rmtree(daemon.root / "state")
         wipe_arena(daemon)
-        lay_out({"root": str(daemon.root), "arena": str(daemon.arena)})
+        lay_out({"root": str(daemon.root), "arena": str(daemon.arena)}, version)
         daemon.start()
         with connected(daemon) as client:
             namespace = client.open_namespace(model=SPEC.model, block_bytes=SPEC.block_bytes)
@@ -124,7 +125,7 @@ def test_next_store_is_refused_and_kept(places: Places) -> None:
 
 
 def test_next_version_reads_ours_and_we_refuse_its(places: Places) -> None:
-    """The next version serves version 1's data; today's version refuses the next one's data and keeps it."""
+    """The next version serves our data; today's version refuses the next one's data and keeps it."""
     command = [sys.executable, "-m", "tests.system.next_version", places["root"], places["arena"]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=STEP_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -164,7 +165,7 @@ def test_client_of_another_version(step: int, monkeypatch: pytest.MonkeyPatch) -
     ("theirs", "remedy"),
     [
         ({"format": 0}, "client speaks protocol 2, format 0.*upgrade the client's tierd$"),
-        ({"format": 2}, "client speaks protocol 2, format 2.*upgrade the daemon's tierd$"),
+        ({"format": 3}, "client speaks protocol 2, format 3.*upgrade the daemon's tierd$"),
         ({"proto": 3, "format": 0}, "client speaks protocol 3, format 0.*upgrade the daemon's tierd$"),
         ({"proto": "2"}, "use one tierd on both sides$"),
         ({"format": None}, "use one tierd on both sides$"),
@@ -175,7 +176,7 @@ def test_hello_of_another_version(theirs: dict[str, object], remedy: str) -> Non
     with Daemon() as daemon, connect(daemon.target) as raw:
         refusal, _ = ask(raw, hello(**theirs))
         assert refusal["error"] == "VersionMismatch"
-        assert re.search(remedy, refusal["message"]) and "daemon protocol 2, format 1" in refusal["message"]
+        assert re.search(remedy, refusal["message"]) and "daemon protocol 2, format 2" in refusal["message"]
 
 
 class OtherDaemon(Daemon):

@@ -72,7 +72,7 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("model", "tokens_per_block", "block_bytes", "weights_digest", "adapter", "group", "salt", "rank_count", "geometry")
+    __slots__ = ("model", "tokens_per_block", "block_bytes", "weights_digest", "adapter", "group", "salt", "rank_count", "geometry", "error_limit")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class OpenNamespaceRequest(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_LIMIT_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokens_per_block: int
     block_bytes: int
@@ -91,7 +92,8 @@ class OpenNamespaceRequest(_message.Message):
     salt: str
     rank_count: int
     geometry: Geometry
-    def __init__(self, model: _Optional[str] = ..., tokens_per_block: _Optional[int] = ..., block_bytes: _Optional[int] = ..., weights_digest: _Optional[str] = ..., adapter: _Optional[str] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., rank_count: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ...) -> None: ...
+    error_limit: float
+    def __init__(self, model: _Optional[str] = ..., tokens_per_block: _Optional[int] = ..., block_bytes: _Optional[int] = ..., weights_digest: _Optional[str] = ..., adapter: _Optional[str] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., rank_count: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., error_limit: _Optional[float] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
     __slots__ = ("namespace", "digest", "epoch", "codecs", "batch_blocks", "share_bytes")
@@ -110,7 +112,7 @@ class OpenNamespaceReply(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., batch_blocks: _Optional[int] = ..., share_bytes: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens", "digest")
+    __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens", "digest", "error_limit")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,7 @@ class Group(_message.Message):
     NEED_FIELD_NUMBER: _ClassVar[int]
     NEED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_LIMIT_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
     hashes: bytes
@@ -127,7 +130,8 @@ class Group(_message.Message):
     need: Need
     need_tokens: int
     digest: bytes
-    def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    error_limit: float
+    def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., error_limit: _Optional[float] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("groups",)

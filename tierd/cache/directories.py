@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tierd.core.arrays.sets import kinds, some
+from tierd.core.arrays.sets import every, kinds, some
 from tierd.core.formats.block import Namespace
 from tierd.core.formats.directory import Directory, directory_bytes, keys_of, places_of
 from tierd.core.formats.model import StructArray
@@ -67,14 +67,17 @@ class Directories:
             directory.note_runs(namespace.ids, runs=False)
 
     def add(self, extents: StructArray, metas: StructArray) -> None:
-        """Enters published blocks, EXTENT [n], META [n], before the put is answered."""
+        """Enters published blocks, EXTENT [n], META [n], before the put is answered. Blocks with an
+        error are left out: a get without a call accepts exact blocks alone."""
         if self._written:
             self._enter()
+            extents, metas = _exact(extents, metas)
             self._apply(Directory.add, extents, metas["namespace"], metas["hash"])
 
     def add_soon(self, extents: StructArray, metas: StructArray) -> None:
         """Enters blocks in the loop's next turn, if their client has them already."""
         if self._written:
+            extents, metas = _exact(extents, metas)
             self._later(Directory.add, extents, metas["namespace"], metas["hash"])
 
     def remove(self, freed: StructArray) -> None:
@@ -111,3 +114,9 @@ class Directories:
                     its = extents[rows]
                     places = places_of(its["tier"], its["segment"], its["slot"])
                     verb(self._written[domain], keys_of(namespaces[rows], hashes[rows]), places)
+
+
+def _exact(extents: StructArray, metas: StructArray) -> tuple[StructArray, StructArray]:
+    """Those whose values have no error."""
+    exact = metas["error"] == 0
+    return (extents, metas) if every(exact) else (extents[exact], metas[exact])

@@ -177,18 +177,18 @@ class Flights:
     async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
         """Runs one batch. before: the tasks that fill this plan's source pages."""
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
-        begun = asyncio.get_running_loop().time()
+        metas, begun = self._metas(batch), asyncio.get_running_loop().time()
         try:
             ready = await self._sources_ready(batch, before)
             await self.prepared(kinds(batch["target"]["segment"]))
             if ready.any():
-                metas = self._core.metas(batch["block"][ready])
-                metas["layers"] = self._layers_of(metas["namespace"])
-                statuses[ready] = await self._mover.copy(batch[ready], metas)
+                some = metas[ready]
+                statuses[ready] = await self._mover.copy(batch[ready], some)
+                metas[ready] = some
         except Exception:
             log.exception("transfer batch failed", count=len(batch))
         finally:
-            self._finish(batch, statuses)
+            self._finish(batch, statuses, metas)
             self._metrics.transfer_seconds.labels(link=self._link(batch)).observe(
                 asyncio.get_running_loop().time() - begun
             )
@@ -203,14 +203,20 @@ class Flights:
                 ready[i] = (await asyncio.shield(before[first]))[first] == BlockStatus.READY
         return ready
 
-    def _finish(self, batch: StructArray, statuses: StructArray) -> None:
+    def _metas(self, batch: StructArray) -> StructArray:
+        """META [n] of the transfers' blocks, as their sources hold them."""
+        metas = self._core.metas(batch["block"])
+        metas["layers"], metas["error"] = self._layers_of(metas["namespace"]), batch["error"]
+        return metas
+
+    def _finish(self, batch: StructArray, statuses: StructArray, metas: StructArray) -> None:
         self.made += len(batch)
         self.failed += int((statuses != BlockStatus.READY).sum())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
         self.read_queues.end(batch)
         failpoint("flights.finish.before_books")
-        plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now())
+        plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now(), metas=metas)
         self._count(batch, statuses)
         self.start(plan)
         self._announce_stored(self._held(batch[statuses == BlockStatus.READY]))
@@ -233,7 +239,7 @@ class Flights:
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
             outcome = BlockStatus.names()[status]
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))
-            if status != BlockStatus.READY:
+            if status not in (BlockStatus.READY, BlockStatus.NO_ROOM):
                 error = self._take_error(batch) if status == BlockStatus.FAILED else ""
                 log.warning("transfers failed", link=link, outcome=outcome, count=int(count), error=error)
 

@@ -71,7 +71,9 @@ class Gets(Sessions):
             got = replace(again, tokens=max(again.tokens, got.tokens))
         asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # after the answer is sent
         if doubted is not None and len(served.blocks):  # then the directory lacked some of it
-            self.directories.add_soon(served.extents, self.core.metas(served.blocks))
+            metas = self.core.metas(served.blocks)
+            metas["error"] = self.core.errors(served.extents)
+            self.directories.add_soon(served.extents, metas)
         if not got.lease:
             return AcquireReply(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
         if not served.tokens:

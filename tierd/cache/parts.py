@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tierd.cache.events import EventLog
 from tierd.cache.read_queues import Limits
 from tierd.clock import Clock
+from tierd.coding import Coding
 from tierd.core.core import Core
 from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.metrics import Metrics
@@ -32,5 +33,6 @@ class Parts:
     verify: str
     prefetch_on_lookup: bool
     limits: Limits
+    coding: Coding
     sync_interval_s: float = 1.0
     seed: int | None = None

@@ -83,9 +83,9 @@ class Persistence:
                 await asyncio.wait_for(self.loaded.wait(), timeout_s)
         await self._confirm(blocks, deadline)
         failpoint("cache.persist.before_write")
-        plan = self._core.persist(blocks, now=self._clock.now())
-        self._flights.start(plan)
-        await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
+        await self._write(blocks, deadline)
+        if (plain := self._core.are_plain(blocks)).any():  # their encodings turned out too long
+            await self._write(blocks[plain], deadline)
         is_same = _same(self._core.names(blocks), metas)
         # Taken now: a page that a block gets while a sync runs is not part of it.
         written = [(tier, self._core.extents(blocks, tier=tier.position)) for tier in self._stored]
@@ -94,6 +94,11 @@ class Persistence:
             if here.any() and await self._sync(tier, deadline):
                 durable |= here & tier.holds(pages)
         return durable
+
+    async def _write(self, blocks: Ids, deadline: float) -> None:
+        plan = self._core.persist(blocks, now=self._clock.now())
+        self._flights.start(plan)
+        await self._flights.landed(plan, timeout_s=deadline - asyncio.get_running_loop().time())
 
     def losses(self) -> list[int]:
         """Blocks that each store has lost so far, as counted by `Flights`."""

@@ -47,6 +47,7 @@ class Sessions:
         self.parts = parts
         self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
         self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
+        self.coding = parts.coding
         self.directories = Directories(parts.tiers, domains_of=parts.registry.domains_of)
         for tier in filter(is_mapped, parts.tiers):
             tier.on_published = self.directories.add
@@ -119,8 +120,9 @@ class Sessions:
 
     # -- namespaces
 
-    def open_namespace(self, session: int, spec: NamespaceSpec) -> Namespace:
-        """The current namespace of the session's tenant for this spec."""
+    def open_namespace(self, session: int, spec: NamespaceSpec, *, error_limit: float = 0.0) -> Namespace:
+        """The current namespace of the session's tenant for this spec. error_limit: that it
+        accepts."""
         largest = min((t.spec.segment_bytes - t.spec.slot_overhead_bytes for t in self.tiers), default=0)
         if spec.block_bytes > largest:
             raise InvalidArgument(
@@ -130,6 +132,8 @@ class Sessions:
         tenant = self.tenant_of(session)
         namespace, _ = self.registry.open(spec, tenant=tenant)
         self.directories.begin(namespace, domain=self.registry.domain_of(tenant))
+        if error_limit:
+            self.coding.accept(namespace, error_limit)
         return namespace
 
     def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:

@@ -52,9 +52,12 @@ class AsyncClient(Face):
         """As Client.connect."""
         await self._run(self._verbs.connect, self._deadline(timeout_s))
 
-    async def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
+    async def open_namespace(
+        self, spec: NamespaceSpec, *, error_limit: float = 0.0, timeout_s: float | None = None
+    ) -> OpenedNamespace:
         """As Client.open_namespace."""
-        return await self._run(partial(self._verbs.open_namespace, spec), self._deadline(timeout_s))
+        work = partial(self._verbs.open_namespace, spec, error_limit)
+        return await self._run(work, self._deadline(timeout_s))
 
     async def lookup(
         self,

@@ -143,9 +143,15 @@ class Client(Face):
         """Connects now if there is no connection."""
         self._verbs.connect(self._deadline(timeout_s))
 
-    def open_namespace(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> OpenedNamespace:
-        """Opens a namespace; the daemon adds the tenant. With best_effort, an invalid spec never opens."""
-        return self._verbs.open_namespace(spec, self._deadline(timeout_s))
+    def open_namespace(
+        self, spec: NamespaceSpec, *, error_limit: float = 0.0, timeout_s: float | None = None
+    ) -> OpenedNamespace:
+        """Opens a namespace; the daemon adds the tenant. With best_effort, an invalid spec never opens.
+
+        error_limit: the greatest error of a value that you accept; stores may then keep blocks with
+        a lossy codec. 0.0: exact blocks alone. float("inf"): any error.
+        """
+        return self._verbs.open_namespace(spec, error_limit, self._deadline(timeout_s))
 
     def lookup(
         self,

@@ -31,18 +31,20 @@ class OpenedNamespace:
     With `best_effort` it may be unopened (id 0). It hashes to nothing then, and calls with it miss.
 
     id: of rank 0, the other ranks follow. digest: 32 bytes that begin every chain of hashes.
+    error_limit: of a value; gets with this namespace miss blocks with a greater error.
     """
 
     spec: NamespaceSpec
     id: int = 0
     digest: bytes = b""
     epoch: int = 0
+    error_limit: float = 0.0
     link: int = field(default=0, repr=False)  # number of the connection over which it was last opened
     owner: object = field(default=None, repr=False)  # the client of that connection
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickle and copy: the copy is opened again on first use."""
-        return OpenedNamespace, (self.spec, self.id, self.digest, self.epoch)
+        return OpenedNamespace, (self.spec, self.id, self.digest, self.epoch, self.error_limit)
 
     @property
     def is_open(self) -> bool:
@@ -133,7 +135,8 @@ class OpenedNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One attention group of a sequence to be found. tokens: of all blocks (None: all are full)."""
+    """One attention group of a sequence to be found. tokens: of all blocks (None: all are full).
+    error_limit: blocks with a greater error miss (None: the namespace's limit; 0.0: exact alone)."""
 
     namespace: OpenedNamespace
     hashes: Hashes
@@ -141,6 +144,7 @@ class Group:
     ranks: tuple[int, ...] = (0,)
     need: Need = Need.PREFIX
     need_tokens: int = 0
+    error_limit: float | None = None
 
     def part(self, first: int, stop: int) -> Group:
         """Its blocks first to stop - 1, as far as they exist."""

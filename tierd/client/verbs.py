@@ -46,9 +46,9 @@ class Verbs(Asking):
 
     # -- namespaces
 
-    def open_namespace(self, spec: NamespaceSpec, deadline: Deadline) -> OpenedNamespace:
+    def open_namespace(self, spec: NamespaceSpec, error_limit: float, deadline: Deadline) -> OpenedNamespace:
         """The namespace. With best_effort it may stay unopened; the next call that succeeds opens it."""
-        namespace = OpenedNamespace(spec)
+        namespace = OpenedNamespace(spec, error_limit=error_limit)
         self._verb(deadline, lambda by: void(self.opened([namespace], by)), void)
         return namespace
 

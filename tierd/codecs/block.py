@@ -100,6 +100,9 @@ class Codec(Protocol):
     def lengths(self, shape: KVShape) -> Lengths:
         """Of any payload for this shape."""
 
+    def expected_bytes(self, shape: KVShape) -> int:
+        """Bytes that hold the payload of nearly every block; `lengths` has the limit."""
+
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """raw may be a view with any strides; the last axis is contiguous. An error that is not
         finite says that the values cannot be encoded."""
@@ -121,7 +124,7 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
     """Header and payload. block: contiguous bytes. Raises InvalidArgument, Unsupported."""
     codec.check(shape)
     if codec.is_calibrated:
-        _checked(context.calibration, shape, codec.name)
+        check_calibration(context.calibration, shape, codec.name)
     raw = raw_of(block, shape)
     dtype = shape.geometry.dtype
     largest = int((raw & 0x7FFF).max())  # 16-bit floats without their signs compare like integers
@@ -173,13 +176,13 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
     calibration = None
     if codec.is_calibrated:
         digest = header["calibration"].tobytes()
-        calibration = _checked((calibrations or {}).get(digest), shape, codec.name, digest.hex())
+        calibration = check_calibration((calibrations or {}).get(digest), shape, codec.name, digest.hex())
     raw = codec.decode(payload, shape, Context(int(header["position"]), calibration))
     return Decoded(bytes_of(raw, shape), float(header["error"]), number)
 
 
-def _checked(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:
-    """Raises Unsupported unless the calibration is of this shape."""
+def check_calibration(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:
+    """The calibration. Raises Unsupported unless the calibration is of this shape."""
     if calibration is None:
         raise Unsupported(
             f"codec {name}: calibration {wanted or 'of the namespace'} is not here; make it with `tierctl calibrate`, "

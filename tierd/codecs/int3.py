@@ -36,6 +36,10 @@ class Int3:
         length = 2 * (shape.values // shape.geometry.head_dim) + BITS * shape.values // 8
         return Lengths(length, length)
 
+    def expected_bytes(self, shape: KVShape) -> int:
+        """One length per shape."""
+        return self.lengths(shape).most
+
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
         values = floats_of(raw, shape.geometry.dtype)

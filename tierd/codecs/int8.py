@@ -51,6 +51,10 @@ class Int8:
         length = 4 + shape.values // _row_values(shape) + shape.values
         return Lengths(length, length)
 
+    def expected_bytes(self, shape: KVShape) -> int:
+        """One length per shape."""
+        return self.lengths(shape).most
+
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
         rows = floats_of(raw, shape.geometry.dtype).reshape(-1, _row_values(shape))

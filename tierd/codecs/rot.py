@@ -48,6 +48,10 @@ class Rot:
         length = self._tiles(shape) * sum(self._lengths(shape.geometry.head_dim))
         return Lengths(length, length)
 
+    def expected_bytes(self, shape: KVShape) -> int:
+        """One length per shape."""
+        return self.lengths(shape).most
+
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
         values = floats_of(raw, shape.geometry.dtype)

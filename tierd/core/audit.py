@@ -94,7 +94,7 @@ class Audit:
         assert sum(tier.bytes_in) == whole, f"{tier.spec.name}: the states do not add up to the segments"
         assert tier.used_bytes <= tier.spec.capacity_bytes, f"{tier.spec.name}: more in use than its capacity"
         free = np.flatnonzero(states == PageState.FREE)
-        for name in ("pins", "doom", "flags", "length"):
+        for name in ("pins", "doom", "flags", "length", "error"):
             assert not getattr(tier, name)[free].any(), f"{tier.spec.name}: a free page has {name}"
         assert (tier.block[free] == -1).all(), f"{tier.spec.name}: a free page has a block"
 
@@ -146,7 +146,7 @@ class Audit:
         pages = np.flatnonzero(tier.state[: tier.top] == PageState.QUARANTINED)
         assert sorted(tier.quarantine) == pages.tolist(), f"{tier.spec.name}: the list of the quarantined pages"
         assert (tier.block[pages] == -1).all(), f"{tier.spec.name}: a quarantined page has a block"
-        for name in ("pins", "doom", "flags", "length"):
+        for name in ("pins", "doom", "flags", "length", "error"):
             assert not getattr(tier, name)[pages].any(), f"{tier.spec.name}: a quarantined page has {name}"
         assert tier.quarantined_bytes <= tier.quarantine_bytes, f"{tier.spec.name}: more in quarantine than its bound"
         faulty = np.flatnonzero(tier.fault[: tier.top])

@@ -33,6 +33,7 @@ from tierd.core.formats.model import (
     TierSpec,
     Wanted,
 )
+from tierd.core.forms import Forms, Plain
 from tierd.core.index.blocks import Names, words
 from tierd.core.index.index import Index
 from tierd.core.index.policies import Policies
@@ -89,13 +90,15 @@ class Core:
         policies: Policies,
         session_share: float = 0.5,
         start: Start = Start(),  # noqa: B008  # frozen
+        forms: Forms = Plain(),  # noqa: B008  # it has no state
     ) -> None:
         """tiers: near to far, at most 64. start: where numbers begin.
 
         session_share: the share of a tier's capacity that one session may pin and reserve at most.
+        forms: which blocks stores keep encoded.
         Raises ConfigError, InvalidArgument.
         """
-        self._index = Index(tiers, policies=policies, start=start)
+        self._index = Index(tiers, policies=policies, start=start, forms=forms)
         self._sessions = Holders(self._index.tiers, share=session_share, first_id=start.id)
         room = Room(self._index, first_segment=start.segment, domains=self._sessions.domains)
         self._planner = Planner(self._index, room)
@@ -258,11 +261,16 @@ class Core:
         self._demotion.run(limit, draft)
         return draft.plan()
 
-    def finish(self, transfers: TransferIds, *, statuses: Codes, now: float) -> Plan:
-        """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED or
-        CORRUPT. CORRUPT condemns the source page too."""
+    def finish(self, transfers: TransferIds, *, statuses: Codes, now: float, metas: StructArray | None = None) -> Plan:
+        """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED,
+        CORRUPT or NO_ROOM. CORRUPT condemns the source page too. NO_ROOM: the block's encoding is
+        longer than its page, so stores get it as it is from now on.
+
+        metas: META [n] of the copies. Needed if one was encoded (stored_length, error) or decoded
+        (digest).
+        """
         draft = PlanBuilder(now)
-        self._planner.finish(transfers, statuses, draft=draft)
+        self._planner.finish(transfers, statuses, metas, draft=draft)
         return draft.plan()
 
     def verified(self, extents: StructArray) -> None:
@@ -422,6 +430,14 @@ class Core:
     def metas(self, blocks: Ids) -> StructArray:
         """META [n] without the fields of a page: place, generation, store and checksum."""
         return self._index.blocks.metas(blocks)
+
+    def are_plain(self, blocks: Ids) -> Bools:
+        """Which blocks stores keep as they are, because an encoding did not fit: bool [n]."""
+        return self._index.blocks.plain[blocks]
+
+    def errors(self, extents: StructArray) -> NDArray[np.float32]:
+        """The error bound of the block in each page: float32 [n], of EXTENT [n]."""
+        return self._listing.errors(extents)
 
     def names(self, blocks: Ids) -> StructArray:
         """NAME [n]: only namespace and hash, in a fifth of the time of `metas`."""

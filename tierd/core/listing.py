@@ -126,6 +126,15 @@ class Listing:
             freed={reason.name: freed[reason] for reason in Reason if freed[reason]},
         )
 
+    def errors(self, extents: StructArray) -> NDArray[np.float32]:
+        """The error bound of the block in each page: float32 [n], of EXTENT [n]."""
+        out = np.zeros(len(extents), np.float32)
+        for tier, pages_of in enumerate(self._index.tiers):
+            if pages_of.has_coarse:
+                here = extents["tier"] == tier
+                out[here] = pages_of.error[extents["page"][here]]
+        return out
+
     def pages_held(self, tier: int, *, after: int, limit_bytes: int) -> PagesHeld:
         """The next readable pages of a tier, by id."""
         pages_of, pages = self._index.tiers[tier], no_ids()

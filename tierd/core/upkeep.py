@@ -13,7 +13,9 @@ import numpy as np
 
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import among, every, in_order, kinds, some, span, true_rows
+from tierd.core.formats.meta import duplicate
 from tierd.core.formats.model import (
+    CODED,
     DAEMON,
     NOBODY,
     SEALED,
@@ -93,11 +95,12 @@ class Upkeep:
                 known[good],
                 names.at(true_rows(good)),
             )
-        ids = self._add(metas, known, names, now)
+        ids = self._add(self._as_near(metas, extents, known), known, names, now)
         pages_of.adopt(pages, extents["generation"])
         at = span(pages)
         pages_of.length[at] = metas["stored_length"]
-        pages_of.flags[at] = extents["flags"] & UNVERIFIED
+        pages_of.flags[at] = extents["flags"] & (UNVERIFIED | CODED)
+        pages_of.set_errors(pages, metas["error"])
         self._index.attach(tier, pages, ids, now)
         self._index.publish(tier, pages)
         self._index.link(ids, metas["parent"], now)
@@ -241,6 +244,19 @@ class Upkeep:
 
     # -- inside
 
+    def _as_near(self, metas: StructArray, extents: StructArray, known: Ids) -> StructArray:
+        """The metas of the blocks as they are outside of stores. An encoded page tells neither
+        length nor digest of its decoded block. known: ids of held blocks, -1: none."""
+        coded = true_rows(extents["flags"] & CODED > 0)
+        if not len(coded):
+            return metas
+        metas = duplicate(metas)
+        metas["stored_length"][coded] = metas["logical_length"][coded]
+        held = coded[known[coded] >= 0]
+        held = held[self._index.blocks.places[known[held]] > 0]
+        metas["digest"][held] = self._index.blocks.digest[known[held]].view(np.uint8)
+        return metas
+
     def _add(self, metas: StructArray, known: Ids, names: Names, now: float) -> Ids:
         """Adds blocks; of two tiers' priorities for one, the greater holds. known: ids of these
         names, else -1."""
@@ -281,7 +297,8 @@ class Upkeep:
         if some(is_known):
             good &= ~is_known | (self._index.attached(tier, ids) < 0)
             is_held = is_known & (blocks.places[ids] > 0)
-            good &= ~is_held | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
+            is_coded = extents["flags"] & CODED > 0
+            good &= ~is_held | is_coded | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
         return np.asarray(good, bool), ids
 
     def _find(self, extents: StructArray, state: int) -> tuple[Where, Bools]:

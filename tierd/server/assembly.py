@@ -28,13 +28,16 @@ from tierd.cache.parts import Parts
 from tierd.cache.read_queues import Limits
 from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
+from tierd.codecs.block import Codec
+from tierd.codecs.named import codec_named
+from tierd.coding import Coding
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.core import Core
 from tierd.core.formats.block import Namespace
 from tierd.core.formats.model import FREED, Reason, TierKind, TierSpec
 from tierd.core.index.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.core.plan import Plan, Start
-from tierd.errors import ConfigError, CorruptRecord
+from tierd.errors import ConfigError, CorruptRecord, InvalidArgument
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
@@ -229,6 +232,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     for tier, found in zip(tiers, recovered, strict=True):
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
     policies = NamedPolicies(opened.learner)
+    coding = Coding(codecs_of(config, tiers), registry.get)
     core = Core(
         [tier.spec for tier in tiers],
         policies=policies,
@@ -240,6 +244,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             seed=opened.draw(128),
             unix_s=clock.wall_ms() / 1000 - clock.now(),
         ),
+        forms=coding,
     )
     for session in (f.holder for f in opened.former):
         # Before their segments are restored: living processes can still write to theirs, so the
@@ -252,7 +257,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         adoption.begin(now=clock.now())
     metrics = Metrics()
     link_limit = max(1, config.mover.transfer_limit // config.mover.batch_blocks)
-    mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit)
+    mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit, coding=coding)
     cache = Cache(
         Parts(
             core=core,
@@ -270,6 +275,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
                 queue_time_s=config.mover.queue_time,
                 queue_blocks=config.mover.queue_blocks,
             ),
+            coding=coding,
             seed=opened.draw(64),
         )
     )
@@ -290,6 +296,15 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     daemon.named, daemon.policies = named, policies
     daemon.adoptions = [a for a, found in zip(adoptions, recovered, strict=True) if found.more_at_most]
     return daemon
+
+
+def codecs_of(config: Config, tiers: Sequence[Tier]) -> dict[int, Codec]:
+    """The codec of each store that has one, by the tier's position. Raises ConfigError."""
+    names = {tier.position: config.nvme[tier.spec.index].codec for tier in tiers if tier.spec.kind is TierKind.NVME}
+    try:
+        return {position: codec_named(name) for position, name in names.items() if name}
+    except InvalidArgument as error:
+        raise ConfigError(f"nvme.{error}") from None
 
 
 def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:

@@ -23,7 +23,7 @@ LEAVER = """
 import msgpack, socket, sys
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect(sys.argv[1])
-s.send(msgpack.packb({"op": "hello", "proto": 2, "format": 1, "sdk": "0.1.0", "name": "child", "credential": None}))
+s.send(msgpack.packb({"op": "hello", "proto": 2, "format": 2, "sdk": "0.1.0", "name": "child", "credential": None}))
 print(msgpack.unpackb(s.recv(8192))["session"], flush=True)
 s.send(msgpack.packb({"op": "map", "tier": 0, "segment": 1}))
 s.recv(8192)

@@ -1,4 +1,4 @@
-"""Version 1 of BlockMeta and of the arena's files, as in tests/golden/arena.
+"""All versions of BlockMeta and of the arena's files, as in tests/golden/arena.
 
 `python -m tests.unit.tiers.test_golden_arena` rewrites the fixtures; do so only with a new version
 number.
@@ -95,8 +95,8 @@ def session_table(directory: Path) -> bytes:
 
 
 WRITERS = {
-    "meta-v1": sealed_meta,
-    "catalogue-v1": catalogue,
+    "meta-v2": sealed_meta,
+    "catalogue-v2": catalogue,
     "arena-v1": arena_table,
     "namespaces-v1": namespace_log,
     "sessions-v1": session_table,
@@ -122,16 +122,17 @@ def file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_version_1_is_written_as_ever(tmp_path: Path, name: str) -> None:
+def test_the_newest_version_is_written_as_ever(tmp_path: Path, name: str) -> None:
     """Today's code writes the golden bytes; a difference is a new format and needs a new version number."""
     assert to_text(WRITERS[name](tmp_path)) == (GOLDEN / f"{name}.hex").read_text()
 
 
-def test_meta_of_version_1_is_read() -> None:
-    """A sealed record of version 1 is intact and keeps its fields."""
-    rows = np.frombuffer(golden("meta-v1"), dtype=META)
+@pytest.mark.parametrize("name", ["meta-v1", "meta-v2"])
+def test_meta_of_any_version_is_read(name: str) -> None:
+    """A sealed record of each version is intact and keeps its fields."""
+    rows = np.frombuffer(golden(name), dtype=META)
     assert intact(rows, record_checksum).all()
-    for name in (
+    for field in (
         "hash",
         "parent",
         "namespace",
@@ -143,12 +144,13 @@ def test_meta_of_version_1_is_read() -> None:
         "time_ms",
         "stored_length",
     ):
-        assert np.array_equal(rows[name], meta()[name]), name
+        assert np.array_equal(rows[field], meta()[field]), field
+    assert not rows["error"].any()
 
 
-@pytest.mark.parametrize("file", ["catalogue-v1"], indirect=True)
-def test_catalogue_of_version_1_is_read(file: Path) -> None:
-    """A catalogue of version 1 gives its header, its blocks and their tables."""
+@pytest.mark.parametrize("file", ["catalogue-v1", "catalogue-v2"], indirect=True)
+def test_catalogue_of_any_version_is_read(file: Path) -> None:
+    """A catalogue of each version gives its header, its blocks and their tables."""
     read = Catalogue.open(file)
     found = read.survivors()
     assert read.head == HEAD and found.slots.tolist() == [0, 3] and found.highest == 1003

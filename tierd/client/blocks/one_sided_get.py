@@ -164,7 +164,7 @@ def plain_find(directory: Directory, table: SegmentTable, names: StructArray) ->
         entry = segment.entry(slot)
         if entry is None or (entry.namespace, entry.tokens, entry.hash) != (namespace, tokens, name):
             break
-        if not 0 < entry.length <= segment.class_bytes:  # then its slices fit the table
+        if entry.error or not 0 < entry.length <= segment.class_bytes:  # then its slices fit the table
             break
         if segment.generation(slot) != entry.generation:
             break

@@ -98,7 +98,7 @@ class Links:
 
     def _open(self, namespace: OpenedNamespace, link: Link, deadline: float) -> None:
         if not self.knows(namespace, link):
-            reply = called(link, "OpenNamespace", requests.open_namespace_request(namespace.spec), deadline)
+            reply = called(link, "OpenNamespace", requests.open_namespace_request(namespace), deadline)
             replies.take_namespace(namespace, reply, link=link.number)
             link.codec = replies.agreed_codec(self.connector.codec, reply)
             link.batch_blocks = reply.batch_blocks or 1 << 16  # older daemons send none

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Tokens
-from tierd.core.formats.block import U4_MAX, NamespaceSpec, token_array, whole
+from tierd.core.formats.block import U4_MAX, token_array, whole
 from tierd.core.formats.model import (
     COMMIT_BLOCK,
     HASH_BYTES,
@@ -42,9 +42,9 @@ TIER_DIGITS = 5
 T = TypeVar("T")
 
 
-def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
+def open_namespace_request(namespace: OpenedNamespace) -> pb.OpenNamespaceRequest:
     """The request that opens a namespace. Raises InvalidArgument."""
-    spec.checked()
+    spec = namespace.spec.checked()
     shape = spec.geometry
     return pb.OpenNamespaceRequest(
         model=spec.model,
@@ -62,6 +62,7 @@ def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
             dtype=shape.dtype,
             layout=shape.layout,
         ),
+        error_limit=namespace.error_limit,
     )
 
 
@@ -170,6 +171,7 @@ def group_message(group: Group) -> pb.Group:
             "need_tokens", group.need_tokens, (1 << 63) - 1, remedy="give the number of last tokens needed"
         ),
         digest=group.namespace.digest,
+        error_limit=group.namespace.error_limit if group.error_limit is None else group.error_limit,
     )
 
 

@@ -25,7 +25,7 @@ META = np.dtype(
     [
         ("magic", "<u4"),
         ("version", "<u2"),
-        ("codec", "<u2"),  # 0: identity.
+        ("codec", "<u2"),  # 0: the block's own bytes; else they are encoded.
         ("hash", "u1", (HASH_BYTES,)),
         ("parent", "u1", (HASH_BYTES,)),
         ("namespace", "<u4"),
@@ -50,7 +50,8 @@ META = np.dtype(
         ("layers", "<u4"),  # That slices follow; 0: opaque.
         ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never.
         ("priority", "u1"),  # That a put gave, + 1; 0: none given.
-        ("reserved", "u1", (35,)),
+        ("error", "<f4"),  # Of a value of the block as decoded, at most; 0: exact.
+        ("reserved", "u1", (31,)),
         ("checksum", "<u8"),  # xxh3-64 over all bytes before it.
     ]
 )
@@ -58,11 +59,11 @@ assert META.itemsize == META_BYTES
 
 Checksum = Callable[[bytes], int]
 
-_ENTRY = struct.Struct("<IH2x32s32xI8xI4xI8xQ92xI40xQ")
+_ENTRY = struct.Struct("<IH2x32s32xI8xI4xI8xQ92xI5xf31xQ")
 
 
 class Entry(NamedTuple):
-    """The fields of one record that a reader needs. length: stored bytes."""
+    """The fields of one record that a reader needs. length: stored bytes. error: 0 for exact."""
 
     magic: int
     version: int
@@ -72,6 +73,7 @@ class Entry(NamedTuple):
     length: int
     generation: int
     layers: int
+    error: float
     checksum: int
 
 

@@ -225,10 +225,12 @@ def kind_of(wanted: Wanted) -> TierKind:
 
 UNVERIFIED = 1
 """Flag of an extent: a client may have changed the page since its hash; verify it for others."""
+CODED = 2
+"""Flag of an extent: the page holds the block encoded (tierd.codecs). Only stores have such pages."""
 
 EXTENT = np.dtype(
     [
-        ("flags", "<u2"),  # UNVERIFIED or 0.
+        ("flags", "<u2"),  # UNVERIFIED, CODED.
         ("tier", "<u2"),  # Position in the daemon's tier list.
         ("segment", "<u4"),  # Id of the segment; never used twice by one instance.
         ("slot", "<u4"),  # Number of the page within its segment.
@@ -285,10 +287,10 @@ TRANSFER = np.dtype(
         ("source", EXTENT),
         ("target", EXTENT),
         ("reason", "<u2"),  # Reason.
+        ("error", "<f4"),  # Of the source's block; 0: exact.
     ]
 )
 """One copy, source page to target page."""
-
 FREED = np.dtype(
     [
         ("extent", EXTENT),

@@ -41,13 +41,13 @@ class Versions:
 
 _PURGE = "free the memory with `tierd purge`"
 
-META = Versions("block record", 1, 1)
-CATALOGUE = Versions("catalogue", 1, 1, _PURGE)
+META = Versions("block record", 1, 2)
+CATALOGUE = Versions("catalogue", 1, 2, _PURGE)
 ARENA = Versions("arena", 1, 1, _PURGE)
 SESSIONS = Versions("session table", 1, 1, "end all clients and remove it")
 STORE = Versions("store", 1, 1)
-JOURNAL = Versions("journal", 1, 1)
-SNAPSHOT = Versions("snapshot", 1, 1)
+JOURNAL = Versions("journal", 1, 2)
+SNAPSHOT = Versions("snapshot", 1, 2)
 DIRECTORY = Versions("directory", 1, 1)
 
 PROTO_VERSION = 2

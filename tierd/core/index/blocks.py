@@ -144,6 +144,8 @@ class Blocks:
         self.until_s: Column = self.column(np.uint32)
         self.kept: Column = self.column(np.bool_)
         self.durable: Column = self.column(np.bool_)
+        self.plain: Column = self.column(np.bool_)
+        """An encoding did not fit its page: stores keep the block as it is."""
         self._free: Column = np.zeros(0, np.int32)  # not in the columns: as long as the most free ids so far
         self._free_count = 0
         self._rows = 0
@@ -348,7 +350,7 @@ class Blocks:
         self.attention[at] = 0
         self.group[at] = 0
         self.declined[at] = 0
-        self.durable[at] = False
+        self.durable[at] = self.plain[at] = False
         self.last_used[at] = now
         self.lax[at] = among(metas["namespace"], list(self._lax_namespaces)) if self._lax_namespaces else False
 

@@ -30,6 +30,7 @@ from tierd.core.admission import Verdict
 from tierd.core.arrays.sets import distinct, every, some, span, tally, true_rows
 from tierd.core.eviction import Heeding
 from tierd.core.formats.model import (
+    CODED,
     FREED,
     NO_PAGE,
     PAGE_ALIGN_BYTES,
@@ -41,12 +42,13 @@ from tierd.core.formats.model import (
     TierSpec,
     Wanted,
 )
+from tierd.core.forms import BLOCK_SHAPE, Forms
 from tierd.core.index.blocks import Blocks
 from tierd.core.index.pages import GENERATION_LIMIT, Pages
 from tierd.core.index.policies import Policies
 from tierd.core.index.priorities import Priorities, raise_before, raise_said
 from tierd.core.index.segment import Key
-from tierd.core.plan import Bools, Bytes, Ids, Start
+from tierd.core.plan import Bools, Bytes, Ids, Lengths, Start
 from tierd.core.plan_builder import PlanBuilder
 
 Column = NDArray[Any]
@@ -55,7 +57,7 @@ Column = NDArray[Any]
 class Index:
     """See the module. Ids given to one call are distinct unless said otherwise."""
 
-    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start) -> None:
+    def __init__(self, tiers: Sequence[TierSpec], *, policies: Policies, start: Start, forms: Forms) -> None:
         self.tiers = [Pages(spec, position) for position, spec in enumerate(tiers)]
         most = sum(spec.capacity_bytes for spec in tiers) // PAGE_ALIGN_BYTES
         self.blocks = Blocks(seed=start.seed, most=most, unix_s=start.unix_s)
@@ -64,6 +66,7 @@ class Index:
         stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
         self.admissions = {store: policies.admission(tiers[store], self.blocks) for store in stores}
         self.listener = policies.listener(self.blocks)
+        self.forms = forms
         self.page = [self.blocks.column(np.int32, fill=NO_PAGE) for _ in tiers]
         self.held = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
         self.barred = [self.blocks.column(np.bool_, fill=1) for _ in tiers]
@@ -126,12 +129,37 @@ class Index:
             return np.zeros(len(blocks), bool)
         return np.asarray((pages >= 0) & (blocks >= 0) & (state.take(pages) >= PageState.READY), bool)
 
-    def nearest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
-        """The first of these tiers that can read each block; -1 for none."""
+    def nearest(self, blocks: Ids, tiers: Sequence[int], *, error_limit: float | Column = np.inf) -> NDArray[np.int8]:
+        """The first of these tiers that can read each block within the error limit; -1 for none."""
         out = np.full(len(blocks), -1, np.int8)
         for tier in reversed(tiers):
-            out[self.is_readable(tier, blocks)] = tier
+            here = self.is_readable(tier, blocks)
+            if self.tiers[tier].has_coarse:
+                here &= self.tiers[tier].error[self.page[tier].take(blocks)] <= error_limit
+            out[here] = tier
         return out
+
+    def stored_lengths(self, tier: int, blocks: Ids) -> Lengths:
+        """Bytes of a page of the tier for each block: uint32 [n]. Fewer than `Blocks.length` for
+        blocks that the tier stores encoded."""
+        lengths = self.blocks.length[blocks]
+        if self.tiers[tier].spec.kind < TierKind.NVME:
+            return lengths
+        shapes = np.empty(len(blocks), BLOCK_SHAPE)
+        for name in ("namespace", "position", "tokens"):
+            shapes[name] = getattr(self.blocks, name)[blocks]
+        shapes["length"] = lengths
+        return np.where(self.blocks.plain[blocks], lengths, self.forms.lengths(tier, shapes))
+
+    def error_limits(self, blocks: Ids) -> Column:
+        """The greatest error bound that counts as held, for each block: float32 [n]."""
+        if not any(tier.has_coarse for tier in self.tiers):
+            return np.zeros(len(blocks), np.float32)
+        return self.forms.error_limits(self.blocks.namespace.take(blocks).astype(np.int64))
+
+    def is_coded(self, tier: int, pages: Ids) -> Bools:
+        """Which pages hold their block encoded, or are reserved for that."""
+        return np.asarray(self.tiers[tier].flags[pages] & CODED > 0, bool)
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
         """Which named blocks a farther kind of tier can read."""
@@ -269,13 +297,13 @@ class Index:
     def note_write(self, tier: int, blocks: Ids, now: float) -> None:
         """The blocks are being written to the tier."""
         if tier in self.admissions:
-            self.admissions[tier].wrote(int(self.blocks.length[blocks].sum(dtype=np.int64)), now)
+            self.admissions[tier].wrote(int(self.stored_lengths(tier, blocks).sum(dtype=np.int64)), now)
 
     def admitted(self, tier: int, blocks: Ids, now: float) -> Bools:
         """Which blocks deserve a write to the tier. Others stay declined until their next use."""
         if tier not in self.admissions:
             return np.ones(len(blocks), bool)
-        verdicts = self.admissions[tier].admit(blocks, self.blocks.length[blocks].astype(np.int64), now)
+        verdicts = self.admissions[tier].admit(blocks, self.stored_lengths(tier, blocks).astype(np.int64), now)
         self.blocks.declined[blocks] = verdicts
         self.declined[tier] += np.bincount(verdicts, minlength=len(Verdict))
         return np.asarray(verdicts == Verdict.WRITE, bool)

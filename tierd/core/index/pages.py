@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.arrays.columns import Columns
-from tierd.core.arrays.sets import every, kinds, span, starts, true_rows
+from tierd.core.arrays.sets import every, kinds, some, span, starts, true_rows
 from tierd.core.formats.block import size_class
 from tierd.core.formats.model import (
     DAEMON,
@@ -72,6 +72,10 @@ class Pages:
         self.block: Column = column(np.int32, fill=-1)
         self.length: Column = column(np.uint32)
         self.flags: Column = column(np.uint8)
+        self.error: Column = column(np.float32)
+        """Error bound of the values of the page's block; 0: exact."""
+        self.has_coarse = False
+        """Whether a page has ever had an error bound above 0."""
         self.doom: Column = column(np.uint8)
         self.generation: Column = column(np.uint64)
         self.fault: Column = column(np.uint8)
@@ -244,6 +248,12 @@ class Pages:
         out["generation"][at], out["page"][at] = self.generation.take(pages), pages
         return out
 
+    def set_errors(self, pages: Ids, errors: Column) -> None:
+        """Sets the error bounds of pages, float32 [n]."""
+        if some(errors > 0):
+            self.has_coarse = True
+        self.error[pages] = errors
+
     def find(self, extents: StructArray) -> Ids:
         """Page ids by (segment, slot); -1 if no such segment is in use or the slot is beyond it."""
         return self._by_place.find(extents)
@@ -386,7 +396,7 @@ class Pages:
 
     def _clear(self, pages: Ids) -> None:
         self.block[pages] = -1
-        for column in (self.pins, self.length, self.flags, self.doom, self.fault):
+        for column in (self.pins, self.length, self.flags, self.error, self.doom, self.fault):
             column[pages] = 0
 
     def _occupy(self, place: int, key: Key, segment: int, *, pages: int | None = None) -> None:

@@ -85,7 +85,7 @@ def look(index: Index, groups: Sequence[GroupQuery], domain: int | None) -> Sigh
         ids = index.blocks.find(names)
         if domain is not None and some(strange := index.blocks.domain.take(ids) != domain):
             ids[strange] = -1
-        tier = index.nearest(ids, serving)
+        tier = index.nearest(ids, serving, error_limit=group.error_limit)
         if some(nowhere := tier < 0):
             ids[nowhere] = -1
         sight.keys.append(index.blocks.keys_of(names).reshape(shape))

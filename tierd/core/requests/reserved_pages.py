@@ -67,9 +67,12 @@ class ReservedPages:
             self._sessions.reserve(holder, tier, held.pages_in(tier, rows), step=-1)
 
     def nearest(self, ids: Ids, *, besides: Sequence[int] = ()) -> Where:
-        """Each block's nearest readable page in service, else its page in the tiers besides."""
+        """Each block's nearest readable page in service, else its page in the tiers besides. Pages
+        too coarse for their namespace do not count."""
         serving = self._index.serving()
-        tiers = self._index.nearest(ids, [*serving, *(t for t in besides if t not in serving)]).astype(np.int64)
+        limits = self._index.error_limits(ids)
+        every_tier = [*serving, *(t for t in besides if t not in serving)]
+        tiers = self._index.nearest(ids, every_tier, error_limit=limits).astype(np.int64)
         pages = np.full(len(ids), NO_PAGE, np.int64)
         for tier in kinds(tiers[tiers >= 0]):
             pages[tiers == tier] = self._index.attached(tier, ids[tiers == tier])

@@ -216,6 +216,6 @@ class Demotion:
         to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))
         for target in kinds(to):
             pages_of = self._index.tiers[target]
-            unfit = pages_of.class_of(self._index.blocks.length[blocks]) > pages_of.spec.segment_bytes
+            unfit = pages_of.class_of(self._index.stored_lengths(target, blocks)) > pages_of.spec.segment_bytes
             to[(to == target) & unfit] = -1
         return to

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tierd.core.arrays.columns import runs
-from tierd.core.arrays.sets import among, distinct, kinds
+from tierd.core.arrays.sets import among, distinct, every, kinds, some, true_rows
 from tierd.core.formats.model import (
+    CODED,
     NO_PAGE,
     TRANSFER,
     BlockStatus,
@@ -29,6 +30,7 @@ from tierd.core.formats.model import (
     Wanted,
     kind_of,
 )
+from tierd.core.index.blocks import words
 from tierd.core.index.index import Index
 from tierd.core.index.inflight_transfers import INFLIGHT, InflightTransfers
 from tierd.core.index.segment import Key
@@ -134,6 +136,8 @@ class Planner:
         for rows in runs(where.tiers):
             source = int(where.tiers[rows[0]])
             self.index.pin(source, where.pages[rows])
+            if self.index.tiers[source].has_coarse:
+                self.index.tiers[target].set_errors(pages[rows], self.index.tiers[source].error[where.pages[rows]])
         draft.transfer(self._records(ids, transfers, draft))
         return sent
 
@@ -161,22 +165,52 @@ class Planner:
 
     # -- ends
 
-    def finish(self, ids: TransferIds, statuses: Codes, *, draft: PlanBuilder) -> None:
-        """Transfers ended."""
+    def finish(self, ids: TransferIds, statuses: Codes, metas: StructArray | None, *, draft: PlanBuilder) -> None:
+        """Transfers ended. metas: of the copies."""
         transfers = self.inflight.end(ids)
         good = statuses == BlockStatus.READY
+        self.index.blocks.plain[transfers["block"][statuses == BlockStatus.NO_ROOM]] = True
         for rows in runs(transfers["target_tier"]):
-            self._end_targets(transfers[rows], good[rows], draft)
+            self._end_targets(transfers[rows], good[rows], None if metas is None else metas[rows], draft)
         for rows in runs(transfers["source_tier"]):
             self._end_sources(transfers[rows], statuses[rows], draft=draft)
 
-    def _end_targets(self, transfers: StructArray, good: Bools, draft: PlanBuilder) -> None:
+    def _end_targets(self, transfers: StructArray, good: Bools, metas: StructArray | None, draft: PlanBuilder) -> None:
         tier, pages = int(transfers["target_tier"][0]), transfers["target_page"]
         attached = self.index.tiers[tier].doom[pages] == 0
+        if metas is not None:
+            good = good & self._note_forms(tier, transfers, metas, rows=true_rows(good & attached))
         self.index.publish(tier, pages[good & attached])
         if (~good & attached).any():
             self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
         self.index.unpin(tier, pages, draft)
+
+    def _note_forms(self, tier: int, transfers: StructArray, metas: StructArray, *, rows: Ids) -> Bools:
+        """Length and error of copies that were encoded, digest of those that were decoded. Returns
+        which transfers stand: not those whose block has a page with other bytes near."""
+        pages_of, pages, stand = self.index.tiers[tier], transfers["target_page"], np.ones(len(transfers), bool)
+        encoded = rows[self.index.is_coded(tier, pages[rows])]
+        pages_of.length[pages[encoded]] = metas["stored_length"][encoded]
+        pages_of.set_errors(pages[encoded], metas["error"][encoded])
+        for row in rows[~among(rows, encoded)].tolist():
+            source, block = int(transfers["source_tier"][row]), transfers["block"][row : row + 1]
+            if not self.index.is_coded(source, transfers["source_page"][row : row + 1])[0]:
+                continue
+            digest = words(metas["digest"][row : row + 1])
+            if every(self.index.blocks.digest[block] == digest):
+                continue
+            stand[row] = not self._is_near(block, besides=tier)
+            if stand[row]:
+                self.index.blocks.digest[block] = digest
+        return stand
+
+    def _is_near(self, block: Ids, *, besides: int) -> bool:
+        """Whether another tier than this one has a page of the block that is not encoded."""
+        for tier in range(len(self.index.tiers)):
+            page = self.index.readable(tier, block)
+            if tier != besides and page[0] >= 0 and not self.index.is_coded(tier, page)[0]:
+                return True
+        return False
 
     def _end_sources(self, transfers: StructArray, statuses: Codes, *, draft: PlanBuilder) -> None:
         tier, pages = int(transfers["source_tier"][0]), transfers["source_page"]
@@ -196,10 +230,13 @@ class Planner:
         return np.asarray(beyond & over & (where.tiers >= 0), bool)
 
     def _is_direct(self, where: Where, to: Ids) -> Bools:
-        """Which sources their target tiers read directly."""
+        """Which sources their target tiers read directly. Encoded ones go through host memory."""
         direct = np.zeros(len(to), bool)
         for tier in kinds(to) if any(self.index.direct) else ():
             direct |= (to == tier) & among(where.tiers, sorted(self.index.direct[tier]))
+        for tier in kinds(where.tiers[direct]) if some(direct) else ():
+            rows = true_rows(direct & (where.tiers == tier))
+            direct[rows] = ~self.index.is_coded(tier, where.pages[rows])
         return direct
 
     def _stage(self, blocks: Ids, where: Where, *, staged: Bools, reason: Reason, draft: PlanBuilder) -> Where:
@@ -214,7 +251,8 @@ class Planner:
     def _pages_for(self, blocks: Ids, target: int, draft: PlanBuilder) -> Ids:
         """Reserved pages for blocks in a tier that the daemon writes; -1 without room."""
         pages_of = self.index.tiers[target]
-        lengths = self.index.blocks.length[blocks]
+        lengths = self.index.stored_lengths(target, blocks)
+        is_coded = lengths != self.index.blocks.length[blocks]
         classes, domains = pages_of.class_of(lengths), self.index.blocks.domain[blocks]
         pages = np.full(len(blocks), NO_PAGE, np.int64)
         for rows in runs(domains, classes):
@@ -222,6 +260,7 @@ class Planner:
             got = self.room.reserve(target, key, len(rows), draft=draft)
             pages[rows[: len(got)]] = got
             pages_of.length[got] = lengths[rows[: len(got)]]
+            pages_of.flags[got[is_coded[rows[: len(got)]]]] |= np.uint8(CODED)
             draft.reserve(pages_of.extents(got))
         return pages
 
@@ -233,5 +272,6 @@ class Planner:
             tier, pages = int(transfers["source_tier"][rows[0]]), transfers["source_page"][rows]
             out["source"][rows] = self.index.tiers[tier].extents(pages)
             out["after"][rows] = self.inflight.fillers(tier, pages)
+            out["error"][rows] = self.index.tiers[tier].error[pages]
         draft.wait(out["after"][out["after"] > 0])
         return out

@@ -57,6 +57,13 @@ def spec_of(message: pb.OpenNamespaceRequest) -> NamespaceSpec:
     ).checked()
 
 
+def error_limit(value: float) -> float:
+    """The error limit of a request. Raises InvalidArgument unless it is 0 or more."""
+    if not value >= 0:
+        raise InvalidArgument(f"error_limit: {value} is not 0 or more; pass 0 for exact blocks alone")
+    return value
+
+
 def tier_kind(value: int) -> TierKind:
     """A kind of tier that handles can point into."""
     if value not in (TierKind.DEVICE, TierKind.HOST):
@@ -105,6 +112,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         tokens=tokens,
         need=Need(group.need),
         need_tokens=min(group.need_tokens, tokens),  # all tokens at most, to fit the core's columns
+        error_limit=error_limit(group.error_limit),
     )
 
 

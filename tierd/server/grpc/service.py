@@ -53,7 +53,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def OpenNamespace(self, request: pb.OpenNamespaceRequest, context: Any) -> pb.OpenNamespaceReply:
         session = CALLER.get().session
-        namespace = self._cache.open_namespace(session, messages.spec_of(request))
+        limit = messages.error_limit(request.error_limit)
+        namespace = self._cache.open_namespace(session, messages.spec_of(request), error_limit=limit)
         await self._keep_namespaces(namespace)
         # Raises SessionLost: a session that stopped meanwhile must not be remembered.
         self._cache.tenant_of(session)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tierd.core.arrays.sets import distinct, true_rows
 from tierd.core.formats.meta import META, is_meta, joined, picked, put_at
-from tierd.core.formats.model import EXTENT, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray
+from tierd.core.formats.model import CODED, EXTENT, PAGE_ALIGN_BYTES, UNVERIFIED, SegmentAssignment, StructArray
 from tierd.tiers.store.journal import REMOVED, BlocksRemoved, BlocksStored, Marks, NamespaceKept, Record, SegmentBegun
 
 Keys = NDArray[np.uint64]
@@ -106,7 +106,8 @@ def extents_of(metas: StructArray, slots: NDArray[np.int64], *, tier: int) -> St
     """EXTENT [n] of blocks, META [n]. tier: the store's position."""
     extents = np.zeros(len(metas), dtype=EXTENT)
     extents["tier"], extents["page"], extents["slot"] = tier, -1, slots
-    extents["flags"] = UNVERIFIED  # a slot may be overwritten before the removal of its block is durable
+    # A slot may be overwritten before the removal of its block is durable.
+    extents["flags"] = np.where(metas["codec"] > 0, UNVERIFIED | CODED, UNVERIFIED)
     extents["length"] = metas["stored_length"]
     for name in ("segment", "offset", "generation"):
         extents[name] = metas[name]

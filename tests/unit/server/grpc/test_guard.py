@@ -57,7 +57,7 @@ class Rig:
         self.sockets.append(client)
         client.setblocking(False)
         client.connect(str(self.target / "session.sock"))
-        hello = {"op": "hello", "proto": 2, "format": 1, "sdk": "0", "name": "t", "credential": None} | changed
+        hello = {"op": "hello", "proto": 2, "format": 2, "sdk": "0", "name": "t", "credential": None} | changed
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(client, msgpack.packb(hello))
         return (("tierd-session", msgpack.unpackb(await loop.sock_recv(client, 8192))["token"]),)

@@ -26,13 +26,13 @@ from tierd.server.session.identity import IdentityRules, Peer, identify
 from tierd.server.session.session_socket import SessionSocket
 from tierd.server.session.sessions import MappedFiles, SessionCalls, Sessions, SessionState
 
-HELLO = {"op": "hello", "proto": 2, "format": 1, "sdk": "0.1.0", "name": "test", "credential": None}
+HELLO = {"op": "hello", "proto": 2, "format": 2, "sdk": "0.1.0", "name": "test", "credential": None}
 
 CLIENT = """
 import msgpack, os, socket, sys
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 s.connect(sys.argv[1])
-s.send(msgpack.packb({"op": "hello", "proto": 2, "format": 1, "sdk": "0.1.0", "name": "child", "credential": None}))
+s.send(msgpack.packb({"op": "hello", "proto": 2, "format": 2, "sdk": "0.1.0", "name": "child", "credential": None}))
 print(msgpack.unpackb(s.recv(8192))["session"], flush=True)
 for line in sys.stdin:
     if line.strip() == "fork" and os.fork() == 0:
@@ -264,7 +264,7 @@ async def test_versions(rig, change):
     with rig.connect() as client:
         reply = await rig.ask(client, HELLO | change)
         assert reply["error"] == "VersionMismatch"
-        for text in (str(next(iter(change.values()))), "protocol 2", "format 1", "SDK 0.1.0", "tierd 0.1.0"):
+        for text in (str(next(iter(change.values()))), "protocol 2", "format 2", "SDK 0.1.0", "tierd 0.1.0"):
             assert text in reply["message"]
         assert rig.events == []
 

@@ -239,7 +239,7 @@ def test_truncated_file_drops_the_segment(tmp_path: Path) -> None:
 def test_newer_header_is_refused_not_dropped() -> None:
     """A catalogue of a later version stops the start with both versions and a remedy."""
     record = np.frombuffer(pack_head(head()), dtype=CATALOGUE_HEADER).copy()
-    record["version"] = 2
+    record["version"] = 3
     record["checksum"] = record_checksum(record.tobytes()[:-8])
-    with pytest.raises(VersionMismatch, match=r"version 2.*reads 1 to 1.*purge"):
+    with pytest.raises(VersionMismatch, match=r"version 3.*reads 1 to 2.*purge"):
         read_head(record.tobytes(), name="3.cat")

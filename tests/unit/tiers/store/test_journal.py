@@ -180,7 +180,7 @@ def test_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
     """A journal of a newer version raises VersionMismatch and stays unchanged."""
     path = write(tmp_path, RECORDS)
     head = bytearray(path.read_bytes()[:40])
-    head[8] = 2
+    head[8] = 3
     data = bytes(head) + record_checksum(head).to_bytes(8, "little")
     path.write_bytes(data)
     with pytest.raises(VersionMismatch, match="newer"):

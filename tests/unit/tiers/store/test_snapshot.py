@@ -124,7 +124,7 @@ def test_newer_snapshot_is_refused_and_kept(tmp_path: Path) -> None:
     write_snapshot(tmp_path, index_of(1), store=STORE, number=3)
     path = snapshot_path(tmp_path, 3)
     data = np.fromfile(path, dtype=np.uint8)
-    data[: HEADER.itemsize].view(HEADER)["version"] = 2
+    data[: HEADER.itemsize].view(HEADER)["version"] = 3
     data[HEADER.itemsize - 8 : HEADER.itemsize].view("<u8")[0] = record_checksum(data[: HEADER.itemsize - 8])
     data.tofile(path)
     with pytest.raises(VersionMismatch, match="newer"):

@@ -1,0 +1,153 @@
+"""Codecs of stores: which blocks a store keeps encoded, and their encoding.
+
+The configuration names a codec per store. A lossy one is used for namespaces whose clients accept
+an error, and only up to their limit. The first block of a sequence and short blocks stay as they
+are: all later tokens attend to the first ones, and the last ones are still growing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs import block as encoded_block
+from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Decoded
+from tierd.codecs.calibration import Calibration
+from tierd.codecs.named import BY_NUMBER
+from tierd.codecs.values import DTYPES, Bytes, KVShape
+from tierd.core.arrays.sets import kinds
+from tierd.core.formats.block import Namespace
+from tierd.core.formats.model import StructArray
+from tierd.core.plan import Ids, Lengths
+from tierd.errors import InvalidArgument, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """data: the encoded block. error: of a value at most, with the error that it had before."""
+
+    data: Bytes
+    codec: int
+    version: int
+    error: float
+
+
+@dataclass(slots=True)
+class CodingCounts:
+    """Of one namespace since the start. error: the greatest bound. Seconds are of one thread."""
+
+    blocks: int = 0
+    plain_bytes: int = 0
+    stored_bytes: int = 0
+    error: float = 0.0
+    encode_s: float = 0.0
+    decoded_blocks: int = 0
+    decoded_bytes: int = 0
+    decode_s: float = 0.0
+    not_fitting: int = 0
+    """Blocks whose encoding was too long or too coarse, so that they were stored as they are."""
+
+
+@dataclass
+class Coding:
+    """The daemon's codecs; `core.forms.Forms` for its core.
+
+    codecs: by tier position. namespace_of: by id of any rank. calibrations: by the model's name.
+    """
+
+    codecs: Mapping[int, Codec]
+    namespace_of: Callable[[int], Namespace]
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    counts: dict[int, CodingCounts] = field(default_factory=dict)
+    """By id of rank 0."""
+
+    def __post_init__(self) -> None:
+        self._limits: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._by_hash = {calibration.hash: calibration for calibration in self.calibrations.values()}
+
+    def accept(self, namespace: Namespace, error_limit: float) -> None:
+        """A client of the namespace accepts blocks with this error. The greatest limit holds."""
+        for each in namespace.ids:
+            self._limits[each] = max(error_limit, self._limits.get(each, 0.0))
+
+    def error_limits(self, namespaces: Ids) -> NDArray[np.float32]:
+        """As `Forms.error_limits`."""
+        return np.array([self._limits.get(each, 0.0) for each in namespaces.tolist()], np.float32)
+
+    def lengths(self, tier: int, blocks: StructArray) -> Lengths:
+        """As `Forms.lengths`."""
+        lengths: Lengths = blocks["length"].copy()
+        codec = self.codecs.get(tier)
+        for number in kinds(blocks["namespace"]) if codec else ():
+            rows = blocks["namespace"] == number
+            shape = self._shape(codec, number) if codec else None
+            if codec is None or shape is None:
+                continue
+            room = HEADER.itemsize + codec.expected_bytes(shape)
+            whole = (blocks["position"] > 0) & (blocks["tokens"] == shape.tokens)
+            lengths[rows & whole & (lengths == shape.block_bytes) & (lengths > room)] = room
+        return lengths
+
+    def encode(self, tier: int, meta: np.void, plain: Any, *, room: int) -> Encoded | None:
+        """A block, encoded for the tier. plain: its bytes, which nobody changes meanwhile.
+
+        None: it does not fit room bytes, or its error would be beyond the namespace's limit.
+        """
+        number, begun = int(meta["namespace"]), time.thread_time()
+        codec, shape = self.codecs[tier], self._shape(self.codecs[tier], number)
+        counts = self._counts_of(number)
+        data = None
+        if shape is not None:
+            calibration = self.calibrations.get(self.namespace_of(number).spec.model)
+            context = Context(int(meta["position"]) * shape.tokens, calibration)
+            data = encoded_block.encode(codec, plain, shape, context)
+            head = data[: HEADER.itemsize].view(HEADER)[0]
+            error = float(meta["error"]) + float(head["error"])
+            is_lossy = not codec.is_exact and error > self._limits.get(number, 0.0)
+            if len(data) > room or head["codec"] == IDENTITY or is_lossy:
+                data = None
+        with self._lock:
+            counts.encode_s += time.thread_time() - begun
+            if data is None:
+                counts.not_fitting += 1
+                return None
+            counts.blocks += 1
+            counts.plain_bytes += len(plain)
+            counts.stored_bytes += len(data)
+            counts.error = max(counts.error, error)
+        return Encoded(data, codec.number, codec.version, error)
+
+    def decode(self, meta: np.void, data: Any) -> Decoded:
+        """An encoded block's bytes. Raises CorruptRecord, Unsupported."""
+        begun = time.thread_time()
+        found = encoded_block.decode(data, BY_NUMBER, self._by_hash)
+        with self._lock:
+            counts = self._counts_of(int(meta["namespace"]))
+            counts.decode_s += time.thread_time() - begun
+            counts.decoded_blocks += 1
+            counts.decoded_bytes += len(found.block)
+        return found
+
+    def _counts_of(self, number: int) -> CodingCounts:
+        return self.counts.setdefault(self.namespace_of(number).id, CodingCounts())
+
+    def _shape(self, codec: Codec, number: int) -> KVShape | None:
+        """The shape of a full block of the namespace, if the codec may encode it."""
+        spec = self.namespace_of(number).spec
+        if spec.geometry.dtype not in DTYPES or not (codec.is_exact or self._limits.get(number, 0.0) > 0):
+            return None
+        try:
+            shape = KVShape(spec.geometry, spec.tokens_per_block)
+            codec.check(shape)
+            if codec.is_calibrated:
+                encoded_block.check_calibration(self.calibrations.get(spec.model), shape, codec.name)
+        except (InvalidArgument, Unsupported):
+            return None
+        return shape if shape.block_bytes == spec.block_bytes else None
