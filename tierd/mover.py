@@ -14,24 +14,23 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import mmap
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.checksum import raw_tables, slice_sums, sums_of_views, table_digests
-from tierd.coding import Coding, Encoded
+from tierd.coding import Coding
 from tierd.core.arrays.sets import kinds
 from tierd.core.formats.block import slice_lengths
-from tierd.core.formats.model import CODED, PAGE_ALIGN_BYTES, BlockStatus, Reason, StructArray
-from tierd.errors import CorruptRecord, TierdError, TierFailed
+from tierd.core.formats.model import BlockStatus, Reason, StructArray
+from tierd.encoded_copies import EncodedCopies, apart, cuts_of, empty_pages, views_of
+from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers import staged
 from tierd.tiers.tier import (
@@ -58,8 +57,6 @@ BEGIN_S = 10.0
 """The threads that hash must start within this time."""
 PIECE_BYTES = 1 << 20
 """Copied bytes are hashed piece by piece, while they are still in the processor's caches."""
-ENCODE_PASSES = 8
-"""Encoding or decoding takes at least as long as so many passes over the bytes."""
 HASH_SPLIT_BYTES = 4 << 20
 """Smaller batches are hashed in one thread: waking a second costs more than it saves."""
 
@@ -70,24 +67,6 @@ class Hashed:
 
     digests: NDArray[np.uint8]
     slices: list[NDArray[np.uint64]]
-
-
-class EncodedRead(NamedTuple):
-    """statuses: u2 [n] BlockStatus. payloads: encoded blocks; unknown bytes unless READY."""
-
-    statuses: NDArray[np.uint16]
-    payloads: list[memoryview]
-
-
-class _EncodedBlock(NamedTuple):
-    """table: of the encoded bytes."""
-
-    status: int
-    table: SliceTable | None = None
-    made: Encoded | None = None
-
-
-Way = Callable[..., Awaitable[NDArray[np.uint16]]]
 
 
 @dataclass
@@ -155,7 +134,8 @@ class Mover:
         self, tiers: Sequence[Tier], *, hash_threads: int, link_limit: int, coding: Coding | None = None
     ) -> None:
         """coding: of blocks that stores keep encoded."""
-        self._tiers, self._coding = tiers, coding
+        self._tiers = tiers
+        self.encoded = EncodedCopies(coding, self._in_threads)
         self._threads = ThreadPoolExecutor(hash_threads, thread_name_prefix="tierd-hash")
         self._have_begun = False
         self._hash_threads = hash_threads
@@ -176,7 +156,9 @@ class Mover:
         priority = min(PRIORITY.get(Reason(r), 2) for r in kinds(batch["reason"]))
         try:
             async with link.slot(priority):
-                return await self._copy(batch, metas, self._tiers[source], self._tiers[target])
+                statuses = await self._copy(batch, metas, self._tiers[source], self._tiers[target])
+                self.last_error = self.encoded.take_error() or self.last_error
+                return statuses
         except (TierFailed, OSError) as error:
             self.last_error = str(error)
             return np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
@@ -195,9 +177,9 @@ class Mover:
         if is_mapped(source) and is_mapped(target):
             return await self._copy_mapped(batch, metas, source, target)
         if is_mapped(source) and is_stored(target):
-            return await self._apart(batch["target"], batch, metas, self._store, self._store_encoded, source, target)
+            return await apart(batch["target"], batch, metas, self._store, self.encoded.store, source, target)
         if is_stored(source) and is_mapped(target):
-            return await self._apart(batch["source"], batch, metas, self._load, self._load_encoded, source, target)
+            return await apart(batch["source"], batch, metas, self._load, self.encoded.load, source, target)
         if is_stored(source) and is_device(target):
             return await self._load_direct(batch, metas, source, target)
         if is_mapped(source) and is_device(target):
@@ -207,131 +189,12 @@ class Mover:
         # The core plans device-to-store moves over a host tier, which both kinds require.
         raise AssertionError(f"no link from {source.spec.name} to {target.spec.name}")
 
-    @staticmethod
-    async def _apart(
-        stored: StructArray, batch: StructArray, metas: StructArray, plainly: Way, coded: Way, *ends: Any
-    ) -> NDArray[np.uint16]:
-        """Copies encoded blocks in one way, the others in another. stored: EXTENT [n] in the store."""
-        is_coded = stored["flags"] & CODED > 0
-        if not is_coded.any():
-            return await plainly(batch, metas, *ends)
-        statuses = np.zeros(len(batch), np.uint16)
-        for way, rows in ((plainly, np.flatnonzero(~is_coded)), (coded, np.flatnonzero(is_coded))):
-            if len(rows):
-                some = metas[rows]
-                statuses[rows] = await way(batch[rows], some, *ends)
-                metas[rows] = some
-        return statuses
-
-    async def _store_encoded(
-        self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
-    ) -> NDArray[np.uint16]:
-        failpoint("mover.store.before_encode")
-        views, cuts, room = _views(source, batch["source"], metas), _cuts(metas), batch["target"]["length"].tolist()
-        jobs = list(zip(metas, cuts, room, strict=True))
-        done = await self._in_threads(partial(self._encoded, target.position), views, jobs, passes=ENCODE_PASSES)
-        statuses = np.array([code.status for code in done], np.uint16)
-        rows = np.flatnonzero(statuses == BlockStatus.READY)
-        if not len(rows):
-            return statuses
-        extents, some, tables = batch["target"][rows], metas[rows], [done[row].table for row in rows.tolist()]
-        for i, row in enumerate(rows.tolist()):
-            made = done[row].made
-            assert made is not None
-            some[i]["codec"], some[i]["codec_version"], some[i]["error"] = made.codec, made.version, made.error
-            some[i]["stored_length"] = extents[i]["length"] = len(made.data)
-        some["layers"] = 0
-        pages = [_aligned(done[row].made) for row in rows.tolist()]
-        statuses[rows] = await target.write(extents, some, lambda these: [tables[i] for i in these], pages)
-        metas[rows] = some
-        return statuses
-
-    def _encoded(self, tier: int, view: memoryview, job: tuple[np.void, list[int], int]) -> _EncodedBlock:
-        """A block of a page, encoded for a tier, if it has its digest. In a thread."""
-        meta, cuts, room = job
-        plain = bytes(view)  # a writer may change the page meanwhile
-        if table_digests(raw_tables([slice_sums(plain, cuts)]))[0].tobytes() != meta["digest"].tobytes():
-            return _EncodedBlock(BlockStatus.CORRUPT)
-        assert self._coding is not None, "no codec, no encoded page"
-        made = self._coding.encode(tier, meta, plain, room=room)
-        if made is None:
-            return _EncodedBlock(BlockStatus.NO_ROOM)
-        return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
-
-    async def _load_encoded(
-        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
-    ) -> NDArray[np.uint16]:
-        read = await self.read_encoded(batch["source"], metas, source)
-        failpoint("mover.load.before_decode")
-        statuses = read.statuses.copy()
-        rows = np.flatnonzero(statuses == BlockStatus.READY)
-        jobs = list(zip(metas[rows], _views(target, batch["target"][rows], metas[rows]), strict=True))
-        done = await self._in_threads(
-            self._decoded, [read.payloads[row] for row in rows.tolist()], jobs, passes=ENCODE_PASSES
-        )
-        statuses[rows] = done
-        rows = rows[statuses[rows] == BlockStatus.READY]
-        if not len(rows):
-            return statuses
-        some = metas[rows]
-        hashed = await self.hash(_views(target, batch["target"][rows], some), some)
-        is_exact = (some["error"] == 0) & some["digest"].any(axis=1)  # a digest of zeros is not known
-        wrong = is_exact & (hashed.digests != some["digest"]).any(axis=1)
-        statuses[rows[wrong]] = BlockStatus.CORRUPT
-        some["digest"], some["codec"], some["codec_version"] = hashed.digests, 0, 0
-        good = np.flatnonzero(~wrong)
-        if len(good):
-            failpoint("mover.publish.before_catalogue")
-            target.publish(batch["target"][rows[good]], some[good], [hashed.slices[i] for i in good.tolist()])
-        metas[rows] = some
-        return statuses
-
-    def _decoded(self, payload: memoryview, job: tuple[np.void, memoryview]) -> int:
-        """Decodes a block into a page. Its status. In a thread."""
-        meta, page = job
-        try:
-            assert self._coding is not None, "encoded blocks were found without codecs"
-            block = self._coding.decode(meta, payload).block
-        except CorruptRecord as error:
-            self.last_error = str(error)
-            return BlockStatus.CORRUPT
-        except TierdError as error:
-            self.last_error = str(error)
-            return BlockStatus.FAILED
-        if len(block) != len(page):
-            self.last_error = f"encoded block: {len(block)} bytes when decoded, {len(page)} expected; put it again"
-            return BlockStatus.CORRUPT
-        page[:] = block.data
-        return BlockStatus.READY
-
-    async def read_encoded(self, extents: StructArray, metas: StructArray, source: StoredTier) -> EncodedRead:
-        """Reads encoded blocks, EXTENT [n] and META [n], verified against the slots' own headers.
-
-        The core knows no digest of an encoded block. The header has it; its generation shows that
-        it belongs to the block.
-        """
-        pages = [_empty(length) for length in extents["length"].tolist()]
-        payloads = [page[:length] for page, length in zip(pages, extents["length"].tolist(), strict=True)]
-        came: dict[int, SliceTable] = {}
-
-        def arrived(rows: Sequence[int]) -> Sequence[SliceTable]:
-            tables = [slice_sums(payloads[row], slice_lengths(len(payloads[row]), 0)) for row in rows]
-            came.update(zip(rows, tables, strict=True))
-            return tables
-
-        result = await source.read(extents, pages, metas, arrived=arrived)
-        statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
-        for row in np.flatnonzero(statuses == BlockStatus.READY).tolist():
-            if not np.array_equal(came[row], result.slices[row]):
-                statuses[row] = BlockStatus.CORRUPT
-        return EncodedRead(statuses, payloads)
-
     async def _copy_mapped(
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: MappedTier
     ) -> NDArray[np.uint16]:
         failpoint("mover.copy.before_copy")
-        views = _views(source, batch["source"], metas)
-        targets = _views(target, batch["target"], metas)
+        views = views_of(source, batch["source"], metas)
+        targets = views_of(target, batch["target"], metas)
         await self._in_threads(_copy_views, views, targets)
         # Only the copy is verified: a writer may still reach the source page.
         return self._publish(batch, metas, target, await self.hash(targets, metas))
@@ -339,7 +202,7 @@ class Mover:
     async def _store(
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
     ) -> NDArray[np.uint16]:
-        pages, cuts, digests = source.views(batch["source"]), _cuts(metas), metas["digest"]
+        pages, cuts, digests = source.views(batch["source"]), cuts_of(metas), metas["digest"]
         failpoint("mover.store.before_hash")
 
         def hash_rows(rows: Sequence[int]) -> list[SliceTable | None]:
@@ -353,7 +216,7 @@ class Mover:
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
     ) -> NDArray[np.uint16]:
-        pages, cuts = target.views(batch["target"]), _cuts(metas)
+        pages, cuts = target.views(batch["target"]), cuts_of(metas)
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
 
         def arrived(rows: Sequence[int]) -> Sequence[SliceTable]:
@@ -401,7 +264,7 @@ class Mover:
     async def _ask_store(self, transfer: StructArray, metas: StructArray, source: StoredTier) -> int:
         """The store's status of one block, read into memory of this process."""
         length = int(metas["stored_length"][0])
-        view = _empty(length)
+        view = empty_pages(length)
         status = int((await source.read(transfer["source"], [view], metas)).statuses[0])
         if status == BlockStatus.READY:
             status = int(_judge(await self.hash([view[:length]], metas), metas)[0])
@@ -412,7 +275,7 @@ class Mover:
     ) -> NDArray[np.uint16]:
         failpoint("mover.device.before_store")
         await source.store(batch["source"], metas, target=target, targets=batch["target"])
-        return self._publish(batch, metas, target, await self.hash(_views(target, batch["target"], metas), metas))
+        return self._publish(batch, metas, target, await self.hash(views_of(target, batch["target"], metas), metas))
 
     @staticmethod
     def _publish(batch: StructArray, metas: StructArray, target: SharedTier, hashed: Hashed) -> NDArray[np.uint16]:
@@ -444,7 +307,7 @@ class Mover:
         tiers = [tier for tier in map(self._tiers.__getitem__, extents["tier"].tolist()) if is_mapped(tier)]
         lengths = metas["stored_length"].tolist()
         views = [tier.view(row)[:length] for tier, row, length in zip(tiers, extents, lengths, strict=True)]
-        staging = list(zip(tiers, sources, _cuts(metas), strict=True))
+        staging = list(zip(tiers, sources, cuts_of(metas), strict=True))
         return _hashed(await self._in_threads(_copy_and_sum, views, staging, passes=2))
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.bool_]:
@@ -456,7 +319,7 @@ class Mover:
         if is_device(tier):
             return await tier.sums(extents, metas)
         assert is_mapped(tier), f"{tier.spec.name}: its pages are read, not hashed where they lie"
-        return (await self.hash(_views(tier, extents, metas), metas)).slices
+        return (await self.hash(views_of(tier, extents, metas), metas)).slices
 
     async def _in_threads(
         self,
@@ -551,31 +414,6 @@ def _copy_and_sum(target: memoryview, staging: tuple[MappedTier, np.void, list[i
             tables.append(slice_sums(target[begun:end], piece))
             piece, begun = [], end
     return np.concatenate(tables)
-
-
-def _views(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
-    lengths = metas["stored_length"].tolist()
-    return [page[:length] for page, length in zip(tier.views(extents), lengths, strict=True)]
-
-
-def _empty(length: int) -> memoryview:
-    """Memory for so many bytes, page-aligned, in whole pages."""
-    return memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
-
-
-def _aligned(made: Encoded | None) -> memoryview:
-    """An encoded block in page-aligned memory."""
-    assert made is not None
-    page = _empty(len(made.data))
-    page[: len(made.data)] = made.data.data
-    return page
-
-
-def _cuts(metas: StructArray) -> list[list[int]]:
-    """Bytes of each slice of each block."""
-    shapes = list(zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True))
-    cut = {shape: slice_lengths(*shape) for shape in set(shapes)}  # most blocks are alike
-    return [cut[shape] for shape in shapes]
 
 
 def _known(tables: Sequence[SliceTable | None], digests: NDArray[np.uint8]) -> list[SliceTable | None]:

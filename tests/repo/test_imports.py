@@ -35,7 +35,8 @@ PARTS: dict[str, set[str]] = {
     "coding": {"core", "codecs", "checksum"} | EDGE,
     "gpu": {"core", "kernels", "checksum"} | EDGE,
     "tiers": {"core", "checksum"} | EDGE,
-    "mover": {"core", "coding", "tiers", "checksum"} | EDGE,
+    "encoded_copies": {"core", "coding", "tiers", "checksum"} | EDGE,
+    "mover": {"core", "coding", "encoded_copies", "tiers", "checksum"} | EDGE,
     "cache": {"core", "coding", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {"core", "codecs", "coding", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"}

@@ -33,7 +33,7 @@ FREQUENCIES = "rope.frequencies"
 class Samples:
     """Keys before RoPE and values of calibration text, as float32 [layers, 2, tokens, kv_heads, head_dim].
 
-    gradients: of the loss by each of them, same shape; None without torch. Then two others stand in.
+    gradients: of the loss by each of them, same shape. None: no torch. Then two others stand in.
     queries: before RoPE, float32 [layers, queries, q_heads, head_dim].
     outputs: weights after attention, float32 [layers, hidden, q_heads * head_dim].
     """

@@ -255,20 +255,15 @@ class Core:
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
-        """Plans background writes: at most `limit` of the coldest blocks of tiers above their high
-        watermark, and 256 MiB of pages. Empty if there is nothing to write."""
+        """Plans writes of the coldest blocks above high watermarks: at most `limit`, and 256 MiB."""
         draft = PlanBuilder(now)
         self._demotion.run(limit, draft)
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float, metas: StructArray | None = None) -> Plan:
         """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED,
-        CORRUPT or NO_ROOM. CORRUPT condemns the source page too. NO_ROOM: the block's encoding is
-        longer than its page, so stores get it as it is from now on.
-
-        metas: META [n] of the copies. Needed if one was encoded (stored_length, error) or decoded
-        (digest).
-        """
+        CORRUPT (condemns the source page too) or NO_ROOM (the block's encoding is longer than its
+        page; stores get it as it is). metas: META [n] of the copies, if one was en- or decoded."""
         draft = PlanBuilder(now)
         self._planner.finish(transfers, statuses, metas, draft=draft)
         return draft.plan()
@@ -285,9 +280,8 @@ class Core:
         return draft.plan()
 
     def lose(self, extents: StructArray, *, now: float) -> Plan:
-        """Drops sound pages whose contents were lost. extents: EXTENT (tier, segment, slot,
-        generation are read). No lookup finds them again; they are freed once unpinned. A transfer
-        in flight to one publishes nothing. Pages that differ are left out."""
+        """Drops sound pages whose contents were lost: EXTENT [n]. No lookup finds them again; they are
+        freed once unpinned. A transfer in flight to one publishes nothing. Others are left out."""
         draft = PlanBuilder(now)
         self._upkeep.lose(extents, draft)
         return draft.plan()

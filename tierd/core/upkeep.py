@@ -100,7 +100,7 @@ class Upkeep:
         at = span(pages)
         pages_of.length[at] = metas["stored_length"]
         pages_of.flags[at] = extents["flags"] & (UNVERIFIED | CODED)
-        pages_of.set_errors(pages, metas["error"])
+        self._index.set_errors(tier, pages, metas["error"])
         self._index.attach(tier, pages, ids, now)
         self._index.publish(tier, pages)
         self._index.link(ids, metas["parent"], now)

@@ -233,19 +233,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
     policies = NamedPolicies(opened.learner)
     coding = Coding(codecs_of(config, tiers), registry.get)
-    core = Core(
-        [tier.spec for tier in tiers],
-        policies=policies,
-        session_share=config.server.session_share,
-        start=Start(
-            generation=max(found.next_generation for found in recovered),
-            segment=max(found.next_segment for found in recovered),
-            id=opened.draw(60) + 1,
-            seed=opened.draw(128),
-            unix_s=clock.wall_ms() / 1000 - clock.now(),
-        ),
-        forms=coding,
-    )
+    core = _core_of(config, opened, policies, coding)
     for session in (f.holder for f in opened.former):
         # Before their segments are restored: living processes can still write to theirs, so the
         # daemon must not.
@@ -296,6 +284,24 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     daemon.named, daemon.policies = named, policies
     daemon.adoptions = [a for a, found in zip(adoptions, recovered, strict=True) if found.more_at_most]
     return daemon
+
+
+def _core_of(config: Config, opened: Opened, policies: NamedPolicies, coding: Coding) -> Core:
+    """The core, whose numbers begin above all that the tiers have used."""
+    recovered, clock = opened.recovered, opened.clock
+    return Core(
+        [tier.spec for tier in opened.tiers],
+        policies=policies,
+        session_share=config.server.session_share,
+        start=Start(
+            generation=max(found.next_generation for found in recovered),
+            segment=max(found.next_segment for found in recovered),
+            id=opened.draw(60) + 1,
+            seed=opened.draw(128),
+            unix_s=clock.wall_ms() / 1000 - clock.now(),
+        ),
+        forms=coding,
+    )
 
 
 def codecs_of(config: Config, tiers: Sequence[Tier]) -> dict[int, Codec]:

@@ -195,8 +195,8 @@ SERVED: tuple[Mutation, ...] = (
         "adopted-unread",
         "a slot that a former life left counts as durable only once it was read",
         "tierd/tiers/store/stored_index.py",
-        'extents["flags"] = UNVERIFIED',
-        'extents["flags"] = 0',
+        "UNVERIFIED | CODED, UNVERIFIED)",
+        "CODED, 0)",
         ("tests/system/test_restart.py", "-k", "durable"),
     ),
     Mutation(

@@ -157,6 +157,11 @@ class Index:
             return np.zeros(len(blocks), np.float32)
         return self.forms.error_limits(self.blocks.namespace.take(blocks).astype(np.int64))
 
+    def set_errors(self, tier: int, pages: Ids, errors: Column) -> None:
+        """Sets the error bounds of pages, float32 [n]."""
+        self.tiers[tier].has_coarse |= some(errors > 0)
+        self.tiers[tier].error[pages] = errors
+
     def is_coded(self, tier: int, pages: Ids) -> Bools:
         """Which pages hold their block encoded, or are reserved for that."""
         return np.asarray(self.tiers[tier].flags[pages] & CODED > 0, bool)

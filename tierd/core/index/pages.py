@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.arrays.columns import Columns
-from tierd.core.arrays.sets import every, kinds, some, span, starts, true_rows
+from tierd.core.arrays.sets import every, kinds, span, starts, true_rows
 from tierd.core.formats.block import size_class
 from tierd.core.formats.model import (
     DAEMON,
@@ -73,9 +73,8 @@ class Pages:
         self.length: Column = column(np.uint32)
         self.flags: Column = column(np.uint8)
         self.error: Column = column(np.float32)
-        """Error bound of the values of the page's block; 0: exact."""
+        """Error bound of the values of the page's block. has_coarse: one has ever been above 0."""
         self.has_coarse = False
-        """Whether a page has ever had an error bound above 0."""
         self.doom: Column = column(np.uint8)
         self.generation: Column = column(np.uint64)
         self.fault: Column = column(np.uint8)
@@ -92,10 +91,8 @@ class Pages:
         self._by_place = PlaceColumns(self.segments)
         self._files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
-        self.barred, self.failing = (
-            set[int](),
-            set[int](),
-        )  # no memory for now; those to bar when they are empty
+        # No memory for now; those to bar when they are empty.
+        self.barred, self.failing = set[int](), set[int]()
         self.now, self.idle = 0.0, dict[int, float]()
         """Places of empty segments that wait until needed, oldest first: empty since."""
         self.holders: dict[int, dict[int, bool]] = {}
@@ -247,12 +244,6 @@ class Pages:
         out["flags"][at], out["length"][at] = self.flags.take(pages), self.length.take(pages)
         out["generation"][at], out["page"][at] = self.generation.take(pages), pages
         return out
-
-    def set_errors(self, pages: Ids, errors: Column) -> None:
-        """Sets the error bounds of pages, float32 [n]."""
-        if some(errors > 0):
-            self.has_coarse = True
-        self.error[pages] = errors
 
     def find(self, extents: StructArray) -> Ids:
         """Page ids by (segment, slot); -1 if no such segment is in use or the slot is beyond it."""

@@ -137,7 +137,7 @@ class Planner:
             source = int(where.tiers[rows[0]])
             self.index.pin(source, where.pages[rows])
             if self.index.tiers[source].has_coarse:
-                self.index.tiers[target].set_errors(pages[rows], self.index.tiers[source].error[where.pages[rows]])
+                self.index.set_errors(target, pages[rows], self.index.tiers[source].error[where.pages[rows]])
         draft.transfer(self._records(ids, transfers, draft))
         return sent
 
@@ -191,7 +191,7 @@ class Planner:
         pages_of, pages, stand = self.index.tiers[tier], transfers["target_page"], np.ones(len(transfers), bool)
         encoded = rows[self.index.is_coded(tier, pages[rows])]
         pages_of.length[pages[encoded]] = metas["stored_length"][encoded]
-        pages_of.set_errors(pages[encoded], metas["error"][encoded])
+        self.index.set_errors(tier, pages[encoded], metas["error"][encoded])
         for row in rows[~among(rows, encoded)].tolist():
             source, block = int(transfers["source_tier"][row]), transfers["block"][row : row + 1]
             if not self.index.is_coded(source, transfers["source_page"][row : row + 1])[0]:

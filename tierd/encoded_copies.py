@@ -1,0 +1,202 @@
+"""Copies between mapped memory and stores that keep blocks encoded.
+
+    host page ─▶ private copy, verified ─▶ encoded ─▶ slot        slot ─▶ verified ─▶ decoded ─▶ host page
+
+The core knows no digest of an encoded block. The slot's header has it; its generation shows that it
+belongs to the block. Encoding and decoding run in the mover's threads.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.checksum import raw_tables, slice_sums, table_digests
+from tierd.coding import Coding, Encoded
+from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.model import CODED, PAGE_ALIGN_BYTES, BlockStatus, StructArray
+from tierd.errors import CorruptRecord, TierdError
+from tierd.failpoint import failpoint
+from tierd.tiers.tier import MappedTier, SliceTable, StoredTier
+
+ENCODE_PASSES = 8
+"""Encoding or decoding takes at least as long as so many passes over the bytes."""
+Way = Callable[..., Awaitable[NDArray[np.uint16]]]
+"""(batch, metas, source, target) -> BlockStatus u2 [n]."""
+
+
+class EncodedRead(NamedTuple):
+    """statuses: u2 [n] BlockStatus. payloads: encoded blocks; unknown bytes unless READY."""
+
+    statuses: NDArray[np.uint16]
+    payloads: list[memoryview]
+
+
+class _EncodedBlock(NamedTuple):
+    """table: of the encoded bytes."""
+
+    status: int
+    table: SliceTable | None = None
+    made: Encoded | None = None
+
+
+async def apart(
+    stored: StructArray, batch: StructArray, metas: StructArray, plainly: Way, coded: Way, *ends: Any
+) -> NDArray[np.uint16]:
+    """Copies encoded blocks in one way, the others in another. stored: EXTENT [n] in the store."""
+    is_coded = stored["flags"] & CODED > 0
+    if not is_coded.any():
+        return await plainly(batch, metas, *ends)
+    statuses = np.zeros(len(batch), np.uint16)
+    for way, rows in ((plainly, np.flatnonzero(~is_coded)), (coded, np.flatnonzero(is_coded))):
+        if len(rows):
+            some = metas[rows]
+            statuses[rows] = await way(batch[rows], some, *ends)
+            metas[rows] = some
+    return statuses
+
+
+class EncodedCopies:
+    """in_threads: `Mover._in_threads`."""
+
+    def __init__(self, coding: Coding | None, in_threads: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._coding, self._in_threads = coding, in_threads
+        self._error = ""
+
+    def take_error(self) -> str:
+        """Why the last block was not decoded; empty after it was asked once."""
+        error, self._error = self._error, ""
+        return error
+
+    async def store(
+        self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
+    ) -> NDArray[np.uint16]:
+        """Encodes and writes. The metas are those of the copies when it returns."""
+        failpoint("mover.store.before_encode")
+        views, cuts, room = views_of(source, batch["source"], metas), cuts_of(metas), batch["target"]["length"].tolist()
+        jobs = list(zip(metas, cuts, room, strict=True))
+        done = await self._in_threads(partial(self._encoded, target.position), views, jobs, passes=ENCODE_PASSES)
+        statuses = np.array([code.status for code in done], np.uint16)
+        rows = np.flatnonzero(statuses == BlockStatus.READY)
+        if not len(rows):
+            return statuses
+        extents, some, tables = batch["target"][rows], metas[rows], [done[row].table for row in rows.tolist()]
+        for i, row in enumerate(rows.tolist()):
+            made = done[row].made
+            assert made is not None
+            some[i]["codec"], some[i]["codec_version"], some[i]["error"] = made.codec, made.version, made.error
+            some[i]["stored_length"] = extents[i]["length"] = len(made.data)
+        some["layers"] = 0
+        pages = [_aligned(done[row].made) for row in rows.tolist()]
+        statuses[rows] = await target.write(extents, some, lambda these: [tables[i] for i in these], pages)
+        metas[rows] = some
+        return statuses
+
+    def _encoded(self, tier: int, view: memoryview, job: tuple[np.void, list[int], int]) -> _EncodedBlock:
+        """A block of a page, encoded for a tier, if it has its digest. In a thread."""
+        meta, cuts, room = job
+        plain = bytes(view)  # a writer may change the page meanwhile
+        if table_digests(raw_tables([slice_sums(plain, cuts)]))[0].tobytes() != meta["digest"].tobytes():
+            return _EncodedBlock(BlockStatus.CORRUPT)
+        assert self._coding is not None, "no codec, no encoded page"
+        made = self._coding.encode(tier, meta, plain, room=room)
+        if made is None:
+            return _EncodedBlock(BlockStatus.NO_ROOM)
+        return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
+
+    async def load(
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
+    ) -> NDArray[np.uint16]:
+        """Reads, decodes and publishes. The metas are those of the copies when it returns."""
+        read = await self.read(batch["source"], metas, source)
+        failpoint("mover.load.before_decode")
+        statuses = read.statuses.copy()
+        rows = np.flatnonzero(statuses == BlockStatus.READY)
+        jobs = list(zip(metas[rows], views_of(target, batch["target"][rows], metas[rows]), strict=True))
+        done = await self._in_threads(
+            self._decoded, [read.payloads[row] for row in rows.tolist()], jobs, passes=ENCODE_PASSES
+        )
+        statuses[rows] = done
+        rows = rows[statuses[rows] == BlockStatus.READY]
+        if not len(rows):
+            return statuses
+        some = metas[rows]
+        tables = await self._in_threads(slice_sums, views_of(target, batch["target"][rows], some), cuts_of(some))
+        digests = table_digests(raw_tables(tables))
+        is_exact = (some["error"] == 0) & some["digest"].any(axis=1)  # a digest of zeros is not known
+        wrong = is_exact & (digests != some["digest"]).any(axis=1)
+        statuses[rows[wrong]] = BlockStatus.CORRUPT
+        some["digest"], some["codec"], some["codec_version"] = digests, 0, 0
+        good = np.flatnonzero(~wrong)
+        if len(good):
+            failpoint("mover.publish.before_catalogue")
+            target.publish(batch["target"][rows[good]], some[good], [tables[i] for i in good.tolist()])
+        metas[rows] = some
+        return statuses
+
+    def _decoded(self, payload: memoryview, job: tuple[np.void, memoryview]) -> int:
+        """Decodes a block into a page. Its status. In a thread."""
+        meta, page = job
+        try:
+            assert self._coding is not None, "encoded blocks were found without codecs"
+            block = self._coding.decode(meta, payload).block
+        except CorruptRecord as error:
+            self._error = str(error)
+            return BlockStatus.CORRUPT
+        except TierdError as error:
+            self._error = str(error)
+            return BlockStatus.FAILED
+        if len(block) != len(page):
+            self._error = f"encoded block: {len(block)} bytes when decoded, {len(page)} expected; put it again"
+            return BlockStatus.CORRUPT
+        page[:] = block.data
+        return BlockStatus.READY
+
+    async def read(self, extents: StructArray, metas: StructArray, source: StoredTier) -> EncodedRead:
+        """Reads encoded blocks, EXTENT [n] and META [n], verified against the slots' own headers."""
+        pages = [empty_pages(length) for length in extents["length"].tolist()]
+        payloads = [page[:length] for page, length in zip(pages, extents["length"].tolist(), strict=True)]
+        came: dict[int, SliceTable] = {}
+
+        def arrived(rows: Sequence[int]) -> Sequence[SliceTable]:
+            tables = [slice_sums(payloads[row], slice_lengths(len(payloads[row]), 0)) for row in rows]
+            came.update(zip(rows, tables, strict=True))
+            return tables
+
+        result = await source.read(extents, pages, metas, arrived=arrived)
+        statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
+        for row in np.flatnonzero(statuses == BlockStatus.READY).tolist():
+            if not np.array_equal(came[row], result.slices[row]):
+                statuses[row] = BlockStatus.CORRUPT
+        return EncodedRead(statuses, payloads)
+
+
+def empty_pages(length: int) -> memoryview:
+    """Memory for so many bytes, page-aligned, in whole pages."""
+    return memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
+
+
+def _aligned(made: Encoded | None) -> memoryview:
+    """An encoded block in page-aligned memory."""
+    assert made is not None
+    page = empty_pages(len(made.data))
+    page[: len(made.data)] = made.data.data
+    return page
+
+
+def views_of(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
+    """The blocks' bytes in their pages: EXTENT [n], META [n]."""
+    lengths = metas["stored_length"].tolist()
+    return [page[:length] for page, length in zip(tier.views(extents), lengths, strict=True)]
+
+
+def cuts_of(metas: StructArray) -> list[list[int]]:
+    """Bytes of each slice of each block."""
+    shapes = list(zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True))
+    cut = {shape: slice_lengths(*shape) for shape in set(shapes)}  # most blocks are alike
+    return [cut[shape] for shape in shapes]
