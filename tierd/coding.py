@@ -11,21 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from tierd.codecs import block as encoded_block
 from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Decoded
-from tierd.codecs.calibration import Calibration
+from tierd.codecs.calibration import Calibration, load
 from tierd.codecs.named import BY_NUMBER
 from tierd.codecs.values import DTYPES, Bytes, KVShape
 from tierd.core.arrays.sets import kinds
 from tierd.core.formats.block import Namespace
 from tierd.core.formats.model import StructArray
 from tierd.core.plan import Ids, Lengths
-from tierd.errors import InvalidArgument, Unsupported
+from tierd.errors import CorruptRecord, InvalidArgument, Unsupported
+
+CALIBRATIONS = "calibrations"
+"""Directory in the state directory. <model>.safetensors, with "--" for "/", is for namespaces of that
+model. Any other file there serves blocks that were encoded with it."""
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class CodingCounts:
 class Coding:
     """The daemon's codecs; `core.forms.Forms` for its core.
 
-    codecs: by tier position. namespace_of: by id of any rank. calibrations: by the model's name.
+    codecs: by tier position. namespace_of: by id of any rank. calibrations: by the file's stem.
     """
 
     codecs: Mapping[int, Codec]
@@ -105,7 +112,7 @@ class Coding:
         counts = self._counts_of(number)
         data = None
         if shape is not None:
-            calibration = self.calibrations.get(self.namespace_of(number).spec.model)
+            calibration = self._calibration_of(self.namespace_of(number).spec.model)
             context = Context(int(meta["position"]) * shape.tokens, calibration)
             data = encoded_block.encode(codec, plain, shape, context)
             head = data[: HEADER.itemsize].view(HEADER)[0]
@@ -135,6 +142,9 @@ class Coding:
             counts.decoded_bytes += len(found.block)
         return found
 
+    def _calibration_of(self, model: str) -> Calibration | None:
+        return self.calibrations.get(model.replace("/", "--"))
+
     def _counts_of(self, number: int) -> CodingCounts:
         return self.counts.setdefault(self.namespace_of(number).id, CodingCounts())
 
@@ -147,7 +157,18 @@ class Coding:
             shape = KVShape(spec.geometry, spec.tokens_per_block)
             codec.check(shape)
             if codec.is_calibrated:
-                encoded_block.check_calibration(self.calibrations.get(spec.model), shape, codec.name)
+                encoded_block.check_calibration(self._calibration_of(spec.model), shape, codec.name)
         except (InvalidArgument, Unsupported):
             return None
         return shape if shape.block_bytes == spec.block_bytes else None
+
+
+def read_calibrations(state_dir: Path) -> dict[str, Calibration]:
+    """The calibrations in a state directory, by the files' stems. Unreadable ones are logged."""
+    found = {}
+    for path in sorted((state_dir / CALIBRATIONS).glob("*.safetensors")):
+        try:
+            found[path.stem] = load(path)
+        except (OSError, CorruptRecord) as error:
+            log.warning("calibration not read, so its blocks miss", path=str(path), error=str(error))
+    return found

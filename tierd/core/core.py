@@ -261,9 +261,9 @@ class Core:
         return draft.plan()
 
     def finish(self, transfers: TransferIds, *, statuses: Codes, now: float, metas: StructArray | None = None) -> Plan:
-        """Transfers ended. transfers: uint64 [n]; statuses: uint16 [n] BlockStatus READY, FAILED,
-        CORRUPT (condemns the source page too) or NO_ROOM (the block's encoding is longer than its
-        page; stores get it as it is). metas: META [n] of the copies, if one was en- or decoded."""
+        """Transfers ended: uint64 [n], BlockStatus [n]. CORRUPT condemns the source page too. After
+        NO_ROOM, an encoding longer than its page, stores get the block as it is. metas: META [n] of
+        the copies, if one was encoded or decoded."""
         draft = PlanBuilder(now)
         self._planner.finish(transfers, statuses, metas, draft=draft)
         return draft.plan()

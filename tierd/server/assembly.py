@@ -30,7 +30,7 @@ from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.codecs.block import Codec
 from tierd.codecs.named import codec_named
-from tierd.coding import Coding
+from tierd.coding import Coding, read_calibrations
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.core import Core
 from tierd.core.formats.block import Namespace
@@ -232,7 +232,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     for tier, found in zip(tiers, recovered, strict=True):
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
     policies = NamedPolicies(opened.learner)
-    coding = Coding(codecs_of(config, tiers), registry.get)
+    calibrations = read_calibrations(Path(config.server.state_dir))
+    coding = Coding(codecs_of(config, tiers), registry.get, calibrations)
     core = _core_of(config, opened, policies, coding)
     for session in (f.holder for f in opened.former):
         # Before their segments are restored: living processes can still write to theirs, so the
