@@ -63,5 +63,7 @@ def test_without_a_compiler_it_says_so(compiler: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr("tools.native.COMPILERS", ())
     monkeypatch.setenv("CXX", compiler)
     said = compile_native(tmp_path)
-    assert said.startswith("tierd: ") and "copies are made by Python's own means" in said and "codecs run in numpy" in said
+    assert (
+        said.startswith("tierd: ") and "copies are made by Python's own means" in said and "codecs run in numpy" in said
+    )
     assert list(tmp_path.iterdir()) == []
