@@ -12,17 +12,23 @@ there and at the stream's last word, or the stream is damaged.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.codecs import loops
 from tierd.codecs.values import Bytes
 from tierd.errors import CorruptRecord, InvalidArgument
 
 BITS = 12
 TOTAL = 1 << BITS
 LEAST_STATE = 1 << 16
+_RANS = struct.Struct("<8Q")
+UNCOUNTED = "rANS: a symbol has frequency 0 in its table; count all symbols first"
 LANES = ((1 << 15, 64), (1 << 12, 16), (0, 4))
 """Symbols, and the lanes of a stream with at least so many."""
 
@@ -68,10 +74,23 @@ def frequencies_of(counts: NDArray[Any]) -> Frequencies:
 def encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: int) -> Bytes:
     """The stream of symbols: uint8 [n]. run: symbols per run; the last run may be shorter.
     Raises InvalidArgument for a symbol whose frequency is 0."""
-    each, table = _tables(frequencies), _table_of_each(which, run, len(symbols), len(frequencies))
+    _check(frequencies, which, run, len(symbols))
+    if loops.library is None:
+        return _plain_encode(symbols, frequencies, which, run)
+    stream, entries = np.empty(most_bytes(len(symbols)), np.uint8), np.empty((len(frequencies), 256), np.uint64)
+    end = loops.address_of(stream) + len(stream)
+    with _described(symbols, len(symbols), frequencies, which, run) as rans:
+        length: int = loops.library.tierd_rans_encode(rans, loops.address_of(entries), end)
+    if length > len(stream):
+        raise InvalidArgument(UNCOUNTED)
+    return stream[len(stream) - length :]
+
+
+def _plain_encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+    each, table = _tables(frequencies), _table_of_each(which, run, len(symbols))
     own, starts = frequencies.astype(np.uint64), each.starts
     if len(symbols) and not own[table, symbols].all():
-        raise InvalidArgument("rANS: a symbol has frequency 0 in its table; count all symbols first")
+        raise InvalidArgument(UNCOUNTED)
     lanes = lanes_of(len(symbols))
     states, words = np.full(lanes, LEAST_STATE, np.uint64), []
     for first in range((len(symbols) - 1) // lanes * lanes, -1, -lanes) if len(symbols) else ():
@@ -90,9 +109,25 @@ def decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, ru
 
     It reads no byte outside of stream, and takes memory for count symbols and the tables alone."""
     lanes = lanes_of(count)
+    _check(frequencies, which, run, count)
     if len(stream) < 4 * lanes or len(stream) % 2:
         raise CorruptRecord(f"rANS: {len(stream)} bytes are no stream of {lanes} states; read another copy")
-    each, table = _tables(frequencies), _table_of_each(which, run, count, len(frequencies))
+    if loops.library is None:
+        return _plain_decode(stream, count, frequencies, which, run)
+    symbols, entries = np.empty(count, np.uint8), np.empty((len(frequencies), TOTAL), np.uint32)
+    with _described(symbols, count, frequencies, which, run) as rans:
+        is_whole = loops.library.tierd_rans_decode(
+            *(rans, loops.address_of(entries), loops.address_of(stream)),
+            *((len(stream) - 4 * lanes) // 2, loops.address_of(symbols)),
+        )
+    if not is_whole:
+        raise CorruptRecord(f"rANS: the stream does not end with its {count} symbols; read another copy")
+    return symbols
+
+
+def _plain_decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+    lanes = lanes_of(count)
+    each, table = _tables(frequencies), _table_of_each(which, run, count)
     states = np.frombuffer(stream[: 4 * lanes].tobytes(), "<u4").astype(np.uint64)
     words = np.frombuffer(stream[4 * lanes :].tobytes(), "<u2").astype(np.uint64)
     at, symbols = 0, np.empty(count, np.uint8)
@@ -115,22 +150,35 @@ def decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, ru
 
 
 def _tables(frequencies: Frequencies) -> _Tables:
-    """Raises CorruptRecord for rows with another sum: they may come from a payload."""
     wide = frequencies.astype(np.int64)
-    if wide.ndim != 2 or not 0 < wide.shape[1] <= 256 or (wide.sum(axis=1) != TOTAL).any():
-        raise CorruptRecord(f"rANS: a table's frequencies do not sum to {TOTAL}; read another copy")
     tables, size = wide.shape
     symbols = np.repeat(np.tile(np.arange(size, dtype=np.uint8), tables), wide.reshape(-1))
     return _Tables((wide.cumsum(axis=1) - wide).astype(np.uint64), symbols.reshape(tables, TOTAL))
 
 
-def _table_of_each(which: Which, run: int, count: int, tables: int) -> NDArray[np.intp]:
-    """The table of each symbol. Raises InvalidArgument for another number of runs, CorruptRecord
-    for a table that is not there."""
+def _table_of_each(which: Which, run: int, count: int) -> NDArray[np.intp]:
+    return np.repeat(which, run)[:count].astype(np.intp)
+
+
+def _check(frequencies: Frequencies, which: Which, run: int, count: int) -> None:
+    """Raises InvalidArgument for another number of runs. Raises CorruptRecord for impossible tables,
+    and for a table that is not there: both may come from a payload."""
+    if frequencies.ndim != 2 or not 0 < frequencies.shape[1] <= 256 or (frequencies.sum(axis=1) != TOTAL).any():
+        raise CorruptRecord(f"rANS: a table's frequencies do not sum to {TOTAL}; read another copy")
     if run < 1 or len(which) != -(-count // run):
         raise InvalidArgument(
             f"rANS: {count} symbols in runs of {run} are not {len(which)} runs; give each run a table"
         )
-    if count and not 0 <= int(which.min()) <= int(which.max()) < tables:
-        raise CorruptRecord(f"rANS: a run names table {which.max()}, there are {tables}; read another copy")
-    return np.repeat(which, run)[:count].astype(np.intp)
+    if count and not 0 <= int(which.min()) <= int(which.max()) < len(frequencies):
+        raise CorruptRecord(f"rANS: a run names table {which.max()}, there are {len(frequencies)}; read another copy")
+
+
+@contextmanager
+def _described(symbols: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Iterator[bytes]:
+    """TierdRans of codecs.cpp, whose arrays live as long as this."""
+    arrays = (
+        *(np.ascontiguousarray(symbols, np.uint8), np.ascontiguousarray(frequencies, np.uint16)),
+        np.ascontiguousarray(which, np.uint32),
+    )
+    yield _RANS.pack(*map(loops.address_of, arrays), count, *frequencies.shape, run, lanes_of(count))
+    del arrays

@@ -29,6 +29,12 @@ FUNCTIONS: dict[str, dict[str, list[type]]] = {
         "tierd_int8_decode": [_POINTER, _NUMBER, _POINTER, _POINTER],
         "tierd_rotated_encode": [_POINTER, _POINTER, _POINTER, _POINTER],
         "tierd_rotated_decode": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "tierd_rans_encode": [_POINTER, _POINTER, _POINTER],
+        "tierd_rans_decode": [_POINTER, _POINTER, _POINTER, _NUMBER, _POINTER],
+        "tierd_lossless_sums": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "tierd_lossless_split": [_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER],
+        "tierd_lossless_pack": [_POINTER, _POINTER],
+        "tierd_lossless_join": [_POINTER, _POINTER, _POINTER, _NUMBER, _POINTER],
     },
 }
 """Library -> function -> arguments. Every function returns a u64."""

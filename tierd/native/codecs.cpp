@@ -10,6 +10,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector crosses this library's border
 #if defined(__x86_64__) && !defined(__clang__)
 #define TIERD_X86 1
 #include <immintrin.h>
@@ -28,8 +29,25 @@ struct TierdBlock {
   uint64_t layer, pair, token, head;  // distances in values
 };
 
+// RANS of tierd/codecs/rans.py: what encoder and decoder know. which: the table of each run.
+struct TierdRans {
+  const uint8_t* symbols;
+  const uint16_t* frequencies;  // [tables, size]
+  const uint32_t* which;
+  uint64_t count, tables, size, run, lanes;
+};
+
+// LOSSLESS of tierd/codecs/lossless.py. order: the group at each place; places: the inverse.
+struct TierdLossless {
+  TierdBlock block;
+  const uint8_t *tops, *chosen;
+  const uint32_t *order, *places;
+  uint64_t groups, length, by_channel, fraction;
+};
+
 namespace {
 
+constexpr size_t kMostLanes = 64;
 constexpr float kLeastStep = 1e-20f, kSlack = 5e-6f;  // as rotated.py has them
 
 template <class To, class From> To bits_as(From from) {
@@ -139,6 +157,37 @@ TIERD_API uint64_t tierd_rotated_encode(const TierdBlock* block, const Levels* l
 TIERD_API uint64_t tierd_rotated_decode(const TierdBlock* block, const Levels* levels, const float* signs, const uint8_t* in) {
   TIERD_CALL(rotated_decode(*block, levels, signs, in));
   return 0;
+}
+
+// entries: uint64 [tables, 256], for its use. Returns the stream's bytes, which end at `end`; all
+// bits set for a symbol without a frequency.
+TIERD_API uint64_t tierd_rans_encode(const TierdRans* rans, uint64_t* entries, uint8_t* end) { return TIERD_CALL(rans_encode(*rans, entries, end)); }
+
+// entries: uint32 [tables, 4096], for its use. words: behind the states. Returns whether the stream is
+// complete.
+TIERD_API uint64_t tierd_rans_decode(const TierdRans* rans, uint32_t* entries, const uint8_t* stream, uint64_t words, uint8_t* symbols) {
+  return TIERD_CALL(rans_decode(*rans, entries, stream, words, symbols));
+}
+
+TIERD_API uint64_t tierd_lossless_sums(const TierdLossless* l, uint8_t* tops, uint32_t* exponents, uint32_t* negatives) {
+  TIERD_CALL(lossless_sums(*l, tops, exponents, negatives));
+  return 0;
+}
+
+// Symbols and counts; then up to `room` escapes. Returns how many escapes there are.
+TIERD_API uint64_t tierd_lossless_split(const TierdLossless* l, uint8_t* symbols, uint32_t* counts, uint8_t* escapes, uint64_t room) {
+  return TIERD_CALL(lossless_split(*l, symbols, counts, escapes, room));
+}
+
+TIERD_API uint64_t tierd_lossless_pack(const TierdLossless* l, uint8_t* fractions) {
+  TIERD_CALL(pack_fractions(*l, fractions));
+  return 0;
+}
+
+// Returns whether symbols and escapes are possible.
+TIERD_API uint64_t tierd_lossless_join(const TierdLossless* l, const uint8_t* symbols, const uint8_t* escapes, uint64_t count, const uint8_t* fractions) {
+  TIERD_CALL(unpack_fractions(*l, fractions));
+  return TIERD_CALL(lossless_join(*l, symbols, escapes, count));
 }
 
 // The id of the source of this library.

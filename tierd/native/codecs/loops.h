@@ -3,3 +3,5 @@
 #include "int8.h"
 #include "rotated.h"
 #include "tiles.h"
+#include "rans.h"
+#include "lossless.h"
