@@ -233,8 +233,13 @@ class Engine:
                 acquire_s=self._clock() - started_s,
             ),
             started_s=started_s,
-            view=TokenView(request.token_policy, self.model.spec, total) if request.token_policy else None,
+            view=self._view(request),
         )
+
+    def _view(self, request: Request) -> TokenView | None:
+        page_tokens = self.source.shape.tokens_per_block
+        choice, prompt = request.token_policy, len(request.tokens)
+        return TokenView(choice, self.model.spec, prompt=prompt, page_tokens=page_tokens) if choice else None
 
     def _prefill(self, sequence: LiveSequence) -> None:
         """Computes the prompt behind the held prefix by chunks; each is committed before the next begins."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.worker.tokens.policy import Budget, Place, ScoringPolicy, TokenPolicy, top
+from tierd.worker.tokens.policy import Budget, Place, ReadingPolicy, ScoringPolicy, top
 
 
 class RandomTokens(ScoringPolicy):
@@ -28,18 +26,13 @@ class RandomTokens(ScoringPolicy):
         return self._kept(top(self.scores, count))
 
 
-class RandomPages(TokenPolicy):
-    """Reads random pages, others for each query, and the page of its own token."""
-
-    reads_pages = True
+class RandomPages(ReadingPolicy):
+    """Reads random pages, others for each query."""
 
     def __init__(self, budget: Budget, place: Place) -> None:
         super().__init__(budget, place)
         self._rng = np.random.default_rng(place.layer)
 
-    def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> list[Sequence[int]] | None:
-        """The pages of one query."""
-        count = self.budget.of(len(bounds))
-        if count == len(bounds):
-            return None
-        return list(top(self._rng.random((self.place.kv_heads, len(bounds))), count, last=1).tolist())
+    def scores_of(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> NDArray[np.floating]:
+        """New draws [kv_heads, pages]."""
+        return self._rng.random((self.place.kv_heads, len(bounds)))

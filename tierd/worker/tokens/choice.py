@@ -26,9 +26,10 @@ POLICIES: Mapping[str, Callable[[Budget, Place], TokenPolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """name: one of POLICIES. keep: the fraction of the tokens so far, or of their pages for "quest".
+    """name: one of POLICIES. keep: the fraction of the tokens so far; of the prompt for "snapkv" and,
+    in pages that each query reads, for "quest".
 
-    tokens: keep so many instead, however long the sequence is; 0: keep the fraction.
+    tokens: so many instead, however long the sequence is; 0: the fraction.
     """
 
     name: str

@@ -52,10 +52,10 @@ def attention_for(choice: TokenChoice, prompt: Prompt, spec: LlamaSpec, *, token
     frequencies = rope_frequencies(spec)
 
     def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
-        policy = choice.policy(Place(layer, spec.kv_heads, len(prompt.k[layer])))
+        policy = choice.policy(Place(layer, spec.kv_heads, len(prompt.k[layer]), tokens_per_block))
         view = _LayerView(policy, prompt, layer, room=len(q))
         steps = zip(q, k, v, strict=True)
-        return np.stack([view.step(*step, frequencies, tokens_per_block) for step in steps])
+        return np.stack([view.step(*step, frequencies) for step in steps])
 
     return attend
 
@@ -68,36 +68,29 @@ class _LayerView:
         self._policy, self.held, self.seen = policy, both.shape[1], both.shape[1]
         self._kv = np.concatenate([both, np.zeros((2, room, *both.shape[2:]), both.dtype)], axis=1)
         self._sinks = both[0, : policy.sinks].copy()
-        self._bounds: list[NDArray[np.float32]] = []
+        size, pages = policy.place.page_tokens, policy.place.full_pages if policy.reads_pages else 0
+        self._bounds = np.array([bounds_of(both[0, page * size : (page + 1) * size]) for page in range(pages)])
         if policy.queries:
             q = prompt.q[layer]
             attended = paged_attention(q, [both], _over(len(q), len(q), len(q)))
             last = slice(-policy.queries, None)
             policy.note(key_weights(q[last], both[0], attended.lse[last]))
 
-    def step(self, q: Floats, k: Floats, v: Floats, frequencies: NDArray[np.float32], size: int) -> Floats:
+    def step(self, q: Floats, k: Floats, v: Floats, frequencies: NDArray[np.float32]) -> Floats:
         """The output for one token, [q_heads, head_dim]."""
         self._drop(frequencies)
         self._kv[:, self.held] = k, v
         self.held, self.seen = self.held + 1, self.seen + 1
+        size = self._policy.place.page_tokens
         pages = [self._kv[:, at : at + size] for at in range(0, self.held, size)]
         batch = _over(1, self.held, size)
-        if self._policy.reads_pages and (chosen := self._policy.read(scaled(q), self._page_bounds(pages))):
+        if len(self._bounds) and (chosen := self._policy.read(scaled(q), self._bounds, len(pages))):
             batch = replace(batch, subsets=[chosen])
         attended = paged_attention(q[None], pages, batch)
         if self._policy.notes_decoding:
             self._policy.note(key_weights(q[None], self._kv[0, : self.held], attended.lse))
         out: Floats = attended.out[0]
         return out
-
-    def _page_bounds(self, pages: list[Floats]) -> NDArray[np.float32]:
-        """Bounds of the pages' keys; those of full pages are kept."""
-        size = pages[0].shape[1]
-        full = self.held // size
-        fresh = range(len(self._bounds), len(pages))
-        bounds = self._bounds + [bounds_of(pages[i][0][: self.held - i * size]) for i in fresh]
-        self._bounds = bounds[:full]
-        return np.stack(bounds)
 
     def _drop(self, frequencies: NDArray[np.float32]) -> None:
         kept = self._policy.keep(self.held, self.seen)

@@ -33,11 +33,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a policy. prompt: tokens of the sequence's prompt."""
+    """The place of a policy. prompt: tokens of the sequence's prompt. page_tokens: of a page."""
 
     layer: int
     kv_heads: int
     prompt: int
+    page_tokens: int
+
+    @property
+    def full_pages(self) -> int:
+        """Pages with tokens of the prompt alone."""
+        return self.prompt // self.page_tokens
 
 
 class TokenPolicy:
@@ -65,13 +71,31 @@ class TokenPolicy:
         """Slots to keep, [kv_heads, n], rising, when `held` of `seen` tokens are held; None: all."""
         return None
 
-    def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> list[Sequence[int]] | None:
-        """Pages that one query reads, per kv head; None: all.
+    def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
+        """Pages of the first `pages` that one query reads, per kv head; None: all.
 
-        q: [q_heads, head_dim], scaled. bounds: least and greatest keys, float32 [pages, kv_heads, 2,
-        head_dim]. The last page holds the query's own token.
+        q: [q_heads, head_dim], scaled. bounds: of the prompt's full pages, as `bounds_of` gives them.
         """
         return None
+
+
+class ReadingPolicy(TokenPolicy):
+    """Drops nothing. Of the prompt's full pages it reads as many as hold the budget; of others all."""
+
+    reads_pages = True
+
+    def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
+        """The pages with the greatest scores, and those with decoded tokens."""
+        full = self.place.full_pages
+        count = -(-self.budget.of(self.place.prompt) // self.place.page_tokens)
+        if count >= full:
+            return None
+        chosen: list[list[int]] = top(self.scores_of(q, bounds), count).tolist()
+        return [[*some, *range(full, pages)] for some in chosen]
+
+    def scores_of(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> NDArray[np.floating]:
+        """Scores [kv_heads, full pages] of the pages for one query."""
+        raise NotImplementedError
 
 
 class ScoringPolicy(TokenPolicy):

@@ -29,12 +29,13 @@ class TokenView:
     sinks move behind them; when positions end, all begin anew at 0.
     """
 
-    def __init__(self, choice: TokenChoice, spec: LlamaSpec, prompt: int) -> None:
-        """prompt: tokens of the prompt, which are computed exactly."""
+    def __init__(self, choice: TokenChoice, spec: LlamaSpec, *, prompt: int, page_tokens: int) -> None:
+        """prompt: tokens of the prompt, which are computed exactly. page_tokens: of a page."""
         self._spec, self._prompt = spec, prompt
-        self._layers = [choice.policy(Place(layer, spec.kv_heads, prompt)) for layer in range(spec.layers)]
+        places = [Place(layer, spec.kv_heads, prompt, page_tokens) for layer in range(spec.layers)]
+        self._layers = [choice.policy(place) for place in places]
         self._noted = max(0, prompt - self._layers[0].queries)
-        self._bounds: list[list[NDArray[np.float32]]] = [[] for _ in self._layers]
+        self._bounds: list[NDArray[np.float32]] = []
         self._sinks: list[Floats] = []
         self.shift = 0
 
@@ -71,16 +72,14 @@ class TokenView:
 
     def read(self, layer: int, q: Floats, table: BlockTable, stop: int) -> list[Sequence[int]] | None:
         """Pages that token `stop` - 1 reads, per kv head; None: all. q: [q_heads, head_dim]."""
-        if not self._layers[layer].reads_pages or stop <= self._prompt:
+        policy = self._layers[layer]
+        if not policy.reads_pages or stop <= self._prompt or not policy.place.full_pages:
             return None
-        size, held = table.shape.tokens_per_block, stop - table.dropped
-        known = self._bounds[layer]
-        bounds = known + [
-            bounds_of(table.page_keys(layer, page)[: held - page * size])
-            for page in range(len(known), -(-held // size))
-        ]
-        self._bounds[layer] = bounds[: held // size]
-        pages = self._layers[layer].read(scaled(q), np.stack(bounds))
+        if layer == len(self._bounds):
+            self._bounds.append(
+                np.stack([bounds_of(table.page_keys(layer, page)) for page in range(policy.place.full_pages)])
+            )
+        pages = policy.read(scaled(q), self._bounds[layer], len(table.pages))
         if pages is not None:
             table.is_exact = False
         return pages

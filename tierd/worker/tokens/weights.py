@@ -11,6 +11,9 @@ from tierd.kernels.reference import summarize_pages
 
 Floats = NDArray[np.floating]
 
+PARTS = 2
+"""Parts of a page with bounds of their own: rotated keys of fewer tokens are closer together."""
+
 
 def key_weights(q: Floats, k: Floats, lse: Floats) -> Floats:
     """The weight of each key, [kv_heads, slots], summed over queries and the query heads of a group.
@@ -39,8 +42,12 @@ def scaled(q: Floats) -> Floats:
 
 
 def bounds_of(keys: Floats) -> NDArray[np.float32]:
-    """The least and greatest of keys [tokens, kv_heads, head_dim] of a page: float32 [kv_heads, 2, head_dim]."""
-    return summarize_pages(keys[None], [0], [len(keys)])[0]
+    """The least and greatest keys in each part of a page: float32 [PARTS, kv_heads, 2, head_dim].
+
+    keys: [tokens, kv_heads, head_dim] of the page.
+    """
+    parts = np.array_split(keys, PARTS)
+    return np.concatenate([summarize_pages(part[None], [0], [len(part)]) for part in parts])
 
 
 def turned(keys: Floats, by: int, frequencies: NDArray[np.float32]) -> Floats:
