@@ -141,7 +141,8 @@ def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[
     """What each policy costs at 20 %: prompts are exact, decoding is not."""
     model, text = trained
     cut = slice(RECALLED_AFTER if recalls else 0, None)
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in POLICIES}
+    choices = {"all": TokenChoice("streaming", 1.0)} | {name: TokenChoice(name) for name in POLICIES}
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in choices}
     for tokens in windows(text, recalls=recalls):
         prompt, positions, truth = Prompt(), np.arange(len(tokens) - 1), tokens[PREFIX + 1 :]
         model.hidden(tokens[:PREFIX], positions[:PREFIX], prompt.attend)
@@ -152,9 +153,9 @@ def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[
             logs = logits.astype(np.float64) - logits.max(-1, keepdims=True)
             return logs - np.log(np.exp(logs).sum(-1, keepdims=True))
 
-        exact = told(TokenChoice("streaming", 1.0))
+        exact = told(choices["all"])
         for name, row in rows.items():
-            got = told(TokenChoice(name))
+            got = exact if name == "all" else told(choices[name])
             loss = (exact - got)[np.arange(CONTINUED), truth]
             kl = (np.exp(exact) * (exact - got)).sum(-1)
             row.append((loss[cut].mean(), kl[cut].mean(), (got.argmax(-1) == truth)[cut].mean()))

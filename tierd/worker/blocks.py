@@ -138,6 +138,16 @@ class BlockTable:
         tail = tokens[full * self._tokens_per_block : self.length]
         return self._source.commit_tail(self.pages[full], tail, after=after)
 
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens in named blocks."""
+        return self.named * self._tokens_per_block
+
+    def report_attention(self, mass: NDArray[np.float64]) -> None:
+        """Reports the attention weight of the pages, if there is any."""
+        if len(mass):
+            self._source.report_attention(self.pages, mass.tolist())
+
     def fork(self) -> BlockTable:
         """A second table over the same pages; the first writer to the last one copies it."""
         other = BlockTable(self._source)
@@ -148,21 +158,25 @@ class BlockTable:
         return other
 
     def keep(self, slots: NDArray[np.int64]) -> None:
-        """Copies the keys and values of these slots into private pages and releases all others.
+        """Moves the keys and values of these slots together, in private pages, and releases all others.
 
-        slots: rising, [layers, kv_heads, n]; pages are numpy's. Nothing is stored from now on.
+        slots: rising, [layers, kv_heads, n]; pages are numpy's. Nothing is stored from now on. Pages
+        that nobody else holds are used again.
         """
         count = slots.shape[2]
-        pages = self._source.reserve(-(-count // self._tokens_per_block))
-        gone, self.pages = self.pages, pages
+        needed = -(-count // self._tokens_per_block)
+        own = [page for page in self.pages if page.is_private and page.holders == 1][:needed]
+        used = set(own)
+        gone, self.pages = self.pages, own + self._source.reserve(needed - len(own))
         self.named, self.dropped, self.is_exact = 0, self.length - count, False
         try:
             for layer, kept in enumerate(slots):
                 held = np.concatenate([page.array[layer] for page in gone], axis=1)
+                moved = np.stack([held[:, some, head] for head, some in enumerate(kept)], axis=2)
                 for kind in (0, 1):
-                    self._put(layer, kind, 0, np.take_along_axis(held[kind], kept.T[:, :, None], axis=0))
+                    self._put(layer, kind, 0, moved[kind])
         finally:
-            self._source.release(gone)
+            self._source.release([page for page in gone if page not in used])
 
     def keys(self, layer: int, count: int) -> Array:
         """The first `count` keys of a layer as attention reads them, [count, kv_heads, head_dim]."""

@@ -31,7 +31,7 @@ from tierd.worker.pages import Held, PageSource
 from tierd.worker.report import Report, Request
 from tierd.worker.sampling import pick_token
 from tierd.worker.sequences import LiveSequence, Pass, Run
-from tierd.worker.tokens.view import TokenView, check_policy
+from tierd.worker.tokens.view import check_policy, open_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Engine:
             started_s = self._clock()
             for sequence in live:
                 self._catch_up(sequence)
-                self._drop(sequence, len(sequence.tokens))
+                sequence.drop(len(sequence.tokens))
             logits = self._compute([Run(s, len(s.tokens) - 1, len(s.tokens)) for s in live])
             for sequence, row in zip(live, logits, strict=True):
                 sequence.logits = row
@@ -166,11 +166,11 @@ class Engine:
         report, table = sequence.report, sequence.table
         try:
             report.committed_blocks += table.commit(sequence.tokens)
-            report.stored_tokens = max(report.stored_tokens, self._stored_tokens(table))
+            report.stored_tokens = max(report.stored_tokens, table.stored_tokens)
             if self.options.keep_tails and table.commit_tail(sequence.tokens):
                 report.stored_tokens = table.length
             report.dropped_tokens = table.dropped
-            self._report_attention(sequence)
+            table.report_attention(sequence.mass)
         finally:
             table.release()
         report.tokens = sequence.generated
@@ -218,8 +218,9 @@ class Engine:
                 sequence.table.release()
 
     def _open(self, request: Request, held: Held, started_s: float) -> LiveSequence:
-        total = len(request.tokens)
-        return LiveSequence(
+        total, page_tokens = len(request.tokens), self.source.shape.tokens_per_block
+        view = open_view(request.token_policy, self.model.spec, prompt=total, page_tokens=page_tokens)
+        sequence = LiveSequence(
             request=request,
             table=BlockTable(self.source, held),
             tokens=list(request.tokens),
@@ -228,32 +229,26 @@ class Engine:
             report=Report(
                 prompt_tokens=total,
                 reused_tokens=held.tokens,
-                computed_tokens=max(1, total - held.tokens),
                 tier_tokens=dict(held.tier_tokens),
                 acquire_s=self._clock() - started_s,
             ),
             started_s=started_s,
-            view=self._view(request),
+            view=view,
         )
-
-    def _view(self, request: Request) -> TokenView | None:
-        page_tokens = self.source.shape.tokens_per_block
-        choice, prompt = request.token_policy, len(request.tokens)
-        return TokenView(choice, self.model.spec, prompt=prompt, page_tokens=page_tokens) if choice else None
+        sequence.report.computed_tokens = total - min(held.tokens, sequence.first_query)
+        return sequence
 
     def _prefill(self, sequence: LiveSequence) -> None:
         """Computes the prompt behind the held prefix by chunks; each is committed before the next begins."""
         total, table = len(sequence.tokens), sequence.table
-        # A wholly held prompt computes its last token again, for its logits; its page is there. A
-        # token policy may need the queries of more.
-        start = min(table.length, sequence.view.first_query if sequence.view else total - 1)
+        start = min(table.length, sequence.first_query)
         exact = self._exact_length(sequence.request)
         while start < total:
             sequence.report.committed_blocks += table.commit(sequence.tokens)
             start = min(start, self._note_lost(sequence, start))
             stop = self._chunk_end(start, total)
             if start >= exact:
-                self._drop(sequence, stop)
+                sequence.drop(stop)
             sequence.logits = self._compute([Run(sequence, start, stop)])[0]
             start = stop
 
@@ -261,25 +256,6 @@ class Engine:
         """Tokens of a prompt to compute exactly: all, or as many whole chunks as have positions."""
         total, limit = len(request.tokens), self.model.spec.max_positions
         return total if total <= limit else limit // self.options.chunk_tokens * self.options.chunk_tokens
-
-    def _drop(self, sequence: LiveSequence, stop: int) -> None:
-        """Drops tokens as the sequence's policy says, before those up to `stop` are computed."""
-        view, table = sequence.view, sequence.table
-        kept = view.chosen(table) if view else None
-        if view and kept is not None:
-            sequence.report.stored_tokens = max(sequence.report.stored_tokens, self._stored_tokens(table))
-            self._report_attention(sequence)
-            sequence.mass = np.zeros(0)
-            view.drop(table, kept)
-        if view:
-            view.make_room(table, stop)
-
-    def _stored_tokens(self, table: BlockTable) -> int:
-        return table.named * self.source.shape.tokens_per_block
-
-    def _report_attention(self, sequence: LiveSequence) -> None:
-        if self.options.measure_attention:
-            self.source.report_attention(sequence.table.pages, sequence.mass.tolist())
 
     def _catch_up(self, sequence: LiveSequence) -> None:
         """Computes the content of lost pages again, up to the last token, which the step computes."""

@@ -50,6 +50,24 @@ class LiveSequence:
         """Tokens after the prompt."""
         return self.tokens[len(self.request.tokens) :]
 
+    @property
+    def first_query(self) -> int:
+        """The first token of the prompt to compute, although its page may be there: the last, for its
+        logits, or one that a token policy needs."""
+        return self.view.first_query if self.view else len(self.request.tokens) - 1
+
+    def drop(self, stop: int) -> None:
+        """Drops tokens as the policy says, before those up to `stop` are computed."""
+        if self.view is None:
+            return
+        kept = self.view.chosen(self.table)
+        if kept is not None:
+            self.report.stored_tokens = max(self.report.stored_tokens, self.table.stored_tokens)
+            self.table.report_attention(self.mass)
+            self.mass = np.zeros(0)
+            self.view.drop(self.table, kept)
+        self.view.make_room(self.table, stop)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -123,6 +123,7 @@ def test_a_reused_prefix_changes_no_choice(model: Llama, new_source: NewSource, 
     assert tokens == want[0]
     np.testing.assert_allclose(logits, want[1], rtol=0, atol=1e-3)
     assert report.reused_tokens == shared
+    assert report.computed_tokens == (50 if name in ("h2o", "snapkv") else max(1, 50 - shared))
     assert source.held == 0
 
 

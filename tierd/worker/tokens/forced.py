@@ -97,7 +97,8 @@ class _LayerView:
         if kept is None:
             return
         self.held = kept.shape[1]
-        self._kv[:, : self.held] = np.take_along_axis(self._kv, kept.T[None, :, :, None], axis=1)
+        for head, slots in enumerate(kept):
+            self._kv[:, : self.held, head] = self._kv[:, slots, head]
         if len(self._sinks):
             self._kv[0, : len(self._sinks)] = turned(self._sinks, self.seen - self.held, frequencies)
 

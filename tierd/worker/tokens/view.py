@@ -102,6 +102,11 @@ class TokenView:
             table.put_keys(layer, turned(keys, by, frequencies))
 
 
+def open_view(choice: TokenChoice | None, spec: LlamaSpec, *, prompt: int, page_tokens: int) -> TokenView | None:
+    """A view for a sequence whose request chose a policy. Arguments as TokenView."""
+    return TokenView(choice, spec, prompt=prompt, page_tokens=page_tokens) if choice else None
+
+
 def check_policy(choice: TokenChoice, model: Llama, chunk_tokens: int) -> None:
     """Raises InvalidArgument if this model's sequences cannot have the policy. chunk_tokens: of a prefill."""
     backend = model.backend
