@@ -134,7 +134,7 @@ def windows(text: NDArray[np.uint8], *, recalls: bool) -> list[NDArray[np.int64]
             again = int(rng.integers(8, PREFIX - CONTINUED - RECALLED_AFTER))
             window[PREFIX - 1 :] = window[again : again + CONTINUED + 1]
         found.append(np.concatenate([[BYTE_BOS], window.astype(np.int64)]))
-    return found[: count(test=1, nightly=WINDOWS, weekly=WINDOWS)]
+    return found[: count(test=1, nightly=4, weekly=WINDOWS)]
 
 
 def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[str, Damage]:
@@ -151,7 +151,8 @@ def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[
             attend = attention_for(choice, prompt, model.spec)  # noqa: B023
             logits = model.logits(model.hidden(tokens[PREFIX:-1], positions[PREFIX:], attend))  # noqa: B023
             logs = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-            return logs - np.log(np.exp(logs).sum(-1, keepdims=True))
+            result: NDArray[np.float64] = logs - np.log(np.exp(logs).sum(-1, keepdims=True))
+            return result
 
         exact = told(choices["all"])
         for name, row in rows.items():
@@ -175,7 +176,7 @@ def test_a_fifth_of_the_tokens_is_worth_more_than_chance(
     for name in ("h2o", "streaming", "snapkv"):
         assert found[name].kl < found["random"].kl / 2
     assert found["quest"].kl < found["random-pages"].kl / 2
-    if count(test=1, nightly=WINDOWS, weekly=WINDOWS) < WINDOWS:
+    if count(test=1, nightly=4, weekly=WINDOWS) < WINDOWS:
         return
     if protocol == "restore":
         assert all(found[name].tok <= limit for name, limit in RESTORE_TOK.items())
