@@ -33,7 +33,7 @@ from tools.kernels import MissingTool, build_emulator
 KEEP = 0.4
 """Of the short prompt: some pages of four are read, some tokens dropped."""
 WINDOWS, PREFIX, CONTINUED, RECALLED_AFTER = 40, 768, 256, 32
-"""The windows of held-out text; bytes of their prompt and of what follows; where recall is scored from."""
+"""Windows of held-out text, bytes of a prompt and of its continuation; recall is scored from the last."""
 RESTORE_TOK = {"h2o": 1.7, "streaming": 1.7, "snapkv": 1.7, "quest": 0.30}
 """Greatest damage at 20 %, as `Damage.tok`, of a continuation of the text."""
 RECALL_TOK, RECALL_TOP1 = 1.7, 85.6
@@ -106,7 +106,7 @@ def test_kernels_and_the_reference_choose_alike(model: Llama, name: str) -> None
 
 
 class Damage(NamedTuple):
-    """What a policy costs. tok: as the change of a perplexity of 5.68 with 4 bytes a token.
+    """Costs of a policy. tok: as the change of a perplexity of 5.68 with 4 bytes a token.
 
     kl: nats a byte. top1: percent of bytes that are predicted.
     """
@@ -138,7 +138,7 @@ def windows(text: NDArray[np.uint8], *, recalls: bool) -> list[NDArray[np.int64]
 
 
 def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[str, Damage]:
-    """What each policy costs at 20 %: prompts are exact, decoding is not."""
+    """Costs of each policy at 20 %, with exact prompts."""
     model, text = trained
     cut = slice(RECALLED_AFTER if recalls else 0, None)
     choices = {"all": TokenChoice("streaming", 1.0)} | {name: TokenChoice(name) for name in POLICIES}
@@ -164,6 +164,7 @@ def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[
     return {name: Damage(5.68 * math.expm1(4 * loss), kl, 100 * top1) for name, (loss, kl, top1) in means.items()}
 
 
+@pytest.mark.timeout(3600)  # forty windows, at the weekly depth
 @pytest.mark.parametrize("protocol", ["restore", "recall"])
 def test_a_fifth_of_the_tokens_is_worth_more_than_chance(
     trained: tuple[Llama, NDArray[np.uint8]], protocol: str

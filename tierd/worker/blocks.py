@@ -160,8 +160,8 @@ class BlockTable:
     def keep(self, slots: NDArray[np.int64]) -> None:
         """Moves the keys and values of these slots together, in private pages, and releases all others.
 
-        slots: rising, [layers, kv_heads, n]; pages are numpy's. Nothing is stored from now on. Pages
-        that nobody else holds are used again.
+        slots: rising, [layers, kv_heads, n]; pages are numpy's. Pages that nobody else holds are
+        used again. Nothing is stored from now on.
         """
         count = slots.shape[2]
         needed = -(-count // self._tokens_per_block)

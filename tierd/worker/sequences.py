@@ -52,8 +52,8 @@ class LiveSequence:
 
     @property
     def first_query(self) -> int:
-        """The first token of the prompt to compute, although its page may be there: the last, for its
-        logits, or one that a token policy needs."""
+        """The first token of the prompt to compute although its page may be there. It is the last
+        one, for its logits, or an earlier one whose query a token policy needs."""
         return self.view.first_query if self.view else len(self.request.tokens) - 1
 
     def drop(self, stop: int) -> None:

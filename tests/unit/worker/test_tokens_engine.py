@@ -127,13 +127,14 @@ def test_a_reused_prefix_changes_no_choice(model: Llama, new_source: NewSource, 
     assert source.held == 0
 
 
+@pytest.mark.parametrize("answer", [2, 30])
 @pytest.mark.parametrize("name", POLICIES)
-def test_stored_blocks_are_complete_and_untouched(model: Llama, new_source: NewSource, name: str) -> None:
+def test_stored_blocks_are_complete_and_untouched(model: Llama, new_source: NewSource, name: str, answer: int) -> None:
     """A policy's request stores the exact blocks of its prompt and no other; it changes none."""
     source, plain = new_source(), new_source()
     decoded(model, plain, Request(PROMPT, 1), EngineOptions(chunk_tokens=16, keep_tails=False))
     exact = contents(plain)
-    request = Request(PROMPT, 30, token_policy=TokenChoice(name))
+    request = Request(PROMPT, answer, token_policy=TokenChoice(name))
     for _ in range(2):
         tokens, _, report = decoded(model, source, request)
         assert contents(source) == exact
@@ -162,9 +163,33 @@ def test_samples_of_a_policy_do_not_touch_one_another(model: Llama, new_source: 
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_a_fork_in_the_middle_of_an_answer_goes_on_alike(model: Llama, new_source: NewSource, name: str) -> None:
+    """A copy made after some tokens decodes what its parent does, and neither stores its answer."""
+    source = new_source()
+    engine = Engine(model, source, options=CHUNK)
+    parent = engine.begin(Request(PROMPT, 20, token_policy=TokenChoice(name)))
+    engine.pick([parent])
+    for _ in range(6):
+        engine.step([parent])
+    stored = contents(source)
+    child = engine.fork(parent, stream=1)
+    while not parent.is_done:
+        engine.step([parent])
+    while not child.is_done:
+        engine.step([child])
+    assert child.generated == parent.generated
+    np.testing.assert_allclose(child.logits, parent.logits, rtol=0, atol=1e-4)
+    engine.end(parent)
+    assert engine.end(child).stored_tokens == 48
+    assert contents(source) == stored
+    assert source.held == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("losses", [1, 3])
 def test_lost_pages_change_no_choice(model: Llama, shape: PageShape, name: str, losses: int) -> None:
-    """A request whose prompt pages are lost computes them again, notes nothing twice, and decodes the same."""
+    """If prompt pages are lost, they are computed again, nothing is noted twice, and the tokens
+    are the same."""
     request = Request(PROMPT, 8, token_policy=TokenChoice(name, 0.3))
     options = EngineOptions(chunk_tokens=12, measure_attention=True)
     want = decoded(model, LocalPages(shape), request, options)

@@ -136,8 +136,8 @@ def test_weights_of_keys_are_those_of_attention(seed: int, rows: int, slots: int
 
 @given(seed=st.integers(0, 999), keep=st.floats(0.01, 1))
 def test_quest_reads_pages_with_great_keys_and_decoded_ones(seed: int, keep: float) -> None:
-    """Each head reads so many full pages of the prompt as hold the budget, the one with a key that
-    outweighs all, and every page with decoded tokens."""
+    """Each head reads as many full pages of the prompt as hold the budget, and all pages with
+    decoded tokens. The page with the greatest key is among them."""
     rng = np.random.default_rng(seed)
     keys = rng.standard_normal((9, 4, HEADS, 8), dtype=np.float32)
     q = rng.standard_normal((4, 8), dtype=np.float32)

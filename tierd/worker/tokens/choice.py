@@ -26,8 +26,8 @@ POLICIES: Mapping[str, Callable[[Budget, Place], TokenPolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """name: one of POLICIES. keep: the fraction of the tokens so far; of the prompt for "snapkv" and,
-    in pages that each query reads, for "quest".
+    """name: one of POLICIES. keep: the fraction of the tokens so far; for "snapkv" and "quest" of
+    the prompt.
 
     tokens: so many instead, however long the sequence is; 0: the fraction.
     """

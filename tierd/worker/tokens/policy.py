@@ -49,10 +49,10 @@ class Place:
 class TokenPolicy:
     """The protocol; by itself it keeps and reads every token.
 
-    queries: last queries of the prompt whose attention `note` takes. notes_decoding: `note` takes
-    that of decoded tokens too. sinks: first tokens that stay in front of the window; their keys are
-    rotated, so that their distance to the window never grows. least: of tokens to keep.
-    reads_pages: `read` may choose.
+    queries: the last queries of the prompt whose attention `note` takes.
+    notes_decoding: `note` takes that of decoded tokens too.
+    sinks: first tokens whose keys follow the window, so that their distance to it never grows.
+    least: tokens to keep at least. reads_pages: `read` may choose.
     """
 
     queries: int = 0
@@ -74,7 +74,8 @@ class TokenPolicy:
     def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
         """Pages of the first `pages` that one query reads, per kv head; None: all.
 
-        q: [q_heads, head_dim], scaled. bounds: of the prompt's full pages, as `bounds_of` gives them.
+        q: [q_heads, head_dim], scaled. bounds: of the prompt's full pages, as `bounds_of` gives
+        them.
         """
         return None
 

@@ -14,9 +14,9 @@ class Quest(ReadingPolicy):
     def scores_of(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> NDArray[np.floating]:
         """Scores [kv_heads, pages].
 
-        The bound of a part of a page, for a query head, is the sum over channels of the greater of
-        q * min and q * max. A kernel's subset is one per kv head, so its query heads share pages:
-        each head's bounds become weights that sum to 1, and weights of parts and heads are added.
+        A part's bound for a query head sums, over channels, the greater of q * min and q * max.
+        Query heads of one kv head share its pages, as kernels take them. So each query head's
+        bounds become weights that sum to 1; weights of parts and of query heads are added.
         """
         heads = bounds.shape[2]
         grouped = q.reshape(heads, -1, 1, 1, q.shape[-1])  # [kv_heads, group, 1, 1, head_dim]

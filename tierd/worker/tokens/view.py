@@ -1,8 +1,8 @@
 """The working view of a sequence under a token policy: the tokens that its block table still holds.
 
 Only the table's own pages change: kept tokens are copied into private pages, and pages with names
-are released as they are. Blocks stored in tierd stay complete. Tokens computed under a policy differ
-from exact ones, so the table stores nothing from its first drop or partial read on.
+are released as they are. Blocks stored in tierd stay complete. Tokens computed under a policy
+differ from exact ones, so the table stores nothing from its first drop or partial read on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tierd.worker.tokens.weights import Floats, bounds_of, key_weights, scaled, 
 class TokenView:
     """One sequence's policies, one per layer. All layers and heads hold equally many tokens.
 
-    shift: the position of a token is its number less this. Windows keep their rotated keys while the
-    sinks move behind them; when positions end, all begin anew at 0.
+    shift: the position of a token is its number less this. A window's keys keep their rotation and
+    sinks follow it; when positions end, they begin anew at 0.
     """
 
     def __init__(self, choice: TokenChoice, spec: LlamaSpec, *, prompt: int, page_tokens: int) -> None:
