@@ -4,6 +4,9 @@ A table grows, writes, commits, forks and drops a sequence's pages; it computes 
 Pages[: named] are named and never written. A later page is copied before a write if it is named
 (its end was cropped) or several tables hold it. The first `length` tokens have keys and values in
 all layers. A lost page is dropped with all that follow before anything is read.
+
+A token policy may drop tokens: `keep` leaves others in each layer and head, equally many. Then
+`dropped` are gone, token t lies in slot t - dropped, and nothing more is stored.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class BlockTable:
         self.pages: list[Page] = list(start.pages)
         self.named = len(self.pages)
         self.length = start.tokens
+        self.dropped = 0
+        self.is_exact = True
         if start.tail is not None:
             try:
                 self._copy_tail(start.tail)
@@ -48,18 +53,22 @@ class BlockTable:
         return self._source.shape
 
     @property
+    def held(self) -> int:
+        """Tokens in the pages."""
+        return self.length - self.dropped
+
+    @property
     def capacity(self) -> int:
-        """Tokens that fit the pages."""
-        return len(self.pages) * self._tokens_per_block
+        """Tokens that fit the pages, dropped ones included."""
+        return len(self.pages) * self._tokens_per_block + self.dropped
 
     def grow(self, length: int) -> None:
         """Makes positions self.length to length writable: reserves pages, and copies the page to be
         continued if it is shared or named."""
-        missing = -(-length // self._tokens_per_block) - len(self.pages)
-        if missing > 0:
-            self.pages += self._source.reserve(missing)
-        first = self.length // self._tokens_per_block
-        for index in range(first, -(-length // self._tokens_per_block)):
+        needed = self._pages_of(length)
+        if needed > len(self.pages):
+            self.pages += self._source.reserve(needed - len(self.pages))
+        for index in range(self.held // self._tokens_per_block, needed):
             if self.pages[index].holders > 1 or not self.pages[index].is_private:
                 self._own(index)
 
@@ -71,14 +80,8 @@ class BlockTable:
         stop = start + k.shape[0]
         self._check_writable(start, stop)
         keys, values = self.shape.stored(layer, k, v)
-        at = start
-        while at < stop:
-            page, slot = divmod(at, self._tokens_per_block)
-            end = min(stop, (page + 1) * self._tokens_per_block)
-            target = self.pages[page].array[layer]
-            target[0, slot : slot + end - at] = keys[at - start : end - start]
-            target[1, slot : slot + end - at] = values[at - start : end - start]
-            at = end
+        for kind, rows in enumerate((keys, values)):
+            self._put(layer, kind, start - self.dropped, rows)
 
     def slots(self, start: int, stop: int) -> NDArray[np.int64]:
         """Slots for positions from start on: a page's index in `pages` * tokens per page + offset;
@@ -88,7 +91,7 @@ class BlockTable:
         """
         self._check_writable(max(start, self.length), stop)
         positions = np.arange(start, stop, dtype=np.int64)
-        return np.where(positions < self.length, -1, positions)
+        return np.where(positions < self.length, -1, positions - self.dropped)
 
     def advance(self, length: int) -> None:
         """Records that all layers up to this length have been written."""
@@ -98,7 +101,7 @@ class BlockTable:
         """Drops tokens beyond so many."""
         if length >= self.length:
             return
-        keep = -(-length // self._tokens_per_block)
+        keep = self._pages_of(length)
         gone, self.pages = self.pages[keep:], self.pages[:keep]
         self._source.release(gone)
         self.length = length
@@ -108,7 +111,7 @@ class BlockTable:
         """Names every full private block; returns how many. tokens: of the sequence, from its first one on."""
         size = self._tokens_per_block
         full = min(self.length, len(tokens)) // size
-        if full <= self.named:
+        if full <= self.named or not self.is_exact:
             return 0
         before, after = self.named, self.pages[self.named - 1] if self.named else None
         given = self._source.commit(self.pages[before:full], tokens[before * size : full * size], after=after)
@@ -123,16 +126,27 @@ class BlockTable:
         """Drops pages from the first lost one on; another table that holds it may have lost it."""
         lost = next((i for i, page in enumerate(self.pages) if page.is_lost), None)
         if lost is not None:
-            self.crop(lost * self._tokens_per_block)
+            self.crop(lost * self._tokens_per_block + self.dropped)
 
     def commit_tail(self, tokens: Sequence[int]) -> bool:
-        """Stores the tokens after the last full block as a short block. False: there are none, or no room."""
+        """Stores the tokens after the last full block as a short block. False: there are none, no
+        room, or they are not exact."""
         full = self.length // self._tokens_per_block
-        if full != self.named or self.length == full * self._tokens_per_block:
+        if not self.is_exact or full != self.named or self.length == full * self._tokens_per_block:
             return False
         after = self.pages[full - 1] if full else None
         tail = tokens[full * self._tokens_per_block : self.length]
         return self._source.commit_tail(self.pages[full], tail, after=after)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens in named blocks."""
+        return self.named * self._tokens_per_block
+
+    def report_attention(self, mass: NDArray[np.float64]) -> None:
+        """Reports the attention weight of the pages, if there is any."""
+        if len(mass):
+            self._source.report_attention(self.pages, mass.tolist())
 
     def fork(self) -> BlockTable:
         """A second table over the same pages; the first writer to the last one copies it."""
@@ -140,7 +154,42 @@ class BlockTable:
         for page in self.pages:
             page.holders += 1
         other.pages, other.named, other.length = list(self.pages), self.named, self.length
+        other.dropped, other.is_exact = self.dropped, self.is_exact
         return other
+
+    def keep(self, slots: NDArray[np.int64]) -> None:
+        """Moves the keys and values of these slots together, in private pages, and releases all others.
+
+        slots: rising, [layers, kv_heads, n]; pages are numpy's. Pages that nobody else holds are
+        used again. Nothing is stored from now on.
+        """
+        count = slots.shape[2]
+        needed = -(-count // self._tokens_per_block)
+        own = [page for page in self.pages if page.is_private and page.holders == 1][:needed]
+        used = set(own)
+        gone, self.pages = self.pages, own + self._source.reserve(needed - len(own))
+        self.named, self.dropped, self.is_exact = 0, self.length - count, False
+        try:
+            for layer, kept in enumerate(slots):
+                held = np.concatenate([page.array[layer] for page in gone], axis=1)
+                moved = np.stack([held[:, some, head] for head, some in enumerate(kept)], axis=2)
+                for kind in (0, 1):
+                    self._put(layer, kind, 0, moved[kind])
+        finally:
+            self._source.release([page for page in gone if page not in used])
+
+    def keys(self, layer: int, count: int) -> Array:
+        """The first `count` keys of a layer as attention reads them, [count, kv_heads, head_dim]."""
+        pages = self.shape.read([page.array for page in self.pages[: self._pages_of(count + self.dropped)]], layer)
+        return np.concatenate([page[0] for page in pages])[:count]
+
+    def put_keys(self, layer: int, keys: Array) -> None:
+        """Overwrites the first keys of a layer, in pages of `keep`."""
+        self._put(layer, 0, 0, self.shape.stored(layer, keys, keys)[0])
+
+    def page_keys(self, layer: int, page: int) -> Array:
+        """All keys of a page as attention reads them, [tokens_per_block, kv_heads, head_dim]."""
+        return self.shape.read([self.pages[page].array], layer)[0][0]
 
     def release(self) -> None:
         """Releases every page."""
@@ -153,11 +202,24 @@ class BlockTable:
                 f"positions {start} to {stop}: only {self.length} to {self.capacity} are writable; grow first"
             )
 
+    def _pages_of(self, length: int) -> int:
+        """Pages that hold the first `length` tokens."""
+        return -(-(length - self.dropped) // self._tokens_per_block)
+
+    def _put(self, layer: int, kind: int, slot: int, rows: Array) -> None:
+        """Writes keys (kind 0) or values (1) of slots from `slot` on."""
+        size, done = self._tokens_per_block, 0
+        while done < rows.shape[0]:
+            page, offset = divmod(slot + done, size)
+            some = rows[done : done + size - offset]
+            self.pages[page].array[layer][kind, offset : offset + some.shape[0]] = some
+            done += some.shape[0]
+
     def _own(self, index: int) -> None:
         """Replaces a shared page, or a named one with a cropped end, by a copy of its current content."""
         shared = self.pages[index]
         copy = self._source.reserve(1)[0]
-        used = min(self._tokens_per_block, self.length - index * self._tokens_per_block)
+        used = min(self._tokens_per_block, self.held - index * self._tokens_per_block)
         self._source.shape.backend.copy(shared.array, copy.array, tokens=used)
         self.pages[index] = copy
         self._source.release([shared])

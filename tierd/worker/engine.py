@@ -31,6 +31,7 @@ from tierd.worker.pages import Held, PageSource
 from tierd.worker.report import Report, Request
 from tierd.worker.sampling import pick_token
 from tierd.worker.sequences import LiveSequence, Pass, Run
+from tierd.worker.tokens.view import check_policy, open_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Engine:
         """Finds the stored prefix, computes the rest. Next: `pick`, which also commits the last chunk."""
         self._check(request)
         started = self._clock()
-        held = self.source.acquire(request.tokens, marks=request.marks)
+        held = self.source.acquire(request.tokens[: self._exact_length(request)], marks=request.marks)
         sequence = self._open(request, held, started)
         try:
             self._prefill(sequence)
@@ -130,6 +131,7 @@ class Engine:
             rng=np.random.default_rng([sequence.request.seed, stream]),
             report=sequence.report.fresh(),
             started_s=sequence.started_s,
+            view=sequence.view.fork() if sequence.view else None,
         )
 
     def pick(self, sequences: Sequence[LiveSequence]) -> None:
@@ -150,6 +152,7 @@ class Engine:
             started_s = self._clock()
             for sequence in live:
                 self._catch_up(sequence)
+                sequence.drop(len(sequence.tokens))
             logits = self._compute([Run(s, len(s.tokens) - 1, len(s.tokens)) for s in live])
             for sequence, row in zip(live, logits, strict=True):
                 sequence.logits = row
@@ -163,11 +166,11 @@ class Engine:
         report, table = sequence.report, sequence.table
         try:
             report.committed_blocks += table.commit(sequence.tokens)
-            report.stored_tokens = table.named * self.source.shape.tokens_per_block
+            report.stored_tokens = max(report.stored_tokens, table.stored_tokens)
             if self.options.keep_tails and table.commit_tail(sequence.tokens):
                 report.stored_tokens = table.length
-            if self.options.measure_attention:
-                self.source.report_attention(table.pages, sequence.mass.tolist())
+            report.dropped_tokens = table.dropped
+            table.report_attention(sequence.mass)
         finally:
             table.release()
         report.tokens = sequence.generated
@@ -178,7 +181,10 @@ class Engine:
         spec = self.model.spec
         request.checked()
         total = len(request.tokens) + request.max_new_tokens
-        if total > spec.max_positions:
+        if request.token_policy:
+            check_policy(request.token_policy, self.model, self.options.chunk_tokens)
+        is_endless = request.token_policy is not None and request.token_policy.is_endless
+        if total > spec.max_positions and not is_endless:
             raise InvalidArgument(
                 f"request: {len(request.tokens)} tokens and {request.max_new_tokens} new ones are above the model's "
                 f"{spec.max_positions} positions; shorten one of them"
@@ -212,8 +218,9 @@ class Engine:
                 sequence.table.release()
 
     def _open(self, request: Request, held: Held, started_s: float) -> LiveSequence:
-        total = len(request.tokens)
-        return LiveSequence(
+        total, page_tokens = len(request.tokens), self.source.shape.tokens_per_block
+        view = open_view(request.token_policy, self.model.spec, prompt=total, page_tokens=page_tokens)
+        sequence = LiveSequence(
             request=request,
             table=BlockTable(self.source, held),
             tokens=list(request.tokens),
@@ -222,24 +229,33 @@ class Engine:
             report=Report(
                 prompt_tokens=total,
                 reused_tokens=held.tokens,
-                computed_tokens=max(1, total - held.tokens),
                 tier_tokens=dict(held.tier_tokens),
                 acquire_s=self._clock() - started_s,
             ),
             started_s=started_s,
+            view=view,
         )
+        sequence.report.computed_tokens = total - min(held.tokens, sequence.first_query)
+        return sequence
 
     def _prefill(self, sequence: LiveSequence) -> None:
         """Computes the prompt behind the held prefix by chunks; each is committed before the next begins."""
         total, table = len(sequence.tokens), sequence.table
-        # A wholly held prompt computes its last token again, for its logits; its page is there.
-        start = min(table.length, total - 1)
+        start = min(table.length, sequence.first_query)
+        exact = self._exact_length(sequence.request)
         while start < total:
             sequence.report.committed_blocks += table.commit(sequence.tokens)
             start = min(start, self._note_lost(sequence, start))
             stop = self._chunk_end(start, total)
+            if start >= exact:
+                sequence.drop(stop)
             sequence.logits = self._compute([Run(sequence, start, stop)])[0]
             start = stop
+
+    def _exact_length(self, request: Request) -> int:
+        """Tokens of a prompt to compute exactly: all, or as many whole chunks as have positions."""
+        total, limit = len(request.tokens), self.model.spec.max_positions
+        return total if total <= limit else limit // self.options.chunk_tokens * self.options.chunk_tokens
 
     def _catch_up(self, sequence: LiveSequence) -> None:
         """Computes the content of lost pages again, up to the last token, which the step computes."""
@@ -276,11 +292,13 @@ class Engine:
             run.sequence.table.grow(run.stop)
         backend = self.model.backend
         tokens = backend.ints([t for run in runs for t in run.sequence.tokens[run.start : run.stop]])
-        positions = backend.ints([p for run in runs for p in range(run.start, run.stop)])
+        positions = backend.ints([p for run in runs for p in run.positions])
         step = Pass(runs, attention=self._attention, with_mass=self.options.measure_attention)
         hidden = self.model.hidden(tokens, positions, step.attend)
         for run in runs:
             run.sequence.table.advance(run.stop)
+            if run.sequence.view:
+                run.sequence.view.advance(run.stop)
         if step.masses is not None:
             self._add_mass(runs, step.masses)
         return self.model.logits(hidden[backend.ints(step.last_rows)])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tierd.errors import InvalidArgument
+from tierd.worker.tokens.choice import TokenChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Request:
     samples: continuations of the one prompt, which share its pages.
     stop: ids that end a sequence; the id is its last token.
     marks: Report.stored_tokens of earlier turns, where a short block may lie.
+    token_policy: which tokens decoding attends to; None: all.
     """
 
     tokens: tuple[int, ...]
@@ -29,6 +31,7 @@ class Request:
     samples: int = 1
     stop: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
+    token_policy: TokenChoice | None = None
 
     def checked(self) -> Request:
         """The request itself. Raises InvalidArgument for an impossible one."""
@@ -37,6 +40,8 @@ class Request:
         for name, low in (("max_new_tokens", 1), ("samples", 1), ("temperature", 0), ("seed", 0)):
             if not getattr(self, name) >= low:
                 raise InvalidArgument(f"request.{name}: {getattr(self, name)} is below {low}; choose a larger value")
+        if self.token_policy:
+            self.token_policy.checked()
         return self
 
 
@@ -49,6 +54,7 @@ class Report:
     acquire_s: finding and fetching the prefix, a part of ttft_s, the time to the first token.
     decode_s: the sequence's steps. recomputed_tokens: computed again after a lost page.
     stored_tokens: reusable by a later request, which passes it as a mark.
+    dropped_tokens: by a token policy, from each layer and head.
     """
 
     prompt_tokens: int = 0
@@ -64,6 +70,7 @@ class Report:
     committed_blocks: int = 0
     recomputed_tokens: int = 0
     stored_tokens: int = 0
+    dropped_tokens: int = 0
 
     def fresh(self) -> Report:
         """The start of a fork's report: the same prompt, nothing committed yet."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,14 +20,19 @@ from tierd.kernels import Attended, PagedAttention, PagedBatch
 from tierd.kernels.attention import KernelAttention
 from tierd.worker.blocks import BlockTable
 from tierd.worker.report import Report, Request
+from tierd.worker.tokens.view import TokenView
 
 Array = Any
 """A numpy array or a torch tensor."""
 
+Subsets = Sequence[Sequence[Sequence[int]]]
+"""As `PagedBatch.subsets`."""
+
 
 @dataclass(eq=False, slots=True)
 class LiveSequence:
-    """logits: float32 [vocab] for the token after the last one. mass: attention weight per page."""
+    """logits: float32 [vocab] for the token after the last one. mass: attention weight per page.
+    view: of the request's token policy; None: all tokens."""
 
     request: Request
     table: BlockTable
@@ -37,11 +43,30 @@ class LiveSequence:
     started_s: float
     mass: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     is_done: bool = False
+    view: TokenView | None = None
 
     @property
     def generated(self) -> list[int]:
         """Tokens after the prompt."""
         return self.tokens[len(self.request.tokens) :]
+
+    @property
+    def first_query(self) -> int:
+        """The first token of the prompt to compute although its page may be there. It is the last
+        one, for its logits, or an earlier one whose query a token policy needs."""
+        return self.view.first_query if self.view else len(self.request.tokens) - 1
+
+    def drop(self, stop: int) -> None:
+        """Drops tokens as the policy says, before those up to `stop` are computed."""
+        if self.view is None:
+            return
+        kept = self.view.chosen(self.table)
+        if kept is not None:
+            self.report.stored_tokens = max(self.report.stored_tokens, self.table.stored_tokens)
+            self.table.report_attention(self.mass)
+            self.mass = np.zeros(0)
+            self.view.drop(self.table, kept)
+        self.view.make_room(self.table, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +76,12 @@ class Run:
     sequence: LiveSequence
     start: int
     stop: int
+
+    @property
+    def positions(self) -> range:
+        """Of its tokens, for the model."""
+        shift = self.sequence.view.shift if self.sequence.view else 0
+        return range(self.start - shift, self.stop - shift)
 
 
 class Pass:
@@ -65,9 +96,11 @@ class Pass:
         firsts = [sum(len(t.pages) for t in tables[:i]) for i in range(len(tables))]
         batch = PagedBatch(
             starts,
-            [run.stop for run in runs],
+            [run.stop - run.sequence.table.dropped for run in runs],
             [range(first, first + len(t.pages)) for first, t in zip(firsts, tables, strict=True)],
         )
+        self._runs, self._starts = runs, starts
+        self._has_views = any(run.sequence.view for run in runs)
         self.masses = [np.zeros(len(t.pages)) for t in tables] if with_mass else None
         self._work: _Work = (
             _KernelWork(attention, runs, batch)
@@ -78,11 +111,34 @@ class Pass:
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Model's `Attend`."""
         self._work.store(layer, k, v)
-        attended = self._work.attend(layer, q, with_mass=self.masses is not None)
+        subsets = self._subsets(layer, q) if self._has_views else None
+        attended = self._work.attend(layer, q, with_mass=self.masses is not None, subsets=subsets)
+        if self._has_views:
+            self._note(layer, q, attended.lse)
         for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
             seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
             total[: len(seen)] += np.nan_to_num(seen)  # rows without scores have no mass
         return attended.out
+
+    def _subsets(self, layer: int, q: Array) -> Subsets | None:
+        """Pages that each run reads, if a policy chooses some; a run of several tokens reads all."""
+        chosen = [
+            run.sequence.view.read(layer, q[first], run.sequence.table, run.stop)
+            if run.sequence.view and run.stop - run.start == 1
+            else None
+            for run, first in zip(self._runs, self._starts, strict=False)
+        ]
+        if all(pages is None for pages in chosen):
+            return None
+        heads = self._runs[0].sequence.table.shape.geometry.kv_heads
+        every = [range(len(run.sequence.table.pages)) for run in self._runs]
+        return [[all_] * heads if some is None else some for some, all_ in zip(chosen, every, strict=True)]
+
+    def _note(self, layer: int, q: Array, lse: Array) -> None:
+        for run, first in zip(self._runs, self._starts, strict=False):
+            if run.sequence.view:
+                rows = slice(first, first + run.stop - run.start)
+                run.sequence.view.note(layer, q[rows], lse[rows], run.sequence.table, run.stop)
 
 
 class _Work(Protocol):
@@ -90,7 +146,7 @@ class _Work(Protocol):
 
     def store(self, layer: int, k: Array, v: Array) -> None: ...
 
-    def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended: ...
+    def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended: ...
 
 
 class _PlainWork:
@@ -107,9 +163,10 @@ class _PlainWork:
             rows = slice(first + start - run.start, first + run.stop - run.start)
             table.write(layer, start, k=k[rows], v=v[rows])
 
-    def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended:
+    def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
         pages = [page.array for run in self._runs for page in run.sequence.table.pages]
-        return self._attention(q, self._shape.read(pages, layer), self._batch, with_mass=with_mass)
+        batch = self._batch if subsets is None else replace(self._batch, subsets=subsets)
+        return self._attention(q, self._shape.read(pages, layer), batch, with_mass=with_mass)
 
 
 class _KernelWork:
@@ -121,13 +178,15 @@ class _KernelWork:
         shape, firsts = tables[0].shape, [table[0] * tables[0].shape.tokens_per_block for table in batch.tables]
         slots = [np.where(own < 0, own, first + own) for own, first in zip(places, firsts, strict=True)]
         pages = [page.array for table in tables for page in table.pages]
-        self._pass = attention.over(shape.read(pages), batch, slots=np.concatenate(slots))
+        self._over = partial(attention.over, shape.read(pages), slots=np.concatenate(slots))
+        self._batch, self._pass = batch, self._over(batch)
         self._backend, self._dtype = shape.backend, shape.geometry.dtype
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         keys, values = (self._backend.to_pages(array, self._dtype) for array in (k, v))
         self._pass.store(layer, keys, values)
 
-    def attend(self, layer: int, q: Array, *, with_mass: bool) -> Attended:
-        done = self._pass.attend(layer, self._backend.to_pages(q, self._dtype), with_mass=with_mass)
+    def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
+        over = self._pass if subsets is None else self._over(replace(self._batch, subsets=subsets))
+        done = over.attend(layer, self._backend.to_pages(q, self._dtype), with_mass=with_mass)
         return replace(done, out=self._backend.from_kernels(done.out))

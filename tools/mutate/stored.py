@@ -420,4 +420,29 @@ STORED: tuple[Mutation, ...] = (
         'failpoint("file.replace.before_directory_sync")',
         ("tests/sim/test_crash_states.py",),
     ),
+    # -- the worker's token policies
+    Mutation(
+        "inexact-block",
+        "a sequence that dropped tokens commits no block",
+        "tierd/worker/blocks.py",
+        "if full <= self.named or not self.is_exact:",
+        "if full <= self.named:",
+        ("tests/unit/worker/test_tokens_engine.py", "-k", "stored_blocks"),
+    ),
+    Mutation(
+        "inexact-tail",
+        "a sequence that dropped tokens commits no short block",
+        "tierd/worker/blocks.py",
+        "if not self.is_exact or full != self.named",
+        "if full != self.named",
+        ("tests/unit/worker/test_tokens_engine.py", "-k", "stored_blocks"),
+    ),
+    Mutation(
+        "partial-read",
+        "a sequence that read a part of its pages commits no block",
+        "tierd/worker/tokens/view.py",
+        "            table.is_exact = False\n",
+        "            pass\n",
+        ("tests/unit/worker/test_tokens_engine.py", "-k", "stored_blocks"),
+    ),
 )

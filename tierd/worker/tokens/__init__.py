@@ -1,0 +1,1 @@
+"""Tokens that decoding attends to, by policy."""
