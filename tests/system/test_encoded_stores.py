@@ -238,3 +238,18 @@ def test_damage_is_a_miss(shift: int) -> None:
         (file, at), *_ = [(path, at) for path in files if (at := path.read_bytes().rfind(b"TDKV")) >= 0]
         flip_bit(file, at + shift)
         assert bad_pages(daemon) == 1
+
+
+def test_namespaces_tell_what_encoding_does() -> None:
+    """The daemon tells of each namespace: blocks encoded, bytes before and after, error, seconds."""
+    with Daemon(CONFIG.format(codec="rot-4-4")) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC, error_limit=ANY)
+        stored(client, space, blocks())
+        evict(daemon)
+        got(client, space)
+        with connect(daemon.target) as operator:
+            (found,) = [one.encoding for one in operator.ask(apb.NamespacesRequest()).namespaces if one.model == "m"]
+    assert (found.blocks, found.decoded_blocks, found.not_fitting) == (len(NAMES) - 1, len(NAMES) - 1, 0)
+    assert found.plain_bytes == (len(NAMES) - 1) * SPEC.block_bytes == found.decoded_bytes
+    assert 3.5 < found.plain_bytes / found.stored_bytes < 4
+    assert 0 < found.error < 4 and found.encode_s > 0 and found.decode_s > 0

@@ -264,7 +264,7 @@ class NamespacesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("id", "tenant", "epoch", "model", "text", "blocks", "current")
+    __slots__ = ("id", "tenant", "epoch", "model", "text", "blocks", "current", "encoding")
     ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,7 @@ class NamespaceInfo(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CURRENT_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
     id: int
     tenant: str
     epoch: int
@@ -279,7 +280,30 @@ class NamespaceInfo(_message.Message):
     text: str
     blocks: int
     current: bool
-    def __init__(self, id: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., blocks: _Optional[int] = ..., current: bool = ...) -> None: ...
+    encoding: Encoding
+    def __init__(self, id: _Optional[int] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., blocks: _Optional[int] = ..., current: bool = ..., encoding: _Optional[_Union[Encoding, _Mapping]] = ...) -> None: ...
+
+class Encoding(_message.Message):
+    __slots__ = ("blocks", "plain_bytes", "stored_bytes", "error", "encode_s", "decoded_blocks", "decoded_bytes", "decode_s", "not_fitting")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DECODED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    NOT_FITTING_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    plain_bytes: int
+    stored_bytes: int
+    error: float
+    encode_s: float
+    decoded_blocks: int
+    decoded_bytes: int
+    decode_s: float
+    not_fitting: int
+    def __init__(self, blocks: _Optional[int] = ..., plain_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., error: _Optional[float] = ..., encode_s: _Optional[float] = ..., decoded_blocks: _Optional[int] = ..., decoded_bytes: _Optional[int] = ..., decode_s: _Optional[float] = ..., not_fitting: _Optional[int] = ...) -> None: ...
 
 class NamespacesReply(_message.Message):
     __slots__ = ("namespaces",)

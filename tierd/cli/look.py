@@ -77,6 +77,7 @@ NAMESPACE_COLUMNS = (
     Column("blocks", right=True),
     Column("tokens/block", right=True, spare=2),
     Column("bytes/block", right=True, spare=1),
+    Column("stored", right=True, spare=2),
     Column("adapter", spare=3),
     Column("group", spare=4),
 )
@@ -269,6 +270,14 @@ def draw_namespaces(console: Console, reply: pb.NamespacesReply) -> None:
     )
 
 
+def _encoding_text(namespace: pb.NamespaceInfo) -> str:
+    """How much shorter stores keep its blocks, and their greatest error: `3.7x ±0.21`."""
+    if not namespace.encoding.blocks:
+        return "-"
+    ratio = namespace.encoding.plain_bytes / namespace.encoding.stored_bytes
+    return f"{ratio:.1f}x" + (f" ±{namespace.encoding.error:.2g}" if namespace.encoding.error else "")
+
+
 def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
     """A namespace's cells, in the order of NAMESPACE_COLUMNS."""
     spec = spec_of(namespace.text)
@@ -280,6 +289,7 @@ def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
         human_count(namespace.blocks),
         str(spec.get("tokens_per_block", "-")),
         human_bytes(int(spec["block_bytes"])) if "block_bytes" in spec else "-",
+        _encoding_text(namespace),
         str(spec.get("adapter") or "-"),
         str(spec.get("group") or "-"),
     ]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -19,6 +20,7 @@ from tierd._proto import admin_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
+from tierd.coding import CodingCounts
 from tierd.core.admission import Verdict
 from tierd.core.formats.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, PageState, StructArray
 from tierd.core.index.namespaces import namespace_record
@@ -152,6 +154,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     text=namespace_record(n).decode(),
                     blocks=sum(counts[i] for i in n.ids),
                     current=registry.is_current(n),
+                    encoding=_encoding(self._cache.coding.counts.get(n.id)),
                 )
                 for n in registry.all()
             ]
@@ -309,3 +312,7 @@ def _session_info(row: SessionRow, held: Any) -> pb.SessionInfo:
     info.leases, info.reservations = held.leases, held.reservations
     info.pinned_bytes, info.reserved_bytes = sum(held.pinned_bytes), sum(held.reserved_bytes)
     return info
+
+
+def _encoding(counts: CodingCounts | None) -> pb.Encoding | None:
+    return None if counts is None else pb.Encoding(**dataclasses.asdict(counts))
