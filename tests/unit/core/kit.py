@@ -24,6 +24,7 @@ from tierd.core.formats.model import (
     TierSpec,
     Wanted,
 )
+from tierd.core.forms import Forms, Plain
 from tierd.core.plan import (
     Acquisition,
     Committed,
@@ -76,8 +77,14 @@ def group(
 class Kit:
     """A core with session 1 (domain 1) open. A call takes one second. flying: the unfinished transfers."""
 
-    def __init__(self, *tiers: TierSpec, share: float = 1.0, start: Start = Start()) -> None:  # noqa: B008  # frozen
-        self.core = Core(tiers, policies=NamedPolicies(), session_share=share, start=start)
+    def __init__(
+        self,
+        *tiers: TierSpec,
+        share: float = 1.0,
+        start: Start = Start(),  # noqa: B008  # frozen
+        forms: Forms = Plain(),  # noqa: B008  # it has no state
+    ) -> None:
+        self.core = Core(tiers, policies=NamedPolicies(), session_share=share, start=start, forms=forms)
         self.core.open_session(1, domain=1)
         self.now = 0.0
         self.flying: list[StructArray] = []

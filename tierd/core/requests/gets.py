@@ -248,8 +248,7 @@ class Gets:
         It gets no more, even if blocks were put meanwhile."""
         sight, near = look(self._index, lease.queries, holder.domain), self._index.serving(lease.kind)
         for query, ids in zip(lease.queries, sight.ids, strict=True):
-            is_there = self._index.nearest(ids.ravel(), near, error_limit=query.error_limit) >= 0
-            ids[~is_there.reshape(ids.shape)] = -1
+            ids[self._index.nearest(ids.ravel(), near).reshape(ids.shape) < 0] = -1
             ids[:, needed(query, lease.tokens).stop :] = -1
         before = replace(lease)
         failed = no_ids()

@@ -96,17 +96,7 @@ class Pins:
             lost = (doom == int(Reason.CORRUPTED)) if lease.settled else (doom > 0)
             if some(lost) or not every(pages_of.state[pages] >= PageState.READY):
                 return False
-            if pages_of.has_coarse and not self._is_fine(lease, tier):
-                return False
         return True
-
-    def _is_fine(self, lease: Lease, tier: int) -> bool:
-        """Whether the lease's pages in the tier are within the error limits of its queries."""
-        error = self._index.tiers[tier].error
-        return all(
-            every(error[held.pages[held.tiers == tier]] <= query.error_limit)
-            for query, held in zip(lease.queries, lease.held, strict=False)  # a commit's lease has no query
-        )
 
     def served(self, group: GroupQuery, held: Held) -> ServedGroup:
         """The blocks of a group that it holds, with their extents."""

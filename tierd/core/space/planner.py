@@ -71,10 +71,12 @@ class Planner:
         return where
 
     def sources(self, blocks: Ids, wanted: Wanted) -> Where:
-        """The readable page nearest to the wanted tier."""
+        """The readable page nearest to the wanted tier; an exact one, if there is one."""
         kind = kind_of(wanted)
         tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
-        found = self.index.nearest(blocks, tiers).astype(np.int64)
+        found = self.index.nearest(blocks, tiers, error_limit=0.0).astype(np.int64)
+        if some(coarse := found < 0):
+            found[coarse] = self.index.nearest(blocks[coarse], tiers)
         where = Where(found, np.full(len(blocks), NO_PAGE, np.int64))
         for tier in tiers:
             here = found == tier
