@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.checksum import raw_tables, slice_sums, table_digests
-from tierd.coding import Coding, Encoded
 from tierd.core.formats.block import slice_lengths
 from tierd.core.formats.model import CODED, PAGE_ALIGN_BYTES, BlockStatus, StructArray
 from tierd.errors import CorruptRecord, TierdError
 from tierd.failpoint import failpoint
+from tierd.store_codecs import Encoded, StoreCodecs
 from tierd.tiers.tier import MappedTier, SliceTable, StoredTier
 
 ENCODE_PASSES = 8
@@ -64,8 +64,8 @@ async def apart(
 class EncodedCopies:
     """in_threads: `Mover._in_threads`."""
 
-    def __init__(self, coding: Coding | None, in_threads: Callable[..., Awaitable[list[Any]]]) -> None:
-        self._coding, self._in_threads = coding, in_threads
+    def __init__(self, store_codecs: StoreCodecs | None, in_threads: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._store_codecs, self._in_threads = store_codecs, in_threads
         self._error = ""
 
     def take_error(self) -> str:
@@ -103,8 +103,8 @@ class EncodedCopies:
         plain = bytes(view)  # a writer may change the page meanwhile
         if table_digests(raw_tables([slice_sums(plain, cuts)]))[0].tobytes() != meta["digest"].tobytes():
             return _EncodedBlock(BlockStatus.CORRUPT)
-        assert self._coding is not None, "no codec, no encoded page"
-        made = self._coding.encode(tier, meta, plain, room=room)
+        assert self._store_codecs is not None, "no codec, no encoded page"
+        made = self._store_codecs.encode(tier, meta, plain, room=room)
         if made is None:
             return _EncodedBlock(BlockStatus.NO_ROOM)
         return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
@@ -143,8 +143,8 @@ class EncodedCopies:
         """Decodes a block into a page. Its status. In a thread."""
         meta, page = job
         try:
-            assert self._coding is not None, "encoded blocks were found without codecs"
-            block = self._coding.decode(meta, payload).block
+            assert self._store_codecs is not None, "encoded blocks were found without codecs"
+            block = self._store_codecs.decode(meta, payload).block
         except CorruptRecord as error:
             self._error = str(error)
             return BlockStatus.CORRUPT

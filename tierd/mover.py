@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.checksum import raw_tables, slice_sums, sums_of_views, table_digests
-from tierd.coding import Coding
 from tierd.core.arrays.sets import kinds
 from tierd.core.formats.block import slice_lengths
 from tierd.core.formats.model import BlockStatus, Reason, StructArray
 from tierd.encoded_copies import EncodedCopies, apart, cuts_of, empty_pages, views_of
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.store_codecs import StoreCodecs
 from tierd.tiers import staged
 from tierd.tiers.tier import (
     DeviceTier,
@@ -131,11 +131,11 @@ class Mover:
     """Copies batches of blocks between tiers. link_limit: batches at once on each link."""
 
     def __init__(
-        self, tiers: Sequence[Tier], *, hash_threads: int, link_limit: int, coding: Coding | None = None
+        self, tiers: Sequence[Tier], *, hash_threads: int, link_limit: int, store_codecs: StoreCodecs | None = None
     ) -> None:
-        """coding: of blocks that stores keep encoded."""
+        """store_codecs: of blocks that stores keep encoded."""
         self._tiers = tiers
-        self.encoded = EncodedCopies(coding, self._in_threads)
+        self.encoded = EncodedCopies(store_codecs, self._in_threads)
         self._threads = ThreadPoolExecutor(hash_threads, thread_name_prefix="tierd-hash")
         self._have_begun = False
         self._hash_threads = hash_threads

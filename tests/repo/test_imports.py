@@ -32,18 +32,30 @@ PARTS: dict[str, set[str]] = {
     "simulator": {"core", "policies", "config", "errors", "units"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "checksum", "native"} | EDGE,
-    "coding": {"core", "codecs", "checksum"} | EDGE,
+    "store_codecs": {"core", "codecs", "checksum"} | EDGE,
     "gpu": {"core", "kernels", "checksum"} | EDGE,
     "tiers": {"core", "checksum"} | EDGE,
-    "encoded_copies": {"core", "coding", "tiers", "checksum"} | EDGE,
-    "mover": {"core", "coding", "encoded_copies", "tiers", "checksum"} | EDGE,
-    "cache": {"core", "coding", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
+    "encoded_copies": {"core", "store_codecs", "tiers", "checksum"} | EDGE,
+    "mover": {"core", "store_codecs", "encoded_copies", "tiers", "checksum"} | EDGE,
+    "cache": {"core", "store_codecs", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
-    "server": {"core", "codecs", "coding", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"}
+    "server": {
+        "core",
+        "codecs",
+        "store_codecs",
+        "cache",
+        "events",
+        "tiers",
+        "_proto",
+        "tcp",
+        "metrics",
+        "logs",
+        "checksum",
+    }
     | EDGE,
     "client": {"core", "_proto", "tcp", "native"} | EDGE,
-    "worker": {"core", "client", "kernels"} | EDGE,
-    "integrations": {"core", "client", "events"} | EDGE,
+    "worker": {"core", "client", "codecs", "kernels"} | EDGE,
+    "integrations": {"core", "client", "codecs", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
 }
@@ -68,9 +80,11 @@ BUILDERS: dict[str, set[str]] = {
     "cli/advice.py": {"integrations"},  # the versions of engines that were run
     "cli/conversation.py": {"worker"},
     "cli/simulate.py": {"simulator"},
+    "cli/stored_form.py": {"simulator", "codecs"},
     "cli/trace.py": {"simulator"},
     "cli/replay.py": {"simulator"},
     "cli/demo.py": {"worker", "testing", "kernels"},
+    "cli/coded_demo.py": {"worker", "testing", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
 }
 """The modules that put parts together, and their imports beyond their part's row."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from tierd.cache.events import EventLog
 from tierd.cache.read_queues import Limits
 from tierd.clock import Clock
-from tierd.coding import Coding
 from tierd.core.core import Core
 from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.metrics import Metrics
 from tierd.mover import Mover
+from tierd.store_codecs import StoreCodecs
 from tierd.tiers.arena.holds import HoldTable
 from tierd.tiers.tier import Tier
 
@@ -33,6 +33,6 @@ class Parts:
     verify: str
     prefetch_on_lookup: bool
     limits: Limits
-    coding: Coding
+    store_codecs: StoreCodecs
     sync_interval_s: float = 1.0
     seed: int | None = None

@@ -47,7 +47,7 @@ class Sessions:
         self.parts = parts
         self.core, self.tiers, self.registry = parts.core, parts.tiers, parts.registry
         self.events, self.metrics, self.clock = parts.events, parts.metrics, parts.clock
-        self.coding = parts.coding
+        self.store_codecs = parts.store_codecs
         self.directories = Directories(parts.tiers, domains_of=parts.registry.domains_of)
         for tier in filter(is_mapped, parts.tiers):
             tier.on_published = self.directories.add
@@ -133,7 +133,7 @@ class Sessions:
         namespace, _ = self.registry.open(spec, tenant=tenant)
         self.directories.begin(namespace, domain=self.registry.domain_of(tenant))
         if error_limit:
-            self.coding.accept(namespace, error_limit)
+            self.store_codecs.accept(namespace, error_limit)
         return namespace
 
     def namespace_for(self, session: int, namespace_id: int, digest: bytes = b"") -> Namespace:

@@ -78,6 +78,7 @@ NAMESPACE_COLUMNS = (
     Column("tokens/block", right=True, spare=2),
     Column("bytes/block", right=True, spare=1),
     Column("stored", right=True, spare=2),
+    Column("codec", spare=5),
     Column("adapter", spare=3),
     Column("group", spare=4),
 )
@@ -290,6 +291,7 @@ def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
         str(spec.get("tokens_per_block", "-")),
         human_bytes(int(spec["block_bytes"])) if "block_bytes" in spec else "-",
         _encoding_text(namespace),
+        str(spec.get("codec") or "-").partition("@")[0],
         str(spec.get("adapter") or "-"),
         str(spec.get("group") or "-"),
     ]

@@ -30,7 +30,6 @@ from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.codecs.block import Codec
 from tierd.codecs.named import codec_named
-from tierd.coding import Coding, read_calibrations
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.core import Core
 from tierd.core.formats.block import Namespace
@@ -48,6 +47,7 @@ from tierd.server.adoption import Adoption
 from tierd.server.instance import Instance
 from tierd.server.operators.learned import read_learner
 from tierd.server.previous_run import open_holds
+from tierd.store_codecs import StoreCodecs, read_calibrations
 from tierd.tiers.arena.arena import Arena
 from tierd.tiers.arena.holds import FormerHolder, HoldTable
 from tierd.tiers.device.cuda import CudaTier, GpuOptions
@@ -233,8 +233,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
     policies = NamedPolicies(opened.learner)
     calibrations = read_calibrations(Path(config.server.state_dir))
-    coding = Coding(codecs_of(config, tiers), registry.get, calibrations)
-    core = _core_of(config, opened, policies, coding)
+    store_codecs = StoreCodecs(codecs_of(config, tiers), registry.get, calibrations)
+    core = _core_of(config, opened, policies, store_codecs)
     for session in (f.holder for f in opened.former):
         # Before their segments are restored: living processes can still write to theirs, so the
         # daemon must not.
@@ -246,7 +246,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
         adoption.begin(now=clock.now())
     metrics = Metrics()
     link_limit = max(1, config.mover.transfer_limit // config.mover.batch_blocks)
-    mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit, coding=coding)
+    mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit, store_codecs=store_codecs)
     cache = Cache(
         Parts(
             core=core,
@@ -264,7 +264,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
                 queue_time_s=config.mover.queue_time,
                 queue_blocks=config.mover.queue_blocks,
             ),
-            coding=coding,
+            store_codecs=store_codecs,
             seed=opened.draw(64),
         )
     )
@@ -287,7 +287,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     return daemon
 
 
-def _core_of(config: Config, opened: Opened, policies: NamedPolicies, coding: Coding) -> Core:
+def _core_of(config: Config, opened: Opened, policies: NamedPolicies, store_codecs: StoreCodecs) -> Core:
     """The core, whose numbers begin above all that the tiers have used."""
     recovered, clock = opened.recovered, opened.clock
     return Core(
@@ -301,7 +301,7 @@ def _core_of(config: Config, opened: Opened, policies: NamedPolicies, coding: Co
             seed=opened.draw(128),
             unix_s=clock.wall_ms() / 1000 - clock.now(),
         ),
-        forms=coding,
+        forms=store_codecs,
     )
 
 

@@ -63,6 +63,7 @@ def open_namespace_request(namespace: OpenedNamespace) -> pb.OpenNamespaceReques
             layout=shape.layout,
         ),
         error_limit=namespace.error_limit,
+        codec=spec.codec,
     )
 
 

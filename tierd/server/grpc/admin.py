@@ -20,7 +20,6 @@ from tierd._proto import admin_pb2_grpc
 from tierd.cache.cache import Cache
 from tierd.cache.operator import BlockFilter, Operator
 from tierd.cache.scrub import Scrub
-from tierd.coding import CodingCounts
 from tierd.core.admission import Verdict
 from tierd.core.formats.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, PageState, StructArray
 from tierd.core.index.namespaces import namespace_record
@@ -30,6 +29,7 @@ from tierd.server.grpc.caller import CALLER
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
 from tierd.server.operators.wear import Wear
+from tierd.store_codecs import EncodingCounts
 from tierd.tiers.arena.arena import Arena
 from tierd.tiers.tier import Tier
 
@@ -154,7 +154,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     text=namespace_record(n).decode(),
                     blocks=sum(counts[i] for i in n.ids),
                     current=registry.is_current(n),
-                    encoding=_encoding(self._cache.coding.counts.get(n.id)),
+                    encoding=_encoding(self._cache.store_codecs.counts.get(n.id)),
                 )
                 for n in registry.all()
             ]
@@ -314,5 +314,5 @@ def _session_info(row: SessionRow, held: Any) -> pb.SessionInfo:
     return info
 
 
-def _encoding(counts: CodingCounts | None) -> pb.Encoding | None:
+def _encoding(counts: EncodingCounts | None) -> pb.Encoding | None:
     return None if counts is None else pb.Encoding(**dataclasses.asdict(counts))

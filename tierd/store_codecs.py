@@ -46,7 +46,7 @@ class Encoded:
 
 
 @dataclass(slots=True)
-class CodingCounts:
+class EncodingCounts:
     """Of one namespace since the start. error: the greatest bound. Seconds are of one thread."""
 
     blocks: int = 0
@@ -62,7 +62,7 @@ class CodingCounts:
 
 
 @dataclass
-class Coding:
+class StoreCodecs:
     """The daemon's codecs; `core.forms.Forms` for its core.
 
     codecs: by tier position. namespace_of: by id of any rank. calibrations: by the file's stem.
@@ -71,7 +71,7 @@ class Coding:
     codecs: Mapping[int, Codec]
     namespace_of: Callable[[int], Namespace]
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    counts: dict[int, CodingCounts] = field(default_factory=dict)
+    counts: dict[int, EncodingCounts] = field(default_factory=dict)
     """By id of rank 0."""
 
     def __post_init__(self) -> None:
@@ -145,8 +145,8 @@ class Coding:
     def _calibration_of(self, model: str) -> Calibration | None:
         return self.calibrations.get(model.replace("/", "--"))
 
-    def _counts_of(self, number: int) -> CodingCounts:
-        return self.counts.setdefault(self.namespace_of(number).id, CodingCounts())
+    def _counts_of(self, number: int) -> EncodingCounts:
+        return self.counts.setdefault(self.namespace_of(number).id, EncodingCounts())
 
     def _shape(self, codec: Codec, number: int) -> KVShape | None:
         """The shape of a full block of the namespace, if the codec may encode it."""
