@@ -5,10 +5,14 @@ from __future__ import annotations
 from tierd.codecs.block import Codec
 from tierd.codecs.int3 import Int3
 from tierd.codecs.int8 import Int8
+from tierd.codecs.kivi import Kivi
 from tierd.codecs.rot import Rot
 from tierd.errors import InvalidArgument
 
-ALL: tuple[Codec, ...] = (Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5))
+ALL: tuple[Codec, ...] = (
+    *(Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5)),
+    *(Kivi(12, 4), Kivi(13, 2)),
+)
 BY_NAME = {codec.name: codec for codec in ALL}
 BY_NUMBER = {codec.number: codec for codec in ALL}
 
