@@ -83,7 +83,9 @@ class Kivi:
         whole, lengths = tokens - tokens % GROUP, self._lengths(dim)
         tiles = layers * (whole // GROUP) * heads
         raw = np.empty(shape.sizes, np.uint16)
-        raw[:, :, whole:] = payload[tiles * sum(lengths) :].view(np.uint16).reshape(layers, 2, tokens - whole, heads, dim)
+        raw[:, :, whole:] = (
+            payload[tiles * sum(lengths) :].view(np.uint16).reshape(layers, 2, tokens - whole, heads, dim)
+        )
         data = payload[: tiles * sum(lengths)].reshape(tiles, sum(lengths))
         keys, coded, *scales = np.split(data, np.cumsum(lengths)[:-1], axis=1)
         for pair, part in enumerate((keys, coded)):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from tierd.codecs.block import Codec
+from tierd.codecs.cachegen import CacheGen
 from tierd.codecs.int3 import Int3
 from tierd.codecs.int8 import Int8
 from tierd.codecs.kivi import Kivi
+from tierd.codecs.kvquant import KVQuant
 from tierd.codecs.rot import Rot
 from tierd.errors import InvalidArgument
 
 ALL: tuple[Codec, ...] = (
     *(Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5)),
-    *(Kivi(12, 4), Kivi(13, 2)),
+    *(KVQuant(9, 4), KVQuant(10, 3), KVQuant(11, 2)),
+    *(Kivi(12, 4), Kivi(13, 2), CacheGen(14)),
 )
 BY_NAME = {codec.name: codec for codec in ALL}
 BY_NUMBER = {codec.number: codec for codec in ALL}
