@@ -13,7 +13,7 @@ an outlier and the one before, and 255 is 255 values without any.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -235,11 +235,11 @@ def fit(samples: Samples) -> Tensors:
     for pair, each in enumerate((keys, values)):
         z = _scaled(flat[:, pair], each)
         inside = (flat[:, pair] >= each.lows) & (flat[:, pair] <= each.highs)
-        for layer, bits in itertools.product(range(layers), BITS):
+        for layer in range(layers):
             own = np.ones(inside[layer].sum()) if weights is None else weights[layer, pair][inside[layer]]
-            table = _table(z[layer][inside[layer]].astype(np.float64), own.astype(np.float64), bits)
-            tensors[f"kvquant.edges{bits}"][layer, pair] = table.edges
-            tensors[f"kvquant.levels{bits}"][layer, pair] = table.levels
+            for bits, table in _tables(z[layer][inside[layer]].astype(np.float64), own.astype(np.float64)):
+                tensors[f"kvquant.edges{bits}"][layer, pair] = table.edges
+                tensors[f"kvquant.levels{bits}"][layer, pair] = table.levels
     return tensors
 
 
@@ -248,21 +248,20 @@ class _Table(NamedTuple):
     levels: NDArray[np.float64]
 
 
-def _table(z: NDArray[np.float64], weights: NDArray[np.float64], bits: int) -> _Table:
-    """Weighted k-means of one dimension. At 2 bits, levels get the mean and the deviation of z
-    (Q-Norm, section 3.5)."""
+def _tables(z: NDArray[np.float64], weights: NDArray[np.float64]) -> Iterator[tuple[int, _Table]]:
+    """Weighted k-means of one dimension, for each of BITS. Then levels get the mean and the deviation
+    of z (Q-Norm, section 3.5): the paper has this at 2 bits alone, here it keeps keys from shrinking."""
     order = np.argsort(z, kind="stable")
     z, weights = z[order], weights[order] + weights.mean() * 1e-9 + 1e-300
     mass, moment = (np.concatenate(([0.0], np.cumsum(each))) for each in (weights, weights * z))
-    quantiles = (np.arange(1 << bits) + 0.5) / (1 << bits) * mass[-1]
-    levels = z[np.searchsorted(mass[1:], quantiles).clip(0, len(z) - 1)]
-    for _ in range(ROUNDS):
-        ends = np.concatenate(([0], np.searchsorted(z, (levels[1:] + levels[:-1]) / 2), [len(z)]))
-        inside = np.diff(mass[ends])
-        means = np.diff(moment[ends]) / np.where(inside > 0, inside, 1.0)
-        levels = np.sort(np.where(inside > 0, means, levels))
-    edges = (levels[1:] + levels[:-1]) / 2
-    if bits == 2:
+    for bits in BITS:
+        quantiles = (np.arange(1 << bits) + 0.5) / (1 << bits) * mass[-1]
+        levels = z[np.searchsorted(mass[1:], quantiles).clip(0, len(z) - 1)]
+        for _ in range(ROUNDS):
+            ends = np.concatenate(([0], np.searchsorted(z, (levels[1:] + levels[:-1]) / 2), [len(z)]))
+            inside = np.diff(mass[ends])
+            means = np.diff(moment[ends]) / np.where(inside > 0, inside, 1.0)
+            levels = np.sort(np.where(inside > 0, means, levels))
+        edges = (levels[1:] + levels[:-1]) / 2
         near = levels[np.searchsorted(edges, z)]
-        levels = (levels - near.mean()) * (z.std() / max(near.std(), 1e-30)) + z.mean()
-    return _Table(edges, levels)
+        yield bits, _Table(edges, (levels - near.mean()) * (z.std() / max(near.std(), 1e-30)) + z.mean())
