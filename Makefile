@@ -26,7 +26,7 @@ help: ## list these commands
 	$(PYTHON) -m venv .venv
 	touch $@
 
-.venv/.base: .venv/.made pyproject.toml tierd/native/plane.cpp
+.venv/.base: .venv/.made pyproject.toml $(wildcard tierd/native/*.cpp tierd/native/*/*.h)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 

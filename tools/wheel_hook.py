@@ -14,7 +14,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.fatbins import for_wheel
-from tools.native import LIBRARY, compile_native
+from tools.native import FOLDER, compile_native
 
 
 class FatbinHook(BuildHookInterface[Any]):
@@ -28,6 +28,6 @@ class FatbinHook(BuildHookInterface[Any]):
         if fault := compile_native():
             self.app.display_warning(fault)
         elif version != "editable":
-            build_data["force_include"][str(LIBRARY)] = "tierd/native/plane.so"
+            build_data["force_include"] |= {str(file): f"tierd/native/{file.name}" for file in FOLDER.glob("*.so")}
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"

@@ -31,7 +31,7 @@ PARTS: dict[str, set[str]] = {
     "policies": {"core", "errors"},
     "simulator": {"core", "policies", "config", "errors", "units"},
     "kernels": {"core"} | EDGE,
-    "codecs": {"core", "checksum"} | EDGE,
+    "codecs": {"core", "checksum", "native"} | EDGE,
     "gpu": {"core", "kernels", "checksum"} | EDGE,
     "tiers": {"core", "codecs", "checksum"} | EDGE,
     "mover": {"core", "tiers", "codecs", "checksum"} | EDGE,

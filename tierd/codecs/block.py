@@ -9,13 +9,17 @@ that decoding needs, and its checksum covers the payload.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tierd.checksum import record_checksum
+from tierd.codecs import loops
 from tierd.codecs.calibration import Calibration
 from tierd.codecs.values import DTYPES, INFINITY, LAYOUTS, ROUNDING, Bytes, KVShape, Raw, bytes_of, floats_of, raw_of
 from tierd.core.formats.block import KVGeometry
@@ -42,6 +46,8 @@ HEADER = np.dtype(
     ]
 )
 IDENTITY = 0
+_PACKED = struct.Struct("<I3H2B5If16sIQ")
+"""HEADER, read and written at once."""
 
 
 class Context(NamedTuple):
@@ -58,10 +64,27 @@ NO_CONTEXT = Context()
 
 
 class Payload(NamedTuple):
-    """error: the largest error of a value before it is rounded to the block's dtype; 0: exact."""
+    """error: the largest error of a value before it is rounded to the block's dtype; 0: exact.
+
+    whole: data with room for a header before it, if `room` made it.
+    """
 
     data: Bytes
     error: float
+    whole: Bytes | None = None
+
+
+class Room(NamedTuple):
+    """whole: room for a header, then data."""
+
+    whole: Bytes
+    data: Bytes
+
+
+def room(length: int) -> Room:
+    """Memory for a payload of so many bytes. It spares the copy that puts a header before it."""
+    whole = np.empty(HEADER.itemsize + length, np.uint8)
+    return Room(whole, whole[HEADER.itemsize :])
 
 
 class Lengths(NamedTuple):
@@ -124,19 +147,19 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
         _checked(context.calibration, shape, codec.name)
     raw = raw_of(block, shape)
     dtype = shape.geometry.dtype
-    largest = int((raw & 0x7FFF).max())  # 16-bit floats without their signs compare like integers
-    if not codec.is_exact and largest >= INFINITY[dtype]:
+    largest = 0 if codec.is_exact else loops.largest(np.frombuffer(block, np.uint16))
+    if largest >= INFINITY[dtype]:
         return _identity(raw, shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        payload, error = codec.encode(raw, shape, context)
-    if not np.isfinite(error) or len(payload) >= shape.block_bytes:
+        payload = codec.encode(raw, shape, context)
+    if not math.isfinite(payload.error) or len(payload.data) >= shape.block_bytes:
         return _identity(raw, shape)
     if codec.is_exact:
-        return _framed(codec, shape, payload, 0.0, context)
+        return _framed(codec, shape, payload, context)
     relative, absolute = ROUNDING[dtype]
-    top = float(floats_of(np.array([largest], np.uint16), dtype)[0]) + error
-    bound = np.float32(error * (1 + 1e-5) + max(top * relative, absolute))
-    return _framed(codec, shape, payload, float(np.nextafter(bound, np.float32(np.inf))), context)
+    top = float(floats_of(np.array([largest], np.uint16), dtype)[0]) + payload.error
+    bound = np.float32(payload.error * (1 + 1e-5) + max(top * relative, absolute))
+    return _framed(codec, shape, payload._replace(error=float(np.nextafter(bound, np.float32(np.inf)))), context)
 
 
 def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, Calibration] | None = None) -> Decoded:
@@ -149,10 +172,11 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
         raise CorruptRecord(
             f"encoded block: {len(coded)} bytes are no header, which has {HEADER.itemsize}; read another copy"
         )
-    header, payload = coded[: HEADER.itemsize].view(HEADER)[0], coded[HEADER.itemsize :]
-    if header["magic"] != MAGIC or header["checksum"] != _checksum(header, payload):
+    head, payload = coded[: HEADER.itemsize].tobytes(), coded[HEADER.itemsize :]
+    header = dict(zip(HEADER.fields, _PACKED.unpack(head), strict=True))
+    if header["magic"] != MAGIC or header["checksum"] != _checksum(head, payload):
         raise CorruptRecord("encoded block: the header's checksum does not match; read another copy")
-    number, version = int(header["codec"]), int(header["codec_version"])
+    number, version = header["codec"], header["codec_version"]
     codec = codecs.get(number)
     known = 1 if number == IDENTITY else codec.version if codec else 0
     if header["version"] != VERSION or not 0 < version <= known:
@@ -160,7 +184,7 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
             f"encoded block: format {header['version']}, codec {number} in version {version} is unknown here; upgrade "
             "tierd"
         )
-    shape = _shape_of(header)
+    shape = _shape_of(*(header[field] for field in ("dtype", "layout", "layers", "kv_heads", "head_dim", "tokens")))
     if codec is not None:
         codec.check(shape)
     least, most = codec.lengths(shape) if codec else (shape.block_bytes, shape.block_bytes)
@@ -172,10 +196,10 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
         return Decoded(payload, 0.0, IDENTITY)
     calibration = None
     if codec.is_calibrated:
-        digest = header["calibration"].tobytes()
+        digest = header["calibration"]
         calibration = _checked((calibrations or {}).get(digest), shape, codec.name, digest.hex())
-    raw = codec.decode(payload, shape, Context(int(header["position"]), calibration))
-    return Decoded(bytes_of(raw, shape), float(header["error"]), number)
+    raw = codec.decode(payload, shape, Context(header["position"], calibration))
+    return Decoded(bytes_of(raw, shape), header["error"], number)
 
 
 def _checked(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:
@@ -196,37 +220,37 @@ def _checked(calibration: Calibration | None, shape: KVShape, name: str, wanted:
 
 
 def _identity(raw: Raw, shape: KVShape) -> Bytes:
-    return _framed(None, shape, bytes_of(raw, shape), 0.0, NO_CONTEXT)
+    return _framed(None, shape, Payload(bytes_of(raw, shape), 0.0), NO_CONTEXT)
 
 
-def _framed(codec: Codec | None, shape: KVShape, payload: Bytes, error: float, context: Context) -> Bytes:
-    g = shape.geometry
+def _framed(codec: Codec | None, shape: KVShape, payload: Payload, context: Context) -> Bytes:
+    """Header and payload."""
+    g, data = shape.geometry, payload.data
     number, version = (codec.number, codec.version) if codec else (IDENTITY, 1)
     calibration = context.calibration.hash if codec and codec.is_calibrated and context.calibration else b""
-    header = np.zeros(1, HEADER)
-    header[0] = (
+    fields = (
         *(MAGIC, VERSION, number, version, DTYPES.index(g.dtype), LAYOUTS.index(g.layout)),
-        *(g.layers, g.kv_heads, g.head_dim, shape.tokens, len(payload), error, calibration, context.position, 0),
+        *(g.layers, g.kv_heads, g.head_dim, shape.tokens, len(data), payload.error, calibration, context.position),
     )
-    header["checksum"] = _checksum(header[0], payload)
-    return np.concatenate((header.view(np.uint8), payload))
+    head = _PACKED.pack(*fields, _checksum(_PACKED.pack(*fields, 0), data))
+    whole = room(len(data)).whole if payload.whole is None else payload.whole
+    if payload.whole is None:
+        whole[HEADER.itemsize :] = data
+    whole[: HEADER.itemsize] = np.frombuffer(head, np.uint8)
+    return whole
 
 
-def _checksum(header: Any, payload: Bytes) -> int:
+def _checksum(header: bytes, payload: Bytes) -> int:
     """Over the header without the checksum, chained with the payload's."""
-    sums = np.array([record_checksum(header.tobytes()[:-8]), record_checksum(payload)], "<u8")
-    return record_checksum(sums.tobytes())
+    return record_checksum(struct.pack("<2Q", record_checksum(header[:-8]), record_checksum(payload)))
 
 
-def _shape_of(header: Any) -> KVShape:
+@lru_cache(maxsize=256)
+def _shape_of(dtype: int, layout: int, layers: int, kv_heads: int, head_dim: int, tokens: int) -> KVShape:
     """Raises CorruptRecord for an impossible shape."""
-    if header["dtype"] >= len(DTYPES) or header["layout"] >= len(LAYOUTS):
-        raise CorruptRecord(
-            f"encoded block: dtype {header['dtype']}, layout {header['layout']} do not exist; read another copy"
-        )
-    dtype, layout = DTYPES[int(header["dtype"])], LAYOUTS[int(header["layout"])]
-    geometry = KVGeometry(int(header["layers"]), int(header["kv_heads"]), int(header["head_dim"]), dtype, layout)
+    if dtype >= len(DTYPES) or layout >= len(LAYOUTS):
+        raise CorruptRecord(f"encoded block: dtype {dtype}, layout {layout} do not exist; read another copy")
     try:
-        return KVShape(geometry, int(header["tokens"]))
+        return KVShape(KVGeometry(layers, kv_heads, head_dim, DTYPES[dtype], LAYOUTS[layout]), tokens)
     except InvalidArgument as error:
         raise CorruptRecord(f"encoded block: its header is impossible ({error}); read another copy") from None

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierd.codecs import rotated
-from tierd.codecs.block import Context, Lengths, Payload
+from tierd.codecs import loops, rotated
+from tierd.codecs.block import Context, Lengths, Payload, room
 from tierd.codecs.values import Bytes, KVShape, Raw, floats_of, rounded
 
 BITS = 3
@@ -38,6 +38,9 @@ class Int3:
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
+        if loops.library is not None:
+            whole, data = room(self.lengths(shape).most)
+            return Payload(data, rotated.native_encode(raw, shape, (BITS, BITS), data), whole)
         values = floats_of(raw, shape.geometry.dtype)
         done = rotated.encode(values.reshape(-1, shape.geometry.head_dim), BITS)
         planes = [np.packbits(done.codes >> bit & 1, bitorder="little") for bit in range(BITS)]
@@ -45,6 +48,8 @@ class Int3:
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
+        if loops.library is not None:
+            return rotated.native_decode(payload, shape, (BITS, BITS))
         rows = shape.values // shape.geometry.head_dim
         planes = np.unpackbits(payload[2 * rows :].reshape(BITS, -1), axis=1, bitorder="little")
         codes = planes[0] | planes[1] << 1 | planes[2] << 2

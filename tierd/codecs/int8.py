@@ -13,12 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.block import Context, Lengths, Payload
-from tierd.codecs.values import Bytes, KVShape, Raw, floats_of, rounded
+from tierd.codecs import loops
+from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
+from tierd.errors import CorruptRecord
 
 TOP = np.float32(127)
 ROW_VALUES = 128
 LEAST_STEP = np.float32(1e-30)
+HALF = 0.5 + 1e-4
+"""Of the largest step: no code is off by more, with what float32 rounds."""
 
 
 def _powers() -> NDArray[np.float32]:
@@ -53,29 +57,44 @@ class Int8:
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
-        rows = floats_of(raw, shape.geometry.dtype).reshape(-1, _row_values(shape))
-        least = np.abs(rows).max(axis=1) / TOP
-        base = np.maximum(least.max(), LEAST_STEP)
-        steps = base * POWERS
-        exponents = len(steps) - 1 - np.searchsorted(steps[:0:-1], least)  # the last that is large enough
-        chosen = steps[exponents]
-        codes = np.clip(np.rint(rows * (np.float32(1) / chosen)[:, None]), -TOP, TOP)
-        error = float(np.abs(rows - codes * chosen[:, None]).max())
-        parts = (
-            np.array([base]).view(np.uint8),
-            exponents.astype(np.uint8),
-            codes.astype(np.int8).reshape(-1).view(np.uint8),
-        )
-        return Payload(np.concatenate(parts), error)
+        whole, data = room(self.lengths(shape).most)
+        values = _row_values(shape)
+        if loops.library is None or shape.geometry.head_dim % loops.STEP:
+            _plain_encode(floats_of(raw, shape.geometry.dtype).reshape(-1, values), data)
+        else:
+            loops.library.tierd_int8_encode(
+                *(loops.described(raw, shape), values // shape.geometry.head_dim),
+                *(loops.address_of(POWERS), loops.address_of(data)),
+            )
+        return Payload(data, HALF * float(data[:4].view(np.float32)[0]), whole)
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
-        count = shape.values // _row_values(shape)
-        base = payload[:4].view(np.float32)[0]
-        steps = base * POWERS[payload[4 : 4 + count]]
-        codes = payload[4 + count :].view(np.int8).reshape(count, -1)
-        values = codes.astype(np.float32) * steps[:, None]
-        return rounded(values.reshape(shape.sizes), shape.geometry.dtype)
+        base, values = payload[:4].view(np.float32)[0], _row_values(shape)
+        if not 0 <= base < np.inf:
+            raise CorruptRecord(f"codec int8: a step of {base} is impossible; read another copy")
+        if loops.library is None or shape.geometry.head_dim % loops.STEP:
+            count = shape.values // values
+            codes = payload[4 + count :].view(np.int8).reshape(count, -1)
+            rows = codes.astype(np.float32) * (base * POWERS[payload[4 : 4 + count]])[:, None]
+            return rounded(rows.reshape(shape.sizes), shape.geometry.dtype)
+        raw = loops.empty_raw(shape)
+        loops.library.tierd_int8_decode(
+            *(loops.described(raw, shape), values // shape.geometry.head_dim),
+            *(loops.address_of(POWERS), loops.address_of(payload)),
+        )
+        return raw
+
+
+def _plain_encode(rows: Floats, data: Bytes) -> None:
+    least = np.abs(rows).max(axis=1) / TOP
+    base = np.maximum(least.max(), LEAST_STEP)
+    steps = base * POWERS
+    exponents = len(steps) - 1 - np.searchsorted(steps[:0:-1], least)  # the last that is large enough
+    codes = np.rint(rows * (np.float32(1) / steps[exponents])[:, None])
+    data[:4].view(np.float32)[:] = base
+    data[4 : 4 + len(rows)] = exponents
+    data[4 + len(rows) :].view(np.int8)[:] = codes.reshape(-1)
 
 
 def _row_values(shape: KVShape) -> int:

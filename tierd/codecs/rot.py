@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierd.codecs import rotated
-from tierd.codecs.block import Context, Lengths, Payload
+from tierd.codecs import loops, rotated
+from tierd.codecs.block import Context, Lengths, Payload, room
 from tierd.codecs.tiles import TILE_TOKENS, packed, unpacked
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import Unsupported
@@ -50,6 +50,18 @@ class Rot:
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
+        if loops.library is None:
+            return self._plain_encode(raw, shape)
+        whole, data = room(self.lengths(shape).most)
+        return Payload(data, rotated.native_encode(raw, shape, (self.key_bits, self.value_bits), data), whole)
+
+    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
+        """See block.Codec."""
+        if loops.library is None:
+            return self._plain_decode(payload, shape)
+        return rotated.native_decode(payload, shape, (self.key_bits, self.value_bits))
+
+    def _plain_encode(self, raw: Raw, shape: KVShape) -> Payload:
         values = floats_of(raw, shape.geometry.dtype)
         parts, scales, errors = [], [], []
         for pair, bits in enumerate((self.key_bits, self.value_bits)):
@@ -61,8 +73,7 @@ class Rot:
         data = np.concatenate((*parts, *scales), axis=1).reshape(-1)
         return Payload(data, float(np.max(errors)))  # NaN stays NaN
 
-    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
-        """See block.Codec."""
+    def _plain_decode(self, payload: Bytes, shape: KVShape) -> Raw:
         layers, _, tokens, heads, dim = shape.sizes
         ends = np.cumsum(self._lengths(dim))
         keys, coded, *scales = np.split(payload.reshape(self._tiles(shape), -1), ends[:-1], axis=1)

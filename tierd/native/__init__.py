@@ -1,40 +1,59 @@
-"""The data plane's loops in C++ (`plane.cpp`), if a compiler built them when tierd was installed.
+"""Loops in C++, if a compiler built them when tierd was installed.
 
-tools/native.py compiles them. Plain forms with the same results are in client/blocks/copying.py and
-one_sided_get.py. A library of another source than the one beside it is not used.
+tools/native.py compiles them into two libraries: the data plane's (`plane.cpp`) and the codecs'
+(`codecs.cpp`, and `codecs/`). Plain forms with the same results are in client/blocks and codecs. A
+library of another source than the one beside it is not used.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("plane.cpp")
-LIBRARY = Path(__file__).with_name("plane.so")
+FOLDER = Path(__file__).parent
+LIBRARIES = FOLDER
+"""Has plane.so and codecs.so."""
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_uint64
+FUNCTIONS: dict[str, dict[str, list[type]]] = {
+    "plane": {
+        "tierd_sum_and_copy": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_find": [_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER],
+        "tierd_check": [_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER],
+    },
+    "codecs": {
+        "tierd_use": [_NUMBER],
+        "tierd_largest": [_POINTER, _NUMBER],
+        "tierd_int8_encode": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_int8_decode": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_rotated_encode": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "tierd_rotated_decode": [_POINTER, _POINTER, _POINTER, _POINTER],
+    },
+}
+"""Library -> function -> arguments. Every function returns a u64."""
 
 
-def source_id(source: Path = SOURCE) -> str:
+def sources_of(name: str, folder: Path = FOLDER) -> list[Path]:
+    """The files of a library: `name`.cpp, and the headers in a folder of that name."""
+    return [folder / f"{name}.cpp", *sorted((folder / name).glob("*.h"))]
+
+
+def source_id(files: Iterable[Path]) -> str:
     """Names the source of a library."""
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def find_library() -> ctypes.CDLL | None:
+def find_library(name: str = "plane") -> ctypes.CDLL | None:
     """The library; None if there is none for this source and this machine."""
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(LIBRARIES / f"{name}.so"))
         library.tierd_source.restype = ctypes.c_char_p
-        is_its = library.tierd_source().decode() == source_id()
+        is_its = library.tierd_source().decode() == source_id(sources_of(name))
+        if not is_its:
+            return None
+        for function, arguments in FUNCTIONS[name].items():
+            getattr(library, function).argtypes, getattr(library, function).restype = arguments, _NUMBER
     except (OSError, AttributeError):
         return None
-    if not is_its:
-        return None
-    pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    for name, arguments in {
-        "tierd_sum_and_copy": [pointer, number, pointer, pointer],
-        "tierd_find": [pointer, number, pointer, number, pointer, pointer, pointer],
-        "tierd_check": [pointer, number, pointer, number, pointer],
-    }.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, number
     return library

@@ -166,9 +166,9 @@ def test_rows_of_int8(heads: int, dim: int, values: int) -> None:
 def test_a_head_dim_that_no_codec_writes(name: str) -> None:
     """A header with a head_dim that its codec refuses is refused when decoding too."""
     shape, codec = shape_of(dim=17), codec_named(name)
-    payload = np.zeros(codec.lengths(shape).most, np.uint8)
+    payload = Payload(np.zeros(codec.lengths(shape).most, np.uint8), 0.0)
     with pytest.raises(Unsupported, match="head_dim 17"):
-        decode(block_module._framed(codec, shape, payload, 0.0, Context()), BY_NUMBER, MADE)
+        decode(block_module._framed(codec, shape, payload, Context()), BY_NUMBER, MADE)
 
 
 def test_a_codec_gets_finite_values_alone() -> None:
@@ -191,7 +191,7 @@ def crafted(codec: Codec, **fields: int) -> np.ndarray:
     header = coded[: HEADER.itemsize].view(HEADER)
     for field, value in fields.items():
         header[field] = value
-    header["checksum"] = block_module._checksum(header[0], coded[HEADER.itemsize :])
+    header["checksum"] = block_module._checksum(header.tobytes(), coded[HEADER.itemsize :])
     return coded
 
 

@@ -187,13 +187,12 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Any, monkeypatch: pyt
     """A library that does not match its source is ignored, and so is a file that is not a library."""
     assert find_library() is not None
     changed = tmp_path / "plane.cpp"
-    changed.write_bytes(native.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(native.source_id, "__defaults__", (changed,))
+    changed.write_bytes(native.sources_of("plane")[0].read_bytes() + b"\n")
+    monkeypatch.setattr(native.sources_of, "__defaults__", (tmp_path,))
     assert find_library() is None
     monkeypatch.undo()
-    broken = tmp_path / "plane.so"
-    broken.write_bytes(b"none")
-    monkeypatch.setattr(native, "LIBRARY", broken)
+    (tmp_path / "plane.so").write_bytes(b"none")
+    monkeypatch.setattr(native, "LIBRARIES", tmp_path)
     assert find_library() is None
 
 

@@ -1,0 +1,50 @@
+"""The codecs' loops in C++ (tierd/native/codecs.cpp), if a compiler built them.
+
+Each codec has a plain form in numpy, with the same bytes. Without the library that form is used. A
+call releases the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import struct
+from ctypes import CDLL
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs.values import KVShape, Raw, raw_of
+from tierd.native import find_library
+
+library: CDLL | None = find_library("codecs")
+"""None: there is no library, or a test wants the plain forms."""
+STEP = 16
+"""Loops over values take head_dims that are multiples of this."""
+_BLOCK = struct.Struct("<6Q4q")
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Of its first item."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def described(raw: Raw, shape: KVShape) -> bytes:
+    """TierdBlock of codecs.cpp."""
+    g, strides = shape.geometry, raw.strides
+    return _BLOCK.pack(
+        *(address_of(raw), g.layers, shape.tokens, g.kv_heads, g.head_dim, g.dtype == "float16"),
+        *(strides[0] >> 1, strides[1] >> 1, strides[2] >> 1, strides[3] >> 1),
+    )
+
+
+def empty_raw(shape: KVShape) -> Raw:
+    """Room for a block's values, in the order of its layout."""
+    return raw_of(np.empty(shape.block_bytes, np.uint8), shape)
+
+
+def largest(values: NDArray[np.uint16]) -> int:
+    """The largest pattern without its sign; 16-bit floats compare like integers then. values: contiguous."""
+    if library is None:
+        return int((values & 0x7FFF).max())
+    return int(library.tierd_largest(address_of(values), values.size))

@@ -1,0 +1,145 @@
+// The codecs' loops. Their plain forms, with the same bytes, are in tierd/codecs; tests compare the
+// two.
+//
+// Each loop is compiled for several instruction sets from one source: `codecs/` is included once per
+// set. Values may lie in any order in memory; a head's channels adjoin. No loop reads or writes
+// outside of what its arguments name.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#if defined(__x86_64__) && !defined(__clang__)
+#define TIERD_X86 1
+#include <immintrin.h>
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12, of its own immintrin.h
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#define TIERD_API extern "C" [[gnu::visibility("default")]]
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "payloads are little-endian");
+
+// BLOCK of tierd/codecs/loops.py: the values of a block, and distances between them.
+struct TierdBlock {
+  uint16_t* raw;
+  uint64_t layers, tokens, heads, dim, is_half;
+  uint64_t layer, pair, token, head;  // distances in values
+};
+
+namespace {
+
+constexpr float kLeastStep = 1e-20f, kSlack = 5e-6f;  // as rotated.py has them
+
+template <class To, class From> To bits_as(From from) {
+  To to;
+  static_assert(sizeof to == sizeof from, "same bits");
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+uint32_t bits_of(float x) { return bits_as<uint32_t>(x); }
+float float_of_bits(uint32_t bits) { return bits_as<float>(bits); }
+const float kBfloatMax = float_of_bits(0x7F7F0000);
+
+float float_of_half(uint16_t half) {
+  const uint32_t exponent = half >> 10 & 31, fraction = half & 1023, sign = static_cast<uint32_t>(half & 0x8000) << 16;
+  if (exponent == 0) return float_of_bits(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
+  return float_of_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13);
+}
+
+// Rounded to nearest, ties to even.
+uint16_t half_of_float(float x) {
+  const uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
+  if (bits > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00);
+  if (bits >= 0x47800000) return static_cast<uint16_t>(sign | 0x7C00);
+  if (bits < 0x38800000) return static_cast<uint16_t>(sign | (bits_of(float_of_bits(bits) + 0.5f) - 0x3F000000));  // below 2^-14: the sum rounds
+  return static_cast<uint16_t>(sign | (bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13);
+}
+
+// LEVELS of tierd/codecs/rotated.py, for a number of bits.
+struct Levels {
+  float peak, low, high;  // the step: peak times the largest, within low and high times the root mean square
+  int bits;
+};
+
+size_t rows_of(const TierdBlock& block) { return block.layers * 2 * block.tokens * block.heads; }
+
+// What normalises a Hadamard transform.
+float norm_of(int dim) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim))); }
+
+namespace plain {
+#define TIERD_LANES 4
+#include "codecs/loops.h"
+#undef TIERD_LANES
+}  // namespace plain
+
+#if TIERD_X86
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,fma,bmi,bmi2,lzcnt,popcnt")
+namespace avx2 {
+#define TIERD_LANES 8
+#include "codecs/loops.h"
+#undef TIERD_LANES
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512cd,avx512vbmi,avx512vbmi2,avx512bf16,avx2,f16c,fma,bmi,bmi2,lzcnt,popcnt,prefer-vector-width=512")
+namespace avx512 {
+#define TIERD_LANES 16
+#include "codecs/loops.h"
+#undef TIERD_LANES
+}  // namespace avx512
+#pragma GCC pop_options
+
+int best() {
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt");
+  const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+  const bool has_new = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bf16");
+  return !has_avx2 ? 0 : has_512 && has_new ? 2 : 1;
+}
+#define TIERD_CALL(call) (level == 2 ? avx512::call : level == 1 ? avx2::call : plain::call)
+#else
+int best() { return 0; }
+#define TIERD_CALL(call) plain::call
+#endif
+
+int level = best();
+
+}  // namespace
+
+// Lets later calls use this instruction set at most: 2 is AVX-512, 1 is AVX2, 0 is what every
+// processor has. Returns the one that they use. For tests and measurements.
+TIERD_API uint64_t tierd_use(uint64_t most) {
+  level = static_cast<int>(most) < best() ? static_cast<int>(most) : best();
+  return static_cast<uint64_t>(level);
+}
+
+// The largest pattern without its sign.
+TIERD_API uint64_t tierd_largest(const uint16_t* values, uint64_t count) { return TIERD_CALL(largest(values, count)); }
+
+// heads: of a row. powers: float32 [256].
+TIERD_API uint64_t tierd_int8_encode(const TierdBlock* block, uint64_t heads, const float* powers, uint8_t* out) {
+  TIERD_CALL(int8_encode(*block, heads, powers, out));
+  return 0;
+}
+
+TIERD_API uint64_t tierd_int8_decode(const TierdBlock* block, uint64_t heads, const float* powers, const uint8_t* in) {
+  TIERD_CALL(int8_decode(*block, heads, powers, in));
+  return 0;
+}
+
+// levels: of keys, then of values. signs: float32 [dim]. Returns the bits of the largest square of
+// an error, as float32.
+TIERD_API uint64_t tierd_rotated_encode(const TierdBlock* block, const Levels* levels, const float* signs, uint8_t* out) {
+  return TIERD_CALL(rotated_encode(*block, levels, signs, out));
+}
+
+TIERD_API uint64_t tierd_rotated_decode(const TierdBlock* block, const Levels* levels, const float* signs, const uint8_t* in) {
+  TIERD_CALL(rotated_decode(*block, levels, signs, in));
+  return 0;
+}
+
+// The id of the source of this library.
+TIERD_API const char* tierd_source() { return TIERD_SOURCE; }

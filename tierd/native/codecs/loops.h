@@ -1,0 +1,5 @@
+// All loops for one instruction set, which TIERD_LANES names.
+#include "vectors.h"
+#include "int8.h"
+#include "rotated.h"
+#include "tiles.h"
