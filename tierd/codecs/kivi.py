@@ -10,15 +10,17 @@ minima, value steps, value minima. Then the values of the last tokens, [layer][k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.block import Context, Lengths, Payload
-from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
-from tierd.errors import Unsupported
+from tierd.codecs import loops
+from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.values import INFINITY, Bytes, Floats, KVShape, Raw, floats_of, rounded
+from tierd.errors import CorruptRecord, Unsupported
 
 GROUP = 32
 
@@ -57,12 +59,49 @@ class Kivi:
     def lengths(self, shape: KVShape) -> Lengths:
         """One length per shape."""
         layers, _, tokens, heads, dim = shape.sizes
-        tiles = layers * (tokens // GROUP) * heads * sum(self._lengths(dim))
-        length = tiles + 4 * layers * (tokens % GROUP) * heads * dim
+        length = self._tiles(shape) * sum(self._lengths(dim)) + 4 * layers * (tokens % GROUP) * heads * dim
         return Lengths(length, length)
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
+        whole, data = room(self.lengths(shape).most)
+        error = self._plain_encode(raw, shape, data) if loops.library is None else self._native_encode(raw, shape, data)
+        last = raw[:, :, shape.tokens - shape.tokens % GROUP :].reshape(-1).view(np.uint8)
+        data[len(data) - len(last) :] = last
+        return Payload(data, error, whole)
+
+    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
+        """See block.Codec."""
+        raw = loops.empty_raw(shape)
+        coded, last = np.split(payload, [self._tiles(shape) * sum(self._lengths(shape.geometry.head_dim))])
+        if len(coded):
+            self._check_scales(coded, shape)
+            if loops.library is None:
+                self._plain_decode(coded, shape, raw)
+            else:
+                self._native(loops.library.tierd_kivi_decode, raw, shape, coded)
+        rest = raw[:, :, shape.tokens - shape.tokens % GROUP :]
+        rest[...] = np.ascontiguousarray(last).view(np.uint16).reshape(rest.shape)
+        return raw
+
+    def _native_encode(self, raw: Raw, shape: KVShape, data: Bytes) -> float:
+        assert loops.library is not None
+        bits = self._native(loops.library.tierd_kivi_encode, raw, shape, data)
+        return float(np.array(bits, np.uint32).view(np.float32))
+
+    def _native(self, loop: Callable[..., int], raw: Raw, shape: KVShape, data: Bytes) -> int:
+        codes = np.empty(GROUP * shape.geometry.head_dim, np.uint8)
+        return loop(loops.described(raw, shape), self.bits, loops.address_of(codes), loops.address_of(data))
+
+    def _check_scales(self, coded: Bytes, shape: KVShape) -> None:
+        """Raises CorruptRecord for a step or minimum that is not finite."""
+        codes = sum(self._lengths(shape.geometry.head_dim)[:2])
+        scales = coded.reshape(self._tiles(shape), -1)[:, codes:].view(np.uint16)
+        if loops.largest(np.ascontiguousarray(scales)) >= INFINITY["float16"]:
+            raise CorruptRecord(f"codec {self.name}: a group's step or minimum is not finite; read another copy")
+
+    def _plain_encode(self, raw: Raw, shape: KVShape, data: Bytes) -> float:
+        """Writes tiles to data. Returns the largest error; NaN stays NaN."""
         whole, dim = shape.tokens - shape.tokens % GROUP, shape.geometry.head_dim
         values = floats_of(raw[:, :, :whole], shape.geometry.dtype)
         parts, scales, errors = [], [], [0.0]
@@ -73,32 +112,30 @@ class Kivi:
             parts.append(self._packed(done.codes.reshape(tiles.shape)))
             scales += [array.reshape(len(tiles), dim).view(np.uint8) for array in (done.steps, done.minima)]
             errors.append(done.error)
-        data = np.concatenate((*parts, *scales), axis=1).reshape(-1)
-        last = np.ascontiguousarray(raw[:, :, whole:]).reshape(-1).view(np.uint8)
-        return Payload(np.concatenate((data, last)), float(np.max(errors)))  # NaN stays NaN
+        tiles_data = np.concatenate((*parts, *scales), axis=1).reshape(-1)
+        data[: len(tiles_data)] = tiles_data
+        return float(np.max(errors))
 
-    def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
-        """See block.Codec."""
+    def _plain_decode(self, coded: Bytes, shape: KVShape, raw: Raw) -> None:
+        """Writes the tiles' tokens to raw."""
         layers, _, tokens, heads, dim = shape.sizes
-        whole, lengths = tokens - tokens % GROUP, self._lengths(dim)
-        tiles = layers * (whole // GROUP) * heads
-        raw = np.empty(shape.sizes, np.uint16)
-        raw[:, :, whole:] = (
-            payload[tiles * sum(lengths) :].view(np.uint16).reshape(layers, 2, tokens - whole, heads, dim)
-        )
-        data = payload[: tiles * sum(lengths)].reshape(tiles, sum(lengths))
-        keys, coded, *scales = np.split(data, np.cumsum(lengths)[:-1], axis=1)
-        for pair, part in enumerate((keys, coded)):
+        whole, lengths, tiles = tokens - tokens % GROUP, self._lengths(dim), self._tiles(shape)
+        keys, values, *scales = np.split(coded.reshape(tiles, sum(lengths)), np.cumsum(lengths)[:-1], axis=1)
+        for pair, part in enumerate((keys, values)):
             groups = (tiles, GROUP, dim // GROUP, GROUP) if pair else (tiles, GROUP, dim)
             sizes = (tiles, GROUP, dim // GROUP, 1) if pair else (tiles, 1, dim)
             steps, minima = (
                 np.ascontiguousarray(each).view(np.float16).astype(np.float32).reshape(sizes)
                 for each in scales[2 * pair : 2 * pair + 2]
             )
-            values = self._unpacked(part, dim).reshape(groups) * steps + minima
-            joined = values.reshape(layers, whole // GROUP, heads, GROUP, dim).transpose(0, 1, 3, 2, 4)
+            decoded = self._unpacked(part, dim).reshape(groups) * steps + minima
+            joined = decoded.reshape(layers, whole // GROUP, heads, GROUP, dim).transpose(0, 1, 3, 2, 4)
             raw[:, pair, :whole] = rounded(joined.reshape(layers, whole, heads, dim), shape.geometry.dtype)
-        return raw
+
+    @staticmethod
+    def _tiles(shape: KVShape) -> int:
+        g = shape.geometry
+        return g.layers * (shape.tokens // GROUP) * g.kv_heads
 
     def _lengths(self, head_dim: int) -> list[int]:
         """Bytes of a tile's six parts."""
@@ -108,13 +145,14 @@ class Kivi:
     def _grouped(self, tiles: Floats, axis: int) -> _Groups:
         """Codes of groups along an axis."""
         top = np.float32((1 << self.bits) - 1)
-        minima = tiles.min(axis=axis, keepdims=True).astype(np.float16)
+        zero = np.float32(0)  # a sum with it is never -0
+        minima = (tiles.min(axis=axis, keepdims=True) + zero).astype(np.float16)
         lows = minima.astype(np.float32)
-        spans = np.maximum(tiles.max(axis=axis, keepdims=True) - lows, np.float32(0))
+        spans = np.maximum(tiles.max(axis=axis, keepdims=True) - lows, zero) + zero
         steps = (spans * (np.float32(1) / top)).astype(np.float16)
         widths = steps.astype(np.float32)
         inverse = np.float32(1) / np.where(widths > 0, widths, np.float32(np.inf))
-        codes = np.clip(np.rint((tiles - lows) * inverse), np.float32(0), top)
+        codes = np.clip(np.rint((tiles - lows) * inverse), zero, top)
         return _Groups(codes, steps, minima, float(np.abs(tiles - (codes * widths + lows)).max(initial=0.0)))
 
     def _packed(self, codes: Floats) -> Bytes:

@@ -29,6 +29,8 @@ FUNCTIONS: dict[str, dict[str, list[type]]] = {
         "tierd_int8_decode": [_POINTER, _NUMBER, _POINTER, _POINTER],
         "tierd_rotated_encode": [_POINTER, _POINTER, _POINTER, _POINTER],
         "tierd_rotated_decode": [_POINTER, _POINTER, _POINTER, _POINTER],
+        "tierd_kivi_encode": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_kivi_decode": [_POINTER, _NUMBER, _POINTER, _POINTER],
     },
 }
 """Library -> function -> arguments. Every function returns a u64."""

@@ -3,3 +3,4 @@
 #include "int8.h"
 #include "rotated.h"
 #include "tiles.h"
+#include "kivi.h"
