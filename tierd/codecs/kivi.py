@@ -90,8 +90,8 @@ class Kivi:
         return float(np.array(bits, np.uint32).view(np.float32))
 
     def _native(self, loop: Callable[..., int], raw: Raw, shape: KVShape, data: Bytes) -> int:
-        codes = np.empty(GROUP * shape.geometry.head_dim, np.uint8)
-        return loop(loops.described(raw, shape), self.bits, loops.address_of(codes), loops.address_of(data))
+        scratch = np.empty(GROUP // 4 * shape.geometry.head_dim, np.float32)
+        return loop(loops.described(raw, shape), self.bits, loops.address_of(scratch), loops.address_of(data))
 
     def _check_scales(self, coded: Bytes, shape: KVShape) -> None:
         """Raises CorruptRecord for a step or minimum that is not finite."""

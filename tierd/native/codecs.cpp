@@ -141,13 +141,13 @@ TIERD_API uint64_t tierd_rotated_decode(const TierdBlock* block, const Levels* l
   return 0;
 }
 
-// codes: room for 32 * dim bytes. Returns the bits of the largest error, as float32.
+// codes, scales: room for 32 * dim bytes. Returns the bits of the largest error, as float32.
 TIERD_API uint64_t tierd_kivi_encode(const TierdBlock* block, uint64_t bits, uint8_t* codes, uint8_t* out) {
   return TIERD_CALL(kivi_encode(*block, bits, codes, out));
 }
 
-TIERD_API uint64_t tierd_kivi_decode(const TierdBlock* block, uint64_t bits, uint8_t* codes, const uint8_t* in) {
-  TIERD_CALL(kivi_decode(*block, bits, codes, in));
+TIERD_API uint64_t tierd_kivi_decode(const TierdBlock* block, uint64_t bits, float* scales, const uint8_t* in) {
+  TIERD_CALL(kivi_decode(*block, bits, scales, in));
   return 0;
 }
 

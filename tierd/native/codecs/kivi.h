@@ -36,16 +36,9 @@ void kivi_codes(F values, F step, F minimum, F inverse, float top, uint8_t* code
 }
 
 // A byte has one channel of tokens t, t + n, ...: n is 4 * bits.
-void kivi_pack(const uint8_t* codes, size_t dim, size_t bits, uint8_t* out) {
-  const size_t part = 4 * bits * dim;
-  for (size_t i = 0; i < part; i++) out[i] = bits == 2 ? static_cast<uint8_t>(codes[i] | codes[i + part] << 2 | codes[i + 2 * part] << 4 | codes[i + 3 * part] << 6) : static_cast<uint8_t>(codes[i] | codes[i + part] << 4);
-}
-
-void kivi_unpack(const uint8_t* in, size_t dim, size_t bits, uint8_t* codes) {
-  const size_t part = 4 * bits * dim, mask = (size_t{1} << bits) - 1;
-  for (size_t k = 0; k < 8 / bits; k++) {
-    for (size_t i = 0; i < part; i++) codes[k * part + i] = static_cast<uint8_t>(in[i] >> k * bits & mask);
-  }
+template <int kBits> void kivi_pack(const uint8_t* codes, size_t dim, uint8_t* out) {
+  const size_t part = 4 * kBits * dim;
+  for (size_t i = 0; i < part; i++) out[i] = static_cast<uint8_t>(kBits == 2 ? codes[i] | codes[i + part] << 2 | codes[i + 2 * part] << 4 | codes[i + 3 * part] << 6 : codes[i] | codes[i + part] << 4);
 }
 
 template <bool kHalf> void kivi_encode_keys(const uint16_t* from, size_t stride, size_t dim, float top, uint8_t* codes, uint8_t* steps, uint8_t* minima, I* top_error) {
@@ -92,18 +85,18 @@ template <bool kHalf> void kivi_encode_values(const uint16_t* from, size_t strid
   }
 }
 
-template <bool kHalf> uint64_t kivi_encode_as(const TierdBlock& block, size_t bits, uint8_t* codes, uint8_t* out) {
-  const float top = static_cast<float>((1 << bits) - 1);
+template <bool kHalf, int kBits> uint64_t kivi_encode_as(const TierdBlock& block, uint8_t* codes, uint8_t* out) {
+  constexpr float top = (1 << kBits) - 1;
   I top_error = {};
   for (size_t layer = 0; layer < block.layers; layer++) {
     for (size_t token = 0; token + kKiviGroup <= block.tokens; token += kKiviGroup) {
       for (size_t head = 0; head < block.heads; head++) {
-        const KiviTile<uint8_t> tile(out, block.dim, bits);
+        const KiviTile<uint8_t> tile(out, block.dim, kBits);
         const uint16_t* from = block.raw + layer * block.layer + token * block.token + head * block.head;
         kivi_encode_keys<kHalf>(from, block.token, block.dim, top, codes, tile.key_steps, tile.key_minima, &top_error);
-        kivi_pack(codes, block.dim, bits, tile.keys);
+        kivi_pack<kBits>(codes, block.dim, tile.keys);
         kivi_encode_values<kHalf>(from + block.pair, block.token, block.dim, top, codes, tile.value_steps, tile.value_minima, &top_error);
-        kivi_pack(codes, block.dim, bits, tile.values);
+        kivi_pack<kBits>(codes, block.dim, tile.values);
         out = tile.end(block.dim);
       }
     }
@@ -114,29 +107,41 @@ template <bool kHalf> uint64_t kivi_encode_as(const TierdBlock& block, size_t bi
 }
 
 uint64_t kivi_encode(const TierdBlock& block, size_t bits, uint8_t* codes, uint8_t* out) {
-  return block.is_half ? kivi_encode_as<true>(block, bits, codes, out) : kivi_encode_as<false>(block, bits, codes, out);
+  if (bits == 2) return block.is_half ? kivi_encode_as<true, 2>(block, codes, out) : kivi_encode_as<false, 2>(block, codes, out);
+  return block.is_half ? kivi_encode_as<true, 4>(block, codes, out) : kivi_encode_as<false, 4>(block, codes, out);
 }
 
-template <bool kHalf> void kivi_decode_as(const TierdBlock& block, size_t bits, uint8_t* codes, const uint8_t* in) {
-  const size_t dim = block.dim;
+// Values are 0 or normal in bfloat16: sums of multiples of 2^-24.
+template <bool kHalf, int kBits> void kivi_decode_as(const TierdBlock& block, float* scales, const uint8_t* in) {
+  constexpr size_t kRowsOfBytes = 4 * kBits;
+  const size_t dim = block.dim, groups = dim / kKiviGroup;
   for (size_t layer = 0; layer < block.layers; layer++) {
     for (size_t token = 0; token + kKiviGroup <= block.tokens; token += kKiviGroup) {
       for (size_t head = 0; head < block.heads; head++) {
-        const KiviTile<const uint8_t> tile(in, dim, bits);
+        const KiviTile<const uint8_t> tile(in, dim, kBits);
         uint16_t* to = block.raw + layer * block.layer + token * block.token + head * block.head;
-        kivi_unpack(tile.keys, dim, bits, codes);
-        for (size_t i = 0; i < dim; i += kLanes) {
-          uint16_t halves[2][kLanes];
-          std::memcpy(halves[0], tile.key_steps + 2 * i, sizeof halves[0]), std::memcpy(halves[1], tile.key_minima + 2 * i, sizeof halves[1]);
-          const F step = of_half(halves[0]), minimum = of_half(halves[1]);
-          for (size_t row = 0; row < kKiviGroup; row++) store_values<kHalf, false>(to + row * block.token + i, floats(widened(codes + row * dim + i)) * step + minimum);
+        for (size_t i = 0; i < 4 * dim; i += kLanes) {
+          uint16_t halves[kLanes];
+          std::memcpy(halves, tile.key_steps + 2 * i, sizeof halves);
+          store(scales + i, of_half(halves));
         }
-        kivi_unpack(tile.values, dim, bits, codes);
-        for (size_t i = 0; i < kKiviGroup * dim; i += kKiviGroup) {
-          uint16_t step, minimum;
-          std::memcpy(&step, tile.value_steps + i / 16, 2), std::memcpy(&minimum, tile.value_minima + i / 16, 2);
-          const F width = all(float_of_half(step)), low = all(float_of_half(minimum));
-          for (size_t j = i; j < i + kKiviGroup; j += kLanes) store_values<kHalf, false>(to + block.pair + j / dim * block.token + j % dim, floats(widened(codes + j)) * width + low);
+        for (size_t i = 0; i < dim; i += kLanes) {
+          const F step = load<F>(scales + i), minimum = load<F>(scales + dim + i);
+          for (size_t row = 0; row < kRowsOfBytes; row++) {
+            const I codes = widened(tile.keys + row * dim + i);
+            for (size_t k = 0; k < 8 / kBits; k++) store_values<kHalf, true>(to + (row + k * kRowsOfBytes) * block.token + i, floats(codes >> static_cast<int>(k * kBits) & ((1 << kBits) - 1)) * step + minimum);
+          }
+        }
+        to += block.pair;
+        for (size_t row = 0; row < kRowsOfBytes; row++) {
+          for (size_t i = 0; i < dim; i += kLanes) {
+            const I codes = widened(tile.values + row * dim + i);
+            for (size_t k = 0; k < 8 / kBits; k++) {
+              const size_t group = (row + k * kRowsOfBytes) * groups + i / kKiviGroup;
+              const F step = all(scales[2 * dim + group]), minimum = all(scales[3 * dim + group]);
+              store_values<kHalf, true>(to + (row + k * kRowsOfBytes) * block.token + i, floats(codes >> static_cast<int>(k * kBits) & ((1 << kBits) - 1)) * step + minimum);
+            }
+          }
         }
         in = tile.end(dim);
       }
@@ -144,6 +149,7 @@ template <bool kHalf> void kivi_decode_as(const TierdBlock& block, size_t bits, 
   }
 }
 
-void kivi_decode(const TierdBlock& block, size_t bits, uint8_t* codes, const uint8_t* in) {
-  block.is_half ? kivi_decode_as<true>(block, bits, codes, in) : kivi_decode_as<false>(block, bits, codes, in);
+void kivi_decode(const TierdBlock& block, size_t bits, float* scales, const uint8_t* in) {
+  if (bits == 2) return block.is_half ? kivi_decode_as<true, 2>(block, scales, in) : kivi_decode_as<false, 2>(block, scales, in);
+  block.is_half ? kivi_decode_as<true, 4>(block, scales, in) : kivi_decode_as<false, 4>(block, scales, in);
 }
