@@ -13,30 +13,60 @@ an outlier and the one before, and 255 is 255 values without any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.codecs import loops
 from tierd.codecs.block import Context, Lengths, Payload
-from tierd.codecs.calibration import Calibration, Samples, Tensors
-from tierd.codecs.rope import rotate
+from tierd.codecs.rope import Frequencies, rotate, turns
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord, Unsupported
 
 BITS = (4, 3, 2)
 OUTLIERS = 0.01
 """Share of the values beyond the limits."""
-ROUNDS = 50
-"""Of k-means."""
 SKIP = 255
+_TABLES, _OUT = struct.Struct("<3Q7Q"), struct.Struct("<4Q3Q2f")
+"""KvquantTables and KvquantOut of codecs.cpp."""
 ROPE_ERROR = 2.0**-20
 """Sines of two machines differ by less than this, relative to the largest key."""
 
+Places = NDArray[np.uint64]
+"""Of outliers among all values, in order."""
 
-class _Limits(NamedTuple):
+
+class Encoded(NamedTuple):
+    """fixed: limits of tokens and codes. gaps, outliers: see above. error: largest of a value.
+    largest_key: before RoPE."""
+
+    fixed: Bytes
+    gaps: Bytes
+    outliers: NDArray[np.float16]
+    error: np.float32
+    largest_key: np.float32
+
+
+class Tables(NamedTuple):
+    """What a calibration has for this many bits, as `kvquant_fit.fit` describes it, and RoPE."""
+
+    limits: Floats
+    edges: Floats
+    levels: Floats
+    position: int
+    frequencies: Frequencies
+
+    def turned(self, values: Floats, *, undo: bool = False) -> Floats:
+        """With keys at their positions, or undone: float32 [layers, 2, tokens, channels]."""
+        both = values.copy()
+        both[:, 0] = rotate(values[:, 0], self.position, self.frequencies, undo=undo)
+        return both.reshape(*values.shape[:3], -1)
+
+
+class Limits(NamedTuple):
     """Beyond lows and highs are outliers. Middles and half widths scale the rest: float32, as the decoder has them."""
 
     lows: Floats
@@ -76,76 +106,101 @@ class KVQuant:
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
-        values, calibration = floats_of(raw, shape.geometry.dtype), _of(context)
-        flat = _turned(values, shape, context, undo=True)
-        by_token = _limits_of_tokens(flat[:, 1])
-        is_outlier = np.empty(flat.shape, bool)
-        codes = np.empty(flat.shape, np.uint8)
-        for pair, limits in enumerate((_limits_of_keys(calibration.tensors["kvquant.limits"]), by_token)):
-            z = _scaled(flat[:, pair], limits)
-            is_outlier[:, pair] = (flat[:, pair] < limits.lows) | (flat[:, pair] > limits.highs)
-            edges = calibration.tensors[f"kvquant.edges{self.bits}"][:, pair]
-            for layer in range(shape.geometry.layers):
-                codes[layer, pair] = np.searchsorted(edges[layer], z[layer])
-        outliers = flat[is_outlier].astype(np.float16)
-        sides = np.concatenate((by_token.middles, by_token.halves), axis=-1)
-        decoded = self._values(codes, is_outlier, outliers, sides, calibration)
-        off = np.abs(_turned(decoded.reshape(shape.sizes), shape, context) - values.reshape(flat.shape)).max()
-        gaps = _gaps(is_outlier.reshape(-1))
-        parts = (sides.astype(np.float16), self._packed(codes), np.array([len(gaps)], "<u4"), gaps, outliers)
-        data = np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
-        return Payload(data, float(off + np.abs(flat[:, 0]).max() * np.float32(ROPE_ERROR)))
+        tables = self._tables(shape, context)
+        use_plain = loops.library is None or shape.geometry.head_dim % loops.STEP
+        done = self._plain_encode(raw, shape, tables) if use_plain else self._native_encode(raw, shape, tables)
+        count = np.array([len(done.gaps)], "<u4").view(np.uint8)
+        data = np.concatenate((done.fixed, count, done.gaps, done.outliers.view(np.uint8)))
+        return Payload(data, float(done.error + done.largest_key * np.float32(ROPE_ERROR)))
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
-        layers, _, tokens, heads, dim = shape.sizes
-        fixed, sides = self._fixed(shape), 4 * layers * tokens
+        tables, fixed = self._tables(shape, context), self._fixed(shape)
         count = int(payload[fixed : fixed + 4].copy().view("<u4")[0])
         gaps, rest = payload[fixed + 4 : fixed + 4 + count], payload[fixed + 4 + count :]
-        steps = np.where(gaps == SKIP, SKIP, gaps.astype(np.int64) + 1)
-        places = np.cumsum(steps)[gaps != SKIP] - 1
+        steps = np.where(gaps == SKIP, np.uint64(SKIP), gaps.astype(np.uint64) + np.uint64(1))
+        places = np.cumsum(steps, dtype=np.uint64)[gaps != SKIP] - np.uint64(1)
         if len(gaps) != count or len(rest) != 2 * len(places) or steps.sum() > shape.values:
             raise CorruptRecord(
                 f"codec {self.name}: {count} gaps and {len(rest)} bytes of outliers do not fit {shape.values} values; "
                 "read another copy"
             )
+        outliers = rest.copy().view(np.float16)
+        if loops.library is None or shape.geometry.head_dim % loops.STEP:
+            return self._plain_decode(payload[:fixed], shape, tables, places, outliers)
+        raw, coded = loops.empty_raw(shape), np.ascontiguousarray(payload[:fixed])
+        packed = _packed_tables(tables, shape)
+        loops.library.tierd_kvquant_decode(
+            *(loops.described(raw, shape), packed.data, loops.address_of(coded)),
+            *(loops.address_of(places), len(places), loops.address_of(outliers)),
+        )
+        return raw
+
+    def _native_encode(self, raw: Raw, shape: KVShape, tables: Tables) -> Encoded:
+        assert loops.library is not None
+        fixed = np.empty(self._fixed(shape), np.uint8)
+        gaps, outliers = (np.empty(shape.block_bytes, np.uint8) for _ in range(2))
+        codes = loops.address_of(fixed) + 4 * shape.geometry.layers * shape.tokens
+        places = (loops.address_of(fixed), codes, loops.address_of(gaps), loops.address_of(outliers))
+        out = bytearray(_OUT.pack(*places, shape.block_bytes, 0, 0, 0.0, 0.0))
+        packed = _packed_tables(tables, shape)
+        loops.library.tierd_kvquant_encode(
+            loops.described(raw, shape), packed.data, loops.address_of(np.frombuffer(out, np.uint8))
+        )
+        *_, gap_count, outlier_count, error, largest_key = _OUT.unpack(out)
+        return Encoded(
+            *(fixed, gaps[:gap_count], outliers[: 2 * outlier_count].view(np.float16)),
+            *(np.float32(error), np.float32(largest_key)),
+        )
+
+    def _plain_encode(self, raw: Raw, shape: KVShape, tables: Tables) -> Encoded:
+        values = floats_of(raw, shape.geometry.dtype)
+        flat = tables.turned(values, undo=True)
+        by_token = limits_of_tokens(flat[:, 1])
+        is_outlier = np.empty(flat.shape, bool)
+        codes = np.empty(flat.shape, np.uint8)
+        for pair, limits in enumerate((limits_of_keys(tables.limits), by_token)):
+            z = scaled(flat[:, pair], limits)
+            is_outlier[:, pair] = (flat[:, pair] < limits.lows) | (flat[:, pair] > limits.highs)
+            for layer in range(len(codes)):
+                codes[layer, pair] = np.searchsorted(tables.edges[layer, pair], z[layer])
+        outliers = flat[is_outlier].astype(np.float16)
+        sides = np.concatenate((by_token.middles, by_token.halves), axis=-1)
+        decoded = _values(codes, is_outlier, outliers, sides, tables)
+        off = np.abs(tables.turned(decoded.reshape(shape.sizes)) - values.reshape(flat.shape)).max()
+        fixed = np.concatenate((sides.astype(np.float16).reshape(-1).view(np.uint8), self._packed(codes)))
+        return Encoded(fixed, _gaps(is_outlier.reshape(-1)), outliers, off, np.abs(flat[:, 0]).max())
+
+    def _plain_decode(
+        self, coded: Bytes, shape: KVShape, tables: Tables, places: Places, outliers: NDArray[np.float16]
+    ) -> Raw:
+        layers, _, tokens, heads, dim = shape.sizes
         is_outlier = np.zeros(shape.values, bool)
         is_outlier[places] = True
-        by_token = payload[:sides].copy().view(np.float16).astype(np.float32).reshape(layers, tokens, 2)
+        sides = 4 * layers * tokens
+        by_token = coded[:sides].copy().view(np.float16).astype(np.float32).reshape(layers, tokens, 2)
         sizes = (layers, 2, tokens, heads * dim)
-        decoded = self._values(
-            self._unpacked(payload[sides:fixed]).reshape(sizes),
-            is_outlier.reshape(sizes),
-            rest.copy().view(np.float16),
-            by_token,
-            _of(context),
-        )
-        turned = _turned(decoded.reshape(shape.sizes), shape, context)
-        return rounded(turned.reshape(shape.sizes), shape.geometry.dtype)
+        codes = self._unpacked(coded[sides:]).reshape(sizes)
+        decoded = _values(codes, is_outlier.reshape(sizes), outliers, by_token, tables)
+        return rounded(tables.turned(decoded.reshape(shape.sizes)).reshape(shape.sizes), shape.geometry.dtype)
+
+    def _tables(self, shape: KVShape, context: Context) -> Tables:
+        """Raises Unsupported if the calibration has no tables of these sizes."""
+        g, found = shape.geometry, context.calibration
+        assert found is not None  # block.py has checked it
+        names = (f"kvquant.{name}" for name in ("limits", f"edges{self.bits}", f"levels{self.bits}"))
+        limits, edges, levels = (np.ascontiguousarray(found.tensors.get(name, ()), np.float32) for name in names)
+        sizes = [(g.layers, 2, n) for n in (g.kv_heads * g.head_dim, (1 << self.bits) - 1, 1 << self.bits)]
+        if [limits.shape, edges.shape, levels.shape] != sizes or 2 * len(found.frequencies) > g.head_dim:
+            raise Unsupported(
+                f"codec {self.name}: calibration {found.hash.hex()} has no tensors of it with sizes {sizes}; make one "
+                "with `tierctl calibrate`"
+            )
+        return Tables(limits, edges, levels, context.position, found.frequencies)
 
     def _fixed(self, shape: KVShape) -> int:
         """Bytes of limits and codes."""
         return 4 * shape.geometry.layers * shape.tokens + self.bits * shape.values // 8
-
-    def _values(
-        self,
-        codes: Bytes,
-        is_outlier: NDArray[np.bool_],
-        outliers: NDArray[np.float16],
-        by_token: Floats,
-        calibration: Calibration,
-    ) -> Floats:
-        """Keys before RoPE and values: float32 [layers, 2, tokens, channels]. by_token: middle and half width of
-        each token's values, [layers, tokens, 2]."""
-        levels = calibration.tensors[f"kvquant.levels{self.bits}"]
-        keys = _limits_of_keys(calibration.tensors["kvquant.limits"])
-        values = np.empty(codes.shape, np.float32)
-        for layer, pair in np.ndindex(len(codes), 2):
-            values[layer, pair] = levels[layer, pair][codes[layer, pair]]
-        values[:, 0] = values[:, 0] * keys.halves + keys.middles
-        values[:, 1] = values[:, 1] * by_token[..., 1:] + by_token[..., :1]
-        values[is_outlier] = outliers
-        return values
 
     def _packed(self, codes: Bytes) -> Bytes:
         shifts = np.arange(8, dtype=np.uint32) * np.uint32(self.bits)
@@ -161,45 +216,63 @@ class KVQuant:
         return codes
 
 
-def _of(context: Context) -> Calibration:
-    """Raises Unsupported if the calibration has no tables."""
-    found = context.calibration
-    assert found is not None  # block.py has checked it
-    if "kvquant.limits" not in found.tensors:
-        raise Unsupported(
-            f"codec kvquant: calibration {found.hash.hex()} has no tensors of it; make one with `tierctl calibrate`"
-        )
-    return found
+def _values(
+    codes: Bytes, is_outlier: NDArray[np.bool_], outliers: NDArray[np.float16], by_token: Floats, tables: Tables
+) -> Floats:
+    """Keys before RoPE and values: float32 [layers, 2, tokens, channels]. by_token: middle and half width of
+    each token's values, [layers, tokens, 2]."""
+    keys = limits_of_keys(tables.limits)
+    values = np.empty(codes.shape, np.float32)
+    for layer, pair in np.ndindex(len(codes), 2):
+        values[layer, pair] = tables.levels[layer, pair][codes[layer, pair]]
+    values[:, 0] = values[:, 0] * keys.halves + keys.middles
+    values[:, 1] = values[:, 1] * by_token[..., 1:] + by_token[..., :1]
+    values[is_outlier] = outliers
+    return values
 
 
-def _turned(values: Floats, shape: KVShape, context: Context, *, undo: bool = False) -> Floats:
-    """With keys at their positions, or undone: float32 [layers, 2, tokens, channels]."""
-    both = values.copy()
-    both[:, 0] = rotate(values[:, 0], context.position, _of(context).frequencies, undo=undo)
-    return both.reshape(*shape.sizes[:3], -1)
+class _PackedTables(NamedTuple):
+    """data: KvquantTables of codecs.cpp. arrays: what it points to."""
+
+    data: bytes
+    arrays: tuple[Floats, ...]
 
 
-def _limits_of_keys(limits: Floats) -> _Limits:
+def _packed_tables(tables: Tables, shape: KVShape) -> _PackedTables:
+    g = shape.geometry
+    channels = g.kv_heads * g.head_dim
+    cosine, sine = turns(shape.tokens, tables.position, tables.frequencies)
+    scratch = np.empty(8 * channels, np.float32)
+    arrays = (cosine, sine, -sine, tables.limits, tables.edges, tables.levels, scratch)
+    bits = tables.levels.shape[-1].bit_length() - 1
+    data = _TABLES.pack(bits, len(tables.frequencies), beyond(channels), *map(loops.address_of, arrays))
+    return _PackedTables(data, arrays)
+
+
+def limits_of_keys(limits: Floats) -> Limits:
     """kvquant.limits, float32 [layers, 2, channels], as [layers, 1, channels] each."""
     middles, halves = limits[:, :1], limits[:, 1:]
-    return _Limits(middles - halves, middles + halves, middles, halves)
+    return Limits(middles - halves, middles + halves, middles, halves)
 
 
-def _limits_of_tokens(values: Floats) -> _Limits:
-    """Of values, float32 [layers, tokens, channels]: [layers, tokens, 1] each. Of a token's values,
-    1 + OUTLIERS / 2 * (channels - 1) are above the limits, and as many below, if none are equal."""
-    channels = values.shape[-1]
-    beyond = min(int(OUTLIERS / 2 * (channels - 1)) + 1, (channels - 1) // 2)
-    ordered = np.partition(values, (beyond, channels - 1 - beyond), axis=-1)
-    lows, highs = ordered[..., beyond, None], ordered[..., channels - 1 - beyond, None]
+def beyond(channels: int) -> int:
+    """Outliers on each side of a token's values, if none are equal."""
+    return min(int(OUTLIERS / 2 * (channels - 1)) + 1, (channels - 1) // 2)
+
+
+def limits_of_tokens(values: Floats) -> Limits:
+    """Of values, float32 [layers, tokens, channels]: [layers, tokens, 1] each."""
+    low, high = beyond(values.shape[-1]), values.shape[-1] - 1 - beyond(values.shape[-1])
+    ordered = np.partition(values, (low, high), axis=-1)
+    lows, highs = (ordered[..., each, None] + np.float32(0) for each in (low, high))  # never -0
     half = np.float32(0.5)
     middles, halves = (
         each.astype(np.float16).astype(np.float32) for each in ((lows + highs) * half, (highs - lows) * half)
     )
-    return _Limits(lows, highs, middles, halves)
+    return Limits(lows, highs, middles, halves)
 
 
-def _scaled(values: Floats, limits: _Limits) -> Floats:
+def scaled(values: Floats, limits: Limits) -> Floats:
     """Values between the limits in -1..1."""
     safe: Floats = np.where(limits.halves > 0, limits.halves, np.float32(np.inf))
     return (values - limits.middles) * np.reciprocal(safe)
@@ -212,56 +285,3 @@ def _gaps(is_outlier: NDArray[np.bool_]) -> Bytes:
     gaps = np.full(len(between) + int(skips.sum()), SKIP, np.uint8)
     gaps[np.cumsum(skips + 1) - 1] = rests
     return gaps
-
-
-def fit(samples: Samples) -> Tensors:
-    """Limits of key channels, and tables of edges and levels for each of BITS.
-
-    kvquant.limits: float32 [layers, 2, channels], middles and half widths of keys before RoPE.
-    kvquant.edges4: float32 [layers, 2, 15], between neighbouring levels. kvquant.levels4:
-    float32 [layers, 2, 16]. Sensitivity is the squared gradient (section 3.3).
-    """
-    layers, _, tokens, heads, dim = samples.values.shape
-    flat = samples.values.reshape(layers, 2, tokens, heads * dim)
-    weights = None if samples.gradients is None else np.square(samples.gradients.reshape(flat.shape))
-    ends = np.quantile(flat[:, 0], (OUTLIERS / 2, 1 - OUTLIERS / 2), axis=1)
-    low, high = ends[:, :, None]
-    limits = np.concatenate(((low + high) / 2, (high - low) / 2), axis=1).astype(np.float32)
-    tensors = {"kvquant.limits": limits}
-    for bits in BITS:
-        tensors[f"kvquant.edges{bits}"] = np.empty((layers, 2, (1 << bits) - 1), np.float32)
-        tensors[f"kvquant.levels{bits}"] = np.empty((layers, 2, 1 << bits), np.float32)
-    keys, values = _limits_of_keys(limits), _limits_of_tokens(flat[:, 1])
-    for pair, each in enumerate((keys, values)):
-        z = _scaled(flat[:, pair], each)
-        inside = (flat[:, pair] >= each.lows) & (flat[:, pair] <= each.highs)
-        for layer in range(layers):
-            own = np.ones(inside[layer].sum()) if weights is None else weights[layer, pair][inside[layer]]
-            for bits, table in _tables(z[layer][inside[layer]].astype(np.float64), own.astype(np.float64)):
-                tensors[f"kvquant.edges{bits}"][layer, pair] = table.edges
-                tensors[f"kvquant.levels{bits}"][layer, pair] = table.levels
-    return tensors
-
-
-class _Table(NamedTuple):
-    edges: NDArray[np.float64]
-    levels: NDArray[np.float64]
-
-
-def _tables(z: NDArray[np.float64], weights: NDArray[np.float64]) -> Iterator[tuple[int, _Table]]:
-    """Weighted k-means of one dimension, for each of BITS. Then levels get the mean and the deviation
-    of z (Q-Norm, section 3.5): the paper has this at 2 bits alone, here it keeps keys from shrinking."""
-    order = np.argsort(z, kind="stable")
-    z, weights = z[order], weights[order] + weights.mean() * 1e-9 + 1e-300
-    mass, moment = (np.concatenate(([0.0], np.cumsum(each))) for each in (weights, weights * z))
-    for bits in BITS:
-        quantiles = (np.arange(1 << bits) + 0.5) / (1 << bits) * mass[-1]
-        levels = z[np.searchsorted(mass[1:], quantiles).clip(0, len(z) - 1)]
-        for _ in range(ROUNDS):
-            ends = np.concatenate(([0], np.searchsorted(z, (levels[1:] + levels[:-1]) / 2), [len(z)]))
-            inside = np.diff(mass[ends])
-            means = np.diff(moment[ends]) / np.where(inside > 0, inside, 1.0)
-            levels = np.sort(np.where(inside > 0, means, levels))
-        edges = (levels[1:] + levels[:-1]) / 2
-        near = levels[np.searchsorted(edges, z)]
-        yield bits, _Table(edges, (levels - near.mean()) * (z.std() / max(near.std(), 1e-30)) + z.mean())

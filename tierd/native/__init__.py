@@ -31,6 +31,8 @@ FUNCTIONS: dict[str, dict[str, list[type]]] = {
         "tierd_rotated_decode": [_POINTER, _POINTER, _POINTER, _POINTER],
         "tierd_kivi_encode": [_POINTER, _NUMBER, _POINTER, _POINTER],
         "tierd_kivi_decode": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_kvquant_encode": [_POINTER, _POINTER, _POINTER],
+        "tierd_kvquant_decode": [_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER],
     },
 }
 """Library -> function -> arguments. Every function returns a u64."""

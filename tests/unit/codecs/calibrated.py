@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from tierd.codecs import kvquant
+from tierd.codecs import kvquant_fit
 from tierd.codecs.calibration import FREQUENCIES, Calibration, Samples
 from tierd.core.formats.block import KVGeometry
 
@@ -31,4 +31,4 @@ def _made(layers: int, heads: int, dim: int) -> Calibration:
     gradients = chance.standard_normal(values.shape, np.float32)
     frequencies = 10_000.0 ** (-np.arange(dim // 2) / (dim // 2))
     samples = Samples(geometry, frequencies, values, gradients)
-    return Calibration(geometry, {FREQUENCIES: frequencies, **kvquant.fit(samples)})
+    return Calibration(geometry, {FREQUENCIES: frequencies, **kvquant_fit.fit(samples)})

@@ -137,7 +137,9 @@ def test_a_header_with_another_shape(codec: Codec, field: str) -> None:
     was = crafted(codec)[: HEADER.itemsize].view(HEADER)[field][0]
     least, most = codec.lengths(shape_of(layers=1, tokens=16))
     is_refused_at_once = least == most or field == "payload"
-    with pytest.raises((CorruptRecord, Unsupported), match="its shape takes" if is_refused_at_once else "codec|rANS|its shape"):
+    with pytest.raises(
+        (CorruptRecord, Unsupported), match="its shape takes" if is_refused_at_once else "codec|rANS|its shape"
+    ):
         decode(crafted(codec, **{field: 2 * int(was)}), BY_NUMBER, MADE)
 
 

@@ -4,3 +4,4 @@
 #include "rotated.h"
 #include "tiles.h"
 #include "kivi.h"
+#include "kvquant.h"
