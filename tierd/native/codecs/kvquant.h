@@ -1,35 +1,75 @@
 // Codecs kvquant-4, kvquant-3 and kvquant-2: tierd/codecs/kvquant.py. A row has the channels of one
 // token of a layer, keys or values.
 
+#if TIERD_LANES == 16
+F looked_up(const float* table, I index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)load<F>(table)); }
+unsigned lanes_of(I mask) { return _mm512_movepi32_mask((__m512i)mask); }
+#elif TIERD_LANES == 8
+F looked_up(const float* table, I index) {
+  const F low = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table), (__m256i)index), high = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table + 8), (__m256i)index);
+  return index > 7 ? high : low;
+}
+unsigned lanes_of(I mask) { return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask)); }
+#else
+// Items of a table of 16. Indices are below 16.
+F looked_up(const float* table, I index) {
+  F found = {};
+  for (int i = 0; i < kLanes; i++) found[i] = table[index[i]];
+  return found;
+}
+// One bit for each lane that is not 0.
+unsigned lanes_of(I mask) {
+  unsigned bits = 0;
+  for (int i = 0; i < kLanes; i++) bits |= mask[i] ? 1u << i : 0;
+  return bits;
+}
+#endif
+
 // turned may be row.
 void kvquant_rotate(const float* row, const TierdBlock& block, const float* cosine, const float* sine, size_t pairs, float* turned) {
   for (size_t head = 0; head < block.heads; head++, row += block.dim, turned += block.dim) {
-    for (size_t i = 0; i < pairs; i++) {
+    size_t i = 0;
+    for (; i + kLanes <= pairs; i += kLanes) {
+      const F first = load<F>(row + i), second = load<F>(row + pairs + i), c = load<F>(cosine + i), s = load<F>(sine + i);
+      store(turned + i, first * c - second * s);
+      store(turned + pairs + i, second * c + first * s);
+    }
+    for (; i < pairs; i++) {
       const float first = row[i], second = row[pairs + i];
       turned[i] = first * cosine[i] - second * sine[i];
       turned[pairs + i] = second * cosine[i] + first * sine[i];
     }
-    for (size_t i = 2 * pairs; i < block.dim; i++) turned[i] = row[i];
+    for (i = 2 * pairs; i < block.dim; i++) turned[i] = row[i];
   }
 }
 
 // The value with `beyond` others below it, or above it if kUp. best: room for beyond + 1.
 template <bool kUp> float kvquant_end(const float* row, size_t channels, size_t beyond, float* best) {
   size_t count = 0;
-  for (size_t i = 0; i < channels; i++) {
-    const float x = row[i];
-    if (count > beyond && !(kUp ? x > best[beyond] : x < best[beyond])) continue;
-    size_t at = count > beyond ? beyond : count++;
-    for (; at > 0 && (kUp ? x > best[at - 1] : x < best[at - 1]); at--) best[at] = best[at - 1];
-    best[at] = x;
+  for (size_t i = 0; i < channels; i += kLanes) {
+    const F x = load<F>(row + i);
+    unsigned lanes = (1u << kLanes) - 1;
+    if (count > beyond) lanes = lanes_of(kUp ? x > all(best[beyond]) : x < all(best[beyond]));
+    for (; lanes; lanes &= lanes - 1) {
+      const float one = row[i + static_cast<size_t>(__builtin_ctz(lanes))];
+      if (count > beyond && !(kUp ? one > best[beyond] : one < best[beyond])) continue;
+      size_t at = count > beyond ? beyond : count++;
+      for (; at > 0 && (kUp ? one > best[at - 1] : one < best[at - 1]); at--) best[at] = best[at - 1];
+      best[at] = one;
+    }
   }
   return best[beyond];
 }
 
+// 8 codes in kBits bytes.
 template <size_t kBits> void kvquant_pack(const uint8_t* codes, size_t channels, uint8_t* out) {
   for (size_t i = 0; i < channels; i += 8, out += kBits) {
     uint64_t word = 0;
+#if TIERD_LANES > 4
+    word = _pext_u64(load<uint64_t>(codes + i), 0x0101010101010101 * ((1 << kBits) - 1));
+#else
     for (size_t j = 0; j < 8; j++) word |= static_cast<uint64_t>(codes[i + j]) << kBits * j;
+#endif
     std::memcpy(out, &word, kBits);
   }
 }
@@ -38,7 +78,11 @@ template <size_t kBits> void kvquant_unpack(const uint8_t* in, size_t channels, 
   for (size_t i = 0; i < channels; i += 8, in += kBits) {
     uint64_t word = 0;
     std::memcpy(&word, in, kBits);
+#if TIERD_LANES > 4
+    store(codes + i, static_cast<uint64_t>(_pdep_u64(word, 0x0101010101010101 * ((1 << kBits) - 1))));
+#else
     for (size_t j = 0; j < 8; j++) codes[i + j] = static_cast<uint8_t>(word >> kBits * j & ((1 << kBits) - 1));
+#endif
   }
 }
 
@@ -56,7 +100,7 @@ template <bool kHalf> void kvquant_load(const uint16_t* from, const TierdBlock& 
 }
 
 template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& block, const KvquantTables& tables, KvquantOut* out) {
-  constexpr size_t kLevels = size_t{1} << kBits;
+  constexpr int kLevels = 1 << kBits;
   const size_t channels = block.heads * block.dim;
   float *row = tables.scratch, *flat = row + channels, *decoded = flat + channels, *low = decoded + channels, *high = low + channels, *middle = high + channels, *width = middle + channels, *inverse = width + channels;
   uint8_t* codes = reinterpret_cast<uint8_t*>(flat);  // a vector's values are read before its codes are written
@@ -64,7 +108,9 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
   size_t gap = 0, used = 0;
   for (size_t layer = 0; layer < block.layers; layer++) {
     for (size_t pair = 0; pair < 2; pair++) {
-      const float *edges = tables.edges + (2 * layer + pair) * (kLevels - 1), *levels = tables.levels + (2 * layer + pair) * kLevels;
+      float edges[16] = {}, levels[16] = {};
+      std::memcpy(edges, tables.edges + (2 * layer + pair) * (kLevels - 1), 4 * (kLevels - 1));
+      std::memcpy(levels, tables.levels + (2 * layer + pair) * kLevels, 4 * kLevels);
       for (size_t token = 0; token < block.tokens; token++) {
         kvquant_load<kHalf>(block.raw + layer * block.layer + pair * block.pair + token * block.token, block, row);
         if (pair == 0) {
@@ -89,31 +135,24 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
         for (size_t i = 0; i < channels; i += kLanes) {
           const F x = load<F>(flat + i), z = (x - load<F>(middle + i)) * load<F>(inverse + i);
           I code = {};
-          F level = all(levels[0]);
-          for (size_t j = 0; j + 1 < kLevels; j++) {
-            const I above = z > all(edges[j]);
-            code -= above;
-            level = above ? all(levels[j + 1]) : level;
-          }
-          store(decoded + i, level * load<F>(width + i) + load<F>(middle + i));
-          const I is_outlier = (x < load<F>(low + i)) | (x > load<F>(high + i));
+#pragma GCC unroll 4
+          for (int bit = kLevels / 2; bit; bit /= 2) code += (z > looked_up(edges, code + (bit - 1))) & bit;
+          store(decoded + i, looked_up(levels, code) * load<F>(width + i) + load<F>(middle + i));
           narrow(codes + i, code);
-          uint8_t any = 0;
-          for (int lane = 0; lane < kLanes; lane++) any |= static_cast<uint8_t>(is_outlier[lane]);
-          if (!any) {
-            gap += kLanes;
-            continue;
-          }
-          for (int lane = 0; lane < kLanes; lane++, gap++) {
-            if (!is_outlier[lane]) continue;
+          unsigned lanes = lanes_of((x < load<F>(low + i)) | (x > load<F>(high + i)));
+          size_t after = 0;  // lanes of this vector that the gap has
+          for (; lanes; lanes &= lanes - 1) {
+            const size_t lane = static_cast<size_t>(__builtin_ctz(lanes));
+            gap += lane - after, after = lane + 1;
             used += gap / 255 + 3;
             if (used > out->most) return void(out->error = INFINITY);
             for (; gap >= 255; gap -= 255) *out->gaps++ = 255, out->gap_count++;
             *out->gaps++ = static_cast<uint8_t>(gap), out->gap_count++;
             decoded[i + lane] = kvquant_side(x[lane], out->outliers);
             out->outliers += 2, out->outlier_count++;
-            gap = static_cast<size_t>(-1);
+            gap = 0;
           }
+          gap += kLanes - after;
         }
         kvquant_pack<kBits>(codes, channels, out->codes);
         out->codes += kBits * channels / 8;
@@ -147,7 +186,8 @@ template <bool kHalf, size_t kBits> void kvquant_decode_as(const TierdBlock& blo
   size_t at = 0, begun = 0;
   for (size_t layer = 0; layer < block.layers; layer++) {
     for (size_t pair = 0; pair < 2; pair++) {
-      const float* levels = tables.levels + (2 * layer + pair) * kLevels;
+      float levels[16] = {};
+      std::memcpy(levels, tables.levels + (2 * layer + pair) * kLevels, 4 * kLevels);
       const float *middle = tables.limits + 2 * layer * channels, *width = middle + channels;
       for (size_t token = 0; token < block.tokens; token++, begun += channels, in += kBits * channels / 8) {
         kvquant_unpack<kBits>(in, channels, codes);
@@ -158,9 +198,7 @@ template <bool kHalf, size_t kBits> void kvquant_decode_as(const TierdBlock& blo
         }
         const F center = all(float_of_half(halves[0])), half = all(float_of_half(halves[1]));
         for (size_t i = 0; i < channels; i += kLanes) {
-          const I code = widened(codes + i);
-          F level = all(levels[0]);
-          for (int j = 1; j < kLevels; j++) level = code == j ? all(levels[j]) : level;
+          const F level = looked_up(levels, widened(codes + i));
           store(decoded + i, pair ? level * half + center : level * load<F>(width + i) + load<F>(middle + i));
         }
         for (; at < count && places[at] < begun + channels; at++) decoded[places[at] - begun] = float_of_half(outliers[at]);
