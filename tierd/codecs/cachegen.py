@@ -1,14 +1,17 @@
-"""Codec cachegen: few levels per token, entropy coded with tables of the block itself
-(CacheGen, arXiv 2310.07240, section 5.2, as LMCache ships it: without differences of tokens).
+"""Codec cachegen: few levels per token, entropy coded with tables of the block itself.
+
+The source is CacheGen (arXiv 2310.07240, section 5.2), as LMCache ships it: tokens' differences
+are not taken. The levels and their tables are LMCache's.
 
 Keys are coded after RoPE. All channels of a token and layer share one scale, their largest
-magnitude. Keys of the first third of the layers and values of the first 2 have levels from -15 to 15,
-all others from -7 to 7. Each layer's channel has its own table: how often each level occurs.
+magnitude. Levels go from -7 to 7. In keys of the first third of the layers and values of the first
+2, they go from -15 to 15. Each layer's channel has its own table: how often each level occurs.
 
-Payload: scales (float16, [layer][keys, values][token]); lowest level of each channel (uint8,
-[layer][keys, values][channel], counted from the least possible); number of levels from it (uint8); their counts
-(uint8, of 255 if the block has more tokens); then, for some layers at a time, the length of a stream of
-`rans.py` (uint32) and the stream. A stream has the levels in the order [layer][keys, values][channel][token].
+Payload: scales, lowest levels, numbers of levels, counts, streams. Scales are float16,
+[layer][keys, values][token]. A table has its lowest level, counted from the least possible, and its
+number of levels (uint8, [layer][keys, values][channel]). Counts are uint8, of 255 if the block has
+more tokens. Streams of `rans.py`, each after its length (uint32), have levels in the order
+[layer][keys, values][channel][token].
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs import rans
+from tierd.codecs import loops, rans
 from tierd.codecs.block import Context, Lengths, Payload
-from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
+from tierd.codecs.values import INFINITY, Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord
 
 FINE, COARSE = 15, 7
@@ -81,6 +84,8 @@ class CacheGen:
         layers, tokens = shape.geometry.layers, shape.tokens
         at = 4 * layers * tokens
         scales = payload[:at].copy().view(np.float16).reshape(layers, 2, tokens)
+        if loops.largest(scales.view(np.uint16)) >= INFINITY["float16"]:
+            raise CorruptRecord(f"codec {self.name}: a token's scale is not finite; read another copy")
         firsts, lengths = payload[at : at + 2 * _tables(shape)].reshape(2, -1).astype(np.int64)
         at += 2 * len(firsts)
         taken = payload[at : at + int(lengths.sum())]
@@ -131,8 +136,8 @@ def _steps(scales: NDArray[np.float16], tops: Floats) -> Floats:
 
 
 def _counts(symbols: Bytes) -> Counts:
-    """How often each level occurs in each row, at most COUNT_MAX: [rows, LEVELS]. What occurs has 1
-    at least."""
+    """How often each level occurs in each row, at most COUNT_MAX: [rows, LEVELS]. A level that occurs has
+    1 at least."""
     rows, tokens = symbols.shape
     places = symbols + np.arange(0, rows * LEVELS, LEVELS)[:, None]
     counts = np.bincount(places.reshape(-1), minlength=rows * LEVELS).reshape(rows, LEVELS)

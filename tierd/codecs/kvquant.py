@@ -2,13 +2,13 @@
 (KVQuant, arXiv 2401.18079, sections 3.1 to 3.5).
 
 A channel of keys before RoPE has fixed limits from the calibration. A token's values in one layer
-have limits of their own. What is between the limits is scaled to -1..1 and becomes the nearest
-of a table's levels. What is beyond is an outlier, and is kept in float16.
+have limits of their own. A value between the limits is scaled to -1..1 and becomes the
+nearest of a table's levels. A value beyond is an outlier, and is kept in float16.
 
-Payload: middle and half width of each token's values (float16, [layer][token]); codes
-([layer][keys, values][token][kv head][channel], 8 codes in as many bytes as a code has bits, lowest
-first); length of the gaps (uint32); gaps; outliers. A gap below 255 is the number of values between
-an outlier and the one before, and 255 is 255 values without any.
+Payload: limits, codes, length of the gaps (uint32), gaps, outliers. Limits are middle and half
+width of each token's values (float16, [layer][token]). 8 codes are in as many bytes as a code has
+bits, lowest first ([layer][keys, values][token][kv head][channel]). A gap below 255 is the number
+of values between an outlier and the one before, and 255 is 255 values without any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tierd.codecs import loops
 from tierd.codecs.block import Context, Lengths, Payload
 from tierd.codecs.rope import Frequencies, rotate, turns
-from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
+from tierd.codecs.values import INFINITY, Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord, Unsupported
 
 BITS = (4, 3, 2)
@@ -51,7 +51,7 @@ class Encoded(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What a calibration has for this many bits, as `kvquant_fit.fit` describes it, and RoPE."""
+    """A calibration's tensors for this many bits, as `kvquant_fit.fit` describes it, and RoPE."""
 
     limits: Floats
     edges: Floats
@@ -67,7 +67,8 @@ class Tables(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Beyond lows and highs are outliers. Middles and half widths scale the rest: float32, as the decoder has them."""
+    """Beyond lows and highs are outliers. Middles and half widths scale the rest, as the decoder
+    has them."""
 
     lows: Floats
     highs: Floats
@@ -126,6 +127,9 @@ class KVQuant:
                 "read another copy"
             )
         outliers = rest.copy().view(np.float16)
+        sides = payload[: 4 * shape.geometry.layers * shape.tokens].copy().view(np.uint16)
+        if max(map(loops.largest, (sides, np.append(outliers.view(np.uint16), np.uint16(0))))) >= INFINITY["float16"]:
+            raise CorruptRecord(f"codec {self.name}: a limit or an outlier is not finite; read another copy")
         if loops.library is None or shape.geometry.head_dim % loops.STEP:
             return self._plain_decode(payload[:fixed], shape, tables, places, outliers)
         raw, coded = loops.empty_raw(shape), np.ascontiguousarray(payload[:fixed])
@@ -219,8 +223,8 @@ class KVQuant:
 def _values(
     codes: Bytes, is_outlier: NDArray[np.bool_], outliers: NDArray[np.float16], by_token: Floats, tables: Tables
 ) -> Floats:
-    """Keys before RoPE and values: float32 [layers, 2, tokens, channels]. by_token: middle and half width of
-    each token's values, [layers, tokens, 2]."""
+    """Keys before RoPE and values: float32 [layers, 2, tokens, channels]. by_token: middle and half
+    width of each token's values, [layers, tokens, 2]."""
     keys = limits_of_keys(tables.limits)
     values = np.empty(codes.shape, np.float32)
     for layer, pair in np.ndindex(len(codes), 2):

@@ -18,9 +18,9 @@ ROUNDS = 50
 def fit(samples: Samples) -> Tensors:
     """Limits of key channels, and tables of edges and levels for each of BITS.
 
-    kvquant.limits: float32 [layers, 2, channels], middles and half widths of keys before RoPE.
-    kvquant.edges4: float32 [layers, 2, 15], between neighbouring levels. kvquant.levels4:
-    float32 [layers, 2, 16]. Sensitivity is the squared gradient (section 3.3).
+    kvquant.limits: float32 [layers, 2, channels], middles and half widths. They are of keys
+    before RoPE. kvquant.edges4: float32 [layers, 2, 15], between neighbouring levels.
+    kvquant.levels4: float32 [layers, 2, 16]. Sensitivity is the squared gradient (section 3.3).
     """
     layers, _, tokens, heads, dim = samples.values.shape
     flat = samples.values.reshape(layers, 2, tokens, heads * dim)
@@ -51,7 +51,7 @@ class _Table(NamedTuple):
 
 def _tables(z: NDArray[np.float64], weights: NDArray[np.float64]) -> Iterator[tuple[int, _Table]]:
     """Weighted k-means of one dimension, for each of BITS. Then levels get the mean and the deviation
-    of z (Q-Norm, section 3.5): the paper has this at 2 bits alone, here it keeps keys from shrinking."""
+    of z (Q-Norm, section 3.5). The paper has this at 2 bits alone. Else keys would shrink."""
     order = np.argsort(z, kind="stable")
     z, weights = z[order], weights[order] + weights.mean() * 1e-9 + 1e-300
     mass, moment = (np.concatenate(([0.0], np.cumsum(each))) for each in (weights, weights * z))

@@ -43,22 +43,33 @@ void kvquant_rotate(const float* row, const TierdBlock& block, const float* cosi
   }
 }
 
-// The value with `beyond` others below it, or above it if kUp. best: room for beyond + 1.
-template <bool kUp> float kvquant_end(const float* row, size_t channels, size_t beyond, float* best) {
-  size_t count = 0;
-  for (size_t i = 0; i < channels; i += kLanes) {
-    const F x = load<F>(row + i);
-    unsigned lanes = (1u << kLanes) - 1;
-    if (count > beyond) lanes = lanes_of(kUp ? x > all(best[beyond]) : x < all(best[beyond]));
-    for (; lanes; lanes &= lanes - 1) {
-      const float one = row[i + static_cast<size_t>(__builtin_ctz(lanes))];
-      if (count > beyond && !(kUp ? one > best[beyond] : one < best[beyond])) continue;
-      size_t at = count > beyond ? beyond : count++;
-      for (; at > 0 && (kUp ? one > best[at - 1] : one < best[at - 1]); at--) best[at] = best[at - 1];
-      best[at] = one;
+template <bool kUp> F kvquant_further(F a, F b) { return kUp ? most(a, b) : least(a, b); }
+
+template <bool kUp> float kvquant_furthest(F a) {
+  constexpr auto each = std::make_index_sequence<kLanes>();
+  if constexpr (kLanes > 8) a = kvquant_further<kUp>(a, swapped<8>(a, each));
+  if constexpr (kLanes > 4) a = kvquant_further<kUp>(a, swapped<4>(a, each));
+  a = kvquant_further<kUp>(a, swapped<2>(a, each));
+  return kvquant_further<kUp>(a, swapped<1>(a, each))[0];
+}
+
+// The value with `beyond` others below it, or above it if kUp: one pass finds the next value.
+template <bool kUp> float kvquant_end(const float* row, size_t channels, size_t beyond) {
+  float limit = kUp ? INFINITY : -INFINITY;
+  for (size_t seen = 0;;) {
+    F found = all(kUp ? -INFINITY : INFINITY);
+    I equal = {};
+    for (size_t i = 0; i < channels; i += kLanes) {
+      const F x = load<F>(row + i);
+      equal -= x == all(limit);
+      const F next = kvquant_further<kUp>(found, x);
+      found = (kUp ? x < all(limit) : x > all(limit)) ? next : found;
     }
+    for (int i = 0; i < kLanes; i++) seen += static_cast<size_t>(equal[i]);
+    if (seen > beyond) return limit;
+    limit = kvquant_furthest<kUp>(found);
+    if (seen == beyond) return limit;
   }
-  return best[beyond];
 }
 
 // 8 codes in kBits bytes.
@@ -70,14 +81,16 @@ template <size_t kBits> void kvquant_pack(const uint8_t* codes, size_t channels,
 #else
     for (size_t j = 0; j < 8; j++) word |= static_cast<uint64_t>(codes[i + j]) << kBits * j;
 #endif
-    std::memcpy(out, &word, kBits);
+    std::memcpy(out, &word, kBits & 6);
+    if (kBits == 3) out[2] = static_cast<uint8_t>(word >> 16);
   }
 }
 
 template <size_t kBits> void kvquant_unpack(const uint8_t* in, size_t channels, uint8_t* codes) {
   for (size_t i = 0; i < channels; i += 8, in += kBits) {
-    uint64_t word = 0;
-    std::memcpy(&word, in, kBits);
+    std::conditional_t<kBits == 4, uint32_t, uint16_t> low;
+    std::memcpy(&low, in, sizeof low);
+    const uint64_t word = kBits == 3 ? low | static_cast<uint64_t>(in[2]) << 16 : low;
 #if TIERD_LANES > 4
     store(codes + i, static_cast<uint64_t>(_pdep_u64(word, 0x0101010101010101 * ((1 << kBits) - 1))));
 #else
@@ -127,7 +140,7 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
           }
         } else {
           std::memcpy(flat, row, 4 * channels);
-          const float least_one = kvquant_end<false>(row, channels, tables.beyond, decoded) + 0.0f, most_one = kvquant_end<true>(row, channels, tables.beyond, decoded) + 0.0f;
+          const float least_one = kvquant_end<false>(row, channels, tables.beyond) + 0.0f, most_one = kvquant_end<true>(row, channels, tables.beyond) + 0.0f;
           const float center = kvquant_side((least_one + most_one) * 0.5f, out->sides), half = kvquant_side((most_one - least_one) * 0.5f, out->sides + 2), one = half > 0.0f ? 1.0f / half : 0.0f;
           out->sides += 4;
           for (size_t i = 0; i < channels; i++) low[i] = least_one, high[i] = most_one, middle[i] = center, width[i] = half, inverse[i] = one;
