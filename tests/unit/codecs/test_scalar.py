@@ -39,7 +39,7 @@ def encoded(name: str, data: bytes, shape: KVShape) -> np.ndarray:
     ("name", "bits", "limit"),
     [
         *(("kvquant-4", 4.6, 0.15), ("kvquant-3", 3.6, 0.25), ("kvquant-2", 2.6, 0.5)),
-        *(("kivi-4", 5.01, 0.1), ("kivi-2", 3.01, 0.45), ("cachegen", 4.2, 0.15)),
+        *(("kivi-4", 5.01, 0.1), ("kivi-2", 3.01, 0.5), ("cachegen", 4.2, 0.2)),
     ],
 )
 def test_bits_and_error(name: str, bits: float, limit: float) -> None:
