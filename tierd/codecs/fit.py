@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierd.codecs import transform_fit
+from tierd.codecs import kvquant_fit, transform_fit
 from tierd.codecs.calibration import FREQUENCIES, Calibration, Samples
 
-FITS = (transform_fit.fit,)
+FITS = (kvquant_fit.fit, transform_fit.fit)
 
 
 def make(samples: Samples) -> Calibration:

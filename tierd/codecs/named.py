@@ -15,7 +15,12 @@ from tierd.errors import InvalidArgument
 
 TRANSFORMS = tuple(Transform(16, f"transform-{bits:g}", profile) for profile, bits in enumerate(TARGETS))
 """One number for all: a payload names its own step."""
-ALL: tuple[Codec, ...] = (Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5), *TRANSFORMS)
+ALL: tuple[Codec, ...] = (
+    *(Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5)),
+    *(KVQuant(9, 4), KVQuant(10, 3), KVQuant(11, 2)),
+    *(Kivi(12, 4), Kivi(13, 2), CacheGen(14)),
+    *TRANSFORMS,
+)
 BY_NAME = {codec.name: codec for codec in ALL}
 BY_NUMBER = {codec.number: codec for codec in ALL}
 

@@ -39,19 +39,13 @@ def noise(shape: KVShape, seed: int = 0, scale: float = 1.0) -> bytes:
     return block_of(scale * chance.standard_normal(shape.sizes), shape)
 
 
-def encoded(codec: Codec, block: object, shape: KVShape) -> np.ndarray:
-    """At position 1000, with a calibration if it needs one."""
-    calibration = calibration_of(shape.geometry) if codec.is_calibrated else None
-    return encode(codec, block, shape, Context(1000, calibration))
-
-
 def floats(block: object, shape: KVShape) -> np.ndarray:
     return floats_of(raw_of(block, shape), shape.geometry.dtype).astype(np.float64)
 
 
 def check(codec: Codec, block: bytes, shape: KVShape) -> float:
     """A block comes back within its bound; the largest error."""
-    found = decode(encoded(codec, block, shape), BY_NUMBER, MADE)
+    found = decode(encode(codec, block, shape), BY_NUMBER)
     off = float(np.abs(floats(found.block, shape) - floats(block, shape)).max())
     assert off <= found.error or found.block.tobytes() == block
     return off
@@ -106,7 +100,7 @@ def test_what_is_not_finite_stays_as_it_is(codec: Codec, value: float) -> None:
     shape = shape_of()
     raw = np.frombuffer(noise(shape), np.uint16).copy()
     raw[77] = np.array(value, np.float32).view(np.uint32) >> 16
-    found = decode(encoded(codec, raw, shape), BY_NUMBER, MADE)
+    found = decode(encode(codec, raw, shape), BY_NUMBER)
     assert (found.block.tobytes(), found.error, found.codec) == (raw.tobytes(), 0.0, IDENTITY)
 
 
@@ -116,7 +110,7 @@ def test_huge_values(codec: Codec, value: float) -> None:
     """Values whose scale or square is beyond its number format come back within the bound too."""
     shape = shape_of()
     block = block_of(np.float32(value) * (1 + np.arange(64, dtype=np.float32) / 512), shape)
-    assert np.isfinite(floats(decode(encoded(codec, block, shape), BY_NUMBER, MADE).block, shape)).all()
+    assert np.isfinite(floats(decode(encode(codec, block, shape), BY_NUMBER).block, shape)).all()
     check(codec, block, shape)
 
 
@@ -167,7 +161,7 @@ def test_a_head_dim_that_no_codec_writes(name: str) -> None:
     shape, codec = shape_of(dim=17), codec_named(name)
     payload = Payload(np.zeros(codec.lengths(shape).most, np.uint8), 0.0)
     with pytest.raises(Unsupported, match="head_dim 17"):
-        decode(block_module._framed(codec, shape, payload, Context()), BY_NUMBER, MADE)
+        decode(block_module._framed(codec, shape, payload, Context()), BY_NUMBER)
 
 
 def test_a_codec_gets_finite_values_alone() -> None:
@@ -180,13 +174,13 @@ def test_a_codec_gets_finite_values_alone() -> None:
         def encode(self, raw: np.ndarray, shape: KVShape, context: Context) -> Payload:
             raise AssertionError("it was asked")
 
-    assert decode(encode(Careful(1), raw, shape), BY_NUMBER, MADE).block.tobytes() == raw.tobytes()
+    assert decode(encode(Careful(1), raw, shape), BY_NUMBER).block.tobytes() == raw.tobytes()
 
 
 def crafted(codec: Codec, **fields: int) -> np.ndarray:
     """An encoded block whose header has other numbers, and a checksum that matches."""
     shape = shape_of(layers=1, tokens=16)
-    coded = encoded(codec, noise(shape), shape)
+    coded = encode(codec, noise(shape), shape)
     header = coded[: HEADER.itemsize].view(HEADER)
     for field, value in fields.items():
         header[field] = value
@@ -206,7 +200,7 @@ def crafted(codec: Codec, **fields: int) -> np.ndarray:
 def test_any_shape_in_a_header(codec: Codec, field: str, value: int) -> None:
     """A header with an impossible or huge shape is refused by name, at once."""
     with pytest.raises((CorruptRecord, Unsupported)):
-        decode(crafted(codec, **{field: value}), BY_NUMBER, MADE)
+        decode(crafted(codec, **{field: value}), BY_NUMBER)
 
 
 @each_codec
@@ -216,7 +210,7 @@ def test_one_token_and_both_layouts(codec: Codec) -> None:
     plain, turned = shape_of(tokens=19), shape_of(tokens=19, layout="HND")
     block = noise(plain)
     other = np.ascontiguousarray(raw_of(block, plain).transpose(0, 1, 3, 2, 4)).tobytes()
-    first, second = (decode(encoded(codec, b, s), BY_NUMBER, MADE).block for b, s in ((block, plain), (other, turned)))
+    first, second = (decode(encode(codec, b, s), BY_NUMBER).block for b, s in ((block, plain), (other, turned)))
     assert np.array_equal(raw_of(first, plain), raw_of(second, turned))
 
 
@@ -224,18 +218,18 @@ def test_one_token_and_both_layouts(codec: Codec) -> None:
 def test_damage_is_refused(codec: Codec) -> None:
     """Each truncation, each flipped bit of the header, and flips in the payload raise CorruptRecord."""
     shape = shape_of(layers=1, tokens=3)
-    good = encoded(codec, noise(shape), shape)
+    good = encode(codec, noise(shape), shape)
     chance = np.random.default_rng(1)
     for length in (0, 1, HEADER.itemsize - 1, HEADER.itemsize, len(good) - 1):
         with pytest.raises(CorruptRecord):
-            decode(good[:length], BY_NUMBER, MADE)
+            decode(good[:length], BY_NUMBER)
     with pytest.raises(CorruptRecord):
-        decode(np.append(good, np.uint8(0)), BY_NUMBER, MADE)
+        decode(np.append(good, np.uint8(0)), BY_NUMBER)
     for bit in (*range(8 * HEADER.itemsize), *chance.integers(8 * HEADER.itemsize, 8 * len(good), 200)):
         bad = good.copy()
         bad[bit // 8] ^= 1 << (bit % 8)
         with pytest.raises(CorruptRecord):
-            decode(bad, BY_NUMBER, MADE)
+            decode(bad, BY_NUMBER)
 
 
 @each_codec
@@ -243,7 +237,7 @@ def test_the_length_is_known_before(codec: Codec) -> None:
     """A payload's length is within what its shape says, and below the block's own."""
     for tokens in (1, 15, 16, 17, 100):
         shape = shape_of(tokens=tokens)
-        coded = encoded(codec, noise(shape), shape)
+        coded = encode(codec, noise(shape), shape)
         least, most = codec.lengths(shape)
         if coded[: HEADER.itemsize].view(HEADER)["codec"][0] == IDENTITY:
             assert most >= shape.block_bytes == len(coded) - HEADER.itemsize
@@ -257,7 +251,7 @@ def test_the_length_is_known_before(codec: Codec) -> None:
 def test_bits_of_a_value(name: str, bits: float) -> None:
     """A block of 256 tokens, header included, has at most the promised bits per value."""
     shape = shape_of(layers=6, tokens=256)
-    assert 8 * len(encoded(codec_named(name), noise(shape), shape)) / shape.values <= bits
+    assert 8 * len(encode(codec_named(name), noise(shape), shape)) / shape.values <= bits
 
 
 @pytest.mark.parametrize(("name", "limit"), [("int8", 0.01), ("rot-8-8", 0.02), ("rot-4-4", 0.11), ("int3", 0.21)])
@@ -265,7 +259,7 @@ def test_noise_comes_back_well(name: str, limit: float) -> None:
     """The root mean square error of normal values is near the best of a uniform code (Max, 1960)."""
     shape = shape_of(tokens=64)
     block = noise(shape)
-    off = floats(decode(encoded(codec_named(name), block, shape), BY_NUMBER, MADE).block, shape) - floats(block, shape)
+    off = floats(decode(encode(codec_named(name), block, shape), BY_NUMBER).block, shape) - floats(block, shape)
     assert np.sqrt(np.mean(off**2)) < limit
 
 
@@ -275,7 +269,7 @@ def test_vectors_keep_their_length(name: str) -> None:
     shape = shape_of(tokens=64)
     block = noise(shape, scale=2.0)
     was = floats(block, shape)
-    now = floats(decode(encoded(codec_named(name), block, shape), BY_NUMBER, MADE).block, shape)
+    now = floats(decode(encode(codec_named(name), block, shape), BY_NUMBER).block, shape)
     assert np.allclose((was * now).sum(-1) / (was * was).sum(-1), 1.0, atol=0.01)
 
 
@@ -286,7 +280,7 @@ def test_outliers_spread(name: str) -> None:
     values = np.random.default_rng(2).standard_normal(shape.sizes)
     values[..., 5] *= 100
     block = block_of(values, shape)
-    off = floats(decode(encoded(codec_named(name), block, shape), BY_NUMBER, MADE).block, shape) - floats(block, shape)
+    off = floats(decode(encode(codec_named(name), block, shape), BY_NUMBER).block, shape) - floats(block, shape)
     largest = np.abs(values).max(-1).mean()
     assert np.sqrt(np.mean(np.delete(off, 5, axis=-1) ** 2)) < largest / 4
 

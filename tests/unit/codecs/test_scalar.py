@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.codecs.calibrated import MADE, calibration_of
+from tests.unit.codecs.calibrated import calibration_for, decode
 from tests.unit.codecs.test_blocks import block_of, floats, noise, shape_of
 from tierd.codecs import block, kvquant_fit, loops
-from tierd.codecs.block import HEADER, IDENTITY, Context, Payload, decode, encode
+from tierd.codecs.block import HEADER, IDENTITY, Context, Payload, encode
 from tierd.codecs.calibration import Calibration, Samples
 from tierd.codecs.kvquant import beyond
 from tierd.codecs.named import BY_NUMBER, codec_named
@@ -21,17 +21,18 @@ POSITION = 500
 
 
 def like_samples(shape: KVShape, seed: int = 0) -> bytes:
-    """A block whose keys, before RoPE, have the means of the calibration's samples."""
-    made, g = calibration_of(shape.geometry), shape.geometry
+    """A block whose keys, before RoPE, have means and deviations of the calibration's samples."""
+    made, g = calibration_for(shape), shape.geometry
     values = np.random.default_rng(seed).standard_normal(shape.sizes).astype(np.float32)
-    values[:, 0] += made.tensors["kvquant.limits"][:, 0].reshape(g.layers, 1, g.kv_heads, g.head_dim)
+    middles, halves = made.tensors["kvquant.limits"].reshape(g.layers, 2, 1, g.kv_heads, g.head_dim).swapaxes(0, 1)
+    values[:, 0] = values[:, 0] * (halves / np.float32(2.576)) + middles
     values[:, 0] = rotate(values[:, 0], POSITION, made.frequencies)
     return block_of(values, shape)
 
 
 def encoded(name: str, data: bytes, shape: KVShape) -> np.ndarray:
     codec = codec_named(name)
-    context = Context(POSITION, calibration_of(shape.geometry) if codec.is_calibrated else None)
+    context = Context(POSITION, calibration_for(shape) if codec.is_calibrated else None)
     return encode(codec, data, shape, context)
 
 
@@ -47,7 +48,7 @@ def test_bits_and_error(name: str, bits: float, limit: float) -> None:
     shape = shape_of(layers=6, tokens=256)
     data = like_samples(shape)
     coded = encoded(name, data, shape)
-    off = floats(decode(coded, BY_NUMBER, MADE).block, shape) - floats(data, shape)
+    off = floats(decode(coded, BY_NUMBER).block, shape) - floats(data, shape)
     assert 8 * len(coded) / shape.values <= bits
     assert np.sqrt(np.mean(off**2)) <= limit
 
@@ -59,7 +60,7 @@ def test_a_large_value_does_not_turn_a_block_into_identity(name: str) -> None:
     values = floats(like_samples(shape), shape)
     values[0, 1, 40, 0, 3] = values[1, 0, 7, 1, 60] = 1e4
     data = block_of(values, shape)
-    found = decode(encoded(name, data, shape), BY_NUMBER, MADE)
+    found = decode(encoded(name, data, shape), BY_NUMBER)
     assert found.codec == codec_named(name).number
     off = np.abs(floats(found.block, shape) - floats(data, shape))
     assert off.max() <= found.error
@@ -87,10 +88,10 @@ def test_native_loops_give_the_same_bytes(name: str, level: int, monkeypatch: py
             data, library = block_of(values, shape), loops.library
             native = encoded(name, data, shape) if library.tierd_use(level) >= 0 else None
             assert native is not None
-            back = decode(native, BY_NUMBER, MADE).block
+            back = decode(native, BY_NUMBER).block
             monkeypatch.setattr(loops, "library", None)
             assert native.tobytes() == encoded(name, data, shape).tobytes()
-            assert back.tobytes() == decode(native, BY_NUMBER, MADE).block.tobytes()
+            assert back.tobytes() == decode(native, BY_NUMBER).block.tobytes()
             monkeypatch.setattr(loops, "library", library)
     loops.library.tierd_use(2)
 
@@ -100,7 +101,7 @@ def test_the_last_tokens_of_kivi_stay_exact(name: str) -> None:
     """Tokens beyond the last whole group of 32 come back bit by bit."""
     shape = shape_of(tokens=77)
     data = noise(shape)
-    back = raw_of(decode(encoded(name, data, shape), BY_NUMBER, MADE).block, shape)
+    back = raw_of(decode(encoded(name, data, shape), BY_NUMBER).block, shape)
     assert np.array_equal(back[:, :, 64:], raw_of(data, shape)[:, :, 64:])
     assert not np.array_equal(back[:, :, :64], raw_of(data, shape)[:, :, :64])
 
@@ -112,7 +113,7 @@ def test_groups_of_kivi(name: str) -> None:
     values = floats(noise(shape), shape)
     values[0, 0, 3, 0, 5] = values[0, 1, 3, 0, 5] = 1000.0
     data = block_of(values, shape)
-    off = np.abs(floats(decode(encoded(name, data, shape), BY_NUMBER, MADE).block, shape) - floats(data, shape))
+    off = np.abs(floats(decode(encoded(name, data, shape), BY_NUMBER).block, shape) - floats(data, shape))
     is_near = np.zeros(shape.sizes, bool)
     is_near[0, 0, :32, 0, 5] = is_near[0, 1, 3, 0, :32] = True
     assert off[~is_near].max() < 2
@@ -125,14 +126,14 @@ def test_outliers_of_kvquant_keep_eleven_bits() -> None:
     values = floats(like_samples(shape), shape)
     values[0, 1, :, 0, 9] = 1234.0
     data = block_of(values, shape)
-    back = floats(decode(encoded("kvquant-2", data, shape), BY_NUMBER, MADE).block, shape)
+    back = floats(decode(encoded("kvquant-2", data, shape), BY_NUMBER).block, shape)
     assert np.array_equal(back[0, 1, :, 0, 9], floats(data, shape)[0, 1, :, 0, 9])
 
 
 def test_kvquant_knows_its_position() -> None:
     """Keys encoded at another position than theirs take more bits: RoPE is undone by the position."""
     shape = shape_of(layers=2, tokens=64)
-    right, made = like_samples(shape), calibration_of(shape.geometry)
+    right, made = like_samples(shape), calibration_for(shape)
     here, there = (len(encode(codec_named("kvquant-3"), right, shape, Context(at, made))) for at in (POSITION, 7))
     assert here < 0.8 * there
 
@@ -156,7 +157,7 @@ def test_levels_keep_the_deviation() -> None:
     """Q-Norm: decoded keys have the deviation of the original ones, though there are 4 levels alone."""
     shape = shape_of(layers=1, tokens=256)
     data = like_samples(shape)
-    was, now = floats(data, shape), floats(decode(encoded("kvquant-2", data, shape), BY_NUMBER, MADE).block, shape)
+    was, now = floats(data, shape), floats(decode(encoded("kvquant-2", data, shape), BY_NUMBER).block, shape)
     assert np.isclose(now[0, 0].std(), was[0, 0].std(), rtol=0.02)
 
 
@@ -175,14 +176,14 @@ def test_impossible_payloads(name: str) -> None:
     data = like_samples(shape)
     good = encoded(name, data, shape)
     assert good[: HEADER.itemsize].view(HEADER)["codec"][0] != IDENTITY
-    chance, context = np.random.default_rng(3), Context(POSITION, calibration_of(shape.geometry))
+    chance, context = np.random.default_rng(3), Context(POSITION, calibration_for(shape))
     refused = 0
     for _ in range(200):
         payload = good[HEADER.itemsize :].copy()
         where = chance.integers(0, len(payload), 20)
         payload[where] = chance.integers(0, 256, 20)
         try:
-            found = decode(block._framed(codec, shape, Payload(payload, 1.0), context), BY_NUMBER, MADE)
+            found = decode(block._framed(codec, shape, Payload(payload, 1.0), context), BY_NUMBER)
             assert np.isfinite(floats(found.block, shape)).all()
         except CorruptRecord:
             refused += 1
