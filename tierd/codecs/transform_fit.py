@@ -169,7 +169,9 @@ def _tables(y: Floats) -> dict[str, NDArray[Any]]:
     tables = _clustered(np.concatenate([each.counts for row in found for each in row]))
     prices = _prices(tables)
     groups, n = len(y), y.shape[2]
-    choice = Choice(*(np.zeros((len(middles), groups, n), np.uint8) for _ in range(2)), np.zeros((len(middles), groups), np.uint16))
+    choice = Choice(
+        *(np.zeros((len(middles), groups, n), np.uint8) for _ in range(2)), np.zeros((len(middles), groups), np.uint16)
+    )
     for r, g in np.ndindex(len(middles), groups):
         each = found[r][g]
         choice.tables[r, g, : each.rank] = (each.counts @ prices.T).argmin(axis=1)
@@ -219,7 +221,9 @@ def _level(y: Floats, steps: Floats, choice: Choice, prices: Floats, target: flo
         total = 0.0
         for g, part in enumerate(few):
             rank = int(choice.ranks[row, g])
-            total += coded_bits(part[:, :rank], float(steps[middle]), prices[choice.tables[row, g, :rank]], choice.shifts[row, g, :rank])
+            total += coded_bits(
+                part[:, :rank], float(steps[middle]), prices[choice.tables[row, g, :rank]], choice.shifts[row, g, :rank]
+            )
         low, high = (middle, high) if total / few.size <= target else (low, middle - 1)
     return low
 
@@ -235,7 +239,7 @@ def _prices(frequencies: NDArray[np.uint16]) -> Floats:
     """Bits of each symbol in each table. A symbol of frequency 0 is an escape, which has 16 bits more."""
     prices = np.log2(4096 / np.maximum(frequencies, 1)).astype(np.float32)
     prices[:, ESCAPE] += 16
-    return np.where(frequencies > 0, prices, prices[:, ESCAPE :])
+    return np.where(frequencies > 0, prices, prices[:, ESCAPE:])
 
 
 def _clustered(counts: Floats) -> NDArray[np.uint16]:

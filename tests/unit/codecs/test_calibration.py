@@ -17,7 +17,10 @@ GEOMETRY = KVGeometry(2, 2, 16, "float16", "HND")
 
 
 def small(**changes: float) -> Calibration:
-    tensors = {FREQUENCIES: np.array([1.0, changes.get("frequency", 0.1)]), "x.y": np.arange(6, dtype=np.uint16).reshape(2, 3)}
+    tensors = {
+        FREQUENCIES: np.array([1.0, changes.get("frequency", 0.1)]),
+        "x.y": np.arange(6, dtype=np.uint16).reshape(2, 3),
+    }
     return Calibration(GEOMETRY, tensors)
 
 
@@ -39,7 +42,11 @@ def test_the_hash_is_of_everything() -> None:
         small(frequency=0.2),
         *(
             Calibration(GEOMETRY, {**base.tensors, "x.y": other})
-            for other in (np.ones((2, 3), np.uint16), base.tensors["x.y"].reshape(3, 2), base.tensors["x.y"].view(np.int16))
+            for other in (
+                np.ones((2, 3), np.uint16),
+                base.tensors["x.y"].reshape(3, 2),
+                base.tensors["x.y"].view(np.int16),
+            )
         ),
         Calibration(GEOMETRY, {FREQUENCIES: base.frequencies, "x.z": base.tensors["x.y"]}),
     ]

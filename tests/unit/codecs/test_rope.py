@@ -15,7 +15,9 @@ from tierd.worker.model import Llama, rope_frequencies
 from tierd.worker.spec import LlamaSpec, RopeScaling
 
 SPEC = LlamaSpec(vocab_size=64, hidden_size=32, intermediate_size=48, layers=1, q_heads=4, kv_heads=2, head_dim=8)
-STRETCHED = LlamaSpec(**{**{name: getattr(SPEC, name) for name in SPEC.__slots__}, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)})
+STRETCHED = LlamaSpec(
+    **{**{name: getattr(SPEC, name) for name in SPEC.__slots__}, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}
+)
 
 
 def keys_of(model: Llama, tokens: list[int], positions: list[int]) -> np.ndarray:
