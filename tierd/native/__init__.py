@@ -35,6 +35,10 @@ FUNCTIONS: dict[str, dict[str, list[type]]] = {
         "tierd_lossless_split": [_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER],
         "tierd_lossless_pack": [_POINTER, _POINTER],
         "tierd_lossless_join": [_POINTER, _POINTER, _POINTER, _NUMBER, _POINTER],
+        "tierd_kivi_encode": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_kivi_decode": [_POINTER, _NUMBER, _POINTER, _POINTER],
+        "tierd_kvquant_encode": [_POINTER, _POINTER, _POINTER],
+        "tierd_kvquant_decode": [_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER, _POINTER],
     },
 }
 """Library -> function -> arguments. Every function returns a u64."""

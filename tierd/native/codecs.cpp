@@ -81,6 +81,21 @@ struct Levels {
   int bits;
 };
 
+// TABLES of tierd/codecs/kvquant.py. All but the counts are float32.
+struct KvquantTables {
+  uint64_t bits, pairs, beyond;  // pairs: of channels that RoPE turns; beyond: outliers on each side of values
+  const float *cosine, *sine, *undo;  // [tokens][pairs]; undo: the sine of the opposite angle
+  const float *limits, *edges, *levels;  // [layers][2][channels], [layers][2][2^bits - 1], [layers][2][2^bits]
+  float* scratch;  // 8 * channels
+};
+
+// What an encoder writes. gaps, outliers: of at most so many bytes together.
+struct KvquantOut {
+  uint8_t *sides, *codes, *gaps, *outliers;
+  uint64_t most, gap_count, outlier_count;
+  float error, largest_key;
+};
+
 size_t rows_of(const TierdBlock& block) { return block.layers * 2 * block.tokens * block.heads; }
 
 // What normalises a Hadamard transform.
@@ -188,6 +203,27 @@ TIERD_API uint64_t tierd_lossless_pack(const TierdLossless* l, uint8_t* fraction
 TIERD_API uint64_t tierd_lossless_join(const TierdLossless* l, const uint8_t* symbols, const uint8_t* escapes, uint64_t count, const uint8_t* fractions) {
   TIERD_CALL(unpack_fractions(*l, fractions));
   return TIERD_CALL(lossless_join(*l, symbols, escapes, count));
+}
+
+// codes, scales: room for 32 * dim bytes. Returns the bits of the largest error, as float32.
+TIERD_API uint64_t tierd_kivi_encode(const TierdBlock* block, uint64_t bits, uint8_t* codes, uint8_t* out) {
+  return TIERD_CALL(kivi_encode(*block, bits, codes, out));
+}
+
+TIERD_API uint64_t tierd_kivi_decode(const TierdBlock* block, uint64_t bits, float* scales, const uint8_t* in) {
+  TIERD_CALL(kivi_decode(*block, bits, scales, in));
+  return 0;
+}
+
+TIERD_API uint64_t tierd_kvquant_encode(const TierdBlock* block, const KvquantTables* tables, KvquantOut* out) {
+  TIERD_CALL(kvquant_encode(*block, *tables, out));
+  return 0;
+}
+
+// in: limits and codes. places: of the outliers among all values, in order.
+TIERD_API uint64_t tierd_kvquant_decode(const TierdBlock* block, const KvquantTables* tables, const uint8_t* in, const uint64_t* places, uint64_t count, const uint16_t* outliers) {
+  TIERD_CALL(kvquant_decode(*block, *tables, in, places, count, outliers));
+  return 0;
 }
 
 // The id of the source of this library.

@@ -5,3 +5,5 @@
 #include "tiles.h"
 #include "rans.h"
 #include "lossless.h"
+#include "kivi.h"
+#include "kvquant.h"
