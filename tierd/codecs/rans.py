@@ -1,0 +1,136 @@
+"""Interleaved rANS: entropy coding of small symbols with several tables in one stream.
+
+Range asymmetric numeral systems (Duda, arXiv 1311.2540, section 2.3), with frequencies of 12 bits,
+states of 32 bits and words of 16 bits. Symbol i belongs to state i mod lanes, so that one vector
+instruction serves many states (Giesen, arXiv 1402.3392, section 3). The number of lanes follows
+from the number of symbols. Symbols come in runs, and each run names its table.
+
+A stream has the last state of each lane (uint32), then the words. The encoder goes from the last
+symbol to the first, and the decoder reads forwards. All states begin at 2^16. So the decoder ends
+there and at the stream's last word, or the stream is damaged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs.values import Bytes
+from tierd.errors import CorruptRecord, InvalidArgument
+
+BITS = 12
+TOTAL = 1 << BITS
+LEAST_STATE = 1 << 16
+LANES = ((1 << 15, 64), (1 << 12, 16), (0, 4))
+"""Symbols, and the lanes of a stream with at least so many."""
+
+Frequencies = NDArray[np.uint16]
+"""[tables, symbols]: each row sums to 4096."""
+Which = NDArray[Any]
+"""Integers [runs]: the table of each run."""
+
+
+class _Tables(NamedTuple):
+    """starts: uint64 [tables, symbols], sums of the frequencies before. symbols: uint8 [tables, 4096]."""
+
+    starts: NDArray[np.uint64]
+    symbols: Bytes
+
+
+def lanes_of(count: int) -> int:
+    """States of a stream of so many symbols."""
+    return next(lanes for least, lanes in LANES if count >= least)
+
+
+def most_bytes(count: int) -> int:
+    """No stream of so many symbols is longer: a symbol takes one word at most."""
+    return 4 * lanes_of(count) + 2 * count
+
+
+def frequencies_of(counts: NDArray[Any]) -> Frequencies:
+    """Frequencies for counts of symbols: integers [tables, symbols], at most 256 symbols.
+
+    Symbols that occur have 1 at least. The largest frequencies of a row take what rounding leaves.
+    A row without any counts has all of 4096 at symbol 0.
+    """
+    some = counts.astype(np.int64)
+    some[some.sum(axis=1) == 0, 0] = 1
+    totals = some.sum(axis=1, keepdims=True)
+    scaled = np.where(some > 0, np.maximum(1, (2 * TOTAL * some + totals) // (2 * totals)), 0)
+    rows = np.arange(len(scaled))
+    while (left := TOTAL - scaled.sum(axis=1)).any():
+        scaled[rows, scaled.argmax(axis=1)] += np.sign(left)
+    return scaled.astype(np.uint16)
+
+
+def encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+    """The stream of symbols: uint8 [n]. run: symbols per run; the last run may be shorter.
+    Raises InvalidArgument for a symbol whose frequency is 0."""
+    each, table = _tables(frequencies), _table_of_each(which, run, len(symbols), len(frequencies))
+    own, starts = frequencies.astype(np.uint64), each.starts
+    if len(symbols) and not own[table, symbols].all():
+        raise InvalidArgument("rANS: a symbol has frequency 0 in its table; count all symbols first")
+    lanes = lanes_of(len(symbols))
+    states, words = np.full(lanes, LEAST_STATE, np.uint64), []
+    for first in range((len(symbols) - 1) // lanes * lanes, -1, -lanes) if len(symbols) else ():
+        part, of = symbols[first : first + lanes], table[first : first + lanes]
+        frequency, x = own[of, part], states[: len(part)]
+        is_full = x >= frequency << np.uint64(32 - BITS)
+        words.append(x[is_full].astype("<u2"))
+        x[is_full] >>= np.uint64(16)
+        quotient, rest = np.divmod(x, frequency)
+        states[: len(part)] = (quotient << np.uint64(BITS)) + rest + starts[of, part]
+    return np.concatenate((states.astype("<u4").view(np.uint8), *(word.view(np.uint8) for word in reversed(words))))
+
+
+def decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+    """The symbols again: uint8 [count]. Raises CorruptRecord unless all of the stream fits.
+
+    It reads no byte outside of stream, and takes memory for count symbols and the tables alone."""
+    lanes = lanes_of(count)
+    if len(stream) < 4 * lanes or len(stream) % 2:
+        raise CorruptRecord(f"rANS: {len(stream)} bytes are no stream of {lanes} states; read another copy")
+    each, table = _tables(frequencies), _table_of_each(which, run, count, len(frequencies))
+    states = np.frombuffer(stream[: 4 * lanes].tobytes(), "<u4").astype(np.uint64)
+    words = np.frombuffer(stream[4 * lanes :].tobytes(), "<u2").astype(np.uint64)
+    at, symbols = 0, np.empty(count, np.uint8)
+    own, starts, of_slot = frequencies.astype(np.uint64), each.starts, each.symbols
+    for first in range(0, count, lanes):
+        of = table[first : first + lanes]
+        x = states[: len(of)]
+        slot = x & np.uint64(TOTAL - 1)
+        symbols[first : first + lanes] = part = of_slot[of, slot]
+        x[:] = own[of, part] * (x >> np.uint64(BITS)) + slot - starts[of, part]
+        is_low = x < LEAST_STATE
+        taken = words[at : at + np.count_nonzero(is_low)]
+        if len(taken) < np.count_nonzero(is_low):
+            raise CorruptRecord(f"rANS: the stream ends at symbol {first} of {count}; read another copy")
+        x[is_low] = x[is_low] << np.uint64(16) | taken
+        at += len(taken)
+    if at != len(words) or (states != LEAST_STATE).any():
+        raise CorruptRecord(f"rANS: the stream does not end with its {count} symbols; read another copy")
+    return symbols
+
+
+def _tables(frequencies: Frequencies) -> _Tables:
+    """Raises CorruptRecord for rows with another sum: they may come from a payload."""
+    wide = frequencies.astype(np.int64)
+    if wide.ndim != 2 or not 0 < wide.shape[1] <= 256 or (wide.sum(axis=1) != TOTAL).any():
+        raise CorruptRecord(f"rANS: a table's frequencies do not sum to {TOTAL}; read another copy")
+    tables, size = wide.shape
+    symbols = np.repeat(np.tile(np.arange(size, dtype=np.uint8), tables), wide.reshape(-1))
+    return _Tables((wide.cumsum(axis=1) - wide).astype(np.uint64), symbols.reshape(tables, TOTAL))
+
+
+def _table_of_each(which: Which, run: int, count: int, tables: int) -> NDArray[np.intp]:
+    """The table of each symbol. Raises InvalidArgument for another number of runs, CorruptRecord
+    for a table that is not there."""
+    if run < 1 or len(which) != -(-count // run):
+        raise InvalidArgument(
+            f"rANS: {count} symbols in runs of {run} are not {len(which)} runs; give each run a table"
+        )
+    if count and not 0 <= int(which.min()) <= int(which.max()) < tables:
+        raise CorruptRecord(f"rANS: a run names table {which.max()}, there are {tables}; read another copy")
+    return np.repeat(which, run)[:count].astype(np.intp)
