@@ -55,7 +55,7 @@ class Llama:
         self._embedding = self._weight(checkpoint, "model.embed_tokens")
         self._norm = self._weight(checkpoint, "model.norm")
         self._head = self._embedding if self.spec.tied else self._weight(checkpoint, "lm_head")
-        self._layers = [self._layer(checkpoint, i) for i in range(self.spec.layers)]
+        self.layers = [self._layer(checkpoint, i) for i in range(self.spec.layers)]
         self._frequencies = self.backend.floats(rope_frequencies(self.spec))
 
     def hidden(self, tokens: Array, positions: Array, attend: Attend) -> Array:
@@ -64,7 +64,7 @@ class Llama:
         x = xp.take(self._embedding, tokens, axis=0)
         angles = xp.astype(positions, xp.float32)[:, None] * self._frequencies[None, :]
         cos, sin = xp.cos(angles)[:, None, :], xp.sin(angles)[:, None, :]
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             q, k, v = self._heads(_rms_norm(x, layer.norm, self.spec.rms_eps) @ layer.qkv.T)
             mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
             x = x + xp.reshape(mixed, (x.shape[0], -1)) @ layer.out.T
@@ -75,7 +75,11 @@ class Llama:
 
     def logits(self, hidden: Array) -> NDArray[np.float32]:
         """[rows, hidden_size] -> float32 [rows, vocab_size] on the host."""
-        return self.backend.to_numpy(_rms_norm(hidden, self._norm, self.spec.rms_eps) @ self._head.T)
+        return self.backend.to_numpy(self.scores(hidden))
+
+    def scores(self, hidden: Array) -> Array:
+        """The logits where the model computes."""
+        return _rms_norm(hidden, self._norm, self.spec.rms_eps) @ self._head.T
 
     def kv_bounds(self) -> NDArray[np.float32]:
         """Bounds of each head's keys and values for any tokens: float32 [layers, 2, kv_heads], keys
@@ -87,7 +91,7 @@ class Llama:
         """
         spec = self.spec
         bounds = []
-        for layer in self._layers:
+        for layer in self.layers:
             rows = layer.qkv[spec.q_heads * spec.head_dim :] * layer.norm
             xp = array_namespace(rows)
             rows = xp.astype(rows, xp.float32, copy=False)

@@ -1,0 +1,263 @@
+"""What codec transform knows of a model: bases, steps and tables, fitted to samples.
+
+Values of one token are weighted by what their errors do to the model's loss, then decorrelated. The
+weights are the covariance of the loss's gradients (Fisher information). One step then fits all
+coefficients: an error of one step costs the same in each. Without gradients, queries and output
+weights say the same less well (arXiv 2608.14191, 2608.04074).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs.calibration import Samples, Tensors
+from tierd.codecs.rans import frequencies_of
+from tierd.codecs.rope import rotate
+from tierd.codecs.values import Floats
+from tierd.core.formats.block import KVGeometry
+
+WIDTH = 2048
+"""Values of a token that one basis takes, at most."""
+SHRINK = 0.02
+"""Of the mean weight, added to each weight: what the samples do not show still matters a little."""
+TABLES, SYMBOLS = 64, 64
+ESCAPE, CENTRE = SYMBOLS - 1, SYMBOLS // 2 - 1
+STEPS, STEPS_PER_OCTAVE, STEPS_PER_ROW = 256, 32, 8
+"""Steps fall by 2^(-1/32) from one to the next. Eight adjoining steps share a row of choices."""
+COARSEST = 0.2
+"""Bits per value of the first step."""
+RARE = 2e-4
+"""The last coefficient kept is other than 0 at least this often."""
+ROUNDS = 8
+SAMPLE_ROWS = 8192
+"""Tokens that tables and rates are fitted to."""
+TARGETS = (3.0, 2.0, 1.0, 0.5)
+"""Bits per value of the profiles."""
+
+
+class Basis(NamedTuple):
+    """Per group of n values: y = (x - mean) @ forward.T, x = y @ inverse + mean. float32 [groups, n] and
+    [groups, coefficients, n]. Coefficients go from the largest variance to the least."""
+
+    mean: Floats
+    forward: Floats
+    inverse: Floats
+
+
+class Choice(NamedTuple):
+    """Per row of steps, group and coefficient, uint8: its table, and its low bits that are kept as they are.
+    ranks: uint16 [rows, groups], coefficients that are kept."""
+
+    tables: NDArray[np.uint8]
+    shifts: NDArray[np.uint8]
+    ranks: NDArray[np.uint16]
+
+
+def group_width(geometry: KVGeometry) -> int:
+    """Values of a group: those of as many heads as divide all heads of a token and fit in WIDTH."""
+    heads = 2 * geometry.layers * geometry.kv_heads
+    most = max(1, WIDTH // geometry.head_dim)
+    return geometry.head_dim * next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
+
+
+def grouped(values: Floats, width: int) -> Floats:
+    """[layers, 2, tokens, heads, dim] -> [groups, tokens, width]."""
+    tokens = values.shape[2]
+    rows = values.transpose(2, 0, 1, 3, 4).reshape(tokens, -1, width)
+    return np.ascontiguousarray(rows.transpose(1, 0, 2))
+
+
+def fit(samples: Samples) -> Tensors:
+    """The tensors of codec transform. Takes minutes for large models."""
+    width = group_width(samples.geometry)
+    rows = grouped(samples.values, width)
+    if samples.gradients is None:
+        weights = _weights(samples, width)
+    else:
+        slopes = grouped(samples.gradients, width)
+        weights = np.stack([_moment(each) for each in slopes])
+    bases = [_basis(x, weight) for x, weight in zip(rows, weights, strict=True)]
+    basis = Basis(*(np.stack(part) for part in zip(*bases, strict=True)))
+    some = slice(None, None, -(-rows.shape[1] // SAMPLE_ROWS))
+    y = (rows[:, some] - basis.mean[:, None]) @ basis.forward.transpose(0, 2, 1)
+    return _tables(y) | {f"transform.{name}": part for name, part in basis._asdict().items()}
+
+
+def _basis(x: Floats, weight: NDArray[np.float64]) -> Basis:
+    """x: [tokens, n]. weight: [n, n], symmetric, how much errors cost."""
+    n = len(weight)
+    mean = x.mean(axis=0, dtype=np.float64).astype(np.float32)
+    level = np.trace(weight) / n or 1.0
+    values, vectors = np.linalg.eigh(weight / level + SHRINK * np.eye(n))
+    root = (vectors * np.sqrt(values)) @ vectors.T
+    back = (vectors / np.sqrt(values)) @ vectors.T
+    _, turn = np.linalg.eigh(root @ _moment(x - mean) @ root)
+    turn = turn[:, ::-1]
+    scale = np.sqrt(level)
+    return Basis(mean, (scale * turn.T @ root).astype(np.float32), (turn.T @ back / scale).astype(np.float32))
+
+
+def _moment(x: Floats) -> NDArray[np.float64]:
+    return (x.T @ x).astype(np.float64) / len(x)
+
+
+def _weights(samples: Samples, width: int) -> NDArray[np.float64]:
+    """Weights without gradients: [groups, width, width].
+
+    An error of a value reaches the hidden state through the output weights. An error of a key
+    changes the logit by its product with the query. That moves the output by what values differ.
+    """
+    queries, outputs = samples.queries, samples.outputs
+    if queries is None or outputs is None:
+        raise ValueError("samples have neither gradients nor queries and outputs")
+    g = samples.geometry
+    share = queries.shape[2] // g.kv_heads
+    whole = np.zeros((2 * g.layers * g.kv_heads,) + (g.head_dim, g.head_dim))
+    for layer, head, own in np.ndindex(g.layers, g.kv_heads, share):
+        q_head = head * share + own
+        out = outputs[layer][:, q_head * g.head_dim : (q_head + 1) * g.head_dim]
+        by_value = _moment(out) * len(out)
+        spread = samples.values[layer, 1, :, head]
+        moved = float((by_value * np.cov(spread.T)).sum())
+        turned = rotate(queries[layer, :, q_head : q_head + 1], 0, samples.frequencies)[:, 0]
+        at = 2 * layer * g.kv_heads + head
+        whole[at] += _moment(turned) * (moved / g.head_dim)
+        whole[at + g.kv_heads] += by_value
+    weights = np.zeros((len(whole) * g.head_dim // width, width, width))
+    for i, block in enumerate(whole):
+        first = i * g.head_dim % width
+        weights[i * g.head_dim // width, first : first + g.head_dim, first : first + g.head_dim] = block
+    return weights
+
+
+class _Counted(NamedTuple):
+    """counts: float32 [coefficients, SYMBOLS]. shifts: uint8 [coefficients]. rank: of them, those kept."""
+
+    counts: Floats
+    shifts: NDArray[np.uint8]
+    rank: int
+
+
+def _counted(y: Floats, step: float) -> _Counted:
+    """y: [tokens, n]."""
+    q = np.rint(y * (1 / step)).T
+    live = np.flatnonzero((q != 0).mean(axis=1) > RARE)
+    rank = int(live[-1]) + 1 if len(live) else 1
+    q = q[:rank]
+    wide = np.quantile(np.abs(q), 0.999, axis=1)
+    shifts = np.maximum(np.ceil(np.log2((wide + 1) / (CENTRE - 2))), 0).astype(np.uint8)
+    high = q.astype(np.int64) >> shifts[:, None]
+    symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
+    flat = symbols + SYMBOLS * np.arange(rank)[:, None]
+    counts = np.bincount(flat.reshape(-1), minlength=SYMBOLS * rank).reshape(rank, SYMBOLS)
+    return _Counted(counts.astype(np.float32), shifts, rank)
+
+
+def _tables(y: Floats) -> dict[str, NDArray[Any]]:
+    """y: [groups, tokens, n]. Steps, tables, choices and the steps of the profiles."""
+    first = _coarsest(y)
+    steps = (first * 2.0 ** (-np.arange(STEPS) / STEPS_PER_OCTAVE)).astype(np.float32)
+    middles = steps[STEPS_PER_ROW // 2 :: STEPS_PER_ROW]
+    found = [[_counted(part, float(step)) for part in y] for step in middles]
+    tables = _clustered(np.concatenate([each.counts for row in found for each in row]))
+    prices = _prices(tables)
+    groups, n = len(y), y.shape[2]
+    choice = Choice(*(np.zeros((len(middles), groups, n), np.uint8) for _ in range(2)), np.zeros((len(middles), groups), np.uint16))
+    for r, g in np.ndindex(len(middles), groups):
+        each = found[r][g]
+        choice.tables[r, g, : each.rank] = (each.counts @ prices.T).argmin(axis=1)
+        choice.shifts[r, g, : each.rank] = each.shifts
+        choice.ranks[r, g] = each.rank
+    levels = [_level(y, steps, choice, prices, target) for target in TARGETS]
+    return {
+        "transform.steps": steps,
+        "transform.frequencies": tables,
+        "transform.choices": choice.tables,
+        "transform.shifts": choice.shifts,
+        "transform.ranks": choice.ranks,
+        "transform.levels": np.array(levels, np.uint8),
+    }
+
+
+def _bits(y: Floats, step: float, of: Callable[[int, _Counted], float]) -> float:
+    """Bits per value at a step."""
+    total = sum(of(g, _counted(part, step)) for g, part in enumerate(y))
+    return total / y.size
+
+
+def _entropy(_: int, each: _Counted) -> float:
+    p = each.counts / each.counts.sum(axis=1, keepdims=True)
+    bits = -(each.counts * np.log2(np.maximum(p, 1e-9))).sum()
+    return float(bits + each.counts.sum(axis=1) @ each.shifts)
+
+
+def _coarsest(y: Floats) -> float:
+    """The step that gives COARSEST bits by entropy."""
+    few = y[:, :: -(-y.shape[1] // 1024)]
+    top = float(np.sqrt((few[:, :, 0] ** 2).mean())) or 1.0
+    low, high = top * 2.0**-24, top * 4
+    for _ in range(20):
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if _bits(few, middle, _entropy) > COARSEST else (low, middle)
+    return high
+
+
+def _level(y: Floats, steps: Floats, choice: Choice, prices: Floats, target: float) -> int:
+    """The finest step whose code has at most so many bits per value."""
+    low, high = 0, STEPS - 1
+    few = y[:, ::2]
+    while low < high:
+        middle = (low + high + 1) // 2
+        row = middle // STEPS_PER_ROW
+        total = 0.0
+        for g, part in enumerate(few):
+            rank = int(choice.ranks[row, g])
+            total += coded_bits(part[:, :rank], float(steps[middle]), prices[choice.tables[row, g, :rank]], choice.shifts[row, g, :rank])
+        low, high = (middle, high) if total / few.size <= target else (low, middle - 1)
+    return low
+
+
+def coded_bits(y: Floats, step: float, prices: Floats, shifts: NDArray[np.uint8]) -> float:
+    q = np.rint(y * (1 / step)).T.astype(np.int64)
+    high = q >> shifts[:, None]
+    symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
+    return float(np.take_along_axis(prices, symbols, axis=1).sum()) + q.shape[1] * float(shifts.sum())
+
+
+def _prices(frequencies: NDArray[np.uint16]) -> Floats:
+    """Bits of each symbol in each table; an escape has 16 more."""
+    prices = np.log2(4096 / np.maximum(frequencies, 2.0**-4)).astype(np.float32)
+    prices[:, ESCAPE] += 16
+    return prices
+
+
+def _clustered(counts: Floats) -> NDArray[np.uint16]:
+    """TABLES tables that fit the rows of counts together: k-means by code length."""
+    share = counts / counts.sum(axis=1, keepdims=True)
+    entropy = -(share * np.log2(np.maximum(share, 1e-9))).sum(axis=1)
+    order = np.argsort(entropy, kind="stable")
+    nearest = np.empty(len(counts), np.int64)
+    nearest[order] = np.arange(len(counts)) * TABLES // len(counts)
+    for _ in range(ROUNDS):
+        sums = np.zeros((TABLES, SYMBOLS))
+        np.add.at(sums, nearest, share)
+        frequencies = frequencies_of(_smooth(sums))
+        nearest = (share @ _prices(frequencies).T).argmin(axis=1)
+    return frequencies
+
+
+def _smooth(sums: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Counts of parts in a million. Each symbol that could occur has some, the escape too."""
+    share = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1e-9)
+    near = np.zeros_like(share)
+    for by in (-2, -1, 1, 2):
+        near[:, :ESCAPE] += np.roll(share[:, :ESCAPE], by, axis=1)
+    share = share + 0.002 * near
+    share[:, ESCAPE] += 1e-4
+    counts = np.rint(share * 1e6).astype(np.int64)
+    counts[:, ESCAPE] = np.maximum(counts[:, ESCAPE], 1)
+    return counts
