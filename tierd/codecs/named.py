@@ -6,9 +6,13 @@ from tierd.codecs.block import Codec
 from tierd.codecs.int3 import Int3
 from tierd.codecs.int8 import Int8
 from tierd.codecs.rot import Rot
+from tierd.codecs.transform import Transform
+from tierd.codecs.transform_fit import TARGETS
 from tierd.errors import InvalidArgument
 
-ALL: tuple[Codec, ...] = (Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5))
+TRANSFORMS = tuple(Transform(16, f"transform-{bits:g}", profile) for profile, bits in enumerate(TARGETS))
+"""One number for all: a payload names its own step."""
+ALL: tuple[Codec, ...] = (Int8(1), Rot(2, 8, 8), Rot(3, 8, 4), Rot(4, 4, 4), Int3(5), *TRANSFORMS)
 BY_NAME = {codec.name: codec for codec in ALL}
 BY_NUMBER = {codec.number: codec for codec in ALL}
 

@@ -120,8 +120,9 @@ def _error(rows: Floats, parts: list[Floats], plan: Plan, found: dict[str, Any])
 def _packed(q: NDArray[np.int16], plan: Plan, level: int, found: dict[str, Any]) -> Bytes:
     """The payload of q: [coefficients, tokens]."""
     high = q >> plan.shifts[:, None]
-    is_far = np.abs(high) > CENTRE
-    symbols = np.where(is_far, ESCAPE, high + CENTRE).astype(np.uint8)
+    symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE).astype(np.uint8)
+    symbols[found["frequencies"][plan.tables[:, None], symbols] == 0] = ESCAPE
+    is_far = symbols == ESCAPE
     stream = rans.encode(symbols.reshape(-1), found["frequencies"], plan.tables, q.shape[1])
     escapes = high[is_far]
     head = np.zeros(1, HEAD)

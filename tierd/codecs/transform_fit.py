@@ -30,8 +30,8 @@ STEPS, STEPS_PER_OCTAVE, STEPS_PER_ROW = 256, 32, 8
 """Steps fall by 2^(-1/32) from one to the next. Eight adjoining steps share a row of choices."""
 COARSEST = 0.2
 """Bits per value of the first step."""
-RARE = 2e-4
-"""The last coefficient kept is other than 0 at least this often."""
+LOSS = 0.02
+"""Coefficients are dropped from the last one on, until this adds more than so much to the squared error."""
 ROUNDS = 8
 SAMPLE_ROWS = 8192
 """Tokens that tables and rates are fitted to."""
@@ -145,8 +145,9 @@ class _Counted(NamedTuple):
 def _counted(y: Floats, step: float) -> _Counted:
     """y: [tokens, n]."""
     q = np.rint(y * (1 / step)).T
-    live = np.flatnonzero((q != 0).mean(axis=1) > RARE)
-    rank = int(live[-1]) + 1 if len(live) else 1
+    squares, errors = (y * y).sum(axis=0), ((y - q.T * step) ** 2).sum(axis=0)
+    lost = np.cumsum((squares - errors)[::-1])[::-1]  # by dropping this coefficient and all after it
+    rank = max(1, int((lost > LOSS * errors.sum()).sum()))
     q = q[:rank]
     wide = np.quantile(np.abs(q), 0.999, axis=1)
     shifts = np.maximum(np.ceil(np.log2((wide + 1) / (CENTRE - 2))), 0).astype(np.uint8)
@@ -229,10 +230,10 @@ def coded_bits(y: Floats, step: float, prices: Floats, shifts: NDArray[np.uint8]
 
 
 def _prices(frequencies: NDArray[np.uint16]) -> Floats:
-    """Bits of each symbol in each table; an escape has 16 more."""
-    prices = np.log2(4096 / np.maximum(frequencies, 2.0**-4)).astype(np.float32)
+    """Bits of each symbol in each table. A symbol of frequency 0 is an escape, which has 16 bits more."""
+    prices = np.log2(4096 / np.maximum(frequencies, 1)).astype(np.float32)
     prices[:, ESCAPE] += 16
-    return prices
+    return np.where(frequencies > 0, prices, prices[:, ESCAPE :])
 
 
 def _clustered(counts: Floats) -> NDArray[np.uint16]:
