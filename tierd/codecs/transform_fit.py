@@ -32,6 +32,8 @@ COARSEST = 0.2
 """Bits per value of the first step."""
 LOSS = 0.02
 """Coefficients are dropped from the last one on, until this adds more than so much to the squared error."""
+SPREAD = 5
+"""Standard deviations that symbols reach on either side; the low bits of wider coefficients are kept as they are."""
 ROUNDS = 8
 SAMPLE_ROWS = 8192
 """Tokens that tables and rates are fitted to."""
@@ -116,7 +118,7 @@ def _weights(samples: Samples, width: int) -> NDArray[np.float64]:
         raise ValueError("samples have neither gradients nor queries and outputs")
     g = samples.geometry
     share = queries.shape[2] // g.kv_heads
-    whole = np.zeros((2 * g.layers * g.kv_heads,) + (g.head_dim, g.head_dim))
+    whole = np.zeros((2 * g.layers * g.kv_heads, g.head_dim, g.head_dim))
     for layer, head, own in np.ndindex(g.layers, g.kv_heads, share):
         q_head = head * share + own
         out = outputs[layer][:, q_head * g.head_dim : (q_head + 1) * g.head_dim]
@@ -149,7 +151,7 @@ def _counted(y: Floats, step: float) -> _Counted:
     lost = np.cumsum((squares - errors)[::-1])[::-1]  # by dropping this coefficient and all after it
     rank = max(1, int((lost > LOSS * errors.sum()).sum()))
     q = q[:rank]
-    wide = np.quantile(np.abs(q), 0.999, axis=1)
+    wide = SPREAD * np.sqrt((q * q).mean(axis=1))
     shifts = np.maximum(np.ceil(np.log2((wide + 1) / (CENTRE - 2))), 0).astype(np.uint8)
     high = q.astype(np.int64) >> shifts[:, None]
     symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
@@ -244,14 +246,13 @@ def _clustered(counts: Floats) -> NDArray[np.uint16]:
     nearest = np.empty(len(counts), np.int64)
     nearest[order] = np.arange(len(counts)) * TABLES // len(counts)
     for _ in range(ROUNDS):
-        sums = np.zeros((TABLES, SYMBOLS))
-        np.add.at(sums, nearest, share)
-        frequencies = frequencies_of(_smooth(sums))
+        is_of = (nearest == np.arange(TABLES)[:, None]).astype(np.float32)
+        frequencies = frequencies_of(_smooth(is_of @ share))
         nearest = (share @ _prices(frequencies).T).argmin(axis=1)
     return frequencies
 
 
-def _smooth(sums: NDArray[np.float64]) -> NDArray[np.int64]:
+def _smooth(sums: Floats) -> NDArray[np.int64]:
     """Counts of parts in a million. Each symbol that could occur has some, the escape too."""
     share = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1e-9)
     near = np.zeros_like(share)

@@ -15,7 +15,7 @@ from tierd.codecs.fit import make
 from tierd.codecs.values import Bytes, KVShape
 from tierd.core.formats.block import KVGeometry
 
-TOKENS = 512
+TOKENS = 128
 POSITION = 1000
 _MADE: dict[bytes, Calibration] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,16 @@ from tierd.codecs.rot import HEAD_DIMS
 from tierd.codecs.values import DTYPES, LAYOUTS, KVShape, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
 from tierd.errors import CorruptRecord, InvalidArgument, TierdError, Unsupported
+
+
+
+@pytest.fixture(autouse=True, scope="module")
+def narrow_groups() -> Iterator[None]:
+    """Calibrations of many shapes are made here: narrow bases are made fast, and blocks have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tierd.codecs.transform_fit.WIDTH", 96)
+        yield
+
 
 each_codec = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 
