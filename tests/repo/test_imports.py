@@ -39,7 +39,7 @@ PARTS: dict[str, set[str]] = {
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {"core", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"} | EDGE,
     "client": {"core", "_proto", "tcp", "native"} | EDGE,
-    "worker": {"core", "client", "kernels"} | EDGE,
+    "worker": {"core", "client", "kernels", "codecs"} | EDGE,
     "integrations": {"core", "client", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,

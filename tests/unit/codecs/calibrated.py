@@ -21,7 +21,7 @@ _MADE: dict[bytes, Calibration] = {}
 
 
 def samples(geometry: KVGeometry, *, with_gradients: bool = True, seed: int = 0) -> Samples:
-    """Normal values whose channels have unequal scales and means, and gradients or what stands in for them."""
+    """Normal values whose channels have unequal scales and means, with gradients or their stand-ins."""
     chance = np.random.default_rng(seed)
     g = geometry
     shape = (g.layers, 2, TOKENS, g.kv_heads, g.head_dim)
@@ -33,8 +33,13 @@ def samples(geometry: KVGeometry, *, with_gradients: bool = True, seed: int = 0)
     values = normal(*shape) * scales + means
     frequencies = 10.0 ** -np.linspace(0, 4, g.head_dim // 2)
     if with_gradients:
-        return Samples(geometry, frequencies, values, gradients=normal(*shape) * np.exp(normal(*shape[:2], 1, *shape[3:])))
-    queries, outputs = normal(g.layers, 64, 2 * g.kv_heads, g.head_dim), normal(g.layers, 32, 2 * g.kv_heads * g.head_dim)
+        return Samples(
+            geometry, frequencies, values, gradients=normal(*shape) * np.exp(normal(*shape[:2], 1, *shape[3:]))
+        )
+    queries, outputs = (
+        normal(g.layers, 64, 2 * g.kv_heads, g.head_dim),
+        normal(g.layers, 32, 2 * g.kv_heads * g.head_dim),
+    )
     return Samples(geometry, frequencies, values, queries=queries, outputs=outputs)
 
 

@@ -23,7 +23,6 @@ from tierd.core.formats.block import KVGeometry
 from tierd.errors import CorruptRecord, InvalidArgument, TierdError, Unsupported
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def narrow_groups() -> Iterator[None]:
     """Calibrations of many shapes are made here: narrow bases are made fast, and blocks have several."""

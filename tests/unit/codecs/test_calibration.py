@@ -17,7 +17,10 @@ GEOMETRY = KVGeometry(2, 2, 16, "float16", "HND")
 
 
 def small(**changes: float) -> Calibration:
-    tensors = {FREQUENCIES: np.array([1.0, changes.get("frequency", 0.1)]), "x.y": np.arange(6, dtype=np.uint16).reshape(2, 3)}
+    tensors = {
+        FREQUENCIES: np.array([1.0, changes.get("frequency", 0.1)]),
+        "x.y": np.arange(6, dtype=np.uint16).reshape(2, 3),
+    }
     return Calibration(GEOMETRY, tensors)
 
 
@@ -31,15 +34,19 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_of_everything() -> None:
-    """Another shape, frequency, value, dtype or name of a tensor gives another hash; the order of tensors does not."""
+    """Another shape, frequency, value, dtype or name gives another hash; another order does not."""
     base = small()
-    turned = Calibration(GEOMETRY, dict(reversed(base.tensors.items())))
+    turned = Calibration(GEOMETRY, dict(reversed(list(base.tensors.items()))))
     others = [
         Calibration(KVGeometry(2, 2, 32, "float16", "HND"), base.tensors),
         small(frequency=0.2),
         *(
             Calibration(GEOMETRY, {**base.tensors, "x.y": other})
-            for other in (np.ones((2, 3), np.uint16), base.tensors["x.y"].reshape(3, 2), base.tensors["x.y"].view(np.int16))
+            for other in (
+                np.ones((2, 3), np.uint16),
+                base.tensors["x.y"].reshape(3, 2),
+                base.tensors["x.y"].view(np.int16),
+            )
         ),
         Calibration(GEOMETRY, {FREQUENCIES: base.frequencies, "x.z": base.tensors["x.y"]}),
     ]

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.codecs.rope import rotate
+from tierd.codecs.rope import Frequencies, rotate
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.model import Llama, rope_frequencies
 from tierd.worker.spec import LlamaSpec, RopeScaling
 
 SPEC = LlamaSpec(vocab_size=64, hidden_size=32, intermediate_size=48, layers=1, q_heads=4, kv_heads=2, head_dim=8)
-STRETCHED = LlamaSpec(**{**{name: getattr(SPEC, name) for name in SPEC.__slots__}, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)})
+STRETCHED = LlamaSpec(
+    **{**{name: getattr(SPEC, name) for name in SPEC.__slots__}, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)}
+)
 
 
 def keys_of(model: Llama, tokens: list[int], positions: list[int]) -> np.ndarray:
@@ -37,7 +39,7 @@ def test_keys_are_those_of_the_worker(spec: LlamaSpec, position: int) -> None:
     model, tokens = Llama(random_checkpoint(spec, scale=0.5)), [3, 1, 4, 1, 5]
     there = keys_of(model, tokens, list(range(position, position + 5)))
     plain = keys_of(model, tokens, [0] * 5)
-    frequencies = rope_frequencies(spec).astype(np.float64)
+    frequencies: Frequencies = np.array(rope_frequencies(spec), dtype=np.float64)
     assert np.allclose(rotate(plain, position, frequencies), there, atol=2e-4 * np.abs(plain).max())
     assert np.allclose(rotate(there, position, frequencies, undo=True), plain, atol=2e-4 * np.abs(plain).max())
 

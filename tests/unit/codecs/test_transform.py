@@ -63,13 +63,17 @@ def test_the_declared_error_is_near(calibration: Calibration) -> None:
     """The declared error is at most twice the largest one."""
     coded = encode(codec_named("transform-2"), like_the_samples(), SHAPE, Context(POSITION, calibration))
     found = decode(coded, BY_NUMBER, {calibration.hash: calibration})
-    off = np.abs(floats_of(found.block.view(np.uint16), "bfloat16") - floats_of(like_the_samples().reshape(-1), "bfloat16"))
+    off = np.abs(
+        floats_of(found.block.view(np.uint16), "bfloat16") - floats_of(like_the_samples().reshape(-1), "bfloat16")
+    )
     assert found.error <= 2 * off.max()
 
 
 def test_keys_are_turned_back(calibration: Calibration) -> None:
     """A wrong position gives keys that the calibration does not know: they take more bits."""
-    right, wrong = (come_back(codec_named("transform-2"), like_the_samples(), Context(p, calibration))[0] for p in (POSITION, 7))
+    right, wrong = (
+        come_back(codec_named("transform-2"), like_the_samples(), Context(p, calibration))[0] for p in (POSITION, 7)
+    )
     assert wrong > 1.1 * right
 
 
@@ -82,13 +86,15 @@ def test_values_that_matter_have_less_error() -> None:
     for each in (plain, asked):
         made = make(each)
         coded = encode(codec_named("transform-1"), like_the_samples(), SHAPE, Context(POSITION, made))
-        found = floats_of(decode(coded, BY_NUMBER, {made.hash: made}).block.view(np.uint16).reshape(SHAPE.sizes), "bfloat16")
+        found = floats_of(
+            decode(coded, BY_NUMBER, {made.hash: made}).block.view(np.uint16).reshape(SHAPE.sizes), "bfloat16"
+        )
         errors.append(np.abs(found - floats_of(like_the_samples(), "bfloat16"))[0, 1, :, 0, 5].mean())
     assert errors[1] < errors[0] / 4
 
 
 def test_without_gradients() -> None:
-    """Queries and output weights stand in for gradients; rates hold, and a channel that no query has may be lost."""
+    """Queries and output weights stand in for gradients: the head with large ones has less error."""
     some = samples(GEOMETRY, with_gradients=False)
     assert some.outputs is not None
     some.outputs[0, :, :64] *= 100
@@ -96,8 +102,12 @@ def test_without_gradients() -> None:
     bits, _ = come_back(codec_named("transform-1"), like_the_samples(), Context(POSITION, made))
     assert 0.9 < bits < 1.1
     coded = encode(codec_named("transform-1"), like_the_samples(), SHAPE, Context(POSITION, made))
-    found = floats_of(decode(coded, BY_NUMBER, {made.hash: made}).block.view(np.uint16).reshape(SHAPE.sizes), "bfloat16")
-    off = ((found - floats_of(like_the_samples(), "bfloat16")) ** 2).mean(axis=(2, 4)) / some.values.var(axis=2).mean(axis=-1)
+    found = floats_of(
+        decode(coded, BY_NUMBER, {made.hash: made}).block.view(np.uint16).reshape(SHAPE.sizes), "bfloat16"
+    )
+    off = ((found - floats_of(like_the_samples(), "bfloat16")) ** 2).mean(axis=(2, 4)) / some.values.var(axis=2).mean(
+        axis=-1
+    )
     assert off[0, 1, 0] < off[1, 1, 1] / 4 and off[0, 0, 0] < off[1, 0, 1] / 4
 
 
@@ -119,7 +129,8 @@ def test_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_calibration_that_does_not_fit(calibration: Calibration) -> None:
-    """No calibration, one of another shape, one without this codec's tensors, and an unknown hash are refused by name."""
+    """A missing calibration, one of another shape, one without the tensors, and an unknown hash are
+    refused by name."""
     codec, raw = codec_named("transform-1"), like_the_samples()
     with pytest.raises(Unsupported, match="codec transform-1: calibration of the namespace is not here"):
         encode(codec, raw, SHAPE)
