@@ -1,6 +1,6 @@
 """A calibration: what codecs know of a model before they see a block. Made once per model.
 
-`make` fits each codec's tensors to samples of the model's keys and values. A file has the
+`fit.make` fits each codec's tensors to samples of the model's keys and values. A file has the
 tensors in safetensors format. Its hash covers shape, frequencies and tensors. Encoded blocks name
 the hash, so a block is never decoded with another calibration.
 """
@@ -33,7 +33,8 @@ FREQUENCIES = "rope.frequencies"
 class Samples:
     """Keys before RoPE and values of calibration text, as float32 [layers, 2, tokens, kv_heads, head_dim].
 
-    gradients: of the loss by each of them, same shape; None without torch. Then two others stand in.
+    gradients: of the loss by each of them, same shape; None without torch. Then two others stand
+    in.
     queries: before RoPE, float32 [layers, queries, q_heads, head_dim].
     outputs: weights after attention, float32 [layers, hidden, q_heads * head_dim].
     """

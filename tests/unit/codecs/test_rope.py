@@ -48,7 +48,7 @@ def test_keys_are_those_of_the_worker(spec: LlamaSpec, position: int) -> None:
 def test_a_turn_is_undone(position: int, seed: int, pairs: int) -> None:
     """Undone, keys are as before; lengths stay, and channels beyond the pairs are not touched."""
     keys = np.random.default_rng(seed).standard_normal((2, 3, 2, 8)).astype(np.float32)
-    frequencies = 10.0 ** -np.arange(pairs)
+    frequencies: Frequencies = 10.0 ** -np.arange(pairs, dtype=np.float64)
     turned = rotate(keys, position, frequencies)
     assert np.allclose(rotate(turned, position, frequencies, undo=True), keys, atol=1e-5)
     assert np.allclose((turned**2).sum(-1), (keys**2).sum(-1), rtol=1e-5)
