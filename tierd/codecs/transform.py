@@ -2,9 +2,10 @@
 
 Keys are turned back by RoPE first, as their position is known. Values of one token over all layers
 are one row, or several groups for large models. A calibration has the basis, the steps and the
-tables (transform_fit.py). Rounding is plain: a wider zero would shrink keys and blur sharp attention.
+tables (transform_fit.py). Rounding is plain: a wider zero would shrink keys, and blur sharp
+attention.
 
-    keys, values -> rows -> y = (x - mean) forward^T -> q = rint(y / step) -> symbols, low bits, escapes
+    values -> rows -> y = (x - mean) forward^T -> q = rint(y / step) -> symbols, low bits, escapes
 
 Payload: index of the step (uint8), 3 zeros, number of escapes and length of the rANS stream
 (uint32 each). Then the stream, the low bits, and the escapes (int16).
@@ -12,6 +13,7 @@ Payload: index of the step (uint8), 3 zeros, number of escapes and length of the
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from tierd.codecs import rans
 from tierd.codecs.block import Context, Lengths, Payload
 from tierd.codecs.calibration import Calibration
 from tierd.codecs.rope import rotate
-from tierd.codecs.transform_fit import CENTRE, ESCAPE, STEPS_PER_ROW, TARGETS, WIDTH, group_width, grouped
+from tierd.codecs.transform_fit import CENTRE, ESCAPE, TARGETS, WIDTH, Choice, group_width, grouped, symbols_of
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord, Unsupported
 
@@ -34,10 +36,10 @@ UNIT = 2.0**-24
 
 
 class Plan(NamedTuple):
-    """What a level means. Arrays over the kept coefficients of all groups, in order."""
+    """How a level is coded. ranks: per group. tables, shifts: of the kept coefficients of all groups."""
 
     step: np.float32
-    ranks: NDArray[np.uint16]
+    ranks: list[int]
     tables: NDArray[np.uint8]
     shifts: NDArray[np.uint8]
 
@@ -127,7 +129,7 @@ def _error(rows: Floats, parts: list[Floats], plan: Plan, found: dict[str, Any])
 def _packed(q: NDArray[np.int16], plan: Plan, level: int, found: dict[str, Any]) -> Bytes:
     """The payload of q: [coefficients, tokens]."""
     high = q >> plan.shifts[:, None]
-    symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE).astype(np.uint8)
+    symbols = symbols_of(high).astype(np.uint8)
     symbols[found["frequencies"][plan.tables[:, None], symbols] == 0] = ESCAPE
     is_far = symbols == ESCAPE
     stream = rans.encode(symbols.reshape(-1), found["frequencies"], plan.tables, q.shape[1])
@@ -149,7 +151,7 @@ def _unpacked(payload: Bytes, tokens: int, found: dict[str, Any]) -> tuple[NDArr
         raise CorruptRecord(
             f"codec transform: {len(payload)} bytes are not the {ends[-1]} of its parts; read another copy"
         )
-    stream, low, escapes = (payload[a:b] for a, b in zip(ends, ends[1:], strict=False))
+    stream, low, escapes = (payload[a:b] for a, b in itertools.pairwise(ends))
     count = len(plan.tables) * tokens
     symbols = rans.decode(stream, count, found["frequencies"], plan.tables, tokens).reshape(-1, tokens)
     q = symbols.astype(np.int32) - CENTRE
@@ -170,14 +172,10 @@ def _unpacked(payload: Bytes, tokens: int, found: dict[str, Any]) -> tuple[NDArr
 
 
 def _plan(found: dict[str, Any], level: int) -> Plan:
-    row = level // STEPS_PER_ROW
-    ranks = found["ranks"][row]
-    kept = [slice(0, rank) for rank in ranks]
-    tables, shifts = (
-        np.concatenate([part[row, g, each] for g, each in enumerate(kept)])
-        for part in (found["choices"], found["shifts"])
-    )
-    return Plan(found["steps"][level], ranks, tables, shifts)
+    choice = Choice(found["choices"], found["shifts"], found["ranks"])
+    each = [choice.of(level, group) for group in range(len(found["mean"]))]
+    tables, shifts = (np.concatenate(parts) for parts in zip(*each, strict=True))
+    return Plan(found["steps"][level], [len(chosen.tables) for chosen in each], tables, shifts)
 
 
 NAMES = ("mean", "forward", "inverse", "steps", "frequencies", "choices", "shifts", "ranks", "levels")
@@ -186,10 +184,11 @@ NAMES = ("mean", "forward", "inverse", "steps", "frequencies", "choices", "shift
 def _tensors(calibration: Calibration | None, shape: KVShape, name: str) -> dict[str, Any]:
     """Raises Unsupported for a calibration that was not made for this codec."""
     assert calibration is not None
-    found = {each: calibration.tensors.get(f"transform.{each}") for each in NAMES}
-    missing = [each for each, tensor in found.items() if tensor is None]
+    found = {each: tensor for each in NAMES if (tensor := calibration.tensors.get(f"transform.{each}")) is not None}
+    missing = [each for each in NAMES if each not in found]
     if missing or found["mean"].shape[1] != group_width(shape.geometry):
         raise Unsupported(
-            f"codec {name}: calibration {calibration.hash.hex()} has no {' '.join(missing) or 'groups of this width'}; make it again with `tierctl calibrate`"
+            f"codec {name}: calibration {calibration.hash.hex()} has no {' '.join(missing) or 'groups of this width'}; "
+            "make it again with `tierctl calibrate`"
         )
     return found | {"frequencies_of_rope": calibration.frequencies}

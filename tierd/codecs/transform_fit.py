@@ -1,4 +1,4 @@
-"""What codec transform knows of a model: bases, steps and tables, fitted to samples.
+"""Fits the tensors of codec transform to samples: bases, steps and tables.
 
 Values of one token are weighted by what their errors do to the model's loss, then decorrelated. The
 weights are the covariance of the loss's gradients (Fisher information). One step then fits all
@@ -8,7 +8,6 @@ weights say the same less well (arXiv 2608.14191, 2608.04074).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from tierd.codecs.rans import frequencies_of
 from tierd.codecs.rope import rotate
 from tierd.codecs.values import Floats
 from tierd.core.formats.block import KVGeometry
+from tierd.errors import InvalidArgument
 
 WIDTH = 2048
 """Values of a token that one basis takes, at most."""
@@ -31,9 +31,11 @@ STEPS, STEPS_PER_OCTAVE, STEPS_PER_ROW = 256, 32, 8
 COARSEST = 0.2
 """Bits per value of the first step."""
 LOSS = 0.02
-"""Coefficients are dropped from the last one on, until this adds more than so much to the squared error."""
+"""The last coefficients are dropped, as many as add no more than so much to the squared error."""
 SPREAD = 5
-"""Standard deviations that symbols reach on either side; the low bits of wider coefficients are kept as they are."""
+"""Standard deviations that symbols reach on either side. Wider coefficients have low bits, which
+stay as they are."""
+MOST_SHIFT = 12
 ROUNDS = 8
 SAMPLE_ROWS = 8192
 """Tokens that tables and rates are fitted to."""
@@ -50,13 +52,25 @@ class Basis(NamedTuple):
     inverse: Floats
 
 
+class Chosen(NamedTuple):
+    """uint8 per coefficient: its table, and how many low bits are kept as they are."""
+
+    tables: NDArray[np.uint8]
+    shifts: NDArray[np.uint8]
+
+
 class Choice(NamedTuple):
-    """Per row of steps, group and coefficient, uint8: its table, and its low bits that are kept as they are.
-    ranks: uint16 [rows, groups], coefficients that are kept."""
+    """The same per row of steps, group and coefficient. ranks: uint16 [rows, groups], coefficients kept."""
 
     tables: NDArray[np.uint8]
     shifts: NDArray[np.uint8]
     ranks: NDArray[np.uint16]
+
+    def of(self, level: int, group: int) -> Chosen:
+        """For a step, by its index."""
+        row = level // STEPS_PER_ROW
+        rank = int(self.ranks[row, group])
+        return Chosen(self.tables[row, group, :rank], self.shifts[row, group, :rank])
 
 
 def group_width(geometry: KVGeometry) -> int:
@@ -85,7 +99,7 @@ def fit(samples: Samples) -> Tensors:
     bases = [_basis(x, weight) for x, weight in zip(rows, weights, strict=True)]
     basis = Basis(*(np.stack(part) for part in zip(*bases, strict=True)))
     some = slice(None, None, -(-rows.shape[1] // SAMPLE_ROWS))
-    y = (rows[:, some] - basis.mean[:, None]) @ basis.forward.transpose(0, 2, 1)
+    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], basis.forward.transpose(0, 2, 1))
     return _tables(y) | {f"transform.{name}": part for name, part in basis._asdict().items()}
 
 
@@ -104,18 +118,19 @@ def _basis(x: Floats, weight: NDArray[np.float64]) -> Basis:
 
 
 def _moment(x: Floats) -> NDArray[np.float64]:
+    """The second moments of rows: [n, n]."""
     return (x.T @ x).astype(np.float64) / len(x)
 
 
 def _weights(samples: Samples, width: int) -> NDArray[np.float64]:
-    """Weights without gradients: [groups, width, width].
+    """Weights without gradients: [groups, width, width]. Raises InvalidArgument.
 
     An error of a value reaches the hidden state through the output weights. An error of a key
     changes the logit by its product with the query. That moves the output by what values differ.
     """
     queries, outputs = samples.queries, samples.outputs
     if queries is None or outputs is None:
-        raise ValueError("samples have neither gradients nor queries and outputs")
+        raise InvalidArgument("calibration: samples have no gradients, and no queries with outputs; take either")
     g = samples.geometry
     share = queries.shape[2] // g.kv_heads
     whole = np.zeros((2 * g.layers * g.kv_heads, g.head_dim, g.head_dim))
@@ -152,10 +167,8 @@ def _counted(y: Floats, step: float) -> _Counted:
     rank = max(1, int((lost > LOSS * errors.sum()).sum()))
     q = q[:rank]
     wide = SPREAD * np.sqrt((q * q).mean(axis=1))
-    shifts = np.maximum(np.ceil(np.log2((wide + 1) / (CENTRE - 2))), 0).astype(np.uint8)
-    high = q.astype(np.int64) >> shifts[:, None]
-    symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
-    flat = symbols + SYMBOLS * np.arange(rank)[:, None]
+    shifts = np.clip(np.ceil(np.log2((wide + 1) / (CENTRE - 2))), 0, MOST_SHIFT).astype(np.uint8)
+    flat = symbols_of(q.astype(np.int64) >> shifts[:, None]) + SYMBOLS * np.arange(rank)[:, None]
     counts = np.bincount(flat.reshape(-1), minlength=SYMBOLS * rank).reshape(rank, SYMBOLS)
     return _Counted(counts.astype(np.float32), shifts, rank)
 
@@ -168,15 +181,14 @@ def _tables(y: Floats) -> dict[str, NDArray[Any]]:
     found = [[_counted(part, float(step)) for part in y] for step in middles]
     tables = _clustered(np.concatenate([each.counts for row in found for each in row]))
     prices = _prices(tables)
-    groups, n = len(y), y.shape[2]
-    choice = Choice(
-        *(np.zeros((len(middles), groups, n), np.uint8) for _ in range(2)), np.zeros((len(middles), groups), np.uint16)
-    )
-    for r, g in np.ndindex(len(middles), groups):
-        each = found[r][g]
-        choice.tables[r, g, : each.rank] = (each.counts @ prices.T).argmin(axis=1)
-        choice.shifts[r, g, : each.rank] = each.shifts
-        choice.ranks[r, g] = each.rank
+    rows, groups, n = len(middles), len(y), y.shape[2]
+    each = np.zeros((2, rows, groups, n), np.uint8)
+    choice = Choice(each[0], each[1], np.zeros((rows, groups), np.uint16))
+    for row, g in np.ndindex(rows, groups):
+        counts, shifts, rank = found[row][g]
+        choice.ranks[row, g] = rank
+        chosen = choice.of(row * STEPS_PER_ROW, g)
+        chosen.tables[:], chosen.shifts[:] = (counts @ prices.T).argmin(axis=1), shifts
     levels = [_level(y, steps, choice, prices, target) for target in TARGETS]
     return {
         "transform.steps": steps,
@@ -188,16 +200,14 @@ def _tables(y: Floats) -> dict[str, NDArray[Any]]:
     }
 
 
-def _bits(y: Floats, step: float, of: Callable[[int, _Counted], float]) -> float:
-    """Bits per value at a step."""
-    total = sum(of(g, _counted(part, step)) for g, part in enumerate(y))
+def _entropy(y: Floats, step: float) -> float:
+    """Bits per value at a step, if each coefficient had its own table."""
+    total = 0.0
+    for part in y:
+        counts, shifts, _ = _counted(part, step)
+        share = counts / counts.sum(axis=1, keepdims=True)
+        total -= float((counts * np.log2(np.maximum(share, 1e-9))).sum()) - len(part) * float(shifts.sum())
     return total / y.size
-
-
-def _entropy(_: int, each: _Counted) -> float:
-    p = each.counts / each.counts.sum(axis=1, keepdims=True)
-    bits = -(each.counts * np.log2(np.maximum(p, 1e-9))).sum()
-    return float(bits + each.counts.sum(axis=1) @ each.shifts)
 
 
 def _coarsest(y: Floats) -> float:
@@ -207,7 +217,7 @@ def _coarsest(y: Floats) -> float:
     low, high = top * 2.0**-24, top * 4
     for _ in range(20):
         middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if _bits(few, middle, _entropy) > COARSEST else (low, middle)
+        low, high = (middle, high) if _entropy(few, middle) > COARSEST else (low, middle)
     return high
 
 
@@ -217,22 +227,21 @@ def _level(y: Floats, steps: Floats, choice: Choice, prices: Floats, target: flo
     few = y[:, ::2]
     while low < high:
         middle = (low + high + 1) // 2
-        row = middle // STEPS_PER_ROW
-        total = 0.0
-        for g, part in enumerate(few):
-            rank = int(choice.ranks[row, g])
-            total += coded_bits(
-                part[:, :rank], float(steps[middle]), prices[choice.tables[row, g, :rank]], choice.shifts[row, g, :rank]
-            )
-        low, high = (middle, high) if total / few.size <= target else (low, middle - 1)
+        bits = sum(_coded(part, float(steps[middle]), choice.of(middle, g), prices) for g, part in enumerate(few))
+        low, high = (middle, high) if bits / few.size <= target else (low, middle - 1)
     return low
 
 
-def coded_bits(y: Floats, step: float, prices: Floats, shifts: NDArray[np.uint8]) -> float:
-    q = np.rint(y * (1 / step)).T.astype(np.int64)
-    high = q >> shifts[:, None]
-    symbols = np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
-    return float(np.take_along_axis(prices, symbols, axis=1).sum()) + q.shape[1] * float(shifts.sum())
+def _coded(y: Floats, step: float, chosen: Chosen, prices: Floats) -> float:
+    """Bits of the code of y: [tokens, n]."""
+    q = np.rint(y[:, : len(chosen.tables)] * (1 / step)).T.astype(np.int64)
+    symbols = symbols_of(q >> chosen.shifts[:, None])
+    return float(np.take_along_axis(prices[chosen.tables], symbols, axis=1).sum()) + len(y) * float(chosen.shifts.sum())
+
+
+def symbols_of(high: NDArray[Any]) -> NDArray[Any]:
+    """Symbols of coefficients without their low bits: around CENTRE, or ESCAPE."""
+    return np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
 
 
 def _prices(frequencies: NDArray[np.uint16]) -> Floats:
@@ -264,6 +273,6 @@ def _smooth(sums: Floats) -> NDArray[np.int64]:
         near[:, :ESCAPE] += np.roll(share[:, :ESCAPE], by, axis=1)
     share = share + 0.002 * near
     share[:, ESCAPE] += 1e-4
-    counts = np.rint(share * 1e6).astype(np.int64)
+    counts: NDArray[np.int64] = np.rint(share * 1e6).astype(np.int64)
     counts[:, ESCAPE] = np.maximum(counts[:, ESCAPE], 1)
     return counts

@@ -26,11 +26,11 @@ QUERIES_PER_WINDOW = 64
 
 
 def samples(
-    model_dir: str | Path, windows: Sequence[Sequence[int]], progress: Callable[[int], None] = lambda done: None
+    model_dir: str | Path, windows: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
 ) -> Samples:
     """Runs the model over each window of token ids, from position 0. progress: called with windows done.
 
-    Raises ConfigError for a damaged checkpoint, InvalidArgument without a window of 2 or more tokens.
+    Raises ConfigError for a damaged checkpoint, InvalidArgument without windows of 2 tokens or more.
     """
     if not windows or min(map(len, windows)) < 2:
         raise InvalidArgument("calibration: a window has fewer than 2 tokens, or there is none; give longer text")
@@ -46,7 +46,8 @@ def samples(
         found = _gradients(model, window) if with_torch else _queries(model, window)
         values.append(_before_rope(found[0], frequencies))
         beside.append(_before_rope(found[1], frequencies) if with_torch else _few(found[1], frequencies))
-        progress(done)
+        if progress is not None:
+            progress(done)
     geometry = model.spec.geometry("bfloat16")
     if with_torch:
         return Samples(geometry, frequencies, np.concatenate(values, 2), gradients=np.concatenate(beside, 2))
@@ -79,7 +80,7 @@ def _queries(model: Llama, window: Sequence[int]) -> tuple[Floats, Floats]:
     """Rotated keys and values as above, and rotated queries: float32 [layers, tokens, q_heads, dim]."""
     kept, queries = [], []
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(_: int, q: Array, k: Array, v: Array) -> Array:
         kept.append(np.stack((k, v)))
         queries.append(q)
         return _causal(q, k, v)

@@ -21,7 +21,7 @@ _MADE: dict[bytes, Calibration] = {}
 
 
 def samples(geometry: KVGeometry, *, with_gradients: bool = True, seed: int = 0) -> Samples:
-    """Normal values whose channels have unequal scales and means, and gradients or what stands in for them."""
+    """Normal values whose channels have unequal scales and means, with gradients or their stand-ins."""
     chance = np.random.default_rng(seed)
     g = geometry
     shape = (g.layers, 2, TOKENS, g.kv_heads, g.head_dim)

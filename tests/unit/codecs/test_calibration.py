@@ -34,9 +34,9 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_hash_is_of_everything() -> None:
-    """Another shape, frequency, value, dtype or name of a tensor gives another hash; the order of tensors does not."""
+    """Another shape, frequency, value, dtype or name gives another hash; another order does not."""
     base = small()
-    turned = Calibration(GEOMETRY, dict(reversed(base.tensors.items())))
+    turned = Calibration(GEOMETRY, dict(reversed(list(base.tensors.items()))))
     others = [
         Calibration(KVGeometry(2, 2, 32, "float16", "HND"), base.tensors),
         small(frequency=0.2),

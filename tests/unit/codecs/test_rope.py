@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.codecs.rope import rotate
+from tierd.codecs.rope import Frequencies, rotate
 from tierd.worker.checkpoint import random_checkpoint
 from tierd.worker.model import Llama, rope_frequencies
 from tierd.worker.spec import LlamaSpec, RopeScaling
@@ -39,7 +39,7 @@ def test_keys_are_those_of_the_worker(spec: LlamaSpec, position: int) -> None:
     model, tokens = Llama(random_checkpoint(spec, scale=0.5)), [3, 1, 4, 1, 5]
     there = keys_of(model, tokens, list(range(position, position + 5)))
     plain = keys_of(model, tokens, [0] * 5)
-    frequencies = rope_frequencies(spec).astype(np.float64)
+    frequencies: Frequencies = np.array(rope_frequencies(spec), dtype=np.float64)
     assert np.allclose(rotate(plain, position, frequencies), there, atol=2e-4 * np.abs(plain).max())
     assert np.allclose(rotate(there, position, frequencies, undo=True), plain, atol=2e-4 * np.abs(plain).max())
 
@@ -48,7 +48,7 @@ def test_keys_are_those_of_the_worker(spec: LlamaSpec, position: int) -> None:
 def test_a_turn_is_undone(position: int, seed: int, pairs: int) -> None:
     """Undone, keys are as before; lengths stay, and channels beyond the pairs are not touched."""
     keys = np.random.default_rng(seed).standard_normal((2, 3, 2, 8)).astype(np.float32)
-    frequencies = 10.0 ** -np.arange(pairs)
+    frequencies: Frequencies = 10.0 ** -np.arange(pairs, dtype=np.float64)
     turned = rotate(keys, position, frequencies)
     assert np.allclose(rotate(turned, position, frequencies, undo=True), keys, atol=1e-5)
     assert np.allclose((turned**2).sum(-1), (keys**2).sum(-1), rtol=1e-5)

@@ -94,7 +94,7 @@ def test_values_that_matter_have_less_error() -> None:
 
 
 def test_without_gradients() -> None:
-    """Queries and output weights stand in for gradients; rates hold, and a channel that no query has may be lost."""
+    """Queries and output weights stand in for gradients: the head with large ones has less error."""
     some = samples(GEOMETRY, with_gradients=False)
     assert some.outputs is not None
     some.outputs[0, :, :64] *= 100
@@ -129,7 +129,8 @@ def test_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_calibration_that_does_not_fit(calibration: Calibration) -> None:
-    """No calibration, one of another shape, one without this codec's tensors, and an unknown hash are refused by name."""
+    """A missing calibration, one of another shape, one without the tensors, and an unknown hash are
+    refused by name."""
     codec, raw = codec_named("transform-1"), like_the_samples()
     with pytest.raises(Unsupported, match="codec transform-1: calibration of the namespace is not here"):
         encode(codec, raw, SHAPE)
