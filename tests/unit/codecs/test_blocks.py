@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import ml_dtypes
@@ -102,6 +103,10 @@ def cases(draw: st.DrawFn) -> tuple[KVShape, int, float, list[tuple[int, float]]
 def test_blocks_come_back_within_the_bound(codec: Codec, case: tuple) -> None:
     """No value of a decoded block is off by more than the header says."""
     shape, seed, scale, odd = case
+    if codec.is_calibrated:  # each geometry needs a fit
+        g = shape.geometry
+        few = replace(g, layers=min(g.layers, 2), kv_heads=min(g.kv_heads, 2), head_dim=64)
+        shape = replace(shape, geometry=few)
     values = scale * np.random.default_rng(seed).standard_normal(shape.sizes)
     for place, value in odd:
         values.reshape(-1)[place % values.size] = value
