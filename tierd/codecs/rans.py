@@ -67,7 +67,9 @@ def frequencies_of(counts: NDArray[Any]) -> Frequencies:
     scaled = np.where(some > 0, np.maximum(1, (2 * TOTAL * some + totals) // (2 * totals)), 0)
     rows = np.arange(len(scaled))
     while (left := TOTAL - scaled.sum(axis=1)).any():
-        scaled[rows, scaled.argmax(axis=1)] += np.sign(left)
+        at = scaled.argmax(axis=1)
+        most = scaled[rows, at] // 16  # not all from one, and it stays above 0
+        scaled[rows, at] += np.clip(left, -most, most)
     return scaled.astype(np.uint16)
 
 

@@ -19,11 +19,16 @@ Q high_halves(Q a, Q b) { return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10,
 template <int kDim> void transpose(uint8_t (*codes)[kDim]) {
   for (int at = 0; at < kDim; at += static_cast<int>(sizeof(Q))) {
     Q rows[16], next[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) rows[i] = load<Q>(codes[i] + at);
+#pragma GCC unroll 2
     for (int round = 0; round < 2; round++) {
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) next[2 * i] = low_halves(rows[i], rows[i + 8]), next[2 * i + 1] = high_halves(rows[i], rows[i + 8]);
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) rows[2 * i] = low_halves(next[i], next[i + 8]), rows[2 * i + 1] = high_halves(next[i], next[i + 8]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) store(codes[i] + at, rows[i]);
   }
 }

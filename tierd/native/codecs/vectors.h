@@ -105,7 +105,7 @@ template <int kWidth> F butterfly(F a) {
 }
 
 // Calls f with the first value of each row of `heads` heads: layers, keys and values, tokens, heads.
-template <class Function> void each_row(const TierdBlock& block, size_t heads, Function f) {
+template <class Function> void each_row(const TierdBlock block, size_t heads, Function f) {
   for (size_t layer = 0; layer < block.layers; layer++) {
     for (size_t pair = 0; pair < 2; pair++) {
       for (size_t token = 0; token < block.tokens; token++) {
