@@ -55,7 +55,7 @@ class Lossless:
 
     def lengths(self, shape: KVShape) -> Lengths:
         """A block that would become no shorter stays as it is."""
-        least = _HEAD.itemsize + 2 * groups_of(shape).count + fraction_bytes(shape)
+        least = _HEAD.itemsize + 2 * groups_of(shape).number + fraction_bytes(shape)
         return Lengths(least, max(least, shape.block_bytes))
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
@@ -92,7 +92,7 @@ def _which(chosen: Chosen) -> Bytes:
 
 def _chosen(sums: Sums, groups: Groups) -> Chosen:
     """Cuts the groups of each class of signs into parts of equal size: a table for each part."""
-    count, length = groups.count, groups.length
+    count, length = groups.number, groups.length
     tables = min(TABLES, max(1, count * length // TABLE_SYMBOLS))
     negatives = sums.negatives.astype(np.int64)
     far = sums.tops.astype(np.int64) * length - sums.exponents
@@ -141,7 +141,7 @@ def _unpacked(packed: Bytes) -> rans.Frequencies:
 def _parts(payload: Bytes, shape: KVShape) -> _Parts:
     """Raises CorruptRecord if the payload's length is not that of its parts."""
     head: Any = payload[: _HEAD.itemsize].view(_HEAD)[0]
-    count = groups_of(shape).count
+    count = groups_of(shape).number
     sizes = (count, count, *map(int, head.tolist()), fraction_bytes(shape))
     if _HEAD.itemsize + sum(sizes) != len(payload):
         raise _corrupt(f"its parts have {sum(sizes)} bytes, the payload {len(payload) - _HEAD.itemsize}")

@@ -178,9 +178,9 @@ def _check(frequencies: Frequencies, which: Which, run: int, count: int) -> None
 @contextmanager
 def _described(symbols: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Iterator[bytes]:
     """TierdRans of codecs.cpp, whose arrays live as long as this."""
-    arrays = (
+    arrays: tuple[NDArray[Any], ...] = (
         *(np.ascontiguousarray(symbols, np.uint8), np.ascontiguousarray(frequencies, np.uint16)),
         np.ascontiguousarray(which, np.uint32),
     )
-    yield _RANS.pack(*map(loops.address_of, arrays), count, *frequencies.shape, run, lanes_of(count))
+    yield _RANS.pack(*(loops.address_of(array) for array in arrays), count, *frequencies.shape, run, lanes_of(count))
     del arrays

@@ -76,7 +76,7 @@ def test_loops_give_the_bytes_of_the_plain_forms(codec: Codec, case: tuple[bytes
         return
     plain, *others = at_each_level(lambda: encode(codec, block, shape).tobytes())
     assert others == [plain] * len(LEVELS)
-    plain, *others = at_each_level(lambda: decode(plain, BY_NUMBER).block.tobytes())
+    plain, *others = at_each_level(lambda coded=plain: decode(coded, BY_NUMBER).block.tobytes())
     assert others == [plain] * len(LEVELS)
 
 

@@ -3,7 +3,7 @@
 typedef uint16_t H16 [[gnu::vector_size(32)]];
 typedef uint8_t B16 [[gnu::vector_size(16)]];
 
-constexpr int kEscape = 127;
+constexpr uint16_t kEscape = 127;
 
 // Calls f with the first value and the first group of each head of each layer's keys and values.
 template <class Function> void each_head(const TierdLossless& l, Function f) {
@@ -46,7 +46,7 @@ void lossless_sums(const TierdLossless& l, uint8_t* tops, uint32_t* exponents, u
 }
 
 // Transposes 16 x 16 bytes.
-void turn(B16* rows) {
+TIERD_INLINE void turn(B16* rows) {
   B16 next[16];
 #pragma GCC unroll 4
   for (int round = 0; round < 4; round++) {
@@ -126,9 +126,10 @@ template <class Function> void each_escape(const TierdLossless& l, const uint8_t
 uint64_t lossless_split(const TierdLossless& l, uint8_t* symbols, uint32_t* counts, uint8_t* escapes, uint64_t room) {
   const TierdBlock b = l.block;
   const int fraction = static_cast<int>(l.fraction);
-  const auto symbols_of = [&](const uint16_t* from, H16 top, H16 sign) {
+  const H16 escape = H16{} + kEscape;
+  const auto symbols_of = [&](const uint16_t* from, H16 top, H16 sign) __attribute__((always_inline)) {
     const H16 bits = load<H16>(from), far = top - ((bits & 0x7FFF) >> fraction);
-    const H16 symbol = (far < kEscape ? far : H16{} + kEscape) * 2 + (bits >> 15 ^ sign);
+    const H16 symbol = (far < escape ? far : escape) * 2 + (bits >> 15 ^ sign);
     B16 bytes = __builtin_convertvector(symbol, B16);
     return bytes;
   };
@@ -186,9 +187,10 @@ uint64_t lossless_join(const TierdLossless& l, const uint8_t* symbols, const uin
   const int fraction = static_cast<int>(l.fraction);
   H16 bad = {};
   const H16 most_exponent = H16{} + static_cast<uint16_t>(0x7FFF >> fraction);
-  const auto put = [&](uint16_t* to, B16 bytes, H16 top, H16 sign) {
+  const H16 escape = H16{} + kEscape;
+  const auto put = [&](uint16_t* to, B16 bytes, H16 top, H16 sign) __attribute__((always_inline)) {
     const H16 symbol = __builtin_convertvector(bytes, H16), far = symbol >> 1, exponent = top - far;
-    const H16 is_escaped = (H16)(far == kEscape);
+    const H16 is_escaped = (H16)(far == escape);
     bad |= (H16)(exponent > most_exponent) & ~is_escaped;  // less than 0 wraps
     store(to, load<H16>(to) | ((exponent << fraction) & 0x7FFF & ~is_escaped) | ((symbol & 1) ^ sign) << 15);
   };

@@ -10,13 +10,13 @@ typedef uint16_t H [[gnu::vector_size(2 * kLanes)]];
 typedef uint8_t B [[gnu::vector_size(kLanes)]];
 typedef int8_t S [[gnu::vector_size(kLanes)]];
 
-template <class V, class T> V load(const T* from) {
+template <class V, class T> TIERD_INLINE V load(const T* from) {
   V value;
   std::memcpy(&value, from, sizeof value);
   return value;
 }
 
-template <class T, class V> void store(T* to, V value) { std::memcpy(to, &value, sizeof value); }
+template <class T, class V> TIERD_INLINE void store(T* to, V value) { std::memcpy(to, &value, sizeof value); }
 
 F all(float x) { return x - F{}; }
 
@@ -75,11 +75,11 @@ void to_half(uint16_t* to, F a) {
 F floats(I a) { return __builtin_convertvector(a, F); }
 
 // kLanes values of a block as floats.
-template <bool kHalf> F load_values(const uint16_t* from) { return kHalf ? of_half(from) : (F)(widened(from) << 16); }
+template <bool kHalf> TIERD_INLINE F load_values(const uint16_t* from) { return kHalf ? of_half(from) : (F)(widened(from) << 16); }
 
 // Rounds floats to nearest, ties to even; those that are too large saturate. kNormal: each is 0 or
 // normal, and finite in bfloat16.
-template <bool kHalf, bool kNormal> void store_values(uint16_t* to, F a) {
+template <bool kHalf, bool kNormal> TIERD_INLINE void store_values(uint16_t* to, F a) {
   if (kHalf) return to_half(to, most(all(-65504.0f), least(all(65504.0f), a)));
 #if TIERD_LANES == 16
   if (kNormal) return store(to, _mm512_cvtneps_pbh((__m512)a));
@@ -94,7 +94,7 @@ template <int kWidth, size_t... i> F swapped(F a, std::index_sequence<i...>) { r
 template <int kWidth, size_t... i> F signs_of(std::index_sequence<i...>) { return F{(i & kWidth ? -1.0f : 1.0f)...}; }
 
 // Sums and differences of the lanes whose numbers differ in this bit.
-template <int kWidth> F butterfly(F a) {
+template <int kWidth> TIERD_INLINE F butterfly(F a) {
   constexpr auto each = std::make_index_sequence<kLanes>();
   const F other = swapped<kWidth>(a, each);
 #if TIERD_LANES == 16
