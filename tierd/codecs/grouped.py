@@ -56,7 +56,7 @@ class Chosen(NamedTuple):
 
 
 class Split(NamedTuple):
-    """symbols: of all groups in their order. counts: of each symbol, [tables, 256]. escapes: exponents."""
+    """symbols: of all groups in their order; they may lie in scratch memory. counts: of each symbol, [tables, 256]. escapes: exponents."""
 
     symbols: Bytes
     counts: NDArray[Any]
@@ -105,7 +105,7 @@ def split(raw: Raw, shape: KVShape, chosen: Chosen) -> Split:
             counts[table] = np.bincount(symbols[which == table].reshape(-1), minlength=256)
         return Split(symbols.reshape(-1), counts, exponents[far == ESCAPE].astype(np.uint8))
     assert loops.library is not None
-    flat, escapes, arrays = np.empty(shape.values, np.uint8), np.empty(0, np.uint8), _places(chosen)
+    flat, escapes, arrays = loops.scratch("symbols", shape.values), np.empty(0, np.uint8), _places(chosen)
     for _ in range(2):  # the second time with room for the escapes that the first has found
         found = loops.library.tierd_lossless_split(
             *(_described(raw, shape, chosen, *arrays), loops.address_of(flat), loops.address_of(counts)),
