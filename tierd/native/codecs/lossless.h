@@ -3,7 +3,13 @@
 typedef uint16_t H16 [[gnu::vector_size(32)]];
 typedef uint8_t B16 [[gnu::vector_size(16)]];
 
-constexpr uint16_t kEscape = 127;
+constexpr int kEscape = 127;
+
+TIERD_INLINE H16 every(int x) {
+  H16 all;
+  for (int i = 0; i < 16; i++) all[i] = static_cast<uint16_t>(x);
+  return all;
+}
 
 // Calls f with the first value and the first group of each head of each layer's keys and values.
 template <class Function> void each_head(const TierdLossless& l, Function f) {
@@ -126,7 +132,7 @@ template <class Function> void each_escape(const TierdLossless& l, const uint8_t
 uint64_t lossless_split(const TierdLossless& l, uint8_t* symbols, uint32_t* counts, uint8_t* escapes, uint64_t room) {
   const TierdBlock b = l.block;
   const int fraction = static_cast<int>(l.fraction);
-  const H16 escape = H16{} + kEscape;
+  const H16 escape = every(kEscape);
   const auto symbols_of = [&](const uint16_t* from, H16 top, H16 sign) __attribute__((always_inline)) {
     const H16 bits = load<H16>(from), far = top - ((bits & 0x7FFF) >> fraction);
     const H16 symbol = (far < escape ? far : escape) * 2 + (bits >> 15 ^ sign);
@@ -186,13 +192,14 @@ uint64_t lossless_join(const TierdLossless& l, const uint8_t* symbols, const uin
   const TierdBlock b = l.block;
   const int fraction = static_cast<int>(l.fraction);
   H16 bad = {};
-  const H16 most_exponent = H16{} + static_cast<uint16_t>(0x7FFF >> fraction);
-  const H16 escape = H16{} + kEscape;
+  const H16 most_exponent = every(0x7FFF >> fraction);
+  const H16 escape = every(kEscape);
+  const H16 without_sign = every(0x7FFF), one = every(1);
   const auto put = [&](uint16_t* to, B16 bytes, H16 top, H16 sign) __attribute__((always_inline)) {
     const H16 symbol = __builtin_convertvector(bytes, H16), far = symbol >> 1, exponent = top - far;
     const H16 is_escaped = (H16)(far == escape);
     bad |= (H16)(exponent > most_exponent) & ~is_escaped;  // less than 0 wraps
-    store(to, load<H16>(to) | ((exponent << fraction) & 0x7FFF & ~is_escaped) | ((symbol & 1) ^ sign) << 15);
+    store(to, load<H16>(to) | ((exponent << fraction) & without_sign & ~is_escaped) | ((symbol & one) ^ sign) << 15);
   };
   each_head(l, [&](uint16_t* first, size_t group) {
     for (size_t channel = 0; channel < b.dim; channel += 16) {
