@@ -220,7 +220,7 @@ template <int kDim> void int3_decode(const TierdBlock& block, const Levels* leve
     for (size_t i = 0; i < count * kDim; i += 8, planes++) {
       uint64_t eight = 0;
       for (int bit = 0; bit < 3; bit++) {  // bit i of the byte to byte i
-        const uint64_t each = planes[bit * plane] * 0x0101010101010101 & 0x8040201008040201;
+        const uint64_t each = uint64_t{planes[bit * plane]} * 0x0101010101010101 & 0x8040201008040201;
         eight |= ((each + 0x7F7F7F7F7F7F7F7F) >> 7 & 0x0101010101010101) << bit;
       }
       store(codes[0] + i, eight);
