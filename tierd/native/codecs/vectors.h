@@ -6,6 +6,7 @@
 constexpr int kLanes = TIERD_LANES;
 typedef float F [[gnu::vector_size(4 * kLanes)]];
 typedef int32_t I [[gnu::vector_size(4 * kLanes)]];
+typedef uint32_t U [[gnu::vector_size(4 * kLanes)]];
 typedef uint16_t H [[gnu::vector_size(2 * kLanes)]];
 typedef uint8_t B [[gnu::vector_size(kLanes)]];
 typedef int8_t S [[gnu::vector_size(kLanes)]];
@@ -85,8 +86,8 @@ template <bool kHalf, bool kNormal> TIERD_INLINE void store_values(uint16_t* to,
   if (kNormal) return store(to, _mm512_cvtneps_pbh((__m512)a));
 #endif
   if (!kNormal) a = most(all(-kBfloatMax), least(all(kBfloatMax), a));
-  const I bits = (I)a;
-  narrow(to, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  const U bits = (U)a;
+  narrow(to, (I)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16));
 }
 
 // Each lane, and the lane whose number differs in this bit.
