@@ -46,6 +46,7 @@ HEADER = np.dtype(
     ]
 )
 IDENTITY = 0
+_FIELDS = HEADER.names or ()
 _PACKED = struct.Struct("<I3H2B5If16sIQ")
 """HEADER, read and written at once."""
 
@@ -178,7 +179,7 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
             f"encoded block: {len(coded)} bytes are no header, which has {HEADER.itemsize}; read another copy"
         )
     head, payload = coded[: HEADER.itemsize].tobytes(), coded[HEADER.itemsize :]
-    header = dict(zip(HEADER.fields, _PACKED.unpack(head), strict=True))
+    header = dict(zip(_FIELDS, _PACKED.unpack(head), strict=True))
     if header["magic"] != MAGIC or header["checksum"] != _checksum(head, payload):
         raise CorruptRecord("encoded block: the header's checksum does not match; read another copy")
     number, version = header["codec"], header["codec_version"]

@@ -28,9 +28,9 @@ Words = NDArray[np.uint16]
 
 
 class Groups(NamedTuple):
-    """count: of groups. length: values of each. by_channel: whether a group is a channel."""
+    """number: of groups. length: values of each. by_channel: whether a group is a channel."""
 
-    count: int
+    number: int
     length: int
     by_channel: bool
 
@@ -56,7 +56,7 @@ class Chosen(NamedTuple):
 
 
 class Split(NamedTuple):
-    """symbols: of all groups in their order. counts: of each symbol, [tables, 256]. escapes: exponents."""
+    """symbols: of all groups in their order; they may lie in scratch memory. counts: of each symbol, [tables, 256]. escapes: exponents."""
 
     symbols: Bytes
     counts: NDArray[Any]
@@ -85,8 +85,9 @@ def sums_of(raw: Raw, shape: KVShape) -> Sums:
         tops, total = exponents.max(axis=1).astype(np.uint8), exponents.sum(axis=1, dtype=np.uint32)
         return Sums(tops, total, (rows >> 15).sum(axis=1, dtype=np.uint32))
     assert loops.library is not None
-    sums = Sums(np.empty(groups.count, np.uint8), *np.empty((2, groups.count), np.uint32))
-    loops.library.tierd_lossless_sums(_described(raw, shape), *map(loops.address_of, sums))
+    sums = Sums(np.empty(groups.number, np.uint8), *np.empty((2, groups.number), np.uint32))
+    addresses = (loops.address_of(sums.tops), loops.address_of(sums.exponents), loops.address_of(sums.negatives))
+    loops.library.tierd_lossless_sums(_described(raw, shape), *addresses)
     return sums
 
 
@@ -104,7 +105,7 @@ def split(raw: Raw, shape: KVShape, chosen: Chosen) -> Split:
             counts[table] = np.bincount(symbols[which == table].reshape(-1), minlength=256)
         return Split(symbols.reshape(-1), counts, exponents[far == ESCAPE].astype(np.uint8))
     assert loops.library is not None
-    flat, escapes, arrays = np.empty(shape.values, np.uint8), np.empty(0, np.uint8), _places(chosen)
+    flat, escapes, arrays = loops.scratch("symbols", shape.values), np.empty(0, np.uint8), _places(chosen)
     for _ in range(2):  # the second time with room for the escapes that the first has found
         found = loops.library.tierd_lossless_split(
             *(_described(raw, shape, chosen, *arrays), loops.address_of(flat), loops.address_of(counts)),
@@ -141,7 +142,7 @@ def join(raw: Raw, shape: KVShape, chosen: Chosen, coded: Split, fractions: Byte
                 *(loops.address_of(coded.escapes), len(coded.escapes), loops.address_of(fractions)),
             )
         )
-    symbols, order = coded.symbols.reshape(groups.count, -1), chosen.order
+    symbols, order = coded.symbols.reshape(groups.number, -1), chosen.order
     far = symbols >> 1
     exponents, is_escaped = chosen.tops[order, None].astype(np.int16) - far, far == ESCAPE
     if np.count_nonzero(is_escaped) != len(coded.escapes):
@@ -149,7 +150,7 @@ def join(raw: Raw, shape: KVShape, chosen: Chosen, coded: Split, fractions: Byte
     exponents[is_escaped] = coded.escapes
     if int(exponents.min()) < 0 or int(exponents.max()) > 0x7FFF >> fraction:
         return False
-    rows = np.empty((groups.count, groups.length), np.uint16)
+    rows = np.empty((groups.number, groups.length), np.uint16)
     signs = (symbols & 1 ^ (chosen.tables[order] >> 7)[:, None]).astype(np.uint16)
     rows[order] = exponents.astype(np.uint16) << fraction | signs << 15
     raw[:] = _unrows(rows, shape, groups)
@@ -167,7 +168,7 @@ def _is_plain(shape: KVShape) -> bool:
 def _rows(raw: Raw, groups: Groups) -> Words:
     """The values of each group: [groups, length]."""
     order = (0, 1, 3, 4, 2) if groups.by_channel else (0, 1, 3, 2, 4)
-    return np.ascontiguousarray(raw.transpose(order)).reshape(groups.count, groups.length)
+    return np.ascontiguousarray(raw.transpose(order)).reshape(groups.number, groups.length)
 
 
 def _unrows(rows: Words, shape: KVShape, groups: Groups) -> Words:
@@ -188,5 +189,7 @@ def _places(chosen: Chosen) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
 def _described(raw: Raw, shape: KVShape, chosen: Chosen | None = None, *arrays: NDArray[np.uint32]) -> bytes:
     """TierdLossless of codecs.cpp. arrays: of `_places`; they must live as long."""
     groups, fraction = groups_of(shape), FRACTION_BITS[shape.geometry.dtype]
-    known = [loops.address_of(array) for array in (*chosen, *arrays)] if chosen else [0] * 4
-    return loops.described(raw, shape) + _GROUPS.pack(*known, groups.count, groups.length, groups.by_channel, fraction)
+    known = [0] * 4
+    if chosen:
+        known = [loops.address_of(chosen.tops), loops.address_of(chosen.tables), *map(loops.address_of, arrays)]
+    return loops.described(raw, shape) + _GROUPS.pack(*known, groups.number, groups.length, groups.by_channel, fraction)

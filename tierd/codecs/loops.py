@@ -7,19 +7,23 @@ call releases the interpreter lock.
 from __future__ import annotations
 
 import struct
+import threading
 from ctypes import CDLL
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.values import KVShape, Raw, raw_of
+from tierd.codecs.values import Bytes, KVShape, Raw, raw_of
 from tierd.native import find_library
 
 library: CDLL | None = find_library("codecs")
 """None: there is no library, or a test wants the plain forms."""
 STEP = 16
 """Loops over values take head_dims that are multiples of this."""
+KEPT_BYTES = 16 << 20
+"""A thread keeps scratch memory up to this size for each use."""
+_THREAD = threading.local()
 _BLOCK = struct.Struct("<6Q4q")
 
 
@@ -41,6 +45,17 @@ def described(raw: Raw, shape: KVShape) -> bytes:
 def empty_raw(shape: KVShape) -> Raw:
     """Room for a block's values, in the order of its layout."""
     return raw_of(np.empty(shape.block_bytes, np.uint8), shape)
+
+
+def scratch(use: str, length: int) -> Bytes:
+    """Memory of this thread for one use, until the next call with that use. Fresh memory costs more than
+    many a loop."""
+    held: Bytes | None = _THREAD.__dict__.get(use)
+    if held is None or len(held) < length:
+        held = np.empty(length, np.uint8)
+        if length <= KEPT_BYTES:
+            _THREAD.__dict__[use] = held
+    return held[:length]
 
 
 def largest(values: NDArray[np.uint16]) -> int:

@@ -55,7 +55,7 @@ class Lossless:
 
     def lengths(self, shape: KVShape) -> Lengths:
         """A block that would become no shorter stays as it is."""
-        least = _HEAD.itemsize + 2 * groups_of(shape).count + fraction_bytes(shape)
+        least = _HEAD.itemsize + 2 * groups_of(shape).number + fraction_bytes(shape)
         return Lengths(least, max(least, shape.block_bytes))
 
     def expected_bytes(self, shape: KVShape) -> int:
@@ -82,7 +82,8 @@ class Lossless:
         """See block.Codec."""
         parts = _parts(payload, shape)
         chosen, frequencies = Chosen(parts.tops, parts.chosen), _unpacked(parts.tables)
-        symbols = rans.decode(parts.stream, shape.values, frequencies, _which(chosen), groups_of(shape).length)
+        into = loops.scratch("symbols", shape.values)
+        symbols = rans.decode(parts.stream, shape.values, frequencies, _which(chosen), groups_of(shape).length, into)
         raw = loops.empty_raw(shape)
         if not grouped.join(raw, shape, chosen, Split(symbols, frequencies, parts.escapes), parts.fractions):
             raise _corrupt("an exponent is impossible, or the escapes are not as many as the symbols name")
@@ -96,7 +97,7 @@ def _which(chosen: Chosen) -> Bytes:
 
 def _chosen(sums: Sums, groups: Groups) -> Chosen:
     """Cuts the groups of each class of signs into parts of equal size: a table for each part."""
-    count, length = groups.count, groups.length
+    count, length = groups.number, groups.length
     tables = min(TABLES, max(1, count * length // TABLE_SYMBOLS))
     negatives = sums.negatives.astype(np.int64)
     far = sums.tops.astype(np.int64) * length - sums.exponents
@@ -105,48 +106,47 @@ def _chosen(sums: Sums, groups: Groups) -> Chosen:
         rarer = 256 * np.minimum(negatives, length - negatives)
         classes = np.searchsorted(np.array(SHARES) * length, rarer, side="right")
         tables //= len(SHARES) + 1
-    order = np.lexsort((far, classes))
-    first = np.searchsorted(classes[order], np.arange(len(SHARES) + 2))
-    rank = np.arange(count) - first[classes[order]]
+    order = np.sort((classes * (far.max() + 1) + far) * count + np.arange(count)) % count  # by classes, then far
+    ordered = classes[order]
+    first = np.searchsorted(ordered, np.arange(len(SHARES) + 2))
+    rank = np.arange(count) - first[ordered]
     chosen = np.empty(count, np.int64)
-    chosen[order] = classes[order] * tables + rank * tables // np.diff(first)[classes[order]]
+    chosen[order] = ordered * tables + rank * tables // np.diff(first)[ordered]
     return Chosen(sums.tops, (chosen | np.where(2 * negatives > length, NEGATIVE, 0)).astype(np.uint8))
 
 
 def _packed(frequencies: rans.Frequencies) -> Bytes:
-    """Per table: its last symbol with a frequency, then all up to it. One byte below 128, else the
-    lower seven bits and 128, then the others."""
-    packed = bytearray()
-    for row in frequencies.tolist():
-        last = max(i for i, frequency in enumerate(row) if frequency)
-        packed.append(last)
-        for frequency in row[: last + 1]:
-            packed += bytes((frequency,)) if frequency < 128 else bytes((frequency & 127 | 128, frequency >> 7))
-    return np.frombuffer(bytes(packed), np.uint8)
+    """The number of tables, the last symbol of each that has a frequency, and all frequencies up to
+    these. One byte below 128, else the lower seven bits and 128, then the others."""
+    size = frequencies.shape[1]
+    last = size - 1 - np.argmax(frequencies[:, ::-1] > 0, axis=1)
+    values = frequencies[np.arange(size) <= last[:, None]]
+    both = np.stack((values & 127 | np.where(values > 127, 128, 0), values >> 7), axis=1).astype(np.uint8)
+    needed = np.stack((np.ones_like(values, bool), values > 127), axis=1)
+    return np.concatenate((np.array([len(last)], np.uint8), last.astype(np.uint8), both[needed]))
 
 
 def _unpacked(packed: Bytes) -> rans.Frequencies:
     """Raises CorruptRecord."""
-    data, at, rows = packed.tolist(), 0, []
-    try:
-        while at < len(data):
-            row, last = [0] * 256, data[at]
-            at += 1
-            for symbol in range(last + 1):
-                row[symbol] = data[at] & 127 | (data[at + 1] << 7 if data[at] & 128 else 0)
-                at += 2 if data[at] & 128 else 1
-            rows.append(row)
-    except IndexError:
-        raise _corrupt("a table of frequencies ends too early") from None
-    if not 0 < len(rows) <= TABLES:
-        raise _corrupt(f"it has {len(rows)} tables, {TABLES} at most")
-    return np.minimum(np.array(rows), rans.TOTAL + 1).astype(np.uint16)
+    count = int(packed[0]) if len(packed) else 0
+    last, data = packed[1 : 1 + count].astype(np.int64), packed[1 + count :].astype(np.uint16)
+    is_second = np.append(False, data[:-1] > 127) if len(data) else np.empty(0, bool)
+    is_used = np.arange(256) <= last[:, None]
+    if not 0 < count == len(last) <= TABLES or np.count_nonzero(~is_second) != np.count_nonzero(is_used):
+        raise _corrupt("its tables of frequencies do not have their length")
+    values = data[~is_second] & 127
+    if data[-1] > 127 or (data[is_second] > rans.TOTAL >> 7).any():
+        raise _corrupt("a frequency is impossible")
+    values[np.flatnonzero(data[~is_second] > 127)] += data[is_second] << 7
+    frequencies = np.zeros((count, 256), np.uint16)
+    frequencies[is_used] = values
+    return frequencies
 
 
 def _parts(payload: Bytes, shape: KVShape) -> _Parts:
     """Raises CorruptRecord if the payload's length is not that of its parts."""
     head: Any = payload[: _HEAD.itemsize].view(_HEAD)[0]
-    count = groups_of(shape).count
+    count = groups_of(shape).number
     sizes = (count, count, *map(int, head.tolist()), fraction_bytes(shape))
     if _HEAD.itemsize + sum(sizes) != len(payload):
         raise _corrupt(f"its parts have {sum(sizes)} bytes, the payload {len(payload) - _HEAD.itemsize}")

@@ -130,7 +130,6 @@ def _split(words: NDArray[np.uint16], shape: KVShape) -> tuple[Bytes, Bytes]:
 
 
 def _joined(first: Bytes, second: Bytes, shape: KVShape) -> NDArray[np.uint16]:
-    high, low = first.astype(np.uint16), second.astype(np.uint16)
-    if shape.geometry.dtype == "float16":
-        return high << 8 | low
-    return high << 7 | (low & 128) << 8 | low & 127
+    high, low, is_half = first.astype(np.uint16), second.astype(np.uint16), shape.geometry.dtype == "float16"
+    joined = high << 8 | low if is_half else high << 7 | (low & 128) << 8 | low & 127
+    return joined.astype(np.uint16, copy=False)

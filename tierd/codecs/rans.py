@@ -67,7 +67,9 @@ def frequencies_of(counts: NDArray[Any]) -> Frequencies:
     scaled = np.where(some > 0, np.maximum(1, (2 * TOTAL * some + totals) // (2 * totals)), 0)
     rows = np.arange(len(scaled))
     while (left := TOTAL - scaled.sum(axis=1)).any():
-        scaled[rows, scaled.argmax(axis=1)] += np.sign(left)
+        at = scaled.argmax(axis=1)
+        most = scaled[rows, at] // 16  # not all from one, and it stays above 0
+        scaled[rows, at] += np.clip(left, -most, most)
     return scaled.astype(np.uint16)
 
 
@@ -77,13 +79,14 @@ def encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: int) -> 
     _check(frequencies, which, run, len(symbols))
     if loops.library is None:
         return _plain_encode(symbols, frequencies, which, run)
-    stream, entries = np.empty(most_bytes(len(symbols)), np.uint8), np.empty((len(frequencies), 256), np.uint64)
+    stream = loops.scratch("stream", most_bytes(len(symbols)))
+    entries = loops.scratch("tables", 8 * 256 * len(frequencies))
     end = loops.address_of(stream) + len(stream)
     with _described(symbols, len(symbols), frequencies, which, run) as rans:
         length: int = loops.library.tierd_rans_encode(rans, loops.address_of(entries), end)
     if length > len(stream):
         raise InvalidArgument(UNCOUNTED)
-    return stream[len(stream) - length :]
+    return stream[len(stream) - length :].copy()
 
 
 def _plain_encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: int) -> Bytes:
@@ -104,8 +107,10 @@ def _plain_encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: i
     return np.concatenate((states.astype("<u4").view(np.uint8), *(word.view(np.uint8) for word in reversed(words))))
 
 
-def decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Bytes:
-    """The symbols again: uint8 [count]. Raises CorruptRecord unless all of the stream fits.
+def decode(
+    stream: Bytes, count: int, frequencies: Frequencies, which: Which, run: int, into: Bytes | None = None
+) -> Bytes:
+    """The symbols again: uint8 [count], in `into` if it is given and the library is there. Raises CorruptRecord unless all of the stream fits.
 
     It reads no byte outside of stream, and takes memory for count symbols and the tables alone."""
     lanes = lanes_of(count)
@@ -114,7 +119,10 @@ def decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, ru
         raise CorruptRecord(f"rANS: {len(stream)} bytes are no stream of {lanes} states; read another copy")
     if loops.library is None:
         return _plain_decode(stream, count, frequencies, which, run)
-    symbols, entries = np.empty(count, np.uint8), np.empty((len(frequencies), TOTAL), np.uint32)
+    symbols, entries = (
+        np.empty(count, np.uint8) if into is None else into,
+        loops.scratch("tables", 4 * TOTAL * len(frequencies)),
+    )
     with _described(symbols, count, frequencies, which, run) as rans:
         is_whole = loops.library.tierd_rans_decode(
             *(rans, loops.address_of(entries), loops.address_of(stream)),
@@ -176,9 +184,9 @@ def _check(frequencies: Frequencies, which: Which, run: int, count: int) -> None
 @contextmanager
 def _described(symbols: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Iterator[bytes]:
     """TierdRans of codecs.cpp, whose arrays live as long as this."""
-    arrays = (
+    arrays: tuple[NDArray[Any], ...] = (
         *(np.ascontiguousarray(symbols, np.uint8), np.ascontiguousarray(frequencies, np.uint16)),
         np.ascontiguousarray(which, np.uint32),
     )
-    yield _RANS.pack(*map(loops.address_of, arrays), count, *frequencies.shape, run, lanes_of(count))
+    yield _RANS.pack(*(loops.address_of(array) for array in arrays), count, *frequencies.shape, run, lanes_of(count))
     del arrays

@@ -18,6 +18,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+#define TIERD_INLINE [[gnu::always_inline]] inline
 #define TIERD_API extern "C" [[gnu::visibility("default")]]
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "payloads are little-endian");

@@ -28,6 +28,7 @@ from tools.bench import (
     calls,
     chains,
     clients,
+    codecs,
     daemon_start,
     data_plane,
     demotion,
@@ -60,6 +61,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "daemon_start": daemon_start.rows,
     "recording": recording.rows,
     "policies": policies.rows,
+    "codecs": codecs.rows,
     "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }
 INDEX_BLOCKS = 1_000_000

@@ -35,6 +35,15 @@ def _at_most(bar: float | None = None, goal: float | None = None) -> Promise:
     return Promise(bar, goal, at_most=True)
 
 
+CODECS = {
+    "int8": (0.30, 0.50),
+    "rot-8-4": (0.20, 0.40),
+    "rot-4-4": (0.20, 0.40),
+    "int3": (0.15, 0.30),
+    "lossless": (0.04, 0.08),
+}
+"""Encoding and decoding."""
+SHAPES = ("6x2x64x256", "32x8x128x16")
 PROMISES = {
     # Misses, of LRU's misses and a point.
     **{f"policy_{name}_{tiers}": _at_most(1.0) for name in PATTERNS for tiers in ("one", "two")},
@@ -77,6 +86,9 @@ PROMISES = {
     "lookups_64": _at_least(1.0),
     "record_acquire_32": _at_least(0.98),
     "record_acquire_256": _at_least(0.98),
+    # Of memcpy.
+    **{f"{codec} encode {shape} native": _at_least(bar) for codec, (bar, _) in CODECS.items() for shape in SHAPES},
+    **{f"{codec} decode {shape} native": _at_least(bar) for codec, (_, bar) in CODECS.items() for shape in SHAPES},
     # Of the row's limit.
     **{f"chain_cost_{length}": _at_most(1.5) for length in (64, 1024, 8192, 65_536)},
     **{f"chain_step_{length}": _at_most(1.0) for length in (64, 1024, 8192, 65_536)},

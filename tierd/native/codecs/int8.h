@@ -1,15 +1,18 @@
 // Codec int8: tierd/codecs/int8.py.
 
-template <bool kHalf> void int8_encode_as(const TierdBlock& block, size_t heads, const float* powers, uint8_t* out) {
+template <bool kHalf> void int8_encode_as(const TierdBlock block, size_t heads, const float* powers, uint8_t* out) {
+  // A row's heads that adjoin are one part.
+  const size_t parts = block.head == block.dim ? 1 : heads, dim = block.head == block.dim ? heads * block.dim : block.dim;
   const size_t row = heads * block.dim, rows = rows_of(block) / heads;
   uint8_t *exponents = out + 4, *codes = exponents + rows;
   uint16_t largest = 0;
   size_t at = 0;
   each_row(block, heads, [&](const uint16_t* from) {
     H top = {};
-    for (size_t head = 0; head < heads; head++) {
-      for (size_t i = 0; i < block.dim; i += kLanes) {
-        const H bits = load<H>(from + head * block.head + i) & 0x7FFF;
+    for (size_t part = 0; part < parts; part++) {
+#pragma GCC unroll 4
+      for (size_t i = 0; i < dim; i += kLanes) {
+        const H bits = load<H>(from + part * block.head + i) & 0x7FFF;
         top = bits > top ? bits : top;
       }
     }
@@ -33,8 +36,9 @@ template <bool kHalf> void int8_encode_as(const TierdBlock& block, size_t heads,
     const float inverse = 1.0f / steps[exponent];
     exponents[at] = static_cast<uint8_t>(exponent);
     uint8_t* to = codes + row * at++;
-    for (size_t head = 0; head < heads; head++) {
-      for (size_t i = 0; i < block.dim; i += kLanes) narrow(to + head * block.dim + i, rounded(load_values<kHalf>(from + head * block.head + i) * inverse));
+    for (size_t part = 0; part < parts; part++) {
+#pragma GCC unroll 4
+      for (size_t i = 0; i < dim; i += kLanes) narrow(to + part * dim + i, rounded(load_values<kHalf>(from + part * block.head + i) * inverse));
     }
   });
 }
@@ -43,7 +47,8 @@ void int8_encode(const TierdBlock& block, size_t heads, const float* powers, uin
   block.is_half ? int8_encode_as<true>(block, heads, powers, out) : int8_encode_as<false>(block, heads, powers, out);
 }
 
-template <bool kHalf, bool kNormal> void int8_decode_as(const TierdBlock& block, size_t heads, const float* powers, const uint8_t* in) {
+template <bool kHalf, bool kNormal> void int8_decode_as(const TierdBlock block, size_t heads, const float* powers, const uint8_t* in) {
+  const size_t parts = block.head == block.dim ? 1 : heads, dim = block.head == block.dim ? heads * block.dim : block.dim;
   const size_t row = heads * block.dim;
   const uint8_t* exponents = in + 4;
   const int8_t* codes = reinterpret_cast<const int8_t*>(exponents + rows_of(block) / heads);
@@ -53,8 +58,9 @@ template <bool kHalf, bool kNormal> void int8_decode_as(const TierdBlock& block,
   each_row(block, heads, [&](uint16_t* to) {
     const F step = all(base * powers[exponents[at]]);
     const int8_t* from = codes + row * at++;
-    for (size_t head = 0; head < heads; head++) {
-      for (size_t i = 0; i < block.dim; i += kLanes) store_values<kHalf, kNormal>(to + head * block.head + i, floats(widened(from + head * block.dim + i)) * step);
+    for (size_t part = 0; part < parts; part++) {
+#pragma GCC unroll 4
+      for (size_t i = 0; i < dim; i += kLanes) store_values<kHalf, kNormal>(to + part * block.head + i, floats(widened(from + part * dim + i)) * step);
     }
   });
 }

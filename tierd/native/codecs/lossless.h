@@ -5,6 +5,12 @@ typedef uint8_t B16 [[gnu::vector_size(16)]];
 
 constexpr int kEscape = 127;
 
+TIERD_INLINE H16 every(int x) {
+  H16 all;
+  for (int i = 0; i < 16; i++) all[i] = static_cast<uint16_t>(x);
+  return all;
+}
+
 // Calls f with the first value and the first group of each head of each layer's keys and values.
 template <class Function> void each_head(const TierdLossless& l, Function f) {
   const TierdBlock& b = l.block;
@@ -46,13 +52,16 @@ void lossless_sums(const TierdLossless& l, uint8_t* tops, uint32_t* exponents, u
 }
 
 // Transposes 16 x 16 bytes.
-void turn(B16* rows) {
+TIERD_INLINE void turn(B16* rows) {
   B16 next[16];
+#pragma GCC unroll 4
   for (int round = 0; round < 4; round++) {
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
       next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) rows[i] = next[i];
   }
 }
@@ -123,9 +132,10 @@ template <class Function> void each_escape(const TierdLossless& l, const uint8_t
 uint64_t lossless_split(const TierdLossless& l, uint8_t* symbols, uint32_t* counts, uint8_t* escapes, uint64_t room) {
   const TierdBlock b = l.block;
   const int fraction = static_cast<int>(l.fraction);
-  const auto symbols_of = [&](const uint16_t* from, H16 top, H16 sign) {
+  const H16 escape = every(kEscape);
+  const auto symbols_of = [&](const uint16_t* from, H16 top, H16 sign) __attribute__((always_inline)) {
     const H16 bits = load<H16>(from), far = top - ((bits & 0x7FFF) >> fraction);
-    const H16 symbol = (far < kEscape ? far : H16{} + kEscape) * 2 + (bits >> 15 ^ sign);
+    const H16 symbol = (far < escape ? far : escape) * 2 + (bits >> 15 ^ sign);
     B16 bytes = __builtin_convertvector(symbol, B16);
     return bytes;
   };
@@ -182,12 +192,14 @@ uint64_t lossless_join(const TierdLossless& l, const uint8_t* symbols, const uin
   const TierdBlock b = l.block;
   const int fraction = static_cast<int>(l.fraction);
   H16 bad = {};
-  const H16 most_exponent = H16{} + static_cast<uint16_t>(0x7FFF >> fraction);
-  const auto put = [&](uint16_t* to, B16 bytes, H16 top, H16 sign) {
+  const H16 most_exponent = every(0x7FFF >> fraction);
+  const H16 escape = every(kEscape);
+  const H16 without_sign = every(0x7FFF), one = every(1);
+  const auto put = [&](uint16_t* to, B16 bytes, H16 top, H16 sign) __attribute__((always_inline)) {
     const H16 symbol = __builtin_convertvector(bytes, H16), far = symbol >> 1, exponent = top - far;
-    const H16 is_escaped = (H16)(far == kEscape);
+    const H16 is_escaped = (H16)(far == escape);
     bad |= (H16)(exponent > most_exponent) & ~is_escaped;  // less than 0 wraps
-    store(to, load<H16>(to) | ((exponent << fraction) & 0x7FFF & ~is_escaped) | ((symbol & 1) ^ sign) << 15);
+    store(to, load<H16>(to) | ((exponent << fraction) & without_sign & ~is_escaped) | ((symbol & one) ^ sign) << 15);
   };
   each_head(l, [&](uint16_t* first, size_t group) {
     for (size_t channel = 0; channel < b.dim; channel += 16) {

@@ -44,7 +44,7 @@ void build_decoder(const TierdRans& r, uint32_t* entries) {
 
 // Writes the stream so that it ends at `end`. Returns its bytes, or all bits set for a symbol without
 // a frequency.
-uint64_t rans_encode(const TierdRans& r, uint64_t* entries, uint8_t* end) {
+uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
   uint32_t states[kMostLanes];
   for (size_t i = 0; i < r.lanes; i++) states[i] = 1 << 16;
   build_encoder(r, entries);
@@ -75,11 +75,13 @@ uint64_t rans_encode(const TierdRans& r, uint64_t* entries, uint8_t* end) {
     const __m512i low = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), high = _mm512_add_epi32(low, _mm512_set1_epi32(1));
     const __m512i bits12 = _mm512_set1_epi32(4095), ones = _mm512_set1_epi32(1);
     __mmask16 bad = 0;
+    size_t run = left ? (left - 1) / r.run : 0, first = run * r.run;
+    const uint64_t* table = left ? entries + 256 * r.which[run] : nullptr;
     while (left) {
       left -= r.lanes;
       for (size_t k = r.lanes / kWide; k-- > 0;) {
         const size_t at = left + kWide * k;
-        const uint64_t* table = entries + 256 * r.which[at / r.run];
+        if (at < first) first -= r.run, table = entries + 256 * r.which[--run];
         const __m512i symbols = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(r.symbols + at)));
         const __m512i a = _mm512_i32gather_epi64(_mm512_castsi512_si256(symbols), table, 8);
         const __m512i b = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(symbols, 1), table, 8);
@@ -115,7 +117,7 @@ uint64_t rans_encode(const TierdRans& r, uint64_t* entries, uint8_t* end) {
 }
 
 // Reads `words` words behind the states. Returns whether the stream ends as it must.
-uint64_t rans_decode(const TierdRans& r, uint32_t* entries, const uint8_t* stream, uint64_t words, uint8_t* symbols) {
+uint64_t rans_decode(const TierdRans r, uint32_t* entries, const uint8_t* stream, uint64_t words, uint8_t* symbols) {
   uint32_t states[kMostLanes] = {};
   std::memcpy(states, stream, 4 * r.lanes);
   build_decoder(r, entries);
@@ -126,10 +128,12 @@ uint64_t rans_decode(const TierdRans& r, uint32_t* entries, const uint8_t* strea
     __m512i x[kMostLanes / kWide];
     std::memcpy(x, states, sizeof x);
     const __m512i bits12 = _mm512_set1_epi32(4095), least_state = _mm512_set1_epi32(1 << 16);
+    size_t run = 0, next_run = r.run;
+    const uint32_t* table = r.count ? entries + (size_t{r.which[0]} << 12) : nullptr;
     // A step takes a word per lane at most.
     while (at + r.lanes <= r.count && static_cast<size_t>(end - from) >= 2 * r.lanes) {
       for (size_t k = 0; k < r.lanes / kWide; k++, at += kWide) {
-        const uint32_t* table = entries + (r.which[at / r.run] << 12);
+        if (at == next_run) next_run += r.run, table = entries + (size_t{r.which[++run]} << 12);
         const __m512i entry = _mm512_i32gather_epi32(_mm512_and_si512(x[k], bits12), table, 4);
         _mm_storeu_si128((__m128i*)(symbols + at), _mm512_cvtepi32_epi8(_mm512_srli_epi32(entry, 24)));
         const __m512i high = _mm512_srli_epi32(x[k], 12), less = _mm512_and_si512(_mm512_srli_epi32(entry, 12), bits12);

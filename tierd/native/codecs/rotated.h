@@ -11,8 +11,9 @@ template <int kDim> struct Batch {
 };
 
 // The Hadamard transform, not normalised. The distance of the butterflies doubles from 1.
-template <int kDim> void hadamard(F* v) {
+template <int kDim> TIERD_INLINE void hadamard(F* v) {
   constexpr int kCount = kDim / kLanes;
+#pragma GCC unroll 16
   for (int i = 0; i < kCount; i++) {
     v[i] = butterfly<2>(butterfly<1>(v[i]));
     if constexpr (kLanes > 4) v[i] = butterfly<4>(v[i]);
@@ -38,7 +39,7 @@ struct Most {
 };
 
 // Folds the 16 lanes of each row by halves.
-template <class Op> void fold(const float (*lanes)[16], float* to, Op op) {
+template <class Op> TIERD_INLINE void fold(const float (*lanes)[16], float* to, Op op) {
 #if TIERD_LANES == 16
   const auto row = [&](int i) { return (__m512)load<F>(lanes[i]); };
   const auto both = [&](__m512 a, __m512 b) { return (__m512)op((F)a, (F)b); };
@@ -67,7 +68,7 @@ template <class Op> void fold(const float (*lanes)[16], float* to, Op op) {
 #endif
 }
 
-template <int kCount> void load_row(const uint16_t* row, bool is_half, F* v) {
+template <int kCount> TIERD_INLINE void load_row(const uint16_t* row, bool is_half, F* v) {
   if (row == nullptr) {
     for (int i = 0; i < kCount; i++) v[i] = F{};
   } else if (is_half) {

@@ -19,11 +19,16 @@ Q high_halves(Q a, Q b) { return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10,
 template <int kDim> void transpose(uint8_t (*codes)[kDim]) {
   for (int at = 0; at < kDim; at += static_cast<int>(sizeof(Q))) {
     Q rows[16], next[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) rows[i] = load<Q>(codes[i] + at);
+#pragma GCC unroll 2
     for (int round = 0; round < 2; round++) {
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) next[2 * i] = low_halves(rows[i], rows[i + 8]), next[2 * i + 1] = high_halves(rows[i], rows[i + 8]);
+#pragma GCC unroll 8
       for (int i = 0; i < 8; i++) rows[2 * i] = low_halves(next[i], next[i + 8]), rows[2 * i + 1] = high_halves(next[i], next[i + 8]);
     }
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) store(codes[i] + at, rows[i]);
   }
 }
@@ -215,7 +220,7 @@ template <int kDim> void int3_decode(const TierdBlock& block, const Levels* leve
     for (size_t i = 0; i < count * kDim; i += 8, planes++) {
       uint64_t eight = 0;
       for (int bit = 0; bit < 3; bit++) {  // bit i of the byte to byte i
-        const uint64_t each = planes[bit * plane] * 0x0101010101010101 & 0x8040201008040201;
+        const uint64_t each = uint64_t{planes[bit * plane]} * 0x0101010101010101 & 0x8040201008040201;
         eight |= ((each + 0x7F7F7F7F7F7F7F7F) >> 7 & 0x0101010101010101) << bit;
       }
       store(codes[0] + i, eight);

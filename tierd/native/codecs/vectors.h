@@ -6,17 +6,18 @@
 constexpr int kLanes = TIERD_LANES;
 typedef float F [[gnu::vector_size(4 * kLanes)]];
 typedef int32_t I [[gnu::vector_size(4 * kLanes)]];
+typedef uint32_t U [[gnu::vector_size(4 * kLanes)]];
 typedef uint16_t H [[gnu::vector_size(2 * kLanes)]];
 typedef uint8_t B [[gnu::vector_size(kLanes)]];
 typedef int8_t S [[gnu::vector_size(kLanes)]];
 
-template <class V, class T> V load(const T* from) {
+template <class V, class T> TIERD_INLINE V load(const T* from) {
   V value;
   std::memcpy(&value, from, sizeof value);
   return value;
 }
 
-template <class T, class V> void store(T* to, V value) { std::memcpy(to, &value, sizeof value); }
+template <class T, class V> TIERD_INLINE void store(T* to, V value) { std::memcpy(to, &value, sizeof value); }
 
 F all(float x) { return x - F{}; }
 
@@ -75,18 +76,18 @@ void to_half(uint16_t* to, F a) {
 F floats(I a) { return __builtin_convertvector(a, F); }
 
 // kLanes values of a block as floats.
-template <bool kHalf> F load_values(const uint16_t* from) { return kHalf ? of_half(from) : (F)(widened(from) << 16); }
+template <bool kHalf> TIERD_INLINE F load_values(const uint16_t* from) { return kHalf ? of_half(from) : (F)(widened(from) << 16); }
 
 // Rounds floats to nearest, ties to even; those that are too large saturate. kNormal: each is 0 or
 // normal, and finite in bfloat16.
-template <bool kHalf, bool kNormal> void store_values(uint16_t* to, F a) {
+template <bool kHalf, bool kNormal> TIERD_INLINE void store_values(uint16_t* to, F a) {
   if (kHalf) return to_half(to, most(all(-65504.0f), least(all(65504.0f), a)));
 #if TIERD_LANES == 16
   if (kNormal) return store(to, _mm512_cvtneps_pbh((__m512)a));
 #endif
   if (!kNormal) a = most(all(-kBfloatMax), least(all(kBfloatMax), a));
-  const I bits = (I)a;
-  narrow(to, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  const U bits = (U)a;
+  narrow(to, (I)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16));
 }
 
 // Each lane, and the lane whose number differs in this bit.
@@ -94,7 +95,7 @@ template <int kWidth, size_t... i> F swapped(F a, std::index_sequence<i...>) { r
 template <int kWidth, size_t... i> F signs_of(std::index_sequence<i...>) { return F{(i & kWidth ? -1.0f : 1.0f)...}; }
 
 // Sums and differences of the lanes whose numbers differ in this bit.
-template <int kWidth> F butterfly(F a) {
+template <int kWidth> TIERD_INLINE F butterfly(F a) {
   constexpr auto each = std::make_index_sequence<kLanes>();
   const F other = swapped<kWidth>(a, each);
 #if TIERD_LANES == 16
@@ -105,7 +106,7 @@ template <int kWidth> F butterfly(F a) {
 }
 
 // Calls f with the first value of each row of `heads` heads: layers, keys and values, tokens, heads.
-template <class Function> void each_row(const TierdBlock& block, size_t heads, Function f) {
+template <class Function> void each_row(const TierdBlock block, size_t heads, Function f) {
   for (size_t layer = 0; layer < block.layers; layer++) {
     for (size_t pair = 0; pair < 2; pair++) {
       for (size_t token = 0; token < block.tokens; token++) {
