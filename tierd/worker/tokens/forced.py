@@ -54,6 +54,8 @@ def attention_for(choice: TokenChoice, prompt: Prompt, spec: LlamaSpec, *, token
     def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
         policy = choice.policy(Place(layer, spec.kv_heads, len(prompt.k[layer]), tokens_per_block))
         view = _LayerView(policy, prompt, layer, room=len(q))
+        if not choice.tokens and not policy.reads_pages:
+            return view.at_once(q, k, v, frequencies)
         steps = zip(q, k, v, strict=True)
         return np.stack([view.step(*step, frequencies) for step in steps])
 
@@ -71,10 +73,17 @@ class _LayerView:
         size, pages = policy.place.page_tokens, policy.place.full_pages if policy.reads_pages else 0
         self._bounds = np.array([bounds_of(both[0, page * size : (page + 1) * size]) for page in range(pages)])
         if policy.queries:
-            q = prompt.q[layer]
-            attended = paged_attention(q, [both], _over(len(q), len(q), len(q)))
-            last = slice(-policy.queries, None)
-            policy.note(key_weights(q[last], both[0], attended.lse[last]))
+            q = prompt.q[layer][-policy.queries :]
+            attended = paged_attention(q, [both], _over(len(q), self.held, self.held))
+            policy.note(key_weights(q, both[0], attended.lse))
+
+    def at_once(self, q: Floats, k: Floats, v: Floats, frequencies: NDArray[np.float32]) -> Floats:
+        """The outputs for all tokens, if those decoded stay."""
+        self._drop(frequencies)
+        stop = self.held + len(k)
+        self._kv[:, self.held : stop] = k, v
+        out: Floats = paged_attention(q, [self._kv[:, :stop]], _over(len(q), stop, stop)).out
+        return out
 
     def step(self, q: Floats, k: Floats, v: Floats, frequencies: NDArray[np.float32]) -> Floats:
         """The output for one token, [q_heads, head_dim]."""

@@ -21,14 +21,16 @@ EVERY = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """fraction: of the tokens so far. tokens: a constant number instead, if it is not 0."""
+    """fraction: of the prompt's tokens, decoded ones are kept. tokens: so many of all tokens
+    instead, if it is not 0."""
 
     fraction: float
     tokens: int = 0
 
-    def of(self, seen: int, *, least: int = 1) -> int:
-        """Tokens or pages to keep of `seen`: at least `least`, at most all. It never falls while `seen` rises."""
-        return min(seen, max(least, self.tokens or round(self.fraction * seen)))
+    def of(self, seen: int, *, prompt: int, least: int = 1) -> int:
+        """Tokens to keep of `seen`: at least `least`, at most all. It never falls while `seen` rises."""
+        kept = self.tokens or round(self.fraction * prompt) + seen - prompt
+        return min(seen, max(least, kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class ReadingPolicy(TokenPolicy):
     def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
         """The pages with the greatest scores, and those with decoded tokens."""
         full = self.place.full_pages
-        count = -(-self.budget.of(self.place.prompt) // self.place.page_tokens)
+        count = -(-self.budget.of(self.place.prompt, prompt=self.place.prompt) // self.place.page_tokens)
         if count >= full:
             return None
         chosen: list[list[int]] = top(self.scores_of(q, bounds), count).tolist()
