@@ -70,8 +70,7 @@ class _LayerView:
         self._policy, self.held, self.seen = policy, both.shape[1], both.shape[1]
         self._kv = np.concatenate([both, np.zeros((2, room, *both.shape[2:]), both.dtype)], axis=1)
         self._sinks = both[0, : policy.sinks].copy()
-        size, pages = policy.place.page_tokens, policy.place.full_pages if policy.reads_pages else 0
-        self._bounds = np.array([bounds_of(both[0, page * size : (page + 1) * size]) for page in range(pages)])
+        self._bounds: list[NDArray[np.float32]] = []
         if policy.queries:
             q = prompt.q[layer][-policy.queries :]
             attended = paged_attention(q, [both], _over(len(q), self.held, self.held))
@@ -93,8 +92,10 @@ class _LayerView:
         size = self._policy.place.page_tokens
         pages = [self._kv[:, at : at + size] for at in range(0, self.held, size)]
         batch = _over(1, self.held, size)
-        if len(self._bounds) and (chosen := self._policy.read(scaled(q), self._bounds, len(pages))):
-            batch = replace(batch, subsets=[chosen])
+        if self._policy.reads_pages and self._policy.place.full_pages:
+            self._bounds += [bounds_of(page[0]) for page in pages[len(self._bounds) : -1]]
+            chosen = self._policy.read(scaled(q), np.stack(self._bounds), len(pages))
+            batch = batch if chosen is None else replace(batch, subsets=[chosen])
         attended = paged_attention(q[None], pages, batch)
         if self._policy.notes_decoding:
             self._policy.note(key_weights(q[None], self._kv[0, : self.held], attended.lse))

@@ -76,8 +76,8 @@ class TokenPolicy:
     def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
         """Pages of the first `pages` that one query reads, per kv head; None: all.
 
-        q: [q_heads, head_dim], scaled. bounds: of the prompt's full pages, as `bounds_of` gives
-        them.
+        q: [q_heads, head_dim], scaled. bounds: of the pages before the query's own, as `bounds_of`
+        gives them.
         """
         return None
 
@@ -93,11 +93,11 @@ class ReadingPolicy(TokenPolicy):
         count = -(-self.budget.of(self.place.prompt, prompt=self.place.prompt) // self.place.page_tokens)
         if count >= full:
             return None
-        chosen: list[list[int]] = top(self.scores_of(q, bounds), count).tolist()
+        chosen: list[list[int]] = top(self.scores_of(q, bounds)[:, :full], count).tolist()
         return [[*some, *range(full, pages)] for some in chosen]
 
     def scores_of(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> NDArray[np.floating]:
-        """Scores [kv_heads, full pages] of the pages for one query."""
+        """Scores [kv_heads, pages with bounds] of the pages for one query."""
         raise NotImplementedError
 
 
