@@ -169,8 +169,8 @@ def damages(trained: tuple[Llama, NDArray[np.uint8]], *, recalls: bool) -> dict[
 def test_a_fifth_of_the_tokens_is_worth_more_than_chance(
     trained: tuple[Llama, NDArray[np.uint8]], protocol: str
 ) -> None:
-    """On held-out text dropping costs less than random dropping, pages chosen by queries cost less
-    than half of random pages; on all windows costs are within their limits."""
+    """On held-out text a policy costs less than a random one, and pages chosen by queries less than
+    half of random pages. On all windows costs are within their limits."""
     found = damages(trained, recalls=protocol == "recall")
     for name, damage in found.items():
         report(f"worker, tiny-llama, tokens by {name} at 20 %, {protocol}", **damage._asdict())
