@@ -55,8 +55,7 @@ def test_the_number_of_kept_tokens_is_exact(name: str, prompt: int, keep: float,
     policy.note(rng.random((HEADS, held)))
     for seen in range(prompt, prompt + 12):
         kept = policy.keep(held, seen)
-        base = prompt if name == "snapkv" else seen
-        want = min(base, max(choice.least, round(keep * base)))
+        want = min(seen, max(choice.least, round(keep * prompt) + seen - prompt))
         assert (kept is None) == (held <= want or (name == "snapkv" and seen > prompt))
         if kept is not None:
             assert kept.shape == (HEADS, want)
@@ -170,9 +169,11 @@ def test_bounds_of_a_page_are_never_below_its_scores(seed: int, tokens: int) -> 
 def test_budgets_never_fall() -> None:
     """The number to keep rises with the tokens seen, so that no token needs to come back."""
     for keep in (0.01, 0.2, 0.5, 0.99, 1.0):
-        counts = [Budget(keep).of(seen, least=2) for seen in range(1, 300)]
-        assert counts == sorted(counts)
-        assert all(count <= seen for seen, count in enumerate(counts, start=1))
+        for budget in (Budget(keep), Budget(keep, tokens=70)):
+            counts = [budget.of(seen, prompt=50, least=2) for seen in range(50, 300)]
+            assert counts == sorted(counts)
+            assert all(count <= seen for seen, count in enumerate(counts, start=50))
+            assert budget.tokens in (0, counts[-1])
 
 
 @pytest.mark.parametrize("keep", [0.0, -0.1, 1.01, float("nan")])

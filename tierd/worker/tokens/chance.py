@@ -17,7 +17,7 @@ class RandomTokens(ScoringPolicy):
 
     def keep(self, held: int, seen: int) -> NDArray[np.int64] | None:
         """Slots to keep: each token is drawn a score once."""
-        count = self.budget.of(seen)
+        count = self.budget.of(seen, prompt=self.place.prompt)
         if held <= count:
             return None
         known = self.scores.shape[1]

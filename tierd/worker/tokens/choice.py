@@ -26,10 +26,10 @@ POLICIES: Mapping[str, Callable[[Budget, Place], TokenPolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """name: one of POLICIES. keep: the fraction of the tokens so far; for "snapkv" and "quest" of
-    the prompt.
+    """name: one of POLICIES. keep: the fraction of the prompt; decoded tokens stay.
 
-    tokens: so many instead, however long the sequence is; 0: the fraction.
+    tokens: a constant number instead, for "h2o" and "streaming" with decoded tokens; 0: the
+    fraction.
     """
 
     name: str

@@ -54,6 +54,8 @@ def attention_for(choice: TokenChoice, prompt: Prompt, spec: LlamaSpec, *, token
     def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
         policy = choice.policy(Place(layer, spec.kv_heads, len(prompt.k[layer]), tokens_per_block))
         view = _LayerView(policy, prompt, layer, room=len(q))
+        if not choice.tokens and not policy.reads_pages:
+            return view.at_once(q, k, v, frequencies)
         steps = zip(q, k, v, strict=True)
         return np.stack([view.step(*step, frequencies) for step in steps])
 
@@ -68,13 +70,19 @@ class _LayerView:
         self._policy, self.held, self.seen = policy, both.shape[1], both.shape[1]
         self._kv = np.concatenate([both, np.zeros((2, room, *both.shape[2:]), both.dtype)], axis=1)
         self._sinks = both[0, : policy.sinks].copy()
-        size, pages = policy.place.page_tokens, policy.place.full_pages if policy.reads_pages else 0
-        self._bounds = np.array([bounds_of(both[0, page * size : (page + 1) * size]) for page in range(pages)])
+        self._bounds: list[NDArray[np.float32]] = []
         if policy.queries:
-            q = prompt.q[layer]
-            attended = paged_attention(q, [both], _over(len(q), len(q), len(q)))
-            last = slice(-policy.queries, None)
-            policy.note(key_weights(q[last], both[0], attended.lse[last]))
+            q = prompt.q[layer][-policy.queries :]
+            attended = paged_attention(q, [both], _over(len(q), self.held, self.held))
+            policy.note(key_weights(q, both[0], attended.lse))
+
+    def at_once(self, q: Floats, k: Floats, v: Floats, frequencies: NDArray[np.float32]) -> Floats:
+        """The outputs for all tokens, if those decoded stay."""
+        self._drop(frequencies)
+        stop = self.held + len(k)
+        self._kv[:, self.held : stop] = k, v
+        out: Floats = paged_attention(q, [self._kv[:, :stop]], _over(len(q), stop, stop)).out
+        return out
 
     def step(self, q: Floats, k: Floats, v: Floats, frequencies: NDArray[np.float32]) -> Floats:
         """The output for one token, [q_heads, head_dim]."""
@@ -84,8 +92,10 @@ class _LayerView:
         size = self._policy.place.page_tokens
         pages = [self._kv[:, at : at + size] for at in range(0, self.held, size)]
         batch = _over(1, self.held, size)
-        if len(self._bounds) and (chosen := self._policy.read(scaled(q), self._bounds, len(pages))):
-            batch = replace(batch, subsets=[chosen])
+        if self._policy.reads_pages and self._policy.place.full_pages:
+            self._bounds += [bounds_of(page[0]) for page in pages[len(self._bounds) : -1]]
+            chosen = self._policy.read(scaled(q), np.stack(self._bounds), len(pages))
+            batch = batch if chosen is None else replace(batch, subsets=[chosen])
         attended = paged_attention(q[None], pages, batch)
         if self._policy.notes_decoding:
             self._policy.note(key_weights(q[None], self._kv[0, : self.held], attended.lse))

@@ -17,7 +17,7 @@ class H2O(ScoringPolicy):
 
     def keep(self, held: int, seen: int) -> NDArray[np.int64] | None:
         """Slots to keep; a dropped token never comes back."""
-        count = self.budget.of(seen, least=self.least)
+        count = self.budget.of(seen, prompt=self.place.prompt, least=self.least)
         if held <= count:
             return None
         self._extend(held)

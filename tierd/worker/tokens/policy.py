@@ -21,14 +21,16 @@ EVERY = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """fraction: of the tokens so far. tokens: a constant number instead, if it is not 0."""
+    """fraction: of the prompt's tokens, decoded ones are kept. tokens: so many of all tokens
+    instead, if it is not 0."""
 
     fraction: float
     tokens: int = 0
 
-    def of(self, seen: int, *, least: int = 1) -> int:
-        """Tokens or pages to keep of `seen`: at least `least`, at most all. It never falls while `seen` rises."""
-        return min(seen, max(least, self.tokens or round(self.fraction * seen)))
+    def of(self, seen: int, *, prompt: int, least: int = 1) -> int:
+        """Tokens to keep of `seen`: at least `least`, at most all. It never falls while `seen` rises."""
+        kept = self.tokens or round(self.fraction * prompt) + seen - prompt
+        return min(seen, max(least, kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class TokenPolicy:
     def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
         """Pages of the first `pages` that one query reads, per kv head; None: all.
 
-        q: [q_heads, head_dim], scaled. bounds: of the prompt's full pages, as `bounds_of` gives
-        them.
+        q: [q_heads, head_dim], scaled. bounds: of the pages before the query's own, as `bounds_of`
+        gives them.
         """
         return None
 
@@ -88,14 +90,14 @@ class ReadingPolicy(TokenPolicy):
     def read(self, q: NDArray[np.floating], bounds: NDArray[np.float32], pages: int) -> list[Sequence[int]] | None:
         """The pages with the greatest scores, and those with decoded tokens."""
         full = self.place.full_pages
-        count = -(-self.budget.of(self.place.prompt) // self.place.page_tokens)
+        count = -(-self.budget.of(self.place.prompt, prompt=self.place.prompt) // self.place.page_tokens)
         if count >= full:
             return None
-        chosen: list[list[int]] = top(self.scores_of(q, bounds), count).tolist()
+        chosen: list[list[int]] = top(self.scores_of(q, bounds)[:, :full], count).tolist()
         return [[*some, *range(full, pages)] for some in chosen]
 
     def scores_of(self, q: NDArray[np.floating], bounds: NDArray[np.float32]) -> NDArray[np.floating]:
-        """Scores [kv_heads, full pages] of the pages for one query."""
+        """Scores [kv_heads, pages with bounds] of the pages for one query."""
         raise NotImplementedError
 
 

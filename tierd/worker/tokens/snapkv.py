@@ -24,7 +24,7 @@ class SnapKV(ScoringPolicy):
 
     def keep(self, held: int, seen: int) -> NDArray[np.int64] | None:
         """Slots to keep, at the end of the prompt."""
-        count = self.budget.of(self.place.prompt, least=self.least)
+        count = self.budget.of(self.place.prompt, prompt=self.place.prompt, least=self.least)
         if held <= count or seen != self.place.prompt:
             return None
         window = min(WINDOW, count // 2)

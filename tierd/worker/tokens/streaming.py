@@ -19,7 +19,7 @@ class Streaming(TokenPolicy):
 
     def keep(self, held: int, seen: int) -> NDArray[np.int64] | None:
         """Slots to keep, the same for each kv head."""
-        count = self.budget.of(seen, least=self.least)
+        count = self.budget.of(seen, prompt=self.place.prompt, least=self.least)
         if held <= count:
             return None
         kept = np.r_[:SINKS, held - (count - SINKS) : held]

@@ -35,7 +35,7 @@ class TokenView:
         places = [Place(layer, spec.kv_heads, prompt, page_tokens) for layer in range(spec.layers)]
         self._layers = [choice.policy(place) for place in places]
         self._noted = max(0, prompt - self._layers[0].queries)
-        self._bounds: list[NDArray[np.float32]] = []
+        self._bounds: list[list[NDArray[np.float32]]] = [[] for _ in places]
         self._sinks: list[Floats] = []
         self.shift = 0
 
@@ -75,11 +75,10 @@ class TokenView:
         policy = self._layers[layer]
         if not policy.reads_pages or stop <= self._prompt or not policy.place.full_pages:
             return None
-        if layer == len(self._bounds):
-            self._bounds.append(
-                np.stack([bounds_of(table.page_keys(layer, page)) for page in range(policy.place.full_pages)])
-            )
-        pages = policy.read(scaled(q), self._bounds[layer], len(table.pages))
+        bounds = self._bounds[layer]
+        before = (stop - 1) // policy.place.page_tokens
+        bounds += [bounds_of(table.page_keys(layer, page)) for page in range(len(bounds), before)]
+        pages = policy.read(scaled(q), np.stack(bounds), len(table.pages))
         if pages is not None:
             table.is_exact = False
         return pages
