@@ -20,6 +20,7 @@ spec_fields = st.fixed_dictionaries(
         "group": words,
         "salt": words,
         "rank_count": st.integers(1, 4),
+        "codec": st.sampled_from(["", "int8", "rot-4-4", "int8@" + "0" * 32]),
     },
 )
 owners = st.tuples(st.sampled_from("ab"), st.integers(1, 2))

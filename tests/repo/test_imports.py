@@ -39,8 +39,8 @@ PARTS: dict[str, set[str]] = {
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {"core", "cache", "events", "tiers", "_proto", "tcp", "metrics", "logs", "checksum"} | EDGE,
     "client": {"core", "_proto", "tcp", "native"} | EDGE,
-    "worker": {"core", "client", "kernels"} | EDGE,
-    "integrations": {"core", "client", "events"} | EDGE,
+    "worker": {"core", "client", "codecs", "kernels"} | EDGE,
+    "integrations": {"core", "client", "codecs", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
 }
@@ -64,10 +64,10 @@ BUILDERS: dict[str, set[str]] = {
     "integrations/transformers/store.py": {"worker"},
     "cli/advice.py": {"integrations"},  # the versions of engines that were run
     "cli/conversation.py": {"worker"},
-    "cli/simulate.py": {"simulator"},
+    "cli/simulate.py": {"simulator", "codecs"},
     "cli/trace.py": {"simulator"},
-    "cli/replay.py": {"simulator"},
-    "cli/demo.py": {"worker", "testing", "kernels"},
+    "cli/replay.py": {"simulator", "codecs"},
+    "cli/demo.py": {"worker", "testing", "kernels", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
 }
 """The modules that put parts together, and their imports beyond their part's row."""

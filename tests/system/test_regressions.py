@@ -249,6 +249,7 @@ OTHERS = {
     "head dim": replace(BASE, geometry=replace(BASE.geometry, head_dim=16)),
     "layers": replace(BASE, geometry=replace(BASE.geometry, layers=4)),
     "block bytes": replace(BASE, block_bytes=8192),
+    "codec": replace(BASE, codec="rot-4-4"),
 }
 TOKENS = list(range(128))
 

@@ -72,7 +72,7 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("model", "tokens_per_block", "block_bytes", "weights_digest", "adapter", "group", "salt", "rank_count", "geometry")
+    __slots__ = ("model", "tokens_per_block", "block_bytes", "weights_digest", "adapter", "group", "salt", "rank_count", "geometry", "codec")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class OpenNamespaceRequest(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokens_per_block: int
     block_bytes: int
@@ -91,7 +92,8 @@ class OpenNamespaceRequest(_message.Message):
     salt: str
     rank_count: int
     geometry: Geometry
-    def __init__(self, model: _Optional[str] = ..., tokens_per_block: _Optional[int] = ..., block_bytes: _Optional[int] = ..., weights_digest: _Optional[str] = ..., adapter: _Optional[str] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., rank_count: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ...) -> None: ...
+    codec: str
+    def __init__(self, model: _Optional[str] = ..., tokens_per_block: _Optional[int] = ..., block_bytes: _Optional[int] = ..., weights_digest: _Optional[str] = ..., adapter: _Optional[str] = ..., group: _Optional[str] = ..., salt: _Optional[str] = ..., rank_count: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceReply(_message.Message):
     __slots__ = ("namespace", "digest", "epoch", "codecs", "batch_blocks", "share_bytes")

@@ -20,6 +20,7 @@ FIELDS = {
     "dtype": ("KV dtypes", "the KV cache's dtype (vLLM: --kv-cache-dtype and --dtype)"),
     "layout": ("KV layouts", "the KV layout (vLLM: VLLM_KV_CACHE_LAYOUT, SGLang: --hicache-mem-layout)"),
     "rank_count": ("numbers of ranks", "the tensor and pipeline parallel sizes"),
+    "codec": ("codecs", "tierd's option `codec`, and the calibration"),
 }
 """Fields that may differ between engines that should share: field -> display name, setting."""
 SEEDLESS = "xxhash"
@@ -219,6 +220,8 @@ def _advice(engine: Engine, fault: str, remedy: str, *, is_urgent: bool = True) 
 
 
 def _of_spec(spec: Mapping[str, object], name: str) -> str:
+    if name == "codec":
+        return str(spec.get("codec", "none")) if spec else ""
     geometry = spec.get("geometry")
     held = geometry if name in ("dtype", "layout") and isinstance(geometry, Mapping) else spec
     return str(held.get(name) or "")

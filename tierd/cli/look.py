@@ -77,6 +77,7 @@ NAMESPACE_COLUMNS = (
     Column("blocks", right=True),
     Column("tokens/block", right=True, spare=2),
     Column("bytes/block", right=True, spare=1),
+    Column("codec", spare=5),
     Column("adapter", spare=3),
     Column("group", spare=4),
 )
@@ -280,6 +281,7 @@ def namespace_row(namespace: pb.NamespaceInfo) -> list[Cell]:
         human_count(namespace.blocks),
         str(spec.get("tokens_per_block", "-")),
         human_bytes(int(spec["block_bytes"])) if "block_bytes" in spec else "-",
+        str(spec.get("codec") or "-").partition("@")[0],
         str(spec.get("adapter") or "-"),
         str(spec.get("group") or "-"),
     ]

@@ -254,3 +254,13 @@ def _shape_of(dtype: int, layout: int, layers: int, kv_heads: int, head_dim: int
         return KVShape(KVGeometry(layers, kv_heads, head_dim, DTYPES[dtype], LAYOUTS[layout]), tokens)
     except InvalidArgument as error:
         raise CorruptRecord(f"encoded block: its header is impossible ({error}); read another copy") from None
+
+
+def exact(block: Any, shape: KVShape) -> Bytes:
+    """The block under codec 0: a header and its own bytes. Raises InvalidArgument."""
+    return _identity(raw_of(block, shape), shape)
+
+
+def shape_in(data: Any) -> KVShape:
+    """The shape in an encoded block's header. Raises CorruptRecord."""
+    return _shape_of(np.frombuffer(data, np.uint8)[: HEADER.itemsize].view(HEADER)[0])

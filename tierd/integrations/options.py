@@ -19,7 +19,9 @@ class Options(BaseModel):
     """Options of every engine. target: directory of the daemon's sockets ("": TIERD_TARGET, or this
     user's daemon). model, weights_digest: identify the model if the engine's own name does not.
     threads: simultaneous transfers. queue_limit: waiting ones; beyond it loads miss and saves
-    are dropped. least_load_tokens: smaller matches are not loaded."""
+    are dropped. least_load_tokens: smaller matches are not loaded. codec: encodes blocks before they
+    are stored ("": not at all), such as "rot-8-8"; engines share blocks only with those of the same
+    codec. calibration: the file of a calibrated codec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -31,6 +33,8 @@ class Options(BaseModel):
     threads: int = Field(default=2, ge=1, le=64)
     queue_limit: int = Field(default=256, ge=1)
     least_load_tokens: int = Field(default=0, ge=0)
+    codec: str = ""
+    calibration: str = ""
 
     @classmethod
     def read(cls, words: Mapping[str, Any], *, where: str) -> Self:

@@ -3,7 +3,8 @@
 A call handles one sequence with its groups and ranks. It copies once between an engine's pieces and
 the daemon's pages, then checks the copy. No call raises or outlasts its timeout; a failure is a
 smaller number. After `load`, blocks reported good hold the bytes committed under their hashes. The
-content of other blocks is unknown.
+content of other blocks is unknown. In a namespace with a codec, blocks are encoded before they are
+saved, and good blocks hold their decoded form.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tierd.client import (
     Reservation,
 )
 from tierd.client.values import Hashes
-from tierd.errors import TierdError
+from tierd.errors import TierdError, Unavailable
+from tierd.integrations.coding import Codings, Engine, Source, Target
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import Pieces, copy_all_in, copy_out
@@ -58,7 +60,7 @@ class EngineStore:
 
     def __init__(self, options: Options, facts: EngineFacts) -> None:
         name = f"{facts.engine} {facts.role}".strip()
-        self._options = options
+        self._options, self.codings = options, Codings(options)
         self._client = Client(options.target or None, name=name, best_effort=True, timeout_s=options.timeout_s)
         self._client.introduce(facts.words())
         self._turn, self._closing = threading.Lock(), threading.Event()
@@ -111,8 +113,9 @@ class EngineStore:
             lease = self._client.acquire(groups)
             if not lease:
                 return Loaded(good=(0,) * len(groups))
-            copied = _copy_groups(lease, targets)
-            loaded = _checked(lease, copied)
+            copied, coded = self._copy_groups(lease, groups, targets)
+            good = self._decoded(coded, lease.check())
+            loaded = _loaded(lease, copied, good)
             lease.detach()
         except TierdError:  # a restart or a fork: the copied bytes are unknown
             self._count(failed_loads=1)
@@ -171,9 +174,10 @@ class EngineStore:
     def _save(self, groups: Sequence[PutGroup], sources: Sequence[Pieces]) -> NDArray[np.bool_]:
         """Which blocks are stored now."""
         try:
-            reservation = self._client.reserve(groups)
+            ready = self._encoded(groups, sources)
+            reservation = self._client.reserve([group for group, _ in ready])
             try:
-                statuses = self._filled(reservation, groups, sources)
+                statuses = self._filled(reservation, groups, [pieces for _, parts in ready for pieces in parts])
             finally:
                 # reports the end without waiting; an abort would wait for a hanging daemon
                 reservation.drop()
@@ -182,42 +186,84 @@ class EngineStore:
             return np.zeros(len(sources), dtype=np.bool_)
         return np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS))
 
+    def _encoded(
+        self, groups: Sequence[PutGroup], sources: Sequence[Pieces]
+    ) -> list[tuple[PutGroup, Sequence[Pieces | None]]]:
+        """Each group and its pieces, encoded if its namespace has a codec. Blocks that are stored
+        already are not encoded: None, and the greatest length."""
+        rest, ready = list(sources), list[tuple[PutGroup, Sequence[Pieces | None]]]()
+        for group in groups:
+            mine, rest = rest[: len(group.hashes)], rest[len(group.hashes) :]
+            engine = self.codings.of(group.namespace.spec)
+            ready.append((group, mine) if engine is None else self._encoded_group(engine, group, mine))
+        return ready
+
+    def _encoded_group(
+        self, engine: Engine, group: PutGroup, pieces: Sequence[Pieces]
+    ) -> tuple[PutGroup, list[Pieces | None]]:
+        covered = group.namespace.block_tokens(len(pieces), tokens=group.tokens).tolist()
+        wanted = Group(group.namespace, group.hashes, group.tokens, ranks=(group.rank,))
+        found = self._client.lookup([wanted], timeout_s=self._options.timeout_s).tier_of
+        is_new = found[0][0] < 0 if found else np.ones(len(pieces), np.bool_)
+        fresh = [Source(pieces[i], covered[i], group.position + i) for i in np.flatnonzero(is_new).tolist()]
+        stored = iter(self.codings.each(engine.encoded, fresh))
+        blocks = [[next(stored)] if new else None for new in is_new]
+        lengths = [engine.coding.most_bytes if block is None else len(block[0]) for block in blocks]
+        return replace(group, lengths=lengths), [*blocks]
+
     def _filled(
-        self, reservation: Reservation, groups: Sequence[PutGroup], sources: Sequence[Pieces]
+        self, reservation: Reservation, groups: Sequence[PutGroup], sources: Sequence[Pieces | None]
     ) -> NDArray[np.uint16]:
-        """The status of each block after its page was written and committed."""
+        """The status of each block after its page was written and committed. Raises Unavailable if a
+        block was evicted after `_encoded` found it."""
         statuses = reservation.statuses.copy()
         given = statuses == BlockStatus.RESERVED
         if given.any():
             layers = [group.namespace.spec.geometry.layers for group in groups for _ in group.hashes]
-            blocks = [(sources[i], page, layers[i]) for i, page in enumerate(reservation.buffers()) if page is not None]
+            pages = [(i, page) for i, page in enumerate(reservation.buffers()) if page is not None]
+            blocks = [(pieces, page, layers[i]) for i, page in pages if (pieces := sources[i]) is not None]
+            if len(blocks) < len(pages):
+                raise Unavailable("save: a block was evicted while others were encoded; it is saved next time")
             reservation.summed(copy_all_in(*zip(*blocks, strict=True)))
             statuses[given] = reservation.commit(timeout_s=self._options.timeout_s).statuses
         self._count(saved_bytes=int(reservation.handles["length"][given].sum()))
         return statuses
+
+    def _copy_groups(
+        self, lease: Lease, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]]
+    ) -> tuple[list[int], list[tuple[Engine, Target]]]:
+        """Copies the wanted blocks, encoded ones to memory of their own. Returns, per group, the blocks
+        from its first one on; and the encoded ones."""
+        views = iter(lease.views())
+        copied, coded = [], list[tuple[Engine, Target]]()
+        for group, leased, pieces in zip(groups, lease.groups, targets, strict=True):
+            engine = self.codings.of(group.namespace.spec)
+            for index in range(leased.count):
+                view, wanted = next(views), pieces[leased.first + index]
+                if wanted is not None and engine is not None:
+                    tokens = int(leased.handles["tokens"][0, index])
+                    coded.append((engine, Target(index, view.copy(), wanted, tokens)))
+                elif wanted is not None:
+                    copy_out(view, wanted)
+            copied.append(leased.first + leased.count)
+        return copied, coded
+
+    def _decoded(self, coded: Sequence[tuple[Engine, Target]], good: int) -> int:
+        """Decodes the blocks before `good`. Returns the blocks of a group before the first bad one."""
+        valid = [(engine, target) for engine, target in coded if target.index < good]
+        done = self.codings.each(lambda one: one[0].decode(one[1]), valid)
+        bad = [target.index for (_, target), is_good in zip(valid, done, strict=True) if not is_good]
+        if bad:
+            self._count(undecoded_blocks=len(bad))
+        return min([good, *bad])
 
     def _count(self, **amounts: int) -> None:
         with self._turn:
             self.counts.update(amounts)
 
 
-def _copy_groups(lease: Lease, targets: Sequence[Sequence[Pieces | None]]) -> list[int]:
-    """Copies the wanted blocks; returns, per group, the blocks from its first one on."""
-    views = iter(lease.views())
-    copied = []
-    for group, pieces in zip(lease.groups, targets, strict=True):
-        for block in range(group.first, group.first + group.count):
-            view = next(views)
-            wanted = pieces[block]
-            if wanted is not None:
-                copy_out(view, wanted)
-        copied.append(group.first + group.count)
-    return copied
-
-
-def _checked(lease: Lease, copied: Sequence[int]) -> Loaded:
-    """The blocks that were still valid after the copy."""
-    good = lease.check()
+def _loaded(lease: Lease, copied: Sequence[int], good: int) -> Loaded:
+    """The blocks that are good: those before `good` in each group."""
     first = tuple(group.first for group in lease.groups)
     whole = good >= max((group.count for group in lease.groups), default=0)
     if whole:

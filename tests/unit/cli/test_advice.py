@@ -19,6 +19,7 @@ WORDS = {
     "layout": "NHD",
     "ranks": "0/1",
     "load_failure_policy": "recompute",
+    "codec": "none",
 }
 GOOD = Engine(1, 100, "vllm worker", "search", WORDS, (Space(1),))
 OTHER = replace(GOOD, session=2, pid=200, spaces=(Space(9),))
@@ -61,6 +62,7 @@ APART = {
     "dtype": {"dtype": "float16"},
     "layout": {"layout": "HND"},
     "rank_count": {"ranks": "1/2"},
+    "codec": {"codec": "rot-4-4"},
 }
 
 
@@ -106,9 +108,9 @@ def test_namespaces_speak_where_the_engine_does_not() -> None:
     other = replace(
         OTHER,
         words=bare,
-        spaces=(Space(3, spec | {"tokens_per_block": 32, "geometry": {"dtype": "f16", "layout": "HND"}}),),
+        spaces=(Space(3, spec | {"tokens_per_block": 32, "geometry": {"dtype": "f16", "layout": "HND"}, "codec": "int8"}),),
     )
-    assert differences(one, other) == ["tokens_per_block", "dtype", "layout"]
+    assert differences(one, other) == ["tokens_per_block", "dtype", "layout", "codec"]
     assert "both serve m but share no block" in advise([one, other])[0].fault
 
 

@@ -62,6 +62,7 @@ def open_namespace_request(spec: NamespaceSpec) -> pb.OpenNamespaceRequest:
             dtype=shape.dtype,
             layout=shape.layout,
         ),
+        codec=spec.codec,
     )
 
 

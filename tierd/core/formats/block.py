@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ TEXT_LIMIT = 4096
 """Most characters of each text of a namespace, which every store keeps; as of a path."""
 CLASS_STEPS = 8
 """Size classes in each doubling: at most 1/8 of a page is unused."""
+CODEC = re.compile(r"([a-z0-9][a-z0-9-]{0,63}(@[0-9a-f]{32})?)?")
+"""A codec in a namespace: its name and, if it is calibrated, the calibration's hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,9 @@ class NamespaceSpec:
 
     block_bytes: length of a full block of one rank. group: attention group of a hybrid model.
     salt: separates requests that are equal otherwise and must not share.
+    codec: how engines encode the blocks that they store, "" for not at all, such as "rot-4-4" or
+    "NAME@HASH" with the calibration's hash. Blocks then have different lengths, and block_bytes is
+    the greatest. The daemon stores these blocks as they come.
     """
 
     model: str
@@ -63,6 +69,7 @@ class NamespaceSpec:
     salt: str = ""
     rank_count: int = 1
     geometry: KVGeometry = KVGeometry()
+    codec: str = ""
 
     def checked(self) -> NamespaceSpec:
         """The spec itself. Raises InvalidArgument for an impossible one."""
@@ -81,10 +88,21 @@ class NamespaceSpec:
                 raise InvalidArgument(f"namespace.{name}: {text!r} is no text in UTF-8; give a name or a digest")
         if not self.model:
             raise InvalidArgument("namespace.model: empty; name the model")
+        if not CODEC.fullmatch(self.codec):
+            raise InvalidArgument(
+                f"namespace.codec: {self.codec!r:.100} is no codec; give NAME, or NAME@HASH with the 32 hex digits of a "
+                "calibration's hash"
+            )
         return self
 
+    def fields(self) -> dict[str, Any]:
+        """Every field by name, as digests and records have them. Without a codec its field is
+        missing: namespaces older than codecs keep their digest."""
+        named = asdict(self)
+        return named if self.codec else {name: value for name, value in named.items() if name != "codec"}
+
     def _texts(self) -> dict[str, str]:
-        texts = {name: getattr(self, name) for name in ("model", "weights_digest", "adapter", "group", "salt")}
+        texts = {name: getattr(self, name) for name in ("model", "weights_digest", "adapter", "group", "salt", "codec")}
         return texts | {"dtype": self.geometry.dtype, "layout": self.geometry.layout}
 
     def check_texts(self) -> None:
@@ -115,8 +133,8 @@ class Namespace:
 
 
 def namespace_digest(spec: NamespaceSpec, *, tenant: str, epoch: int) -> bytes:
-    """SHA-256 over the canonical JSON of every field, tenant and epoch."""
-    text = json.dumps({"tenant": tenant, "epoch": epoch, "spec": asdict(spec)}, sort_keys=True, separators=(",", ":"))
+    """SHA-256 over the canonical JSON of the spec's fields, tenant and epoch."""
+    text = json.dumps({"tenant": tenant, "epoch": epoch, "spec": spec.fields()}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
 
 

@@ -173,7 +173,7 @@ class NamespaceRegistry:
 
 def namespace_record(namespace: Namespace) -> bytes:
     """The full text of every field, canonical JSON."""
-    given = asdict(namespace) | {"digest": namespace.digest.hex()}
+    given = asdict(namespace) | {"digest": namespace.digest.hex(), "spec": namespace.spec.fields()}
     return json.dumps(given, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -54,6 +54,7 @@ def spec_of(message: pb.OpenNamespaceRequest) -> NamespaceSpec:
         salt=message.salt,
         rank_count=message.rank_count or 1,
         geometry=KVGeometry(shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, shape.layout or "NHD"),
+        codec=message.codec,
     ).checked()
 
 

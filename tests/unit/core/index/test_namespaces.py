@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tierd.core.formats import block
-from tierd.core.formats.block import TEXT_LIMIT, NamespaceSpec
+from tierd.core.formats.block import TEXT_LIMIT, KVGeometry, NamespaceSpec, namespace_digest
 from tierd.core.index import namespaces
 from tierd.core.index.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.errors import CorruptRecord, InvalidArgument, NotFound, Overloaded, SessionLost
@@ -42,7 +42,7 @@ def test_an_id_with_its_digest() -> None:
             registry.named(number, digest)
 
 
-@pytest.mark.parametrize("field", ["model", "weights_digest", "adapter", "group", "salt"])
+@pytest.mark.parametrize("field", ["model", "weights_digest", "adapter", "group", "salt", "codec"])
 def test_every_text_field_is_part_of_identity(field: str) -> None:
     """Changing any text of a spec gives another digest."""
     registry = NamespaceRegistry()
@@ -163,3 +163,45 @@ def test_no_tenant_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     again = NamespaceRegistry()
     again.restore(registry.records())
     assert again.all() == registry.all()
+
+
+OLDER = NamespaceSpec(
+    model="llama",
+    tokens_per_block=32,
+    block_bytes=8192,
+    weights_digest="a",
+    adapter="b",
+    group="c",
+    salt="d",
+    rank_count=3,
+    geometry=KVGeometry(2, 4, 8, "bfloat16", "HND"),
+)
+OLDER_RECORD = (
+    b'{"digest":"f5b56983263fef02cc7f939f2209187ac6538759bb3721d3b935155736416688","domain":1,"epoch":1,"id":1,"spec":'
+    b'{"adapter":"b","block_bytes":8192,"geometry":{"dtype":"bfloat16","head_dim":8,"kv_heads":4,"layers":2,"layout":'
+    b'"HND"},"group":"c","model":"llama","rank_count":3,"salt":"d","tokens_per_block":32,"weights_digest":"a"},'
+    b'"tenant":"t"}'
+)
+"""As written before namespaces had a codec."""
+
+
+def test_digests_and_records_are_those_of_before_codecs() -> None:
+    """Without a codec, digest and record equal those that earlier releases wrote; both are read."""
+    assert namespace_digest(SPEC, tenant="t", epoch=2).hex().startswith("d35bfb80cd81c4139815bd51fcaca3b0")
+    assert namespace_digest(OLDER, tenant="t", epoch=2).hex().startswith("5f2ea357bffc1a982e76a6ac38fa19be")
+    namespace, _ = NamespaceRegistry().open(OLDER, tenant="t")
+    assert namespace_record(namespace) == OLDER_RECORD
+    assert namespace_from_record(OLDER_RECORD) == namespace
+
+
+def test_a_record_has_the_codec() -> None:
+    """A namespace with a codec is the same after its record was written and read."""
+    namespace, _ = NamespaceRegistry().open(replace(OLDER, codec="transform-1@" + "0f" * 16), tenant="t")
+    assert namespace_from_record(namespace_record(namespace)) == namespace
+
+
+@pytest.mark.parametrize("codec", ["Rot", "rot 4", "rot@", "rot@0f", "@" + "0f" * 16, "rot@" + "0F" * 16, "x" * 65, "-", "a\n"])
+def test_a_codec_has_the_form_of_a_name(codec: str) -> None:
+    """A codec is a name, perhaps with the hash of a calibration; the error names the form."""
+    with pytest.raises(InvalidArgument, match=r"namespace\.codec: .*NAME@HASH"):
+        NamespaceRegistry().open(replace(SPEC, codec=codec), tenant="t")

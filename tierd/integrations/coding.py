@@ -1,0 +1,165 @@
+"""The option `codec` of engines: encodes blocks from their pieces, decodes them into pieces.
+
+Threads encode several blocks at a time. A load copies stored blocks first; decoding begins after
+the lease was checked, from the copies, and checks each block's own checksum. `memory_order` is for
+engines whose memory has the values of a block in another order than the block.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs.coding import Coding, coded_spec, coding_of
+from tierd.core.formats.block import KVGeometry, NamespaceSpec
+from tierd.errors import ConfigError, TierdError
+from tierd.integrations.options import Options
+from tierd.integrations.pieces import Bytes, Pieces, copy_in, copy_out
+
+THREADS = 4
+"""Blocks that are encoded or decoded at a time, at most."""
+Order = NDArray[np.intp]
+"""intp [values of a layer]: the place, in the layer's part of the engine's memory, of each value of
+the block's layer [keys and values, tokens, kv_heads, head_dim]."""
+T = TypeVar("T")
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """A block to encode. number: of the block in its sequence, from 0."""
+
+    pieces: Pieces
+    tokens: int
+    number: int
+
+
+class Target(NamedTuple):
+    """A copied block to decode. index: in its group's leased blocks."""
+
+    index: int
+    data: Bytes
+    pieces: Pieces
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A coding, and the order of the engine's memory; None: the block's."""
+
+    coding: Coding
+    order: Order | None = None
+
+    def encoded(self, source: Source) -> Bytes:
+        """The stored form of a block. Raises InvalidArgument."""
+        length = self.coding.full.block_bytes // self.coding.full.tokens * source.tokens
+        block = np.empty(length, np.uint8)
+        copy_in(source.pieces, block)
+        if self.order is not None:
+            block = _by_layer(block, self.coding)[:, self.order].reshape(-1).view(np.uint8)
+        return self.coding.encode(block, tokens=source.tokens, number=source.number)
+
+    def decode(self, target: Target) -> bool:
+        """Decodes into the pieces; False, with the pieces unchanged, for a block that is not of this coding."""
+        try:
+            block = self.coding.decode(target.data, tokens=target.tokens)
+        except TierdError as error:
+            _log.warning("tierd: a stored block counts as missing: %s", error)
+            return False
+        if self.order is not None:
+            ordered = np.empty_like(_by_layer(block, self.coding))
+            ordered[:, self.order] = _by_layer(block, self.coding)
+            block = ordered.reshape(-1).view(np.uint8)
+        copy_out(block, target.pieces)
+        return True
+
+
+class Codings:
+    """The codings of one engine process, by namespace; threads may share it. `face` is for errors."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._held: dict[tuple[str, KVGeometry, int], Engine] = {}
+
+    def spec(self, spec: NamespaceSpec, geometry: KVGeometry) -> NamespaceSpec:
+        """The namespace with the option's codec, or unchanged without one. Raises ConfigError."""
+        if not self._options.codec:
+            check_calibration(self._options)
+            return spec
+        coding = coding_of(
+            self._options.codec,
+            self._options.calibration,
+            geometry=geometry,
+            tokens_per_block=spec.tokens_per_block,
+        )
+        coded = coded_spec(spec, coding)
+        if _key(coded) not in self._held:
+            self._held[_key(coded)] = Engine(coding)
+            _log.warning("%s", said(coding))
+        return coded
+
+    def of(self, spec: NamespaceSpec) -> Engine | None:
+        """How blocks of this namespace are encoded; None: not at all. Raises ConfigError."""
+        if not spec.codec:
+            return None
+        held = self._held.get(_key(spec))
+        if held is None:
+            self.spec(spec, spec.geometry)
+            held = self._held.get(_key(spec))
+        if held is None:
+            raise ConfigError(
+                f"codec: the namespace has {spec.codec!r}, this process {self._options.codec!r}; give both the same options"
+            )
+        return held
+
+    def arrange(self, spec: NamespaceSpec, order: Order) -> None:
+        """Sets the order of values in the engine's memory, for blocks of this namespace. Raises ConfigError."""
+        held = self.of(spec)
+        if held is not None:
+            self._held[_key(spec)] = Engine(held.coding, order)
+
+    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Does the work on every item, several at a time. Raises what the work raises."""
+        return list(self._pool.map(work, items))
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="tierd-codec")
+
+
+def check_calibration(options: Options) -> None:
+    """Raises ConfigError for a calibration without a codec."""
+    if options.calibration:
+        raise ConfigError(f"calibration: {options.calibration!r} is given without `codec`; name the codec too")
+
+
+def refuse_codec(options: Options, face: str, remedy: str) -> None:
+    """Raises ConfigError if the options ask for a codec, which this integration does not have."""
+    if options.codec or options.calibration:
+        raise ConfigError(
+            f"codec: {options.codec!r} is set, {face} stores blocks as they are; {remedy}, or leave it out"
+        )
+
+
+def said(coding: Coding) -> str:
+    """One sentence about a coding, for the engine's log."""
+    lengths, full = coding.codec.lengths(coding.full), coding.full
+    bits = sorted({f"{8 * min(n, full.block_bytes) / full.values:.2f}" for n in lengths})
+    loss = "without loss" if coding.codec.is_exact else "with loss; first and short blocks are exact"
+    return f"tierd: codec {coding.text} encodes KV in {' to '.join(bits)} bits a value instead of 16, {loss}"
+
+
+def _by_layer(block: Bytes, coding: Coding) -> Any:
+    return block.view(np.uint16).reshape(coding.full.geometry.layers, -1)
+
+
+def _key(spec: NamespaceSpec) -> tuple[str, KVGeometry, int]:
+    return spec.codec, spec.geometry, spec.tokens_per_block
