@@ -218,7 +218,7 @@ def test_what_a_codec_is_refused_for(daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / "odd").write_bytes(b"no calibration")
     cases = (
         ({"codec": "zip"}, GEOMETRY, "'zip' is unknown"),
-        ({"codec": "int8"}, KVGeometry(), "dtype '' in layout"),
+        ({"codec": "int8"}, KVGeometry(), "no layers of one shape"),
         ({"codec": "int8"}, KVGeometry(2, 2, 64, "float32"), "float32"),
         ({"codec": "rot-4-4"}, KVGeometry(2, 2, 80, "bfloat16"), "head_dim 80"),
         ({"codec": "int8", "calibration": str(tmp_path / "odd")}, GEOMETRY, "calibration"),

@@ -80,9 +80,13 @@ class Coding:
 def coding_of(name: str, calibration: str, *, geometry: KVGeometry, tokens_per_block: int) -> Coding:
     """What a user's options ask for. calibration: path of its file, "" for none.
 
-    Raises ConfigError for an unknown codec, for a geometry that it cannot encode, and for a
-    calibration that is missing, damaged, of another model or not used by the codec.
+    Raises ConfigError for an unknown codec, for blocks whose geometry is not known, for one that it
+    cannot encode, and for a calibration that is missing, damaged, of another model or not used by the codec.
     """
+    if not geometry.layers:
+        raise ConfigError(
+            f"codec {name[:32]!r}: the engine's blocks have no layers of one shape of keys and values; leave out `codec`"
+        )
     try:
         codec, full = codec_named(name), KVShape(geometry, tokens_per_block)
         codec.check(full)

@@ -14,9 +14,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client import Group, PutGroup
+from tierd.client import Group, NamespaceSpec, PutGroup
 from tierd.core.formats.model import ROOT
-from tierd.errors import Unsupported
+from tierd.errors import TierdError, Unsupported
 from tierd.integrations.match import Match, claim
 from tierd.integrations.pieces import Pieces
 from tierd.integrations.store import EngineStore
@@ -24,6 +24,7 @@ from tierd.integrations.transformers.identity import check_supported, facts_of, 
 from tierd.integrations.transformers.options import StoreOptions
 from tierd.integrations.transformers.rows import padding_of
 from tierd.worker.backend import Backend
+from tierd.worker.coded_pages import CodedPages
 from tierd.worker.pages import PageShape
 from tierd.worker.tierd_pages import TierdOptions, TierdPages
 
@@ -44,9 +45,18 @@ class TierdStore:
         self.shapes = shapes_of(model)
         self.padding = padding_of(model)
         self.attention = str(model.config._attn_implementation)
-        self.spec = spec_of(model, self.shapes, self.options)
         self.engine = EngineStore(self.options, facts_of(model, self.shapes, self.options))
+        self.spec = self._spec_of(model)
         self._opened = self.engine.open(self.spec)
+
+    def _spec_of(self, model: Any) -> NamespaceSpec:
+        """The namespace, with the option's codec. Raises ConfigError, InvalidArgument."""
+        try:
+            spec = spec_of(model, self.shapes, self.options)
+            return self.engine.codings.spec(spec, spec.geometry)
+        except TierdError:
+            self.engine.close()
+            raise
 
     @cached_property
     def pages(self) -> TierdPages:
@@ -54,6 +64,9 @@ class TierdStore:
         if not self.spec.geometry.layers:
             raise Unsupported("PagedTierdCache: the model's layers have K and V of different shapes; use TierdCache")
         shape = PageShape(self.spec.geometry, self.options.tokens_per_block, Backend("torch"))
+        if self.options.codec:
+            how = {"codec": self.options.codec, "calibration": self.options.calibration}
+            return CodedPages(self.engine.client, self.spec, shape=shape, **how)
         return TierdPages(self.engine.client, self.spec, shape=shape, options=TierdOptions(keeps_copies=True))
 
     def find(self, tokens: Tokens) -> int:
