@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -94,17 +94,9 @@ class Codings:
         if not self._options.codec:
             check_calibration(self._options)
             return spec
-        coding = coding_of(
-            self._options.codec,
-            self._options.calibration,
-            geometry=geometry,
-            tokens_per_block=spec.tokens_per_block,
-        )
-        coded = coded_spec(spec, coding)
-        if _key(coded) not in self._held:
-            self._held[_key(coded)] = Engine(coding)
-            _log.warning("%s", said(coding))
-        return coded
+        coding = self._coding(spec, geometry)
+        _say(said(coding))
+        return self._add(spec, coding)
 
     def of(self, spec: NamespaceSpec) -> Engine | None:
         """How blocks of this namespace are encoded; None: not at all. Raises ConfigError."""
@@ -112,7 +104,7 @@ class Codings:
             return None
         held = self._held.get(_key(spec))
         if held is None:
-            self.spec(spec, spec.geometry)
+            self._add(spec, self._coding(spec, spec.geometry))
             held = self._held.get(_key(spec))
         if held is None:
             raise ConfigError(
@@ -129,6 +121,15 @@ class Codings:
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Does the work on every item, several at a time. Raises what the work raises."""
         return list(self._pool.map(work, items))
+
+    def _coding(self, spec: NamespaceSpec, geometry: KVGeometry) -> Coding:
+        codec, calibration = self._options.codec, self._options.calibration
+        return coding_of(codec, calibration, geometry=geometry, tokens_per_block=spec.tokens_per_block)
+
+    def _add(self, spec: NamespaceSpec, coding: Coding) -> NamespaceSpec:
+        coded = coded_spec(spec, coding)
+        self._held.setdefault(_key(coded), Engine(coding))
+        return coded
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -155,6 +156,12 @@ def said(coding: Coding) -> str:
     bits = sorted({f"{8 * min(n, full.block_bytes) / full.values:.2f}" for n in lengths})
     loss = "without loss" if coding.codec.is_exact else "with loss; first and short blocks are exact"
     return f"tierd: codec {coding.text} encodes KV in {' to '.join(bits)} bits a value instead of 16, {loss}"
+
+
+@cache
+def _say(text: str) -> None:
+    """Logs a sentence, once a process."""
+    _log.warning("%s", text)
 
 
 def _by_layer(block: Bytes, coding: Coding) -> Any:

@@ -28,9 +28,11 @@ from vllm.v1.kv_cache_interface import (
 from tierd.client import Group, NamespaceSpec, OpenedNamespace
 from tierd.core.formats.model import Need
 from tierd.errors import Unsupported
+from tierd.integrations.coding import Codings
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.vllm.identity import dtype_of, engine_words, model_words
 from tierd.integrations.vllm.options import ConnectorOptions
+from tierd.integrations.vllm.values import geometry_of
 
 WHOLE = (
     KVCacheSpecKind.FULL_ATTENTION,
@@ -75,7 +77,7 @@ class Space:
 
 def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = "") -> tuple[Space, ...]:
     """One Space for each group of a KVCacheConfig. `salt` separates further. Raises Unsupported for
-    kinds that tierd does not store."""
+    kinds that tierd does not store, ConfigError for a codec that cannot encode them."""
     check_supported(config, kv)
     words = _words(config, kv, options) | {"salt": salt}
     return tuple(
@@ -177,6 +179,7 @@ def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, wo
         salt=hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest(),
         rank_count=1 if is_replicated(kv) else config.parallel_config.tensor_parallel_size,
     )
+    named = Codings(options).spec(named, geometry_of(group[1]))
     size = max(1, spec.block_size // _hash_tokens(config, kv))
     if kind in WINDOWS and window and window > 1:
         return Space(index, named, Need.LAST_TOKENS, window - 1 + _kept_longer(spec), hashes_per_block=size)

@@ -16,6 +16,7 @@ from typing import Any
 from tierd.client import About, OpenedNamespace, PutGroup
 from tierd.core.formats.model import ROOT
 from tierd.errors import TierdError
+from tierd.integrations.coding import Order
 from tierd.integrations.courier import Courier
 from tierd.integrations.pieces import Pieces
 from tierd.integrations.store import EngineStore, Loaded
@@ -30,6 +31,7 @@ from tierd.integrations.vllm.spaces import (
     is_replicated,
     stamped,
 )
+from tierd.integrations.vllm.values import order_of
 
 END_S = 10.0
 """Seconds that a shutdown waits for transfers in flight."""
@@ -66,13 +68,18 @@ class WorkerSide:
         self._saving: Courier[int, int] = Courier("tierd-save", threads=1, limit=options.queue_limit)
         self._opened: dict[int, OpenedNamespace] = {}
         self._memory: KVMemory | None = None
+        self._value_orders: list[Order] = []  # with a codec: by group
         self._refused: list[Load] = []
         self._saved: list[int] = []
         self._is_idle = False
 
     def register(self, caches: Any) -> None:
-        """Takes vLLM's KV memory, by layer."""
+        """Takes vLLM's KV memory, by layer. Raises Unsupported if a codec is set and the order of values
+        in it is not known."""
         self._memory = KVMemory(caches, self._kv)
+        if self._options.codec:
+            groups = self._kv.kv_cache_groups
+            self._value_orders = [order_of(group, caches[group.layer_names[0]]) for group in groups]
 
     def begin_loads(self, orders: Orders) -> None:
         """Starts the step's loads in threads. Unfinished device steps may still read the target
@@ -148,6 +155,8 @@ class WorkerSide:
     def _space(self, space: Space) -> OpenedNamespace:
         found = self._opened.get(space.index)
         if found is None or found.spec != space.spec or not found.is_open:
+            if space.spec.codec:
+                self._store.codings.arrange(space.spec, self._value_orders[space.index])
             found = self._opened[space.index] = self._store.open(space.spec)
         return found
 
