@@ -64,9 +64,10 @@ BUILDERS: dict[str, set[str]] = {
     "integrations/transformers/store.py": {"worker"},
     "cli/advice.py": {"integrations"},  # the versions of engines that were run
     "cli/conversation.py": {"worker"},
-    "cli/simulate.py": {"simulator", "codecs"},
+    "cli/simulate.py": {"simulator"},
+    "cli/stored_form.py": {"simulator", "codecs"},
     "cli/trace.py": {"simulator"},
-    "cli/replay.py": {"simulator", "codecs"},
+    "cli/replay.py": {"simulator"},
     "cli/demo.py": {"worker", "testing", "kernels", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
 }

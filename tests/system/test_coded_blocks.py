@@ -145,9 +145,7 @@ def coded(codec: str, *, tokens: int = TOKENS, layout: str = "NHD") -> np.ndarra
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_block_that_cannot_be_decoded_is_missing(
-    daemon: Daemon, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_block_that_cannot_be_decoded_is_missing(daemon: Daemon, what: str, caplog: pytest.LogCaptureFixture) -> None:
     """A load ends before such a block, leaves its memory unchanged, counts it and logs why."""
     with store_with(daemon, "rot-8-8") as store:
         group, memory = opened(store, 4, salt=what), Memory.filled(4)
@@ -235,7 +233,9 @@ def test_the_codec_is_logged_once(daemon: Daemon, caplog: pytest.LogCaptureFixtu
     with store_with(daemon, "rot-4-4") as store:
         opened(store, 1, salt="a"), opened(store, 1, salt="b")
     said = [line for line in caplog.messages if "encodes KV" in line]
-    assert said == ["tierd: codec rot-4-4 encodes KV in 4.25 bits a value instead of 16, with loss; first and short blocks are exact"]
+    assert said == [
+        "tierd: codec rot-4-4 encodes KV in 4.25 bits a value instead of 16, with loss; first and short blocks are exact"
+    ]
 
 
 def test_operators_see_the_codec(daemon: Daemon) -> None:

@@ -139,9 +139,7 @@ def test_a_block_that_cannot_be_decoded_ends_the_prefix(daemon: Daemon, model: L
     with Worker(daemon, model, "int8") as worker:
         space = worker.source._namespace
         hashes, coding = space.hash(said), worker.source.coding
-        blocks = [
-            coding.encode(np.ones(coding.full.block_bytes, np.uint8), tokens=TOKENS, number=i) for i in range(4)
-        ]
+        blocks = [coding.encode(np.ones(coding.full.block_bytes, np.uint8), tokens=TOKENS, number=i) for i in range(4)]
         blocks[2][100] ^= 1
         with worker.client.reserve(PutGroup(space, hashes, lengths=list(map(len, blocks)))) as pages:
             for page, block in zip(pages.buffers(), blocks, strict=True):

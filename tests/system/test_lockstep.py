@@ -18,12 +18,15 @@ from click.testing import CliRunner
 from tests.depth import count, report
 from tests.system.warm import Daemon
 from tierd.cli.ctl import cli
+from tierd.cli.simulate import measure_of
+from tierd.cli.stored_form import StoredForm
 from tierd.cli.trace import read_trace
 from tierd.simulator.sequences import TOKENS_PER_BLOCK, Measure, trace_of
 
 POLICIES = ("lru", "default", "reuse-index")
 NARROW = {"host": "8 MiB", "nvme": "64 MiB"}
 WIDE = {"host": "32 MiB", "nvme": "1 GiB"}
+CODEC = ("--codec", "rot-4-4", "--geometry", "1x1x64")
 THREE = {"device": "8 MiB", "host": "8 MiB", "nvme": "64 MiB"}
 
 
@@ -58,7 +61,8 @@ def replayed(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> 
         written = {tier["name"]: tier["bytes_written"] for tier in asked("tiers", *target)["tiers"]}
     assert (sums["wrong_blocks"], list(sums["tier_ratios"])) == (0, [f"{kind}.0" for kind in tiers])
     limit = int(options[options.index("--limit") + 1]) if "--limit" in options else None
-    footprint = trace_of(read_trace(trace, limit=limit), name="").distinct_bytes(Measure())
+    held = trace_of(read_trace(trace, limit=limit), name="")
+    footprint = held.distinct_bytes(measure_of(StoredForm(CODEC[1], CODEC[3]), held) if CODEC[0] in options else Measure())
     return Shares({kind: sums["tier_ratios"][f"{kind}.0"] for kind in tiers}, written["nvme.0"] / footprint)
 
 
@@ -141,3 +145,20 @@ def test_the_nearest_tier_may_be_named(made_up: Path) -> None:
     options = ("--limit", "20")
     found = replayed(made_up, THREE, "default", "--tier", "device", *options)
     assert found == simulated(made_up, THREE, "default", *options)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tiers", [NARROW, THREE], ids=lambda tiers: "-".join(tiers.values()))
+def test_the_simulator_equals_the_daemon_with_encoded_blocks(made_up: Path, tiers: dict[str, str]) -> None:
+    """With the lengths of a codec, exact first and short blocks included, simulator and daemon agree;
+    hits are more than without it."""
+    more, fewer = check_same(made_up, tiers, "default", *CODEC), simulated(made_up, tiers, "default", *CODEC[2:])
+    assert sum(more.hits.values()) > sum(fewer.hits.values())
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["conversation_a", "agent_a"])
+def test_the_simulator_equals_the_daemon_with_encoded_blocks_of_real_traces(shared: Path, name: str) -> None:
+    """On the first requests of both production traces, with the lengths of a codec, both agree."""
+    limit = ("--limit", str(count(test=40, nightly=600, weekly=3_000)))
+    assert any(check_same(shared / "traces" / f"{name}.jsonl.gz", NARROW, "default", *limit, *CODEC).hits.values())

@@ -12,9 +12,9 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -29,12 +29,13 @@ from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_share
 from tierd.cli.help import example
 from tierd.cli.render import show_json
+from tierd.cli.stored_form import StoredForm, encoded
 from tierd.cli.tally import Step, Tally, draw_tally
 from tierd.cli.trace import Content, hash_ids, read_trace
 from tierd.client import Client, Lease, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.core.formats.model import ROOT, BlockStatus
 from tierd.errors import InvalidArgument
-from tierd.simulator.sequences import TOKENS_PER_BLOCK, Request
+from tierd.simulator.sequences import TOKENS_PER_BLOCK, Encoding, Request
 
 MODEL = "tierctl-replay"
 BLOCK_BYTES = 64 << 10
@@ -47,7 +48,8 @@ QUIESCE_TIMEOUT_S = 60.0
 class Options:
     """Options of a replay, as on the command line.
 
-    block_bytes: of a full block (None: from the trace, else BLOCK_BYTES). cold: a new namespace.
+    block_bytes: of a full block (None: from the trace, else BLOCK_BYTES). codec, geometry, bits: see
+    StoredForm. cold: a new namespace.
     speed: divides the trace's pauses (None: no pauses). tier: of blocks (None: the nearest).
     lockstep: one request after another, at the trace's time.
     """
@@ -59,6 +61,14 @@ class Options:
     lockstep: bool = False
     speed: float | None = None
     cold: bool = False
+    codec: str | None = None
+    geometry: str | None = None
+    bits: float | None = None
+
+    @property
+    def stored_form(self) -> StoredForm:
+        """The options about lengths."""
+        return StoredForm(self.codec, self.geometry, self.bits, self.block_bytes)
 
 
 @click.command(epilog=example("tierctl replay trace.jsonl.gz --lockstep"))
@@ -67,6 +77,7 @@ class Options:
 @click.option(
     "--block-bytes", type=SIZE, default=None, help="Size of a full block. [default: as recorded, else 64 KiB]"
 )
+@encoded
 @click.option(
     "--tier", type=click.Choice(["device", "host"]), default=None, help="Tier for the blocks. [default: the nearest]"
 )
@@ -159,6 +170,14 @@ class Stopwatch:
             self.seconds[name] = time.perf_counter() - begun
 
 
+class Space(NamedTuple):
+    """A namespace, the bytes of its blocks, and how they are encoded."""
+
+    namespace: OpenedNamespace
+    content: Content
+    encoding: Encoding | None
+
+
 class Replayer:
     """Makes a trace's requests with one client, in one namespace for each of the trace's.
 
@@ -169,13 +188,13 @@ class Replayer:
         self.tiers = tiers
         self._client = client
         self._tier = options.tier or self.tiers[0].partition(".")[0]
-        self._block_bytes, self._verify = options.block_bytes, options.verify
+        self._form, self._verify = options.stored_form, options.verify
         self._salt = secrets.token_hex(8) if options.cold else ""
-        self._spaces: dict[tuple[int, int, int], tuple[OpenedNamespace, Content]] = {}
+        self._spaces: dict[tuple[int, int, int], Space] = {}
 
     def step(self, request: Request) -> Step:
         """Makes one request: gets the held blocks, puts the rest, releases all."""
-        namespace, content = self._space(request)
+        namespace, content, encoding = self._space(request)
         hashes = hash_ids(request.blocks, digest=namespace.digest)
         watch = Stopwatch()
         with watch.timed("acquire"):
@@ -186,7 +205,7 @@ class Replayer:
         written, refused = 0, 0
         leases = [lease]
         if first < len(hashes):
-            group = put_group(namespace, hashes, request, first=first)
+            group = put_group(namespace, hashes, request, first=first, encoding=encoding)
             stored, written, refused = self._store(group, content, watch=watch)
             leases += [stored] if stored else []
         with watch.timed("release"):
@@ -194,14 +213,18 @@ class Replayer:
                 held.release()
         return Step(request.tokens, lease.tier_tokens, watch.seconds, read, written, refused, wrong)
 
-    def _space(self, request: Request) -> tuple[OpenedNamespace, Content]:
-        """The request's namespace, opened at its first request, and the bytes of its blocks."""
-        block_bytes = self._block_bytes or request.block_bytes or BLOCK_BYTES
+    def _space(self, request: Request) -> Space:
+        """The request's namespace, opened at its first request."""
+        block_bytes = self._form.block_bytes_of(request.block_tokens) or request.block_bytes or BLOCK_BYTES
         key = (request.namespace, request.block_tokens, block_bytes)
         if key not in self._spaces:
             salt = f"{self._salt}/{request.namespace}" if request.namespace else self._salt
             spec = namespace_spec(block_bytes, block_tokens=request.block_tokens, salt=salt)
-            self._spaces[key] = self._client.open_namespace(spec), Content(block_bytes)
+            encoding = self._form.encoding(request.block_tokens)
+            if encoding:
+                longest = block_bytes + encoding.header_bytes
+                spec = replace(spec, block_bytes=longest, salt=f"{salt} {self._form.codec}")
+            self._spaces[key] = Space(self._client.open_namespace(spec), Content(spec.block_bytes), encoding)
         return self._spaces[key]
 
     def _store(self, group: PutGroup, content: Content, *, watch: Stopwatch) -> tuple[Lease | None, int, int]:
@@ -218,15 +241,29 @@ class Replayer:
         return committed.lease, written, refused + int((~np.isin(committed.statuses, STORED)).sum())
 
 
-def put_group(namespace: OpenedNamespace, hashes: NDArray[np.uint8], request: Request, *, first: int) -> PutGroup:
+def put_group(
+    namespace: OpenedNamespace,
+    hashes: NDArray[np.uint8],
+    request: Request,
+    *,
+    first: int,
+    encoding: Encoding | None = None,
+) -> PutGroup:
     """A request's blocks from number `first` on."""
-    return PutGroup(
+    group = PutGroup(
         namespace,
         hashes[first:],
         tokens=request.tokens - first * request.block_tokens,
         parent=hashes[first - 1].tobytes() if first else ROOT,
         position=first,
     )
+    if encoding is None:
+        return group
+    covered = namespace.block_tokens(len(group.hashes), tokens=group.tokens).astype(np.int64)
+    full = np.full(len(covered), namespace.spec.block_bytes - encoding.header_bytes, np.int64)
+    is_exact = (covered < request.block_tokens) | (first + np.arange(len(covered)) == 0)
+    plain = np.maximum(1, full * covered // request.block_tokens)
+    return replace(group, lengths=encoding.lengths(plain, full, is_exact=is_exact).tolist())
 
 
 def fill(buffers: Sequence[NDArray[np.uint8] | None], hashes: NDArray[np.uint8], content: Content) -> int:

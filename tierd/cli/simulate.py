@@ -22,6 +22,7 @@ from tierd.cli.ask import SIZE, Ask, listing
 from tierd.cli.figures import human_seconds
 from tierd.cli.help import example
 from tierd.cli.render import Cell, Column, show_json, show_table
+from tierd.cli.stored_form import StoredForm, encoded
 from tierd.cli.trace import read_trace
 from tierd.config import Config, load_config, read_config
 from tierd.core.formats.model import TierKind
@@ -31,7 +32,7 @@ from tierd.simulator.page import page_of
 from tierd.simulator.plot import draw, require_matplotlib
 from tierd.simulator.rows import Row, panels_of, row_of, short_name
 from tierd.simulator.runs import Scenario, simulate_all
-from tierd.simulator.sequences import Trace, trace_of
+from tierd.simulator.sequences import TOKENS_PER_BLOCK, Measure, Trace, trace_of
 from tierd.simulator.sizes import KINDS, Size, Tiers, parse_size, tiers_of
 from tierd.simulator.wear import Writes, parse_admission, parse_budget
 
@@ -96,6 +97,7 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
 @click.option(
     "--block-bytes", type=SIZE, help="Size of a full block, if sizes are bytes. [default: as recorded, else 64 KiB]"
 )
+@encoded
 @click.option("--limit", type=click.IntRange(1), default=None, help="Read only this many requests of each trace.")
 @click.option(
     "--plot",
@@ -117,13 +119,17 @@ def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], job
     (817blocks) or in per cent of the trace's distinct blocks (5%, rounded down) mean room for
     exactly so many blocks. A short block counts as a full one, as in published figures.
 
+    With --codec, blocks have the lengths that engines with this option store: a tier holds more
+    tokens. Sizes in bytes only.
+
     Hits are shares of all prompt tokens. The policy `clairvoyant` knows the future: in one tier no
     policy is better.
     """
     config = config_of(options["config"])
     held = [trace_of(read_trace(path, limit=options["limit"]), name=str(path)) for path in traces]
     sizes = {kind: options[kind.name.lower()] for kind in KINDS if options[kind.name.lower()]}
-    tiers = [tiers_of_each(trace, sizes, config=config, block_bytes=options["block_bytes"]) for trace in held]
+    asked = StoredForm(options["codec"], options["geometry"], options["bits"], options["block_bytes"])
+    tiers = [tiers_of_each(trace, sizes, config=config, measure=measure_of(asked, trace)) for trace in held]
     writes = [
         Writes(*pair) for pair in itertools.product(*(options[n] or [None] for n in ("admission", "wear_budget")))
     ]
@@ -145,7 +151,7 @@ def config_of(path: Path | None) -> Config:
 
 
 def tiers_of_each(
-    trace: Trace, sizes: dict[TierKind, Sequence[Size]], *, config: Config, block_bytes: int | None
+    trace: Trace, sizes: dict[TierKind, Sequence[Size]], *, config: Config, measure: Measure
 ) -> list[Tiers]:
     """The tiers of every combination of sizes. Raises InvalidArgument, ConfigError."""
     combinations = itertools.product(*sizes.values())
@@ -154,11 +160,17 @@ def tiers_of_each(
             dict(zip(sizes, chosen, strict=True)),
             distinct=trace.distinct,
             longest=trace.longest,
-            block_bytes=block_bytes,
+            measure=measure,
             config=config,
         )
         for chosen in itertools.islice(combinations, RUN_LIMIT + 1)
     ]
+
+
+def measure_of(asked: StoredForm, trace: Trace) -> Measure:
+    """Sizes of a trace's blocks. Raises InvalidArgument."""
+    tokens = int(trace.full_tokens[0]) if len(trace) else TOKENS_PER_BLOCK
+    return Measure(asked.block_bytes_of(tokens), encoding=asked.encoding(tokens))
 
 
 def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes: Sequence[Writes]) -> list[Scenario]:

@@ -116,7 +116,8 @@ class Simulation:
     def _driver(self, kind: TierKind) -> InstantDriver:
         if len(self._knowing) != len(self._specs):
             return InstantDriver(self.core, kind=kind, tier_count=len(self._specs))
-        page = int(self._trace.sequence(0, self._tiers.measure).block_bytes) if len(self._trace) else 1
+        measure = self._tiers.measure
+        page = measure.page_bytes(int(self._trace.sequence(0, measure).block_bytes)) if len(self._trace) else 1
         pages = sum(
             (spec.capacity_bytes - spec.headroom_bytes) // (page + spec.slot_overhead_bytes) for spec in self._specs
         )

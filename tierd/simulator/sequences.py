@@ -6,9 +6,11 @@ one number, 0 and up in the order of first appearance, and one hash, which conta
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -30,12 +32,36 @@ BLOCK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """Lengths of blocks that engines encode. Each has a header. Of a full block, a payload of `rate`
+    of its bytes follows, rounded up. The first block of a sequence and short ones keep their bytes."""
+
+    header_bytes: int
+    rate: Fraction
+
+    def full_bytes(self, plain: int) -> int:
+        """Length of a full block of so many bytes, not the first of its sequence."""
+        return self.header_bytes + min(plain, math.ceil(plain * self.rate))
+
+    def lengths(self, plain: Column, full: Column, *, is_exact: NDArray[np.bool_]) -> Column:
+        """Of blocks with these lengths before encoding, and these of their full blocks: int64 [n]."""
+        sizes, where = np.unique(full, return_inverse=True)
+        encoded = np.array([self.full_bytes(size) for size in sizes.tolist()], np.int64)
+        return np.where(is_exact, self.header_bytes + plain, encoded[where])
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
-    """Sizes of blocks. block_bytes: of a full one; None: the trace's, else BLOCK_BYTES. whole: a
-    short one takes as much."""
+    """Sizes of blocks. block_bytes: of a full one before encoding; None: the trace's, else
+    BLOCK_BYTES. whole: a short one takes as much. encoding: None: blocks are stored as they are."""
 
     block_bytes: int | None = None
     whole: bool = False
+    encoding: Encoding | None = None
+
+    def page_bytes(self, plain: int) -> int:
+        """Stored length of a full block of so many bytes."""
+        return self.encoding.full_bytes(plain) if self.encoding else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +141,47 @@ class Trace:
         covered, size = full.copy(), np.repeat(self._full_bytes(measure), counts)
         covered[self.starts[1:] - 1] = self.tokens - (counts - 1) * self.full_tokens
         _, first = np.unique(self.blocks, return_index=True)
-        return int(np.maximum(1, size[first] * covered[first] // full[first]).sum())
+        plain = np.maximum(1, size * covered // full)
+        if measure.encoding:
+            is_exact = covered < full
+            is_exact[self.starts[:-1]] = True
+            plain = measure.encoding.lengths(plain, size, is_exact=is_exact)
+        return int(plain[first].sum())
 
     def sequence(self, request: int, measure: Measure) -> Sequence:
         """A request in the driver's form."""
-        make = WholeBlocks if measure.whole else Sequence
-        return make(
-            int(self.namespaces[request]) + 1,
-            self.hashes[self.of(request)],
-            tokens=int(self.tokens[request]),
-            tokens_per_block=int(self.full_tokens[request]),
-            block_bytes=int(measure.block_bytes or self.full_bytes[request] or BLOCK_BYTES),
-        )
+        said: dict[str, Any] = {
+            "namespace": int(self.namespaces[request]) + 1,
+            "hashes": self.hashes[self.of(request)],
+            "tokens": int(self.tokens[request]),
+            "tokens_per_block": int(self.full_tokens[request]),
+            "block_bytes": int(measure.block_bytes or self.full_bytes[request] or BLOCK_BYTES),
+        }
+        if measure.encoding:
+            return EncodedBlocks(**said, encoding=measure.encoding)
+        return WholeBlocks(**said) if measure.whole else Sequence(**said)
 
     def _full_bytes(self, measure: Measure) -> Column:
         known = np.where(self.full_bytes > 0, self.full_bytes, BLOCK_BYTES)
         return np.full(len(self), measure.block_bytes, np.int64) if measure.block_bytes else known
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlocks(Sequence):
+    """A sequence whose blocks have the lengths of an encoding."""
+
+    encoding: Encoding
+
+    def put(self, first: int) -> PutQuery:
+        """The blocks from number `first` on, to be written."""
+        query = Sequence.put(self, first)
+        blocks = query.blocks
+        is_exact = blocks["tokens"] < self.tokens_per_block
+        if first == 0:
+            is_exact[:1] = True
+        full = np.full(len(blocks), self.block_bytes, np.int64)
+        blocks["length"] = self.encoding.lengths(blocks["length"].astype(np.int64), full, is_exact=is_exact)
+        return query
 
 
 class WholeBlocks(Sequence):

@@ -95,15 +95,17 @@ def _bytes_of(text: str) -> int:
     return size
 
 
-def tiers_of(sizes: Sizes, *, distinct: int, longest: int, block_bytes: int | None, config: Config) -> Tiers:
+def tiers_of(sizes: Sizes, *, distinct: int, longest: int, measure: Measure, config: Config) -> Tiers:
     """The tiers of these sizes; without sizes, the config's own. config: of the simulated daemon,
     as written. Raises InvalidArgument, ConfigError."""
     if not sizes:
-        return _as_configured(config, Measure(block_bytes))
+        return _as_configured(config, measure)
     check_kinds(sizes)
     if all(size.bytes is not None for size in sizes.values()):
         texts = {kind: size.text for kind, size in sizes.items()}
-        return _as_configured(_resized(config, sizes), Measure(block_bytes), texts)
+        return _as_configured(_resized(config, sizes), measure, texts)
+    if measure.encoding:
+        raise InvalidArgument("simulate: --codec changes bytes, and sizes in blocks count none; give sizes in bytes")
     return _counted(sizes, distinct, longest, config)
 
 

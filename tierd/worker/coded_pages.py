@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup
 from tierd.client.values import Hashes
 from tierd.codecs.coding import Coding, coded_spec, coding_of
-from tierd.core.formats.model import ROOT
 from tierd.codecs.values import Bytes
+from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, Page, PageShape, page_shape
@@ -101,9 +101,7 @@ class CodedPages(TierdPages):
         hashes = self._namespace.hash(tokens, parent=parent, with_tail=True)
         return self._stored([page], tokens, hashes, parent, number) == 1
 
-    def _stored(
-        self, pages: Sequence[Page], tokens: Sequence[int], hashes: Hashes, parent: bytes, number: int
-    ) -> int:
+    def _stored(self, pages: Sequence[Page], tokens: Sequence[int], hashes: Hashes, parent: bytes, number: int) -> int:
         """Stores encoded copies of pages, of which the last may be short; returns how many leading ones are stored."""
         if len(hashes) != len(pages):  # no daemon
             return 0

@@ -108,7 +108,9 @@ def test_namespaces_speak_where_the_engine_does_not() -> None:
     other = replace(
         OTHER,
         words=bare,
-        spaces=(Space(3, spec | {"tokens_per_block": 32, "geometry": {"dtype": "f16", "layout": "HND"}, "codec": "int8"}),),
+        spaces=(
+            Space(3, spec | {"tokens_per_block": 32, "geometry": {"dtype": "f16", "layout": "HND"}, "codec": "int8"}),
+        ),
     )
     assert differences(one, other) == ["tokens_per_block", "dtype", "layout", "codec"]
     assert "both serve m but share no block" in advise([one, other])[0].fault

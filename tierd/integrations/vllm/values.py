@@ -92,7 +92,9 @@ def _places_on_cpu(tokens: int, dim: int, dtype: str) -> Places:
         try:
             _write(given, memory)
         except (ImportError, AttributeError, TypeError, RuntimeError) as error:
-            raise Unsupported(f"vllm: codec: the CPU kernel's order of values is not known ({error}); leave out `codec`") from error
+            raise Unsupported(
+                f"vllm: codec: the CPU kernel's order of values is not known ({error}); leave out `codec`"
+            ) from error
         found += (memory.view(torch.int16).reshape(-1).to(torch.int64) - 0x4000 & 0xFF) << shift
     places = np.full(len(found), -1, np.intp)
     held = found.numpy()

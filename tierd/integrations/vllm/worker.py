@@ -29,6 +29,7 @@ from tierd.integrations.vllm.spaces import (
     facts_of,
     is_kept_by_blocks,
     is_replicated,
+    spaces_of,
     stamped,
 )
 from tierd.integrations.vllm.values import order_of
@@ -57,6 +58,7 @@ class WorkerSide:
 
     def __init__(self, config: Any, kv: Any, options: ConnectorOptions, *, rank: int) -> None:
         check_supported(config, kv)
+        spaces_of(config, kv, options)  # raises for an unfit codec, before vLLM asks the scheduler
         self._kv, self._options = kv, options
         self._is_replicated, self._is_kept_by_blocks = is_replicated(kv), is_kept_by_blocks(kv)
         self._rank = 0 if self._is_replicated else rank

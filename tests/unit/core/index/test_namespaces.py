@@ -200,7 +200,9 @@ def test_a_record_has_the_codec() -> None:
     assert namespace_from_record(namespace_record(namespace)) == namespace
 
 
-@pytest.mark.parametrize("codec", ["Rot", "rot 4", "rot@", "rot@0f", "@" + "0f" * 16, "rot@" + "0F" * 16, "x" * 65, "-", "a\n"])
+@pytest.mark.parametrize(
+    "codec", ["Rot", "rot 4", "rot@", "rot@0f", "@" + "0f" * 16, "rot@" + "0F" * 16, "x" * 65, "-", "a\n"]
+)
 def test_a_codec_has_the_form_of_a_name(codec: str) -> None:
     """A codec is a name, perhaps with the hash of a calibration; the error names the form."""
     with pytest.raises(InvalidArgument, match=r"namespace\.codec: .*NAME@HASH"):
