@@ -68,7 +68,8 @@ BUILDERS: dict[str, set[str]] = {
     "cli/stored_form.py": {"simulator", "codecs"},
     "cli/trace.py": {"simulator"},
     "cli/replay.py": {"simulator"},
-    "cli/demo.py": {"worker", "testing", "kernels", "codecs"},
+    "cli/demo.py": {"worker", "testing", "kernels"},
+    "cli/coded_demo.py": {"worker", "testing", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
 }
 """The modules that put parts together, and their imports beyond their part's row."""

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.system.warm import Daemon
-from tierd.client import Client, PutGroup
+from tierd.client import Client, NamespaceSpec, PutGroup
+from tierd.codecs.coding import coding_of
 from tierd.codecs.named import ALL
 from tierd.errors import ConfigError
 from tierd.worker.backend import Backend
@@ -58,8 +59,7 @@ class Worker:
 
     def __init__(self, daemon: Daemon, model: Llama, codec: str) -> None:
         self.client = Client(daemon.target, name="worker", timeout_s=20)
-        shape = page_shape(model, kv_dtype="float16")
-        self.source = CodedPages(self.client, model, codec=codec, name="random", shape=shape)
+        self.source = source_of(self.client, page_shape(model, kv_dtype="float16"), codec)
         self.engine = Engine(model, self.source, options=OPTIONS)
 
     def serve(self, *requests: Request) -> list[Report]:
@@ -71,6 +71,12 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.engine.close()
         self.client.close()
+
+
+def source_of(client: Client, shape: PageShape, codec: str) -> CodedPages:
+    coding = coding_of(codec, "", geometry=shape.geometry, tokens_per_block=TOKENS)
+    spec = NamespaceSpec(model="random", tokens_per_block=TOKENS, block_bytes=shape.block_bytes)
+    return CodedPages(client, spec, shape=shape, coding=coding)
 
 
 def own_pages(model: Llama, tokens: Sequence[int]) -> list[np.ndarray]:
@@ -159,10 +165,9 @@ def test_pages_without_a_daemon(daemon: Daemon, model: Llama) -> None:
 
 def test_what_is_refused(daemon: Daemon, model: Llama) -> None:
     """A type of pages or a place that codecs do not take is an error with the remedy."""
+    geometry = page_shape(model, kv_dtype="float16").geometry
     with Client(daemon.target) as client:
         with pytest.raises(ConfigError, match="float32"):
-            CodedPages(client, model, codec="int8", name="random")
-        gpu = Backend("numpy", "float32", "cuda:0")
+            source_of(client, page_shape(model), "int8")
         with pytest.raises(ConfigError, match=r"codec int8: pages lie on cuda:0; choose device='cpu'"):
-            shape = PageShape(page_shape(model, kv_dtype="float16").geometry, TOKENS, gpu)
-            CodedPages(client, model, codec="int8", name="random", shape=shape)
+            source_of(client, PageShape(geometry, TOKENS, Backend("numpy", "float32", "cuda:0")), "int8")

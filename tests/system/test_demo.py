@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tierd.cli import demo
+from tierd.cli import coded_demo, demo
 from tierd.cli.daemon import cli
 from tierd.worker.engine import Engine
 from tierd.worker.report import Report, Request
@@ -76,3 +76,23 @@ def test_both_engines_are_warm_before_anything_counts(monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
     assert [len(prompts) for prompts in lengths.values()] == [2, 2]
     assert all(warm > 200 for warm, _ in lengths.values())
+
+
+def test_the_demo_with_a_codec(roots: list[Path]) -> None:
+    """Every turn after the first is served encoded blocks, at half of the bytes; it exits with 0."""
+    result = CliRunner().invoke(cli, ["demo", "--codec", "int8"])
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if " of 16 " in line]
+    assert [row.startswith(scene.source) for row, scene in zip(rows, coded_demo.CODED_SCENES, strict=True)] == [
+        True
+    ] * 4
+    assert rows[0].endswith("-") and all("%)" in row or "%" in row.split()[-1] for row in rows[1:])
+    assert "codec int8: 5" in result.stdout and "perplexity of 96 tokens" in result.stdout
+    assert not any(root.exists() for root in roots)
+
+
+def test_the_demo_refuses_a_codec_that_does_not_fit() -> None:
+    """A codec for other shapes ends the demo with its error, before a turn."""
+    result = CliRunner().invoke(cli, ["demo", "--codec", "rot-4-4"])
+    assert result.exit_code != 0
+    assert "head_dim 16" in result.output + str(result.exception)

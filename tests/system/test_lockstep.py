@@ -62,7 +62,9 @@ def replayed(trace: Path, tiers: dict[str, str], policy: str, *options: str) -> 
     assert (sums["wrong_blocks"], list(sums["tier_ratios"])) == (0, [f"{kind}.0" for kind in tiers])
     limit = int(options[options.index("--limit") + 1]) if "--limit" in options else None
     held = trace_of(read_trace(trace, limit=limit), name="")
-    footprint = held.distinct_bytes(measure_of(StoredForm(CODEC[1], CODEC[3]), held) if CODEC[0] in options else Measure())
+    footprint = held.distinct_bytes(
+        measure_of(StoredForm(CODEC[1], CODEC[3]), held) if CODEC[0] in options else Measure()
+    )
     return Shares({kind: sums["tier_ratios"][f"{kind}.0"] for kind in tiers}, written["nvme.0"] / footprint)
 
 

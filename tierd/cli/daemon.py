@@ -127,13 +127,21 @@ def _fill_standard_streams() -> None:
     help="Directory of a Llama-type checkpoint with a byte vocabulary. Without it, random weights.",
 )
 @click.option("--keep", is_flag=True, help="Keep the daemon's log and directories.")
-def demo(model: Path | None, *, keep: bool) -> None:
+@click.option("--codec", metavar="NAME", default=None, help="Encode blocks, and show what it changes; such as rot-4-4.")
+def demo(model: Path | None, *, keep: bool, codec: str | None) -> None:
     """Runs a worker that reads a long text five times, each time from another tier.
 
     The first time is cold. Before the last one the daemon crashes.
+
+    With --codec blocks are stored encoded, in host memory and on NVMe. Tokens may then differ from
+    those of a run without a cache. The table shows how many are equal, and the text's perplexity.
     """
     from tierd.cli.demo import run_demo  # noqa: PLC0415  # numpy and the worker's model code
 
+    if codec is not None:
+        from tierd.cli.coded_demo import run_coded_demo  # noqa: PLC0415
+
+        raise click.exceptions.Exit(run_coded_demo(model, codec=codec, keep=keep))
     raise click.exceptions.Exit(run_demo(model, keep=keep))
 
 

@@ -35,7 +35,7 @@ from tierd.worker.model import Llama
 from tierd.worker.pages import LocalPages, page_shape
 from tierd.worker.report import Report, Request
 from tierd.worker.spec import LlamaSpec
-from tierd.worker.tierd_pages import TierdPages, namespace_spec
+from tierd.worker.tierd_pages import TierdPages
 
 CONFIG = """\
 [server]
@@ -103,12 +103,13 @@ class Turn:
         """The turn's fault; empty if none."""
         if self.cached.tokens != self.plain.tokens:
             return f"{self.scene.source}: the tokens are {self.cached.tokens}, but {self.plain.tokens} without a cache"
-        if not self._is_from_tier():
+        if not self.is_from_tier():
             found = dict(self.cached.tier_tokens) or "no token"
             return f"{self.scene.source}: the cache served {found} of {self.cached.prompt_tokens} tokens"
         return ""
 
-    def _is_from_tier(self) -> bool:
+    def is_from_tier(self) -> bool:
+        """Whether the scene's tier served most of the prompt."""
         tiers, half = self.cached.tier_tokens, self.cached.prompt_tokens / 2
         if self.scene.tier == "*":
             return sum(tiers.values()) > half
@@ -116,7 +117,7 @@ class Turn:
 
 
 def run_demo(folder: Path | None, *, keep: bool) -> int:
-    """Runs the demo. Returns its exit code. folder: a checkpoint, or None for random weights."""
+    """Runs the demo without a codec. Returns its exit code. folder: a checkpoint, or None for random weights."""
     console = new_console()
     with ExitStack() as stack:
         say = stack.enter_context(shown_steps(console, total=2 * len(SCENES) + 2))
@@ -154,10 +155,10 @@ class Stage:
         self._conversation = Conversation(plan, turns=len(SCENES))
         self._marks: tuple[int, ...] = ()
         self._client = Client(daemon.target, name="tierd demo")
-        self._pages = TierdPages(self._client, model, name=name)
-        self._namespace = self._client.open_namespace(namespace_spec(model, self._pages.shape, name=name))
+        self._pages = self._source(model, name)
+        self._namespace = self._pages.namespace
         self._cached = Engine(model, self._pages)
-        self._plain = Engine(model, LocalPages(page_shape(model)))
+        self._plain = Engine(model, LocalPages(self._pages.shape))
         # A process's first long text takes 1.5 times as long.
         for engine in (self._plain, self._cached):
             engine.generate([Request((BYTE_BOS, *b"warm" * 64), max_new_tokens=2)])
@@ -168,6 +169,10 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._cached.close()
         self._client.close()
+
+    def _source(self, model: Llama, name: str) -> TierdPages:
+        """The pages of the engine with a cache."""
+        return TierdPages(self._client, model, name=name)
 
     def play(self, scene: Scene, say: Say) -> Turn:
         """Runs one turn, with the cache and without."""
@@ -193,8 +198,8 @@ class Stage:
     def leave_nvme(self) -> None:
         """Keeps all blocks on NVMe alone."""
         self._flush()
-        self._evict("device.0")
-        self._evict("host.0")
+        for tier in self._client.tiers[:-1]:
+            self._evict(tier)
 
     def crash(self) -> None:
         """Kills the daemon with SIGKILL and starts a new one on its directories. The worker continues."""

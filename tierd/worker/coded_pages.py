@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup
 from tierd.client.values import Hashes
-from tierd.codecs.coding import Coding, coded_spec, coding_of
+from tierd.codecs.coding import Coding, coded_spec
 from tierd.codecs.values import Bytes
 from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError
-from tierd.worker.model import Llama
-from tierd.worker.pages import Held, Page, PageShape, page_shape
-from tierd.worker.tierd_pages import TierdOptions, TierdPages, namespace_spec
+from tierd.worker.pages import Held, Page, PageShape
+from tierd.worker.tierd_pages import TierdOptions, TierdPages
 
 
 class CodedPages(TierdPages):
@@ -32,28 +31,22 @@ class CodedPages(TierdPages):
     def __init__(
         self,
         client: Client,
-        model: Llama | NamespaceSpec,
+        spec: NamespaceSpec,
         *,
-        codec: str,
-        calibration: str = "",
-        name: str = "",
-        shape: PageShape | None = None,
+        shape: PageShape,
+        coding: Coding,
         options: TierdOptions | None = None,
     ) -> None:
-        """As TierdPages, on the CPU. codec: of blocks. calibration: path of its file, if the codec
-        is calibrated.
+        """spec: of the pages as they are. coding: of blocks in the pages' shape.
 
-        Raises ConfigError for a codec that cannot encode pages of this shape, and for pages on a GPU.
+        Raises ConfigError for pages on a GPU, and what Client.open_namespace raises.
         """
-        if isinstance(model, Llama):
-            shape = shape or page_shape(model)
-            model = namespace_spec(model, shape, name=name)
-        if shape is not None and shape.backend.is_on_gpu:
-            raise ConfigError(f"codec {codec}: pages lie on {shape.backend.device}; choose device='cpu', or no codec")
-        self.coding: Coding = coding_of(
-            codec, calibration, geometry=model.geometry, tokens_per_block=model.tokens_per_block
-        )
-        super().__init__(client, coded_spec(model, self.coding), shape=shape, options=options)
+        if shape.backend.is_on_gpu:
+            raise ConfigError(
+                f"codec {coding.text}: pages lie on {shape.backend.device}; choose device='cpu', or no codec"
+            )
+        self.coding = coding
+        super().__init__(client, coded_spec(spec, coding), shape=shape, options=options)
 
     @property
     def tier(self) -> str:

@@ -158,6 +158,19 @@ class Engine:
             for sequence in live:
                 sequence.report.decode_s += spent_s
 
+    def score(self, request: Request, following: Sequence[int]) -> NDArray[np.float64]:
+        """Natural logarithms of the probabilities of these tokens after the prompt: float64 [n]. Stores none of them."""
+        sequence, found = self.begin(request), []
+        try:
+            for token in following:
+                logits = np.asarray(sequence.logits, np.float64)
+                found.append(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+                sequence.tokens.append(token)
+                sequence.logits = self._compute([Run(sequence, len(sequence.tokens) - 1, len(sequence.tokens))])[0]
+        finally:
+            sequence.table.release()
+        return np.array(found)
+
     def end(self, sequence: LiveSequence) -> Report:
         """Commits the rest, releases the pages and returns the report."""
         report, table = sequence.report, sequence.table

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup, Reservation
+from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, OpenedNamespace, PutGroup, Reservation
 from tierd.client.values import Hashes
 from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError, DeadlineExceeded, ForkedClient, InvalidArgument, StaleHandle, TierdError
@@ -115,6 +115,11 @@ class TierdPages:
     def shape(self) -> PageShape:
         """Shape of every page."""
         return self._shape
+
+    @property
+    def namespace(self) -> OpenedNamespace:
+        """The namespace of the pages' blocks."""
+        return self._namespace
 
     @property
     def tier(self) -> str:

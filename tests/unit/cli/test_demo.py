@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd.cli.coded_demo import CodedTurn, changed, fault_of
 from tierd.cli.conversation import BLOCK_TOKENS, Conversation, Plan
 from tierd.cli.demo import SCENES, Scene, Stage, Turn, verdict
 from tierd.cli.render import new_console
@@ -60,3 +62,26 @@ def test_prompts_keep_within_the_model(positions: int) -> None:
         said = list(conversation.tokens)
         assert (len(said) - 1) % BLOCK_TOKENS == 0
     assert len(said) <= positions
+
+
+def coded(base: Turn, cached: float = -1.0, plain: float = -1.0) -> CodedTurn:
+    """A turn whose passage has tokens of these log-probabilities."""
+    return CodedTurn(base, 50, 100, np.full(4, cached), np.full(4, plain))
+
+
+def test_a_lossy_codec_may_change_tokens_and_nothing_else() -> None:
+    """Other tokens are a fault under an exact codec, or in a turn without reuse; another tier always is."""
+    other, elsewhere = coded(turn("host.0", tokens=[1, 9, 3])), coded(turn("nvme.0"))
+    assert "tokens are" in fault_of(other, is_exact=True) and not fault_of(other, is_exact=False)
+    assert fault_of(elsewhere, is_exact=False) and fault_of(elsewhere, is_exact=True)
+    cold = coded(turn("", reused_tokens=0, tier_tokens={}, tokens=[1, 9, 3]))
+    assert "tokens are" in fault_of(cold, is_exact=False)
+    assert (other.same_tokens, elsewhere.same_tokens) == (1, 3)
+
+
+def test_perplexity_is_of_the_passages_of_all_turns() -> None:
+    """The change is that of the mean over all tokens; a turn without a passage has none."""
+    first = CodedTurn(turn("host.0"), 50, 100, np.zeros(0), np.zeros(0))
+    assert changed([first]) == "-"
+    assert changed([first, coded(turn("host.0"), cached=-1.1)]) == "3.00 (+10.52 %)"
+    assert changed([coded(turn("host.0"), cached=-1.1), coded(turn("host.0"), cached=-0.9)]) == "2.72 (+0.00 %)"

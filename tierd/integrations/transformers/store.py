@@ -64,9 +64,9 @@ class TierdStore:
         if not self.spec.geometry.layers:
             raise Unsupported("PagedTierdCache: the model's layers have K and V of different shapes; use TierdCache")
         shape = PageShape(self.spec.geometry, self.options.tokens_per_block, Backend("torch"))
-        if self.options.codec:
-            how = {"codec": self.options.codec, "calibration": self.options.calibration}
-            return CodedPages(self.engine.client, self.spec, shape=shape, **how)
+        coded = self.engine.codings.of(self.spec)
+        if coded is not None:
+            return CodedPages(self.engine.client, self.spec, shape=shape, coding=coded.coding)
         return TierdPages(self.engine.client, self.spec, shape=shape, options=TierdOptions(keeps_copies=True))
 
     def find(self, tokens: Tokens) -> int:
