@@ -27,8 +27,8 @@ from tierd.integrations.pieces import Bytes, Pieces, copy_in, copy_out
 THREADS = 4
 """Blocks that are encoded or decoded at a time, at most."""
 Order = NDArray[np.intp]
-"""intp [values of a layer]: the place, in the layer's part of the engine's memory, of each value of
-the block's layer [keys and values, tokens, kv_heads, head_dim]."""
+"""intp [values of a block, or of one of its layers]: the place in the engine's memory of each value of
+[layers, keys and values, tokens, kv_heads, head_dim]. Of a layer, it holds within each layer's part."""
 T = TypeVar("T")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Engine:
         block = np.empty(length, np.uint8)
         copy_in(source.pieces, block)
         if self.order is not None:
-            block = _by_layer(block, self.coding)[:, self.order].reshape(-1).view(np.uint8)
+            block = _parts(block, self.order)[:, self.order].reshape(-1).view(np.uint8)
         return self.coding.encode(block, tokens=source.tokens, number=source.number)
 
     def decode(self, target: Target) -> bool:
@@ -75,8 +75,8 @@ class Engine:
             _log.warning("tierd: a stored block counts as missing: %s", error)
             return False
         if self.order is not None:
-            ordered = np.empty_like(_by_layer(block, self.coding))
-            ordered[:, self.order] = _by_layer(block, self.coding)
+            ordered = np.empty_like(_parts(block, self.order))
+            ordered[:, self.order] = _parts(block, self.order)
             block = ordered.reshape(-1).view(np.uint8)
         copy_out(block, target.pieces)
         return True
@@ -164,8 +164,9 @@ def _say(text: str) -> None:
     _log.warning("%s", text)
 
 
-def _by_layer(block: Bytes, coding: Coding) -> Any:
-    return block.view(np.uint16).reshape(coding.full.geometry.layers, -1)
+def _parts(block: Bytes, order: Order) -> Any:
+    """Each part of the block that has this order: uint16 [parts, values]."""
+    return block.view(np.uint16).reshape(-1, len(order))
 
 
 def _key(spec: NamespaceSpec) -> tuple[str, KVGeometry, int]:

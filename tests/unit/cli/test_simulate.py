@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tierd.cli.ctl import cli
+from tierd.cli.stored_form import StoredForm
+from tierd.simulator.sequences import Encoding
 
 KEYS = {
     *("trace", "policy", "device", "host", "nvme", "prefix_token_hit", "device_hit", "host_hit", "nvme_hit"),
@@ -134,3 +137,58 @@ def test_a_wrong_command_line_says_what_to_write(trace: str, arguments: tuple[st
     """A wrong command line gives exit code 2 and one line with fault and remedy."""
     result = CliRunner().invoke(cli, ["simulate", trace, *arguments], prog_name="tierctl")
     assert (result.exit_code, fault in " ".join(result.stderr.split())) == (2, True), result.output
+
+
+def cycles(path: Path, *, conversations: int) -> str:
+    """Conversations of 128 blocks of 16 tokens each, twice in the same order."""
+    lines = [
+        {
+            "timestamp": 1000 * turn,
+            "input_length": 2048,
+            "hash_ids": [*range(128 * (turn % conversations), 128 * (turn % conversations) + 128)],
+            "tokens_per_block": 16,
+        }
+        for turn in range(2 * conversations)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("codec", "times"), [("rot-8-8", 1.83), ("rot-4-4", 3.63)])
+def test_a_host_tier_holds_more_encoded_tokens(tmp_path: Path, codec: str, times: float) -> None:
+    """A host tier with room for some conversations of a model of 28 layers holds this multiple with a
+    codec, sinks and size classes included; hardly more fits."""
+    shape = ("--policy", "lru", "--geometry", "28x8x128", "--host", "4GiB")
+
+    def holds(conversations: int, *more: str) -> bool:
+        path = cycles(tmp_path / f"{conversations}", conversations=conversations)
+        return rows(path, *shape, *more)[0]["prefix_token_hit"] == pytest.approx(0.5)
+
+    plain = next(n for n in range(20, 14, -1) if holds(n))
+    assert not holds(plain + 1)
+    assert holds(int(times * plain), "--codec", codec) and not holds(int((times + 0.1) * plain), "--codec", codec)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--codec", "zip", "--host", "1GiB"), "'zip' is unknown"),
+        (("--codec", "rot-4-4", "--geometry", "28x8", "--host", "1GiB"), "LAYERSxHEADSxDIM"),
+        (("--codec", "rot-4-4", "--geometry", "2x2x80", "--host", "1GiB"), "head_dim 80"),
+        (("--codec", "rot-4-4", "--host", "50%"), "sizes in bytes"),
+        (("--bits", "4", "--host", "1GiB"), "no --codec"),
+        (("--geometry", "2x2x64", "--block-bytes", "64KiB", "--host", "1GiB"), "leave out one"),
+    ],
+)
+def test_options_of_codecs_are_checked(trace: str, options: tuple[str, ...], said: str) -> None:
+    """A wrong codec, geometry or combination is an error with its name and a remedy."""
+    result = simulated(trace, *options)
+    assert result.exit_code != 0 and said in result.output
+
+
+def test_rates() -> None:
+    """A rate is exact for a codec of one length per shape; --bits replaces it, for others it must be given."""
+    assert StoredForm("rot-4-4").encoding(16) == Encoding(64, Fraction(33, 128))
+    assert StoredForm("int8", bits=2.0).encoding(16) == Encoding(64, Fraction(1, 8))
+    assert StoredForm("rot-8-8", "2x2x64").block_bytes_of(16) == 16 * 2 * 2 * 2 * 64 * 2
+    assert StoredForm(geometry="2x2x64").encoding(16) is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
 from tierd.simulator.clairvoyant import NEVER, next_uses
-from tierd.simulator.sequences import Measure, Request, numbers_of, trace_of
+from tierd.simulator.sequences import Encoding, Measure, Request, numbers_of, trace_of
 
 REQUESTS = [
     Request(0, 1000, (70, 30)),
@@ -64,3 +66,21 @@ def test_next_uses_are_those_that_a_search_finds(seed: int) -> None:
         for block in trace.of(i)
     ]
     assert next_uses(trace).tolist() == plain
+
+
+def test_encoded_blocks_have_their_lengths() -> None:
+    """The first block of a sequence and a short one keep their bytes; others have the payload's share;
+    each has a header. Puts that begin later have no first block."""
+    measure = Measure(encoding=Encoding(64, Fraction(1, 3)))
+    trace = trace_of([Request(0, 512 * 3 + 256, (1, 2, 3, 4))], name="made-up")
+    sequence = trace.sequence(0, measure)
+    coded = 64 + 21846  # a third, rounded up
+    assert sequence.put(0).blocks["length"].tolist() == [64 + 65536, coded, coded, 64 + 32768]
+    assert sequence.put(1).blocks["length"].tolist() == [coded, coded, 64 + 32768]
+    assert measure.page_bytes(65536) == coded
+    assert trace.distinct_bytes(measure) == 65536 + 32768 + 2 * 21846 + 4 * 64
+
+
+def test_an_encoding_never_makes_a_block_longer_than_exact() -> None:
+    """A payload that would be no shorter is the block's own bytes."""
+    assert Encoding(64, Fraction(9, 8)).full_bytes(1000) == 1064

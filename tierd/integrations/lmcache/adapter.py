@@ -34,6 +34,7 @@ from pydantic import Field
 from tierd.client import Group, PutGroup
 from tierd.client.values import NO_HASHES, Hashes
 from tierd.errors import Unavailable
+from tierd.integrations.coding import refuse_codec
 from tierd.integrations.courier import Courier
 from tierd.integrations.lmcache.names import ObjectNames, Part, bytes_of, facts_of, name_of
 from tierd.integrations.options import Options
@@ -135,6 +136,7 @@ class TierdL2(L2AdapterInterface):
         check_version("lmcache", lmcache.__version__)
         super().__init__()
         self._options = L2Options.read(params, where="adapter_params")
+        refuse_codec(self._options, "LMCache's adapter", "let LMCache encode")
         self._store = EngineStore(self._options, facts_of(self._options))
         self._names = ObjectNames(self._store, self._options, object_bytes=self._options.object_bytes)
         self._hurry = threading.Event()

@@ -36,6 +36,7 @@ from tierd.integrations.pieces import Pieces
 from tierd.integrations.sglang.names import facts_of, has_no_writers, options_of, place_of, spec_of
 from tierd.integrations.sglang.pages import FlatPages, HostPages, PointerPages, pages_of
 from tierd.integrations.sglang.stored import StoredPages, leading
+from tierd.integrations.sglang.values import geometry_of, order_of
 from tierd.integrations.store import EngineStore
 from tierd.integrations.versions import check_version
 
@@ -101,7 +102,7 @@ class TierdHiCache(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes the pool of the model's KV. Raises Unsupported for a layout without buffers by
-        pointer (page_unified), ConfigError without a model's name."""
+        pointer (page_unified), ConfigError without a model's name and for a codec that does not fit."""
         super().register_mem_pool_host(mem_pool_host)
         pages = PointerPages(mem_pool_host) if self._is_by_pointer else FlatPages(mem_pool_host)
         self._store.introduce(facts_of(self._config, self._options, pages))
@@ -242,6 +243,10 @@ class TierdHiCache(HiCacheStorage):
         if pages.is_logical:
             return Shelf(pages, None, is_writer=place.is_writer)
         spec = spec_of(self._config, self._options, pages, name=name, cleared=self._cleared)
+        if name == KV:  # side pools have states and indices, which codecs do not know
+            spec = self._store.codings.spec(spec, geometry_of(pages))
+            if spec.codec:
+                self._store.codings.arrange(spec, order_of(pages))
         stored = StoredPages(
             self._store, spec, rank=place.rank, publishes_names=name == KV
         )  # other pools have the same keys

@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager, LookupPh
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from tierd.errors import Unavailable
+from tierd.integrations.coding import refuse_codec
 from tierd.integrations.courier import Courier, Outcome
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
@@ -100,6 +101,7 @@ class TierdTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._options = TierOptions.read(words, where=f"secondary_tiers.{tier_type}")
+        refuse_codec(self._options, "TierdTier", "use TierdConnector")
         self.locality = Locality(self._options.locality) if self._options.locality else None
         self._rows: Any = np.asarray(primary_kv_view).view(np.uint8)  # [chunks, row_bytes]
         self._store = EngineStore(self._options, facts_of(offloading_spec))
