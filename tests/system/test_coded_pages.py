@@ -8,10 +8,10 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
+from tests.codecs import USABLE
 from tests.system.warm import Daemon
 from tierd.client import Client, NamespaceSpec, PutGroup
 from tierd.codecs.coding import coding_of
-from tierd.codecs.named import ALL
 from tierd.errors import ConfigError
 from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import random_checkpoint
@@ -35,7 +35,7 @@ SPEC = LlamaSpec(
 )
 OPTIONS = EngineOptions(chunk_tokens=32)
 RNG = np.random.default_rng(7)
-PLAIN = [codec.name for codec in ALL if not codec.is_calibrated]
+PLAIN = [codec.name for codec in USABLE]
 TOKENS = 16
 
 

@@ -133,11 +133,13 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """block: its bytes. error: of a value at most, absolute. codec: number that the block has."""
+    """block: its bytes. error: of a value at most, absolute. codec: number that the block has.
+    shape: from its header."""
 
     block: Bytes
     error: float
     codec: int
+    shape: KVShape
 
 
 def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTEXT) -> Bytes:
@@ -193,13 +195,13 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
             f"encoded block: the payload has {len(payload)} bytes, its shape takes {least} to {most}; read another copy"
         )
     if codec is None:
-        return Decoded(payload, 0.0, IDENTITY)
+        return Decoded(payload, 0.0, IDENTITY, shape)
     calibration = None
     if codec.is_calibrated:
         digest = header["calibration"]
         calibration = _checked((calibrations or {}).get(digest), shape, codec.name, digest.hex())
     raw = codec.decode(payload, shape, Context(header["position"], calibration))
-    return Decoded(bytes_of(raw, shape), header["error"], number)
+    return Decoded(bytes_of(raw, shape), header["error"], number, shape)
 
 
 def _checked(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:
@@ -259,8 +261,3 @@ def _shape_of(dtype: int, layout: int, layers: int, kv_heads: int, head_dim: int
 def exact(block: Any, shape: KVShape) -> Bytes:
     """The block under codec 0: a header and its own bytes. Raises InvalidArgument."""
     return _identity(raw_of(block, shape), shape)
-
-
-def shape_in(data: Any) -> KVShape:
-    """The shape in an encoded block's header. Raises CorruptRecord."""
-    return _shape_of(np.frombuffer(data, np.uint8)[: HEADER.itemsize].view(HEADER)[0])

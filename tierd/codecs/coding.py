@@ -62,10 +62,9 @@ class Coding:
         """The block's bytes. Raises CorruptRecord, Unsupported unless it is one of this coding."""
         known = {self.calibration.hash: self.calibration} if self.calibration else {}
         decoded = blocks.decode(data, BY_NUMBER, known)
-        shape = blocks.shape_in(data)
-        if shape != self._shape(tokens) or decoded.codec not in (IDENTITY, self.codec.number):
+        if decoded.shape != self._shape(tokens) or decoded.codec not in (IDENTITY, self.codec.number):
             raise CorruptRecord(
-                f"encoded block: codec {decoded.codec} and shape {shape.sizes}, the namespace has codec "
+                f"encoded block: codec {decoded.codec} and shape {decoded.shape.sizes}, the namespace has codec "
                 f"{self.codec.number} and shape {self._shape(tokens).sizes}; compute the block again"
             )
         return decoded.block

@@ -15,11 +15,11 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from tests.codecs import USABLE
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted
 from tests.engines.vllm.engine import Answer, Engine
 from tests.engines.vllm.test_connector_parts import HEAD, HEADS, NAMES, TOKENS, caches, config, kv_config
 from tests.engines.vllm.tiered import VERIFIED, prompt
-from tierd.codecs.named import ALL
 from tierd.core.formats.block import KVGeometry
 from tierd.errors import ConfigError
 from tierd.integrations.pieces import copy_in
@@ -30,7 +30,7 @@ from tierd.integrations.vllm.values import _write, geometry_of, order_on_cpu, or
 from tierd.testing import Daemon
 
 pytestmark = [pytest.mark.timeout(900)]
-EXACT = [codec.name for codec in ALL if codec.is_exact]
+EXACT = [codec.name for codec in USABLE if codec.is_exact]
 BF16 = FullAttentionSpec(block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD, dtype=torch.bfloat16)
 TEXTS, PREFIX, POSITIONS = 20, 512, 100
 """Texts, tokens of each that are restored, and positions after them."""

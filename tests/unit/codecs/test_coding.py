@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.codecs import USABLE
 from tierd.codecs import block
 from tierd.codecs.block import HEADER, Context
 from tierd.codecs.calibration import FREQUENCIES, Calibration
 from tierd.codecs.coding import Coding, coded_spec, coding_of
 from tierd.codecs.int8 import Int8
-from tierd.codecs.named import ALL, BY_NUMBER
+from tierd.codecs.named import BY_NUMBER
 from tierd.codecs.values import KVShape
 from tierd.core.formats.block import KVGeometry, NamespaceSpec
 from tierd.errors import ConfigError, CorruptRecord, Unsupported
 
 GEOMETRY, TOKENS = KVGeometry(2, 2, 64, "float16"), 16
-PLAIN = [codec.name for codec in ALL if not codec.is_calibrated]
+PLAIN = [codec.name for codec in USABLE]
 
 
 def coding(name: str, geometry: KVGeometry = GEOMETRY) -> Coding:
