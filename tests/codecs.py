@@ -1,4 +1,4 @@
-"""The codecs that tests of engines use: those that need no calibration, and whose package is installed."""
+"""The codecs that tests of engines use. They need no calibration, and their packages are installed."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ def opened(store: EngineStore, blocks: int, *, salt: str) -> Group:
 
 @pytest.mark.parametrize("codec", USABLE, ids=lambda codec: codec.name)
 def test_each_codec_through_a_daemon(daemon: Daemon, codec: Any) -> None:
-    """Blocks that another engine loads are the saved ones within the codec's bound; the first is
-    exact; the daemon counts the encoded bytes; a second save encodes nothing."""
+    """Another engine loads the saved blocks within the codec's bound, and the first one exactly. The
+    daemon stores the encoded bytes. A second save copies nothing."""
     count, salt = SAVE_BLOCKS + 3, f"each {codec.name}"
     memory = Memory.filled(count)
     with store_with(daemon, codec.name) as store, store_with(daemon, codec.name) as other:
@@ -105,7 +105,7 @@ def _bytes(memory: Memory, number: int) -> np.ndarray:
 
 
 def test_engines_with_different_codecs_share_nothing(daemon: Daemon) -> None:
-    """What an engine saves is found by engines of the same codec alone."""
+    """Engines find only the blocks of engines with the same codec."""
     stores = {codec: store_with(daemon, codec) for codec in ("", *(one.name for one in USABLE))}
     groups = {codec: opened(store, 3, salt="apart") for codec, store in stores.items()}
     for codec, store in stores.items():

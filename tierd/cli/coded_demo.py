@@ -2,8 +2,7 @@
 
 Pages are float16, and encoded blocks lie in host memory and on NVMe. A run without a cache computes
 with the same pages. Under an exact codec the demo fails if any token differs. Under a lossy one the
-table has the count of equal tokens. It also has the perplexity of each turn's passage: after decoded
-blocks, and after computed ones.
+table has the count of equal tokens, and the perplexity of each turn's passage after decoded blocks.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ COLUMNS = (
 class CodedTurn:
     """stored_bytes: of the conversation's blocks after the turn; plain_bytes: before encoding.
 
-    cached, plain: natural logarithms of the probabilities of the passage's tokens, float64 [n], after
-    decoded blocks and after computed ones. Both are empty in the first turn.
+    cached, plain: natural logarithms of the probabilities of the passage's tokens, float64 [n]:
+    after decoded blocks, and after computed ones. Both are empty in the first turn.
     """
 
     turn: Turn

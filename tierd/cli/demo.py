@@ -117,7 +117,7 @@ class Turn:
 
 
 def run_demo(folder: Path | None, *, keep: bool) -> int:
-    """Runs the demo without a codec. Returns its exit code. folder: a checkpoint, or None for random weights."""
+    """Runs the demo. Returns its exit code. folder: a checkpoint, or None for random weights."""
     console = new_console()
     with ExitStack() as stack:
         say = stack.enter_context(shown_steps(console, total=2 * len(SCENES) + 2))

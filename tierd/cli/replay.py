@@ -48,8 +48,8 @@ QUIESCE_TIMEOUT_S = 60.0
 class Options:
     """Options of a replay, as on the command line.
 
-    block_bytes: of a full block (None: from the trace, else BLOCK_BYTES). codec, geometry, bits: see
-    StoredForm. cold: a new namespace.
+    block_bytes: of a full block (None: from the trace, else BLOCK_BYTES). cold: a new namespace.
+    codec, geometry, bits: see StoredForm.
     speed: divides the trace's pauses (None: no pauses). tier: of blocks (None: the nearest).
     lockstep: one request after another, at the trace's time.
     """

@@ -1,7 +1,7 @@
 """Options --codec, --geometry and --bits: lengths of blocks that engines encode.
 
-`tierctl simulate` and `tierctl replay` share them. Nothing is encoded here. The length of an encoded
-block follows from its shape, or from the codec's nominal bits if it depends on values.
+`tierctl simulate` and `tierctl replay` share them. Nothing is encoded here. The length of an
+encoded block follows from its shape, or from --bits if it depends on values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class StoredForm:
         return KVShape(geometry_of(self.geometry), tokens).block_bytes if self.geometry else self.block_bytes
 
     def encoding(self, tokens: int) -> Encoding | None:
-        """Lengths of encoded blocks of so many tokens; None without a codec. Raises InvalidArgument, Unsupported."""
+        """Lengths of encoded blocks of so many tokens; None without a codec.
+
+        Raises InvalidArgument, Unsupported.
+        """
         if self.codec is None:
             if self.bits:
                 raise InvalidArgument("--bits: there is no --codec; name one")

@@ -77,10 +77,11 @@ class Coding:
 
 
 def coding_of(name: str, calibration: str, *, geometry: KVGeometry, tokens_per_block: int) -> Coding:
-    """What a user's options ask for. calibration: path of its file, "" for none.
+    """The coding that a user's options ask for. calibration: path of its file, "" for none.
 
-    Raises ConfigError for an unknown codec, for blocks whose geometry is not known, for one that it
-    cannot encode, and for a calibration that is missing, damaged, of another model or not used by the codec.
+    Raises ConfigError for an unknown codec, and for a geometry that is unknown or that the codec
+    does not take. So it does for a calibration that is missing, damaged, superfluous or of another
+    model.
     """
     if not geometry.layers:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The option `codec` of engines: encodes blocks from their pieces, decodes them into pieces.
 
-Threads encode several blocks at a time. A load copies stored blocks first; decoding begins after
-the lease was checked, from the copies, and checks each block's own checksum. `memory_order` is for
-engines whose memory has the values of a block in another order than the block.
+Threads encode several blocks at a time. A load copies stored blocks first. It decodes the copies
+after the lease was checked, and each block's own checksum is checked too. An engine whose memory
+has the values in another order than a block gives that order to `Codings.arrange`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tierd.integrations.pieces import Bytes, Pieces, copy_in, copy_out
 THREADS = 4
 """Blocks that are encoded or decoded at a time, at most."""
 Order = NDArray[np.intp]
-"""intp [values of a block, or of one of its layers]: the place in the engine's memory of each value of
-[layers, keys and values, tokens, kv_heads, head_dim]. Of a layer, it holds within each layer's part."""
+"""intp [values]: the place in the engine's memory of each value of a block, whose order is [layers,
+keys and values, tokens, kv_heads, head_dim]. An order of one layer's values holds in each layer."""
 T = TypeVar("T")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ class Source(NamedTuple):
     number: int
 
 
-class Target(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Target:
     """A copied block to decode. index: in its group's leased blocks."""
 
     index: int
@@ -83,7 +84,7 @@ class Engine:
 
 
 class Codings:
-    """The codings of one engine process, by namespace; threads may share it. `face` is for errors."""
+    """The codings of one engine process, by namespace; threads may share it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -71,7 +71,7 @@ class CodedPages(TierdPages):
         return list(pages)
 
     def release(self, pages: Sequence[Page]) -> None:
-        """Keeps own pages without a holder for the next reserve, without their names. Decoded ones are dropped."""
+        """Keeps own pages without a holder for the next reserve, unnamed. Decoded ones are dropped."""
         for page in pages:
             if page.origin is None:
                 if page.holders == 1:
@@ -95,7 +95,7 @@ class CodedPages(TierdPages):
         return self._stored([page], tokens, hashes, parent, number) == 1
 
     def _stored(self, pages: Sequence[Page], tokens: Sequence[int], hashes: Hashes, parent: bytes, number: int) -> int:
-        """Stores encoded copies of pages, of which the last may be short; returns how many leading ones are stored."""
+        """Stores encoded copies of pages; the last may be short. Returns how many leading ones are stored."""
         if len(hashes) != len(pages):  # no daemon
             return 0
         covered = self._namespace.block_tokens(len(pages), tokens=len(tokens)).tolist()

@@ -159,7 +159,10 @@ class Engine:
                 sequence.report.decode_s += spent_s
 
     def score(self, request: Request, following: Sequence[int]) -> NDArray[np.float64]:
-        """Natural logarithms of the probabilities of these tokens after the prompt: float64 [n]. Stores none of them."""
+        """Natural logarithms of the probabilities of these tokens after the prompt: float64 [n].
+
+        The prompt's full blocks are stored, these tokens are not.
+        """
         sequence, found = self.begin(request), []
         try:
             for token in following:

@@ -156,8 +156,8 @@ def cycles(path: Path, *, conversations: int) -> str:
 
 @pytest.mark.parametrize(("codec", "times"), [("rot-8-8", 1.83), ("rot-4-4", 3.63)])
 def test_a_host_tier_holds_more_encoded_tokens(tmp_path: Path, codec: str, times: float) -> None:
-    """A host tier with room for some conversations of a model of 28 layers holds this multiple with a
-    codec, sinks and size classes included; hardly more fits."""
+    """For a model of 28 layers, a host tier holds this multiple of conversations with a codec, and
+    hardly more. Exact first blocks and size classes are included."""
     shape = ("--policy", "lru", "--geometry", "28x8x128", "--host", "4GiB")
 
     def holds(conversations: int, *more: str) -> bool:
@@ -187,7 +187,7 @@ def test_options_of_codecs_are_checked(trace: str, options: tuple[str, ...], sai
 
 
 def test_rates() -> None:
-    """A rate is exact for a codec of one length per shape; --bits replaces it, for others it must be given."""
+    """A rate is exact for a codec of one length per shape; --bits replaces it."""
     assert StoredForm("rot-4-4").encoding(16) == Encoding(64, Fraction(33, 128))
     assert StoredForm("int8", bits=2.0).encoding(16) == Encoding(64, Fraction(1, 8))
     assert StoredForm("rot-8-8", "2x2x64").block_bytes_of(16) == 16 * 2 * 2 * 2 * 64 * 2

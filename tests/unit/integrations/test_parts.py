@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tierd.checksum import slice_sums
 from tierd.core.formats.block import slice_lengths
 from tierd.errors import ConfigError, InvalidArgument, Unsupported
+from tierd.integrations.coding import refuse_codec
 from tierd.integrations.courier import Courier
 from tierd.integrations.facts import WORD_CHARS, EngineFacts
 from tierd.integrations.match import Match, claim
@@ -46,6 +47,14 @@ def test_options_are_checked(words: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"extra\.{next(iter(words))}: .*known are .*least_load_tokens"):
         Options.read(words, where="extra")
     assert Options.read({"threads": 3}, where="extra").threads == 3
+
+
+@pytest.mark.parametrize("words", [{"codec": "int8"}, {"calibration": "x"}])
+def test_an_integration_without_codecs_refuses_them(words: dict[str, str]) -> None:
+    """The error names the option, the integration and the remedy; without the option there is none."""
+    with pytest.raises(ConfigError, match=r"^codec: .* TierdTier stores blocks as they are; use TierdConnector, or"):
+        refuse_codec(Options(**words), "TierdTier", "use TierdConnector")
+    refuse_codec(Options(), "TierdTier", "use TierdConnector")
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 300), st.integers(0, 64))

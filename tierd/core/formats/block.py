@@ -55,6 +55,7 @@ class NamespaceSpec:
 
     block_bytes: length of a full block of one rank. group: attention group of a hybrid model.
     salt: separates requests that are equal otherwise and must not share.
+
     codec: how engines encode the blocks that they store, "" for not at all, such as "rot-4-4" or
     "NAME@HASH" with the calibration's hash. Blocks then have different lengths, and block_bytes is
     the greatest. The daemon stores these blocks as they come.

@@ -102,7 +102,7 @@ class TierdHiCache(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Takes the pool of the model's KV. Raises Unsupported for a layout without buffers by
-        pointer (page_unified), ConfigError without a model's name and for a codec that does not fit."""
+        pointer (page_unified), ConfigError without a model's name or for an unfit codec."""
         super().register_mem_pool_host(mem_pool_host)
         pages = PointerPages(mem_pool_host) if self._is_by_pointer else FlatPages(mem_pool_host)
         self._store.introduce(facts_of(self._config, self._options, pages))

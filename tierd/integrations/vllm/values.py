@@ -28,15 +28,15 @@ def geometry_of(group: Any) -> KVGeometry:
     spec, names = group.kv_cache_spec, group.layer_names
     layers = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     shapes = {_shape_of(layer) for layer in layers}
-    if len(shapes) != 1 or None in shapes:
+    shape = shapes.pop()
+    if shapes or shape is None:
         return KVGeometry()
-    (shape,) = shapes
     return KVGeometry(len(names), *shape)
 
 
 def order_of(group: Any, cache: Any) -> Order:
-    """The place, in a layer's part of a block, of each value of [keys and values, tokens, kv_heads,
-    head_dim]. cache: the layer's tensor, as vLLM registers it.
+    """The place of each value in a layer's part of a block. Values are in the order [keys and values,
+    tokens, kv_heads, head_dim]. cache: the layer's tensor, as vLLM registers it.
 
     Raises Unsupported if the kernels' order is not known.
     """
