@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tests.codecs import USABLE
 from tests.system.warm import Daemon
 from tierd.cli.ctl import cli
-from tierd.client import Group, NamespaceSpec, PutGroup
+from tierd.client import Found, Group, NamespaceSpec, PutGroup
 from tierd.client.blocks.lease import Lease
 from tierd.codecs.block import HEADER
 from tierd.codecs.coding import coding_of
@@ -172,6 +172,18 @@ def test_a_page_taken_away_during_the_copy_is_not_decoded(daemon: Daemon, monkey
         monkeypatch.setattr(Lease, "check", lambda _: 1)
         assert store.load([group], [back.pieces()]).good == (1,)
     assert back.raw[:, :, 0].any() and not back.raw[:, :, 1:].any()
+
+
+def test_a_block_that_is_evicted_while_others_are_encoded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a save stores nothing, counts as failed, and succeeds the next time."""
+    with store_with(daemon, "int8") as store:
+        group = opened(store, 2, salt="evicted")
+        put = PutGroup(group.namespace, group.hashes)
+        with monkeypatch.context() as once:
+            once.setattr(store.client, "lookup", lambda *_, **__: Found(16, (np.array([[0, -1]], np.int8),)))
+            assert store.save(put, Memory.filled(2).pieces()) == 0
+        assert store.take_counts()["failed_saves"] == 1 and store.lookup([group]).tokens == 0
+        assert store.save(put, Memory.filled(2).pieces()) == 2
 
 
 def test_a_short_block_is_exact(daemon: Daemon) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.codecs import USABLE
 from tests.system.warm import Daemon
-from tierd.client import Client, NamespaceSpec, PutGroup
+from tierd.client import Client, Lease, NamespaceSpec, PutGroup
 from tierd.codecs.coding import coding_of
 from tierd.errors import ConfigError
 from tierd.worker.backend import Backend
@@ -158,6 +158,17 @@ def test_a_block_that_cannot_be_decoded_ends_the_prefix(daemon: Daemon, model: L
             pages.commit()
         assert worker.source.acquire(said).tokens == 2 * TOKENS
         assert worker.source.faults == {"CorruptRecord": 1}
+
+
+def test_a_page_taken_away_during_the_copy_is_not_decoded(
+    daemon: Daemon, model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefix ends before a block whose page the daemon gave to another one."""
+    said = prompt(3 * TOKENS)
+    with Worker(daemon, model, "int8") as worker:
+        worker.serve(Request(said, 2))
+        monkeypatch.setattr(Lease, "check", lambda _: 1)
+        assert worker.source.acquire(said).tokens == TOKENS
 
 
 def test_pages_without_a_daemon(daemon: Daemon, model: Llama) -> None:

@@ -17,7 +17,7 @@ from tierd.simulator.page import page_of
 from tierd.simulator.plot import draw
 from tierd.simulator.rows import Panel, Row, panels_of, row_of
 from tierd.simulator.runs import Outcome, Scenario
-from tierd.simulator.sequences import Request, Trace, trace_of
+from tierd.simulator.sequences import Measure, Request, Trace, trace_of
 from tierd.simulator.sizes import parse_size, tiers_of
 
 EVIL = "</script><img src=x>"
@@ -35,7 +35,7 @@ def rows_of(
         Scenario(
             0,
             parse_choice(policy),
-            tiers_of(parsed, distinct=found.distinct, longest=found.longest, block_bytes=None, config=Config()),
+            tiers_of(parsed, distinct=found.distinct, longest=found.longest, measure=Measure(), config=Config()),
         )
         for size in sizes
         for parsed in [{TierKind[kind.upper()]: parse_size(text) for kind, text in size.items()}]

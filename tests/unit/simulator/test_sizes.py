@@ -14,6 +14,7 @@ from tierd.policies.eviction import EVICTION
 from tierd.server.assembly import build_tiers
 from tierd.simulator.choices import CLAIRVOYANT, DEFAULT, names, parse_choice
 from tierd.simulator.rivals import RIVALS
+from tierd.simulator.sequences import Measure
 from tierd.simulator.sizes import Size, parse_size, tiers_of
 
 HOST, NVME, DEVICE = TierKind.HOST, TierKind.NVME, TierKind.DEVICE
@@ -69,7 +70,11 @@ def test_bytes_mean_the_tiers_of_a_daemon() -> None:
     written = '[[host]]\ncapacity = "64 MiB"\nhigh_watermark = 0.7\nlow_watermark = 0.5\n[[nvme]]\ncapacity = "1 GiB"\n'
     config = read_config(written)
     tiers = tiers_of(
-        {HOST: parse_size("100MB"), NVME: parse_size("1 GiB")}, distinct=10, longest=10, block_bytes=None, config=config
+        {HOST: parse_size("100MB"), NVME: parse_size("1 GiB")},
+        distinct=10,
+        longest=10,
+        measure=Measure(),
+        config=config,
     )
     changed = dataclasses.replace(config, host=(dataclasses.replace(config.host[0], capacity=10**8, segment="auto"),))
     built = build_tiers(resolve(changed), instance="none")
@@ -80,7 +85,7 @@ def test_bytes_mean_the_tiers_of_a_daemon() -> None:
 
 def test_no_sizes_mean_the_configured_tiers() -> None:
     """Without sizes a run has the configured tiers, and reports their sizes."""
-    tiers = tiers_of({}, distinct=10, longest=10, block_bytes=None, config=Config())
+    tiers = tiers_of({}, distinct=10, longest=10, measure=Measure(), config=Config())
     assert tiers.specs == tuple(tier.spec for tier in build_tiers(resolve(Config()), instance="none"))
     assert (tiers.texts[DEVICE], tiers.texts[HOST], tiers.texts[NVME]) == ("", "512 MiB", "4 GiB")
 
@@ -91,7 +96,7 @@ def test_blocks_mean_room_for_just_so_many() -> None:
         {HOST: parse_size("7blocks"), NVME: parse_size("30%")},
         distinct=99,
         longest=10,
-        block_bytes=1 << 20,
+        measure=Measure(1 << 20),
         config=Config(),
     )
     assert [spec.kind for spec in tiers.specs] == [HOST, NVME]
@@ -116,7 +121,7 @@ def test_impossible_tiers_are_refused(sizes: dict[TierKind, str], fault: str) ->
     """Impossible or meaningless tiers are an error with the remedy."""
     parsed = {kind: parse_size(text) for kind, text in sizes.items()}
     with pytest.raises(InvalidArgument, match=fault):
-        tiers_of(parsed, distinct=99, longest=10, block_bytes=None, config=Config())
+        tiers_of(parsed, distinct=99, longest=10, measure=Measure(), config=Config())
 
 
 def test_the_daemons_own_errors_come_through() -> None:
@@ -126,7 +131,7 @@ def test_the_daemons_own_errors_come_through() -> None:
             {HOST: parse_size("100MB")},
             distinct=9,
             longest=10,
-            block_bytes=None,
+            measure=Measure(),
             config=Config(host=(HostConfig(segment="16 MiB"),)),  # type: ignore[arg-type]
         )
 
@@ -139,7 +144,7 @@ def test_every_policy_of_the_daemon_has_a_name_here() -> None:
 def test_a_choice_names_one_policy_or_one_for_each_kind() -> None:
     """A plain name applies to all tiers. Unnamed kinds keep their configured policy."""
     config = Config(host=(HostConfig(eviction="lfu"),))
-    specs = tiers_of({}, distinct=9, longest=10, block_bytes=None, config=config).specs
+    specs = tiers_of({}, distinct=9, longest=10, measure=Measure(), config=config).specs
     nvme = config.nvme[0].eviction
 
     def chosen(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from tierd.errors import InvalidArgument
 from tierd.policies.admission import ADMISSION
 from tierd.simulator.choices import CLAIRVOYANT, parse_choice
 from tierd.simulator.runs import Outcome, Scenario, simulate
-from tierd.simulator.sequences import Request, Trace, trace_of
+from tierd.simulator.sequences import Measure, Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
 from tierd.simulator.wear import Budget, Writes, parse_admission, parse_budget
 
@@ -29,7 +29,7 @@ def growing(turns: int) -> Trace:
 
 def tiers(trace: Trace, *, host: str = "12blocks", nvme: str = "100%") -> Tiers:
     sizes = {TierKind.HOST: parse_size(host), TierKind.NVME: parse_size(nvme)}
-    return tiers_of(sizes, distinct=trace.distinct, longest=trace.longest, block_bytes=None, config=Config())
+    return tiers_of(sizes, distinct=trace.distinct, longest=trace.longest, measure=Measure(), config=Config())
 
 
 def ran(trace: Trace, policy: str, writes: Writes) -> Outcome:
