@@ -35,11 +35,15 @@ def start(module: str, *arguments: str, kind: socket.SocketKind) -> tuple[subpro
 
 def begun_by_daemon(descriptor: int) -> socket.socket:
     """The first call in such a process; returns its end of the pair."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    end_with_parent()
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     peer = socket.socket(fileno=descriptor)
     peer.set_inheritable(False)
     return peer
+
+
+def end_with_parent() -> None:
+    """The kernel ends this process with the thread that started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

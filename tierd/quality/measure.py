@@ -1,0 +1,181 @@
+"""Codecs measured over windows: every stored byte, and what a model predicts over decoded blocks.
+
+Every codec sees the same windows. A window's prefix is computed once, and so are the predictions
+over its own KV, with which those over decoded blocks are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs import block
+from tierd.codecs.block import Codec, Context
+from tierd.codecs.calibration import Calibration
+from tierd.codecs.values import Bytes, Floats, KVShape, Raw, bytes_of, raw_of
+from tierd.errors import InvalidArgument, TierFailed
+from tierd.linux.children import end_with_parent
+from tierd.quality.runs import DTYPE, predictions, prefill
+from tierd.quality.windows import USUAL, Lengths, Window
+from tierd.worker.model import Llama
+from tierd.worker.spec import LlamaSpec
+
+BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is measured. block_tokens: tokens of a block; the last of a prefix may be shorter."""
+
+    codecs: Sequence[Codec]
+    calibration: Calibration | None = None
+    block_tokens: int = BLOCK_TOKENS
+    lengths: Lengths = USUAL
+
+    def check(self, spec: LlamaSpec) -> None:
+        """Raises InvalidArgument, Unsupported if a codec cannot encode blocks of this model."""
+        if not 1 <= self.block_tokens <= self.lengths.prefix:
+            raise InvalidArgument(
+                f"block tokens: {self.block_tokens} is outside 1 to {self.lengths.prefix}, the tokens of a prefix"
+            )
+        if spec.max_positions < self.lengths.tokens:
+            raise InvalidArgument(
+                f"model: it has {spec.max_positions} positions, a window takes {self.lengths.tokens}; take a model "
+                "with more"
+            )
+        shape = KVShape(spec.geometry(DTYPE), self.block_tokens)
+        zeros = np.zeros(shape.block_bytes, np.uint8)
+        for codec in self.codecs:
+            block.encode(codec, zeros, shape, Context(0, self.calibration))
+
+
+class Blocks(NamedTuple):
+    """Encoded blocks of a prefix, and the values that they decode to."""
+
+    coded: Sequence[Bytes]
+    raw: Raw
+
+
+class Scores(NamedTuple):
+    """Of a window's continuations, means over their scored tokens: float64 [2], restore and recall.
+
+    nll: nats. kl: of the predictions from those over the exact KV, in nats. same: how often the most
+    likely token is that over the exact KV. right: how often it is the token that follows.
+    """
+
+    nll: NDArray[np.float64]
+    kl: NDArray[np.float64]
+    same: NDArray[np.float64]
+    right: NDArray[np.float64]
+
+
+class Outcome(NamedTuple):
+    """One window. exact: over its own KV. scores, stored_bytes: of each codec."""
+
+    exact: Scores
+    scores: Sequence[Scores]
+    stored_bytes: Sequence[int]
+
+
+def cut(raw: Raw, tokens: int) -> Iterator[tuple[int, Raw]]:
+    """The blocks of a prefix, each with the position of its first token."""
+    for start in range(0, raw.shape[2], tokens):
+        yield start, raw[:, :, start : start + tokens]
+
+
+def coded(codec: Codec, raw: Raw, trial: Trial, spec: LlamaSpec) -> Blocks:
+    """A prefix encoded in blocks, and decoded."""
+    known = {trial.calibration.hash: trial.calibration} if trial.calibration else {}
+    found, back = [], np.empty_like(raw)
+    for start, values in cut(raw, trial.block_tokens):
+        shape = KVShape(spec.geometry(DTYPE), values.shape[2])
+        data = block.encode(codec, bytes_of(values, shape), shape, Context(start, trial.calibration))
+        back[:, :, start : start + shape.tokens] = raw_of(block.decode(data, {codec.number: codec}, known).block, shape)
+        found.append(data)
+    return Blocks(found, back)
+
+
+def measure(model: Llama, window: Window, trial: Trial) -> Outcome:
+    """One window under every codec."""
+    raw = prefill(model, window.prefix)
+    own = predictions(model, raw, window.ways[:, :-1])
+    scores, stored = [], []
+    for codec in trial.codecs:
+        blocks = coded(codec, raw, trial, model.spec)
+        scores.append(scored(predictions(model, blocks.raw, window.ways[:, :-1]), own, window, trial))
+        stored.append(sum(len(data) for data in blocks.coded))
+    return Outcome(scored(own, own, window, trial), scores, stored)
+
+
+def scored(found: Floats, own: Floats, window: Window, trial: Trial) -> Scores:
+    """Scores of log-probabilities [2, tokens, vocab] against those over the exact KV."""
+    following = window.ways[:, 1:]
+    nll = -np.take_along_axis(found, following[..., None], axis=-1)[..., 0]
+    kl = (np.exp(own) * (own - found)).sum(axis=-1)
+    likely = found.argmax(axis=-1)
+    each = (nll, kl, likely == own.argmax(axis=-1), likely == following)
+    from_ = (0, trial.lengths.unscored)
+    return Scores(*(np.array([part[way, from_[way] :].mean(dtype=np.float64) for way in (0, 1)]) for part in each))
+
+
+Show = Callable[[int], None]
+"""Called with the number of windows done."""
+
+
+def measure_all(
+    opened: Callable[[], Llama], windows: Sequence[Window], trial: Trial, *, jobs: int, show: Show = lambda _: None
+) -> list[Outcome]:
+    """The outcomes of all windows, in their order; any number of jobs gives the same figures.
+
+    opened: loads the model; with several jobs (processes) it is called in each, so it can be
+    pickled. Raises TierFailed if a process dies.
+    """
+    if min(jobs, len(windows)) > 1:
+        return _in_processes(opened, windows, trial, jobs=min(jobs, len(windows)), show=show)
+    model, outcomes = opened(), []
+    for window in windows:
+        outcomes.append(measure(model, window, trial))
+        show(len(outcomes))
+    return outcomes
+
+
+# -- processes
+
+_held: list[tuple[Llama, Trial]] = []
+
+
+def _begin(opened: Callable[[], Llama], trial: Trial) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    end_with_parent()
+    _held[:] = [(opened(), trial)]
+
+
+def _work(window: Window) -> Outcome:
+    model, trial = _held[0]
+    return measure(model, window, trial)
+
+
+def _in_processes(
+    opened: Callable[[], Llama], windows: Sequence[Window], trial: Trial, *, jobs: int, show: Show
+) -> list[Outcome]:
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin, initargs=(opened, trial))
+    try:
+        futures = [pool.submit(_work, window) for window in windows]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            show(done)
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise TierFailed("quality: a process was killed, perhaps out of memory; use fewer --jobs") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
