@@ -44,6 +44,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "replay": ("replay", "Drives the daemon with a recorded trace."),
         "simulate": ("simulate", "Simulates tiers of many sizes on recorded traces, without a daemon."),
     },
+    "Codecs": {
+        "codecs": ("codecs", "Lists the codecs: size, error, speed."),
+        "quality": ("quality", "Measures what codecs cost: a model goes on over decoded blocks."),
+        "calibrate": ("calibrate", "Makes a calibration file of a model, which some codecs need."),
+    },
 }
 """Each verb's module and the first sentence of its help, by purpose."""
 VERBS = {name: row for group in GROUPS.values() for name, row in group.items()}

@@ -6,21 +6,19 @@ row's hits are shares of all prompt tokens of its trace.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tierd.cli.ask import SIZE, Ask, listing
 from tierd.cli.figures import human_seconds
 from tierd.cli.help import example
+from tierd.cli.progress import shown_progress
 from tierd.cli.render import Cell, Column, show_json, show_table
 from tierd.cli.stored_form import StoredForm, encoded
 from tierd.cli.trace import read_trace
@@ -134,7 +132,7 @@ def simulate(ask: Ask, *, traces: Sequence[Path], choices: Sequence[Choice], job
         Writes(*pair) for pair in itertools.product(*(options[n] or [None] for n in ("admission", "wear_budget")))
     ]
     runs = runs_of(tiers, choices, writes)
-    with shown_progress(sum(len(held[run.trace]) for run in runs)) as show:
+    with shown_progress("requests", sum(len(held[run.trace]) for run in runs)) as show:
         outcomes = simulate_all(held, runs, jobs=jobs or len(os.sched_getaffinity(0)), show=show)
     rows = [row_of(held[run.trace], run, outcome) for run, outcome in zip(runs, outcomes, strict=True)]
     if options["plot"]:
@@ -257,16 +255,3 @@ def cells_of(row: Row, *, best: float) -> list[Cell]:
 def share_of(hit: float) -> str:
     """`12.34 %`, as in published figures."""
     return f"{100 * hit:.2f} %"
-
-
-@contextlib.contextmanager
-def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on stderr, if stderr is a terminal."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda done: progress.update(task, completed=done)

@@ -100,12 +100,30 @@ def windows_of(text: Text, count: int, lengths: Lengths = USUAL) -> list[Window]
     return cut
 
 
-def between_windows(text: Text, count: int, lengths: Lengths = USUAL) -> list[Tokens]:
-    """The pieces of the text in none of so many windows, in order. Raises InvalidArgument."""
-    places = _places(text, count, lengths)
+def calibration_windows(text: Text, tokens: int, *, between: int = WINDOWS, lengths: Lengths = USUAL) -> list[Tokens]:
+    """Windows of so many tokens in all, from everywhere in the text, each with the begin token.
+
+    between: windows of a measurement on the same text; none of their tokens is taken. 0: all text is
+    free. Raises InvalidArgument if the free text is shorter than one window.
+    """
+    pieces = _pieces(text, between, lengths) if between else [text.tokens]
+    head = np.array([] if text.begin is None else [text.begin], np.int64)
+    size = lengths.tokens - len(head)
+    free = [piece[at : at + size] for piece in pieces for at in range(0, len(piece) - size + 1, size)]
+    if not free:
+        raise InvalidArgument(
+            f"calibration: no {size} tokens of text lie between {between} windows; give a longer text, or another "
+            "text than the one to measure on and --between-windows 0"
+        )
+    count = min(len(free), -(-tokens // lengths.tokens))
+    return [np.concatenate((head, free[i * len(free) // count])) for i in range(count)]
+
+
+def _pieces(text: Text, windows: int, lengths: Lengths) -> list[Tokens]:
+    """The pieces of the text in none of so many windows, in order."""
+    places = _places(text, windows, lengths)
     ends = [*(start for start, _ in places[1:]), len(text.tokens)]
-    pieces = (text.tokens[stop:end] for (_, stop), end in zip(places, ends, strict=True))
-    return [piece for piece in pieces if len(piece)]
+    return [text.tokens[stop:end] for (_, stop), end in zip(places, ends, strict=True)]
 
 
 def _places(text: Text, count: int, lengths: Lengths) -> Sequence[tuple[int, int]]:

@@ -1,0 +1,40 @@
+"""Speeds: counted in bytes of blocks, over CPU time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tierd.codecs.named import ALL
+from tierd.codecs.values import KVShape
+from tierd.core.formats.block import KVGeometry
+from tierd.quality import speed
+from tierd.quality.speed import copy_gbps
+from tierd.quality.survey import sample, surveyed
+
+
+def test_a_speed_is_bytes_over_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that a call moves by 1 ms, the figure is a block's bytes a millisecond."""
+    now = [5.0]
+    monkeypatch.setattr(time, "process_time", lambda: now[0])
+
+    def call(i: int) -> None:
+        now[0] += 1e-3
+
+    shape = KVShape(KVGeometry(1, 1, 64, "bfloat16"), 256)
+    blocks = speed.Sample([(0, b""), (256, b"")], shape)
+    assert speed._gbps(call, blocks) == pytest.approx(2 * 2 * 64 * 256 / 1e-3 / 1e9)
+
+
+def test_every_codec_is_surveyed() -> None:
+    """Each has a row with its size, its declared error and speeds; a calibrated one has dashes there."""
+    on = sample()
+    assert copy_gbps(on) > 0
+    for codec in ALL:
+        row = surveyed(codec, on)
+        assert (row["codec"], row["number"], row["is_exact"]) == (codec.name, codec.number, codec.is_exact)
+        figures = [row["bits"], row["error"], row["encode_gbps"], row["decode_gbps"]]
+        assert [figure is None for figure in figures] == [codec.is_calibrated] * 4
+        if not codec.is_calibrated:
+            assert 0 < row["bits"] < 16 and (row["error"] == 0) == codec.is_exact

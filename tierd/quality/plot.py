@@ -1,0 +1,59 @@
+"""Quality against size as a picture, PNG or SVG, by matplotlib, which tierd does not require."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tierd.errors import Unsupported
+from tierd.quality.rows import Exact, Row
+
+LEAST_KL = 1e-6
+"""Smaller divergences are drawn here: the axis is logarithmic."""
+RESTORE, RECALL = "#0072b2", "#d55e00"
+PLAIN_BITS = 16
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's class of figures. Raises Unsupported without it."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise Unsupported(f"--plot: it needs matplotlib ({error}); pip install 'tierd[plot]'") from error
+    return Figure
+
+
+def draw(rows: Sequence[Row], exact: Exact, path: Path) -> None:
+    """Writes a picture; the ending gives its format. Raises Unsupported without matplotlib, OSError."""
+    figure = require_matplotlib()(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    bits = [row["bits"] for row in rows]
+    for way, colour in (("restore", RESTORE), ("recall", RECALL)):
+        kl = [max(LEAST_KL, row[f"{way}_kl"]) for row in rows]  # type: ignore[literal-required]
+        left.plot(bits, kl, "o", color=colour, label=way, markersize=5)
+    left.set_yscale("log")
+    left.set_ylabel("divergence from exact KV, nats a token")
+    left.legend(frameon=False)
+    right.axhline(100 * exact["recall_top1"], color="#888888", linestyle=(0, (4, 3)), linewidth=1.2)
+    right.plot(bits, [100 * row["recall_top1"] for row in rows], "o", color=RECALL, markersize=5)
+    right.set_ylabel("right tokens of a repeated passage, % (line: exact KV)")
+    for axes, heights in ((left, [max(LEAST_KL, row["restore_kl"]) for row in rows]), (right, None)):
+        for i, row in enumerate(rows):
+            height = heights[i] if heights else 100 * row["recall_top1"]
+            axes.annotate(row["codec"], (row["bits"], height), (4, 5), textcoords="offset points", fontsize=8)
+        _finish(axes, bits)
+    figure.savefig(path, dpi=160)
+
+
+def _finish(axes: Any, bits: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, PLAIN_BITS) if 0.8 * min(bits) <= tick <= 1.2 * max(bits)]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("stored bits a value (bfloat16: 16)")
+    axes.margins(x=0.12)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

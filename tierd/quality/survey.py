@@ -1,0 +1,75 @@
+"""What each codec is, with a quick measurement on made-up values of one shape, without a model."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+
+from tierd.codecs import block
+from tierd.codecs.block import Codec
+from tierd.codecs.values import KVShape, bytes_of, floats_of, raw_of, rounded
+from tierd.core.formats.block import KVGeometry
+from tierd.quality.speed import Sample, codec_speed
+
+SHAPE = KVShape(KVGeometry(layers=2, kv_heads=8, head_dim=128, dtype="bfloat16"), tokens=256)
+"""Two layers of a model of usual size."""
+OUTLIERS = 8
+"""Every so many channels of a key have a mean and four times the spread, as in real keys."""
+SEED = 5
+
+
+class Known(TypedDict):
+    """A codec. error: the greatest of a value that its block's header declares, in standard deviations of
+    the values; 0: exact. loops: "native" or "numpy". The last four are None if it needs a calibration."""
+
+    codec: str
+    number: int
+    is_exact: bool
+    is_calibrated: bool
+    loops: str
+    bits: float | None
+    error: float | None
+    encode_gbps: float | None
+    decode_gbps: float | None
+
+
+def sample() -> Sample:
+    """One block of normal values."""
+    values = np.random.default_rng(SEED).standard_normal(SHAPE.sizes, dtype=np.float32)
+    values[:, 0, ..., ::OUTLIERS] = 4 * values[:, 0, ..., ::OUTLIERS] + 6
+    return Sample([(0, bytes_of(rounded(values, SHAPE.geometry.dtype), SHAPE))], SHAPE)
+
+
+def surveyed(codec: Codec, on: Sample) -> Known:
+    """The row of one codec, measured on these blocks."""
+    known = Known(
+        codec=codec.name,
+        number=codec.number,
+        is_exact=codec.is_exact,
+        is_calibrated=codec.is_calibrated,
+        loops=loops_of(codec),
+        bits=None,
+        error=None,
+        encode_gbps=None,
+        decode_gbps=None,
+    )
+    if codec.is_calibrated:
+        return known
+    (_, data), shape = on.blocks[0], on.shape
+    coded = block.encode(codec, data, shape)
+    spread = float(floats_of(raw_of(data, shape), shape.geometry.dtype).std())
+    speed = codec_speed(codec, on)
+    return Known(
+        **known
+        | {
+            "bits": 8 * len(coded) / shape.values,
+            "error": block.decode(coded, {codec.number: codec}).error / spread,
+            **speed._asdict(),
+        }
+    )
+
+
+def loops_of(codec: Codec) -> str:
+    """Which loops of a codec run here."""
+    return "numpy"
