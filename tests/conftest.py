@@ -4,12 +4,16 @@ traces."""
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.depth import DEPTH, count
+
+# As in the programs; and tests run in as many processes as there are cores. numpy reads it on import.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 LONGEST_FIRST = (
     "system/test_fuzz_rpc.py",

@@ -28,7 +28,7 @@ COLUMNS = (
 def codecs(ask: Ask) -> None:
     """Lists the codecs: size, error, speed.
 
-    Each encodes a block of made-up values: 256 tokens of 2 layers, 8 heads of 128 channels. bits:
+    Each encodes a block of made-up values: 256 tokens of one layer, 8 heads of 128 channels. bits:
     stored, of each value of 16. error: the greatest of a value, as the block's header declares it,
     in standard deviations of the values. loops: native, or numpy with the same results. encode,
     decode: GB/s of bfloat16 per CPU second.

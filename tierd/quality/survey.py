@@ -12,8 +12,8 @@ from tierd.codecs.values import KVShape, bytes_of, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
 from tierd.quality.speed import Sample, codec_speed
 
-SHAPE = KVShape(KVGeometry(layers=2, kv_heads=8, head_dim=128, dtype="bfloat16"), tokens=256)
-"""Two layers of a model of usual size."""
+SHAPE = KVShape(KVGeometry(layers=1, kv_heads=8, head_dim=128, dtype="bfloat16"), tokens=256)
+"""One layer of a model of usual size."""
 OUTLIERS = 8
 """Every so many channels of a key have a mean and four times the spread, as in real keys."""
 SEED = 5
