@@ -47,7 +47,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Codecs": {
         "codecs": ("codecs", "Lists the codecs: size, error, speed."),
         "quality": ("quality", "Measures what codecs cost: a model goes on over decoded blocks."),
-        "calibrate": ("calibrate", "Makes a calibration file of a model, which some codecs need."),
     },
 }
 """Each verb's module and the first sentence of its help, by purpose."""

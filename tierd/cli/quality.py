@@ -30,18 +30,18 @@ from tierd.quality.windows import WINDOWS
 COLUMNS = (
     Column("codec", style="bold"),
     Column("bits", right=True),
-    Column("ratio", right=True, spare=6),
+    Column("ratio", right=True, spare=5),
     Column("restore tok", right=True),
-    Column("±", right=True, spare=9),
-    Column("KL", right=True),
-    Column("same top-1", right=True, spare=8),
+    Column("restore ±", right=True, spare=8),
+    Column("restore KL", right=True),
+    Column("same top-1", right=True, spare=7),
     Column("recall tok", right=True),
-    Column("±", right=True, spare=9),
-    Column("KL", right=True, spare=7),
-    Column("top-1", right=True),
-    Column("encode", right=True, spare=3),
-    Column("decode", right=True, spare=3),
-    Column("of copy", right=True, spare=5),
+    Column("recall ±", right=True, spare=8),
+    Column("recall KL", right=True, spare=6),
+    Column("recall top-1", right=True),
+    Column("encode", right=True, spare=2),
+    Column("decode", right=True, spare=1),
+    Column("of copy", right=True, spare=9),
 )
 """encode, decode: GB/s. of copy: both as shares of a plain copy's speed."""
 PICTURES = (".png", ".svg")

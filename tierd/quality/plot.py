@@ -48,7 +48,9 @@ def draw(rows: Sequence[Row], exact: Exact, path: Path) -> None:
 
 def _finish(axes: Any, bits: Sequence[float]) -> None:
     axes.set_xscale("log", base=2)
-    ticks = [tick for tick in (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, PLAIN_BITS) if 0.8 * min(bits) <= tick <= 1.2 * max(bits)]
+    ticks = [
+        tick for tick in (0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, PLAIN_BITS) if 0.8 * min(bits) <= tick <= 1.2 * max(bits)
+    ]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("stored bits a value (bfloat16: 16)")

@@ -54,20 +54,14 @@ def surveyed(codec: Codec, on: Sample) -> Known:
         encode_gbps=None,
         decode_gbps=None,
     )
-    if codec.is_calibrated:
-        return known
-    (_, data), shape = on.blocks[0], on.shape
-    coded = block.encode(codec, data, shape)
-    spread = float(floats_of(raw_of(data, shape), shape.geometry.dtype).std())
-    speed = codec_speed(codec, on)
-    return Known(
-        **known
-        | {
-            "bits": 8 * len(coded) / shape.values,
-            "error": block.decode(coded, {codec.number: codec}).error / spread,
-            **speed._asdict(),
-        }
-    )
+    if not codec.is_calibrated:
+        (_, data), shape = on.blocks[0], on.shape
+        coded = block.encode(codec, data, shape)
+        spread = float(floats_of(raw_of(data, shape), shape.geometry.dtype).std())
+        known["bits"] = 8 * len(coded) / shape.values
+        known["error"] = block.decode(coded, {codec.number: codec}).error / spread
+        known["encode_gbps"], known["decode_gbps"] = codec_speed(codec, on)
+    return known
 
 
 def loops_of(codec: Codec) -> str:

@@ -52,7 +52,7 @@ def test_verbs_stand_in_groups() -> None:
     """`tierctl --help` lists its verbs under the group of their purpose."""
     text = helped(("tierctl",))
     places = [text.index(f"\n{title}:\n") for title in GROUPS]
-    assert [*GROUPS] == ["Look", "Act", "Verify", "Traces"] and places == sorted(places)
+    assert [*GROUPS] == ["Look", "Act", "Verify", "Traces", "Codecs"] and places == sorted(places)
 
 
 @pytest.mark.parametrize(

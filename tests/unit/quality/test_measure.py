@@ -13,7 +13,7 @@ from tierd.codecs.block import Codec, Context, Payload, decode
 from tierd.codecs.named import BY_NUMBER, codec_named
 from tierd.codecs.values import KVShape, Raw, raw_of
 from tierd.errors import InvalidArgument, Unsupported
-from tierd.quality.identity import IDENTITY, Identity
+from tierd.quality.identity import IDENTITY
 from tierd.quality.measure import Scores, Trial, coded, measure
 from tierd.quality.rows import Measured, Outcome, exact_of, front, row_of
 from tierd.quality.runs import predictions, prefill
@@ -86,7 +86,7 @@ def test_fewer_bits_diverge_more(model: Llama, windows: list[Window]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_are_those_of_blocks_that_decode(model: Llama, windows: list[Window], name: str) -> None:
-    """What counts as stored is the blocks themselves: they alone give the values back, short last one too."""
+    """Stored bytes are those of whole blocks, which alone give the values back; the last is short."""
     plan = trial(name)
     raw = prefill(model, windows[0].prefix)
     stored, values = coded(plan.codecs[0], raw, plan, model.spec)
@@ -124,7 +124,7 @@ def scores(nll: float, kl: float, same: float, right: float) -> Scores:
 
 
 def test_rows_hold_the_figures_of_papers() -> None:
-    """tok is 5.68 (exp(4 nats) - 1) of the paired loss, its error grows with it, and top-1 is what it says."""
+    """tok is 5.68 (exp(4 nats) - 1) of the paired loss, and its error follows from the loss's."""
     exact = scores(1.0, 0.0, 1.0, 0.75)
     mine = [scores(1.0 + off, kl, 0.5, 0.25) for off, kl in ((0.01, 0.002), (0.03, 0.004))]
     outcomes = [Outcome(exact, [one], [300]) for one in mine]
