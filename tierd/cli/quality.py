@@ -26,9 +26,11 @@ from tierd.quality.plot import draw, require_matplotlib
 from tierd.quality.report import Job, Report, report_of
 from tierd.quality.rows import Row, front
 from tierd.quality.windows import WINDOWS
+from tierd.worker.tokens.choice import TokenChoice
 
 COLUMNS = (
     Column("codec", style="bold"),
+    Column("tokens"),
     Column("bits", right=True),
     Column("ratio", right=True, spare=5),
     Column("restore tok", right=True),
@@ -58,6 +60,11 @@ PICTURES = (".png", ".svg")
     help="Bytes for a model whose tokens are bytes, or token ids as .npy for any other.",
 )
 @click.option("--codec", "codecs", metavar="NAME,...", required=True, help="Names as in `tierctl codecs`, or identity.")
+@click.option(
+    "--tokens",
+    metavar="POLICY:KEEP,...",
+    help="Token policies, each with a share or a number of tokens: h2o:0.2,streaming:128.",
+)
 @click.option("--windows", type=click.IntRange(1), default=WINDOWS, show_default=True, help="Windows of the text.")
 @click.option(
     "--block-tokens", type=click.IntRange(1), default=BLOCK_TOKENS, show_default=True, help="Tokens of a block."
@@ -86,10 +93,15 @@ def quality(ask: Ask, *, model: Path, text: Path, codecs: str, **options: Any) -
     count from the 33rd on. Judge a codec by both.
 
     tok is the growth of a perplexity of 5.68, KL the divergence in nats a token, both against exact
-    keys and values. Bits count every stored byte. Speeds are GB/s of bfloat16 per CPU second. Green:
+    keys and values. With --tokens the continuation attends to fewer tokens.
+
+    Bits count every stored byte. Speeds are GB/s of bfloat16 per CPU second. Green:
     no other codec has fewer bits and less KL.
     """
-    trial = Trial(codecs_of(codecs), options["calibration"] and load(options["calibration"]), options["block_tokens"])
+    policies = (None, *policies_of(options["tokens"]))
+    trial = Trial(
+        codecs_of(codecs), policies, options["calibration"] and load(options["calibration"]), options["block_tokens"]
+    )
     job = Job(model, text, options["windows"])
     with shown_progress("windows", job.windows) as show:
         report = report_of(job, trial, jobs=options["jobs"] or len(os.sched_getaffinity(0)), show=show)
@@ -104,6 +116,23 @@ def quality(ask: Ask, *, model: Path, text: Path, codecs: str, **options: Any) -
 def codecs_of(names: str) -> list[Codec]:
     """The codecs of names separated by commas, without repetitions. Raises InvalidArgument."""
     return [IDENTITY if name == IDENTITY.name else codec_named(name) for name in dict.fromkeys(names.split(","))]
+
+
+def policies_of(said: str | None) -> list[TokenChoice]:
+    """The policies of `--tokens`, without repetitions. Raises InvalidArgument."""
+    return [policy_of(word) for word in dict.fromkeys(said.split(","))] if said else []
+
+
+def policy_of(word: str) -> TokenChoice:
+    """`h2o:0.2` keeps a share of the tokens, `h2o:128` so many. Raises InvalidArgument."""
+    name, _, keep = word.partition(":")
+    try:
+        choice = (
+            TokenChoice(name, tokens=int(keep)) if keep.isdecimal() and keep != "1" else TokenChoice(name, float(keep))
+        )
+    except ValueError:
+        raise InvalidArgument(f"--tokens: {word!r} has no share or number of tokens; write h2o:0.2") from None
+    return choice.checked()
 
 
 def checked_plot(path: Path) -> Path:
@@ -130,7 +159,9 @@ def show_report(ask: Ask, report: Report) -> None:
     cells = [
         cells_of(row, copy_gbps=report["copy_gbps"], is_best=best) for row, best in zip(rows, front(rows), strict=True)
     ]
-    show_table(ask.console, COLUMNS, cells, empty="no codecs")
+    has_policies = any(row["tokens"] for row in rows)
+    shown = [i for i, column in enumerate(COLUMNS) if has_policies or column.name != "tokens"]
+    show_table(ask.console, [COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells], empty="no codecs")
     said = (
         ("exact: restore", f"{exact['restore_nll']:.4f} nats"),
         ("recall top-1", f"{100 * exact['recall_top1']:.2f} %"),
@@ -144,6 +175,7 @@ def cells_of(row: Row, *, copy_gbps: float, is_best: bool) -> list[Cell]:
     """One row, in the order of COLUMNS."""
     return [
         Text(row["codec"], "green" if is_best else ""),
+        row["tokens"] or "all",
         f"{row['bits']:.3f}",
         f"{row['ratio']:.2f}",
         f"{row['restore_tok']:+.4f}",

@@ -1,1 +1,1 @@
-"""What a smaller form of KV costs: a model's predictions over decoded blocks, and over its own."""
+"""The price of smaller KV: a model's predictions over decoded blocks, against those over exact ones."""

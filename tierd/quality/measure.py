@@ -27,15 +27,22 @@ from tierd.quality.runs import DTYPE, predictions, prefill
 from tierd.quality.windows import USUAL, Lengths, Window
 from tierd.worker.model import Llama
 from tierd.worker.spec import LlamaSpec
+from tierd.worker.tokens.choice import TokenChoice
+from tierd.worker.tokens.policy import Place
 
 BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is measured. block_tokens: tokens of a block; the last of a prefix may be shorter."""
+    """Codecs and policies to measure, each codec under each policy.
+
+    policies: of tokens that a continuation attends to; None: all. block_tokens: tokens of a block;
+    the last one of a prefix may be shorter.
+    """
 
     codecs: Sequence[Codec]
+    policies: Sequence[TokenChoice | None] = (None,)
     calibration: Calibration | None = None
     block_tokens: int = BLOCK_TOKENS
     lengths: Lengths = USUAL
@@ -51,10 +58,25 @@ class Trial:
                 f"model: it has {spec.max_positions} positions, a window takes {self.lengths.tokens}; take a model "
                 "with more"
             )
+        for policy in filter(None, self.policies):
+            policy.checked()
         shape = KVShape(spec.geometry(DTYPE), self.block_tokens)
         zeros = np.zeros(shape.block_bytes, np.uint8)
         for codec in self.codecs:
             block.encode(codec, zeros, shape, Context(0, self.calibration))
+
+
+def kept_share(policy: TokenChoice | None, spec: LlamaSpec, tokens: int) -> float:
+    """The share of a prefix of so many tokens that a policy keeps; reading few pages drops none."""
+    if policy is None:
+        return 1.0
+    made = policy.policy(Place(0, spec.kv_heads, tokens, 1))
+    return 1.0 if made.reads_pages else made.budget.of(tokens, least=made.least) / tokens
+
+
+def policy_name(policy: TokenChoice) -> str:
+    """As `tierctl quality --tokens` takes it."""
+    return f"{policy.name}:{policy.tokens or format(policy.keep, 'g')}"
 
 
 class Blocks(NamedTuple):
@@ -78,10 +100,11 @@ class Scores(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One window. exact: over its own KV. scores, stored_bytes: of each codec."""
+    """One window. exact: over its own KV. scores: of each codec under each policy. stored_bytes: of
+    each codec."""
 
     exact: Scores
-    scores: Sequence[Scores]
+    scores: Sequence[Sequence[Scores]]
     stored_bytes: Sequence[int]
 
 
@@ -105,12 +128,14 @@ def coded(codec: Codec, raw: Raw, trial: Trial, spec: LlamaSpec) -> Blocks:
 
 def measure(model: Llama, window: Window, trial: Trial) -> Outcome:
     """One window under every codec."""
-    raw = prefill(model, window.prefix)
-    own = predictions(model, raw, window.ways[:, :-1])
+    prefix, ways = prefill(model, window.prefix), window.ways[:, :-1]
+    own = predictions(model, prefix, ways)
     scores, stored = [], []
     for codec in trial.codecs:
-        blocks = coded(codec, raw, trial, model.spec)
-        scores.append(scored(predictions(model, blocks.raw, window.ways[:, :-1]), own, window, trial))
+        blocks = coded(codec, prefix.raw, trial, model.spec)
+        read = prefix._replace(raw=blocks.raw)
+        found = (predictions(model, read, ways, policy) for policy in trial.policies)
+        scores.append([scored(one, own, window, trial) for one in found])
         stored.append(sum(len(data) for data in blocks.coded))
     return Outcome(scored(own, own, window, trial), scores, stored)
 

@@ -41,7 +41,13 @@ def draw(rows: Sequence[Row], exact: Exact, path: Path) -> None:
     for axes, heights in ((left, [max(LEAST_KL, row["restore_kl"]) for row in rows]), (right, None)):
         for i, row in enumerate(rows):
             height = heights[i] if heights else 100 * row["recall_top1"]
-            axes.annotate(row["codec"], (row["bits"], height), (4, 5), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                row["codec"] if row["tokens"] is None else f"{row['codec']} {row['tokens']}",
+                (row["bits"], height),
+                (4, 5),
+                textcoords="offset points",
+                fontsize=8,
+            )
         _finish(axes, bits)
     figure.savefig(path, dpi=160)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from tierd.codecs.values import KVShape, bytes_of
-from tierd.quality.measure import Show, Trial, cut, measure_all
-from tierd.quality.rows import Exact, Measured, Row, exact_of, row_of
+from tierd.quality.measure import Show, Trial, cut, kept_share, measure_all
+from tierd.quality.rows import Exact, Measured, Row, exact_of, rows_of
 from tierd.quality.runs import DTYPE, prefill
 from tierd.quality.speed import Sample, codec_speed, copy_gbps
 from tierd.quality.windows import Window, read_text, windows_of
@@ -51,7 +51,7 @@ def report_of(job: Job, trial: Trial, *, jobs: int = 1, show: Show = lambda _: N
     opened = functools.partial(open_model, job.model)
     outcomes = measure_all(opened, windows, trial, jobs=jobs, show=show)
     values = len(windows) * KVShape(spec.geometry(DTYPE), trial.lengths.prefix).values
-    measured = Measured(outcomes, values, text.per_token)
+    kept = [kept_share(policy, spec, trial.lengths.prefix) for policy in trial.policies]
     return Report(
         model=str(job.model),
         text=str(job.text),
@@ -60,10 +60,7 @@ def report_of(job: Job, trial: Trial, *, jobs: int = 1, show: Show = lambda _: N
         calibration=trial.calibration.hash.hex() if trial.calibration else None,
         copy_gbps=copy_gbps(sample),
         exact=exact_of(outcomes),
-        rows=[
-            row_of(codec.name, number, measured, speed)
-            for number, (codec, speed) in enumerate(zip(trial.codecs, speeds, strict=True))
-        ],
+        rows=rows_of(trial, Measured(outcomes, values, text.per_token, kept), speeds),
     )
 
 
@@ -75,6 +72,6 @@ def open_model(folder: Path) -> Llama:
 def sample_of(model: Llama, window: Window, trial: Trial) -> Sample:
     """The full blocks of a window's prefix, to measure speeds on."""
     shape = KVShape(model.spec.geometry(DTYPE), trial.block_tokens)
-    blocks = cut(prefill(model, window.prefix), trial.block_tokens)
+    blocks = cut(prefill(model, window.prefix).raw, trial.block_tokens)
     full = [(start, bytes_of(values, shape)) for start, values in blocks if values.shape[2] == shape.tokens]
     return Sample(full, shape)

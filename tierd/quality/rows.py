@@ -14,7 +14,7 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.quality.measure import Outcome, Scores
+from tierd.quality.measure import Outcome, Scores, Trial, policy_name
 from tierd.quality.speed import Speed
 
 PERPLEXITY = 5.68
@@ -30,11 +30,14 @@ class Mean(NamedTuple):
 
 
 class Row(TypedDict):
-    """A codec's figures. bits: stored, of each value. _se: standard error. kl: nats a token. top1: shares;
-    restore: of the exact KV's likeliest token; recall: of the token that follows. gbps: of bytes before
-    encoding."""
+    """Figures of a codec under a policy. tokens: the policy; None: all tokens.
+
+    bits: stored, of each value. se: standard error. kl: nats a token. restore_top1: share of tokens
+    whose likeliest one is the same. recall_top1: share of right tokens. gbps: see speed.Speed.
+    """
 
     codec: str
+    tokens: str | None
     bits: float
     ratio: float
     restore_tok: float
@@ -70,21 +73,34 @@ def exact_of(outcomes: Sequence[Outcome]) -> Exact:
 
 
 class Measured(NamedTuple):
-    """All that a row needs. values: 16-bit values of all windows' prefixes. per_token: see windows.Text."""
+    """All that rows need. values: of all windows' prefixes. per_token: see windows.Text. kept: share
+    of tokens that each policy keeps."""
 
     outcomes: Sequence[Outcome]
     values: int
     per_token: int
+    kept: Sequence[float]
 
 
-def row_of(name: str, number: int, measured: Measured, speed: Speed) -> Row:
-    """The row of the codec of this name, which has this number in the outcomes."""
-    stored = sum(outcome.stored_bytes[number] for outcome in measured.outcomes)
-    mine = [outcome.scores[number] for outcome in measured.outcomes]
+def rows_of(trial: Trial, measured: Measured, speeds: Sequence[Speed]) -> list[Row]:
+    """A row for each codec under each policy."""
+    return [
+        _row(trial, (codec, policy), measured, speeds[codec])
+        for codec in range(len(trial.codecs))
+        for policy in range(len(trial.policies))
+    ]
+
+
+def _row(trial: Trial, at: tuple[int, int], measured: Measured, speed: Speed) -> Row:
+    """at: numbers of the codec and of the policy."""
+    codec, policy = trial.codecs[at[0]], trial.policies[at[1]]
+    stored = measured.kept[at[1]] * sum(outcome.stored_bytes[at[0]] for outcome in measured.outcomes)
+    mine = [outcome.scores[at[0]][at[1]] for outcome in measured.outcomes]
     exact = [outcome.exact for outcome in measured.outcomes]
     (restore, restore_kl), (recall, recall_kl) = (_of(way, mine, exact, measured.per_token) for way in (0, 1))
     return Row(
-        codec=name,
+        codec=codec.name,
+        tokens=policy_name(policy) if policy else None,
         bits=8 * stored / measured.values,
         ratio=2 * measured.values / stored,
         restore_tok=restore.value,

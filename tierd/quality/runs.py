@@ -6,13 +6,16 @@ KV is bfloat16 as an engine stores it: keys after RoPE. Weights and attention ar
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs.values import Floats, Raw, floats_of, rounded
 from tierd.quality.windows import Tokens
-from tierd.worker.model import Llama
+from tierd.worker.model import Attend, Llama
+from tierd.worker.tokens.choice import TokenChoice
+from tierd.worker.tokens.forced import Prompt, attention_for
 
 DTYPE = "bfloat16"
 CHUNK = 256
@@ -23,42 +26,64 @@ LEAST_SCORE = np.float32(-60)
 subnormal ones take ten times as long."""
 
 
-def prefill(model: Llama, tokens: Tokens) -> Raw:
-    """The KV of a sequence from its first token on: uint16 [layers, 2, tokens, kv_heads, head_dim]."""
+class Prefix(NamedTuple):
+    """raw: uint16 [layers, 2, tokens, kv_heads, head_dim]. queries: of each layer, float32 [tokens,
+    q_heads, head_dim]."""
+
+    raw: Raw
+    queries: list[Floats]
+
+
+def prefill(model: Llama, tokens: Tokens) -> Prefix:
+    """The KV of a sequence from its first token on."""
     spec, count = model.spec, len(tokens)
     raw = np.empty((spec.layers, 2, count, spec.kv_heads, spec.head_dim), np.uint16)
+    queries = []
 
     def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
+        queries.append(q)
         raw[layer] = rounded(np.stack((k, v)), DTYPE)
         keys, values = floats_of(raw[layer], DTYPE)
         chunks = range(0, count, CHUNK)
         return np.concatenate([attended(q[at : at + CHUNK], keys[: at + CHUNK], values[: at + CHUNK]) for at in chunks])
 
     model.hidden(tokens, np.arange(count), attend)
-    return raw
+    return Prefix(raw, queries)
 
 
-def predictions(model: Llama, raw: Raw, ways: NDArray[np.int64]) -> Floats:
-    """Log-probabilities of each next token over the KV of a prefix. ways: int64 [ways, tokens], continuations of
-    the same prefix that do not see each other. Returns float32 [ways, tokens, vocab]."""
+def predictions(model: Llama, prefix: Prefix, ways: NDArray[np.int64], policy: TokenChoice | None = None) -> Floats:
+    """Log-probabilities of each next token over a prefix: float32 [ways, tokens, vocab].
+
+    ways: int64 [ways, tokens], continuations of the prefix that do not see each other. policy: the
+    tokens that they attend to; None: all. Raises InvalidArgument for an impossible policy.
+    """
     count, tokens = ways.shape
-    start = raw.shape[2]
+    start = prefix.raw.shape[2]
+    attends = [_over(prefix, model, policy) for _ in range(count)]
 
     def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
         own = floats_of(rounded(np.stack((k, v)), DTYPE), DTYPE)
-        stored = floats_of(raw[layer], DTYPE)
-        outs = []
-        for way in range(count):
-            rows = slice(way * tokens, (way + 1) * tokens)
-            keys, values = np.concatenate((stored, own[:, rows]), axis=1)
-            outs.append(attended(q[rows], keys, values))
-        return np.concatenate(outs)
+        rows = [slice(way * tokens, (way + 1) * tokens) for way in range(count)]
+        return np.concatenate([over(layer, q[r], *own[:, r]) for over, r in zip(attends, rows, strict=True)])
 
     positions = np.tile(np.arange(start, start + tokens), count)
     scores = model.logits(model.hidden(ways.reshape(-1), positions, attend))
     scores -= scores.max(axis=-1, keepdims=True)
     scores -= np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     return scores.reshape(count, tokens, -1)
+
+
+def _over(prefix: Prefix, model: Llama, policy: TokenChoice | None) -> Attend:
+    """Attention of one continuation over a prefix and itself."""
+    if policy is not None:
+        keys, values = (list(floats_of(prefix.raw[:, pair], DTYPE)) for pair in (0, 1))
+        return attention_for(policy, Prompt(prefix.queries, keys, values), model.spec)
+
+    def attend(layer: int, q: Floats, k: Floats, v: Floats) -> Floats:
+        keys, values = np.concatenate((floats_of(prefix.raw[layer], DTYPE), np.stack((k, v))), axis=1)
+        return attended(q, keys, values)
+
+    return attend
 
 
 def attended(q: Floats, keys: Floats, values: Floats) -> Floats:

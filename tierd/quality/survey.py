@@ -1,12 +1,13 @@
-"""What each codec is, with a quick measurement on made-up values of one shape, without a model."""
+"""A row of facts for each codec, with a quick measurement on made-up values, without a model."""
 
 from __future__ import annotations
 
+import sys
 from typing import TypedDict
 
 import numpy as np
 
-from tierd.codecs import block
+from tierd.codecs import block, loops
 from tierd.codecs.block import Codec
 from tierd.codecs.values import KVShape, bytes_of, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
@@ -65,5 +66,6 @@ def surveyed(codec: Codec, on: Sample) -> Known:
 
 
 def loops_of(codec: Codec) -> str:
-    """Which loops of a codec run here."""
-    return "numpy"
+    """native: the codec's module has native loops, and a compiler built them here."""
+    has_native = hasattr(sys.modules[type(codec).__module__], "loops")
+    return "native" if has_native and loops.library is not None else "numpy"

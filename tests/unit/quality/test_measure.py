@@ -14,12 +14,13 @@ from tierd.codecs.named import BY_NUMBER, codec_named
 from tierd.codecs.values import KVShape, Raw, raw_of
 from tierd.errors import InvalidArgument, Unsupported
 from tierd.quality.identity import IDENTITY
-from tierd.quality.measure import Scores, Trial, coded, measure
-from tierd.quality.rows import Measured, Outcome, exact_of, front, row_of
+from tierd.quality.measure import Scores, Trial, coded, kept_share, measure
+from tierd.quality.rows import Measured, Outcome, exact_of, front, rows_of
 from tierd.quality.runs import predictions, prefill
 from tierd.quality.speed import Speed
 from tierd.quality.windows import Lengths, Window
 from tierd.worker.model import Llama
+from tierd.worker.tokens.choice import TokenChoice
 
 SHORT = Lengths(prefix=96, continuation=32, unscored=8)
 NAMES = ("identity", "int8", "rot-4-4", "int3")
@@ -64,7 +65,7 @@ def test_predictions_are_the_models(model: Llama, windows: list[Window]) -> None
 def test_identity_changes_nothing(model: Llama, windows: list[Window]) -> None:
     """Blocks that keep their bytes give exactly 0 in every score, and 16 bits with the headers."""
     outcomes = [measure(model, window, trial("identity")) for window in windows]
-    row = row_of("identity", 0, Measured(outcomes, 3 * values_of(model), 4), Speed(1, 1))
+    (row,) = rows_of(trial("identity"), Measured(outcomes, 3 * values_of(model), 4, [1.0]), [Speed(1, 1)])
     zeros = ("restore_tok", "restore_tok_se", "restore_kl", "restore_kl_se", "recall_tok", "recall_kl")
     assert [row[name] for name in zeros] == [0.0] * 6  # type: ignore[literal-required]
     assert row["restore_top1"] == 1.0 and row["recall_top1"] == exact_of(outcomes)["recall_top1"]
@@ -80,7 +81,7 @@ def test_fewer_bits_diverge_more(model: Llama, windows: list[Window]) -> None:
     """int8, rot-4-4 and int3 have less bits in this order, and more divergence in both ways."""
     found = measure(model, windows[1], trial(*NAMES))
     assert found.stored_bytes == sorted(found.stored_bytes, reverse=True)
-    kl = np.array([scores.kl for scores in found.scores])
+    kl = np.array([scores.kl for (scores,) in found.scores])
     assert (np.diff(kl, axis=0) > 0).all() and kl[-1].min() > 100 * kl[1].max() > 0
 
 
@@ -88,7 +89,7 @@ def test_fewer_bits_diverge_more(model: Llama, windows: list[Window]) -> None:
 def test_bytes_are_those_of_blocks_that_decode(model: Llama, windows: list[Window], name: str) -> None:
     """Stored bytes are those of whole blocks, which alone give the values back; the last is short."""
     plan = trial(name)
-    raw = prefill(model, windows[0].prefix)
+    raw = prefill(model, windows[0].prefix).raw
     stored, values = coded(plan.codecs[0], raw, plan, model.spec)
     back = [decode(data.tobytes(), BY_NUMBER).block for data in stored]
     shapes = [KVShape(model.spec.geometry("bfloat16"), tokens) for tokens in (40, 40, 16)]
@@ -115,7 +116,7 @@ class Noting:
 def test_blocks_know_their_position(model: Llama, windows: list[Window]) -> None:
     """Each block is encoded with the position of its first token."""
     codec = Noting()
-    coded(codec, prefill(model, windows[0].prefix), trial(), model.spec)
+    coded(codec, prefill(model, windows[0].prefix).raw, trial(), model.spec)
     assert codec.seen == [0, 40, 80]
 
 
@@ -127,10 +128,11 @@ def test_rows_hold_the_figures_of_papers() -> None:
     """tok is 5.68 (exp(4 nats) - 1) of the paired loss, and its error follows from the loss's."""
     exact = scores(1.0, 0.0, 1.0, 0.75)
     mine = [scores(1.0 + off, kl, 0.5, 0.25) for off, kl in ((0.01, 0.002), (0.03, 0.004))]
-    outcomes = [Outcome(exact, [one], [300]) for one in mine]
-    row = row_of("some", 0, Measured(outcomes, 800, 4), Speed(2.0, 3.0))
+    outcomes = [Outcome(exact, [[one]], [300]) for one in mine]
+    (row,) = rows_of(trial("int8"), Measured(outcomes, 800, 4, [1.0]), [Speed(2.0, 3.0)])
     assert row == {
-        "codec": "some",
+        "codec": "int8",
+        "tokens": None,
         "bits": 6.0,
         "ratio": pytest.approx(16 / 6),
         "restore_tok": pytest.approx(5.68 * (math.exp(0.08) - 1)),
@@ -147,7 +149,7 @@ def test_rows_hold_the_figures_of_papers() -> None:
         "decode_gbps": 3.0,
     }
     assert exact_of(outcomes) == {"restore_nll": 1.0, "restore_top1": 0.75, "recall_nll": 0.5, "recall_top1": 0.375}
-    tokens = row_of("some", 0, Measured(outcomes[:1], 400, 1), Speed(2.0, 3.0))
+    (tokens,) = rows_of(trial("int8"), Measured(outcomes[:1], 400, 1, [1.0]), [Speed(2.0, 3.0)])
     assert tokens["restore_tok"] == pytest.approx(5.68 * (math.exp(0.01) - 1)) and tokens["restore_tok_se"] == 0
 
 
@@ -159,6 +161,30 @@ def test_only_scored_tokens_count(model: Llama, windows: list[Window]) -> None:
     nll = -np.take_along_axis(own, window.ways[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(found.nll, [nll[0].mean(), nll[1, 8:].mean()], rtol=1e-6)
     assert (found.kl == 0).all() and (found.same == 1).all()
+
+
+def test_a_policy_that_keeps_all_changes_nothing(model: Llama, windows: list[Window]) -> None:
+    """Under a policy of all tokens the predictions are those of plain attention, but for rounding."""
+    prefix, ways = prefill(model, windows[0].prefix), windows[0].ways[:, :-1]
+    plain = predictions(model, prefix, ways)
+    for name in ("h2o", "quest", "snapkv"):
+        np.testing.assert_allclose(predictions(model, prefix, ways, TokenChoice(name, 1.0)), plain, atol=2e-3)
+
+
+def test_policies_cross_codecs(model: Llama, windows: list[Window]) -> None:
+    """Each codec has a row under each policy: dropped tokens save bytes and cost divergence, pages only cost."""
+    plan = replace(trial("identity", "int8"), policies=(None, TokenChoice("h2o", 0.25), TokenChoice("quest", 0.25)))
+    plan.check(model.spec)
+    found = [measure(model, windows[0], plan)]
+    kept = [kept_share(policy, model.spec, 96) for policy in plan.policies]
+    assert kept == [1.0, 0.25, 1.0]
+    rows = rows_of(plan, Measured(found, values_of(model), 4, kept), [Speed(1, 1)] * 2)
+    assert [(row["codec"], row["tokens"]) for row in rows] == [
+        (codec, policy) for codec in ("identity", "int8") for policy in (None, "h2o:0.25", "quest:0.25")
+    ]
+    for every, dropped, read in (rows[:3], rows[3:]):
+        assert dropped["bits"] == every["bits"] / 4 and read["bits"] == every["bits"]
+        assert min(dropped["restore_kl"], read["restore_kl"]) > 10 * every["restore_kl"]
 
 
 def test_the_front_has_what_nothing_beats() -> None:

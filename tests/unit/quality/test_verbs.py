@@ -17,7 +17,17 @@ from tierd.cli.ctl import cli
 from tierd.codecs.named import ALL
 
 KEYS = {
-    *("codec", "bits", "ratio", "restore_tok", "restore_tok_se", "restore_kl", "restore_kl_se", "restore_top1"),
+    *(
+        "codec",
+        "tokens",
+        "bits",
+        "ratio",
+        "restore_tok",
+        "restore_tok_se",
+        "restore_kl",
+        "restore_kl_se",
+        "restore_top1",
+    ),
     *("recall_tok", "recall_tok_se", "recall_kl", "recall_kl_se", "recall_top1", "encode_gbps", "decode_gbps"),
 }
 
@@ -81,6 +91,17 @@ def test_the_table_has_the_same_figures(run: Any) -> None:
     assert lines[3].startswith("exact: restore ") and lines[3].endswith("windows 2")
 
 
+def test_policies_have_rows_of_their_own(run: Any) -> None:
+    """Below each codec's row stands one for each policy; the table then has a column of policies."""
+    lines = run("--codec", "identity", "--tokens", "streaming:96,h2o:0.25", "--windows", "1").stdout.splitlines()
+    words = [line.split() for line in lines[:4]]
+    assert [row[:2] for row in words] == [
+        ["codec", "tokens"],
+        *(["identity", p] for p in ("all", "streaming:96", "h2o:0.25")),
+    ]
+    assert [float(row[2]) for row in words[1:]] == pytest.approx([16.004, 2.0, 4.001])
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_a_terminal(run: Any, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 80 and 120 columns the table keeps what a codec is judged by, and no line is cut."""
@@ -103,6 +124,9 @@ def test_a_picture_has_both_panels(run: Any, tmp_path: Path) -> None:
     [
         (["--codec", "int9"], "codec: 'int9' is unknown; use one of int8"),
         (["--codec", ""], "codec: '' is unknown"),
+        (["--codec", "int8", "--tokens", "h3o:0.2"], "'h3o' is unknown; choose from h2o"),
+        (["--codec", "int8", "--tokens", "h2o"], "--tokens: 'h2o' has no share or number of tokens; write h2o:0.2"),
+        (["--codec", "int8", "--tokens", "h2o:1.5"], "1.5 is outside (0, 1]"),
         (["--codec", "int8", "--windows", "5"], "windows: 5 of 1024 tokens do not fit a text of 5000; ask for 1 to 4"),
         (["--codec", "int8", "--block-tokens", "769"], "block tokens: 769 is outside 1 to 768"),
         (["--codec", "int8", "--text", "{tmp}/short"], "text: it has 5 tokens, a window has 1024"),
