@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Codecs": {
         "codecs": ("codecs", "Lists the codecs: size, error, speed."),
+        "calibrate": ("calibrate", "Makes a calibration file of a model, which some codecs need."),
         "quality": ("quality", "Measures what codecs cost: a model goes on over decoded blocks."),
     },
 }
