@@ -28,10 +28,10 @@ COLUMNS = (
 def codecs(ask: Ask) -> None:
     """Lists the codecs: size, error, speed.
 
-    Each encodes a block of made-up values: 256 tokens of one layer, 8 heads of 128 channels. bits:
-    stored, of each value of 16. error: the greatest of a value, as the block's header declares it,
-    in standard deviations of the values. loops: native, or numpy with the same results. encode,
-    decode: GB/s of bfloat16 per CPU second.
+    Each encodes a block of made-up values: 256 tokens of one layer, 8 heads of 128 channels. Bits
+    are stored ones, of each value of 16. The error of no value is greater than that in the block's
+    header, here in standard deviations of the values. Loops are native, or numpy with the same
+    results. Speeds are GB/s of bfloat16 per CPU second.
 
     A codec that needs a calibration is not measured here. For these, and for what a codec costs in
     a model's predictions, see `tierctl quality`.

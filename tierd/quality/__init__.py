@@ -1,1 +1,1 @@
-"""The price of smaller KV: a model's predictions over decoded blocks, against those over exact ones."""
+"""The price of smaller KV: a model's predictions over decoded blocks and over exact ones."""

@@ -89,8 +89,8 @@ class Blocks(NamedTuple):
 class Scores(NamedTuple):
     """Of a window's continuations, means over their scored tokens: float64 [2], restore and recall.
 
-    nll: nats. kl: of the predictions from those over the exact KV, in nats. same: how often the most
-    likely token is that over the exact KV. right: how often it is the token that follows.
+    nll: nats. kl: nats, of the predictions from those over the exact KV.
+    same: share whose most likely token is that over the exact KV. right: share whose is the next one.
     """
 
     nll: NDArray[np.float64]

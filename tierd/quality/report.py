@@ -1,4 +1,4 @@
-"""A whole measurement: model, text and codecs in, one report out, as `tierctl quality --json` prints it."""
+"""A whole measurement and its report, as `tierctl quality --json` prints it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Job(NamedTuple):
 
 
 def report_of(job: Job, trial: Trial, *, jobs: int = 1, show: Show = lambda _: None) -> Report:
-    """Measures. jobs: processes, each with its own copy of the model. show: called with the number of windows done.
+    """Measures. jobs: processes, each with its own copy of the model. show: called with the number
+    of windows done.
 
     Raises ConfigError, InvalidArgument, Unsupported, CorruptRecord, TierFailed, OSError.
     """

@@ -1,8 +1,8 @@
 """Figures of codecs from the scores of all windows, one row a codec.
 
-tok: the change of a perplexity of 5.68 that the same damage would be, tokens of 4 bytes assumed:
-5.68 * (exp(4 * nats a byte) - 1). LLaMA-7B has 5.68 on WikiText-2, and papers report against it. It is
-paired: of each window, the same tokens over decoded and over exact KV.
+tok is the growth of a perplexity of 5.68 by the same damage: 5.68 * (exp(4 * nats a byte) - 1) for
+tokens of 4 bytes. LLaMA-7B has 5.68 on WikiText-2, and papers report against it. The nats are
+paired: those of the same tokens over decoded and over exact KV.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Mean(NamedTuple):
 class Row(TypedDict):
     """Figures of a codec under a policy. tokens: the policy; None: all tokens.
 
-    bits: stored, of each value. se: standard error. kl: nats a token. restore_top1: share of tokens
-    whose likeliest one is the same. recall_top1: share of right tokens. gbps: see speed.Speed.
+    bits: stored, of each value. se: standard error. kl: nats a token. restore_top1: share of
+    predictions that stay the same. recall_top1: share of right ones. gbps: see speed.Speed.
     """
 
     codec: str

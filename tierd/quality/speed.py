@@ -1,7 +1,7 @@
 """Speed of codecs on given blocks: whole calls of block.encode and block.decode, checksums included.
 
-Figures are bytes of a block before encoding over CPU time of the process, so threads count too. A copy
-of the same blocks is measured beside them, because machines differ.
+A figure is the bytes of a block before encoding over CPU time of the process: threads count too.
+A copy of the same blocks is measured beside them, because machines differ.
 """
 
 from __future__ import annotations

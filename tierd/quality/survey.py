@@ -21,8 +21,8 @@ SEED = 5
 
 
 class Known(TypedDict):
-    """A codec. error: the greatest of a value that its block's header declares, in standard deviations of
-    the values; 0: exact. loops: "native" or "numpy". The last four are None if it needs a calibration."""
+    """A codec. error: of a value at most, as the block's header declares it, in standard deviations of
+    the values. loops: "native" or "numpy". The last four are None if it needs a calibration."""
 
     codec: str
     number: int

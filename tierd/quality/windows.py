@@ -103,7 +103,7 @@ def windows_of(text: Text, count: int, lengths: Lengths = USUAL) -> list[Window]
 def calibration_windows(text: Text, tokens: int, *, between: int = WINDOWS, lengths: Lengths = USUAL) -> list[Tokens]:
     """Windows of so many tokens in all, from everywhere in the text, each with the begin token.
 
-    between: windows of a measurement on the same text; none of their tokens is taken. 0: all text is
+    between: windows of a measurement on the same text, whose tokens are not taken. 0: all text is
     free. Raises InvalidArgument if the free text is shorter than one window.
     """
     pieces = _pieces(text, between, lengths) if between else [text.tokens]

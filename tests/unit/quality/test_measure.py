@@ -172,7 +172,7 @@ def test_a_policy_that_keeps_all_changes_nothing(model: Llama, windows: list[Win
 
 
 def test_policies_cross_codecs(model: Llama, windows: list[Window]) -> None:
-    """Each codec has a row under each policy: dropped tokens save bytes and cost divergence, pages only cost."""
+    """Each codec has a row under each policy: dropped tokens save bytes, and unread pages save none."""
     plan = replace(trial("identity", "int8"), policies=(None, TokenChoice("h2o", 0.25), TokenChoice("quest", 0.25)))
     plan.check(model.spec)
     found = [measure(model, windows[0], plan)]

@@ -54,7 +54,7 @@ def test_windows_stay_in_the_text(length: int, count: int, has_begin: bool) -> N
 
 @given(length=st.integers(256, 5000), between=st.integers(0, 8), tokens=st.integers(1, 4000))
 def test_a_calibration_takes_no_token_of_a_measurement(length: int, between: int, tokens: int) -> None:
-    """Its windows are distinct text outside all windows to measure, enough for the tokens if there is enough."""
+    """Its windows are distinct text outside all windows to measure, and as many as the tokens fill."""
     text = counted(length)
     try:
         found = calibration_windows(text, tokens, between=between, lengths=SHORT)
