@@ -67,6 +67,6 @@ def calibrate(ask: Ask, *, model: Path, text: Path, out: Path, tokens: int, betw
         show_json(report)
         return
     weights = "gradients" if report["has_gradients"] else "queries and output weights"
-    size, tokens = human_bytes(out.stat().st_size), human_count(sum(map(len, windows)))
-    said = (("file", str(out)), ("size", size), ("hash", made.hash.hex()), ("tokens", tokens), ("weights", weights))
+    size, used = human_bytes(out.stat().st_size), human_count(sum(map(len, windows)))
+    said = (("file", str(out)), ("size", size), ("hash", made.hash.hex()), ("tokens", used), ("weights", weights))
     ask.console.print(facts(said), soft_wrap=True)

@@ -90,7 +90,7 @@ class Scores(NamedTuple):
     """Of a window's continuations, means over their scored tokens: float64 [2], restore and recall.
 
     nll: nats. kl: nats, of the predictions from those over the exact KV.
-    same: share whose most likely token is that over the exact KV. right: share whose is the next one.
+    same: share whose likeliest token is that over the exact KV. right: share whose is the next one.
     """
 
     nll: NDArray[np.float64]

@@ -11,6 +11,8 @@ from tierd.quality.rows import Exact, Row
 
 LEAST_KL = 1e-6
 """Smaller divergences are drawn here: the axis is logarithmic."""
+LEAST_SPAN = 1.0
+"""Per cent shown above and below all shares: smaller differences are noise."""
 RESTORE, RECALL = "#0072b2", "#d55e00"
 PLAIN_BITS = 16
 
@@ -35,21 +37,25 @@ def draw(rows: Sequence[Row], exact: Exact, path: Path) -> None:
     left.set_yscale("log")
     left.set_ylabel("divergence from exact KV, nats a token")
     left.legend(frameon=False)
-    right.axhline(100 * exact["recall_top1"], color="#888888", linestyle=(0, (4, 3)), linewidth=1.2)
-    right.plot(bits, [100 * row["recall_top1"] for row in rows], "o", color=RECALL, markersize=5)
+    shares = [100 * row["recall_top1"] for row in rows]
+    bound = 100 * exact["recall_top1"]
+    right.axhline(bound, color="#888888", linestyle=(0, (4, 3)), linewidth=1.2)
+    right.plot(bits, shares, "o", color=RECALL, markersize=5)
+    right.set_ylim(min(*shares, bound) - LEAST_SPAN, max(*shares, bound) + LEAST_SPAN)
     right.set_ylabel("right tokens of a repeated passage, % (line: exact KV)")
-    for axes, heights in ((left, [max(LEAST_KL, row["restore_kl"]) for row in rows]), (right, None)):
-        for i, row in enumerate(rows):
-            height = heights[i] if heights else 100 * row["recall_top1"]
-            axes.annotate(
-                row["codec"] if row["tokens"] is None else f"{row['codec']} {row['tokens']}",
-                (row["bits"], height),
-                (4, 5),
-                textcoords="offset points",
-                fontsize=8,
-            )
+    for axes, heights in ((left, [max(LEAST_KL, row["restore_kl"]) for row in rows]), (right, shares)):
+        _label(axes, rows, heights)
         _finish(axes, bits)
     figure.savefig(path, dpi=160)
+
+
+def _label(axes: Any, rows: Sequence[Row], heights: Sequence[float]) -> None:
+    """Names the points, of the most bits first: in turns on their left and on their right."""
+    ordered = sorted(zip(rows, heights, strict=True), key=lambda pair: -pair[0]["bits"])
+    for place, (row, height) in enumerate(ordered):
+        name = row["codec"] if row["tokens"] is None else f"{row['codec']} {row['tokens']}"
+        side, off = ("right", -5) if place % 2 == 0 else ("left", 5)
+        axes.annotate(name, (row["bits"], height), (off, 4), textcoords="offset points", ha=side, fontsize=8)
 
 
 def _finish(axes: Any, bits: Sequence[float]) -> None:

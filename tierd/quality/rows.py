@@ -32,8 +32,9 @@ class Mean(NamedTuple):
 class Row(TypedDict):
     """Figures of a codec under a policy. tokens: the policy; None: all tokens.
 
-    bits: stored, of each value. se: standard error. kl: nats a token. restore_top1: share of
-    predictions that stay the same. recall_top1: share of right ones. gbps: see speed.Speed.
+    bits: stored, of each value. se: standard error. kl: nats a token.
+    restore_top1: share of predictions that stay the same. recall_top1: share of right ones.
+    gbps: see speed.Speed.
     """
 
     codec: str
