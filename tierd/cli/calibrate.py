@@ -37,7 +37,7 @@ TOKENS = 50_000
     help="Spare the text of so many windows of `tierctl quality`; 0: spare none.",
 )
 @verb
-def calibrate(ask: Ask, *, model: Path, text: Path, out: Path, tokens: int, between: int) -> None:
+def calibrate(ask: Ask, *, model: Path, text: Path, out: Path, **options: int) -> None:
     """Makes a calibration file of a model, which some codecs need.
 
     MODEL: a checkpoint folder of a Llama. TEXT: bytes for a model whose tokens are bytes, or token
@@ -50,7 +50,7 @@ def calibrate(ask: Ask, *, model: Path, text: Path, out: Path, tokens: int, betw
     if not out.parent.is_dir():
         raise InvalidArgument(f"--out: the directory {out.parent} does not exist; create it first")
     read = read_text(text, model, open_checkpoint(model).spec.vocab_size)
-    windows = calibration_windows(read, tokens, between=between)
+    windows = calibration_windows(read, options["tokens"], between=options["between"])
     with shown_progress("windows", len(windows)) as show:
         sampled = samples(model, [window.tolist() for window in windows], show)
     with Console(stderr=True).status("fitting the codecs"):
