@@ -30,7 +30,7 @@ def samples(
 ) -> Samples:
     """Runs the model over each window of token ids, from position 0. progress: called with windows done.
 
-    Raises ConfigError for a damaged checkpoint, InvalidArgument without windows of 2 tokens or more.
+    Raises ConfigError for a damaged checkpoint, InvalidArgument for windows below 2 tokens or none.
     """
     if not windows or min(map(len, windows)) < 2:
         raise InvalidArgument("calibration: a window has fewer than 2 tokens, or there is none; give longer text")

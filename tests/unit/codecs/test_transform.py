@@ -165,9 +165,10 @@ def test_damaged_payloads(calibration: Calibration) -> None:
     assert refused > 200
 
 
-def test_far_values_are_kept(calibration: Calibration) -> None:
-    """A block with a value that no code reaches is kept as it is."""
+@pytest.mark.parametrize("value", [0x4974, 0x7E00])
+def test_far_values_are_kept(calibration: Calibration, value: int) -> None:
+    """A block with a value that no code reaches, as 1e6 or 4e37, is kept as it is."""
     raw = like_the_samples()
-    raw[0, 0, 0, 0, 0] = 0x7E00
+    raw[0, 0, 0, 0, 0] = value
     found = decode(encode(codec_named("transform-1"), raw, SHAPE, Context(0, calibration)), BY_NUMBER)
     assert (found.codec, found.error, found.block.tobytes()) == (0, 0.0, raw.tobytes())

@@ -58,7 +58,7 @@ def keys_and_values(model: Llama) -> np.ndarray[Any, Any]:
 def test_no_key_or_value_passes_its_bound(seed: int) -> None:
     """Weights alone bound keys and values: none is greater, and each maximum is above 1/16 of its bound."""
     model = Llama(random_checkpoint(TINY, seed=seed, scale=0.2))
-    model._layers[0].norm[:5] = 7.0
+    model.layers[0].norm[:5] = 7.0
     most, bounds = keys_and_values(model), model.kv_bounds()
     assert bounds.shape == (TINY.layers, 2, TINY.kv_heads)
     assert (most <= bounds).all()
@@ -70,7 +70,7 @@ def test_a_bound_is_reached() -> None:
     model = Llama(random_checkpoint(TINY, seed=1, scale=0.2))
     along = model._embedding[0]
     keys = TINY.q_heads * TINY.head_dim
-    model._layers[0].qkv[keys:] = 3 * along
+    model.layers[0].qkv[keys:] = 3 * along
     found = []
 
     def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
