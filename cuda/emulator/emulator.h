@@ -56,6 +56,11 @@ template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4
   emulator::multiply<T>(c, a, b0, b1);
 }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float plus(float a, float b) { return a + b; }
+inline float times(float a, float b) { return a * b; }
+inline float over(float a, float b) { return a / b; }
+inline float root(float x) { return sqrtf(x); }
+SIMT_UNSEEN inline void raise_to(uint32_t* number, uint32_t to) { *number = max(*number, to); }
 inline float load_of_others(const float* from) { return *from; }
 inline void load_of_others(float (&to)[4], const float* from) {
   if (reinterpret_cast<uintptr_t>(from) & 15) emulator::fail("four floats are not aligned to 16 bytes");
