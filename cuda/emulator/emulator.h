@@ -26,15 +26,16 @@
 
 #define SIMT_DEV inline
 #define SIMT_SHARED(name) unsigned char* const name = simt::emulator::block().shared
+#define SIMT_SYMBOL __attribute__((visibility("default"), weak))  // two units may have a kernel
 #define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY)                                                                              \
-  extern "C" __attribute__((visibility("default"))) int NAME(unsigned x, unsigned y, unsigned z, unsigned shared_bytes, const void* given) { \
+  extern "C" SIMT_SYMBOL int NAME(unsigned x, unsigned y, unsigned z, unsigned shared_bytes, const void* given) { \
     PARAMS params;                                                                                                            \
     memcpy(&params, given, sizeof params);                                                                                    \
     simt::emulator::launch({x, y, z}, THREADS, shared_bytes, [params] { BODY(params); });                                     \
     return 0;                                                                                                                 \
   }                                                                                                                           \
-  extern "C" __attribute__((visibility("default"))) int NAME##_bytes() { return sizeof(PARAMS); }                             \
-  extern "C" __attribute__((visibility("default"))) int NAME##_threads() { return THREADS; }
+  extern "C" SIMT_SYMBOL int NAME##_bytes() { return sizeof(PARAMS); }                             \
+  extern "C" SIMT_SYMBOL int NAME##_threads() { return THREADS; }
 
 #define SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, BLOCKS, BODY) SIMT_KERNEL(NAME, PARAMS, THREADS, BODY)
 

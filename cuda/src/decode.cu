@@ -10,15 +10,6 @@ struct MassParams {
   int q_heads, page_tokens;
 };
 
-struct ClearParams {
-  uint32_t* words;
-  int count;
-};
-
-SIMT_DEV void clear(const ClearParams& p) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) p.words[i] = 0;
-}
-
 // A block takes a row and some of its tiles. It sums the weights of tiles over each page, one query
 // head after another.
 SIMT_DEV void page_mass(const MassParams& p) {
@@ -57,7 +48,6 @@ template <class Query, class Stored, int kDim, int kSets> struct Shape {
 
 using namespace tierd;
 
-SIMT_KERNEL(decode_clear, ClearParams, 128, clear)
 SIMT_KERNEL(decode_page_mass, MassParams, 128, page_mass)
 
 #define DECODE_AS(NAME, QUERY, STORED, DIM, SETS, TELLS)                                                          \

@@ -269,4 +269,15 @@ template <class RowAttention, int kWarps> struct Decode {
   }
 };
 
+struct ClearParams {
+  uint32_t* words;
+  int count;
+};
+
+SIMT_DEV void clear(const ClearParams& p) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) p.words[i] = 0;
+}
+
 }  // namespace tierd
+
+SIMT_KERNEL(decode_clear, tierd::ClearParams, 128, tierd::clear)  // each unit has it
