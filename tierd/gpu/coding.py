@@ -106,8 +106,8 @@ class Coder:
     def _parts(self, job: _Job) -> Iterator[tuple[slice, Addresses]]:
         """All pieces, as many at a time as have room, and the addresses of their payloads."""
         size = job.shape.coded_bytes(job.codec)
-        self._reserve(min(max(size, SCRATCH_BYTES), size * max(1, len(job.payloads))))
-        each = max(1, (self._scratch.length_bytes - FOUND_BYTES) // size)
+        each = max(1, SCRATCH_BYTES // size)
+        self._reserve(size * min(each, len(job.payloads)))
         for first in range(0, len(job.payloads), each):
             count = min(each, len(job.payloads) - first)
             start = self._scratch.address + FOUND_BYTES
