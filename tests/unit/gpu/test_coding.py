@@ -11,8 +11,9 @@ import pytest
 from tests.unit.gpu.processes import HOST, SLAB, lists, memory, pieces_of, running, sums_of
 from tests.unit.gpu.test_engine import closed
 from tests.unit.kernels.fake_driver import counts, on_fake_driver
-from tests.unit.kernels.rot_cases import Blocks, rot
+from tests.unit.kernels.rot_cases import Blocks
 from tierd.codecs.block import NO_CONTEXT
+from tierd.codecs.named import codec_named
 from tierd.codecs.rotated import LEAST_LENGTH
 from tierd.codecs.values import bytes_of, raw_of
 from tierd.errors import InvalidArgument, Unsupported
@@ -27,7 +28,7 @@ ROOM = 1 << 20
 def coding_of(blocks: Blocks) -> Coding:
     """As a caller names it."""
     sizes = (blocks.layers, blocks.kv_heads, blocks.tokens, blocks.head_dim)
-    return Coding(blocks.codec, rot(blocks.codec).version, *sizes, blocks.dtype, blocks.layout)
+    return Coding(blocks.codec, codec_named(blocks.codec).version, *sizes, blocks.dtype, blocks.layout)
 
 
 def pieces_for(blocks: Blocks) -> np.ndarray:
@@ -40,7 +41,7 @@ def pieces_for(blocks: Blocks) -> np.ndarray:
 def payloads_of(blocks: Blocks, pieces: np.ndarray) -> np.ndarray:
     """The same pieces with the payloads' length."""
     stored = pieces.copy()
-    stored["length"] = rot(blocks.codec).lengths(blocks.kv).most
+    stored["length"] = codec_named(blocks.codec).lengths(blocks.kv).most
     return stored
 
 
@@ -61,7 +62,7 @@ def test_blocks_go_out_and_come_back_by_codes() -> None:
     No byte beside them changes, and calls of more payloads than scratch memory holds are right."""
     coding.SCRATCH_BYTES = 30_000  # two payloads of the first blocks, one of the others
     for blocks in (Blocks(count=3), Blocks("rot-8-4", 128, 17, layout="HND", count=2)):
-        pieces, codec, kv = pieces_for(blocks), rot(blocks.codec), blocks.kv
+        pieces, codec, kv = pieces_for(blocks), codec_named(blocks.codec), blocks.kv
         engine, slab, host = opened(blocks, pieces)
         image, on_slab, stored = bytearray(os.pread(host, ROOM, 0)), bytearray(SLAB), payloads_of(blocks, pieces)
         done = engine.coder.store(pieces, coding_of(blocks))

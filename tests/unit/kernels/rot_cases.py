@@ -1,7 +1,8 @@
 """Cases of the kernels for rotated codes. Pages equal `tierd.codecs` to the bit, attention float64.
 
 Memory that a kernel must not read is poison: scales of stale tails and all bytes of unused pages are
-NaN. Payloads and blocks have poison around them, which must stay.
+NaN. Payloads and blocks have poison around them, which must stay. A machine with a GPU may have none
+of the packages that `tierd.codecs.block` needs, so payloads are made from its lower modules here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,8 @@ import numpy as np
 
 from tests.unit.kernels.kernel_cases import Case, Narrow, Shape, allocate, made, placed
 from tierd.codecs import rotated
-from tierd.codecs.block import NO_CONTEXT
-from tierd.codecs.named import codec_named
-from tierd.codecs.rot import Rot
 from tierd.codecs.rotated import LEAST_LENGTH
-from tierd.codecs.tiles import TILE_TOKENS, unpacked
+from tierd.codecs.tiles import TILE_TOKENS, packed, unpacked
 from tierd.codecs.values import KVShape, bytes_of, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
 from tierd.kernels import Attended, paged_attention
@@ -36,11 +34,39 @@ GAP = 64
 """Bytes of poison around blocks and payloads."""
 
 
-def rot(name: str) -> Rot:
-    """The codec of this name."""
-    codec = codec_named(name)
-    assert isinstance(codec, Rot)
-    return codec
+def payload_of(raw: Array, kv: KVShape, codec: str) -> tuple[Array, float]:
+    """A block's payload, and the largest error of a value, as FORMAT.md of tierd.codecs has it."""
+    values, sides, scales, errors = floats_of(raw, kv.geometry.dtype), [], [], []
+    for side, bits in enumerate(BITS[codec]):
+        tiles = _tiles(values[:, side])
+        done = rotated.encode(tiles.reshape(-1, tiles.shape[-1]), bits)
+        sides.append(packed(done.codes.reshape(tiles.shape), bits, turned=side == 1))
+        scales.append(done.scales.reshape(-1, TILE_TOKENS).view(np.uint8))
+        errors.append(done.error)
+    return np.concatenate((*sides, *scales), axis=1).reshape(-1), max(errors)
+
+
+def _tiles(values: Array) -> Array:
+    """[layers, tokens, heads, dim] as [layers * heads * tiles, 16, dim], zeros behind the tokens."""
+    layers, tokens, heads, dim = values.shape
+    whole = np.zeros((layers, heads, -(-tokens // TILE_TOKENS) * TILE_TOKENS, dim), np.float32)
+    whole[:, :, :tokens] = values.transpose(0, 2, 1, 3)
+    return whole.reshape(-1, TILE_TOKENS, dim)
+
+
+def decoded_values(payload: Array, kv: KVShape, codec: str) -> Array:
+    """The values before rounding, f32 [layers, 2, tokens, heads, dim]."""
+    layers, _, tokens, heads, dim = kv.sizes
+    bits = BITS[codec]
+    ends = np.cumsum([2 * dim * bits[0], 2 * dim * bits[1], 2 * TILE_TOKENS])
+    tiles = payload.reshape(layers * heads * -(-tokens // TILE_TOKENS), -1)
+    *codes, k_scales, v_scales = np.split(tiles, ends, axis=1)
+    sides = []
+    for side, scales in enumerate((k_scales, v_scales)):
+        lying = unpacked(codes[side], dim, bits[side], turned=side == 1).reshape(-1, dim)
+        rows = rotated.decode(lying, np.ascontiguousarray(scales).view(np.float16).reshape(-1), bits[side])
+        sides.append(rows.reshape(layers, heads, -1, dim)[:, :, :tokens].transpose(0, 2, 1, 3))
+    return np.stack(sides, axis=1)
 
 
 # -- pages
@@ -94,11 +120,11 @@ def _rooms(count: int, size: int) -> Array:
 
 def check_blocks(library: Library, blocks: Blocks) -> None:
     """Payloads, errors and decoded blocks are those of the codec, to the bit. Raises AssertionError."""
-    codec, shape, kv = rot(blocks.codec), blocks.shape, blocks.kv
+    shape, kv = blocks.shape, blocks.kv
     given = blocks.values()
-    done = [codec.encode(raw_of(block, kv), kv, NO_CONTEXT) for block in given]
+    done = [payload_of(raw_of(block, kv), kv, blocks.codec) for block in given]
     size = shape.coded_bytes(blocks.codec)
-    assert size == codec.lengths(kv).most and shape.plain_bytes == kv.block_bytes == given.shape[1]
+    assert size == len(done[0][0]) and shape.plain_bytes == kv.block_bytes == given.shape[1]
     plain, coded, again = (_rooms(blocks.count, n) for n in (shape.plain_bytes, size, shape.plain_bytes))
     plain[:, : given.shape[1]] = given
     found = np.zeros((blocks.count, 2), np.float32)
@@ -111,7 +137,7 @@ def check_blocks(library: Library, blocks: Blocks) -> None:
         _same(coded[i], payload, f"{blocks}: payload {i}")
         assert float(np.sqrt(found[i, 0])) + LEAST_LENGTH == error, f"{blocks}: error {i}"
         assert found[i, 1] == np.abs(floats_of(raw_of(given[i], kv), blocks.dtype)).max(), f"{blocks}: magnitude {i}"
-        want = bytes_of(codec.decode(payload, kv, NO_CONTEXT), kv)
+        want = bytes_of(rounded(decoded_values(payload, kv, blocks.codec), blocks.dtype), kv)
         _same(again[i], want, f"{blocks}: block {i}")
 
 
@@ -178,9 +204,10 @@ def coded(case: Case, codec: str, uneven: float = 0.0) -> tuple[Case, CodedPages
     pages, _, tokens, heads, dim = pool.shape
     kv = KVShape(KVGeometry(pages, heads, dim, "bfloat16", "NHD"), tokens)
     raw = rounded(np.where(stale, np.float32(0), pool), "bfloat16")
-    tiles = rot(codec).encode(raw, kv, NO_CONTEXT).data.reshape(pages, heads, tokens // TILE_TOKENS, -1)
-    values = decoded_values(tiles, codec, dim)
+    payload, _ = payload_of(raw, kv, codec)
+    values = decoded_values(payload, kv, codec).astype(np.float64)
     values[stale] = np.nan
+    tiles = payload.reshape(pages, heads, tokens // TILE_TOKENS, -1)
     scales = tiles[..., -4 * TILE_TOKENS :].view(np.float16).reshape(pages, heads, -1, 2, TILE_TOKENS)
     of_token = stale[..., 0].reshape(pages, 2, -1, TILE_TOKENS, heads).transpose(0, 4, 2, 1, 3)
     scales[of_token] = np.nan
@@ -188,20 +215,6 @@ def coded(case: Case, codec: str, uneven: float = 0.0) -> tuple[Case, CodedPages
     layers = np.full((pages, 2, *tiles.shape[1:]), 0xFF, np.uint8)
     layers[:, 1] = tiles
     return replace_pool(case, values), CodedPages(layers[:, 1], codec)
-
-
-def decoded_values(tiles: Array, codec: str, dim: int) -> Array:
-    """Before rounding: f64 [pages, 2, tokens, heads, dim] of tiles u8 [pages, heads, tiles, bytes]."""
-    pages, heads, count, _ = tiles.shape
-    bits = BITS[codec]
-    ends = np.cumsum([2 * dim * bits[0], 2 * dim * bits[1], 32])
-    *codes, k_scales, v_scales = np.split(tiles.reshape(-1, tiles.shape[-1]), ends, axis=1)
-    sides = []
-    for side, scales in enumerate((k_scales, v_scales)):
-        lying = unpacked(codes[side], dim, bits[side], turned=side == 1).reshape(-1, dim)
-        rows = rotated.decode(lying, np.ascontiguousarray(scales).view(np.float16).reshape(-1), bits[side])
-        sides.append(rows.reshape(pages, heads, count * TILE_TOKENS, dim).transpose(0, 2, 1, 3))
-    return np.stack(sides, axis=1).astype(np.float64)
 
 
 def replace_pool(case: Case, pool: Array) -> Case:

@@ -22,9 +22,14 @@ from tests.unit.kernels.rot_cases import (
     check_odd_blocks,
     coded,
     compare,
+    decoded_values,
     expected,
+    payload_of,
 )
+from tierd.codecs.block import NO_CONTEXT
+from tierd.codecs.named import codec_named
 from tierd.codecs.rot import HEAD_DIMS
+from tierd.codecs.values import raw_of, rounded
 from tierd.errors import InvalidArgument
 from tierd.kernels import Attended, merge_attention, paged_attention
 from tierd.kernels.coded import BITS, BlockShape, CodedPages, decode_pages, tile_bytes
@@ -32,6 +37,20 @@ from tierd.kernels.library import H100_SHARED_BYTES, Emulated
 from tierd.kernels.paged import merge_parts
 
 CODECS = sorted(BITS)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=range(len(BLOCKS)))
+def test_payloads_of_these_tests(blocks: Blocks) -> None:
+    """The payload, error and block that kernels are compared with are those of `tierd.codecs.rot`."""
+    codec, kv = codec_named(blocks.codec), blocks.kv
+    for block in blocks.values():
+        raw = raw_of(block, kv)
+        payload, error = payload_of(raw, kv, blocks.codec)
+        want = codec.encode(raw, kv, NO_CONTEXT)
+        np.testing.assert_array_equal(payload, want.data)
+        assert error == want.error
+        values = rounded(decoded_values(payload, kv, blocks.codec), blocks.dtype)
+        np.testing.assert_array_equal(values, codec.decode(payload, kv, NO_CONTEXT))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

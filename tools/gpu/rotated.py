@@ -1,0 +1,169 @@
+"""Pages of rotated codes: results against the codecs and float64, and rates.
+
+Attention is measured against a kernel that only reads as many bytes; encoding and decoding against
+copies. The GPU process stores and loads blocks of 2 MiB as codes; its rate is of their plain bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from tests.unit.kernels.kernel_cases import Shape
+from tests.unit.kernels.rot_cases import (
+    BLOCKS,
+    CODED,
+    ODD_BLOCKS,
+    RAGGED,
+    Blocks,
+    Coded,
+    check_blocks,
+    check_coded,
+    check_odd_blocks,
+)
+from tierd.gpu.process import GpuProcess
+from tierd.gpu.protocol import PIECE, Coding
+from tierd.kernels import Attended
+from tierd.kernels.coded import BITS, ROTATED_DIMS, BlockShape, CodedPages, bits_of, decode_pages, encode_pages
+from tierd.kernels.coded import tile_bytes as bytes_of_tile
+from tierd.kernels.paged import DeviceBatch, PagedDecode, decode_blocks
+from tools.gpu import host
+from tools.gpu.bench import Bench
+from tools.gpu.device import BF16, DeviceArray, Gpu, Room
+from tools.gpu.families import family
+from tools.gpu.limits import copy_rates, read_rates
+from tools.gpu.process import BLOCK_BYTES, GIGA, HOST, LAYERS, PATIENCE_S, SLAB
+from tools.gpu.results import Check, Left, Result, row_of
+from tools.gpu.shapes import MODELS, PAGE_TOKENS
+
+Array = np.ndarray[Any, Any]
+ROUNDS = 7
+SIZES = {"1x128k": (1, 131072), "32x4k": (32, 4096)}
+CODEC = "rot-4-4"
+
+
+def results(bench: Bench) -> Iterator[Result]:
+    """Checks, then rates of the kernels, then the GPU process."""
+    gpu = bench.gpu()
+    yield from _checks(bench, gpu)
+    for codec, size in product(sorted(BITS), SIZES):
+        name = f"decode_{bits_of(codec).kind}_{size}"
+        with gpu.room() as room:
+            yield _decode(bench, gpu, room, codec, name) if bench.has_time(1) else Left(name, "no time was left")
+    with gpu.room() as room:
+        yield from _pages(bench, gpu, room)
+    with ExitStack() as stack:
+        length = bench.pick(512 << 20, 2 * BLOCK_BYTES)
+        descriptor = host.made(length)
+        stack.callback(os.close, descriptor)
+        yield from asyncio.run(_process(bench, descriptor, length))
+
+
+def _checks(bench: Bench, gpu: Gpu) -> Iterator[Result]:
+    all_blocks = [Blocks(*kind, tokens=33) for kind in product(sorted(BITS), ROTATED_DIMS)]
+    blocks = (*BLOCKS, *bench.pick(all_blocks, []))
+    cases = [*((check_blocks, each) for each in blocks), *((check_odd_blocks, number) for number in ODD_BLOCKS)]
+    yield family(bench, gpu.kernels, "rot_blocks", cases)
+    kinds = product(sorted(BITS), ROTATED_DIMS, ("bf16", "f16"))
+    every = [Coded(Shape(RAGGED, (kind, kind), dim), codec) for codec, dim, kind in kinds]
+    long = Coded(Shape(((1, 20_000), (1, 0), (1, 7_777)), head_dim=128, spread=0.5), CODEC, uneven=2.0, blocks=300)
+    chosen = bench.pick([*CODED, *every, long], list(CODED[:2]))
+    yield family(bench, gpu.kernels, "rot_attention", [(check_coded, each) for each in chosen])
+
+
+def _decode(bench: Bench, gpu: Gpu, room: Room, codec: str, name: str) -> Result:
+    """Llama-3-8B; the codes are random, the scales alike."""
+    requests, length = bench.pick(SIZES[name.rpartition("_")[2]], (2, 40))
+    model, rng = MODELS["8b"], np.random.default_rng(3)
+    size, each = bytes_of_tile(codec, model.head_dim), -(-length // PAGE_TOKENS)
+    pages = bench.pick(max(requests * each, (1 << 30) // (model.kv_heads * size)), 2 * requests * each)
+    tiles = room.array((pages, model.kv_heads, 1, size), np.uint8)
+    pattern = rng.integers(0, 256, (61, size), np.uint8)
+    pattern[:, -4 * PAGE_TOKENS :] = np.full(2 * PAGE_TOKENS, 0.01, np.float16).view(np.uint8)
+    gpu.repeat(tiles, pattern)
+    shape = model.decode(requests)
+    blocks = decode_blocks(gpu.kernels, shape, q_type="bf16", kv_type=bits_of(codec).kind)
+    decode = PagedDecode(gpu.kernels, shape, blocks=blocks, allocate=room.array)
+    q = room.of(rng.standard_normal((requests, model.q_heads, model.head_dim), np.float32).astype(BF16))
+    ids = rng.permutation(pages).astype(np.int32)
+    count = max(1, min(8, pages // (requests * each)))
+    tables = [room.of(ids[i * requests * each :][: requests * each].reshape(requests, each)) for i in range(count)]
+    lens = room.of(np.full(requests, length, np.int32))
+    to = Attended(room.array(q.shape, BF16), room.array(q.shape[:2], np.float32))
+    works = [lambda at=at: decode(q, CodedPages(tiles, codec), DeviceBatch(lens, at), to) for at in tables]
+    seconds = gpu.times(works, rounds=bench.pick(ROUNDS, 1))
+    read = requests * each * model.kv_heads * size
+    limits = read_rates(gpu, room, tiles, read)
+    note = f"{1e6 * min(seconds):.1f} us at best"
+    return row_of(name, [read / each / GIGA for each in seconds], "GB/s", [sum(limits) / len(limits) / GIGA], note)
+
+
+def _pages(bench: Bench, gpu: Gpu, room: Room) -> Iterator[Result]:
+    """Blocks of 2 MiB, read and written."""
+    count, model = bench.pick(256, 1), MODELS["8b"]
+    shape = BlockShape(LAYERS, model.kv_heads, PAGE_TOKENS, model.head_dim, "bf16")
+    plain, coded = (room.array((count, n), np.uint8) for n in (shape.plain_bytes, shape.coded_bytes(CODEC)))
+    gpu.repeat(plain, np.random.default_rng(4).standard_normal(1 << 20, np.float32).astype(BF16))
+    limits = [rate / GIGA for rate in copy_rates(gpu, plain, plain.nbytes)]
+    places, codes = (room.of(_places(each)) for each in (plain, coded))
+    found = room.of(np.zeros((count, 2), np.float32))
+    works = {
+        "rot_encode": lambda: encode_pages(gpu.kernels, CODEC, shape, plain=places, coded=codes, found=found),
+        "rot_decode": lambda: decode_pages(gpu.kernels, CODEC, shape, coded=codes, plain=places),
+    }
+    for name, work in works.items():
+        seconds = gpu.times([work], rounds=bench.pick(ROUNDS, 1))
+        yield row_of(name, [(plain.nbytes + coded.nbytes) / each / GIGA for each in seconds], "GB/s", limits)
+
+
+def _places(rooms: DeviceArray) -> Array:
+    return rooms.address + np.arange(rooms.shape[0], dtype=np.uint64) * np.uint64(rooms.strides[0])
+
+
+async def _process(bench: Bench, descriptor: int, length_bytes: int) -> list[Result]:
+    """Blocks of normal values go to the slab as they are, out as codes, back from them, and out again."""
+    count, rng = length_bytes // BLOCK_BYTES // 2, np.random.default_rng(5)
+    memory = host.mapped(descriptor, length_bytes).bytes.reshape(-1, BLOCK_BYTES)
+    block = rng.standard_normal(BLOCK_BYTES // 2, np.float32).astype(BF16)
+    memory[:count] = block.view(np.uint8)
+    pieces = np.zeros(count, PIECE)
+    pieces["slab"], pieces["host"], pieces["length"], pieces["layers"] = SLAB, HOST, BLOCK_BYTES, LAYERS
+    pieces["slab_offset"] = BLOCK_BYTES * rng.permutation(count)
+    pieces["host_offset"] = BLOCK_BYTES * np.arange(count)
+    behind = pieces.copy()
+    behind["host_offset"] += np.uint64(count * BLOCK_BYTES)
+    model = MODELS["8b"]
+    how = Coding(CODEC, 1, LAYERS, model.kv_heads, PAGE_TOKENS, model.head_dim, "bfloat16", "NHD")
+    process = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: None)
+    await process.start()
+    try:
+        os.close(await process.make(SLAB, count * BLOCK_BYTES))
+        await process.attach(HOST, descriptor, length_bytes)
+        await process.load(pieces)
+        seconds: dict[str, list[float]] = {"process_store_coded": [], "process_load_coded": []}
+        are_same = True
+        for _ in range(bench.pick(ROUNDS, 1)):
+            begun = time.perf_counter()
+            stored = await process.store_coded(behind, how)
+            middle = time.perf_counter()
+            arrived = await process.load_coded(behind, how)
+            for name, taken in zip(seconds, (middle - begun, time.perf_counter() - middle), strict=True):
+                seconds[name].append(taken)
+            are_same &= all(np.array_equal(*pair) for pair in zip(stored.tables, arrived, strict=True))
+        await process.store(pieces)
+    finally:
+        await process.stop()
+    off = memory[[0, count - 1]].view(BF16).astype(np.float32) - block.astype(np.float32)
+    # Every round encodes decoded values again, which adds an error of the codec.
+    largest, bound = float(np.abs(off).max()), ROUNDS * float(np.sqrt(stored.errors[:, 0].max())) + 0.05
+    said = f"{largest:.3f} off at most, and {bound:.3f} are allowed; tables are {'the same' if are_same else 'others'}"
+    moved = count * BLOCK_BYTES / GIGA
+    rates = [row_of(name, [moved / each for each in some], "GB/s of blocks", []) for name, some in seconds.items()]
+    return [Check("process_coded", passed=are_same and largest <= bound, said=said), *rates]
