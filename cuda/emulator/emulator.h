@@ -57,6 +57,7 @@ template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4
   emulator::multiply<T>(c, a, b0, b1);
 }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t base) { return (word & mask) | base; }
 inline float plus(float a, float b) { return a + b; }
 inline float times(float a, float b) { return a * b; }
 inline float over(float a, float b) { return a / b; }

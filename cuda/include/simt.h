@@ -115,6 +115,14 @@ SIMT_DEV float times(float a, float b) { return __fmul_rn(a, b); }
 SIMT_DEV float over(float a, float b) { return __fdiv_rn(a, b); }
 SIMT_DEV float root(float x) { return __fsqrt_rn(x); }
 
+// (word & mask) | base in one instruction. The compiler alone makes two of it, since an instruction
+// has room for one of two constants.
+SIMT_DEV uint32_t and_or(uint32_t word, uint32_t mask, uint32_t base) {
+  uint32_t both;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(both) : "r"(word), "r"(mask), "r"(base));
+  return both;
+}
+
 // Raises a number that other blocks raise too. Floats without a sign compare like these numbers.
 SIMT_DEV void raise_to(uint32_t* number, uint32_t to) {
   asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;\n" ::"l"(number), "r"(to) : "memory");

@@ -21,14 +21,14 @@ template <int kBits> struct Codes {
   static SIMT_DEV void operands(uint32_t (&rows)[4], const uint32_t* words) {
     if constexpr (kBits == 4) {
       constexpr uint32_t kMask = 0x03C003C0, kBase = 0x4C204C20;
-      rows[0] = (words[0] << 6 & kMask) | kBase, rows[1] = (words[0] << 2 & kMask) | kBase;
-      rows[2] = (words[0] >> 2 & kMask) | kBase, rows[3] = (words[0] >> 6 & kMask) | kBase;
+      rows[0] = simt::and_or(words[0] << 6, kMask, kBase), rows[1] = simt::and_or(words[0] << 2, kMask, kBase);
+      rows[2] = simt::and_or(words[0] >> 2, kMask, kBase), rows[3] = simt::and_or(words[0] >> 6, kMask, kBase);
     } else {
       constexpr uint32_t kMask = 0x03FC03FC, kBase = 0x5C025C02;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        rows[2 * i] = (words[i] << 2 & kMask) | kBase;
-        rows[2 * i + 1] = (words[i] >> 6 & kMask) | kBase;
+        rows[2 * i] = simt::and_or(words[i] << 2, kMask, kBase);
+        rows[2 * i + 1] = simt::and_or(words[i] >> 6, kMask, kBase);
       }
     }
   }
@@ -106,7 +106,7 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
       of_value[i] = seen[i] ? finite(scales[kTileTokens + g + 8 * i]) : 0.f;
     }
     widen_reach(of_value);
-    const float up = kWeightRange / reach;
+    const float up = kWeightRange * inverse_of_power(reach);
     uint32_t weights[kSets][2];
 #pragma unroll
     for (int s = 0; s < kSets; s++) {
@@ -167,6 +167,9 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
   }
 
  private:
+  // Of a power of two between 2^-126 and 2^126.
+  static SIMT_DEV float inverse_of_power(float x) { return bit_cast<float>((254u << 23) - bit_cast<uint32_t>(x)); }
+
   static SIMT_DEV float finite(__half scale) {
     const float wide = __half2float(scale);
     return fmaf(wide, 0.f, wide);
@@ -247,7 +250,7 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
     const float most = fmaxf(of_value[0], of_value[1]);
     if (!simt::any(most > reach)) return;
     const float whole = fmaxf(reach, Sums::over_lanes(most, [](float a, float b) { return fmaxf(a, b); }));
-    const float next = bit_cast<float>((bit_cast<uint32_t>(whole) + 0x7FFFFFu) & 0xFF800000u), shrink = reach / next;
+    const float next = bit_cast<float>((bit_cast<uint32_t>(whole) + 0x7FFFFFu) & 0xFF800000u), shrink = reach * inverse_of_power(next);
     reach = next;
 #pragma unroll
     for (int s = 0; s < kSets; s++) {

@@ -2,7 +2,8 @@
 // (rotated.py, rot.py). Sums and products are in that code's order, and none are fused.
 //
 // A block takes one tile after another. Sixteen threads take a row, one token's keys or values:
-// thread l has the channels l, l + 16 and so on.
+// thread l has the channels l, l + 16 and so on. No barrier ends a tile: what the next one fills
+// first was last read before this one's last barrier.
 #include "rot.h"
 
 namespace tierd {
@@ -167,7 +168,6 @@ template <class Format, int kDim> struct Encoder : Tiles<Format, kDim> {
       reinterpret_cast<uint32_t*>(this->coded + (side ? this->values_at() : 0))[word] = all;
     });
     if (threadIdx.x < kRows / 2) reinterpret_cast<uint32_t*>(this->coded + this->scales_at())[threadIdx.x] = reinterpret_cast<const uint32_t*>(this->packed)[threadIdx.x];
-    __syncthreads();  // before the next tile's rows replace these
   }
 };
 
@@ -205,7 +205,6 @@ template <class Format, int kDim> struct Decoder : Tiles<Format, kDim> {
     this->each_chunk([](unsigned char* to, const unsigned char* from, bool is_there) {
       if (is_there) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     });
-    __syncthreads();
   }
 };
 

@@ -1,8 +1,9 @@
 """Blocks that leave the GPU in rotated codes and come back from them.
 
-`store` encodes pages of slabs into scratch memory and copies the payloads to the host. `load` copies
-payloads to scratch and decodes them into slabs. Sums are of payloads: as they left, as they arrived.
-Nothing is allocated before the first call. The caller keeps the codec, its version and the shape.
+`store` encodes pages of slabs into scratch memory and copies the payloads to the host. `load`
+copies payloads to scratch memory and decodes them into slabs. Sums are of payloads, as they left or
+arrived. Nothing is allocated before the first call. The caller keeps the codec, its version and the
+shape.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How blocks are encoded, and their shape: codec and version as in an encoded block's header.
-    layers to layout: as in `tierd.core.formats.block.KVGeometry`; tokens: of a block."""
+    """The codec of blocks and their shape. version: as in an encoded block's header. tokens: of a
+    block; the rest as in `tierd.core.formats.block.KVGeometry`."""
 
     codec: str
     version: int

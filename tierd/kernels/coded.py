@@ -1,4 +1,4 @@
-"""Pages of rotated codes (codecs rot-8-8, rot-8-4, rot-4-4): encoded, decoded and attended to in place.
+"""Pages of rotated codes (rot-8-8, rot-8-4, rot-4-4): encoded, decoded and attended to in place.
 
 `encode_pages` and `decode_pages` give the bytes of `tierd.codecs`, whose FORMAT.md has the layout.
 `PagedDecode` takes `CodedPages`. A tail of 16-bit pages is a second call, and `merge_parts` joins
@@ -42,7 +42,7 @@ class Bits(NamedTuple):
 class CodedPages:
     """Codes of one layer in a pool.
 
-    tiles: u8 [pages, kv_heads, page_tokens / 16, `tile_bytes`], contiguous tiles, any other strides.
+    tiles: u8 [pages, kv_heads, page_tokens / 16, `tile_bytes`], contiguous but for pages and heads.
     """
 
     tiles: Array

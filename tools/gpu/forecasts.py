@@ -226,12 +226,13 @@ def _together() -> Iterator[Forecast]:
 
 
 def _rotated() -> Iterator[Forecast]:
-    """A tile of 2,112 bytes takes some 320 instructions of a warp, 22 us of 46 that its bytes take.
-    Encoding takes some 62 instructions a value, three steps tried; decoding 30."""
+    """A tile takes some 490 instructions of a warp (sm_90), of which its place takes 230. All of 128 K
+    tokens take 36 us, their bytes 46 (rot-4-4) or 91 (rot-8-8). Encoding takes 62 instructions a
+    value, since three steps are tried; decoding 30."""
     part = "rotated"
     yield Forecast(part, "rot_blocks", RIGHT, "blocks of every codec and head dim, encoded and decoded, to the bit")
     yield Forecast(part, "rot_attention", RIGHT, "decodes of coded pages, against float64 over what they decode to")
-    for kind, ratios in (("rot44", (0.80, 0.78)), ("rot84", (0.84, 0.82)), ("rot88", (0.86, 0.85))):
+    for kind, ratios in (("rot44", (0.70, 0.70)), ("rot84", (0.78, 0.78)), ("rot88", (0.84, 0.84))):
         for (size, meaning), ratio in zip(
             (("1x128k", "one request of 128 K"), ("32x4k", "32 of 4 K")), ratios, strict=True
         ):

@@ -15,8 +15,8 @@ def _of_pages(name: str, what: str, old: str, new: str) -> Mutant:
 
 ROTATED: tuple[Mutant, ...] = (
     # -- attention
-    _of_decode("rot-nibble", "two nibbles are swapped", "words[0] << 2 & kMask", "words[0] >> 2 & kMask"),
-    _of_decode("rot-byte", "two bytes are swapped", "(words[i] >> 6 & kMask)", "(words[i] << 2 & kMask)"),
+    _of_decode("rot-nibble", "two nibbles are swapped", "simt::and_or(words[0] << 2", "simt::and_or(words[0] >> 2"),
+    _of_decode("rot-byte", "two bytes are swapped", "simt::and_or(words[i] >> 6", "simt::and_or(words[i] << 2"),
     _of_decode("rot-surplus", "operands keep a surplus", "1.5f * (1 << kBits)", "1.f * (1 << kBits)"),
     _of_decode(
         "rot-key-scale",
@@ -54,7 +54,7 @@ ROTATED: tuple[Mutant, ...] = (
     _of_decode(
         "rot-shrink-sum", "earlier weights keep theirs", "rounded[s][0] *= shrink, rounded[s][1] *= shrink;", ""
     ),
-    _of_decode("rot-range", "weights are not scaled up", "up = kWeightRange / reach;", "up = 1.f;"),
+    _of_decode("rot-range", "weights are not scaled up", "up = kWeightRange * inverse_of_power(reach);", "up = 1.f;"),
     _of_decode("rot-pieces", "pieces lie as they came", "slot + 16 * place", "slot + 16 * piece"),
     # -- pages
     _of_pages(
@@ -65,12 +65,6 @@ ROTATED: tuple[Mutant, ...] = (
     ),
     _of_pages(
         "rot-packed", "codes are packed before they are there", "    report();\n    __syncthreads();", "    report();"
-    ),
-    _of_pages(
-        "rot-next",
-        "the next tile's rows come too early",
-        "    __syncthreads();  // before the next tile",
-        "    // before the next tile",
     ),
     _of_pages(
         "rot-halves",

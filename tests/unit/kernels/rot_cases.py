@@ -1,8 +1,8 @@
 """Cases of the kernels for rotated codes. Pages equal `tierd.codecs` to the bit, attention float64.
 
-Memory that a kernel must not read is poison: scales of stale tails and all bytes of unused pages are
-NaN. Payloads and blocks have poison around them, which must stay. A machine with a GPU may have none
-of the packages that `tierd.codecs.block` needs, so payloads are made from its lower modules here.
+Memory that a kernel must not read is poison: scales of stale tails and all bytes of unused pages
+are NaN. Payloads and blocks have poison around them, which must stay. A machine with a GPU may lack
+packages that `tierd.codecs.block` needs, so `payload_of` uses lower modules.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class Blocks:
         values[0, 0, :, 0, 0] = 0
         values[0, 0, :, 0, 1] = 1e-30 if self.dtype == "bfloat16" else 0
         values[0, -1, :, -1, 0] = 0.25
+        if self.dtype == "float16":  # their decoded values saturate
+            values[0, 0, :, 0, 2] = 65000 * rng.choice([-1, 1], self.head_dim)
         return np.stack([bytes_of(rounded(block, self.dtype), self.kv) for block in values])
 
 
@@ -182,8 +184,8 @@ ODD_BLOCKS = (np.nan, np.inf, -3e38)
 @dataclass(frozen=True)
 class Coded:
     """A decode of coded pages. uneven: of the logarithms of values' lengths, one per token.
-    odd: `key` or `value` has a scale of NaN or infinity in token 7; `query` an infinity. blocks: of
-    the grid. is_narrow: with shared memory for the smaller ring alone."""
+    odd: `key` or `value` has this number as a scale in token 7; `query` has it as a channel.
+    blocks: of the grid. is_narrow: with shared memory for the smaller ring alone."""
 
     shape: Shape
     codec: str = "rot-4-4"
