@@ -1,6 +1,6 @@
 """Blocks that leave the GPU in rotated codes and come back from them.
 
-`store` encodes pages of slabs into scratch memory and copies the payloads to the host. `load`
+To store pages, it encodes them into scratch memory and copies the payloads to the host. To load, it
 copies payloads to scratch memory and decodes them into slabs. Sums are of payloads, as they left or
 arrived. Nothing is allocated before the first call. The caller keeps the codec, its version and the
 shape.
@@ -87,8 +87,8 @@ class Coder:
                 f"codec {coding.codec}: version {coding.version} of {coding.dtype}; kernels have version {VERSION} of {', '.join(DTYPES)}"
             )
         sizes = (coding.layers, coding.kv_heads, coding.tokens, coding.head_dim)
-        shape = BlockShape(*sizes, DTYPES[coding.dtype], is_hnd=coding.layout == "HND")
-        size = shape.coded_bytes(coding.codec)
+        shape = BlockShape(coding.codec, *sizes, DTYPES[coding.dtype], is_hnd=coding.layout == "HND")
+        size = shape.coded_bytes
         fault = self._device.kernels.find_fault(f"rotate_{shape.dtype}_{shape.head_dim}")
         if fault:
             raise Unsupported(f"codec {coding.codec}: {self._device.name} has no kernel for it ({fault})")
@@ -102,11 +102,11 @@ class Coder:
             )
         payloads = pieces.copy()
         payloads["length"] = size
-        return _Job(coding.codec, shape, payloads)
+        return _Job(shape, payloads)
 
     def _parts(self, job: _Job) -> Iterator[tuple[slice, Addresses]]:
         """All pieces, as many at a time as have room, and the addresses of their payloads."""
-        size = job.shape.coded_bytes(job.codec)
+        size = job.shape.coded_bytes
         each = max(1, SCRATCH_BYTES // size)
         self._reserve(size * min(each, len(job.payloads)))
         for first in range(0, len(job.payloads), each):
@@ -134,7 +134,7 @@ class Coder:
             report = Buffer("found", found, (count, 2), (8, 4), "f32", device.name)
             device.call(device.cuda.cuMemsetD8Async, found, 0, 8 * count, stream)
             library = device.kernels.into(stream)
-            encode_pages(library, job.codec, job.shape, plain=places[0], coded=places[1], found=report)
+            encode_pages(library, job.shape, plain=places[0], coded=places[1], found=report)
             column = self._arguments.columns["found"]
             device.call(device.cuda.cuMemcpyAsync, column.ctypes.data, found, 8 * count, stream)
         return column[:count].view(np.float32).reshape(count, 2).copy()
@@ -144,7 +144,7 @@ class Coder:
         with self._lane.turn() as stream:
             places = self._places(plain, coded)
             library = self._device.kernels.into(stream)
-            decode_pages(library, job.codec, job.shape, plain=places[0], coded=places[1])
+            decode_pages(library, job.shape, plain=places[0], coded=places[1])
 
     def _places(self, plain: Addresses, coded: Addresses) -> list[Any]:
         count = len(plain)
@@ -157,7 +157,6 @@ class Coder:
 class _Job:
     """payloads: PIECE[n] with the payloads' length."""
 
-    codec: str
     shape: BlockShape
     payloads: StructArray
 

@@ -7,13 +7,12 @@ both. It checks arguments, fills in parameters and launches, and reads nothing b
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tierd.errors import InvalidArgument
 from tierd.kernels import params
-from tierd.kernels.buffers import ALIGNMENT_BYTES, Array, Buffer
+from tierd.kernels.buffers import Array, Buffer
 from tierd.kernels.fitting import ROTATED, TILE_TOKENS, rotated_tile_bytes
 from tierd.kernels.library import Library
 
@@ -38,6 +37,15 @@ class Bits(NamedTuple):
     kind: str
 
 
+class Strides(NamedTuple):
+    """Bytes from one layer, one of keys and values, token and kv head of a block to the next."""
+
+    layer: int
+    kind: int
+    token: int
+    head: int
+
+
 @dataclass(frozen=True, slots=True)
 class CodedPages:
     """Codes of one layer in a pool.
@@ -56,9 +64,10 @@ class CodedPages:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Blocks of some layers: [layers, 2, tokens, kv_heads, head_dim] (NHD), or kv heads outside of
-    tokens (HND). dtype: bf16 or f16."""
+    """Blocks and their codec. A block is [layers, 2, tokens, kv_heads, head_dim] (NHD), or has kv
+    heads outside of tokens (HND). dtype: bf16 or f16."""
 
+    codec: str
     layers: int
     kv_heads: int
     tokens: int
@@ -71,16 +80,22 @@ class BlockShape:
         """Of one block."""
         return 2 * self.layers * self.kv_heads * self.tokens * self.head_dim * 2
 
-    def coded_bytes(self, codec: str) -> int:
-        """Of its payload. Raises InvalidArgument."""
-        return self.layers * self.kv_heads * -(-self.tokens // TILE_TOKENS) * tile_bytes(codec, self.head_dim)
+    @property
+    def tiles(self) -> int:
+        """Of its payload."""
+        return self.layers * self.kv_heads * -(-self.tokens // TILE_TOKENS)
 
-    def strides(self) -> tuple[int, int, int, int]:
-        """Bytes from one layer, kind, token and kv head to the next."""
+    @property
+    def coded_bytes(self) -> int:
+        """Of its payload. Raises InvalidArgument."""
+        return self.tiles * tile_bytes(self.codec, self.head_dim)
+
+    def strides(self) -> Strides:
+        """In bytes."""
         row = 2 * self.head_dim
         kind = row * self.tokens * self.kv_heads
         within = (row, row * self.tokens) if self.is_hnd else (row * self.kv_heads, row)
-        return (2 * kind, kind, *within)
+        return Strides(2 * kind, kind, *within)
 
 
 def bits_of(codec: str) -> Bits:
@@ -116,7 +131,7 @@ def coded_pool(pages: CodedPages, heads: tuple[int, int], group: int, *, device:
     return params.Pool(tiles.address, tiles.address, *strides, TILE_TOKENS * tiles.shape[2], tiles.shape[0])
 
 
-def encode_pages(library: Library, codec: str, shape: BlockShape, *, plain: Array, coded: Array, found: Array) -> None:
+def encode_pages(library: Library, shape: BlockShape, *, plain: Array, coded: Array, found: Array) -> None:
     """Writes the payload of each block. Raises InvalidArgument.
 
     plain, coded: u64 [n], addresses of blocks and of payloads, multiples of 16. found: f32 [n, 2],
@@ -125,27 +140,23 @@ def encode_pages(library: Library, codec: str, shape: BlockShape, *, plain: Arra
     """
     count = Buffer.of("plain", plain).checked((None,), "u64", device=library.device, dense_from=0).shape[0]
     place = Buffer.of("found", found).checked((count, 2), "f32", device=library.device, dense_from=0).address
-    _launch(library, "rotate", (codec, shape), plain, coded, place)
+    _launch(library, "rotate", shape, (plain, coded, place))
 
 
-def decode_pages(library: Library, codec: str, shape: BlockShape, *, coded: Array, plain: Array) -> None:
+def decode_pages(library: Library, shape: BlockShape, *, coded: Array, plain: Array) -> None:
     """Writes each block from its payload, rounded to the block's type. As `encode_pages`."""
-    _launch(library, "unrotate", (codec, shape), plain, coded, None)
+    _launch(library, "unrotate", shape, (plain, coded, None))
 
 
-def _launch(
-    library: Library, name: str, kind: tuple[str, BlockShape], plain: Array, coded: Array, found: int | None
-) -> None:
-    codec, shape = kind
-    size, bits = tile_bytes(codec, shape.head_dim), bits_of(codec)
+def _launch(library: Library, name: str, shape: BlockShape, arrays: tuple[Array, Array, int | None]) -> None:
+    size, bits = tile_bytes(shape.codec, shape.head_dim), bits_of(shape.codec)
     if shape.dtype not in ("bf16", "f16") or min(shape.layers, shape.kv_heads, shape.tokens) < 1:
         raise InvalidArgument(f"shape: no kernel has {shape}; give bf16 or f16, and sizes of 1 or more")
+    plain, coded, found = arrays
     to = Buffer.of("plain", plain).checked((None,), "u64", device=library.device, dense_from=0)
     of = Buffer.of("coded", coded).checked(to.shape, "u64", device=library.device, dense_from=0)
     sizes = (to.shape[0], shape.layers, shape.kv_heads, shape.tokens)
     given = params.Rotate(to.address, of.address, found, shape.strides(), *sizes, bits.key, bits.value)
-    tiles = math.prod(sizes[:3]) * -(-shape.tokens // TILE_TOKENS)
     rows = 2 * TILE_TOKENS * (2 * shape.head_dim + ROW_PADDING + shape.head_dim + CODE_PADDING)
-    shared = rows + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    kernel = f"{name}_{shape.dtype}_{shape.head_dim}"
-    library.launch(kernel, (min(ROTATE_BLOCKS, tiles), 1, 1), given, shared_bytes=shared)
+    grid = (min(ROTATE_BLOCKS, to.shape[0] * shape.tiles), 1, 1)
+    library.launch(f"{name}_{shape.dtype}_{shape.head_dim}", grid, given, shared_bytes=rows + size)

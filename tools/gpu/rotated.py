@@ -114,14 +114,14 @@ def _decode(bench: Bench, gpu: Gpu, room: Room, codec: str, name: str) -> Result
 def _pages(bench: Bench, gpu: Gpu, room: Room) -> Iterator[Result]:
     """Blocks of 2 MiB, read and written."""
     count, shape = bench.pick(256, 1), _shape(bench)
-    plain, coded = (room.array((count, n), np.uint8) for n in (shape.plain_bytes, shape.coded_bytes(CODEC)))
+    plain, coded = (room.array((count, n), np.uint8) for n in (shape.plain_bytes, shape.coded_bytes))
     gpu.repeat(plain, np.random.default_rng(4).standard_normal(1 << 20, np.float32).astype(BF16))
     limits = [rate / GIGA for rate in copy_rates(gpu, plain, plain.nbytes)]
     places, codes = (room.of(_places(each)) for each in (plain, coded))
     found = room.of(np.zeros((count, 2), np.float32))
     works = {
-        "rot_encode": lambda: encode_pages(gpu.kernels, CODEC, shape, plain=places, coded=codes, found=found),
-        "rot_decode": lambda: decode_pages(gpu.kernels, CODEC, shape, coded=codes, plain=places),
+        "rot_encode": lambda: encode_pages(gpu.kernels, shape, plain=places, coded=codes, found=found),
+        "rot_decode": lambda: decode_pages(gpu.kernels, shape, coded=codes, plain=places),
     }
     for name, work in works.items():
         seconds = gpu.times([work], rounds=bench.pick(ROUNDS, 1))
@@ -131,7 +131,7 @@ def _pages(bench: Bench, gpu: Gpu, room: Room) -> Iterator[Result]:
 def _shape(bench: Bench) -> BlockShape:
     """Of a block of Llama-3-8B: 2 MiB."""
     model = MODELS["8b"]
-    return BlockShape(bench.pick(LAYERS, 1), model.kv_heads, PAGE_TOKENS, model.head_dim, "bf16")
+    return BlockShape(CODEC, bench.pick(LAYERS, 1), model.kv_heads, PAGE_TOKENS, model.head_dim, "bf16")
 
 
 def _places(rooms: DeviceArray) -> Array:
@@ -142,7 +142,7 @@ async def _process(bench: Bench, descriptor: int, length_bytes: int) -> list[Res
     """Equal blocks of normal values. They go out as codes and back several times, and their bytes are
     compared with the codec's after the first."""
     count, rng, shape = length_bytes // BLOCK_BYTES // 2, np.random.default_rng(5), _shape(bench)
-    size, coded = shape.plain_bytes, shape.coded_bytes(CODEC)
+    size, coded = shape.plain_bytes, shape.coded_bytes
     memory = host.mapped(descriptor, length_bytes).bytes.reshape(2, count, BLOCK_BYTES)
     block = rng.standard_normal(size // 2, np.float32).astype(BF16)
     memory[0, :, :size] = block.view(np.uint8)

@@ -96,7 +96,7 @@ class Blocks:
     def shape(self) -> BlockShape:
         """The same for kernels."""
         sizes = (self.layers, self.kv_heads, self.tokens, self.head_dim)
-        return BlockShape(*sizes, DTYPES[self.dtype], is_hnd=self.layout == "HND")
+        return BlockShape(self.codec, *sizes, DTYPES[self.dtype], is_hnd=self.layout == "HND")
 
     def values(self) -> Array:
         """Blocks with outliers, a row of zeros, one whose square is 0 and one of equal values; as
@@ -125,7 +125,7 @@ def check_blocks(library: Library, blocks: Blocks) -> None:
     shape, kv = blocks.shape, blocks.kv
     given = blocks.values()
     done = [payload_of(raw_of(block, kv), kv, blocks.codec) for block in given]
-    size = shape.coded_bytes(blocks.codec)
+    size = shape.coded_bytes
     assert size == len(done[0][0]) and shape.plain_bytes == kv.block_bytes == given.shape[1]
     plain, coded, again = (_rooms(blocks.count, n) for n in (shape.plain_bytes, size, shape.plain_bytes))
     plain[:, : given.shape[1]] = given
@@ -133,8 +133,8 @@ def check_blocks(library: Library, blocks: Blocks) -> None:
     with placed(library) as put:
         rooms = [put(each) for each in (plain, coded, again)]
         places = [put(_addresses(each)) for each in rooms]
-        encode_pages(library, blocks.codec, shape, plain=places[0], coded=places[1], found=put(found))
-        decode_pages(library, blocks.codec, shape, coded=places[1], plain=places[2])
+        encode_pages(library, shape, plain=places[0], coded=places[1], found=put(found))
+        decode_pages(library, shape, coded=places[1], plain=places[2])
     for i, (payload, error) in enumerate(done):
         _same(coded[i], payload, f"{blocks}: payload {i}")
         assert float(np.sqrt(found[i, 0])) + LEAST_LENGTH == error, f"{blocks}: error {i}"
@@ -159,14 +159,14 @@ def check_odd_blocks(library: Library, number: float) -> None:
     blocks = Blocks(codec="rot-8-4", tokens=16, count=3)
     shape, given = blocks.shape, blocks.values()
     given[1].view(ml_dtypes.bfloat16)[700] = number
-    coded, found = _rooms(3, shape.coded_bytes(blocks.codec)), np.zeros((3, 2), np.float32)
+    coded, found = _rooms(3, shape.coded_bytes), np.zeros((3, 2), np.float32)
     plain = _rooms(3, shape.plain_bytes)
     plain[:, : given.shape[1]] = given
     with placed(library) as put:
         places = [put(_addresses(put(each))) for each in (plain, coded)]
-        encode_pages(library, blocks.codec, shape, plain=places[0], coded=places[1], found=put(found))
+        encode_pages(library, shape, plain=places[0], coded=places[1], found=put(found))
     assert np.isfinite(found).all(axis=1).tolist() == [True, False, True], f"{number}: {found}"
-    scales = coded[:, : shape.coded_bytes(blocks.codec)].reshape(3, 6, -1)[:, :, -64:].copy().view(np.float16)
+    scales = coded[:, : shape.coded_bytes].reshape(3, 6, -1)[:, :, -64:].copy().view(np.float16)
     assert (~np.isfinite(scales)).sum(axis=(1, 2)).tolist() == [0, 1, 0], f"{number}: its scale is a number"
 
 

@@ -142,7 +142,7 @@ def test_what_kernels_lack_is_refused() -> None:
         tile_bytes("rot-8-4", 96)
     none = np.zeros(0, np.uint64)
     with pytest.raises(InvalidArgument, match="shape: no kernel has BlockShape.*; give bf16 or f16"):
-        decode_pages(unbuilt, "rot-8-4", BlockShape(1, 1, 16, 64, "e4m3"), coded=none, plain=none)
+        decode_pages(unbuilt, BlockShape("rot-8-4", 1, 1, 16, 64, "e4m3"), coded=none, plain=none)
 
 
 class Unbuilt(Emulated):
