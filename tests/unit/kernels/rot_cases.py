@@ -105,6 +105,7 @@ class Blocks:
         values = rng.standard_normal((self.count, *self.kv.sizes)).astype(np.float32)
         values *= np.exp(self.spread * rng.standard_normal((self.count, *self.kv.sizes[:-1], 1)))
         values[..., 3] *= 20
+        values /= 1 + np.arange(self.count).reshape(-1, *(1,) * 5)  # the first block has the largest
         values[0, 0, :, 0, 0] = 0
         values[0, 0, :, 0, 1] = 1e-30 if self.dtype == "bfloat16" else 0
         values[0, -1, :, -1, 0] = 0.25
@@ -174,7 +175,9 @@ BLOCKS = (
     Blocks(),
     Blocks("rot-8-8", tokens=17, layout="HND"),
     Blocks("rot-8-4", tokens=1, dtype="float16", spread=1.0),
+    Blocks("rot-8-4", tokens=16, layers=4, count=12, spread=0.5),
 )
+"""The last has more tiles than a launch has blocks."""
 ODD_BLOCKS = (np.nan, np.inf, -3e38)
 
 
