@@ -26,15 +26,16 @@
 
 #define SIMT_DEV inline
 #define SIMT_SHARED(name) unsigned char* const name = simt::emulator::block().shared
+#define SIMT_SYMBOL __attribute__((visibility("default"), weak))  // two units may have a kernel
 #define SIMT_KERNEL(NAME, PARAMS, THREADS, BODY)                                                                              \
-  extern "C" __attribute__((visibility("default"))) int NAME(unsigned x, unsigned y, unsigned z, unsigned shared_bytes, const void* given) { \
+  extern "C" SIMT_SYMBOL int NAME(unsigned x, unsigned y, unsigned z, unsigned shared_bytes, const void* given) { \
     PARAMS params;                                                                                                            \
     memcpy(&params, given, sizeof params);                                                                                    \
     simt::emulator::launch({x, y, z}, THREADS, shared_bytes, [params] { BODY(params); });                                     \
     return 0;                                                                                                                 \
   }                                                                                                                           \
-  extern "C" __attribute__((visibility("default"))) int NAME##_bytes() { return sizeof(PARAMS); }                             \
-  extern "C" __attribute__((visibility("default"))) int NAME##_threads() { return THREADS; }
+  extern "C" SIMT_SYMBOL int NAME##_bytes() { return sizeof(PARAMS); }                             \
+  extern "C" SIMT_SYMBOL int NAME##_threads() { return THREADS; }
 
 #define SIMT_RESIDENT_KERNEL(NAME, PARAMS, THREADS, BLOCKS, BODY) SIMT_KERNEL(NAME, PARAMS, THREADS, BODY)
 
@@ -56,6 +57,12 @@ template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4
   emulator::multiply<T>(c, a, b0, b1);
 }
 inline float exp2_fast(float x) { return exp2f(x); }
+inline uint32_t and_or(uint32_t word, uint32_t mask, uint32_t base) { return (word & mask) | base; }
+inline float plus(float a, float b) { return a + b; }
+inline float times(float a, float b) { return a * b; }
+inline float over(float a, float b) { return a / b; }
+inline float root(float x) { return sqrtf(x); }
+SIMT_UNSEEN inline void raise_to(uint32_t* number, uint32_t to) { *number = max(*number, to); }
 inline float load_of_others(const float* from) { return *from; }
 inline void load_of_others(float (&to)[4], const float* from) {
   if (reinterpret_cast<uintptr_t>(from) & 15) emulator::fail("four floats are not aligned to 16 bytes");

@@ -109,6 +109,25 @@ SIMT_DEV float exp2_fast(float x) {
   return y;
 }
 
+// Rounded sums and products, which the compiler may not fuse: codes must be equal to the bit.
+SIMT_DEV float plus(float a, float b) { return __fadd_rn(a, b); }
+SIMT_DEV float times(float a, float b) { return __fmul_rn(a, b); }
+SIMT_DEV float over(float a, float b) { return __fdiv_rn(a, b); }
+SIMT_DEV float root(float x) { return __fsqrt_rn(x); }
+
+// (word & mask) | base in one instruction. The compiler alone makes two of it, since an instruction
+// has room for one of two constants.
+SIMT_DEV uint32_t and_or(uint32_t word, uint32_t mask, uint32_t base) {
+  uint32_t both;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(both) : "r"(word), "r"(mask), "r"(base));
+  return both;
+}
+
+// Raises a number that other blocks raise too. Floats without a sign compare like these numbers.
+SIMT_DEV void raise_to(uint32_t* number, uint32_t to) {
+  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;\n" ::"l"(number), "r"(to) : "memory");
+}
+
 // Loads four floats that another block may have written, past the multiprocessor's own cache.
 SIMT_DEV void load_of_others(float (&to)[4], const float* from) {
   const float4 four = __ldcg(reinterpret_cast<const float4*>(from));

@@ -19,11 +19,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tierd.errors import TierdError, TierFailed
+from tierd.gpu.coding import Coder
 from tierd.gpu.copies import Copies
 from tierd.gpu.device import Device, Lane
 from tierd.gpu.direct import DirectReads
 from tierd.gpu.hosts import Hosts
-from tierd.gpu.protocol import Inbox, Message, frame, pack_sums, unpack_pieces
+from tierd.gpu.protocol import Coding, Inbox, Message, frame, pack_sums, unpack_pieces
 from tierd.gpu.runs import Runs, coalesced
 from tierd.gpu.slabs import Slabs
 from tierd.gpu.sums import Sums, open_sums
@@ -47,6 +48,7 @@ class Engine:
         self.copies = Copies(self.device)
         self.sums: Sums = open_sums(self.device, self.copies)
         self.direct = DirectReads(self.device, self.slabs, self.sums)
+        self.coder = Coder(self.device, self.slabs, self.hosts.regions, copies=self.copies, sums=self.sums)
 
     def facts(self) -> Body:
         """As GpuFacts."""
@@ -63,6 +65,14 @@ class Engine:
             self.copies.run(runs, to_device=to_device, is_direct=hosts.is_direct)
             return pack_sums(self.sums.of(slabs.addresses, pieces)) if to_device else {}
 
+    def copy_coded(self, packed: bytes, coding: Body, *, to_device: bool) -> Body:
+        """load_coded or store_coded."""
+        pieces, how = unpack_pieces(packed), Coding(**coding)
+        if to_device:
+            return pack_sums(self.coder.load(pieces, how))
+        done = self.coder.store(pieces, how)
+        return pack_sums(done.tables) | {"errors": done.errors.tobytes()}
+
     def sums_of(self, packed: bytes) -> Body:
         """sums."""
         pieces = unpack_pieces(packed)
@@ -78,7 +88,7 @@ class Engine:
         self.direct.end_all()
         self.slabs.regions.end_all()
         self.hosts.regions.end_all()
-        for part in (self.direct, self.sums, self.copies, self.lane, self.device):
+        for part in (self.direct, self.coder, self.sums, self.copies, self.lane, self.device):
             part.close()
 
 
@@ -100,6 +110,8 @@ class Child:
             "detach": lambda asked: self._ended(self._ready().hosts.detach, asked.body["host"]),
             "load": lambda asked: self._ready().copy(asked.body["pieces"], to_device=True),
             "store": lambda asked: self._ready().copy(asked.body["pieces"], to_device=False),
+            "load_coded": lambda asked: self._coded(asked, to_device=True),
+            "store_coded": lambda asked: self._coded(asked, to_device=False),
             "sums": lambda asked: self._ready().sums_of(asked.body["pieces"]),
             "probe": lambda asked: {"way": self._ready().direct.probe(_descriptor(asked))},
             "open_file": self._open_file,
@@ -164,6 +176,9 @@ class Child:
     def _attach(self, asked: Message) -> Body:
         body = asked.body
         return {"notices": self._ready().hosts.attach(body["host"], _descriptor(asked), body["length"])}
+
+    def _coded(self, asked: Message, *, to_device: bool) -> Body:
+        return self._ready().copy_coded(asked.body["pieces"], asked.body["coding"], to_device=to_device)
 
     def _open_file(self, asked: Message) -> Body:
         self._ready().direct.open_file(asked.body["file"], _descriptor(asked))

@@ -28,7 +28,8 @@ def direct_by(cufile: CuFile, device: Device, slabs: Slabs, descriptor: int) -> 
     """The path of a read of a `probe_file`. Raises Unsupported if it was indirect or failed;
     TierFailed if it brought other bytes; Overloaded."""
     before = cufile.counts()
-    with slabs.scratch(LENGTH) as region, ExitStack() as ends:
+    region = slabs.scratch(LENGTH)
+    with region.ending, ExitStack() as ends:
         handle = cufile.register_file(descriptor)
         ends.callback(cufile.deregister_file, handle)
         cufile.register_memory(region.address, region.length_bytes)

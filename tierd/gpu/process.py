@@ -16,14 +16,27 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from tierd import errors
 from tierd.core.formats.model import StructArray
 from tierd.errors import Overloaded, TierdError, TierFailed
-from tierd.gpu.protocol import READ, GpuFacts, Inbox, Message, SliceTable, frame, pack_pieces, unpack_sums
+from tierd.gpu.protocol import (
+    READ,
+    CodedSums,
+    Coding,
+    GpuFacts,
+    Inbox,
+    Message,
+    SliceTable,
+    frame,
+    pack_pieces,
+    unpack_sums,
+)
 from tierd.linux import children
 
 START_PATIENCE_S = 60.0
@@ -35,7 +48,7 @@ REAP_S = 5.0
 CALLS_MAX = 32
 """In flight at one time, with patience running. Other calls wait for a turn."""
 WAITING_MAX = 1024
-COPIES = {"load", "store", "read"}
+COPIES = {"load", "store", "load_coded", "store_coded", "read"}
 """Verbs that write to memory that the caller reads afterwards."""
 NO_SLABS: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
@@ -143,6 +156,18 @@ class GpuProcess:
         """Slab to host, PIECE[n]; returns when the last byte is there. Raises InvalidArgument,
         before a byte moves, and TierFailed."""
         await self._ask("store", pieces=pack_pieces(pieces))
+
+    async def load_coded(self, pieces: StructArray, coding: Coding) -> list[SliceTable]:
+        """Payloads from the host, decoded into slabs. PIECE[n], with the blocks' own lengths. Returns
+        slice tables of the payloads that arrived: compare them before the blocks are read. Raises
+        InvalidArgument and Unsupported, before a byte moves, Overloaded, TierFailed."""
+        return unpack_sums((await self._ask("load_coded", pieces=pack_pieces(pieces), coding=asdict(coding))).body)
+
+    async def store_coded(self, pieces: StructArray, coding: Coding) -> CodedSums:
+        """Blocks of slabs, encoded, to the host; as `load_coded`. Keep a block as it is if its errors
+        are not finite."""
+        body = (await self._ask("store_coded", pieces=pack_pieces(pieces), coding=asdict(coding))).body
+        return CodedSums(unpack_sums(body), np.frombuffer(body["errors"], "<f4").reshape(-1, 2))
 
     async def sums(self, pieces: StructArray) -> list[SliceTable]:
         """The slice tables of slabs, PIECE[n] without a host. Raises InvalidArgument, TierFailed."""

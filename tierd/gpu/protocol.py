@@ -14,6 +14,8 @@ GPU's context is lost and the process ends.
     attach {host, length} + descriptor       -> {notices}
     load, sums {pieces: PIECE[n] as bytes}   -> {counts: u4[n], sums: u8[], both as bytes}
     store {pieces}                           -> {}
+    load_coded {pieces, coding}              -> {counts, sums}, of the payloads
+    store_coded {pieces, coding}             -> {counts, sums, errors: f4[n, 2] as bytes}
     probe {} + descriptor                    -> {way}
     open_file {file} + descriptor            -> {}
     close_file {file}                        -> {}
@@ -103,6 +105,30 @@ class GpuFacts:
         return (
             f"pages up to {' and '.join(limits)} copied by a kernel" if limits else "pages copied by its copy engines"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """The codec of blocks and their shape. version: as in an encoded block's header. tokens: of a
+    block; the rest as in `tierd.core.formats.block.KVGeometry`."""
+
+    codec: str
+    version: int
+    layers: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSums:
+    """tables: slice tables of the payloads. errors: f4 [n, 2]: the square of a row's largest error,
+    and the largest magnitude of a value. If one is not finite, the payload is useless."""
+
+    tables: list[SliceTable]
+    errors: NDArray[np.float32]
 
 
 @dataclass(slots=True)

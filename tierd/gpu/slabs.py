@@ -57,17 +57,15 @@ class Slabs:
         with self._mapped(handle, length_bytes) as region:
             self.regions.add(slab, region)
 
-    @contextmanager
-    def scratch(self, length_bytes: int) -> Iterator[Region]:
-        """Memory like that of slabs, of at least this length, for the block. Raises Overloaded."""
+    def scratch(self, length_bytes: int) -> Region:
+        """Memory like that of slabs, of at least this length, until its `ending`. Raises Overloaded."""
         granularity = self._device.granularity
         rounded = -(-length_bytes // granularity) * granularity
         with self._mapped(
             self._device.call(self._device.cuda.cuMemCreate, rounded, self._device.properties(), 0), rounded
         ) as region:
             pass
-        with region.ending:
-            yield region
+        return region
 
     def drop(self, slab: int) -> None:
         """Unmap after the copies that use it have ended. Raises InvalidArgument."""

@@ -11,6 +11,7 @@ from typing import Any
 from tierd.errors import InvalidArgument
 from tierd.kernels import params
 from tierd.kernels.buffers import Array, Buffer, address_of
+from tierd.kernels.coded import CodedPages, bits_of, coded_pool
 from tierd.kernels.fitting import TILE_TOKENS
 from tierd.kernels.pages import KV_TYPES, KvPages, checked_pages
 
@@ -60,8 +61,12 @@ class Arguments:
         self.q_type = found.dtype
         return found
 
-    def pool(self, pages: KvPages) -> params.Pool:
+    def pool(self, pages: KvPages | CodedPages) -> params.Pool:
         """The pool of pages; call `queries` first."""
+        if isinstance(pages, CodedPages):
+            self.kv_type = bits_of(pages.codec).kind
+            group = self.q_heads // self.kv_heads
+            return coded_pool(pages, (self.kv_heads, self.dim), group, device=self.device)
         found = checked_pages(pages, (self.kv_heads, self.dim), KV_TYPES[self.q_type], device=self.device)
         k, page_tokens = found.k, found.k.shape[1]
         if page_tokens % TILE_TOKENS:

@@ -21,6 +21,10 @@ SHARE_BYTES = 32
 """An int for each warp of decode and two more, to find a block's share, and the launch's number."""
 PADDING = 4
 """Floats after each output of a warp of decode, so that heads lie in other banks."""
+ROTATED = "rot"
+"""Before the bits of keys and values: rotated codes, such as rot84."""
+SCALE_BYTES = 4
+"""Of a token in a tile of rotated codes: a key's scale and a value's."""
 STAGE_TILES = (4, 2)
 """Tiles of K and V of a stage of prefill, of which there are two. Deepest first."""
 
@@ -48,7 +52,14 @@ def prefill_fit(library: Library, head_dim: int, kv_type: str) -> Fit:
     return _first(fits, library, f"{head_dim} of {kv_type}")
 
 
+def rotated_tile_bytes(head_dim: int, key_bits: int, value_bits: int) -> int:
+    """Of 16 tokens' codes and scales."""
+    return TILE_TOKENS * ((key_bits + value_bits) * head_dim // 8 + SCALE_BYTES)
+
+
 def _tile_bytes(head_dim: int, kv_type: str) -> int:
+    if kv_type.startswith(ROTATED):
+        return rotated_tile_bytes(head_dim, *map(int, kv_type.removeprefix(ROTATED)))
     return 2 * TILE_TOKENS * head_dim * BYTES[kv_type]
 
 

@@ -17,6 +17,7 @@ from tierd.errors import InvalidArgument
 from tierd.kernels import params
 from tierd.kernels.arguments import Arguments, DeviceBatch, group_of
 from tierd.kernels.buffers import ALIGNMENT_BYTES, BYTES, Array, Buffer, seen
+from tierd.kernels.coded import NARROW_GROUP, CodedPages
 from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit
 from tierd.kernels.library import Library
 from tierd.kernels.pages import KvPages, check_blocks
@@ -26,8 +27,6 @@ from tierd.kernels.reference import Attended
 BLOCK_ROWS = 64
 MERGE_THREADS = MASS_THREADS = CLEAR_THREADS = 128
 """As in cuda/src."""
-NARROW_GROUP = 8
-"""The most query heads per kv head of decode's faster kernels."""
 ARGUMENTS = (
     "q",
     "pages.k",
@@ -102,7 +101,7 @@ class PagedDecode:
         self._tile_lses: list[Array] = []  # with every one that a captured graph may hold
         self._kept = Kept()
 
-    def __call__(self, q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
+    def __call__(self, q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended) -> Attended:
         """Fills `to`: out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), and mass.
 
         mass: f32 [n, q_heads, pages of a table], if given. q: bf16 or f16 [n, q_heads, head_dim].
@@ -113,7 +112,7 @@ class PagedDecode:
         self._kept.find_or_make(layout, lambda: self._prepared(q, pages, batch, to)).launch(self._library, addresses)
         return to
 
-    def _prepared(self, q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> Prepared:
+    def _prepared(self, q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended) -> Prepared:
         """The launches of a call with such arguments, which are checked."""
         n, shape = _shape_of("q", q, 3, self._library)[0], self._shape
         if not 0 < n <= shape.requests:
@@ -125,6 +124,8 @@ class PagedDecode:
             batch_params.table_stride,
             batch_params.table_stride * pool.page_tokens // TILE_TOKENS,
         )
+        if isinstance(pages, CodedPages) and to.mass is not None:
+            raise InvalidArgument("mass: kernels of coded pages have no page masses; give none, or decode the pages")
         out, lse, mass = asked.like("out", to.out, queries), asked.lse(to.lse, n), asked.mass(to.mass, table_pages)
         fit = decode_fit(self._library, shape.head_dim, self._group, asked.kv_type)
         tiles = mass and self._tiles(table_tiles)
@@ -267,25 +268,16 @@ def _parts(parts: Sequence[Attended]) -> tuple[list[Buffer], list[Buffer]]:
     return outs, lses
 
 
-def _looked_at(q: Array, pages: KvPages, batch: DeviceBatch, to: Attended) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+def _looked_at(
+    q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended
+) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """Addresses of ARGUMENTS, and all else that a launch depends on."""
-    given = (
-        q,
-        pages.k,
-        pages.v,
-        pages.k_scales,
-        pages.v_scales,
-        batch.kv_lens,
-        batch.tables,
-        batch.subsets,
-        batch.subset_sizes,
-        to.out,
-        to.lse,
-        to.mass,
-    )
+    of_batch = (batch.kv_lens, batch.tables, batch.subsets, batch.subset_sizes)
+    given = (q, *pages.arrays, *of_batch, to.out, to.lse, to.mass)
     looked = [ABSENT if array is None else seen(name, array) for name, array in zip(ARGUMENTS, given, strict=True)]
     addresses, layouts = zip(*looked, strict=True)
-    return addresses, (layouts, batch.sinks, batch.window, batch.scale)
+    codec = pages.codec if isinstance(pages, CodedPages) else ""
+    return addresses, (layouts, codec, batch.sinks, batch.window, batch.scale)
 
 
 def _shape_of(name: str, array: Array, axes: int, library: Library) -> tuple[int, ...]:

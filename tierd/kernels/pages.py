@@ -41,6 +41,11 @@ class KvPages:
     k_scales: Array = None
     v_scales: Array = None
 
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """All four."""
+        return (self.k, self.v, self.k_scales, self.v_scales)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedPages:

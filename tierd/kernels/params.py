@@ -42,7 +42,7 @@ class Batch(ctypes.Structure):
 
 
 class Decode(ctypes.Structure):
-    """decode.cu"""
+    """decode.h"""
 
     _fields_ = [
         ("batch", Batch),
@@ -135,3 +135,13 @@ class Sums(ctypes.Structure):
     """hash.cu"""
 
     _fields_ = [(name, _P) for name in ("addresses", "lengths", "sums")]
+
+
+class Rotate(ctypes.Structure):
+    """rot_pages.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("plain", "coded", "found")),
+        ("strides", _L * 4),
+        *((name, _I) for name in ("pages", "layers", "kv_heads", "tokens", "key_bits", "value_bits")),
+    ]

@@ -225,6 +225,26 @@ def _together() -> Iterator[Forecast]:
             yield Forecast(part, f"{rival}_{size}", 0.95, f"Llama-3-8B, {size}: our time over that of {rival}")
 
 
+def _rotated() -> Iterator[Forecast]:
+    """A tile takes some 490 instructions of a warp (sm_90), of which its place takes 230. All of 128 K
+    tokens take 36 us, their bytes 46 (rot-4-4) or 91 (rot-8-8). Encoding takes 62 instructions a
+    value, since three steps are tried; decoding 30."""
+    part = "rotated"
+    yield Forecast(part, "rot_blocks", RIGHT, "blocks of every codec and head dim, encoded and decoded, to the bit")
+    yield Forecast(part, "rot_attention", RIGHT, "decodes of coded pages, against float64 over what they decode to")
+    for kind, ratios in (("rot44", (0.70, 0.70)), ("rot84", (0.78, 0.78)), ("rot88", (0.84, 0.84))):
+        for (size, meaning), ratio in zip(
+            (("1x128k", "one request of 128 K"), ("32x4k", "32 of 4 K")), ratios, strict=True
+        ):
+            told = f"Llama-3-8B in {kind}: {meaning}, against reading as many bytes"
+            yield Forecast(part, f"decode_{kind}_{size}", ratio, told, at_least=0.80 if size == "1x128k" else None)
+    yield Forecast(part, "rot_encode", 0.27, "blocks of 2 MiB to rot-4-4, bytes read and written against copies")
+    yield Forecast(part, "rot_decode", 0.45, "the same back")
+    yield Forecast(part, "process_coded", RIGHT, "blocks that the GPU process stored and loaded as rot-4-4")
+    yield Forecast(part, "process_store_coded", 100.0, "its rate, encoded on the way out: GB/s of plain blocks")
+    yield Forecast(part, "process_load_coded", 110.0, "its rate, decoded on the way in, with checksums of the payloads")
+
+
 def _sanitizers() -> Iterator[Forecast]:
     for name, meaning in {
         "memcheck": "bad and misaligned addresses",
@@ -238,7 +258,7 @@ def _sanitizers() -> Iterator[Forecast]:
 
 FORECASTS = {
     forecast.name: forecast
-    for table in (_probes, _correctness, _decode, _others, _link, _together, _sanitizers)
+    for table in (_probes, _correctness, _decode, _others, _link, _together, _rotated, _sanitizers)
     for forecast in table()
 }
 

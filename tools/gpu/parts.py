@@ -58,8 +58,9 @@ PARTS = (
     Part("process", "tools.gpu.process", 25),
     Part("sharing", "tools.gpu.sharing", 30),
     Part("direct", "tools.gpu.direct", 15),
-    Part("rivals", "tools.gpu.rivals", 45),
-    Part("sanitizers", "tools.gpu.sanitizing", 60),
+    Part("rotated", "tools.gpu.rotated", 30),
+    Part("rivals", "tools.gpu.rivals", 35),
+    Part("sanitizers", "tools.gpu.sanitizing", 40),
 )
 
 

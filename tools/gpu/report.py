@@ -27,6 +27,7 @@ HEADINGS = {
     "process": "The GPU process",
     "sharing": "Several processes and one slab",
     "direct": "From a disk to a slab",
+    "rotated": "Pages of rotated codes",
     "rivals": "Others' kernels",
     "sanitizers": "Under compute-sanitizer",
 }

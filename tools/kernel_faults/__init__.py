@@ -11,7 +11,8 @@ from tools.kernel_faults.attention import ATTENTION
 from tools.kernel_faults.decode import DECODES
 from tools.kernel_faults.moving import MOVING
 from tools.kernel_faults.mutant import Mutant
+from tools.kernel_faults.rotated import ROTATED
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS: tuple[Mutant, ...] = (*DECODES, *ATTENTION, *MOVING)
+MUTANTS: tuple[Mutant, ...] = (*DECODES, *ATTENTION, *MOVING, *ROTATED)

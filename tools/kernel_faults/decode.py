@@ -9,7 +9,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-await",
         "decode works on a tile one group of copies too early",
-        "decode.cu",
+        "decode.h",
         "if (tiles_there > 2) simt::await_copies<1>();",
         "if (tiles_there > 2) simt::await_copies<2>();",
         DECODE,
@@ -17,7 +17,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-await-all",
         "the same where one group alone is under way",
-        "decode.cu",
+        "decode.h",
         "else simt::await_copies<0>();",
         "else simt::await_copies<1>();",
         DECODE,
@@ -25,7 +25,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-turn",
         "a ring of two tiles is taken for one of three",
-        "decode.cu",
+        "decode.h",
         "slot + 1 < tiles_there ? slot + 1 : 0;",
         "slot + 1 < 3 ? slot + 1 : 0;",
         DECODE,
@@ -33,7 +33,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-long",
         "a long run fills more of its ring than it goes round",
-        "decode.cu",
+        "decode.h",
         "i < tiles_there - 1; i++",
         "i < p.ring - 1; i++",
         DECODE,
@@ -41,7 +41,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-syncwarp",
         "lanes read what others' copies brought without a barrier",
-        "decode.cu",
+        "decode.h",
         "__syncwarp();",
         "",
         DECODE,
@@ -49,7 +49,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-refill",
         "a slot of the ring is filled before the warp's barrier says that it was read",
-        "decode.cu",
+        "decode.h",
         "__syncwarp();\n        next.load(p, last, ring + ((slot ? slot : tiles_there) - 1) * kSlot);",
         "next.load(p, last, ring + ((slot ? slot : tiles_there) - 1) * kSlot);\n        __syncwarp();",
         DECODE,
@@ -57,7 +57,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-ring",
         "the tile that is worked on is overwritten",
-        "decode.cu",
+        "decode.h",
         "next.load(p, last, ring + ((slot ? slot : tiles_there) - 1) * kSlot);",
         "next.load(p, last, ring + slot * kSlot);",
         DECODE,
@@ -65,7 +65,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "join-before",
         "warps' results are joined before all have written them",
-        "decode.cu",
+        "decode.h",
         "    __syncthreads();\n    for (int i = 4 * threadIdx.x; i < group * kDim; i += 4 * kThreads) {\n      const int head",
         "    for (int i = 4 * threadIdx.x; i < group * kDim; i += 4 * kThreads) {\n      const int head",
         DECODE,
@@ -73,7 +73,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "join-after",
         "the next row's results go where the last row's are still read",
-        "decode.cu",
+        "decode.h",
         "__syncthreads();  // before the next row's results replace these, and before the part is announced",
         "",
         DECODE,
@@ -81,7 +81,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-heard",
         "others hear of joined parts before all of them are written",
-        "decode.cu",
+        "decode.h",
         "__syncthreads();  // before the part is announced",
         "",
         DECODE,
@@ -89,7 +89,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "arrived-last",
         "threads read whether their block is the last before it was asked",
-        "decode.cu",
+        "decode.h",
         "        __syncthreads();\n        if (!*is_last)",
         "        if (!*is_last)",
         DECODE,
@@ -114,7 +114,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-tail",
         "tokens behind a length are seen",
-        "decode.cu",
+        "decode.h",
         "first + token < length && is_in_window",
         "is_in_window",
         DECODE,
@@ -122,7 +122,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-tail-index",
         "one token behind a length is seen",
-        "decode.cu",
+        "decode.h",
         "first + token < length && is_in_window",
         "first + token <= length && is_in_window",
         DECODE,
@@ -173,7 +173,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-key-scale",
         "keys of every kv head have the scale of the first",
-        "decode.cu",
+        "decode.h",
         "p.k_scales[row.number % p.batch.kv_heads]",
         "p.k_scales[0]",
         DECODE,
@@ -181,7 +181,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-value-scale",
         "values of every kv head have the scale of the first",
-        "decode.cu",
+        "decode.h",
         "p.v_scales[row % p.batch.kv_heads]",
         "p.v_scales[0]",
         DECODE,
@@ -198,7 +198,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-far",
         "a page's place is cut to 32 bits",
-        "decode.cu",
+        "decode.h",
         "const int64_t at =\n            page",
         "const int at =\n            page",
         DECODE,
@@ -247,7 +247,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "merge-parts",
         "a part too many is waited for",
-        "decode.cu",
+        "decode.h",
         "parts = (row.end - 1) / run.length",
         "parts = row.end / run.length",
         DECODE,
@@ -255,7 +255,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-last",
         "parts are joined before the last of three is there",
-        "decode.cu",
+        "decode.h",
         "is_last_of(p.arrived + slots + part + level - 1, launch, count)",
         "is_last_of(p.arrived + slots + part + level - 1, launch, count - 1)",
         DECODE,
@@ -263,7 +263,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-counter",
         "parts that were joined are counted where their neighbours' parts are",
-        "decode.cu",
+        "decode.h",
         "p.arrived + slots + part + level - 1",
         "p.arrived + slots + part",
         DECODE,
@@ -271,7 +271,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-sets",
         "a join writes a log-sum-exp where others of it still read",
-        "decode.cu",
+        "decode.h",
         "(level & 1) *",
         "0 *",
         DECODE,
@@ -279,7 +279,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-rescale",
         "the first of many parts do not shrink",
-        "decode.cu",
+        "decode.h",
         "sum *= shrink, out[0] *= shrink,",
         "out[0] *= shrink,",
         DECODE,
@@ -287,7 +287,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-rest",
         "the last of many parts are forgotten",
-        "decode.cu",
+        "decode.h",
         "from < parts; from += kFan",
         "from < kFan; from += kFan",
         DECODE,
@@ -295,7 +295,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "parts-step",
         "parts that were joined before are not where they are looked for",
-        "decode.cu",
+        "decode.h",
         "level++, step *= fan",
         "level++, step += fan",
         DECODE,
@@ -303,7 +303,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "rows-empty",
         "rows without a token get no result",
-        "decode.cu",
+        "decode.h",
         "    put_empty(p, group);\n",
         "",
         DECODE,
@@ -311,7 +311,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "join-rescale",
         "warps' results are added as they are",
-        "decode.cu",
+        "decode.h",
         "const float share = simt::exp2_fast(tops[w * group + head] - base);",
         "const float share = tops[w * group + head] > -INFINITY ? 1.f : 0.f;",
         DECODE,
@@ -351,7 +351,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "decode-merge-rescale",
         "parts of decode are added as they are",
-        "decode.cu",
+        "decode.h",
         "const float share = from + j < parts ? simt::exp2_fast(lses[j] - base) : 0.f;",
         "const float share = from + j < parts ? 1.f : 0.f;",
         DECODE,
@@ -384,7 +384,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "launch-number",
         "every launch has the number of the first",
-        "decode.cu",
+        "decode.h",
         "simt::launch_of(p.launches) : 0;",
         "0 * simt::launch_of(p.launches) : 0;",
         DECODE,
@@ -392,7 +392,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "launch-kept",
         "the number of the launch is forgotten",
-        "decode.cu",
+        "decode.h",
         "if (threadIdx.x == 0) *kept = launch;",
         "if (threadIdx.x == 0) *kept = 0;",
         DECODE,
@@ -400,7 +400,7 @@ DECODES: tuple[Mutant, ...] = (
     Mutant(
         "mass-unseen",
         "pages that nobody saw have a mass",
-        "decode.cu",
+        "decode.h",
         "p.mass[i] = 0.f;",
         "(void)p.mass[i];",
         DECODE,

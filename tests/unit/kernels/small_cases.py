@@ -64,6 +64,16 @@ from tests.unit.kernels.page_cases import (
     check_summary,
 )
 from tests.unit.kernels.read_cases import READS, check_read
+from tests.unit.kernels.rot_cases import (
+    BLOCKS,
+    CODED,
+    ODD_BLOCKS,
+    Blocks,
+    Coded,
+    check_blocks,
+    check_coded,
+    check_odd_blocks,
+)
 from tests.unit.kernels.sum_cases import SUMS, check_sums
 from tierd.kernels.library import Emulated
 
@@ -80,6 +90,11 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
         *((check_narrow_prefill, shape) for shape in NARROW_PREFILLS),
         *((check_short_prefill, shape) for shape in SHORT_PREFILLS),
         *((check_odd_prefill, odd) for odd in ODD_PREFILLS),
+    ],
+    "rot_decode": [(check_coded, given) for given in CODED],
+    "rot_pages": [
+        *((check_blocks, blocks) for blocks in BLOCKS),
+        *((check_odd_blocks, number) for number in ODD_BLOCKS),
     ],
     "merge": [(check_merge, kind) for kind in MERGES],
     "pages": [
@@ -137,7 +152,9 @@ def _of_dim(shape: Any, head_dim: int) -> Any:
     """A shape of attention with this head dim; any other shape unchanged."""
     if isinstance(shape, tuple):
         return tuple(_of_dim(part, head_dim) for part in shape)
-    if isinstance(shape, Odd):
+    if isinstance(shape, Blocks):
+        return replace(shape, head_dim=head_dim)
+    if isinstance(shape, Odd | Coded):
         return replace(shape, shape=_of_dim(shape.shape, head_dim))
     return replace(shape, head_dim=head_dim) if isinstance(shape, Shape) else shape
 
