@@ -1,6 +1,7 @@
 """Copies between mapped memory and stores that keep blocks encoded.
 
-    host page ─▶ private copy, verified ─▶ encoded ─▶ slot        slot ─▶ verified ─▶ decoded ─▶ host page
+    host page ─▶ private copy, verified ─▶ encoded ─▶ slot
+    slot ─▶ verified ─▶ decoded ─▶ host page
 
 The core knows no digest of an encoded block. The slot's header has it; its generation shows that it
 belongs to the block. Encoding and decoding run in the mover's threads.

@@ -82,7 +82,6 @@ BUILDERS: dict[str, set[str]] = {
     "cli/conversation.py": {"worker"},
     "cli/simulate.py": {"simulator"},
     "cli/stored_form.py": {"simulator", "codecs"},
-    "cli/quality.py": {"quality", "codecs"},
     "cli/quality.py": {"quality", "codecs", "worker"},
     "cli/codecs.py": {"quality", "codecs"},
     "cli/calibrate.py": {"quality", "codecs", "worker"},

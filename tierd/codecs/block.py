@@ -190,7 +190,7 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
             f"encoded block: format {header['version']}, codec {number} in version {version} is unknown here; upgrade "
             "tierd"
         )
-    shape = _shape_of(*(header[field] for field in ("dtype", "layout", "layers", "kv_heads", "head_dim", "tokens")))
+    shape = _shape_of(_Said(*(header[field] for field in _Said._fields)))
     if codec is not None:
         codec.check(shape)
     least, most = codec.lengths(shape) if codec else (shape.block_bytes, shape.block_bytes)
@@ -251,13 +251,25 @@ def _checksum(header: bytes, payload: Bytes) -> int:
     return record_checksum(struct.pack("<2Q", record_checksum(header[:-8]), record_checksum(payload)))
 
 
-@lru_cache(maxsize=256)
-def _shape_of(dtype: int, layout: int, layers: int, kv_heads: int, head_dim: int, tokens: int) -> KVShape:
+class _Said(NamedTuple):
+    """Fields of a header."""
+
+    dtype: int
+    layout: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+
+
+@lru_cache
+def _shape_of(said: _Said) -> KVShape:
     """Raises CorruptRecord for an impossible shape."""
-    if dtype >= len(DTYPES) or layout >= len(LAYOUTS):
-        raise CorruptRecord(f"encoded block: dtype {dtype}, layout {layout} do not exist; read another copy")
+    if said.dtype >= len(DTYPES) or said.layout >= len(LAYOUTS):
+        raise CorruptRecord(f"encoded block: dtype {said.dtype}, layout {said.layout} do not exist; read another copy")
+    dtype, layout = DTYPES[said.dtype], LAYOUTS[said.layout]
     try:
-        return KVShape(KVGeometry(layers, kv_heads, head_dim, DTYPES[dtype], LAYOUTS[layout]), tokens)
+        return KVShape(KVGeometry(said.layers, said.kv_heads, said.head_dim, dtype, layout), said.tokens)
     except InvalidArgument as error:
         raise CorruptRecord(f"encoded block: its header is impossible ({error}); read another copy") from None
 

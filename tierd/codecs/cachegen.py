@@ -106,7 +106,9 @@ class CacheGen:
             length = int.from_bytes(payload[at : at + 4].tobytes(), "little")
             stream, at = payload[at + 4 : at + 4 + length], at + 4 + length
             frequencies = rans.frequencies_of(own)
-            decoded = rans.decode(stream, len(own) * tokens, frequencies, np.arange(len(own)), tokens)
+            decoded = rans.decode(
+                stream, np.empty(len(own) * tokens, np.uint8), frequencies, np.arange(len(own)), tokens
+            )
             symbols[tables] = decoded.reshape(-1, tokens)
         if at != len(payload):
             raise CorruptRecord(f"codec {self.name}: streams end at {at} of {len(payload)} bytes; read another copy")

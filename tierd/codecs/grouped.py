@@ -2,7 +2,7 @@
 
 A group is one channel's values in a block of 128 tokens or more, else one head's. Groups are in the
 order of layers, keys and values, heads, channels. A symbol is twice the distance of a value's
-exponent from the largest one of its group, plus 1 if its sign is the group's rarer one.
+exponent from the largest one of its group. It is 1 more if the sign is the group's rarer one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """tops: uint8 [groups]. tables: uint8 [groups], the table of each; NEGATIVE: so are most of its values."""
+    """tops: uint8 [groups]. tables: uint8 [groups], the table of each. NEGATIVE: most values are."""
 
     tops: Bytes
     tables: Bytes
@@ -56,7 +56,8 @@ class Chosen(NamedTuple):
 
 
 class Split(NamedTuple):
-    """symbols: of all groups in their order; they may lie in scratch memory. counts: of each symbol, [tables, 256]. escapes: exponents."""
+    """symbols: of all groups in their order; they may lie in scratch memory.
+    counts: of each symbol, [tables, 256]. escapes: exponents."""
 
     symbols: Bytes
     counts: NDArray[Any]

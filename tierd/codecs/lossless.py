@@ -83,7 +83,7 @@ class Lossless:
         parts = _parts(payload, shape)
         chosen, frequencies = Chosen(parts.tops, parts.chosen), _unpacked(parts.tables)
         into = loops.scratch("symbols", shape.values)
-        symbols = rans.decode(parts.stream, shape.values, frequencies, _which(chosen), groups_of(shape).length, into)
+        symbols = rans.decode(parts.stream, into, frequencies, _which(chosen), groups_of(shape).length)
         raw = loops.empty_raw(shape)
         if not grouped.join(raw, shape, chosen, Split(symbols, frequencies, parts.escapes), parts.fractions):
             raise _corrupt("an exponent is impossible, or the escapes are not as many as the symbols name")

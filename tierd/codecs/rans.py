@@ -107,38 +107,37 @@ def _plain_encode(symbols: Bytes, frequencies: Frequencies, which: Which, run: i
     return np.concatenate((states.astype("<u4").view(np.uint8), *(word.view(np.uint8) for word in reversed(words))))
 
 
-def decode(
-    stream: Bytes, count: int, frequencies: Frequencies, which: Which, run: int, into: Bytes | None = None
-) -> Bytes:
-    """The symbols again: uint8 [count], in `into` if it is given and the library is there. Raises CorruptRecord unless all of the stream fits.
+def decode(stream: Bytes, into: Bytes, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+    """The symbols again, as many as `into` has: uint8 [n]. Raises CorruptRecord unless all of the
+    stream fits.
 
-    It reads no byte outside of stream, and takes memory for count symbols and the tables alone."""
+    It reads no byte outside of stream, and takes memory for the tables alone.
+    """
+    count = len(into)
     lanes = lanes_of(count)
     _check(frequencies, which, run, count)
     if len(stream) < 4 * lanes or len(stream) % 2:
         raise CorruptRecord(f"rANS: {len(stream)} bytes are no stream of {lanes} states; read another copy")
     if loops.library is None:
-        return _plain_decode(stream, count, frequencies, which, run)
-    symbols, entries = (
-        np.empty(count, np.uint8) if into is None else into,
-        loops.scratch("tables", 4 * TOTAL * len(frequencies)),
-    )
-    with _described(symbols, count, frequencies, which, run) as rans:
+        return _plain_decode(stream, into, frequencies, which, run)
+    entries = loops.scratch("tables", 4 * TOTAL * len(frequencies))
+    with _described(into, count, frequencies, which, run) as rans:
         is_whole = loops.library.tierd_rans_decode(
             *(rans, loops.address_of(entries), loops.address_of(stream)),
-            *((len(stream) - 4 * lanes) // 2, loops.address_of(symbols)),
+            *((len(stream) - 4 * lanes) // 2, loops.address_of(into)),
         )
     if not is_whole:
         raise CorruptRecord(f"rANS: the stream does not end with its {count} symbols; read another copy")
-    return symbols
+    return into
 
 
-def _plain_decode(stream: Bytes, count: int, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+def _plain_decode(stream: Bytes, symbols: Bytes, frequencies: Frequencies, which: Which, run: int) -> Bytes:
+    count = len(symbols)
     lanes = lanes_of(count)
     each, table = _tables(frequencies), _table_of_each(which, run, count)
     states = np.frombuffer(stream[: 4 * lanes].tobytes(), "<u4").astype(np.uint64)
     words = np.frombuffer(stream[4 * lanes :].tobytes(), "<u2").astype(np.uint64)
-    at, symbols = 0, np.empty(count, np.uint8)
+    at = 0
     own, starts, of_slot = frequencies.astype(np.uint64), each.starts, each.symbols
     for first in range(0, count, lanes):
         of = table[first : first + lanes]

@@ -2,7 +2,8 @@
 
 The rotation spreads outliers over all channels, so that one scale per vector fits them all
 (QuaRot, arXiv 2404.00456, section 4). Codes are the middles of equal steps. The step is a share of
-the vector's largest value, near the step that fits normal values best (Max, 1960). The stored scale makes the decoded vector's product with the original equal to the original's square.
+the vector's largest value, near the step that fits normal values best (Max, 1960). The stored
+scale makes the decoded vector's product with the original equal to the original's square.
 A least-squares scale would shrink vectors and blur sharp attention. At 4 bits tiny-llama's recall
 loses 0.19 with it, and 0.04 with this one (perplexity per token).
 

@@ -153,7 +153,9 @@ def _unpacked(payload: Bytes, tokens: int, found: dict[str, Any]) -> tuple[NDArr
         )
     stream, low, escapes = (payload[a:b] for a, b in itertools.pairwise(ends))
     count = len(plan.tables) * tokens
-    symbols = rans.decode(stream, count, found["frequencies"], plan.tables, tokens).reshape(-1, tokens)
+    symbols = rans.decode(stream, np.empty(count, np.uint8), found["frequencies"], plan.tables, tokens).reshape(
+        -1, tokens
+    )
     q = symbols.astype(np.int32) - CENTRE
     is_far = symbols == ESCAPE
     if np.count_nonzero(is_far) != head["escapes"]:

@@ -26,6 +26,10 @@ class Identity:
         """The block's own."""
         return Lengths(shape.block_bytes, shape.block_bytes)
 
+    def expected_bytes(self, shape: KVShape) -> int:
+        """The block's own."""
+        return shape.block_bytes
+
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
         return Payload(bytes_of(raw, shape), 0.0)

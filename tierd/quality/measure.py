@@ -71,7 +71,7 @@ def kept_share(policy: TokenChoice | None, spec: LlamaSpec, tokens: int) -> floa
     if policy is None:
         return 1.0
     made = policy.policy(Place(0, spec.kv_heads, tokens, 1))
-    return 1.0 if made.reads_pages else made.budget.of(tokens, least=made.least) / tokens
+    return 1.0 if made.reads_pages else made.budget.of(tokens, prompt=tokens, least=made.least) / tokens
 
 
 def policy_name(policy: TokenChoice) -> str:

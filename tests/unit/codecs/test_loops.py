@@ -52,7 +52,7 @@ def blocks(draw: st.DrawFn) -> tuple[bytes, KVShape]:
 
 
 def at_each_level(work: object) -> Iterator[object]:
-    """What work returns plainly, and then at each level."""
+    """Results of work in numpy, and then at each level."""
     library, loops.library = loops.library, None
     assert library is not None and callable(work)
     try:
@@ -138,7 +138,7 @@ def test_streams_of_rans(data: st.DataObject) -> None:
 
     def again() -> bytes | str:
         try:
-            return rans.decode(bad, size, frequencies, which, run).tobytes()
+            return rans.decode(bad, np.empty(size, np.uint8), frequencies, which, run).tobytes()
         except CorruptRecord:
             return "refused"
 

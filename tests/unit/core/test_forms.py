@@ -66,7 +66,7 @@ class Coded(Kit):
             digest = self.holds.get(int(flight["source"]["generation"]), 0)
             if flight["target"]["flags"] & CODED:
                 metas[row]["stored_length"], metas[row]["error"] = length, metas[row]["error"] + error
-                digest += 1  # what it will be when decoded
+                digest += 1  # of the bytes that it decodes to
             elif codes[row] == NO_ROOM:
                 codes[row] = FAILED
             if flight["source"]["flags"] & CODED:
@@ -191,8 +191,8 @@ STEPS = st.one_of(
 @settings(max_examples=count(test=60, nightly=4_000, weekly=40_000), deadline=None)
 @given(steps=st.lists(STEPS, max_size=60))
 def test_any_order_of_calls(steps: list[tuple[str, int, float]]) -> None:
-    """Whatever the order of puts, gets, ends and faults: a served page is within the demand and
-    holds the bytes of its digest, and the core's books hold."""
+    """After any puts, gets, ends and faults, served pages are within the demand and hold the bytes of
+    their digests."""
     k = Coded(
         tier(HOST, 64, segment=16, high_watermark=0.5, low_watermark=0.3),
         tier(NVME, 32, segment=16),
