@@ -11,6 +11,7 @@ from tierd.codecs import block, loops
 from tierd.codecs.block import Codec
 from tierd.codecs.values import KVShape, bytes_of, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
+from tierd.errors import Unsupported
 from tierd.quality.speed import Sample, codec_speed
 
 SHAPE = KVShape(KVGeometry(layers=1, kv_heads=8, head_dim=128, dtype="bfloat16"), tokens=256)
@@ -22,7 +23,8 @@ SEED = 5
 
 class Known(TypedDict):
     """A codec. error: of a value at most, as the block's header declares it, in standard deviations of
-    the values. loops: "native" or "numpy". The last four are None if it needs a calibration."""
+    the values. loops: "native", "numpy" or "not installed". The last four are None without a
+    measurement: a codec needs a calibration, or a package."""
 
     codec: str
     number: int
@@ -57,7 +59,11 @@ def surveyed(codec: Codec, on: Sample) -> Known:
     )
     if not codec.is_calibrated:
         (_, data), shape = on.blocks[0], on.shape
-        coded = block.encode(codec, data, shape)
+        try:
+            coded = block.encode(codec, data, shape)
+        except Unsupported:
+            known["loops"] = "not installed"
+            return known
         spread = float(floats_of(raw_of(data, shape), shape.geometry.dtype).std())
         known["bits"] = 8 * len(coded) / shape.values
         known["error"] = block.decode(coded, {codec.number: codec}).error / spread

@@ -168,7 +168,7 @@ def test_a_policy_that_keeps_all_changes_nothing(model: Llama, windows: list[Win
     prefix, ways = prefill(model, windows[0].prefix), windows[0].ways[:, :-1]
     plain = predictions(model, prefix, ways)
     for name in ("h2o", "quest", "snapkv"):
-        np.testing.assert_allclose(predictions(model, prefix, ways, TokenChoice(name, 1.0)), plain, atol=2e-3)
+        np.testing.assert_allclose(predictions(model, prefix, ways, TokenChoice(name, 1.0)), plain, atol=5e-3)
 
 
 def test_policies_cross_codecs(model: Llama, windows: list[Window]) -> None:
