@@ -23,8 +23,8 @@ SEED = 5
 
 class Known(TypedDict):
     """A codec. error: of a value at most, as the block's header declares it, in standard deviations of
-    the values. loops: "native", "numpy" or "not installed". The last four are None without a
-    measurement: a codec needs a calibration, or a package."""
+    the values. loops: "native", "numpy" or "not installed". Without a measurement the last four are
+    None. Then the codec needs a calibration or a package."""
 
     codec: str
     number: int
