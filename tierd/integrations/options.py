@@ -23,6 +23,8 @@ class Options(BaseModel):
 
     codec: encodes blocks before they are stored, such as "rot-8-8"; "": not at all. Engines share
     blocks only with engines of the same codec. calibration: the file of a calibrated codec.
+    error_limit: the greatest error of a value that the engine accepts from stores that have a
+    codec; 0: exact blocks alone, "inf": any error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,6 +39,7 @@ class Options(BaseModel):
     least_load_tokens: int = Field(default=0, ge=0)
     codec: str = ""
     calibration: str = ""
+    error_limit: float = Field(default=0.0, ge=0)
 
     @classmethod
     def read(cls, words: Mapping[str, Any], *, where: str) -> Self:

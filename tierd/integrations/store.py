@@ -91,7 +91,7 @@ class EngineStore:
 
     def open(self, spec: NamespaceSpec) -> OpenedNamespace:
         """The namespace; without a daemon it opens later. Raises InvalidArgument for an impossible spec."""
-        return self._client.open_namespace(spec)
+        return self._client.open_namespace(spec, error_limit=self._options.error_limit)
 
     def lookup(self, groups: Sequence[Group]) -> Found:
         """The tokens and blocks that the daemon could serve now."""

@@ -22,9 +22,11 @@ SEED = 5
 
 
 class Known(TypedDict):
-    """A codec. error: of a value at most, as the block's header declares it, in standard deviations of
-    the values. loops: "native", "numpy" or "not installed". Without a measurement the last four are
-    None. Then the codec needs a calibration or a package."""
+    """A codec. error: the bound in the block's header, in standard deviations of the values.
+
+    loops: "native", "numpy" or "not installed". Without a measurement the last four are None. Then
+    the codec needs a calibration or a package.
+    """
 
     codec: str
     number: int
