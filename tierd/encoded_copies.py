@@ -27,6 +27,8 @@ from tierd.tiers.tier import MappedTier, SliceTable, StoredTier
 
 ENCODE_PASSES = 8
 """Encoding or decoding takes at least as long as so many passes over the bytes."""
+FAULTS = (TierdError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
+"""Of a codec: they fail one block, and not its batch."""
 Way = Callable[..., Awaitable[NDArray[np.uint16]]]
 """(batch, metas, source, target) -> BlockStatus u2 [n]."""
 
@@ -94,6 +96,7 @@ class EncodedCopies:
             some[i]["stored_length"] = extents[i]["length"] = len(made.data)
         some["layers"] = 0
         pages = [_aligned(done[row].made) for row in rows.tolist()]
+        some["origin"] = some["digest"]
         statuses[rows] = await target.write(extents, some, lambda these: [tables[i] for i in these], pages)
         metas[rows] = some
         return statuses
@@ -105,7 +108,10 @@ class EncodedCopies:
         if table_digests(raw_tables([slice_sums(plain, cuts)]))[0].tobytes() != meta["digest"].tobytes():
             return _EncodedBlock(BlockStatus.CORRUPT)
         assert self._store_codecs is not None, "no codec, no encoded page"
-        made = self._store_codecs.encode(tier, meta, plain, room=room)
+        try:
+            made = self._store_codecs.encode(tier, meta, plain, room=room)
+        except FAULTS as error:
+            self._error, made = f"block not encoded: {error!r}", None
         if made is None:
             return _EncodedBlock(BlockStatus.NO_ROOM)
         return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
@@ -145,13 +151,17 @@ class EncodedCopies:
         meta, page = job
         try:
             assert self._store_codecs is not None, "encoded blocks were found without codecs"
-            block = self._store_codecs.decode(meta, payload).block
+            found = self._store_codecs.decode(meta, payload)
         except CorruptRecord as error:
             self._error = str(error)
             return BlockStatus.CORRUPT
-        except TierdError as error:
-            self._error = str(error)
+        except FAULTS as error:
+            self._error = f"block not decoded: {error}"
             return BlockStatus.FAILED
+        block = found.block
+        if found.error > float(meta["error"]) * (1 + 1e-6):
+            self._error = f"encoded block: error {found.error}, its record says {meta['error']}; put it again"
+            return BlockStatus.CORRUPT
         if len(block) != len(page):
             self._error = f"encoded block: {len(block)} bytes when decoded, {len(page)} expected; put it again"
             return BlockStatus.CORRUPT

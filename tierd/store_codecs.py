@@ -151,7 +151,7 @@ class StoreCodecs:
     def _shape(self, codec: Codec, number: int) -> KVShape | None:
         """The shape of a full block of the namespace, if the codec may encode it."""
         spec = self.namespace_of(number).spec
-        if spec.geometry.dtype not in DTYPES or not (codec.is_exact or self._limits.get(number, 0.0) > 0):
+        if spec.codec or spec.geometry.dtype not in DTYPES or not (codec.is_exact or self._limits.get(number, 0.0) > 0):
             return None
         try:
             shape = KVShape(spec.geometry, spec.tokens_per_block)

@@ -177,11 +177,12 @@ class Flights:
     async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
         """Runs one batch. before: the tasks that fill this plan's source pages."""
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
-        metas, begun = self._metas(batch), asyncio.get_running_loop().time()
+        metas, begun = None, asyncio.get_running_loop().time()
         try:
             ready = await self._sources_ready(batch, before)
             await self.prepared(kinds(batch["target"]["segment"]))
             if ready.any():
+                metas = self._metas(batch)  # not before: a source that was decoded has another digest
                 some = metas[ready]
                 statuses[ready] = await self._mover.copy(batch[ready], some)
                 metas[ready] = some
@@ -209,9 +210,10 @@ class Flights:
         metas["layers"], metas["error"] = self._layers_of(metas["namespace"]), batch["error"]
         return metas
 
-    def _finish(self, batch: StructArray, statuses: StructArray, metas: StructArray) -> None:
+    def _finish(self, batch: StructArray, statuses: StructArray, metas: StructArray | None) -> None:
         self.made += len(batch)
-        self.failed += int((statuses != BlockStatus.READY).sum())
+        # A block whose encoding did not fit is copied as it is next time.
+        self.failed += int(np.isin(statuses, (BlockStatus.READY, BlockStatus.NO_ROOM), invert=True).sum())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
         self.read_queues.end(batch)

@@ -252,6 +252,8 @@ class Upkeep:
             return metas
         metas = duplicate(metas)
         metas["stored_length"][coded] = metas["logical_length"][coded]
+        metas["digest"][coded] = metas["origin"][coded]
+        metas["digest"][coded[metas["error"][coded] > 0]] = 0  # not known before it is decoded
         held = coded[known[coded] >= 0]
         held = held[self._index.blocks.places[known[held]] > 0]
         metas["digest"][held] = self._index.blocks.digest[known[held]].view(np.uint8)
@@ -297,9 +299,19 @@ class Upkeep:
         if some(is_known):
             good &= ~is_known | (self._index.attached(tier, ids) < 0)
             is_held = is_known & (blocks.places[ids] > 0)
-            is_coded = extents["flags"] & CODED > 0
-            good &= ~is_held | is_coded | (blocks.digest[ids] == words(metas["digest"])).all(axis=1)
+            good &= ~is_held | self._agrees(extents, metas, ids)
         return np.asarray(good, bool), ids
+
+    def _agrees(self, extents: StructArray, metas: StructArray, ids: Ids) -> Bools:
+        """Which pages may hold the same block as those of the ids. An encoded page names the block
+        that was encoded; a coarse page near has other bytes than that."""
+        own = self._index.blocks.digest[ids]
+        is_coded = extents["flags"] & CODED > 0
+        wanted = words(np.where(is_coded[:, None], metas["origin"], metas["digest"]))
+        agrees = (own == wanted).all(axis=1) | ~own.any(axis=1)
+        if some(is_coded):
+            agrees |= is_coded & (self._index.nearest_error(ids) > 0)
+        return np.asarray(agrees, bool)
 
     def _find(self, extents: StructArray, state: int) -> tuple[Where, Bools]:
         """Pages by place, and which have this state. A used one must have this generation, a free

@@ -181,7 +181,10 @@ STEPS = st.one_of(
     st.tuples(st.just("write"), st.integers(0, 5), st.sampled_from([7, 8])),
     st.tuples(st.just("get"), st.integers(0, 5), st.sampled_from([0.0, 0.3, 0.6, 9.0])),
     st.tuples(st.just("persist"), st.integers(0, 5), st.just(0)),
-    st.tuples(st.just("evict"), st.integers(0, 5), st.integers(0, 1)),
+    st.tuples(st.just("evict"), st.integers(0, 5), st.integers(0, 2)),
+    st.tuples(st.just("serving"), st.integers(0, 1), st.integers(1, 2)),
+    st.tuples(st.just("writable"), st.integers(0, 1), st.integers(1, 2)),
+    st.tuples(st.just("coded"), st.integers(0, 3), st.just(0)),
     st.tuples(st.just("accept"), st.just(0), st.sampled_from([0.0, 0.3, 9.0])),
     st.tuples(st.just("end"), st.integers(1, 4), st.sampled_from([READY, READY, FAILED, CORRUPT, NO_ROOM])),
     st.tuples(st.just("demote"), st.just(0), st.just(0)),
@@ -196,6 +199,7 @@ def test_any_order_of_calls(steps: list[tuple[str, int, float]]) -> None:
     k = Coded(
         tier(HOST, 64, segment=16, high_watermark=0.5, low_watermark=0.3),
         tier(NVME, 32, segment=16),
+        tier(NVME, 48, segment=16, index=1),
     )
     for what, which, value in steps:
         names = chain(f"{which}", 3)
@@ -210,8 +214,14 @@ def test_any_order_of_calls(steps: list[tuple[str, int, float]]) -> None:
             k.took(k.core.evict(ids[ids >= 0], tier=int(value), now=k.tick()))
         elif what == "accept":
             k.forms.accepted = value
+        elif what == "serving":
+            k.core.set_serving(int(value), serving=bool(which))
+        elif what == "writable":
+            k.core.set_writable(int(value), writable=bool(which))
+        elif what == "coded":
+            k.forms.coded = [{1}, {2}, {1, 2}, {9}][which]
         elif what == "end":
-            k.end([int(value)] + [READY] * (which - 1))
+            k.end([int(value)] + [READY] * (which - 1), error=0.25 if which % 2 else 0.05)
         else:
             k.demote()
 

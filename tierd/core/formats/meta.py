@@ -51,7 +51,8 @@ META = np.dtype(
         ("until_s", "<u4"),  # Unix time at which the priority runs out; 0: never.
         ("priority", "u1"),  # That a put gave, + 1; 0: none given.
         ("error", "<f4"),  # Of a value of the block as decoded, at most; 0: exact.
-        ("reserved", "u1", (31,)),
+        ("origin", "u1", (16,)),  # Digest of the block that was encoded; zeros: none was.
+        ("reserved", "u1", (15,)),
         ("checksum", "<u8"),  # xxh3-64 over all bytes before it.
     ]
 )

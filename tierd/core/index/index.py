@@ -139,6 +139,16 @@ class Index:
             out[here] = tier
         return out
 
+    def nearest_error(self, blocks: Ids) -> Column:
+        """The error bound of each block's nearest page that is not encoded: float32 [n]; 0: none."""
+        out = np.zeros(len(blocks), np.float32)
+        for tier in reversed(range(len(self.tiers))):
+            if self.tiers[tier].has_coarse:
+                pages = self.readable(tier, blocks)
+                here = (pages >= 0) & ~self.is_coded(tier, pages)
+                out[here] = self.tiers[tier].error[pages[here]]
+        return out
+
     def stored_lengths(self, tier: int, blocks: Ids) -> Lengths:
         """Bytes of a page of the tier for each block: uint32 [n]. Fewer than `Blocks.length` for
         blocks that the tier stores encoded."""

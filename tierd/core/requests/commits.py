@@ -148,5 +148,7 @@ class Commits:
         tiers = kinds(where.tiers)
         if not all(self._index.tiers[tier].spec.writer_owned for tier in tiers):
             return 0  # a block existed only on a store, which clients cannot map
+        if some(self._index.nearest_error(ids) > 0):
+            return 0  # an existing block is coarse; the writer may accept no error
         kind = self._index.tiers[int(where.tiers[0])].spec.kind
         return self._gets.hold(holder, kind=kind, where=where, blocks=ids)

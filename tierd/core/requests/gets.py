@@ -201,7 +201,7 @@ class Gets:
             most = max(most, tokens)
             blocks = sight.wanted(tokens)
             sight.near = self._planner.attached(blocks, self._index.serving(kind))
-            over, away = self._apart(blocks, sight.near, kind=kind, holder=holder, shut=shut)
+            over, away = self._apart(blocks, sight, kind=kind, holder=holder, shut=shut)
             if len(over) == 0 and len(away):
                 sight.near = None
                 brought = np.concatenate((brought, away))
@@ -215,13 +215,16 @@ class Gets:
             failed = np.concatenate((failed, over))
         return most, 0
 
-    def _apart(self, blocks: Ids, near: Where, *, kind: Wanted, holder: Holder | None, shut: Tiers) -> tuple[Ids, Ids]:
+    def _apart(self, blocks: Ids, sight: Sight, *, kind: Wanted, holder: Holder | None, shut: Tiers) -> tuple[Ids, Ids]:
         """Blocks that cannot come near, and blocks without a page there. The former have no tier in
-        service, lie in a shut one, or exceed the share."""
+        service, lie in a shut one, exceed the share, or are near but too coarse."""
+        near, limit = sight.near, min(group.error_limit for group in sight.groups)
+        assert near is not None, "the pages near were looked up"
         serving = self._index.serving(kind)
         if not serving:
             return blocks, no_ids()
         over, away = self._pins.over_share(blocks, near, serving, holder), near.pages < 0
+        over |= self._pins.too_coarse(near, limit)
         if shut:
             over |= away & among(self._planner.sources(blocks, kind).tiers, list(shut))
         return blocks[over], blocks[away]
@@ -248,7 +251,8 @@ class Gets:
         It gets no more, even if blocks were put meanwhile."""
         sight, near = look(self._index, lease.queries, holder.domain), self._index.serving(lease.kind)
         for query, ids in zip(lease.queries, sight.ids, strict=True):
-            ids[self._index.nearest(ids.ravel(), near).reshape(ids.shape) < 0] = -1
+            is_there = self._index.nearest(ids.ravel(), near, error_limit=query.error_limit) >= 0
+            ids[~is_there.reshape(ids.shape)] = -1
             ids[:, needed(query, lease.tokens).stop :] = -1
         before = replace(lease)
         failed = no_ids()

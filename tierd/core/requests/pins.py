@@ -52,6 +52,15 @@ class Pins:
             over[rows] = ~self._sessions.room_for_bytes(holder, tier, cost)
         return over
 
+    def too_coarse(self, near: Where, limit: float) -> Bools:
+        """Which near pages have a greater error than the limit, filled or being filled."""
+        out = np.zeros(len(near.pages), bool)
+        for tier, pages_of in enumerate(self._index.tiers):
+            if pages_of.has_coarse:
+                rows = true_rows(near.tiers == tier)
+                out[rows] = pages_of.error[near.pages[rows]] > limit
+        return out
+
     def fits(self, pages: Ids, holder: Holder, tier: int) -> bool:
         """Whether the holder may pin these pages even if it has pinned none of them."""
         return int(self._index.tiers[tier].class_bytes(pages).sum()) <= self._sessions.room_bytes(holder, tier)

@@ -171,8 +171,8 @@ class Planner:
         """Transfers ended. metas: of the copies."""
         transfers = self.inflight.end(ids)
         good = statuses == BlockStatus.READY
-        self.index.blocks.plain[transfers["block"][statuses == BlockStatus.NO_ROOM]] = True
         for rows in runs(transfers["target_tier"]):
+            self._note_plain(transfers[rows], statuses[rows])
             self._end_targets(transfers[rows], good[rows], None if metas is None else metas[rows], draft)
         for rows in runs(transfers["source_tier"]):
             self._end_sources(transfers[rows], statuses[rows], draft=draft)
@@ -186,6 +186,12 @@ class Planner:
         if (~good & attached).any():
             self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
         self.index.unpin(tier, pages, draft)
+
+    def _note_plain(self, transfers: StructArray, statuses: Codes) -> None:
+        """Blocks whose encoding did not fit: stores get them as they are."""
+        tier, pages = int(transfers["target_tier"][0]), transfers["target_page"]
+        is_its = (statuses == BlockStatus.NO_ROOM) & (self.index.tiers[tier].doom[pages] == 0)
+        self.index.blocks.plain[transfers["block"][is_its]] = True
 
     def _note_forms(self, tier: int, transfers: StructArray, metas: StructArray, *, rows: Ids) -> Bools:
         """Length and error of copies that were encoded, digest of those that were decoded. Returns
@@ -207,10 +213,12 @@ class Planner:
         return stand
 
     def _is_near(self, block: Ids, *, besides: int) -> bool:
-        """Whether another tier than this one has a page of the block that is not encoded."""
+        """Whether another tier than this one has a page with the bytes of the block's digest: one that
+        is not encoded, or exactly."""
         for tier in range(len(self.index.tiers)):
             page = self.index.readable(tier, block)
-            if tier != besides and page[0] >= 0 and not self.index.is_coded(tier, page)[0]:
+            is_exact = page[0] >= 0 and self.index.tiers[tier].error[page[0]] == 0
+            if tier != besides and page[0] >= 0 and (is_exact or not self.index.is_coded(tier, page)[0]):
                 return True
         return False
 
