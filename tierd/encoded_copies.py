@@ -141,7 +141,6 @@ class EncodedCopies:
         some["digest"], some["codec"], some["codec_version"] = digests, 0, 0
         good = np.flatnonzero(~wrong)
         if len(good):
-            failpoint("mover.publish.before_catalogue")
             target.publish(batch["target"][rows[good]], some[good], [tables[i] for i in good.tolist()])
         metas[rows] = some
         return statuses

@@ -99,25 +99,9 @@ template <class Format, int kDim> struct Encoder : Tiles<Format, kDim> {
   static SIMT_DEV float square(float x) { return simt::times(x, x); }
   static SIMT_DEV uint32_t magnitude(float x) { return bit_cast<uint32_t>(x) & 0x7FFFFFFFu; }
 
-  struct Coded {
-    float k[kEach];  // code + low
-    float scale, off;
-  };
-
-  static SIMT_DEV void code(Coded& to, const float (&y)[kEach], float whole, float step, float low) {
-    const bool is_zero = step < float(1e-17 / 1000);
-    const float inverse = simt::over(1.f, is_zero ? 1.f : step);
-#pragma unroll
-    for (int i = 0; i < kEach; i++) to.k[i] = rintf(fminf(fmaxf(simt::plus(simt::times(y[i], inverse), -0.5f), low), -1.f - low));
-    const float product = sum([&](int i) { return simt::times(y[i], to.k[i] + 0.5f); });
-    to.scale = is_zero ? 0.f : simt::over(whole, product);
-    const float wide = __half2float(__float2half(to.scale));
-    to.off = sum([&](int i) { return square(simt::plus(y[i], -simt::times(to.k[i] + 0.5f, wide))); });
-  }
-
   SIMT_DEV void encode_row(int row) {
     const int side = row / kTileTokens, bits = side ? p.value_bits : p.key_bits;
-    float y[kEach], greatest = 0.f;
+    float y[kEach], middles[kEach], greatest = 0.f;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const float x = Format::widen(this->value_of(row, i));
@@ -125,27 +109,33 @@ template <class Format, int kDim> struct Encoder : Tiles<Format, kDim> {
       y[i] = this->signed_as(x, i);
     }
     this->transform(y);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) greatest = fmaxf(greatest, fabsf(y[i]));
+    for (int by = kTeam / 2; by; by /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, by));
     const float whole = sum([&](int i) { return square(y[i]); });
-    float step = simt::times(simt::root(simt::times(whole, 1.f / kDim)), bits == 8 ? 0.0308f : 0.3352f);
-    if (bits == 8) {  // wide enough to clip nothing
-#pragma unroll
-      for (int i = 0; i < kEach; i++) greatest = fmaxf(greatest, fabsf(y[i]));
-      for (int by = kTeam / 2; by; by /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(~0u, greatest, by));
-      const float wider = simt::times(greatest, float(1 / 127.5));
-      step = wider > step ? wider : step;  // NaN stays
-    }
+    const float step = step_of(simt::root(simt::times(whole, 1.f / kDim)), greatest, bits);
     const float low = bits == 8 ? -128.f : -8.f;
-    Coded best;
-    code(best, y, whole, step, low);
-    for (int i = 0; i < (bits == 4 ? 2 : 0); i++) {  // the same for all lanes, which sum together
-      Coded other;
-      code(other, y, whole, simt::times(step, i ? 1.25f : 0.8f), low);
-      if (other.off < best.off) best = other;
-    }
+    const bool is_zero = step < float(1e-17 / 1000);
+    const float inverse = simt::over(1.f, is_zero ? 1.f : step);
 #pragma unroll
-    for (int i = 0; i < kEach; i++) this->code_of(side, row % kTileTokens, kTeam * i + this->mine()) = uint8_t(best.k[i] - low);
-    if (this->mine() == 0) reinterpret_cast<__half*>(this->packed)[row] = __float2half(best.scale);
-    off = max(off, magnitude(best.off));
+    for (int i = 0; i < kEach; i++) {
+      const float k = rintf(fminf(fmaxf(simt::plus(simt::times(y[i], inverse), -0.5f), low), -1.f - low));
+      this->code_of(side, row % kTileTokens, kTeam * i + this->mine()) = uint8_t(k - low);
+      y[i] = simt::times(y[i], k + 0.5f), middles[i] = k + 0.5f;
+    }
+    const float product = sum([&](int i) { return y[i]; }), squares = sum([&](int i) { return square(middles[i]); });
+    const __half scale = __float2half(is_zero ? 0.f : simt::over(whole, product));
+    if (this->mine() == 0) reinterpret_cast<__half*>(this->packed)[row] = scale;
+    const float s = __half2float(scale), rest = simt::plus(simt::plus(whole, -simt::times(simt::plus(s, s), product)), simt::times(simt::times(s, s), squares));
+    off = max(off, magnitude(simt::plus(rest < 0.f ? 0.f : rest, simt::times(whole, 5e-6f))));  // NaN stays
+  }
+
+  // STEPS of rotated.py: a share of the largest value, near the step that fits normal values best.
+  static SIMT_DEV float step_of(float mean, float greatest, int bits) {
+    const float peak = simt::times(greatest, bits == 8 ? float(1 / 127.5) : 0.12f);
+    const float least = simt::times(mean, bits == 8 ? 0.0308f : float(0.8 * 0.3352)), top = simt::times(mean, bits == 8 ? 1.f : float(1.25 * 0.3352));
+    const float step = peak > least ? peak : least;  // NaN stays
+    return step > top ? top : step;
   }
 
   SIMT_DEV void report() {

@@ -19,7 +19,7 @@ from tierd.simulator.choices import parse_choice
 from tierd.simulator.clairvoyant import NEVER, next_uses
 from tierd.simulator.rivals import RIVALS
 from tierd.simulator.runs import Outcome, Scenario, Simulation, simulate, simulate_all
-from tierd.simulator.sequences import Request, Trace, trace_of
+from tierd.simulator.sequences import Measure, Request, Trace, trace_of
 from tierd.simulator.sizes import Tiers, parse_size, tiers_of
 
 SHARES = ("0.1%", "1%", "5%", "10%", "25%", "50%")
@@ -40,7 +40,7 @@ def load(shared: Path, name: str, limit: int | None = None) -> Trace:
 
 def tiers(trace: Trace, **sizes: str) -> Tiers:
     parsed = {TierKind[kind.upper()]: parse_size(text) for kind, text in sizes.items()}
-    return tiers_of(parsed, distinct=trace.distinct, longest=trace.longest, block_bytes=None, config=Config())
+    return tiers_of(parsed, distinct=trace.distinct, longest=trace.longest, measure=Measure(), config=Config())
 
 
 def ran(trace: Trace, policy: str, **sizes: str) -> Outcome:

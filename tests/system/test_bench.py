@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 
 from tests.depth import slow
 from tests.repo.source import ROOT
+from tierd.codecs.named import ALL
+from tierd.codecs.planes import COMPRESSORS, Planes
 from tools.bench.peers.known import KNOWN
-from tools.bench.promises import PROMISES
+from tools.bench.promises import PROMISES, SHAPES
 from tools.bench.traffic import PATTERNS
 
 ROWS = {
@@ -66,6 +69,15 @@ SHORT = ("data_plane", "one_block")
 """`make test` runs these. Every other suite takes some seconds even at its tiny size."""
 LIMIT_S = 600
 """A suite takes seconds, but may take long on a busy machine."""
+ROWS["codecs"] = {
+    f"{codec.name} {work} {shape} {loops}"
+    for codec in ALL
+    if not codec.is_calibrated
+    and (not isinstance(codec, Planes) or find_spec(COMPRESSORS[codec.name].package.split(".")[0]))
+    for work in ("encode", "decode")
+    for shape in SHAPES
+    for loops in ("native", "plain")
+}
 FULL_ONLY = {
     *(f"policy_{name}_{tiers}" for name in list(PATTERNS)[2:] for tiers in ("one", "two")),
     *(f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (8192, 65_536)),

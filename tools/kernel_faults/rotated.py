@@ -72,7 +72,7 @@ ROTATED: tuple[Mutant, ...] = (
         "int by = kTeam / 2; by; by /= 2) total",
         "int by = 1; by < kTeam; by *= 2) total",
     ),
-    _of_pages("rot-tries", "the last step wins", "if (other.off < best.off) best = other;", "best = other;"),
+    _of_pages("rot-step", "a step has no upper limit", "return step > top ? top : step;", "return step;"),
     _of_pages("rot-clip", "8 bits clip outliers", "wider > step ? wider : step", "step"),
     _of_pages("rot-nan", "NaN is a row of zeros", "step = wider > step ? wider : step;", "step = fmaxf(step, wider);"),
     _of_pages(

@@ -316,6 +316,7 @@ def test_every_part_foretells_what_it_gives() -> None:
         forecasts._others,
         forecasts._link,
         forecasts._together,
+        forecasts._rotated,
         forecasts._sanitizers,
     )
     assert sum(len(list(table())) for table in tables) == len(FORECASTS)

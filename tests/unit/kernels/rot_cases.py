@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.unit.kernels.kernel_cases import Case, Narrow, Shape, allocate, made, placed
 from tierd.codecs import rotated
-from tierd.codecs.rotated import LEAST_LENGTH
+from tierd.codecs.rotated import length_of
 from tierd.codecs.tiles import TILE_TOKENS, packed, unpacked
 from tierd.codecs.values import KVShape, bytes_of, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
@@ -138,7 +138,7 @@ def check_blocks(library: Library, blocks: Blocks) -> None:
         decode_pages(library, shape, coded=places[1], plain=places[2])
     for i, (payload, error) in enumerate(done):
         _same(coded[i], payload, f"{blocks}: payload {i}")
-        assert float(np.sqrt(found[i, 0])) + LEAST_LENGTH == error, f"{blocks}: error {i}"
+        assert length_of(float(found[i, 0])) == error, f"{blocks}: error {i}"
         assert found[i, 1] == np.abs(floats_of(raw_of(given[i], kv), blocks.dtype)).max(), f"{blocks}: magnitude {i}"
         want = bytes_of(rounded(decoded_values(payload, kv, blocks.codec), blocks.dtype), kv)
         _same(again[i], want, f"{blocks}: block {i}")
