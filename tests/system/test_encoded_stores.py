@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.test_corruption import flip_bit
+from tests.system.test_restart import wipe_arena
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.cli.admin import connect
@@ -253,3 +255,50 @@ def test_namespaces_tell_what_encoding_does() -> None:
     assert found.plain_bytes == (len(NAMES) - 1) * SPEC.block_bytes == found.decoded_bytes
     assert 3.5 < found.plain_bytes / found.stored_bytes < 4
     assert 0 < found.error < 4 and found.encode_s > 0 and found.decode_s > 0
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_lossless_store_serves_all_after_a_restart(kills: bool) -> None:
+    """Blocks that were encoded without loss come back bit by bit, to clients that accept no error."""
+    kept = blocks()
+    with Daemon(CONFIG.format(codec="lossless")) as daemon:
+        with Client(daemon.target) as client:
+            stored(client, client.open_namespace(SPEC), kept)
+            evict(daemon)
+        if kills:
+            daemon.kill()
+            wipe_arena(daemon)
+            daemon.start()
+        else:
+            daemon.restart()
+        with Client(daemon.target) as client:
+            space = client.open_namespace(SPEC)
+            assert off(got(client, space), kept) == [0.0] * len(NAMES)
+            assert client.lookup(space, NAMES).tokens == 16 * len(NAMES)
+        assert bad_pages(daemon) == 0
+
+
+def test_a_device_gets_decoded_blocks_through_memory() -> None:
+    """Blocks go from an encoded store over host memory to a device, and no page counts as bad."""
+    device = '[[device]]\nkind = "cpu"\ncapacity = "8 MiB"\nsegment = "1 MiB"\n'
+    with Daemon(device + CONFIG.format(codec="rot-4-4")) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC, error_limit=ANY)
+        stored(client, space, blocks())
+        evict(daemon)
+        with client.acquire(Group(space, NAMES), tier="device") as lease:
+            assert lease.tokens == 16 * len(NAMES)
+        with RawClient(daemon.target) as raw:
+            tiers = raw.call(raw.admin.Tiers, apb.TiersRequest()).tiers
+        assert [tier.pages_quarantined for tier in tiers] == [0, 0, 0]
+
+
+def test_demotion_goes_on_with_blocks_that_do_not_fit() -> None:
+    """If no encoding is within the limit, the background writes the blocks as they are."""
+    names, eager = chain(9, 60), "high_watermark = 0.3\nlow_watermark = 0.1\n\n[[nvme]]"
+    with (
+        Daemon(CONFIG.replace("\n[[nvme]]", eager, 1).format(codec="rot-4-4")) as daemon,
+        Client(daemon.target) as client,
+    ):
+        space = client.open_namespace(SPEC, error_limit=0.001)
+        client.put(space, names, blocks(count=60))
+        await_true(lambda: stored_bytes(daemon) >= 40 * SPEC.block_bytes, "blocks in the store")

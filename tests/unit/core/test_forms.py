@@ -256,3 +256,41 @@ def test_an_exact_copy_is_loaded_rather_than_a_coarse_one() -> None:
     assert k.core.errors(stored(k, names)).tolist() == [0.0, 0.25, 0.25]
     k.took(k.core.evict(k.ids(names), tier=0, now=k.tick()))
     assert k.check_served(names, 0.0) == 3
+
+
+def test_a_commit_gives_no_lease_on_a_coarse_block() -> None:
+    """If the block exists coarsely by then, the writer gets no lease: it may accept no error."""
+    k, names = kit(), chain("a", 3)
+    mine = k.reserve(names, length=BYTES)
+    k.write(names)
+    k.took(k.core.persist(k.ids(names), now=k.tick()))
+    k.end_all()
+    k.took(k.core.evict(k.ids(names), tier=0, now=k.tick()))
+    assert k.check_served(names, LIMIT) == 3
+    done = k.commit(mine, lease=True)
+    assert done.statuses.tolist() == [BlockStatus.EXISTS] * 3 and done.lease == 0
+
+
+def test_an_encoded_block_names_its_origin_after_a_restart() -> None:
+    """A plain page agrees with an encoded page of the same block, whichever a start finds first."""
+    for stored_first in (False, True):
+        k, names = kit(), chain("a", 2)
+        k.write(names)
+        k.took(k.core.persist(k.ids(names), now=k.tick()))
+        k.end_all()
+        ids, fresh = k.ids(names), kit()
+        found = {tier: (k.core.extents(ids, tier=tier), k.core.metas(ids)) for tier in (0, 1)}
+        for tier, (extents, metas) in found.items():
+            coded = extents["flags"] & CODED > 0
+            metas["generation"], metas["stored_length"] = extents["generation"], extents["length"]
+            metas["origin"][coded], metas["digest"][coded] = metas["digest"][coded], 99
+            metas["error"][coded], metas["codec"][coded] = 0.25, 4
+            extents["flags"] &= CODED
+            assert tier == 1 or not coded.any()
+        for tier in (1, 0) if stored_first else (0, 1):
+            segments = k.core.segments(tier)
+            assert fresh.core.adopt(
+                tier, segments=segments, extents=found[tier][0], metas=found[tier][1], now=0.0
+            ).all()
+        fresh.core.check()
+        assert fresh.core.metas(fresh.ids(names))["digest"][:, 0].tolist() == [7, 7]
