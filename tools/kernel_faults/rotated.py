@@ -73,8 +73,13 @@ ROTATED: tuple[Mutant, ...] = (
         "int by = 1; by < kTeam; by *= 2) total",
     ),
     _of_pages("rot-step", "a step has no upper limit", "return step > top ? top : step;", "return step;"),
-    _of_pages("rot-clip", "8 bits clip outliers", "wider > step ? wider : step", "step"),
-    _of_pages("rot-nan", "NaN is a row of zeros", "step = wider > step ? wider : step;", "step = fmaxf(step, wider);"),
+    _of_pages("rot-clip", "8 bits clip outliers", "peak > least ? peak : least", "least"),
+    _of_pages(
+        "rot-nan",
+        "NaN is a row of zeros",
+        "const float step = peak > least ? peak : least;",
+        "const float step = fmaxf(least, peak);",
+    ),
     _of_pages(
         "rot-absent", "tokens behind the block's end are read", "16 * chunk, token < p.tokens);", "16 * chunk, true);"
     ),
