@@ -11,7 +11,7 @@ import pytest
 
 from tierd.codecs.block import Codec, Context, Payload, decode
 from tierd.codecs.named import BY_NUMBER, codec_named
-from tierd.codecs.values import KVShape, Raw, raw_of
+from tierd.codecs.values import KVShape, Raw, floats_of, raw_of
 from tierd.errors import InvalidArgument, Unsupported
 from tierd.quality import runs
 from tierd.quality.identity import IDENTITY
@@ -170,9 +170,9 @@ def test_a_policy_that_keeps_all_changes_nothing(
     """Under a policy of all tokens the predictions are those of plain attention, but for rounding."""
     prefix, ways = prefill(model, windows[0].prefix), windows[0].ways[:, :-1]
     # Another order of sums can change the last bit of a later layer's bfloat16: here it is left out.
-    narrow = runs.floats_of
+    narrow = floats_of
     monkeypatch.setattr(runs, "rounded", lambda values, _: values)
-    monkeypatch.setattr(runs, "floats_of", lambda raw, _: narrow(raw, _) if raw.dtype == np.uint16 else raw)
+    monkeypatch.setattr(runs, "floats_of", lambda raw, dtype: narrow(raw, dtype) if raw.dtype == np.uint16 else raw)
     plain = predictions(model, prefix, ways)
     for name in ("h2o", "quest", "snapkv"):
         np.testing.assert_allclose(predictions(model, prefix, ways, TokenChoice(name, 1.0)), plain, atol=1e-4)
