@@ -279,18 +279,18 @@ def test_an_encoded_block_names_its_origin_after_a_restart() -> None:
         k.took(k.core.persist(k.ids(names), now=k.tick()))
         k.end_all()
         ids, fresh = k.ids(names), kit()
-        found = {tier: (k.core.extents(ids, tier=tier), k.core.metas(ids)) for tier in (0, 1)}
-        for tier, (extents, metas) in found.items():
+        found = {place: (k.core.extents(ids, tier=place), k.core.metas(ids)) for place in (0, 1)}
+        for place, (extents, metas) in found.items():
             coded = extents["flags"] & CODED > 0
             metas["generation"], metas["stored_length"] = extents["generation"], extents["length"]
             metas["origin"][coded], metas["digest"][coded] = metas["digest"][coded], 99
             metas["error"][coded], metas["codec"][coded] = 0.25, 4
             extents["flags"] &= CODED
-            assert tier == 1 or not coded.any()
-        for tier in (1, 0) if stored_first else (0, 1):
-            segments = k.core.segments(tier)
+            assert place == 1 or not coded.any()
+        for place in (1, 0) if stored_first else (0, 1):
+            segments = k.core.segments(place)
             assert fresh.core.adopt(
-                tier, segments=segments, extents=found[tier][0], metas=found[tier][1], now=0.0
+                tier, segments=segments, extents=found[place][0], metas=found[place][1], now=0.0
             ).all()
         fresh.core.check()
         assert fresh.core.metas(fresh.ids(names))["digest"][:, 0].tolist() == [7, 7]
