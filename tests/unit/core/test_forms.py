@@ -290,7 +290,7 @@ def test_an_encoded_block_names_its_origin_after_a_restart() -> None:
         for place in (1, 0) if stored_first else (0, 1):
             segments = k.core.segments(place)
             assert fresh.core.adopt(
-                tier, segments=segments, extents=found[place][0], metas=found[place][1], now=0.0
+                place, segments=segments, extents=found[place][0], metas=found[place][1], now=0.0
             ).all()
         fresh.core.check()
         assert fresh.core.metas(fresh.ids(names))["digest"][:, 0].tolist() == [7, 7]
