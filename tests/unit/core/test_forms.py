@@ -294,3 +294,22 @@ def test_an_encoded_block_names_its_origin_after_a_restart() -> None:
             ).all()
         fresh.core.check()
         assert fresh.core.metas(fresh.ids(names))["digest"][:, 0].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize(("better", "away", "back"), [(0.1, 3, 1), (0.0, 1, 3)])
+def test_a_better_copy_far_away_hides_no_coarse_page(better: float, away: int, back: int) -> None:
+    """A host page too coarse for a demand that a store meets is a miss. A coarse load is refused if a
+    store has the block exactly, though out of service: then the exact one serves when it is back."""
+    k = Coded(tier(HOST, 64, segment=16), tier(NVME, 64, segment=16), tier(NVME, 64, segment=16, index=1))
+    names = chain("a", 3)
+    k.write(names)
+    for store, error in ((1, 0.5), (2, better)):
+        k.core.set_writable(1, store == 1)
+        k.core.set_writable(2, store == 2)
+        k.took(k.core.persist(k.ids(names), now=k.tick()))
+        k.end([READY] * 3, error=error)
+    k.took(k.core.evict(k.ids(names), tier=0, now=k.tick()))
+    k.core.set_serving(2, serving=False)
+    assert k.check_served(names, LIMIT) == away
+    k.core.set_serving(2, serving=True)
+    assert k.check_served(names, 0.2) == back
