@@ -66,7 +66,7 @@ class Coded(Kit):
             digest = self.holds.get(int(flight["source"]["generation"]), 0)
             if flight["target"]["flags"] & CODED:
                 metas[row]["stored_length"], metas[row]["error"] = length, metas[row]["error"] + error
-                digest += 1  # of the bytes that it decodes to
+                digest += error > 0  # of the bytes that it decodes to
             elif codes[row] == NO_ROOM:
                 codes[row] = FAILED
             if flight["source"]["flags"] & CODED:

@@ -207,18 +207,19 @@ class Planner:
             digest = words(metas["digest"][row : row + 1])
             if every(self.index.blocks.digest[block] == digest):
                 continue
-            stand[row] = not self._is_near(block, besides=tier)
+            is_known = some(self.index.blocks.digest[block])
+            stand[row] = not (is_known and self._is_near(block, besides=(tier, source)))
             if stand[row]:
                 self.index.blocks.digest[block] = digest
         return stand
 
-    def _is_near(self, block: Ids, *, besides: int) -> bool:
-        """Whether another tier than this one has a page with the bytes of the block's digest: one that
+    def _is_near(self, block: Ids, *, besides: tuple[int, int]) -> bool:
+        """Whether another tier than these has a page with the bytes of the block's digest: one that
         is not encoded, or exactly."""
         for tier in range(len(self.index.tiers)):
             page = self.index.readable(tier, block)
             is_exact = page[0] >= 0 and self.index.tiers[tier].error[page[0]] == 0
-            if tier != besides and page[0] >= 0 and (is_exact or not self.index.is_coded(tier, page)[0]):
+            if tier not in besides and page[0] >= 0 and (is_exact or not self.index.is_coded(tier, page)[0]):
                 return True
         return False
 
