@@ -44,7 +44,7 @@ def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
     assert compile_native(tmp_path, options=SANITIZED) == ""
     asan = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     tests = ["tests/unit/client/blocks/test_copying.py", "tests/unit/client/blocks/test_one_sided_get.py"]
-    tests += ["tests/unit/codecs/test_loops.py", "tests/unit/codecs/test_rans.py"]
+    tests += ["tests/unit/codecs/test_loops.py", "tests/unit/codecs/test_rans.py", "tests/unit/codecs/test_crafted.py"]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), *tests],
         cwd=ROOT,
