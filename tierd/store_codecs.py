@@ -1,8 +1,8 @@
 """Codecs of stores: which blocks a store keeps encoded, and their encoding.
 
 The configuration names a codec per store. A lossy one is used for namespaces whose clients accept
-an error, and only up to their limit. The first block of a sequence and short blocks stay as they
-are: all later tokens attend to the first ones, and the last ones are still growing.
+an error, and only up to their limit. Blocks that engines never encode stay as they are here too
+(`codecs.coding.stays_exact`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tierd.codecs import block as encoded_block
 from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Decoded
 from tierd.codecs.calibration import Calibration, load
+from tierd.codecs.coding import stays_exact
 from tierd.codecs.named import BY_NUMBER
 from tierd.codecs.values import DTYPES, Bytes, KVShape
 from tierd.core.arrays.sets import kinds
@@ -98,8 +99,8 @@ class StoreCodecs:
             if codec is None or shape is None:
                 continue
             room = HEADER.itemsize + codec.expected_bytes(shape)
-            whole = (blocks["position"] > 0) & (blocks["tokens"] == shape.tokens)
-            lengths[rows & whole & (lengths == shape.block_bytes) & (lengths > room)] = room
+            may = ~stays_exact(blocks["position"], blocks["tokens"], shape.tokens)
+            lengths[rows & may & (lengths == shape.block_bytes) & (lengths > room)] = room
         return lengths
 
     def encode(self, tier: int, meta: np.void, plain: Any, *, room: int) -> Encoded | None:

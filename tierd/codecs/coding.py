@@ -21,6 +21,12 @@ from tierd.core.formats.block import KVGeometry, NamespaceSpec
 from tierd.errors import ConfigError, CorruptRecord, TierdError
 
 
+def stays_exact(number: Any, tokens: Any, full_tokens: int) -> Any:
+    """Whether a block is never encoded, for one block or arrays of them: the first of its sequence,
+    or one with fewer tokens than a full block. number: in its sequence, from 0."""
+    return (number == 0) | (tokens < full_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Coding:
     """codec: for all blocks but exact ones. full: the shape of a full block."""
@@ -70,7 +76,7 @@ class Coding:
         return decoded.block
 
     def _is_exact(self, number: int, tokens: int) -> bool:
-        return number == 0 or tokens < self.full.tokens
+        return bool(stays_exact(number, tokens, self.full.tokens))
 
     def _shape(self, tokens: int) -> KVShape:
         return self.full if tokens == self.full.tokens else replace(self.full, tokens=tokens)
