@@ -10,6 +10,7 @@ belongs to the block. Encoding and decoding run in the mover's threads.
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from tierd.tiers.tier import MappedTier, SliceTable, StoredTier
 
 ENCODE_PASSES = 8
 """Encoding or decoding takes at least as long as so many passes over the bytes."""
-FAULTS = (TierdError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
+FAULTS = (TierdError, struct.error, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
 """Of a codec: they fail one block, and not its batch."""
 Way = Callable[..., Awaitable[NDArray[np.uint16]]]
 """(batch, metas, source, target) -> BlockStatus u2 [n]."""

@@ -133,9 +133,11 @@ class StoreCodecs:
         return Encoded(data, codec.number, codec.version, error)
 
     def decode(self, meta: np.void, data: Any) -> Decoded:
-        """An encoded block's bytes. Raises CorruptRecord, Unsupported."""
-        begun = time.thread_time()
-        found = encoded_block.decode(data, BY_NUMBER, self._by_hash)
+        """An encoded block's bytes. Raises CorruptRecord, also for a block of another shape, and
+        Unsupported."""
+        begun, geometry = time.thread_time(), self.namespace_of(int(meta["namespace"])).spec.geometry
+        shape = KVShape(geometry, int(meta["tokens"]))
+        found = encoded_block.decode(data, BY_NUMBER, self._by_hash, shape=shape)
         with self._lock:
             counts = self._counts_of(int(meta["namespace"]))
             counts.decode_s += time.thread_time() - begun

@@ -46,6 +46,7 @@ HEADER = np.dtype(
     ]
 )
 IDENTITY = 0
+POSITION_MAX = (1 << 32) - 1
 _FIELDS = HEADER.names or ()
 _PACKED = struct.Struct("<I3H2B5If16sIQ")
 """HEADER, read and written at once."""
@@ -151,6 +152,10 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
     codec.check(shape)
     if codec.is_calibrated:
         check_calibration(context.calibration, shape, codec.name)
+    if not 0 <= context.position <= POSITION_MAX:
+        raise InvalidArgument(
+            f"codec {codec.name}: position {context.position} is outside 0 to {POSITION_MAX}; store the block as it is"
+        )
     raw = raw_of(block, shape)
     dtype = shape.geometry.dtype
     largest = 0 if codec.is_exact else loops.largest(np.frombuffer(block, np.uint16))
@@ -168,10 +173,19 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
     return _framed(codec, shape, payload._replace(error=float(np.nextafter(bound, np.float32(np.inf)))), context)
 
 
-def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, Calibration] | None = None) -> Decoded:
-    """A block again. calibrations: by hash.
+def decode(
+    data: Any,
+    codecs: Mapping[int, Codec],
+    calibrations: Mapping[bytes, Calibration] | None = None,
+    *,
+    shape: KVShape | None = None,
+    codec: int | None = None,
+) -> Decoded:
+    """A block again. calibrations: by hash. shape, codec: of the wanted block, compared before any
+    work; codec 0 is always right.
 
-    Raises CorruptRecord for damaged data, Unsupported for an unknown codec, version or calibration.
+    Raises CorruptRecord for damaged data or another block. Raises Unsupported for an unknown codec,
+    version or calibration.
     """
     coded = np.frombuffer(data, np.uint8)
     if len(coded) < HEADER.itemsize:
@@ -183,29 +197,37 @@ def decode(data: Any, codecs: Mapping[int, Codec], calibrations: Mapping[bytes, 
     if header["magic"] != MAGIC or header["checksum"] != _checksum(head, payload):
         raise CorruptRecord("encoded block: the header's checksum does not match; read another copy")
     number, version = header["codec"], header["codec_version"]
-    codec = codecs.get(number)
-    known = 1 if number == IDENTITY else codec.version if codec else 0
+    coder = codecs.get(number)
+    known = 1 if number == IDENTITY else coder.version if coder else 0
     if header["version"] != VERSION or not 0 < version <= known:
         raise Unsupported(
             f"encoded block: format {header['version']}, codec {number} in version {version} is unknown here; upgrade "
             "tierd"
         )
-    shape = _shape_of(_Said(*(header[field] for field in _Said._fields)))
-    if codec is not None:
-        codec.check(shape)
-    least, most = codec.lengths(shape) if codec else (shape.block_bytes, shape.block_bytes)
+    found = _shape_of(_Said(*(header[field] for field in _Said._fields)))
+    if shape not in (None, found) or (codec not in (None, number) and number != IDENTITY):
+        raise CorruptRecord(
+            f"encoded block: it has codec {number} and {found.text}, wanted are codec {codec} and "
+            f"{shape.text if shape else 'any shape'}; compute the block again"
+        )
+    error = header["error"]
+    if not 0 <= error < math.inf or (error and (coder is None or coder.is_exact)):
+        raise CorruptRecord(f"encoded block: error {error} is impossible for codec {number}; read another copy")
+    if coder is not None:
+        coder.check(found)
+    least, most = coder.lengths(found) if coder else (found.block_bytes, found.block_bytes)
     if len(payload) != header["payload"] or not least <= len(payload) <= most:
         raise CorruptRecord(
             f"encoded block: the payload has {len(payload)} bytes, its shape takes {least} to {most}; read another copy"
         )
-    if codec is None:
-        return Decoded(payload, 0.0, IDENTITY, shape)
+    if coder is None:
+        return Decoded(payload, 0.0, IDENTITY, found)
     calibration = None
-    if codec.is_calibrated:
+    if coder.is_calibrated:
         digest = header["calibration"]
-        calibration = check_calibration((calibrations or {}).get(digest), shape, codec.name, digest.hex())
-    raw = codec.decode(payload, shape, Context(header["position"], calibration))
-    return Decoded(bytes_of(raw, shape), header["error"], number, shape)
+        calibration = check_calibration((calibrations or {}).get(digest), found, coder.name, digest.hex())
+    raw = coder.decode(payload, found, Context(header["position"], calibration))
+    return Decoded(bytes_of(raw, found), error, number, found)
 
 
 def check_calibration(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tierd.codecs import block as blocks
-from tierd.codecs.block import HEADER, IDENTITY, Codec, Context
+from tierd.codecs.block import HEADER, Codec, Context
 from tierd.codecs.calibration import Calibration, load
 from tierd.codecs.named import BY_NUMBER, codec_named
 from tierd.codecs.values import Bytes, KVShape
 from tierd.core.formats.block import KVGeometry, NamespaceSpec
-from tierd.errors import ConfigError, CorruptRecord, TierdError
+from tierd.errors import ConfigError, TierdError
 
 
 def stays_exact(number: Any, tokens: Any, full_tokens: int) -> Any:
@@ -67,13 +67,8 @@ class Coding:
     def decode(self, data: Any, *, tokens: int) -> Bytes:
         """The block's bytes. Raises CorruptRecord, Unsupported unless it is one of this coding."""
         known = {self.calibration.hash: self.calibration} if self.calibration else {}
-        decoded = blocks.decode(data, BY_NUMBER, known)
-        if decoded.shape != self._shape(tokens) or decoded.codec not in (IDENTITY, self.codec.number):
-            raise CorruptRecord(
-                f"encoded block: codec {decoded.codec} and shape {decoded.shape.sizes}, the namespace has codec "
-                f"{self.codec.number} and shape {self._shape(tokens).sizes}; compute the block again"
-            )
-        return decoded.block
+        shape, number = self._shape(tokens), self.codec.number
+        return blocks.decode(data, BY_NUMBER, known, shape=shape, codec=number).block
 
     def _is_exact(self, number: int, tokens: int) -> bool:
         return bool(stays_exact(number, tokens, self.full.tokens))

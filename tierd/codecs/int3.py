@@ -52,9 +52,10 @@ class Int3:
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
+        rows = shape.values // shape.geometry.head_dim
+        rotated.check_scales(payload[: 2 * rows])
         if loops.library is not None:
             return rotated.native_decode(payload, shape, (BITS, BITS))
-        rows = shape.values // shape.geometry.head_dim
         planes = np.unpackbits(payload[2 * rows :].reshape(BITS, -1), axis=1, bitorder="little")
         codes = planes[0] | planes[1] << 1 | planes[2] << 2
         scales = payload[: 2 * rows].view(np.float16)

@@ -61,6 +61,7 @@ class Rot:
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
+        rotated.check_scales(payload.reshape(self._tiles(shape), -1)[:, -4 * TILE_TOKENS :])
         if loops.library is None:
             return self._plain_decode(payload, shape)
         return rotated.native_decode(payload, shape, (self.key_bits, self.value_bits))

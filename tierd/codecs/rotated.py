@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs import loops
-from tierd.codecs.values import Bytes, Floats, KVShape, Raw
-from tierd.errors import Unsupported
+from tierd.codecs.values import INFINITY, Bytes, Floats, KVShape, Raw
+from tierd.errors import CorruptRecord, Unsupported
 
 Codes = NDArray[np.uint8]
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -95,6 +95,12 @@ def encode(rows: Floats, bits: int) -> Rotated:
 def length_of(square: float) -> float:
     """A bound of a vector's length: its square may be too small for float32. NaN stays NaN."""
     return math.sqrt(square) + LEAST_LENGTH
+
+
+def check_scales(scales: Bytes) -> None:
+    """Raises CorruptRecord for a scale that is not finite: no encoder writes one."""
+    if loops.largest(np.ascontiguousarray(scales).reshape(-1).view(np.uint16)) >= INFINITY["float16"]:
+        raise CorruptRecord("encoded block: a scale of rotated codes is not finite; read another copy")
 
 
 def decode(codes: Codes, scales: NDArray[np.float16], bits: int) -> Floats:

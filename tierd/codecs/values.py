@@ -61,6 +61,11 @@ class KVShape:
         return Sizes(g.layers, 2, self.tokens, g.kv_heads, g.head_dim)
 
     @property
+    def text(self) -> str:
+        """For people: sizes, dtype and layout."""
+        return f"{tuple(self.sizes)} {self.geometry.dtype} {self.geometry.layout}"
+
+    @property
     def values(self) -> int:
         """Number of values."""
         g = self.geometry

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.client.connect import forks
 from tierd.codecs.coding import Coding, coded_spec, coding_of
 from tierd.core.formats.block import KVGeometry, NamespaceSpec
 from tierd.errors import ConfigError, TierdError
@@ -72,7 +73,7 @@ class Engine:
         """Decodes into the pieces; False, with the pieces unchanged, for a block that is not of this coding."""
         try:
             block = self.coding.decode(target.data, tokens=target.tokens)
-        except TierdError as error:
+        except (TierdError, MemoryError) as error:
             _log.warning("tierd: a stored block counts as missing: %s", error)
             return False
         if self.order is not None:
@@ -89,6 +90,7 @@ class Codings:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._held: dict[tuple[str, KVGeometry, int], Engine] = {}
+        forks.register(self)
 
     def spec(self, spec: NamespaceSpec, geometry: KVGeometry) -> NamespaceSpec:
         """The namespace with the option's codec, or unchanged without one. Raises ConfigError."""
@@ -120,8 +122,15 @@ class Codings:
             self._held[_key(spec)] = Engine(held.coding, order)
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Does the work on every item, several at a time. Raises what the work raises."""
-        return list(self._pool.map(work, items))
+        """Does the work on every item, several at a time. Raises what the work raises, after all have
+        ended: none writes into the engine's memory later."""
+        done = [self._pool.submit(work, item) for item in items]
+        wait(done)
+        return [each.result() for each in done]
+
+    def forked(self) -> None:
+        """In the child: it has none of the threads."""
+        self.__dict__.pop("_pool", None)
 
     def _coding(self, spec: NamespaceSpec, geometry: KVGeometry) -> Coding:
         codec, calibration = self._options.codec, self._options.calibration

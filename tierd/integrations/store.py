@@ -117,7 +117,7 @@ class EngineStore:
             good = self._decoded(coded, lease.check())
             loaded = _loaded(lease, copied, good)
             lease.detach()
-        except TierdError:  # a restart or a fork: the copied bytes are unknown
+        except (TierdError, MemoryError):  # a restart or a fork: the copied bytes are unknown
             self._count(failed_loads=1)
             return Loaded(good=(0,) * len(groups))
         self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))
@@ -181,7 +181,7 @@ class EngineStore:
             finally:
                 # reports the end without waiting; an abort would wait for a hanging daemon
                 reservation.drop()
-        except TierdError:
+        except (TierdError, MemoryError):
             self._count(failed_saves=1)
             return np.zeros(len(sources), dtype=np.bool_)
         return np.isin(statuses, (BlockStatus.READY, BlockStatus.EXISTS))

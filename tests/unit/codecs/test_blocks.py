@@ -351,3 +351,46 @@ def test_refusals_name_the_fault() -> None:
         encode(codec_named("rot-4-4"), noise(shape_of(dim=80)), shape_of(dim=80))
     with pytest.raises(TierdError, match="codec 5 in version 1 is unknown here"):
         decode(encode(codec_named("int3"), noise(shape), shape), {})
+
+
+@lossy_codec
+@pytest.mark.parametrize("error", [np.nan, np.inf, -1.0])
+def test_an_impossible_error_bound(codec: Codec, error: float) -> None:
+    """A header whose error is no bound is refused, though its checksum holds."""
+    with pytest.raises(CorruptRecord, match="error .* is impossible"):
+        decode(crafted(codec, error=error), BY_NUMBER)  # type: ignore[arg-type]
+
+
+def test_another_block_is_refused_before_it_is_decoded() -> None:
+    """A block of another shape or codec than the wanted one costs no decoding."""
+
+    class Costly(Int8):
+        def decode(self, payload: np.ndarray, shape: KVShape, context: Context) -> np.ndarray:
+            raise AssertionError("it was decoded")
+
+    shape = shape_of()
+    coded, costly = encode(codec_named("int8"), noise(shape), shape), {1: Costly(1)}
+    for wanted in ({"shape": shape_of(tokens=17)}, {"codec": 4}):
+        with pytest.raises(CorruptRecord, match="it has codec 1 and .*wanted are"):
+            block_module.decode(coded, costly, **wanted)  # type: ignore[arg-type]
+
+
+def test_a_position_beyond_the_header() -> None:
+    """A position that the header cannot hold is refused by name."""
+    shape = shape_of()
+    with pytest.raises(InvalidArgument, match="position 4294967296 is outside"):
+        encode(codec_named("int8"), noise(shape), shape, Context(1 << 32))
+
+
+@pytest.mark.parametrize("name", ["rot-8-8", "rot-4-4", "int3"])
+@pytest.mark.parametrize("scale", [0x7C00, 0x7E00, 0xFC00])
+def test_a_scale_that_is_not_finite(name: str, scale: int) -> None:
+    """Rotated codes whose scale is NaN or infinite are refused, natively and in numpy."""
+    shape = shape_of(layers=1)
+    coded = encode(codec_named(name), noise(shape), shape)
+    at = HEADER.itemsize + (0 if name == "int3" else codec_named(name).lengths(shape).most // 2 - 2)
+    coded[at : at + 2] = np.array([scale], "<u2").view(np.uint8)
+    header = coded[: HEADER.itemsize].view(HEADER)
+    header["checksum"] = block_module._checksum(header.tobytes(), coded[HEADER.itemsize :])
+    with pytest.raises(CorruptRecord, match="a scale of rotated codes is not finite"):
+        decode(coded, BY_NUMBER)

@@ -70,7 +70,7 @@ def test_a_block_that_is_not_finite_has_the_greatest_length() -> None:
 def test_blocks_of_another_coding_are_refused(other: Coding) -> None:
     """A valid block of another codec or shape is not decoded, even if it has as many bytes."""
     coded = other.encode(some(TOKENS, 1), tokens=TOKENS, number=1)
-    with pytest.raises(CorruptRecord, match="the namespace has codec 1"):
+    with pytest.raises(CorruptRecord, match="wanted are codec 1"):
         coding("int8").decode(coded, tokens=TOKENS)
     with pytest.raises(CorruptRecord):
         coding("int8").decode(coding("int8").encode(some(8, 1), tokens=8, number=1), tokens=TOKENS)
