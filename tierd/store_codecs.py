@@ -23,9 +23,9 @@ from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Decoded
 from tierd.codecs.calibration import Calibration, load
 from tierd.codecs.coding import stays_exact
 from tierd.codecs.named import BY_NUMBER
-from tierd.codecs.values import DTYPES, Bytes, KVShape
+from tierd.codecs.values import Bytes, KVShape
 from tierd.core.arrays.sets import kinds
-from tierd.core.formats.block import Namespace
+from tierd.core.formats.block import Namespace, NamespaceSpec
 from tierd.core.formats.model import StructArray
 from tierd.core.plan import Ids, Lengths
 from tierd.errors import CorruptRecord, InvalidArgument, Unsupported
@@ -78,6 +78,7 @@ class StoreCodecs:
     def __post_init__(self) -> None:
         self._limits: dict[int, float] = {}
         self._lock = threading.Lock()
+        self._said: set[tuple[int, int]] = set()
         self._by_hash = {calibration.hash: calibration for calibration in self.calibrations.values()}
 
     def accept(self, namespace: Namespace, error_limit: float) -> None:
@@ -154,16 +155,34 @@ class StoreCodecs:
     def _shape(self, codec: Codec, number: int) -> KVShape | None:
         """The shape of a full block of the namespace, if the codec may encode it."""
         spec = self.namespace_of(number).spec
-        if spec.codec or spec.geometry.dtype not in DTYPES or not (codec.is_exact or self._limits.get(number, 0.0) > 0):
+        if spec.codec or not (codec.is_exact or self._limits.get(number, 0.0) > 0):
             return None
         try:
-            shape = KVShape(spec.geometry, spec.tokens_per_block)
+            shape = _shape_of(spec)
             codec.check(shape)
             if codec.is_calibrated:
                 encoded_block.check_calibration(self._calibration_of(spec.model), shape, codec.name)
-        except (InvalidArgument, Unsupported):
+        except (InvalidArgument, Unsupported) as error:
+            self._say_once(codec, self.namespace_of(number), str(error))
             return None
-        return shape if shape.block_bytes == spec.block_bytes else None
+        return shape
+
+    def _say_once(self, codec: Codec, namespace: Namespace, why: str) -> None:
+        """Logs that a namespace's blocks are not encoded."""
+        if (codec.number, namespace.id) not in self._said:
+            self._said.add((codec.number, namespace.id))
+            log.warning("blocks stay as they are", codec=codec.name, namespace=namespace.id, reason=why)
+
+
+def _shape_of(spec: NamespaceSpec) -> KVShape:
+    """Of a full block. Raises InvalidArgument."""
+    shape = KVShape(spec.geometry, spec.tokens_per_block)
+    if shape.block_bytes != spec.block_bytes:
+        raise InvalidArgument(
+            f"codec: block_bytes is {spec.block_bytes}, but a block of {shape.text} has {shape.block_bytes}; declare the "
+            "geometry of the blocks"
+        )
+    return shape
 
 
 def read_calibrations(state_dir: Path) -> dict[str, Calibration]:

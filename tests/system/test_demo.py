@@ -32,7 +32,8 @@ def roots(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             found.append(self.root)
             return super().start(wait=wait)
 
-    monkeypatch.setattr(demo, "Daemon", Noted)
+    for module in (demo, coded_demo):
+        monkeypatch.setattr(module, "Daemon", Noted)
     return found
 
 
@@ -88,7 +89,15 @@ def test_the_demo_with_a_codec(roots: list[Path]) -> None:
     ] * 4
     assert rows[0].endswith("-") and all("%)" in row or "%" in row.split()[-1] for row in rows[1:])
     assert "codec int8: 5" in result.stdout and "perplexity of 96 tokens" in result.stdout
-    assert not any(root.exists() for root in roots)
+    assert roots and not any(root.exists() for root in roots)
+
+
+@pytest.mark.parametrize(("name", "words"), [("rot-5-5", "is unknown"), ("kvquant-4", "needs a calibration")])
+def test_the_demo_refuses_a_codec_before_a_daemon_starts(roots: list[Path], name: str, words: str) -> None:
+    """A codec that is unknown or needs a calibration ends the demo at once, with the codecs to use."""
+    result = CliRunner().invoke(cli, ["demo", "--codec", name])
+    assert result.exit_code != 0 and not roots
+    assert words in str(result.exception) + result.output and "lossless" in str(result.exception) + result.output
 
 
 def test_the_demo_refuses_a_codec_that_does_not_fit() -> None:

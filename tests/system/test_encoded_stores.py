@@ -257,6 +257,20 @@ def test_namespaces_tell_what_encoding_does() -> None:
     assert 0 < found.error < 4 and found.encode_s > 0 and found.decode_s > 0
 
 
+def test_a_store_without_its_calibration_says_so() -> None:
+    """Without any calibration, a store's codec that needs one is a notice, and blocks stay exact."""
+    with Daemon(CONFIG.format(codec="kvquant-4")) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC, error_limit=ANY)
+        stored(client, space, wanted := blocks())
+        evict(daemon)
+        assert off(got(client, space), wanted) == [0] * len(NAMES)
+        with connect(daemon.target) as operator:
+            notices = operator.ask(apb.StatusRequest()).notices
+            codecs = [tier.codec for tier in operator.ask(apb.TiersRequest()).tiers]
+    assert codecs == ["", "kvquant-4"]
+    assert any(each.startswith("nvme.0: codec kvquant-4 needs a calibration") for each in notices)
+
+
 @pytest.mark.parametrize("kills", [False, True])
 def test_a_lossless_store_serves_all_after_a_restart(kills: bool) -> None:
     """Blocks that were encoded without loss come back bit by bit, to clients that accept no error."""

@@ -22,6 +22,8 @@ from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.render import Cell, Column, new_console, show_table
 from tierd.codecs.coding import Coding, coding_of
+from tierd.codecs.named import ALL, codec_named
+from tierd.errors import ConfigError, InvalidArgument
 from tierd.testing import Daemon
 from tierd.worker.coded_pages import CodedPages
 from tierd.worker.model import Llama
@@ -109,7 +111,11 @@ class CodedStage(Stage):
 
 
 def run_coded_demo(folder: Path | None, *, codec: str, keep: bool) -> int:
-    """Runs the demo with a codec. Returns its exit code. folder: a checkpoint, or None for random weights."""
+    """Runs the demo with a codec. Returns its exit code. folder: a checkpoint, or None for random weights.
+
+    Raises ConfigError for a codec that is unknown or needs a calibration.
+    """
+    check_codec(codec)
     console = new_console()
     with ExitStack() as stack:
         say = stack.enter_context(shown_steps(console, total=3 * len(CODED_SCENES) + 2))
@@ -131,7 +137,20 @@ def run_coded_demo(folder: Path | None, *, codec: str, keep: bool) -> int:
         console.print(Text(f"FAILED: {fault}", style="bold red"), soft_wrap=True)
     if not faults:
         console.print(Text(summary(turns, stage.coding), style="green"), soft_wrap=True)
+        if folder is None:
+            console.print("note: these weights are random; --model FOLDER shows what the codec costs a trained model")
     return ExitCode.FAILED if faults else ExitCode.OK
+
+
+def check_codec(name: str) -> None:
+    """Checks before anything starts that the demo can use a codec. Raises ConfigError."""
+    try:
+        codec = codec_named(name)
+    except InvalidArgument as error:
+        raise ConfigError(str(error)) from None
+    if codec.is_calibrated:
+        able = ", ".join(each.name for each in ALL if not each.is_calibrated)
+        raise ConfigError(f"codec {name} needs a calibration, which the demo does not take; use one of {able}")
 
 
 def fault_of(coded: CodedTurn, *, is_exact: bool) -> str:

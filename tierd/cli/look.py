@@ -151,7 +151,10 @@ def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None
     show_table(console, TIER_COLUMNS, tier_rows(reply.tiers), empty="no tiers")
     console.print()
     for tier in reply.tiers:
-        console.print(facts(((tier.name, f"{tier.place or 'memory'} ({tier.mode or 'plain'})"),)), soft_wrap=True)
+        how = tier.mode or "plain"
+        if tier.codec:
+            how += f", codec {tier.codec}"
+        console.print(facts(((tier.name, f"{tier.place or 'memory'} ({how})"),)), soft_wrap=True)
     draw_unready(console, reply.tiers)
     draw_trouble(console, reply.tiers)
     if classes:
@@ -255,7 +258,11 @@ def session_row(session: pb.SessionInfo) -> list[Cell]:
 @click.command(epilog=example("tierctl namespaces -o json"))
 @looking
 def namespaces(ask: Ask) -> None:
-    """Lists the namespaces: model, tenant, epoch, blocks."""
+    """Lists the namespaces: model, tenant, epoch, blocks.
+
+    stored: the ratio at which stores encode blocks. ± is the greatest error of a value. codec: of
+    blocks that engines encode themselves.
+    """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.NamespacesRequest())
     ask.show(answer, draw_namespaces)

@@ -71,7 +71,7 @@ PICTURES = (".png", ".svg")
 )
 @click.option(
     "--calibration",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File made by `tierctl calibrate`, for codecs that need one.",
 )
 @click.option(

@@ -22,8 +22,11 @@ from tierd.errors import ConfigError, TierdError
 
 
 def stays_exact(number: Any, tokens: Any, full_tokens: int) -> Any:
-    """Whether a block is never encoded, for one block or arrays of them: the first of its sequence,
-    or one with fewer tokens than a full block. number: in its sequence, from 0."""
+    """Whether a block is never encoded, for one block or arrays of them.
+
+    True for the first block of a sequence, and for blocks that are not full. number: in its
+    sequence, from 0.
+    """
     return (number == 0) | (tokens < full_tokens)
 
 
@@ -95,8 +98,12 @@ def coding_of(name: str, calibration: str, *, geometry: KVGeometry, tokens_per_b
     except (TierdError, OSError) as error:
         raise ConfigError(f"codec {name[:32]!r} with calibration {calibration!r}: {error}") from error
     if codec.is_calibrated != bool(held):
-        remedy = "give its file in `calibration`" if codec.is_calibrated else "leave out `calibration`"
-        raise ConfigError(f"codec {name}: is_calibrated is {codec.is_calibrated}; {remedy}")
+        fault, remedy = (
+            ("needs a calibration", "make one with `tierctl calibrate`, and give its file in `calibration`")
+            if codec.is_calibrated
+            else ("takes no calibration", "leave out `calibration`")
+        )
+        raise ConfigError(f"codec {name} {fault}; {remedy}")
     if held and _model(held.geometry) != _model(geometry):
         raise ConfigError(
             f"codec {name}: calibration {calibration} is for (layers, kv_heads, head_dim) {_model(held.geometry)}, the "

@@ -30,13 +30,14 @@ from tierd.cache.scrub import Scrub
 from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.codecs.block import Codec
 from tierd.codecs.named import codec_named
+from tierd.codecs.values import KVShape
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
 from tierd.core.core import Core
-from tierd.core.formats.block import Namespace
+from tierd.core.formats.block import KVGeometry, Namespace
 from tierd.core.formats.model import FREED, Reason, TierKind, TierSpec
 from tierd.core.index.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.core.plan import Plan, Start
-from tierd.errors import ConfigError, CorruptRecord, InvalidArgument
+from tierd.errors import ConfigError, CorruptRecord, InvalidArgument, Unsupported
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
 from tierd.mover import Mover
@@ -47,7 +48,7 @@ from tierd.server.adoption import Adoption
 from tierd.server.instance import Instance
 from tierd.server.operators.learned import read_learner
 from tierd.server.previous_run import open_holds
-from tierd.store_codecs import StoreCodecs, read_calibrations
+from tierd.store_codecs import CALIBRATIONS, StoreCodecs, read_calibrations
 from tierd.tiers.arena.arena import Arena
 from tierd.tiers.arena.holds import FormerHolder, HoldTable
 from tierd.tiers.device.cuda import CudaTier, GpuOptions
@@ -66,6 +67,9 @@ SILENCE_S = 5.0
 GPU_TOLERANCE = Tolerance(faults=0, pause_s=0.1, pause_limit_s=30.0)
 """A dead GPU process is restarted after a pause, which doubles while it keeps dying. Wrong bytes
 are their writer's fault, so they do not count."""
+
+USUAL_SHAPE = KVShape(KVGeometry(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"), 16)
+"""Every codec takes it."""
 
 _T = TypeVar("_T")
 
@@ -234,6 +238,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     policies = NamedPolicies(opened.learner)
     calibrations = read_calibrations(Path(config.server.state_dir))
     store_codecs = StoreCodecs(codecs_of(config, tiers), registry.get, calibrations)
+    _say_what_is_not_calibrated(tiers, store_codecs)
     core = _core_of(config, opened, policies, store_codecs)
     for session in (f.holder for f in opened.former):
         # Before their segments are restored: living processes can still write to theirs, so the
@@ -307,11 +312,29 @@ def _core_of(config: Config, opened: Opened, policies: NamedPolicies, store_code
 
 def codecs_of(config: Config, tiers: Sequence[Tier]) -> dict[int, Codec]:
     """The codec of each store that has one, by the tier's position. Raises ConfigError."""
-    names = {tier.position: config.nvme[tier.spec.index].codec for tier in tiers if tier.spec.kind is TierKind.NVME}
+    stores = [(tier, config.nvme[tier.spec.index]) for tier in tiers if tier.spec.kind is TierKind.NVME]
+    return {tier.position: _codec_of(tier.spec.name, table) for tier, table in stores if table.codec}
+
+
+def _codec_of(store: str, table: NvmeConfig) -> Codec:
+    """A store's codec, which works on this machine. Raises ConfigError."""
     try:
-        return {position: codec_named(name) for position, name in names.items() if name}
-    except InvalidArgument as error:
-        raise ConfigError(f"nvme.{error}") from None
+        codec = codec_named(table.codec)
+        codec.check(USUAL_SHAPE)
+    except (InvalidArgument, Unsupported) as error:
+        raise ConfigError(f"{store}: {error}") from None
+    return codec
+
+
+def _say_what_is_not_calibrated(tiers: Sequence[Tier], store_codecs: StoreCodecs) -> None:
+    """One notice for each store whose codec needs calibrations, if there is none."""
+    for position, codec in store_codecs.codecs.items():
+        if codec.is_calibrated and not store_codecs.calibrations:
+            tiers[position].notices.append(
+                f"{tiers[position].spec.name}: codec {codec.name} needs a calibration of each model, and none is in "
+                f"{CALIBRATIONS}/ of server.state_dir: all blocks stay as they are; make one with `tierctl calibrate`, "
+                "and restart"
+            )
 
 
 def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tier: str) -> None:
@@ -345,17 +368,21 @@ def build_tiers(config: Config, *, instance: str) -> list[Tier]:
 
 def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
     """The spec of each configured tier, with its table, in the same order. Raises ConfigError for
-    an unknown eviction policy."""
+    an unknown eviction policy, and for a store's codec that is unknown or lacks its package."""
     kinds: tuple[tuple[TierKind, Sequence[TierTable]], ...] = (
         (TierKind.DEVICE, config.device),
         (TierKind.HOST, config.host),
         (TierKind.NVME, config.nvme),
     )
-    return [
+    specs = [
         (dataclasses.replace(spec_of(kind, i, table), quarantine_share=config.scrub.quarantine_share), table)
         for kind, tables in kinds
         for i, table in enumerate(tables)
     ]
+    for spec, table in specs:
+        if isinstance(table, NvmeConfig) and table.codec:
+            _codec_of(spec.name, table)
+    return specs
 
 
 def _arena_base(config: Config) -> str:

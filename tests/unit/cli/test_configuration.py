@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,16 +51,21 @@ def test_a_valid_file_ends_with_0(file: Path) -> None:
         ("[[host]\n", "line 1"),
         ('[[host]]\ncapacity = "much"\n', "host[0].capacity"),
         ('[[host]]\neviction = "magic"\n', "magic"),
+        ('[[nvme]]\ncodec = "rot-5-5"\n', "nvme.0: codec: 'rot-5-5' is unknown"),
+        ('[[nvme]]\ncodec = "zstd"\n', "nvme.0: codec zstd: package zstandard is not installed; install tierd[zstd]"),
         (None, "cannot be read"),
     ],
-    ids=["unknown", "syntax", "size", "policy", "absent"],
+    ids=["unknown", "syntax", "size", "policy", "codec", "package", "absent"],
 )
-def test_a_faulty_file_ends_with_2_and_one_line(tmp_path: Path, text: str | None, words: str) -> None:
+def test_a_faulty_file_ends_with_2_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, words: str
+) -> None:
     """`tierd config check` and `tierd config show` name the file and its fault in one line on stderr."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # cannot be imported
     path = tmp_path / "bad.toml"
     if text is not None:
         path.write_text(text)
-    for command in ("check",) if words == "magic" else ("check", "show"):
+    for command in ("check",) if "magic" in words or "codec" in words else ("check", "show"):
         result = run("config", command, str(path))
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.output
         assert str(path) in result.stderr and words in result.stderr

@@ -165,3 +165,9 @@ def test_codecs_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line.split() for line in CliRunner().invoke(cli, ["codecs"]).stdout.splitlines()]
     assert [line[:2] for line in lines] == [["codec", "number"], ["int8", "1"], ["learnt", "99"]]
     assert lines[2][2:] == ["-", "-", "needed", lines[2][5], "-", "-"]
+
+
+def test_a_calibration_that_is_not_there_is_refused(run: Any, tmp_path: Path) -> None:
+    """A missing file is named before anything is measured."""
+    result = run("--codec", "kvquant-4", "--calibration", str(tmp_path / "none"))
+    assert result.exit_code == 2 and "does not exist" in result.output

@@ -38,7 +38,8 @@ class KVGeometry:
 
     Bytes of a block of t tokens are layer-major, per layer K then V. Each of the two has t *
     kv_heads * head_dim elements of dtype. `layout` names their order ("NHD": token, head, channel;
-    "HND": head, token, channel).
+    "HND": head, token, channel). Codecs take "bfloat16" and "float16"; blocks of other dtypes stay
+    as they are.
     """
 
     layers: int = 0

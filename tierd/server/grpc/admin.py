@@ -108,6 +108,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 info.unready_bytes, info.unready_reason = tier.unready_bytes, tier.unready_reason
         for position in self._cache.health.breakers:
             infos[position].trouble = self._cache.health.trouble(position)
+        for position, codec in self._cache.store_codecs.codecs.items():
+            infos[position].codec = codec.name
         return pb.TiersReply(tiers=infos)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeReply:
