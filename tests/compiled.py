@@ -19,5 +19,6 @@ def check_library() -> None:
         if find_compiler() is None:
             pytest.skip(NO_COMPILER)
         pytest.fail(
-            "tierd/native: a C++ compiler is here, and plane.so or codecs.so is missing or of another source; run `python -m tools.native`"
+            "tierd/native: a C++ compiler is here, and plane.so or codecs.so is missing or of another "
+            "source; run `python -m tools.native`"
         )

@@ -280,8 +280,8 @@ class NvmeConfig:
     )
     codec: str = _key(
         "",
-        'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay as '
-        "they are. A lossy one is used for namespaces whose clients accept an error.",
+        'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay '
+        "as they are. A lossy one is used for namespaces whose clients accept an error.",
         unit="codec",
     )
     queue_depth: int = _key(

@@ -24,8 +24,10 @@ struct DecodeParams {
   float* lse_to;          // [requests][q_heads], natural
   float *out, *lse;       // parts: [blocks + rows][group][dim], [2][blocks + rows][group] (log2)
   uint64_t* launches;     // number of launches, as simt.h counts them
-  uint64_t* arrived;      // [blocks + rows]: number of parts present for the next join, above the launch's number; starts with any value
-  float* tile_lse;        // null, or [requests][kv_heads][table_stride * page_tokens / 16][group] (log2), written for the tiles of the list
+  uint64_t* arrived;      // [blocks + rows]: number of parts present for the next join, above the
+                          // launch's number; starts with any value
+  float* tile_lse;        // null, or [requests][kv_heads][table_stride * page_tokens / 16][group]
+                          // (log2), written for the tiles of the list
   float* mass;            // with it: [requests][q_heads][table_stride], zeroed
   const float *k_scales, *v_scales;  // null, or [kv_heads]: factors of stored keys and values
   int q_heads;
@@ -34,8 +36,10 @@ struct DecodeParams {
 };
 
 constexpr int kFan = 8;       // partial results that are loaded and joined at a time
-constexpr int kOnce = 16;     // most partial results joined at once: to wait for others costs as much as to read eight more
-constexpr int kLongRun = 64;  // tiles: in a longer run a ring of two is quicker, as it keeps the memory's queues shorter
+constexpr int kOnce = 16;     // most partial results joined at once: to wait for others costs as
+                              // much as to read eight more
+constexpr int kLongRun = 64;  // tiles: in a longer run a ring of two is quicker, as it keeps the
+                              // memory's queues shorter
 
 // RowAttention: of one row, such as TurnedAttention: how tiles are loaded and added.
 template <class RowAttention, int kWarps> struct Decode {
@@ -76,8 +80,8 @@ template <class RowAttention, int kWarps> struct Decode {
     SIMT_DEV void load(const DecodeParams& p, int last, unsigned char* slot) {
       if (tile < last) {
         if constexpr (!kAsksAhead) page = page_of_tile(p);
-        const int64_t at =
-            page * p.pool.page_stride + row.number % p.batch.kv_heads * p.pool.head_stride + token(p) % p.pool.page_tokens * p.pool.token_stride;
+        const int64_t at = page * p.pool.page_stride + row.number % p.batch.kv_heads * p.pool.head_stride +
+            token(p) % p.pool.page_tokens * p.pool.token_stride;
         Attention::load_tile(slot, p.pool.k + at, p.pool.v + at, p.pool.token_stride, rows(p));
       }
       simt::commit_copies();
@@ -88,13 +92,16 @@ template <class RowAttention, int kWarps> struct Decode {
 
   // Stores four channels from the i-th on, counted over all heads.
   static SIMT_DEV void put(const DecodeParams& p, int64_t i, const float (&x)[4], float scale) {
-    const Pack<Value, 4> rounded = {Query::round(x[0] * scale), Query::round(x[1] * scale), Query::round(x[2] * scale), Query::round(x[3] * scale)};
+    const Pack<Value, 4> rounded = {
+        Query::round(x[0] * scale), Query::round(x[1] * scale), Query::round(x[2] * scale), Query::round(x[3] * scale)};
     *reinterpret_cast<Pack<Value, 4>*>(static_cast<Value*>(p.to) + i) = rounded;
   }
   static SIMT_DEV void put_lse(const DecodeParams& p, int64_t head, float top, float sum) {
     p.lse_to[head] = lse_of(top, log2f(sum), sum) * kLn2;
   }
-  static SIMT_DEV float v_scale(const DecodeParams& p, int row) { return p.v_scales ? p.v_scales[row % p.batch.kv_heads] : 1.f; }
+  static SIMT_DEV float v_scale(const DecodeParams& p, int row) {
+    return p.v_scales ? p.v_scales[row % p.batch.kv_heads] : 1.f;
+  }
 
   // Rows without a tile are in no block's run: a lane checks one row, all lanes fill it.
   static SIMT_DEV void put_empty(const DecodeParams& p, int group) {
@@ -120,19 +127,23 @@ template <class RowAttention, int kWarps> struct Decode {
 
   // Stores four of a part's channels, from the i-th of its heads on: out / weight. With a head's
   // first channels it stores the log-sum-exp.
-  static SIMT_DEV void put_part(const DecodeParams& p, const Part& part, int group, int i, const float (&out)[4], float weight, float base, float sum) {
+  static SIMT_DEV void put_part(const DecodeParams& p, const Part& part, int group, int i, const float (&out)[4],
+      float weight, float base, float sum) {
     const int64_t first_head = (int64_t)(part.is_all ? part.row : part.slot) * group, head = first_head + i / kDim;
     const float scale = inverse_of(weight, part.is_all ? v_scale(p, part.row) : 1.f);
     if (part.is_all) put(p, first_head * kDim + i, out, scale);
-    else *reinterpret_cast<Four*>(p.out + first_head * kDim + i) = {out[0] * scale, out[1] * scale, out[2] * scale, out[3] * scale};
+    else *reinterpret_cast<Four*>(p.out + first_head * kDim + i) = {
+        out[0] * scale, out[1] * scale, out[2] * scale, out[3] * scale};
     if (i % kDim) return;
     if (part.is_all) put_lse(p, head, base, sum);
     else lses_of(p, part.level, group)[head] = lse_of(base, log2f(sum), sum);
   }
 
   // Joins the warps' results of a row. shared: the memory behind the rings, except `is_last`.
-  static SIMT_DEV void join_warps(const DecodeParams& p, const Attention& attention, const Part& part, int group, float* shared) {
-    float *outs = shared, *tops = outs + kWarps * group * kPadded, *sums = tops + kWarps * group, *rounded = sums + kWarps * group;
+  static SIMT_DEV void join_warps(
+      const DecodeParams& p, const Attention& attention, const Part& part, int group, float* shared) {
+    float *outs = shared, *tops = outs + kWarps * group * kPadded, *sums = tops + kWarps * group,
+          *rounded = sums + kWarps * group;
     const int first = simt::warp() * group;
     attention.each_out([&](int head, int channel, float value) {
       if (head < group) outs[(first + head) * kPadded + channel] = value;
@@ -194,7 +205,8 @@ template <class RowAttention, int kWarps> struct Decode {
   // The block's part of a row is stored. The block that brings the last of some neighbours joins
   // them. It brings the joined part in turn, until it is the whole row. launch: the launch's
   // number, known to the first thread.
-  static SIMT_DEV void publish_partial(const DecodeParams& p, const Run& run, const Row& row, int group, int* is_last, uint64_t launch) {
+  static SIMT_DEV void publish_partial(
+      const DecodeParams& p, const Run& run, const Row& row, int group, int* is_last, uint64_t launch) {
     const int from = row.begin / run.length, parts = (row.end - 1) / run.length - from + 1, slots = from + row.number;
     const int fan = parts > kOnce ? kFan : kOnce;
     int part = blockIdx.x - from;
@@ -237,7 +249,8 @@ template <class RowAttention, int kWarps> struct Decode {
       Attention attention;
       attention.begin(static_cast<const Value*>(p.q) + (int64_t)row.number * group * kDim, group);
       const float scale = p.scale_log2 * (p.k_scales ? p.k_scales[row.number % p.batch.kv_heads] : 1.f);
-      const int length = p.batch.kv_lens[row.number / p.batch.kv_heads], end = min(row.end, last), tiles_of_table = p.batch.table_stride * (page_tokens / kTileTokens);
+      const int length = p.batch.kv_lens[row.number / p.batch.kv_heads], end = min(row.end, last),
+                tiles_of_table = p.batch.table_stride * (page_tokens / kTileTokens);
       for (; tile < end; tile += kWarps) {
         if (tiles_there > 2) simt::await_copies<1>();
         else simt::await_copies<0>();
@@ -254,7 +267,9 @@ template <class RowAttention, int kWarps> struct Decode {
         slot = slot + 1 < tiles_there ? slot + 1 : 0;
       }
       attention.finish();
-      join_warps(p, attention, {row.number, int(blockIdx.x) + row.number, 0, share.run.first <= row.begin && row.end <= last}, group, shared);
+      join_warps(p, attention,
+          {row.number, int(blockIdx.x) + row.number, 0, share.run.first <= row.begin && row.end <= last}, group,
+          shared);
       if (end >= last) break;
       row.advance(p.batch, page_tokens, end);
     }

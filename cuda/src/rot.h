@@ -25,14 +25,20 @@ SIMT_DEV uint32_t negative_signs(int word) {
 
 template <int kDim> struct Rotation {
   static_assert(kDim == 64 || kDim == 128 || kDim == 256);
-  static constexpr int kCodeBytes = kTileTokens * kDim / 8, kScaleBytes = 2 * kTileTokens;  // of keys or values; codes: per bit
-  static constexpr float kNormal = kDim == 64 ? 0.125f : kDim == 128 ? 0.08838834764831845f : 0.0625f;  // 1 / sqrt(kDim)
+  static constexpr int kCodeBytes = kTileTokens * kDim / 8,  // of keys or values; codes: per bit
+                       kScaleBytes = 2 * kTileTokens;
+  static constexpr float kNormal =  // 1 / sqrt(kDim)
+      kDim == 64 ? 0.125f : kDim == 128 ? 0.08838834764831845f : 0.0625f;
 
-  static SIMT_DEV int tile_bytes(int key_bits, int value_bits) { return (key_bits + value_bits) * kCodeBytes + 2 * kScaleBytes; }
+  static SIMT_DEV int tile_bytes(int key_bits, int value_bits) {
+    return (key_bits + value_bits) * kCodeBytes + 2 * kScaleBytes;
+  }
 };
 
 // Bit i of the signs negates x.
-SIMT_DEV float negated(float x, uint32_t signs, int i) { return bit_cast<float>(bit_cast<uint32_t>(x) ^ (signs >> i & 1) << 31); }
+SIMT_DEV float negated(float x, uint32_t signs, int i) {
+  return bit_cast<float>(bit_cast<uint32_t>(x) ^ (signs >> i & 1) << 31);
+}
 
 // One butterfly over lanes whose numbers differ in the bit `by`.
 SIMT_DEV float over_bit(float x, int by) {

@@ -45,7 +45,8 @@ template <int kBits> struct Codes {
   }
 };
 
-template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct RotatedAttention : TurnedSums<kDim / 16, kSets> {
+template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct RotatedAttention
+    : TurnedSums<kDim / 16, kSets> {
   using Sums = TurnedSums<kDim / 16, kSets>;
   using Sums::out, Sums::top, Sums::sum, Sums::rounded;
   using Queries = Query;
@@ -53,7 +54,8 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
   using Keys = Codes<kKeyBits>;
   using Values = Codes<kValueBits>;
   using Turn = Rotation<kDim>;
-  static constexpr int kChannels = kDim, kBlocks = kDim / 16, kKeyBytes = kKeyBits * Turn::kCodeBytes, kValueBytes = kValueBits * Turn::kCodeBytes;
+  static constexpr int kChannels = kDim, kBlocks = kDim / 16, kKeyBytes = kKeyBits * Turn::kCodeBytes,
+                       kValueBytes = kValueBits * Turn::kCodeBytes;
   static constexpr int kTileBytes = kKeyBytes + kValueBytes + 2 * Turn::kScaleBytes;
 
   uint32_t q[kSets][kBlocks][2];  // rotated queries, each divided by a power of two
@@ -63,7 +65,8 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
 
   // A tile is contiguous. Pieces of 16 bytes are put so that the lanes of `Codes::load` read
   // neighbouring ones.
-  static SIMT_DEV void load_tile(unsigned char* slot, const unsigned char* tile, const unsigned char*, int64_t, int rows) {
+  static SIMT_DEV void load_tile(
+      unsigned char* slot, const unsigned char* tile, const unsigned char*, int64_t, int rows) {
     load_codes<Keys>(slot, tile, rows);
     load_codes<Values>(slot + kKeyBytes, tile + kKeyBytes, rows);
     const int at = kKeyBytes + kValueBytes + 16 * simt::lane();
@@ -74,11 +77,13 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
     Sums::clear();
     reach = 0x1p-24f;  // the least scale of fp16
 #pragma unroll
-    for (int s = 0; s < kSets; s++) rotate(s, queries + (8 * s + (simt::lane() >> 2)) * kDim, 8 * s + (simt::lane() >> 2) < heads);
+    for (int s = 0; s < kSets; s++)
+      rotate(s, queries + (8 * s + (simt::lane() >> 2)) * kDim, 8 * s + (simt::lane() >> 2) < heads);
   }
 
   // As TurnedAttention's.
-  template <bool kTells, class Seen, class OnLse> SIMT_DEV void add(const unsigned char* slot, float scale_log2, Seen is_seen, OnLse on_lse) {
+  template <bool kTells, class Seen, class OnLse> SIMT_DEV void add(
+      const unsigned char* slot, float scale_log2, Seen is_seen, OnLse on_lse) {
     static_assert(!kTells);
     float scores[kSets][2][4] = {};
 #pragma unroll
@@ -130,7 +135,8 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
         uint32_t rows[4];
         Values::operands(rows, words + i * Values::kWords);
 #pragma unroll
-        for (int s = 0; s < kSets; s++) simt::multiply_add(out[s][group * kAdjoining + i], rows, weights[s][0], weights[s][1], __half());
+        for (int s = 0; s < kSets; s++)
+          simt::multiply_add(out[s][group * kAdjoining + i], rows, weights[s][0], weights[s][1], __half());
       }
     }
   }
@@ -240,7 +246,8 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
 #pragma unroll
       for (int i = 0; i < 2 * kBlocks; i++) {
         const uint32_t signs = negative_signs(i / 4) >> 8 * (i % 4);
-        of_set[i / 2][2 * (i & 1) + h] = negated(over_bit(over_bit(over_bit(x[i], 4), 8), 16) * Turn::kNormal, signs, g);
+        of_set[i / 2][2 * (i & 1) + h] =
+            negated(over_bit(over_bit(over_bit(x[i], 4), 8), 16) * Turn::kNormal, signs, g);
       }
     }
   }
@@ -250,7 +257,8 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
     const float most = fmaxf(of_value[0], of_value[1]);
     if (!simt::any(most > reach)) return;
     const float whole = fmaxf(reach, Sums::over_lanes(most, [](float a, float b) { return fmaxf(a, b); }));
-    const float next = bit_cast<float>((bit_cast<uint32_t>(whole) + 0x7FFFFFu) & 0xFF800000u), shrink = reach * inverse_of_power(next);
+    const float next = bit_cast<float>((bit_cast<uint32_t>(whole) + 0x7FFFFFu) & 0xFF800000u),
+                shrink = reach * inverse_of_power(next);
     reach = next;
 #pragma unroll
     for (int s = 0; s < kSets; s++) {

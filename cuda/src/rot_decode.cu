@@ -14,9 +14,10 @@ template <class Query, int kKeyBits, int kValueBits, int kDim, int kSets> struct
 
 using namespace tierd;
 
-#define ROT_AS(NAME, QUERY, KEY, VALUE, DIM, SETS)                                                 \
+#define ROT_AS(NAME, QUERY, KEY, VALUE, DIM, SETS)                                                     \
   SIMT_RESIDENT_KERNEL(NAME, DecodeParams, (RotShape<QUERY, KEY, VALUE, DIM, SETS>::Kernel::kThreads), \
-                       (RotShape<QUERY, KEY, VALUE, DIM, SETS>::kResident), (RotShape<QUERY, KEY, VALUE, DIM, SETS>::Kernel::run<false>))
+      (RotShape<QUERY, KEY, VALUE, DIM, SETS>::kResident),                                             \
+      (RotShape<QUERY, KEY, VALUE, DIM, SETS>::Kernel::run<false>))
 #define ROT_NARROW(QUERY, Q, KEY, VALUE, DIM) ROT_AS(decode_##Q##_rot##KEY##VALUE##_##DIM, QUERY, KEY, VALUE, DIM, 1)
 #define ROT_BOTH(QUERY, Q, KEY, VALUE, DIM)  \
   ROT_NARROW(QUERY, Q, KEY, VALUE, DIM)     \

@@ -34,16 +34,19 @@ template <class Format, int kDim> struct Tiles {
   int page, tile;
   unsigned char *plain, *coded, *rows, *codes, *packed;
 
-  SIMT_DEV Tiles(const RotateParams& p, unsigned char* shared) : p(p), rows(shared), codes(rows + kRows * kRowBytes), packed(codes + kRows * kCodesOfRow) {}
+  SIMT_DEV Tiles(const RotateParams& p, unsigned char* shared)
+      : p(p), rows(shared), codes(rows + kRows * kRowBytes), packed(codes + kRows * kCodesOfRow) {}
 
   SIMT_DEV int tile_bytes() const { return Turn::tile_bytes(p.key_bits, p.value_bits); }
   SIMT_DEV int values_at() const { return p.key_bits * Turn::kCodeBytes; }
   SIMT_DEV int scales_at() const { return tile_bytes() - 2 * Turn::kScaleBytes; }
 
   SIMT_DEV void find(int64_t number) {
-    const int tiles = (p.tokens + kTileTokens - 1) / kTileTokens, in_page = p.layers * p.kv_heads * tiles, at = number % in_page;
+    const int tiles = (p.tokens + kTileTokens - 1) / kTileTokens, in_page = p.layers * p.kv_heads * tiles,
+              at = number % in_page;
     page = number / in_page, tile = at % tiles;
-    plain = reinterpret_cast<unsigned char*>(p.plain[page]) + at / tiles / p.kv_heads * p.strides[0] + at / tiles % p.kv_heads * p.strides[3];
+    plain = reinterpret_cast<unsigned char*>(p.plain[page]) + at / tiles / p.kv_heads * p.strides[0] +
+        at / tiles % p.kv_heads * p.strides[3];
     coded = reinterpret_cast<unsigned char*>(p.coded[page]) + (int64_t)at * tile_bytes();
     simt::assume_global(plain), simt::assume_global(coded);
   }
@@ -52,7 +55,8 @@ template <class Format, int kDim> struct Tiles {
   template <class Put> SIMT_DEV void each_chunk(Put put) const {
     for (int i = threadIdx.x; i < kRows * kChunks; i += kRotThreads) {
       const int row = i / kChunks, chunk = i % kChunks, token = tile * kTileTokens + row % kTileTokens;
-      put(plain + row / kTileTokens * p.strides[1] + token * p.strides[2] + 16 * chunk, rows + row * kRowBytes + 16 * chunk, token < p.tokens);
+      put(plain + row / kTileTokens * p.strides[1] + token * p.strides[2] + 16 * chunk,
+          rows + row * kRowBytes + 16 * chunk, token < p.tokens);
     }
   }
 
@@ -63,10 +67,14 @@ template <class Format, int kDim> struct Tiles {
       for (int word = threadIdx.x; word < words; word += kRotThreads) put(side, word, bits);
     }
   }
-  SIMT_DEV unsigned char& code_of(int side, int token, int channel) const { return codes[(side * kTileTokens + token) * kCodesOfRow + channel]; }
+  SIMT_DEV unsigned char& code_of(int side, int token, int channel) const {
+    return codes[(side * kTileTokens + token) * kCodesOfRow + channel];
+  }
 
   SIMT_DEV static int mine() { return threadIdx.x % kTeam; }
-  SIMT_DEV Value& value_of(int row, int i) const { return reinterpret_cast<Value*>(rows + row * kRowBytes)[kTeam * i + mine()]; }
+  SIMT_DEV Value& value_of(int row, int i) const {
+    return reinterpret_cast<Value*>(rows + row * kRowBytes)[kTeam * i + mine()];
+  }
   SIMT_DEV static float signed_as(float x, int i) { return negated(x, negative_signs(i / 2) >> 16 * (i % 2), mine()); }
 
   SIMT_DEV static void transform(float (&x)[kEach]) {
@@ -126,26 +134,32 @@ template <class Format, int kDim> struct Encoder : Tiles<Format, kDim> {
     const float product = sum([&](int i) { return y[i]; }), squares = sum([&](int i) { return square(middles[i]); });
     const __half scale = __float2half(is_zero ? 0.f : simt::over(whole, product));
     if (this->mine() == 0) reinterpret_cast<__half*>(this->packed)[row] = scale;
-    const float s = __half2float(scale), rest = simt::plus(simt::plus(whole, -simt::times(simt::plus(s, s), product)), simt::times(simt::times(s, s), squares));
+    const float s = __half2float(scale),
+                rest = simt::plus(simt::plus(whole, -simt::times(simt::plus(s, s), product)),
+                    simt::times(simt::times(s, s), squares));
     off = max(off, magnitude(simt::plus(rest < 0.f ? 0.f : rest, simt::times(whole, 5e-6f))));  // NaN stays
   }
 
   // STEPS of rotated.py: a share of the largest value, near the step that fits normal values best.
   static SIMT_DEV float step_of(float mean, float greatest, int bits) {
     const float peak = simt::times(greatest, bits == 8 ? float(1 / 127.5) : 0.12f);
-    const float least = simt::times(mean, bits == 8 ? 0.0308f : float(0.8 * 0.3352)), top = simt::times(mean, bits == 8 ? 1.f : float(1.25 * 0.3352));
+    const float least = simt::times(mean, bits == 8 ? 0.0308f : float(0.8 * 0.3352)),
+                top = simt::times(mean, bits == 8 ? 1.f : float(1.25 * 0.3352));
     const float step = peak > least ? peak : least;  // NaN stays
     return step > top ? top : step;
   }
 
   SIMT_DEV void report() {
-    for (int by = 16; by; by /= 2) off = max(off, __shfl_xor_sync(~0u, off, by)), most = max(most, __shfl_xor_sync(~0u, most, by));
-    if (simt::lane() == 0) simt::raise_to(p.found + 2 * this->page, off), simt::raise_to(p.found + 2 * this->page + 1, most);
+    for (int by = 16; by; by /= 2)
+      off = max(off, __shfl_xor_sync(~0u, off, by)), most = max(most, __shfl_xor_sync(~0u, most, by));
+    if (simt::lane() == 0)
+      simt::raise_to(p.found + 2 * this->page, off), simt::raise_to(p.found + 2 * this->page + 1, most);
     off = most = 0;
   }
 
   SIMT_DEV void encode() {
-    this->each_chunk([](const unsigned char* from, unsigned char* to, bool is_there) { simt::copy_async(to, from, is_there); });
+    this->each_chunk(
+        [](const unsigned char* from, unsigned char* to, bool is_there) { simt::copy_async(to, from, is_there); });
     simt::commit_copies();
     simt::await_copies<0>();
     __syncthreads();
@@ -154,10 +168,13 @@ template <class Format, int kDim> struct Encoder : Tiles<Format, kDim> {
     __syncthreads();
     this->each_word([&](int side, int word, int bits) {
       uint32_t all = 0;
-      each_code(word, bits, side, [&](int token, int channel, int shift) { all |= uint32_t(this->code_of(side, token, channel)) << shift; });
+      each_code(word, bits, side,
+          [&](int token, int channel, int shift) { all |= uint32_t(this->code_of(side, token, channel)) << shift; });
       reinterpret_cast<uint32_t*>(this->coded + (side ? this->values_at() : 0))[word] = all;
     });
-    if (threadIdx.x < kRows / 2) reinterpret_cast<uint32_t*>(this->coded + this->scales_at())[threadIdx.x] = reinterpret_cast<const uint32_t*>(this->packed)[threadIdx.x];
+    if (threadIdx.x < kRows / 2)
+      reinterpret_cast<uint32_t*>(this->coded + this->scales_at())[threadIdx.x] =
+          reinterpret_cast<const uint32_t*>(this->packed)[threadIdx.x];
   }
 };
 
@@ -168,10 +185,12 @@ template <class Format, int kDim> struct Decoder : Tiles<Format, kDim> {
 
   SIMT_DEV void decode_row(int row) {
     const int side = row / kTileTokens, bits = side ? p.value_bits : p.key_bits;
-    const float scale = __half2float(reinterpret_cast<const __half*>(this->packed + this->scales_at())[row]), offset = bits == 8 ? 127.5f : 7.5f;
+    const float scale = __half2float(reinterpret_cast<const __half*>(this->packed + this->scales_at())[row]),
+                offset = bits == 8 ? 127.5f : 7.5f;
     float y[kEach];
 #pragma unroll
-    for (int i = 0; i < kEach; i++) y[i] = simt::times(float(this->code_of(side, row % kTileTokens, kTeam * i + this->mine())) - offset, scale);
+    for (int i = 0; i < kEach; i++)
+      y[i] = simt::times(float(this->code_of(side, row % kTileTokens, kTeam * i + this->mine())) - offset, scale);
     this->transform(y);
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
@@ -181,13 +200,16 @@ template <class Format, int kDim> struct Decoder : Tiles<Format, kDim> {
   }
 
   SIMT_DEV void decode() {
-    for (int i = threadIdx.x; i < this->tile_bytes() / 16; i += kRotThreads) simt::copy_async(this->packed + 16 * i, this->coded + 16 * i, true);
+    for (int i = threadIdx.x; i < this->tile_bytes() / 16; i += kRotThreads)
+      simt::copy_async(this->packed + 16 * i, this->coded + 16 * i, true);
     simt::commit_copies();
     simt::await_copies<0>();
     __syncthreads();
     this->each_word([&](int side, int word, int bits) {
       const uint32_t all = reinterpret_cast<const uint32_t*>(this->packed + (side ? this->values_at() : 0))[word];
-      each_code(word, bits, side, [&](int token, int channel, int shift) { this->code_of(side, token, channel) = all >> shift & ((1 << bits) - 1); });
+      each_code(word, bits, side, [&](int token, int channel, int shift) {
+        this->code_of(side, token, channel) = all >> shift & ((1 << bits) - 1);
+      });
     });
     __syncthreads();
     for (int row = threadIdx.x / kTeam; row < kRows; row += kRotThreads / kTeam) decode_row(row);

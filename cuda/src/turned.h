@@ -89,7 +89,8 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
   uint32_t q[kSets][kKeepsQueries ? kBlocks : 1][2];
 
   // rows: of the tile that are there.
-  static SIMT_DEV void load_tile(unsigned char* slot, const unsigned char* k, const unsigned char* v, int64_t token_stride, int rows) {
+  static SIMT_DEV void load_tile(
+      unsigned char* slot, const unsigned char* k, const unsigned char* v, int64_t token_stride, int rows) {
     KvTile::load(slot, k, token_stride, rows);
     KvTile::load(slot + KvTile::kBytes, v, token_stride, rows);
   }
@@ -158,7 +159,8 @@ template <class Query, class Stored, int kDim, int kSets> struct TurnedAttention
 #pragma unroll
     for (int s = 0; s < kSets; s++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) sum[s][h] = Sums::over_tokens(sum[s][h]), rounded[s][h] = Sums::over_tokens(rounded[s][h]);
+      for (int h = 0; h < 2; h++)
+        sum[s][h] = Sums::over_tokens(sum[s][h]), rounded[s][h] = Sums::over_tokens(rounded[s][h]);
   }
 
   // Calls put(head, channel, value) for each value of this lane.

@@ -246,7 +246,10 @@ def test_the_codec_is_logged_once(daemon: Daemon, caplog: pytest.LogCaptureFixtu
             store.codings.spec(replace(SPEC, salt=salt), KVGeometry(2, 2, 256, "bfloat16"))
     said = [line for line in caplog.messages if "encodes KV" in line]
     assert said == [
-        "tierd: codec rot-4-4 encodes KV in 4.06 bits a value instead of 16, with loss; first and short blocks are exact"
+        (
+            "tierd: codec rot-4-4 encodes KV in 4.06 bits a value instead of 16, with loss; first and short "
+            "blocks are exact"
+        )
     ]
 
 

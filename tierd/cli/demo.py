@@ -220,8 +220,8 @@ class Stage:
                 time.sleep(0.01)
         if left:
             raise OperatorError(
-                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run with --keep and read "
-                "the log"
+                f"demo: {left} blocks in {tier} are still pinned after {SETTLE_TIMEOUT_S:g} s; run with --keep and "
+                "read the log"
             )
 
     def _fetch_to_host(self) -> None:

@@ -89,7 +89,8 @@ def coding_of(name: str, calibration: str, *, geometry: KVGeometry, tokens_per_b
     """
     if not geometry.layers:
         raise ConfigError(
-            f"codec {name[:32]!r}: the engine's blocks have no layers of one shape of keys and values; leave out `codec`"
+            f"codec {name[:32]!r}: the engine's blocks have no layers of one shape of keys and values; leave out "
+            "`codec`"
         )
     try:
         codec, full = codec_named(name), KVShape(geometry, tokens_per_block)

@@ -117,8 +117,8 @@ class Planes:
             return importlib.import_module(wanted)
         except ImportError:
             raise Unsupported(
-                f"codec {self.name}: package {wanted.split('.')[0]} is not installed; install tierd[{self.name}], or use "
-                "codec lossless"
+                f"codec {self.name}: package {wanted.split('.')[0]} is not installed; install tierd[{self.name}], or "
+                "use codec lossless"
             ) from None
 
 

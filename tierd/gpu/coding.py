@@ -84,7 +84,8 @@ class Coder:
         """Raises InvalidArgument, Unsupported."""
         if coding.version != VERSION or coding.dtype not in DTYPES:
             raise Unsupported(
-                f"codec {coding.codec}: version {coding.version} of {coding.dtype}; kernels have version {VERSION} of {', '.join(DTYPES)}"
+                f"codec {coding.codec}: version {coding.version} of {coding.dtype}; kernels have "
+                f"version {VERSION} of {', '.join(DTYPES)}"
             )
         sizes = (coding.layers, coding.kv_heads, coding.tokens, coding.head_dim)
         shape = BlockShape(coding.codec, *sizes, DTYPES[coding.dtype], is_hnd=coding.layout == "HND")
@@ -98,7 +99,8 @@ class Coder:
             )
         for i in np.flatnonzero(pieces["slab_offset"] % ALIGNMENT_BYTES)[:1].tolist():
             raise InvalidArgument(
-                f"piece {i}: slab_offset {pieces['slab_offset'][i]} is no multiple of {ALIGNMENT_BYTES}, as kernels need"
+                f"piece {i}: slab_offset {pieces['slab_offset'][i]} is no multiple of {ALIGNMENT_BYTES}, as "
+                "kernels need"
             )
         payloads = pieces.copy()
         payloads["length"] = size

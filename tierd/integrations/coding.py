@@ -111,7 +111,8 @@ class Codings:
             held = self._held.get(_key(spec))
         if held is None:
             raise ConfigError(
-                f"codec: the namespace has {spec.codec!r}, this process {self._options.codec!r}; give both the same options"
+                f"codec: the namespace has {spec.codec!r}, this process {self._options.codec!r}; give both "
+                "the same options"
             )
         return held
 

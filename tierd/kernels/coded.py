@@ -119,7 +119,8 @@ def coded_pool(pages: CodedPages, heads: tuple[int, int], group: int, *, device:
     size = tile_bytes(pages.codec, heads[1])
     if group > NARROW_GROUP and heads[1] not in WIDE_DIMS:
         raise InvalidArgument(
-            f"q: {group} query heads for a kv head of {heads[1]} channels; kernels of {pages.codec} take {NARROW_GROUP}, decode the pages first"
+            f"q: {group} query heads for a kv head of {heads[1]} channels; kernels of {pages.codec} "
+            f"take {NARROW_GROUP}, decode the pages first"
         )
     tiles = Buffer.of("pages.tiles", pages.tiles).checked(
         (None, heads[0], None, size), "u8", device=device, dense_from=2

@@ -72,7 +72,8 @@ uint16_t half_of_float(float x) {
   const uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
   if (bits > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00);
   if (bits >= 0x47800000) return static_cast<uint16_t>(sign | 0x7C00);
-  if (bits < 0x38800000) return static_cast<uint16_t>(sign | (bits_of(float_of_bits(bits) + 0.5f) - 0x3F000000));  // below 2^-14: the sum rounds
+  if (bits < 0x38800000)  // below 2^-14: the sum rounds
+    return static_cast<uint16_t>(sign | (bits_of(float_of_bits(bits) + 0.5f) - 0x3F000000));
   return static_cast<uint16_t>(sign | (bits - 0x38000000 + 0xFFF + (bits >> 13 & 1)) >> 13);
 }
 
@@ -128,9 +129,12 @@ namespace avx512 {
 #pragma GCC pop_options
 
 int best() {
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt");
-  const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
-  const bool has_new = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512bf16");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt");
+  const bool has_512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
+  const bool has_new = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+      __builtin_cpu_supports("avx512bf16");
   return !has_avx2 ? 0 : has_512 && has_new ? 2 : 1;
 }
 #define TIERD_CALL(call) (level == 2 ? avx512::call : level == 1 ? avx2::call : plain::call)
@@ -166,32 +170,39 @@ TIERD_API uint64_t tierd_int8_decode(const TierdBlock* block, uint64_t heads, co
 
 // levels: of keys, then of values. signs: float32 [dim]. Returns the bits of the largest square of
 // an error, as float32.
-TIERD_API uint64_t tierd_rotated_encode(const TierdBlock* block, const Levels* levels, const float* signs, uint8_t* out) {
+TIERD_API uint64_t tierd_rotated_encode(
+    const TierdBlock* block, const Levels* levels, const float* signs, uint8_t* out) {
   return TIERD_CALL(rotated_encode(*block, levels, signs, out));
 }
 
-TIERD_API uint64_t tierd_rotated_decode(const TierdBlock* block, const Levels* levels, const float* signs, const uint8_t* in) {
+TIERD_API uint64_t tierd_rotated_decode(
+    const TierdBlock* block, const Levels* levels, const float* signs, const uint8_t* in) {
   TIERD_CALL(rotated_decode(*block, levels, signs, in));
   return 0;
 }
 
 // entries: uint64 [tables, 256], for its use. Returns the stream's bytes, which end at `end`; all
 // bits set for a symbol without a frequency.
-TIERD_API uint64_t tierd_rans_encode(const TierdRans* rans, uint64_t* entries, uint8_t* end) { return TIERD_CALL(rans_encode(*rans, entries, end)); }
+TIERD_API uint64_t tierd_rans_encode(const TierdRans* rans, uint64_t* entries, uint8_t* end) {
+  return TIERD_CALL(rans_encode(*rans, entries, end));
+}
 
 // entries: uint32 [tables, 4096], for its use. words: behind the states. Returns whether the stream is
 // complete.
-TIERD_API uint64_t tierd_rans_decode(const TierdRans* rans, uint32_t* entries, const uint8_t* stream, uint64_t words, uint8_t* symbols) {
+TIERD_API uint64_t tierd_rans_decode(
+    const TierdRans* rans, uint32_t* entries, const uint8_t* stream, uint64_t words, uint8_t* symbols) {
   return TIERD_CALL(rans_decode(*rans, entries, stream, words, symbols));
 }
 
-TIERD_API uint64_t tierd_lossless_sums(const TierdLossless* l, uint8_t* tops, uint32_t* exponents, uint32_t* negatives) {
+TIERD_API uint64_t tierd_lossless_sums(
+    const TierdLossless* l, uint8_t* tops, uint32_t* exponents, uint32_t* negatives) {
   TIERD_CALL(lossless_sums(*l, tops, exponents, negatives));
   return 0;
 }
 
 // Symbols and counts; then up to `room` escapes. Returns how many escapes there are.
-TIERD_API uint64_t tierd_lossless_split(const TierdLossless* l, uint8_t* symbols, uint32_t* counts, uint8_t* escapes, uint64_t room) {
+TIERD_API uint64_t tierd_lossless_split(
+    const TierdLossless* l, uint8_t* symbols, uint32_t* counts, uint8_t* escapes, uint64_t room) {
   return TIERD_CALL(lossless_split(*l, symbols, counts, escapes, room));
 }
 
@@ -201,7 +212,8 @@ TIERD_API uint64_t tierd_lossless_pack(const TierdLossless* l, uint8_t* fraction
 }
 
 // Returns whether symbols and escapes are possible.
-TIERD_API uint64_t tierd_lossless_join(const TierdLossless* l, const uint8_t* symbols, const uint8_t* escapes, uint64_t count, const uint8_t* fractions) {
+TIERD_API uint64_t tierd_lossless_join(
+    const TierdLossless* l, const uint8_t* symbols, const uint8_t* escapes, uint64_t count, const uint8_t* fractions) {
   TIERD_CALL(unpack_fractions(*l, fractions));
   return TIERD_CALL(lossless_join(*l, symbols, escapes, count));
 }
@@ -222,7 +234,8 @@ TIERD_API uint64_t tierd_kvquant_encode(const TierdBlock* block, const KvquantTa
 }
 
 // in: limits and codes. places: of the outliers among all values, in order.
-TIERD_API uint64_t tierd_kvquant_decode(const TierdBlock* block, const KvquantTables* tables, const uint8_t* in, const uint64_t* places, uint64_t count, const uint16_t* outliers) {
+TIERD_API uint64_t tierd_kvquant_decode(const TierdBlock* block, const KvquantTables* tables, const uint8_t* in,
+    const uint64_t* places, uint64_t count, const uint16_t* outliers) {
   TIERD_CALL(kvquant_decode(*block, *tables, in, places, count, outliers));
   return 0;
 }

@@ -319,7 +319,8 @@ TIERD_API uint64_t tierd_find(const uint64_t* directory, uint64_t buckets, const
     const uint32_t version = read<uint16_t>(meta + 4), tokens = i + 1 < names->count ? names->tokens : names->last_tokens;
     const uint64_t length = read<uint32_t>(meta + 92), generation = read<uint64_t>(meta + 104), layers = read<uint32_t>(meta + 204);
     if (read<uint32_t>(meta + 213) != 0) break;  // its values have an error
-    const bool is_entry = read<uint32_t>(meta) == kMetaMagic && (version == 1 || version == kMetaVersion) && sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8);
+    const bool is_entry = read<uint32_t>(meta) == kMetaMagic && (version == 1 || version == kMetaVersion) &&
+        sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8);
     const bool is_its = std::memcmp(meta + 8, hash, kHashBytes) == 0 && read<uint32_t>(meta + 72) == names->namespace_id && read<uint32_t>(meta + 84) == tokens;
     if (!is_entry || !is_its || length == 0 || length > segment.class_bytes) return i;  // past this check its slices fit the table
     if (word_at(segment.words + slot) != generation) return i;

@@ -199,8 +199,8 @@ DECODES: tuple[Mutant, ...] = (
         "decode-far",
         "a page's place is cut to 32 bits",
         "decode.h",
-        "const int64_t at =\n            page",
-        "const int at =\n            page",
+        "const int64_t at = page * p.pool.page_stride",
+        "const int at = page * p.pool.page_stride",
         DECODE,
     ),
     # -- the plan and the merges

@@ -125,7 +125,7 @@ STORED: tuple[Mutation, ...] = (
         "one-sided-entry",
         "an entry that is half written is none",
         "tierd/native/plane.cpp",
-        " && sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8)",
+        " &&\n        sum_slice(meta, nullptr, kMetaBytes - 8) == read<uint64_t>(meta + kMetaBytes - 8)",
         "",
         ("tests/unit/client/blocks/test_one_sided_get.py",),
     ),

@@ -92,8 +92,8 @@ class NamespaceSpec:
             raise InvalidArgument("namespace.model: empty; name the model")
         if not CODEC.fullmatch(self.codec):
             raise InvalidArgument(
-                f"namespace.codec: {self.codec!r:.100} is no codec; give NAME, or NAME@HASH with the 32 hex digits of a "
-                "calibration's hash"
+                f"namespace.codec: {self.codec!r:.100} is no codec; give NAME, or NAME@HASH with the 32 hex digits of "
+                "a calibration's hash"
             )
         return self
 

@@ -2,7 +2,8 @@
 
 template <bool kHalf> void int8_encode_as(const TierdBlock block, size_t heads, const float* powers, uint8_t* out) {
   // A row's heads that adjoin are one part.
-  const size_t parts = block.head == block.dim ? 1 : heads, dim = block.head == block.dim ? heads * block.dim : block.dim;
+  const size_t parts = block.head == block.dim ? 1 : heads,
+               dim = block.head == block.dim ? heads * block.dim : block.dim;
   const size_t row = heads * block.dim, rows = rows_of(block) / heads;
   uint8_t *exponents = out + 4, *codes = exponents + rows;
   uint16_t largest = 0;
@@ -21,7 +22,9 @@ template <bool kHalf> void int8_encode_as(const TierdBlock block, size_t heads, 
     std::memcpy(codes + row * at++, &own, 2);  // a row's codes take this place below
     largest = own > largest ? own : largest;
   });
-  const auto least_step = [](uint16_t bits) { return (kHalf ? float_of_half(bits) : float_of_bits(static_cast<uint32_t>(bits) << 16)) / 127.0f; };
+  const auto least_step = [](uint16_t bits) {
+    return (kHalf ? float_of_half(bits) : float_of_bits(static_cast<uint32_t>(bits) << 16)) / 127.0f;
+  };
   const float base = least_step(largest) > 1e-30f ? least_step(largest) : 1e-30f;
   float steps[256];
   for (int i = 0; i < 256; i++) steps[i] = base * powers[i];
@@ -38,7 +41,8 @@ template <bool kHalf> void int8_encode_as(const TierdBlock block, size_t heads, 
     uint8_t* to = codes + row * at++;
     for (size_t part = 0; part < parts; part++) {
 #pragma GCC unroll 4
-      for (size_t i = 0; i < dim; i += kLanes) narrow(to + part * dim + i, rounded(load_values<kHalf>(from + part * block.head + i) * inverse));
+      for (size_t i = 0; i < dim; i += kLanes)
+        narrow(to + part * dim + i, rounded(load_values<kHalf>(from + part * block.head + i) * inverse));
     }
   });
 }
@@ -47,8 +51,10 @@ void int8_encode(const TierdBlock& block, size_t heads, const float* powers, uin
   block.is_half ? int8_encode_as<true>(block, heads, powers, out) : int8_encode_as<false>(block, heads, powers, out);
 }
 
-template <bool kHalf, bool kNormal> void int8_decode_as(const TierdBlock block, size_t heads, const float* powers, const uint8_t* in) {
-  const size_t parts = block.head == block.dim ? 1 : heads, dim = block.head == block.dim ? heads * block.dim : block.dim;
+template <bool kHalf, bool kNormal> void int8_decode_as(
+    const TierdBlock block, size_t heads, const float* powers, const uint8_t* in) {
+  const size_t parts = block.head == block.dim ? 1 : heads,
+               dim = block.head == block.dim ? heads * block.dim : block.dim;
   const size_t row = heads * block.dim;
   const uint8_t* exponents = in + 4;
   const int8_t* codes = reinterpret_cast<const int8_t*>(exponents + rows_of(block) / heads);
@@ -60,7 +66,8 @@ template <bool kHalf, bool kNormal> void int8_decode_as(const TierdBlock block, 
     const int8_t* from = codes + row * at++;
     for (size_t part = 0; part < parts; part++) {
 #pragma GCC unroll 4
-      for (size_t i = 0; i < dim; i += kLanes) store_values<kHalf, kNormal>(to + part * block.head + i, floats(widened(from + part * dim + i)) * step);
+      for (size_t i = 0; i < dim; i += kLanes)
+        store_values<kHalf, kNormal>(to + part * block.head + i, floats(widened(from + part * dim + i)) * step);
     }
   });
 }

@@ -6,7 +6,8 @@ F looked_up(const float* table, I index) { return (F)_mm512_permutexvar_ps((__m5
 unsigned lanes_of(I mask) { return _mm512_movepi32_mask((__m512i)mask); }
 #elif TIERD_LANES == 8
 F looked_up(const float* table, I index) {
-  const F low = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table), (__m256i)index), high = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table + 8), (__m256i)index);
+  const F low = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table), (__m256i)index),
+          high = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table + 8), (__m256i)index);
   return index > 7 ? high : low;
 }
 unsigned lanes_of(I mask) { return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask)); }
@@ -26,11 +27,13 @@ unsigned lanes_of(I mask) {
 #endif
 
 // turned may be row.
-void kvquant_rotate(const float* row, const TierdBlock& block, const float* cosine, const float* sine, size_t pairs, float* turned) {
+void kvquant_rotate(
+    const float* row, const TierdBlock& block, const float* cosine, const float* sine, size_t pairs, float* turned) {
   for (size_t head = 0; head < block.heads; head++, row += block.dim, turned += block.dim) {
     size_t i = 0;
     for (; i + kLanes <= pairs; i += kLanes) {
-      const F first = load<F>(row + i), second = load<F>(row + pairs + i), c = load<F>(cosine + i), s = load<F>(sine + i);
+      const F first = load<F>(row + i), second = load<F>(row + pairs + i), c = load<F>(cosine + i),
+              s = load<F>(sine + i);
       store(turned + i, first * c - second * s);
       store(turned + pairs + i, second * c + first * s);
     }
@@ -108,14 +111,17 @@ float kvquant_side(float x, uint8_t* to) {
 
 template <bool kHalf> void kvquant_load(const uint16_t* from, const TierdBlock& block, float* row) {
   for (size_t head = 0; head < block.heads; head++) {
-    for (size_t i = 0; i < block.dim; i += kLanes) store(row + head * block.dim + i, load_values<kHalf>(from + head * block.head + i));
+    for (size_t i = 0; i < block.dim; i += kLanes)
+      store(row + head * block.dim + i, load_values<kHalf>(from + head * block.head + i));
   }
 }
 
-template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& block, const KvquantTables& tables, KvquantOut* out) {
+template <bool kHalf, size_t kBits> void kvquant_encode_as(
+    const TierdBlock& block, const KvquantTables& tables, KvquantOut* out) {
   constexpr int kLevels = 1 << kBits;
   const size_t channels = block.heads * block.dim;
-  float *row = tables.scratch, *flat = row + channels, *decoded = flat + channels, *low = decoded + channels, *high = low + channels, *middle = high + channels, *width = middle + channels, *inverse = width + channels;
+  float *row = tables.scratch, *flat = row + channels, *decoded = flat + channels, *low = decoded + channels,
+        *high = low + channels, *middle = high + channels, *width = middle + channels, *inverse = width + channels;
   uint8_t* codes = reinterpret_cast<uint8_t*>(flat);  // a vector's values are read before its codes are written
   I top_error = {}, top_key = {};
   size_t gap = 0, used = 0;
@@ -127,11 +133,14 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
       for (size_t token = 0; token < block.tokens; token++) {
         kvquant_load<kHalf>(block.raw + layer * block.layer + pair * block.pair + token * block.token, block, row);
         if (pair == 0) {
-          kvquant_rotate(row, block, tables.cosine + token * tables.pairs, tables.undo + token * tables.pairs, tables.pairs, flat);
+          kvquant_rotate(
+              row, block, tables.cosine + token * tables.pairs, tables.undo + token * tables.pairs, tables.pairs, flat);
           if (token == 0) {
             for (size_t i = 0; i < channels; i++) {
-              middle[i] = tables.limits[2 * layer * channels + i], width[i] = tables.limits[(2 * layer + 1) * channels + i];
-              low[i] = middle[i] - width[i], high[i] = middle[i] + width[i], inverse[i] = width[i] > 0.0f ? 1.0f / width[i] : 0.0f;
+              middle[i] = tables.limits[2 * layer * channels + i],
+                  width[i] = tables.limits[(2 * layer + 1) * channels + i];
+              low[i] = middle[i] - width[i], high[i] = middle[i] + width[i],
+                  inverse[i] = width[i] > 0.0f ? 1.0f / width[i] : 0.0f;
             }
           }
           for (size_t i = 0; i < channels; i += kLanes) {
@@ -140,10 +149,14 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
           }
         } else {
           std::memcpy(flat, row, 4 * channels);
-          const float least_one = kvquant_end<false>(row, channels, tables.beyond) + 0.0f, most_one = kvquant_end<true>(row, channels, tables.beyond) + 0.0f;
-          const float center = kvquant_side((least_one + most_one) * 0.5f, out->sides), half = kvquant_side((most_one - least_one) * 0.5f, out->sides + 2), one = half > 0.0f ? 1.0f / half : 0.0f;
+          const float least_one = kvquant_end<false>(row, channels, tables.beyond) + 0.0f,
+                      most_one = kvquant_end<true>(row, channels, tables.beyond) + 0.0f;
+          const float center = kvquant_side((least_one + most_one) * 0.5f, out->sides),
+                      half = kvquant_side((most_one - least_one) * 0.5f, out->sides + 2),
+                      one = half > 0.0f ? 1.0f / half : 0.0f;
           out->sides += 4;
-          for (size_t i = 0; i < channels; i++) low[i] = least_one, high[i] = most_one, middle[i] = center, width[i] = half, inverse[i] = one;
+          for (size_t i = 0; i < channels; i++)
+            low[i] = least_one, high[i] = most_one, middle[i] = center, width[i] = half, inverse[i] = one;
         }
         for (size_t i = 0; i < channels; i += kLanes) {
           const F x = load<F>(flat + i), z = (x - load<F>(middle + i)) * load<F>(inverse + i);
@@ -169,7 +182,9 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
         }
         kvquant_pack<kBits>(codes, channels, out->codes);
         out->codes += kBits * channels / 8;
-        if (pair == 0) kvquant_rotate(decoded, block, tables.cosine + token * tables.pairs, tables.sine + token * tables.pairs, tables.pairs, decoded);
+        if (pair == 0)
+          kvquant_rotate(decoded, block, tables.cosine + token * tables.pairs, tables.sine + token * tables.pairs,
+              tables.pairs, decoded);
         for (size_t i = 0; i < channels; i += kLanes) {
           const I error = (I)(load<F>(decoded + i) - load<F>(row + i)) & 0x7FFFFFFF;
           top_error = error > top_error ? error : top_error;
@@ -178,19 +193,26 @@ template <bool kHalf, size_t kBits> void kvquant_encode_as(const TierdBlock& blo
     }
   }
   int32_t error = 0, key = 0;
-  for (int i = 0; i < kLanes; i++) error = top_error[i] > error ? top_error[i] : error, key = top_key[i] > key ? top_key[i] : key;
-  out->error = float_of_bits(static_cast<uint32_t>(error)), out->largest_key = float_of_bits(static_cast<uint32_t>(key));
+  for (int i = 0; i < kLanes; i++)
+    error = top_error[i] > error ? top_error[i] : error, key = top_key[i] > key ? top_key[i] : key;
+  out->error = float_of_bits(static_cast<uint32_t>(error)),
+      out->largest_key = float_of_bits(static_cast<uint32_t>(key));
 }
 
-template <size_t kBits> void kvquant_encode_bits(const TierdBlock& block, const KvquantTables& tables, KvquantOut* out) {
-  block.is_half ? kvquant_encode_as<true, kBits>(block, tables, out) : kvquant_encode_as<false, kBits>(block, tables, out);
+template <size_t kBits> void kvquant_encode_bits(
+    const TierdBlock& block, const KvquantTables& tables, KvquantOut* out) {
+  block.is_half ? kvquant_encode_as<true, kBits>(block, tables, out)
+                : kvquant_encode_as<false, kBits>(block, tables, out);
 }
 
 void kvquant_encode(const TierdBlock& block, const KvquantTables& tables, KvquantOut* out) {
-  tables.bits == 4 ? kvquant_encode_bits<4>(block, tables, out) : tables.bits == 3 ? kvquant_encode_bits<3>(block, tables, out) : kvquant_encode_bits<2>(block, tables, out);
+  tables.bits == 4       ? kvquant_encode_bits<4>(block, tables, out)
+      : tables.bits == 3 ? kvquant_encode_bits<3>(block, tables, out)
+                         : kvquant_encode_bits<2>(block, tables, out);
 }
 
-template <bool kHalf, size_t kBits> void kvquant_decode_as(const TierdBlock& block, const KvquantTables& tables, const uint8_t* sides, const uint64_t* places, size_t count, const uint16_t* outliers) {
+template <bool kHalf, size_t kBits> void kvquant_decode_as(const TierdBlock& block, const KvquantTables& tables,
+    const uint8_t* sides, const uint64_t* places, size_t count, const uint16_t* outliers) {
   constexpr int kLevels = 1 << kBits;
   const size_t channels = block.heads * block.dim;
   const uint8_t* in = sides + 4 * block.layers * block.tokens;
@@ -214,22 +236,29 @@ template <bool kHalf, size_t kBits> void kvquant_decode_as(const TierdBlock& blo
           const F level = looked_up(levels, widened(codes + i));
           store(decoded + i, pair ? level * half + center : level * load<F>(width + i) + load<F>(middle + i));
         }
-        for (; at < count && places[at] < begun + channels; at++) decoded[places[at] - begun] = float_of_half(outliers[at]);
-        if (pair == 0) kvquant_rotate(decoded, block, tables.cosine + token * tables.pairs, tables.sine + token * tables.pairs, tables.pairs, decoded);
+        for (; at < count && places[at] < begun + channels; at++)
+          decoded[places[at] - begun] = float_of_half(outliers[at]);
+        if (pair == 0)
+          kvquant_rotate(decoded, block, tables.cosine + token * tables.pairs, tables.sine + token * tables.pairs,
+              tables.pairs, decoded);
         uint16_t* to = block.raw + layer * block.layer + pair * block.pair + token * block.token;
         for (size_t head = 0; head < block.heads; head++) {
-          for (size_t i = 0; i < block.dim; i += kLanes) store_values<kHalf, false>(to + head * block.head + i, load<F>(decoded + head * block.dim + i));
+          for (size_t i = 0; i < block.dim; i += kLanes)
+            store_values<kHalf, false>(to + head * block.head + i, load<F>(decoded + head * block.dim + i));
         }
       }
     }
   }
 }
 
-template <size_t kBits> void kvquant_decode_bits(const TierdBlock& block, const KvquantTables& tables, const uint8_t* sides, const uint64_t* places, size_t count, const uint16_t* outliers) {
-  block.is_half ? kvquant_decode_as<true, kBits>(block, tables, sides, places, count, outliers) : kvquant_decode_as<false, kBits>(block, tables, sides, places, count, outliers);
+template <size_t kBits> void kvquant_decode_bits(const TierdBlock& block, const KvquantTables& tables,
+    const uint8_t* sides, const uint64_t* places, size_t count, const uint16_t* outliers) {
+  block.is_half ? kvquant_decode_as<true, kBits>(block, tables, sides, places, count, outliers)
+                : kvquant_decode_as<false, kBits>(block, tables, sides, places, count, outliers);
 }
 
-void kvquant_decode(const TierdBlock& block, const KvquantTables& tables, const uint8_t* sides, const uint64_t* places, size_t count, const uint16_t* outliers) {
+void kvquant_decode(const TierdBlock& block, const KvquantTables& tables, const uint8_t* sides, const uint64_t* places,
+    size_t count, const uint16_t* outliers) {
   if (tables.bits == 4) return kvquant_decode_bits<4>(block, tables, sides, places, count, outliers);
   if (tables.bits == 3) return kvquant_decode_bits<3>(block, tables, sides, places, count, outliers);
   kvquant_decode_bits<2>(block, tables, sides, places, count, outliers);

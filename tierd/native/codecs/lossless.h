@@ -16,7 +16,8 @@ template <class Function> void each_head(const TierdLossless& l, Function f) {
   const TierdBlock& b = l.block;
   size_t group = 0;
   for (size_t i = 0; i < 2 * b.layers; i++) {
-    for (size_t head = 0; head < b.heads; head++, group += l.by_channel ? b.dim : 1) f(b.raw + i / 2 * b.layer + i % 2 * b.pair + head * b.head, group);
+    for (size_t head = 0; head < b.heads; head++, group += l.by_channel ? b.dim : 1)
+      f(b.raw + i / 2 * b.layer + i % 2 * b.pair + head * b.head, group);
   }
 }
 
@@ -58,8 +59,10 @@ TIERD_INLINE void turn(B16* rows) {
   for (int round = 0; round < 4; round++) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
-      next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-      next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      next[2 * i] =
+          __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] =
+          __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) rows[i] = next[i];
@@ -76,7 +79,8 @@ void pack_fractions(const TierdLossless& l, uint8_t* to) {
 #if TIERD_LANES > 4
       const uint64_t packed = _pext_u64(four, mask * 0x0001000100010001);
 #else
-      const uint64_t packed = (four & mask) | (four >> 16 & mask) << bits | (four >> 32 & mask) << 2 * bits | (four >> 48 & mask) << 3 * bits;
+      const uint64_t packed = (four & mask) | (four >> 16 & mask) << bits | (four >> 32 & mask) << 2 * bits |
+          (four >> 48 & mask) << 3 * bits;
 #endif
       if (bits == 10) std::memcpy(to + 5 * half, &packed, 5);
       else if (half == 0) std::memcpy(to, &packed, 4);
@@ -96,7 +100,8 @@ void unpack_fractions(const TierdLossless& l, const uint8_t* from) {
 #if TIERD_LANES > 4
       const uint64_t four = _pdep_u64(packed, mask * 0x0001000100010001);
 #else
-      const uint64_t four = (packed & mask) | (packed >> bits & mask) << 16 | (packed >> 2 * bits & mask) << 32 | (packed >> 3 * bits & mask) << 48;
+      const uint64_t four = (packed & mask) | (packed >> bits & mask) << 16 | (packed >> 2 * bits & mask) << 32 |
+          (packed >> 3 * bits & mask) << 48;
 #endif
       store(l.block.raw + i + 4 * half, four);
     }
@@ -149,7 +154,8 @@ uint64_t lossless_split(const TierdLossless& l, uint8_t* symbols, uint32_t* coun
         rows[i] = symbols + l.places[own] * l.length;
       }
       if (!l.by_channel) {
-        for (size_t token = 0; token < b.tokens; token++) store(rows[0] + token * b.dim + channel, symbols_of(first + token * b.token + channel, top, sign));
+        for (size_t token = 0; token < b.tokens; token++)
+          store(rows[0] + token * b.dim + channel, symbols_of(first + token * b.token + channel, top, sign));
         continue;
       }
       for (size_t token = 0; token < b.tokens; token += 16) {
@@ -182,7 +188,9 @@ uint64_t lossless_split(const TierdLossless& l, uint8_t* symbols, uint32_t* coun
     place = next;
   }
   if (found == 0 || found > room) return found;
-  each_escape(l, symbols, [&](size_t group, size_t symbol) { *escapes++ = static_cast<uint8_t>((*value_of(l, group, symbol) & 0x7FFF) >> fraction); });
+  each_escape(l, symbols, [&](size_t group, size_t symbol) {
+    *escapes++ = static_cast<uint8_t>((*value_of(l, group, symbol) & 0x7FFF) >> fraction);
+  });
   return found;
 }
 
@@ -211,7 +219,8 @@ uint64_t lossless_join(const TierdLossless& l, const uint8_t* symbols, const uin
         rows[i] = symbols + l.places[own] * l.length;
       }
       if (!l.by_channel) {
-        for (size_t token = 0; token < b.tokens; token++) put(first + token * b.token + channel, load<B16>(rows[0] + token * b.dim + channel), top, sign);
+        for (size_t token = 0; token < b.tokens; token++)
+          put(first + token * b.token + channel, load<B16>(rows[0] + token * b.dim + channel), top, sign);
         continue;
       }
       for (size_t token = 0; token < b.tokens; token += 16) {

@@ -35,7 +35,8 @@ void build_encoder(const TierdRans& r, uint64_t* entries) {
 void build_decoder(const TierdRans& r, uint32_t* entries) {
   for (size_t table = 0; table < r.tables; table++) {
     for (size_t symbol = 0; symbol < r.size; symbol++) {
-      const uint32_t frequency = r.frequencies[table * r.size + symbol], first = (frequency - 1) << 12 | static_cast<uint32_t>(symbol) << 24;
+      const uint32_t frequency = r.frequencies[table * r.size + symbol],
+                     first = (frequency - 1) << 12 | static_cast<uint32_t>(symbol) << 24;
       for (uint32_t i = 0; i < frequency; i++) entries[i] = first | i;
       entries += frequency;
     }
@@ -72,7 +73,8 @@ uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
     }
     __m512i x[kMostLanes / kWide];
     std::memcpy(x, states, sizeof x);
-    const __m512i low = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), high = _mm512_add_epi32(low, _mm512_set1_epi32(1));
+    const __m512i low = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0),
+                  high = _mm512_add_epi32(low, _mm512_set1_epi32(1));
     const __m512i bits12 = _mm512_set1_epi32(4095), ones = _mm512_set1_epi32(1);
     __mmask16 bad = 0;
     size_t run = left ? (left - 1) / r.run : 0, first = run * r.run;
@@ -91,7 +93,8 @@ uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
         const __mmask16 full = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[k], 20), frequency);
         const unsigned count = static_cast<unsigned>(__builtin_popcount(full));
         to -= 2 * count;
-        _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x[k])));
+        _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1),
+            _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, x[k])));
         const __m512i state = _mm512_mask_srli_epi32(x[k], full, x[k], 16);
         const __m512i even = _mm512_srli_epi64(_mm512_mul_epu32(state, inverse), 32);
         const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(state, 32), _mm512_srli_epi64(inverse, 32));
@@ -137,7 +140,8 @@ uint64_t rans_decode(const TierdRans r, uint32_t* entries, const uint8_t* stream
         const __m512i entry = _mm512_i32gather_epi32(_mm512_and_si512(x[k], bits12), table, 4);
         _mm_storeu_si128((__m128i*)(symbols + at), _mm512_cvtepi32_epi8(_mm512_srli_epi32(entry, 24)));
         const __m512i high = _mm512_srli_epi32(x[k], 12), less = _mm512_and_si512(_mm512_srli_epi32(entry, 12), bits12);
-        const __m512i y = _mm512_add_epi32(_mm512_mullo_epi32(less, high), _mm512_add_epi32(high, _mm512_and_si512(entry, bits12)));
+        const __m512i y =
+            _mm512_add_epi32(_mm512_mullo_epi32(less, high), _mm512_add_epi32(high, _mm512_and_si512(entry, bits12)));
         const __mmask16 low = _mm512_cmplt_epu32_mask(y, least_state);
         const __m512i next = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
         x[k] = _mm512_mask_or_epi32(y, low, _mm512_slli_epi32(y, 16), _mm512_maskz_expand_epi32(low, next));

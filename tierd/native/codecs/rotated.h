@@ -45,12 +45,16 @@ template <class Op> TIERD_INLINE void fold(const float (*lanes)[16], float* to, 
   const auto both = [&](__m512 a, __m512 b) { return (__m512)op((F)a, (F)b); };
   __m512 quarter[4];
   for (int i = 0; i < 4; i++) {
-    const __m512 a = both(_mm512_shuffle_f32x4(row(i), row(i + 4), 0x44), _mm512_shuffle_f32x4(row(i), row(i + 4), 0xEE));
-    const __m512 b = both(_mm512_shuffle_f32x4(row(i + 8), row(i + 12), 0x44), _mm512_shuffle_f32x4(row(i + 8), row(i + 12), 0xEE));
+    const __m512 a =
+        both(_mm512_shuffle_f32x4(row(i), row(i + 4), 0x44), _mm512_shuffle_f32x4(row(i), row(i + 4), 0xEE));
+    const __m512 b =
+        both(_mm512_shuffle_f32x4(row(i + 8), row(i + 12), 0x44), _mm512_shuffle_f32x4(row(i + 8), row(i + 12), 0xEE));
     quarter[i] = both(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
   }
-  const __m512 c = both(_mm512_shuffle_ps(quarter[0], quarter[1], 0x44), _mm512_shuffle_ps(quarter[0], quarter[1], 0xEE));
-  const __m512 d = both(_mm512_shuffle_ps(quarter[2], quarter[3], 0x44), _mm512_shuffle_ps(quarter[2], quarter[3], 0xEE));
+  const __m512 c =
+      both(_mm512_shuffle_ps(quarter[0], quarter[1], 0x44), _mm512_shuffle_ps(quarter[0], quarter[1], 0xEE));
+  const __m512 d =
+      both(_mm512_shuffle_ps(quarter[2], quarter[3], 0x44), _mm512_shuffle_ps(quarter[2], quarter[3], 0xEE));
   store(to, both(_mm512_shuffle_ps(c, d, 0x88), _mm512_shuffle_ps(c, d, 0xDD)));
 #else
   for (int i = 0; i < kRows; i++) {
@@ -80,7 +84,8 @@ template <int kCount> TIERD_INLINE void load_row(const uint16_t* row, bool is_ha
 
 // Codes and scales of a batch of rows; rows[i] may be null: zeros. Returns the largest square of a
 // row's error as bits: not finite ones are larger than all others.
-template <int kDim> uint32_t encode_rows(const uint16_t* const* rows, bool is_half, const Levels& levels, const float* signs, Batch<kDim>& to) {
+template <int kDim> uint32_t encode_rows(
+    const uint16_t* const* rows, bool is_half, const Levels& levels, const float* signs, Batch<kDim>& to) {
   constexpr int kCount = kDim / kLanes, kParts = 16 / kLanes;
   const float norm = norm_of(kDim);
   for (int r = 0; r < kRows; r++) {
@@ -134,7 +139,8 @@ template <int kDim> uint32_t encode_rows(const uint16_t* const* rows, bool is_ha
 }
 
 // One row's values from its codes, which are below 16 unless kWide. offset: of the code 0 from 0.
-template <int kDim, bool kWide> void decode_row(const uint8_t* codes, float offset, float scale, const float* signs, bool is_half, uint16_t* to) {
+template <int kDim, bool kWide> void decode_row(
+    const uint8_t* codes, float offset, float scale, const float* signs, bool is_half, uint16_t* to) {
   constexpr int kCount = kDim / kLanes;
   F v[kCount];
 #if TIERD_LANES == 16

@@ -12,7 +12,9 @@ Q high_halves(Q a, Q b) { return (Q)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b)
 #else
 typedef uint8_t Q [[gnu::vector_size(16)]];
 Q low_halves(Q a, Q b) { return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23); }
-Q high_halves(Q a, Q b) { return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31); }
+Q high_halves(Q a, Q b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
 #endif
 
 // Transposes each block of 16 x 16 in place.
@@ -24,9 +26,11 @@ template <int kDim> void transpose(uint8_t (*codes)[kDim]) {
 #pragma GCC unroll 2
     for (int round = 0; round < 2; round++) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) next[2 * i] = low_halves(rows[i], rows[i + 8]), next[2 * i + 1] = high_halves(rows[i], rows[i + 8]);
+      for (int i = 0; i < 8; i++)
+        next[2 * i] = low_halves(rows[i], rows[i + 8]), next[2 * i + 1] = high_halves(rows[i], rows[i + 8]);
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) rows[2 * i] = low_halves(next[i], next[i + 8]), rows[2 * i + 1] = high_halves(next[i], next[i + 8]);
+      for (int i = 0; i < 8; i++)
+        rows[2 * i] = low_halves(next[i], next[i + 8]), rows[2 * i + 1] = high_halves(next[i], next[i + 8]);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) store(codes[i] + at, rows[i]);
@@ -68,7 +72,8 @@ template <int kDim, int kBits> void pack(const uint8_t (*codes)[kDim], uint8_t* 
 #if TIERD_LANES == 16
       const __m512i low = _mm512_loadu_si512(a), high = _mm512_loadu_si512(b);
       if (kBits == 4) {
-        store(to, _mm512_permutexvar_epi8(_mm512_load_si512(kPlaces.packed4), _mm512_or_si512(low, _mm512_slli_epi16(high, 4))));
+        store(to, _mm512_permutexvar_epi8(
+            _mm512_load_si512(kPlaces.packed4), _mm512_or_si512(low, _mm512_slli_epi16(high, 4))));
       } else {
         store(to, _mm512_permutex2var_epi8(low, _mm512_load_si512(kPlaces.packed8), high));
         store(to + 64, _mm512_permutex2var_epi8(low, _mm512_load_si512(kPlaces.packed8 + 64), high));
@@ -96,7 +101,8 @@ template <int kDim, int kBits> void unpack(const uint8_t* from, uint8_t (*codes)
 #if TIERD_LANES == 16
       const __m512i first = _mm512_loadu_si512(from);
       if (kBits == 4) {
-        const __m512i both = _mm512_permutexvar_epi8(_mm512_load_si512(kPlaces.unpacked4), first), nibble = _mm512_set1_epi8(15);
+        const __m512i both = _mm512_permutexvar_epi8(_mm512_load_si512(kPlaces.unpacked4), first),
+                      nibble = _mm512_set1_epi8(15);
         store(a, _mm512_and_si512(both, nibble));
         store(b, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
       } else {
@@ -124,16 +130,19 @@ template <int kDim> Tile tile_at(const uint8_t* at, const Levels* levels) {
   return {{at, values}, {scales, scales + 2 * kRows}, scales + 4 * kRows};
 }
 
-template <int kDim> uint32_t rot_encode(const TierdBlock& block, const Levels* levels, const float* signs, uint8_t* out) {
+template <int kDim> uint32_t rot_encode(
+    const TierdBlock& block, const Levels* levels, const float* signs, uint8_t* out) {
   Batch<kDim> batch;
   uint32_t worst = 0;
   for (size_t i = 0; i < block.layers * block.heads; i++) {
     for (size_t token = 0; token < block.tokens; token += kRows) {
       const Tile tile = tile_at<kDim>(out, levels);
       for (int pair = 0; pair < 2; pair++) {
-        const uint16_t* first = block.raw + i / block.heads * block.layer + pair * block.pair + i % block.heads * block.head;
+        const uint16_t* first =
+            block.raw + i / block.heads * block.layer + pair * block.pair + i % block.heads * block.head;
         const uint16_t* rows[kRows];
-        for (size_t r = 0; r < kRows; r++) rows[r] = token + r < block.tokens ? first + (token + r) * block.token : nullptr;
+        for (size_t r = 0; r < kRows; r++)
+          rows[r] = token + r < block.tokens ? first + (token + r) * block.token : nullptr;
         const uint32_t off = encode_rows<kDim>(rows, block.is_half, levels[pair], signs, batch);
         worst = off > worst ? off : worst;
         if (pair == 1) transpose<kDim>(batch.codes);
@@ -148,7 +157,8 @@ template <int kDim> uint32_t rot_encode(const TierdBlock& block, const Levels* l
 }
 
 // signs: normalised.
-template <int kDim> void rot_decode(const TierdBlock& block, const Levels* levels, const float* signs, const uint8_t* in) {
+template <int kDim> void rot_decode(
+    const TierdBlock& block, const Levels* levels, const float* signs, const uint8_t* in) {
   alignas(64) uint8_t codes[kRows][kDim];
   float scales[kRows];
   for (size_t i = 0; i < block.layers * block.heads; i++) {
@@ -161,7 +171,8 @@ template <int kDim> void rot_decode(const TierdBlock& block, const Levels* level
         uint16_t halves[kRows];
         std::memcpy(halves, tile.scales[pair], sizeof halves);
         for (int r = 0; r < kRows; r += kLanes) store(scales + r, of_half(halves + r));
-        uint16_t* to = block.raw + i / block.heads * block.layer + pair * block.pair + i % block.heads * block.head + token * block.token;
+        uint16_t* to = block.raw + i / block.heads * block.layer + pair * block.pair + i % block.heads * block.head +
+            token * block.token;
         for (size_t r = 0; r < kRows && token + r < block.tokens; r++, to += block.token) {
           const auto decode = is_4 ? decode_row<kDim, false> : decode_row<kDim, true>;
           decode(codes[r], offset_of(levels[pair]), scales[r], signs, block.is_half, to);
@@ -186,7 +197,8 @@ template <class Function> void each_batch(const TierdBlock& block, Function f) {
   if (count) f(rows, count);
 }
 
-template <int kDim> uint32_t int3_encode(const TierdBlock& block, const Levels* levels, const float* signs, uint8_t* out) {
+template <int kDim> uint32_t int3_encode(
+    const TierdBlock& block, const Levels* levels, const float* signs, uint8_t* out) {
   Batch<kDim> batch;
   uint32_t worst = 0;
   const size_t plane = rows_of(block) * kDim / 8;
@@ -211,7 +223,8 @@ template <int kDim> uint32_t int3_encode(const TierdBlock& block, const Levels* 
 }
 
 // signs: normalised.
-template <int kDim> void int3_decode(const TierdBlock& block, const Levels* levels, const float* signs, const uint8_t* in) {
+template <int kDim> void int3_decode(
+    const TierdBlock& block, const Levels* levels, const float* signs, const uint8_t* in) {
   alignas(64) uint8_t codes[kRows][kDim];
   float factors[kRows];
   const size_t plane = rows_of(block) * kDim / 8;
@@ -229,7 +242,8 @@ template <int kDim> void int3_decode(const TierdBlock& block, const Levels* leve
     std::memcpy(halves, scales, 2 * count);
     scales += 2 * count;
     for (int r = 0; r < kRows; r += kLanes) store(factors + r, of_half(halves + r));
-    for (size_t r = 0; r < count; r++) decode_row<kDim, false>(codes[r], offset_of(levels[0]), factors[r], signs, block.is_half, rows[r]);
+    for (size_t r = 0; r < count; r++)
+      decode_row<kDim, false>(codes[r], offset_of(levels[0]), factors[r], signs, block.is_half, rows[r]);
   });
 }
 

@@ -46,7 +46,9 @@ __m128i words(I a) {
   return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
 }
 void narrow(uint16_t* to, I a) { _mm_storeu_si128((__m128i*)to, words(a)); }
-void narrow(uint8_t* to, I a) { _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(_mm_and_si128(words(a), _mm_set1_epi16(255)), __m128i{})); }
+void narrow(uint8_t* to, I a) {
+  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(_mm_and_si128(words(a), _mm_set1_epi16(255)), __m128i{}));
+}
 F of_half(const uint16_t* from) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
 void to_half(uint16_t* to, F a) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)a, 0)); }
 #else
@@ -76,7 +78,9 @@ void to_half(uint16_t* to, F a) {
 F floats(I a) { return __builtin_convertvector(a, F); }
 
 // kLanes values of a block as floats.
-template <bool kHalf> TIERD_INLINE F load_values(const uint16_t* from) { return kHalf ? of_half(from) : (F)(widened(from) << 16); }
+template <bool kHalf> TIERD_INLINE F load_values(const uint16_t* from) {
+  return kHalf ? of_half(from) : (F)(widened(from) << 16);
+}
 
 // Rounds floats to nearest, ties to even; those that are too large saturate. kNormal: each is 0 or
 // normal, and finite in bfloat16.
@@ -91,7 +95,9 @@ template <bool kHalf, bool kNormal> TIERD_INLINE void store_values(uint16_t* to,
 }
 
 // Each lane, and the lane whose number differs in this bit.
-template <int kWidth, size_t... i> F swapped(F a, std::index_sequence<i...>) { return __builtin_shufflevector(a, a, (i ^ kWidth)...); }
+template <int kWidth, size_t... i> F swapped(F a, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, a, (i ^ kWidth)...);
+}
 template <int kWidth, size_t... i> F signs_of(std::index_sequence<i...>) { return F{(i & kWidth ? -1.0f : 1.0f)...}; }
 
 // Sums and differences of the lanes whose numbers differ in this bit.

@@ -46,7 +46,8 @@ class TokenChoice:
             )
         if self.tokens and self.tokens < self.least:
             raise InvalidArgument(
-                f"token_policy.tokens: {self.tokens} is below {self.least}, the least that {self.name} keeps; give more, or 0"
+                f"token_policy.tokens: {self.tokens} is below {self.least}, the least that {self.name} keeps; give "
+                "more, or 0"
             )
         return self
 
