@@ -32,7 +32,8 @@ SPEC = NamespaceSpec(model="m", tokens_per_block=TOKENS, block_bytes=BYTES, geom
     ids=["dtype", "length", "head_dim", "calibration", "none"],
 )
 def test_the_log_says_once_why_blocks_stay_as_they_are(spec: NamespaceSpec, name: str, why: str | None) -> None:
-    """A namespace that a store's codec does not take is logged once, with the reason; its blocks keep their length."""
+    """A namespace that a store's codec does not take is logged once, with the reason. Its blocks keep
+    their length."""
     registry = NamespaceRegistry()
     namespace, _ = registry.open(spec, tenant="t")
     codecs = StoreCodecs({2: codec_named(name)}, registry.get)
