@@ -18,6 +18,7 @@ from tierd.cli.progress import shown_progress
 from tierd.cli.render import Cell, Column, facts, show_json, show_table
 from tierd.codecs.block import Codec
 from tierd.codecs.calibration import load
+from tierd.codecs.layered import COARSE
 from tierd.codecs.named import codec_named
 from tierd.errors import InvalidArgument
 from tierd.quality.identity import IDENTITY
@@ -46,6 +47,8 @@ COLUMNS = (
     Column("of copy", right=True, spare=9),
 )
 """encode, decode: GB/s. of copy: both as shares of a plain copy's speed."""
+MEASURED: dict[str, Codec] = {codec.name: codec for codec in (IDENTITY, COARSE)}
+"""Beside the codecs that stores take."""
 PICTURES = (".png", ".svg")
 
 
@@ -59,7 +62,13 @@ PICTURES = (".png", ".svg")
     required=True,
     help="Bytes for a model whose tokens are bytes, or token ids as .npy for any other.",
 )
-@click.option("--codec", "codecs", metavar="NAME,...", required=True, help="Names as in `tierctl codecs`, or identity.")
+@click.option(
+    "--codec",
+    "codecs",
+    metavar="NAME,...",
+    required=True,
+    help="Names as in `tierctl codecs`, identity, or layered-2-coarse.",
+)
 @click.option(
     "--tokens",
     metavar="POLICY:KEEP,...",
@@ -115,7 +124,7 @@ def quality(ask: Ask, *, model: Path, text: Path, codecs: str, **options: Any) -
 
 def codecs_of(names: str) -> list[Codec]:
     """The codecs of names separated by commas, without repetitions. Raises InvalidArgument."""
-    return [IDENTITY if name == IDENTITY.name else codec_named(name) for name in dict.fromkeys(names.split(","))]
+    return [MEASURED.get(name) or codec_named(name) for name in dict.fromkeys(names.split(","))]
 
 
 def policies_of(said: str | None) -> list[TokenChoice]:

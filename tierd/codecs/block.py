@@ -45,6 +45,11 @@ HEADER = np.dtype(
         ("checksum", "<u8"),
     ]
 )
+FRONT = np.dtype([("checksum", "<u8"), ("length", "<u4"), ("error", "<f4")])
+"""At the start of a payload with a prefix, and part of the prefix. Its checksum covers the header and
+the rest of the prefix."""
+FRONT_CHECKSUM = 8
+"""Bytes of the checksum."""
 IDENTITY = 0
 POSITION_MAX = (1 << 32) - 1
 _FIELDS = HEADER.names or ()
@@ -65,15 +70,25 @@ class Context(NamedTuple):
 NO_CONTEXT = Context()
 
 
+class Prefix(NamedTuple):
+    """The part of a payload that can be decoded alone. length: its bytes, FRONT included. error: as
+    the payload's."""
+
+    length: int
+    error: float
+
+
 class Payload(NamedTuple):
     """error: the largest error of a value before it is rounded to the block's dtype; 0: exact.
 
-    whole: data with room for a header before it, if `room` made it.
+    whole: data with room for a header before it, if `room` made it. prefix: data then begins with
+    room for FRONT.
     """
 
     data: Bytes
     error: float
     whole: Bytes | None = None
+    prefix: Prefix | None = None
 
 
 class Room(NamedTuple):
@@ -167,10 +182,19 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
         return _identity(raw, shape)
     if codec.is_exact:
         return _framed(codec, shape, payload, context)
+    top = float(floats_of(np.array([largest], np.uint16), dtype)[0])
+    payload = payload._replace(error=_rounded_error(payload.error, top, dtype))
+    if payload.prefix:
+        error = _rounded_error(payload.prefix.error, top, dtype)
+        payload = payload._replace(prefix=payload.prefix._replace(error=error))
+    return _framed(codec, shape, payload, context)
+
+
+def _rounded_error(error: float, top: float, dtype: str) -> float:
+    """The error after values are rounded to dtype. top: the largest value."""
     relative, absolute = ROUNDING[dtype]
-    top = float(floats_of(np.array([largest], np.uint16), dtype)[0]) + payload.error
-    bound = np.float32(payload.error * (1 + 1e-5) + max(top * relative, absolute))
-    return _framed(codec, shape, payload._replace(error=float(np.nextafter(bound, np.float32(np.inf)))), context)
+    bound = np.float32(error * (1 + 1e-5) + max((top + error) * relative, absolute))
+    return float(np.nextafter(bound, np.float32(np.inf)))
 
 
 def decode(
@@ -260,7 +284,12 @@ def _framed(codec: Codec | None, shape: KVShape, payload: Payload, context: Cont
         *(MAGIC, VERSION, number, version, DTYPES.index(g.dtype), LAYOUTS.index(g.layout)),
         *(g.layers, g.kv_heads, g.head_dim, shape.tokens, len(data), payload.error, calibration, context.position),
     )
-    head = _PACKED.pack(*fields, _checksum(_PACKED.pack(*fields, 0), data))
+    blank = _PACKED.pack(*fields, 0)
+    if payload.prefix:
+        front, rest = data[: FRONT.itemsize].view(FRONT), data[FRONT_CHECKSUM : payload.prefix.length]
+        front["length"], front["error"] = payload.prefix
+        front["checksum"] = _checksum(blank, rest)
+    head = _PACKED.pack(*fields, _checksum(blank, data))
     whole = room(len(data)).whole if payload.whole is None else payload.whole
     if payload.whole is None:
         whole[HEADER.itemsize :] = data

@@ -8,6 +8,7 @@ from tierd.codecs.int3 import Int3
 from tierd.codecs.int8 import Int8
 from tierd.codecs.kivi import Kivi
 from tierd.codecs.kvquant import KVQuant
+from tierd.codecs.layered import COARSE, LAYERED
 from tierd.codecs.lossless import Lossless
 from tierd.codecs.planes import Planes
 from tierd.codecs.rot import Rot
@@ -22,10 +23,10 @@ ALL: tuple[Codec, ...] = (
     *(Lossless(6), Planes(7, "lz4"), Planes(8, "zstd")),
     *(KVQuant(9, 4), KVQuant(10, 3), KVQuant(11, 2)),
     *(Kivi(12, 4), Kivi(13, 2), CacheGen(14)),
-    *TRANSFORMS,
+    *(*TRANSFORMS, LAYERED),
 )
 BY_NAME = {codec.name: codec for codec in ALL}
-BY_NUMBER = {codec.number: codec for codec in ALL}
+BY_NUMBER: dict[int, Codec] = {codec.number: codec for codec in (*ALL, COARSE)}
 
 
 def codec_named(name: str) -> Codec:

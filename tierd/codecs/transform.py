@@ -82,16 +82,13 @@ class Transform:
         q = np.concatenate(parts)
         if not np.abs(q).max() <= FARTHEST:
             return Payload(np.empty(0, np.uint8), np.inf)
-        return Payload(
-            _packed(q.astype(np.int16), plan, int(found["levels"][self.profile]), found),
-            _error(rows, parts, plan, found),
-        )
+        return self.written(q.astype(np.int16), rows, plan, found)
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
         found = _tensors(context.calibration, shape, self.name)
         layers, _, tokens, heads, dim = shape.sizes
-        q, plan = _unpacked(payload, tokens, found)
+        q, plan = self.read(payload, tokens, found)
         values = np.empty((tokens, len(found["mean"]), found["mean"].shape[1]), np.float32)
         first = 0
         for g, rank in enumerate(plan.ranks):
@@ -102,6 +99,14 @@ class Transform:
         whole[:, 0] = rotate(whole[:, 0], context.position, found["frequencies_of_rope"])
         return rounded(whole, shape.geometry.dtype)
 
+    def written(self, q: NDArray[np.int16], rows: Floats, plan: Plan, found: dict[str, Any]) -> Payload:
+        """The payload of q, [coefficients, tokens], rounded from rows."""
+        return Payload(_packed(q, plan, int(found["levels"][self.profile]), found), _error(rows, q, plan, found))
+
+    def read(self, payload: Bytes, tokens: int, found: dict[str, Any]) -> tuple[NDArray[np.int32], Plan]:
+        """What `written` had: multiples of the plan's step. Raises CorruptRecord."""
+        return _unpacked(payload, tokens, found)
+
 
 def _restored(q: Floats, plan: Plan, found: dict[str, Any], group: int) -> Floats:
     """Rows without their mean, [tokens, n], of q: [rank, tokens]."""
@@ -109,13 +114,14 @@ def _restored(q: Floats, plan: Plan, found: dict[str, Any], group: int) -> Float
     return restored
 
 
-def _error(rows: Floats, parts: list[Floats], plan: Plan, found: dict[str, Any]) -> float:
-    """The largest error of a value after RoPE, whatever the order of sums.
+def _error(rows: Floats, whole: NDArray[Any], plan: Plan, found: dict[str, Any]) -> float:
+    """The largest error of a value after RoPE, whatever the order of sums. whole: [coefficients, tokens].
 
     A turn of two channels makes an error at most sqrt(2) times as large. Sums of r products of
     float32 are off by r units of the product of their lengths, on either side.
     """
     largest, slack = 0.0, 0.0
+    parts = np.split(whole.astype(np.float32), np.cumsum(plan.ranks)[:-1])
     for g, (x, q) in enumerate(zip(rows, parts, strict=True)):
         inverse = found["inverse"][g, : len(q)]
         largest = max(largest, float(np.abs(x - _restored(q, plan, found, g)).max()))
