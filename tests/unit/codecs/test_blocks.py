@@ -18,6 +18,7 @@ from tests.unit.codecs.calibrated import decode, encode
 from tierd.codecs import block as block_module
 from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Payload
 from tierd.codecs.int8 import Int8
+from tierd.codecs.layered import COARSE
 from tierd.codecs.named import ALL, BY_NUMBER, codec_named
 from tierd.codecs.planes import COMPRESSORS, Planes
 from tierd.codecs.rot import HEAD_DIMS
@@ -39,9 +40,10 @@ def has_package(codec: Codec) -> bool:
     return not isinstance(codec, Planes) or find_spec(COMPRESSORS[codec.name].package.split(".")[0]) is not None
 
 
-each_codec = pytest.mark.parametrize("codec", list(filter(has_package, ALL)), ids=lambda codec: codec.name)
+CODECS = (*ALL, COARSE)
+each_codec = pytest.mark.parametrize("codec", list(filter(has_package, CODECS)), ids=lambda codec: codec.name)
 lossy_codec = pytest.mark.parametrize(
-    "codec", [codec for codec in ALL if not codec.is_exact], ids=lambda codec: codec.name
+    "codec", [codec for codec in CODECS if not codec.is_exact], ids=lambda codec: codec.name
 )
 exact_codec = pytest.mark.parametrize(
     "codec", [codec for codec in ALL if codec.is_exact and has_package(codec)], ids=lambda codec: codec.name
