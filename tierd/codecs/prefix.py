@@ -68,7 +68,7 @@ def coarse_block(data: Any) -> Bytes:
         coded[HEADER.itemsize :][: FRONT.itemsize].view(FRONT)[0],
         coded[HEADER.itemsize + FRONT_CHECKSUM : length],
     )
-    if not HEAD_BYTES <= length <= len(coded) or front["checksum"] != block._checksum(head.tobytes(), rest):
+    if length < HEAD_BYTES or front["checksum"] != block._checksum(head.tobytes(), rest):
         raise CorruptRecord("encoded block: the prefix's checksum does not match; read another copy")
     made = np.concatenate((head, coded[HEAD_BYTES:length]))
     header = made[: HEADER.itemsize].view(HEADER)

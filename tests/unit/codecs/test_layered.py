@@ -20,11 +20,11 @@ from tierd.codecs import prefix, rans
 from tierd.codecs.block import FRONT, FRONT_CHECKSUM, HEADER, IDENTITY, Codec, Context, Decoded
 from tierd.codecs.calibration import Calibration, Samples
 from tierd.codecs.fit import make
-from tierd.codecs.layered import CELL, CELLS, COARSE, FARTHEST, LAYERED, layers_of
+from tierd.codecs.layered import CELL, CELLS, COARSE, FARTHEST, LAYERED, _coarse_of, _middles, layers_of
 from tierd.codecs.named import BY_NUMBER, codec_named
 from tierd.codecs.prefix import HEAD_BYTES, coarse_block, prefix_bytes
 from tierd.codecs.rope import rotate
-from tierd.codecs.transform import _plan, _tensors
+from tierd.codecs.transform import Plan, _plan, _tensors
 from tierd.codecs.transform_fit import CENTRE, ESCAPE
 from tierd.codecs.values import DTYPES, Bytes, KVShape, rounded
 from tierd.core.formats.block import KVGeometry
@@ -260,12 +260,22 @@ def test_far_values_are_kept() -> None:
     shape = shape_of(layers=1, tokens=9)
     found = tensors(shape)
     step = float(_plan(found, int(found["levels"][1])).step)
-    largest = step * FARTHEST * 2 / float(np.abs(found["forward"]).max())
+    forward = found["forward"][-1]
     values = np.zeros(shape.sizes)
-    values[0, 1, 4] = largest
-    coded = encode(LAYERED, block_of(values, shape), shape)
+    values[0, 1, 4, -1] = 1.5 * FARTHEST * step / np.abs(forward[:, -64:].sum(axis=1)).max()
+    block = block_of(values, shape)
+    assert encode(FINE, block, shape)[: HEADER.itemsize].view(HEADER)["codec"][0] == FINE.number
+    coded = encode(LAYERED, block, shape)
     assert coded[: HEADER.itemsize].view(HEADER)["codec"][0] == IDENTITY
     assert prefix_bytes(coded) == len(coded)
+
+
+def test_coarse_values_are_in_the_middle() -> None:
+    """A coarse value is off by one step at most, or by half a step if the lowest bit is left out."""
+    q = np.arange(-FARTHEST, FARTHEST + 1, dtype=np.int16)[None].repeat(2, axis=0)
+    plan = Plan(np.float32(1), [2], np.zeros(2, np.uint8), np.array([0, 1], np.uint8))
+    away = _middles(_coarse_of(q, plan), plan) - 2 * q.astype(int)
+    assert np.unique(away[0]).tolist() == [-2, 0, 2] and np.unique(away[1]).tolist() == [-1, 1]
 
 
 def test_tables_follow_from_the_calibration() -> None:
@@ -287,7 +297,7 @@ def test_tables_follow_from_the_calibration() -> None:
 def test_known_tables_of_refinements() -> None:
     """Tables of refinements are integers that no machine computes otherwise."""
     frequencies = np.zeros((1, ESCAPE + 1), np.uint16)
-    frequencies[0, CENTRE - 1 : CENTRE + 3] = (700, 3000, 300, 95)
+    frequencies[0, CENTRE - 1 : CENTRE + 4] = (700, 3000, 300, 2, 1)
     frequencies[0, ESCAPE] = 1
     found = {
         "frequencies": frequencies,
@@ -295,4 +305,4 @@ def test_known_tables_of_refinements() -> None:
         "choices": np.zeros((1, 1, 1), np.uint8),
     }
     refined = layers_of(found).refined.tolist()
-    assert refined[CELLS // 2 : CELLS // 2 + 2] == [[717, 3072, 307], [4094, 1, 1]]
+    assert refined[CELLS // 2 : CELLS // 2 + 2] == [[717, 3072, 307], [2710, 1365, 21]]
