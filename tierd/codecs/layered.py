@@ -1,16 +1,16 @@
-"""Codec layered: the multiples of codec transform in two parts, of which the first can be decoded alone.
+"""Codec layered: the multiples of codec transform in two parts; the first can be decoded alone.
 
-A multiple q of a coefficient without low bits is 3c + r - 1, with r of 0, 1 or 2. The coarse part has
-c, the refinement r. With low bits, the refinement has the lowest one. Tables of c have sums of
-transform's frequencies, and tables of r the shares in such a sum. So both parts together take as many
-bits as transform's payload (embedded quantisation: Taubman, IEEE Transactions on Image Processing
-9(7), 2000).
+A multiple q of a coefficient without low bits is 3c + r - 1, with r of 0, 1 or 2. The coarse part
+has c, the refinement r. With low bits, the refinement has the lowest one. Tables of c have sums of
+transform's frequencies, and tables of r the shares in such a sum. So both parts together take as
+many bits as transform's payload (successive refinement: Equitz and Cover, IEEE Transactions on
+Information Theory 37(2), 1991).
 
     q ─▶ c ─▶ transform's payload, with tables of c    the coarse part: codec layered-2-coarse
      └─▶ r ─▶ rANS stream, then lowest bits            the refinement
 
-Payload: FRONT of block.py, the coarse part, the refinement. A coarse value is the middle of what its
-multiple may be, in half steps.
+Payload: FRONT of block.py, the coarse part, the refinement. A coarse value is the middle of the
+multiples with its c, in half steps.
 """
 
 from __future__ import annotations
@@ -170,4 +170,4 @@ def _near(q: Multiples) -> Multiples:
 
 LAYERED = Layered(17, "layered-2", TARGETS.index(2.0))
 COARSE = Coarse(18, "layered-2-coarse", TARGETS.index(2.0))
-"""What the prefix of a LAYERED block becomes (`prefix.py`). Stores do not take it."""
+"""For prefixes of LAYERED blocks (`prefix.py`), and to measure them. No store takes it."""

@@ -2,8 +2,8 @@
 
     first bytes ─▶ prefix_bytes ─▶ so many bytes ─▶ decode_prefix ─▶ block, with a greater error
 
-A layered block's prefix ends with the coarse part of its payload, and has a checksum of its own. The
-prefix of any other block is the whole block.
+A layered block's prefix ends with the coarse part of its payload, and has a checksum of its own.
+The prefix of any other block is the whole block.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ def test_sizes_and_errors(layers: int) -> None:
 
 
 def test_a_prefix_needs_all_of_its_bytes() -> None:
-    """`prefix_bytes` bytes are enough. Less of the block is refused at each byte, and more changes nothing."""
+    """`prefix_bytes` bytes are enough. Each shorter part of the block is refused; more of it changes
+    nothing."""
     shape = shape_of(layers=1, tokens=9)
     coded = encode(LAYERED, noise(shape), shape)
     length = prefix_bytes(coded[:HEAD_BYTES])
@@ -214,7 +215,8 @@ def fronted(coded: Bytes, **fields: float) -> Bytes:
 
 @pytest.mark.parametrize("length", [0, 7, 16, 27, 1 << 20, (1 << 32) - 1])
 def test_an_impossible_prefix(length: int) -> None:
-    """A prefix that is too short for a payload, or longer than it, is refused by name, though checksums hold."""
+    """A prefix that is too short, or longer than the payload, is refused by name, though checksums
+    hold."""
     shape = shape_of(layers=1, tokens=9)
     coded = encode(LAYERED, noise(shape), shape)
     made = fronted(coded, length=length)
@@ -279,7 +281,8 @@ def test_coarse_values_are_in_the_middle() -> None:
 
 
 def test_tables_follow_from_the_calibration() -> None:
-    """Each table sums to 4096. A cell has its symbols' frequencies together, and each refinement one at least."""
+    """Each table sums to 4096. A cell has its symbols' frequencies together, and each refinement one
+    at least."""
     shape = shape_of(layers=1)
     found = tensors(shape)
     layers, frequencies = layers_of(found), found["frequencies"].astype(int)

@@ -14,7 +14,10 @@ from rich.console import Console
 
 from tierd.cli import ask
 from tierd.cli.ctl import cli
-from tierd.codecs.named import ALL
+from tierd.cli.quality import codecs_of
+from tierd.codecs.layered import COARSE
+from tierd.codecs.named import ALL, BY_NAME
+from tierd.quality.identity import IDENTITY
 
 KEYS = {
     *(
@@ -47,6 +50,12 @@ def run(folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def answer(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
+
+
+def test_codecs_that_are_measured_alone() -> None:
+    """Beside the codecs that stores take, identity and the coarse part of layered-2 have names."""
+    assert [codec.name for codec in codecs_of("identity,layered-2-coarse,int8")] == [IDENTITY.name, COARSE.name, "int8"]
+    assert {IDENTITY.name, COARSE.name}.isdisjoint(BY_NAME)
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
