@@ -102,7 +102,7 @@ class Layered(Coarse):
         has_cells = plan.shifts == 0
         c = _coarse_of(q, plan)[has_cells]
         r = (q[has_cells] + 1 - CELL * c).astype(np.uint8)
-        stream = rans.encode(r.reshape(-1), *_tables_of(c, plan.tables[has_cells], layers_of(found)), 1)
+        stream = rans.encode(r.reshape(-1), layers_of(found).refined, _tables_of(c, plan.tables[has_cells]), 1)
         low = np.packbits((q[~has_cells] & 1).astype(np.uint8).reshape(-1), bitorder="little")
         data = np.concatenate((np.zeros(FRONT.itemsize, np.uint8), coarse.data, stream, low))
         prefix = Prefix(FRONT.itemsize + len(coarse.data), coarse.error)
@@ -125,7 +125,7 @@ class Layered(Coarse):
             raise CorruptRecord(
                 f"codec {self.name}: {len(low)} bytes have no room for {bits} low bits; read another copy"
             )
-        r = rans.decode(stream, np.empty(c.size, np.uint8), *_tables_of(c, plan.tables[has_cells], layers), 1)
+        r = rans.decode(stream, np.empty(c.size, np.uint8), layers.refined, _tables_of(c, plan.tables[has_cells]), 1)
         q[has_cells] = CELL * c + r.reshape(c.shape) - 1
         lowest = np.unpackbits(low, count=bits, bitorder="little").reshape(-1, tokens)
         q[~has_cells] = q[~has_cells] << 1 | lowest
@@ -149,12 +149,11 @@ def _read_coarse(payload: Bytes, tokens: int, found: dict[str, Any], layers: Lay
     return c, _plan(found, int(payload[: HEAD.itemsize].view(HEAD)["level"][0]))
 
 
-def _tables_of(c: Multiples, tables: NDArray[np.uint8], layers: Layers) -> tuple[Frequencies, NDArray[Any]]:
-    """The tables of r that occur, and which of them each r has. tables: of each coefficient of c."""
-    cell = np.where(np.abs(c) <= CELLS // 2, c + CELLS // 2, CELLS)
-    which = (cell + (CELLS + 1) * tables[:, None].astype(np.int32)).reshape(-1)
-    occurs = np.bincount(which, minlength=len(layers.refined)) > 0
-    return layers.refined[occurs], (np.cumsum(occurs) - 1)[which]
+def _tables_of(c: Multiples, tables: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The row of `Layers.refined` for each r. tables: of each coefficient of c."""
+    cell = np.minimum((c.astype(np.int32) + CELLS // 2).view(np.uint32), np.uint32(CELLS))  # below 0 is large
+    cell += (CELLS + 1) * tables[:, None].astype(np.uint32)
+    return cell.reshape(-1)
 
 
 def _halved(plan: Plan) -> Plan:

@@ -30,7 +30,7 @@ def streams(draw: st.DrawFn) -> Stream:
     """Streams of any length, in any runs and tables."""
     size = draw(st.sampled_from([0, 1, 3, 63, 64, 65, 500, 4095, 4096, 4101, 32_767, 32_768, 33_000]))
     run = draw(st.sampled_from([1, 5, 16, 64, 256]))
-    tables, most = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 17, 256]))
+    tables, most = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 17, 256]))
     chance = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     which = chance.integers(0, tables, -(-size // run))
     symbols = np.minimum(chance.geometric(draw(st.sampled_from([0.02, 0.4, 0.999])), size) - 1, most - 1).astype(

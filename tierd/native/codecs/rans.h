@@ -43,27 +43,78 @@ void build_decoder(const TierdRans& r, uint32_t* entries) {
   }
 }
 
+void push(uint32_t& x, uint32_t start, uint32_t frequency, uint8_t*& to) {
+  if (x >> 20 >= frequency) {
+    to -= 2;
+    store(to, static_cast<uint16_t>(x));
+    x >>= 16;
+  }
+  const uint32_t q = x / frequency;
+  x = (q << 12) + (x - q * frequency) + start;
+}
+
+// Returns false if a word is missing.
+bool pull(uint32_t& x, const uint8_t*& from, const uint8_t* end) {
+  if (x >> 16) return true;
+  if (from == end) return false;
+  x = x << 16 | load<uint16_t>(from);
+  from += 2;
+  return true;
+}
+
+// Tables of so few symbols are not built: there may be thousands, and comparisons find a symbol.
+constexpr size_t kFew = 3;
+
+// As the loops below. Returns where the stream's words begin, or null.
+uint8_t* encode_few(const TierdRans& r, uint32_t* states, uint8_t* to) {
+  size_t left = r.count;
+  bool is_bad = false;
+  for (RunOf run(r, left - 1); left; run.backward()) {
+    const uint8_t symbol = r.symbols[--left];
+    const uint16_t* of = r.frequencies + kFew * run.table();
+    const uint32_t frequency = symbol < kFew ? of[symbol] : 0;
+    is_bad |= frequency == 0;
+    push(states[left & (r.lanes - 1)], (symbol > 0) * of[0] + (symbol > 1) * of[1], frequency | is_bad, to);
+  }
+  return is_bad ? nullptr : to;
+}
+
+// Returns whether no word is missing.
+bool decode_few(const TierdRans& r, uint32_t* states, const uint8_t*& from, const uint8_t* end, uint8_t* symbols) {
+  RunOf run(r, 0);
+  for (size_t at = 0; at < r.count; at++, run.forward()) {
+    const uint16_t* of = r.frequencies + kFew * run.table();
+    uint32_t& x = states[at & (r.lanes - 1)];
+    const uint32_t slot = x & 4095, second = of[0], third = second + of[1];
+    const uint32_t symbol = (slot >= second) + (slot >= third);
+    symbols[at] = static_cast<uint8_t>(symbol);
+    x = of[symbol] * (x >> 12) + slot - (symbol == 0 ? 0 : symbol == 1 ? second : third);
+    if (!pull(x, from, end)) return false;
+  }
+  return true;
+}
+
 // Writes the stream so that it ends at `end`. Returns its bytes, or all bits set for a symbol without
 // a frequency.
 uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
   uint32_t states[kMostLanes];
   for (size_t i = 0; i < r.lanes; i++) states[i] = 1 << 16;
-  build_encoder(r, entries);
   uint8_t* to = end;
+  if (r.size == kFew && r.count) {
+    to = encode_few(r, states, to);
+    if (!to) return ~uint64_t{0};
+    to -= 4 * r.lanes;
+    std::memcpy(to, states, 4 * r.lanes);
+    return static_cast<uint64_t>(end - to);
+  }
+  build_encoder(r, entries);
   size_t left = r.count;
   bool is_bad = false;
   const auto one = [&](RunOf& run) {
     const uint64_t entry = entries[256 * run.table() + r.symbols[--left]];
     is_bad |= entry == 0;
     const uint32_t start = entry & 4095, frequency = (entry >> 12 & 4095) + 1;
-    uint32_t& x = states[left % r.lanes];
-    if (x >> 20 >= frequency) {
-      to -= 2;
-      store(to, static_cast<uint16_t>(x));
-      x >>= 16;
-    }
-    const uint32_t q = x / frequency;
-    x = (q << 12) + (x - q * frequency) + start;
+    push(states[left % r.lanes], start, frequency, to);
   };
 #if TIERD_LANES == 16
   if (r.run % kWide == 0 && r.lanes % kWide == 0) {
@@ -123,8 +174,14 @@ uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
 uint64_t rans_decode(const TierdRans r, uint32_t* entries, const uint8_t* stream, uint64_t words, uint8_t* symbols) {
   uint32_t states[kMostLanes] = {};
   std::memcpy(states, stream, 4 * r.lanes);
-  build_decoder(r, entries);
   const uint8_t *from = stream + 4 * r.lanes, *const end = from + 2 * words;
+  const auto is_end = [&] {
+    bool is = from == end;
+    for (size_t i = 0; i < r.lanes; i++) is &= states[i] == 1 << 16;
+    return is;
+  };
+  if (r.size == kFew && r.count) return decode_few(r, states, from, end, symbols) && is_end();
+  build_decoder(r, entries);
   size_t at = 0;
 #if TIERD_LANES == 16
   if (r.run % kWide == 0 && r.lanes % kWide == 0) {
@@ -157,12 +214,7 @@ uint64_t rans_decode(const TierdRans r, uint32_t* entries, const uint8_t* stream
     const uint32_t entry = entries[(run.table() << 12) + (x & 4095)];
     symbols[at] = static_cast<uint8_t>(entry >> 24);
     x = ((entry >> 12 & 4095) + 1) * (x >> 12) + (entry & 4095);
-    if (x >> 16) continue;
-    if (from == end) return 0;
-    x = x << 16 | load<uint16_t>(from);
-    from += 2;
+    if (!pull(x, from, end)) return 0;
   }
-  bool is_end = from == end;
-  for (size_t i = 0; i < r.lanes; i++) is_end &= states[i] == 1 << 16;
-  return is_end;
+  return is_end();
 }
