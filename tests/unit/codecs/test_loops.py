@@ -121,7 +121,7 @@ def test_streams_of_rans(data: st.DataObject) -> None:
         data.draw(st.sampled_from((1, 16, 48, 256))),
     )
     chance = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
-    tables, most = data.draw(st.integers(1, 4)), data.draw(st.sampled_from((1, 2, 30, 256)))
+    tables, most = data.draw(st.integers(1, 4)), data.draw(st.sampled_from((1, 2, 3, 30, 256)))
     symbols = np.minimum(chance.geometric(data.draw(st.sampled_from((0.03, 0.4, 0.999))), size) - 1, most - 1).astype(
         np.uint8
     )

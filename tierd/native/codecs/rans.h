@@ -62,10 +62,10 @@ bool pull(uint32_t& x, const uint8_t*& from, const uint8_t* end) {
   return true;
 }
 
-// Tables of so few symbols are not built: there may be thousands, and comparisons find a symbol.
+// Tables of so many symbols are not built: there may be thousands, and two comparisons find a symbol.
 constexpr size_t kFew = 3;
 
-// As the loops below. Returns where the stream's words begin, or null.
+// Returns where the stream's words begin; null for a symbol without a frequency.
 uint8_t* encode_few(const TierdRans& r, uint32_t* states, uint8_t* to) {
   size_t left = r.count;
   bool is_bad = false;
@@ -79,18 +79,32 @@ uint8_t* encode_few(const TierdRans& r, uint32_t* states, uint8_t* to) {
   return is_bad ? nullptr : to;
 }
 
-// Returns whether no word is missing.
+// Returns whether no word is missing. Symbols are random, so branches on them would cost the most.
 bool decode_few(const TierdRans& r, uint32_t* states, const uint8_t*& from, const uint8_t* end, uint8_t* symbols) {
   RunOf run(r, 0);
-  for (size_t at = 0; at < r.count; at++, run.forward()) {
+  const auto one = [&](size_t at) -> uint32_t& {
     const uint16_t* of = r.frequencies + kFew * run.table();
     uint32_t& x = states[at & (r.lanes - 1)];
     const uint32_t slot = x & 4095, second = of[0], third = second + of[1];
-    const uint32_t symbol = (slot >= second) + (slot >= third);
-    symbols[at] = static_cast<uint8_t>(symbol);
-    x = of[symbol] * (x >> 12) + slot - (symbol == 0 ? 0 : symbol == 1 ? second : third);
-    if (!pull(x, from, end)) return false;
+    const uint32_t past = slot >= second, beyond = slot >= third;
+    symbols[at] = static_cast<uint8_t>(past + beyond);
+    x = of[past + beyond] * (x >> 12) + slot - (second & -past) - (of[1] & -beyond);
+    run.forward();
+    return x;
+  };
+  size_t at = 0;
+  while (at < r.count && from < end) {
+    // A symbol takes one word at most.
+    const size_t safe = at + std::min<size_t>(r.count - at, (end - from) / 2);
+    for (; at < safe; at++) {
+      uint32_t& x = one(at);
+      const uint32_t low = x < 1 << 16;
+      x = x << 16 * low | (load<uint16_t>(from) & -low);
+      from += 2 * low;
+    }
   }
+  for (; at < r.count; at++)
+    if (!pull(one(at), from, end)) return false;
   return true;
 }
 
