@@ -43,92 +43,27 @@ void build_decoder(const TierdRans& r, uint32_t* entries) {
   }
 }
 
-void push(uint32_t& x, uint32_t start, uint32_t frequency, uint8_t*& to) {
-  if (x >> 20 >= frequency) {
-    to -= 2;
-    store(to, static_cast<uint16_t>(x));
-    x >>= 16;
-  }
-  const uint32_t q = x / frequency;
-  x = (q << 12) + (x - q * frequency) + start;
-}
-
-// Returns false if a word is missing.
-bool pull(uint32_t& x, const uint8_t*& from, const uint8_t* end) {
-  if (x >> 16) return true;
-  if (from == end) return false;
-  x = x << 16 | load<uint16_t>(from);
-  from += 2;
-  return true;
-}
-
-// Tables of so many symbols are not built: there may be thousands, and two comparisons find a symbol.
-constexpr size_t kFew = 3;
-
-// Returns where the stream's words begin; null for a symbol without a frequency.
-uint8_t* encode_few(const TierdRans& r, uint32_t* states, uint8_t* to) {
-  size_t left = r.count;
-  bool is_bad = false;
-  for (RunOf run(r, left - 1); left; run.backward()) {
-    const uint8_t symbol = r.symbols[--left];
-    const uint16_t* of = r.frequencies + kFew * run.table();
-    const uint32_t frequency = symbol < kFew ? of[symbol] : 0;
-    is_bad |= frequency == 0;
-    push(states[left & (r.lanes - 1)], (symbol > 0) * of[0] + (symbol > 1) * of[1], frequency | is_bad, to);
-  }
-  return is_bad ? nullptr : to;
-}
-
-// Returns whether no word is missing. Symbols are random, so branches on them would cost the most.
-bool decode_few(const TierdRans& r, uint32_t* states, const uint8_t*& from, const uint8_t* end, uint8_t* symbols) {
-  RunOf run(r, 0);
-  const auto one = [&](size_t at) -> uint32_t& {
-    const uint16_t* of = r.frequencies + kFew * run.table();
-    uint32_t& x = states[at & (r.lanes - 1)];
-    const uint32_t slot = x & 4095, second = of[0], third = second + of[1];
-    const uint32_t past = slot >= second, beyond = slot >= third;
-    symbols[at] = static_cast<uint8_t>(past + beyond);
-    x = of[past + beyond] * (x >> 12) + slot - (second & -past) - (of[1] & -beyond);
-    run.forward();
-    return x;
-  };
-  size_t at = 0;
-  while (at < r.count && from < end) {
-    // A symbol takes one word at most.
-    const size_t safe = at + std::min<size_t>(r.count - at, (end - from) / 2);
-    for (; at < safe; at++) {
-      uint32_t& x = one(at);
-      const uint32_t low = x < 1 << 16;
-      x = x << 16 * low | (load<uint16_t>(from) & -low);
-      from += 2 * low;
-    }
-  }
-  for (; at < r.count; at++)
-    if (!pull(one(at), from, end)) return false;
-  return true;
-}
-
 // Writes the stream so that it ends at `end`. Returns its bytes, or all bits set for a symbol without
 // a frequency.
 uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
   uint32_t states[kMostLanes];
   for (size_t i = 0; i < r.lanes; i++) states[i] = 1 << 16;
-  uint8_t* to = end;
-  if (r.size == kFew && r.count) {
-    to = encode_few(r, states, to);
-    if (!to) return ~uint64_t{0};
-    to -= 4 * r.lanes;
-    std::memcpy(to, states, 4 * r.lanes);
-    return static_cast<uint64_t>(end - to);
-  }
   build_encoder(r, entries);
+  uint8_t* to = end;
   size_t left = r.count;
   bool is_bad = false;
   const auto one = [&](RunOf& run) {
     const uint64_t entry = entries[256 * run.table() + r.symbols[--left]];
     is_bad |= entry == 0;
     const uint32_t start = entry & 4095, frequency = (entry >> 12 & 4095) + 1;
-    push(states[left % r.lanes], start, frequency, to);
+    uint32_t& x = states[left % r.lanes];
+    if (x >> 20 >= frequency) {
+      to -= 2;
+      store(to, static_cast<uint16_t>(x));
+      x >>= 16;
+    }
+    const uint32_t q = x / frequency;
+    x = (q << 12) + (x - q * frequency) + start;
   };
 #if TIERD_LANES == 16
   if (r.run % kWide == 0 && r.lanes % kWide == 0) {
@@ -182,6 +117,47 @@ uint64_t rans_encode(const TierdRans r, uint64_t* entries, uint8_t* end) {
   to -= 4 * r.lanes;
   std::memcpy(to, states, 4 * r.lanes);
   return is_bad ? ~uint64_t{0} : static_cast<uint64_t>(end - to);
+}
+
+// Returns false if a word is missing.
+bool pull(uint32_t& x, const uint8_t*& from, const uint8_t* end) {
+  if (x >> 16) return true;
+  if (from == end) return false;
+  x = x << 16 | load<uint16_t>(from);
+  from += 2;
+  return true;
+}
+
+// Tables of so many symbols are not built: there may be thousands, and two comparisons find a symbol.
+constexpr size_t kFew = 3;
+
+// Returns whether no word is missing. Symbols are random, so branches on them would cost the most.
+bool decode_few(const TierdRans& r, uint32_t* states, const uint8_t*& from, const uint8_t* end, uint8_t* symbols) {
+  RunOf run(r, 0);
+  const auto one = [&](size_t at) -> uint32_t& {
+    const uint16_t* of = r.frequencies + kFew * run.table();
+    uint32_t& x = states[at & (r.lanes - 1)];
+    const uint32_t slot = x & 4095, second = of[0], third = second + of[1];
+    const uint32_t past = slot >= second, beyond = slot >= third;
+    symbols[at] = static_cast<uint8_t>(past + beyond);
+    x = of[past + beyond] * (x >> 12) + slot - (second & -past) - (of[1] & -beyond);
+    run.forward();
+    return x;
+  };
+  size_t at = 0;
+  while (at < r.count && from < end) {
+    // A symbol takes one word at most.
+    const size_t safe = at + std::min<size_t>(r.count - at, (end - from) / 2);
+    for (; at < safe; at++) {
+      uint32_t& x = one(at);
+      const uint32_t low = x < 1 << 16;
+      x = x << 16 * low | (load<uint16_t>(from) & -low);
+      from += 2 * low;
+    }
+  }
+  for (; at < r.count; at++)
+    if (!pull(one(at), from, end)) return false;
+  return true;
 }
 
 // Reads `words` words behind the states. Returns whether the stream ends as it must.
