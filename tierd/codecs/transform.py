@@ -104,7 +104,7 @@ class Transform:
         return Payload(_packed(q, plan, int(found["levels"][self.profile]), found), _error(rows, q, plan, found))
 
     def read(self, payload: Bytes, tokens: int, found: dict[str, Any]) -> tuple[NDArray[np.int32], Plan]:
-        """What `written` had: multiples of the plan's step. Raises CorruptRecord."""
+        """The multiples of a payload, and their plan. Raises CorruptRecord."""
         return _unpacked(payload, tokens, found)
 
 
