@@ -1,7 +1,7 @@
 """Copies between mapped memory and stores that keep blocks encoded.
 
     host page ─▶ private copy, verified ─▶ encoded ─▶ slot
-    slot ─▶ verified ─▶ decoded ─▶ host page
+    slot ─▶ verified ─▶ decoded ─▶ host page, or private memory on the way to another store
 
 The core knows no digest of an encoded block. The slot's header has it; its generation shows that it
 belongs to the block. Encoding and decoding run in the mover's threads.
@@ -78,7 +78,7 @@ class EncodedCopies:
         return error
 
     async def store(
-        self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
+        self, batch: StructArray, metas: StructArray, source: MappedTier | PrivatePages, target: StoredTier
     ) -> NDArray[np.uint16]:
         """Encodes and writes. The metas are those of the copies when it returns."""
         failpoint("mover.store.before_encode")
@@ -97,7 +97,8 @@ class EncodedCopies:
             some[i]["stored_length"] = extents[i]["length"] = len(made.data)
         some["layers"] = 0
         pages = [_aligned(done[row].made) for row in rows.tolist()]
-        some["origin"] = some["digest"]
+        is_new = ~some["origin"].any(axis=1)  # else it was encoded before
+        some["origin"][is_new] = some["digest"][is_new]
         statuses[rows] = await target.write(extents, some, lambda these: [tables[i] for i in these], pages)
         metas[rows] = some
         return statuses
@@ -118,7 +119,7 @@ class EncodedCopies:
         return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
 
     async def load(
-        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
     ) -> NDArray[np.uint16]:
         """Reads, decodes and publishes. The metas are those of the copies when it returns."""
         read = await self.read(batch["source"], metas, source)
@@ -187,6 +188,28 @@ class EncodedCopies:
         return EncodedRead(statuses, payloads)
 
 
+class PrivatePages:
+    """Memory of the mover for blocks on their way between stores. Used as a mapped tier by the
+    pages of one batch, EXTENT [n] and META [n]."""
+
+    def __init__(self, extents: StructArray, metas: StructArray) -> None:
+        lengths = metas["stored_length"].tolist()
+        self._pages = {page: empty_pages(n) for page, n in zip(extents["page"].tolist(), lengths, strict=True)}
+        self._slices: dict[int, SliceTable] = {}
+
+    def views(self, extents: StructArray) -> list[memoryview]:
+        """As `MappedTier.views`."""
+        return [self._pages[page] for page in extents["page"].tolist()]
+
+    def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
+        """Keeps the tables for `slices`."""
+        self._slices.update(zip(extents["page"].tolist(), slices, strict=True))
+
+    def slices(self, extents: StructArray) -> list[SliceTable | None]:
+        """As `MappedTier.slices`."""
+        return [self._slices.get(page) for page in extents["page"].tolist()]
+
+
 def empty_pages(length: int) -> memoryview:
     """Memory for so many bytes, page-aligned, in whole pages."""
     return memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
@@ -200,7 +223,7 @@ def _aligned(made: Encoded | None) -> memoryview:
     return page
 
 
-def views_of(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
+def views_of(tier: MappedTier | PrivatePages, extents: StructArray, metas: StructArray) -> list[memoryview]:
     """The blocks' bytes in their pages: EXTENT [n], META [n]."""
     lengths = metas["stored_length"].tolist()
     return [page[:length] for page, length in zip(tier.views(extents), lengths, strict=True)]

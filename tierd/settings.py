@@ -278,6 +278,15 @@ class NvmeConfig:
         'O_DIRECT, without the page cache. "auto": if the file system supports it, else buffered with a '
         'log line. "on": fail without it.',
     )
+    level: int = _key(
+        1,
+        "Stores of a level get what the stores of the level before evict. 1: disks. 0: host memory, a path on a "
+        "tmpfs, where `codec` holds more blocks than the host tier; blocks there do not count as durable. "
+        "Levels must not fall from one store to the next.",
+        unit="number",
+        least=0,
+        most=3,
+    )
     codec: str = _key(
         "",
         'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay '

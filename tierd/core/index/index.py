@@ -98,9 +98,17 @@ class Index:
         return found
 
     def farther(self, tier: int) -> list[int]:
-        """Tiers in service of farther kinds, near to far."""
-        kind = self.tiers[tier].spec.kind
-        return [t for t in self.serving() if self.tiers[t].spec.kind > kind]
+        """Tiers in service of farther kinds or levels, near to far."""
+        distance = self.tiers[tier].spec.distance
+        return [t for t in self.serving() if self.tiers[t].spec.distance > distance]
+
+    def next(self, tier: int) -> list[int]:
+        """Of the farther tiers that take new blocks, the nearest kind and level."""
+        return self.first([t for t in self.farther(tier) if self.tiers[t].writable])
+
+    def first(self, tiers: list[int]) -> list[int]:
+        """Those of the nearest kind and level. tiers: near to far."""
+        return [t for t in tiers if self.tiers[t].spec.distance == self.tiers[tiers[0]].spec.distance]
 
     def set_serving(self, tier: int, *, serving: bool) -> None:
         """In service, or not: see `Core.set_serving`."""
@@ -177,7 +185,7 @@ class Index:
         return np.asarray(self.tiers[tier].flags[pages] & CODED > 0, bool)
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
-        """Which named blocks a farther kind of tier can read."""
+        """Which named blocks a farther tier can read."""
         farther = self.farther(tier)
         if not farther:
             return np.zeros(len(blocks), bool)

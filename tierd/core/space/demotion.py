@@ -208,12 +208,12 @@ class Demotion:
         return np.asarray(self._next_tiers(tier, blocks) >= 0, bool)
 
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
-        """The demotion target of each block: a tier of the next farther kind that takes new blocks;
-        -1 if none can hold it."""
-        farther = [t for t in self._index.farther(tier) if self._index.tiers[t].writable]
-        if not farther:
+        """The demotion target of each block: one of the next tiers that take new blocks; -1 if none
+        can hold it."""
+        following = self._index.next(tier)
+        if not following:
             return np.full(len(blocks), -1, np.int64)
-        to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))
+        to = self._index.targets(blocks, following)
         for target in kinds(to):
             pages_of = self._index.tiers[target]
             unfit = pages_of.class_of(self._index.stored_lengths(target, blocks)) > pages_of.spec.segment_bytes

@@ -71,9 +71,11 @@ class Planner:
         return where
 
     def sources(self, blocks: Ids, wanted: Wanted) -> Where:
-        """The readable page nearest to the wanted tier; an exact one, if there is one."""
-        kind = kind_of(wanted)
-        tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
+        """The readable page nearest to the wanted tier; an exact one, if there is one. For stores,
+        other stores come last."""
+        kind, specs = kind_of(wanted), [tier.spec for tier in self.index.tiers]
+        is_last = [kind is TierKind.NVME and spec.kind is kind for spec in specs]
+        tiers = sorted(self.index.serving(), key=lambda t: (is_last[t], abs(specs[t].kind - kind), t))
         found = self.index.nearest(blocks, tiers, error_limit=0.0).astype(np.int64)
         if some(coarse := found < 0):
             found[coarse] = self.index.nearest(blocks[coarse], tiers)
@@ -103,11 +105,14 @@ class Planner:
 
     # -- transfers
 
-    def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder) -> None:
+    def bring(
+        self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder, targets: list[int] | None = None
+    ) -> None:
         """Transfers for guarded, readable blocks without a page in the wanted tiers, as many as
         find room, in order. Between device and nvme (or archive), or two devices, data go through a
-        host tier in service. A device that reads a store directly needs none."""
-        targets = self.index.writable(wanted)
+        host tier in service. A device that reads a store directly needs none. targets: some of the
+        wanted tiers."""
+        targets = self.index.writable(wanted) if targets is None else targets
         if not targets or len(blocks) == 0:
             return
         where, to = self.sources(blocks, wanted), self.index.targets(blocks, targets)
@@ -144,9 +149,9 @@ class Planner:
         return sent
 
     def persist(self, blocks: Ids, *, draft: PlanBuilder) -> None:
-        """Transfers to nvme for blocks without a page in a writable store; waits for those in
+        """Transfers to nvme for blocks without a page in a durable, writable store; waits for those in
         flight. A use for stores that have them."""
-        stores = self.index.writable(TierKind.NVME)
+        stores = [t for t in self.index.writable(TierKind.NVME) if self.index.tiers[t].spec.is_durable]
         there = self.attached(blocks, stores)
         self.index.blocks.durable[blocks] = True
         for store in stores:
@@ -154,7 +159,7 @@ class Planner:
         self.wait_for(there, draft)
         blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
         guarded = self.guard(blocks)
-        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, draft=draft)
+        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, draft=draft, targets=self.index.first(stores))
         self.unguard(guarded, draft)
 
     def wait_for(self, where: Where, draft: PlanBuilder) -> None:
