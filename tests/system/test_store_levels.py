@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-
+import grpc
 import numpy as np
 import pytest
 
 from tests.system.blocks import SOON_S
 from tests.system.raw import RawClient
-from tests.system.test_encoded_stores import ANY, SPEC, blocks, evict, got, off
+from tests.system.test_encoded_stores import ANY, SPEC, blocks, evict, got, off, stored
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import BlockStatus, Client
@@ -92,3 +92,44 @@ def test_error_bounds_add_up_from_level_to_level() -> None:
         assert all(pair[0] == 0.0 for pair in errors if pair)
         seconds = [pair[1] for pair in errors if len(pair) > 1]
         assert seconds and all(0.01 < error < 1.0 for error in seconds)
+
+
+def test_memory_alone_makes_nothing_durable() -> None:
+    """Without a disk, a durable put fails and flush is refused, but the blocks are there."""
+    first, _, _ = config("lossless", "").rpartition("\n[[nvme]]")
+    kept = blocks(1, 2)
+    with Daemon(first) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        assert (client.put(space, PAIRS[0], kept, durable=True).statuses == BlockStatus.FAILED).all()
+        with RawClient(daemon.target) as raw, pytest.raises(grpc.RpcError, match="no nvme tier"):
+            raw.call(raw.admin.Flush, apb.FlushRequest())
+        assert off(got(client, space, PAIRS[0]), kept) == [0.0, 0.0]
+
+
+def test_a_durable_put_goes_to_the_disk() -> None:
+    """With a store in memory and a disk, the bytes of a durable put are on the disk when it returns."""
+    with Daemon(config("", "")) as daemon, Client(daemon.target) as client:
+        stored(client, client.open_namespace(SPEC), blocks(1, 2), PAIRS[0])
+        host, memory, disk = used(daemon)
+        assert disk >= 2 * SPEC.block_bytes and memory == 0 and host > 0
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill"])
+def test_levels_survive_a_restart(ends: str) -> None:
+    """After a stop or a kill the blocks of both levels are served, within the bounds that they had."""
+    with Daemon(config("rot-8-8", "rot-4-4")) as daemon:
+        with Client(daemon.target) as client:
+            kept = fill(daemon, client, ANY)
+            with RawClient(daemon.target) as raw:
+                raw.call(raw.admin.Flush, apb.FlushRequest())
+            evict(daemon)
+        if ends == "kill":
+            daemon.kill()
+            daemon.start()
+        else:
+            daemon.restart()
+        with Client(daemon.target) as client:
+            errors = errors_of(client, kept, ANY)
+            assert all(error < 1.0 for pair in errors for error in pair)
+            assert sum(map(len, errors)) > 60
+            assert used(daemon)[1] > 0
