@@ -280,9 +280,7 @@ class NvmeConfig:
     )
     level: int = _key(
         1,
-        "Stores of a level get what the stores of the level before evict. 1: disks. 0: host memory, a path on a "
-        "tmpfs, where `codec` holds more blocks than the host tier; blocks there do not count as durable. "
-        "Levels must not fall from one store to the next.",
+        "Stores get what those of the level before evict. 1: disks. 0: memory (a tmpfs), which is not durable.",
         unit="number",
         least=0,
         most=3,
