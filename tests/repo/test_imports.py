@@ -37,10 +37,12 @@ PARTS: dict[str, set[str]] = {
     "tiers": {"core", "checksum"} | EDGE,
     "encoded_copies": {"core", "store_codecs", "tiers", "checksum"} | EDGE,
     "mover": {"core", "store_codecs", "encoded_copies", "tiers", "checksum"} | EDGE,
-    "cache": {"core", "store_codecs", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
+    "advisor": set(),
+    "cache": {"core", "advisor", "store_codecs", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {
         "core",
+        "advisor",
         "codecs",
         "store_codecs",
         "cache",
@@ -53,10 +55,10 @@ PARTS: dict[str, set[str]] = {
         "checksum",
     }
     | EDGE,
-    "client": {"core", "_proto", "tcp", "native"} | EDGE,
+    "client": {"core", "advisor", "_proto", "tcp", "native"} | EDGE,
     "worker": {"core", "client", "codecs", "kernels"} | EDGE,
     "quality": {"core", "codecs", "worker"} | EDGE,
-    "integrations": {"core", "client", "codecs", "events"} | EDGE,
+    "integrations": {"core", "advisor", "client", "codecs", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
 }

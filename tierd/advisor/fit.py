@@ -1,8 +1,9 @@
 """Times as sums of known quantities with unknown, non-negative costs, learnt from samples.
 
-Least squares of relative errors, where each sample weighs a little less with each later one
-(recursive least squares with forgetting; Haykin, Adaptive Filter Theory, chapter 10). Costs below
-zero mean nothing, so of the subsets of quantities the best without them is taken.
+Least squares, where each sample weighs a little less with each later one (recursive least squares
+with forgetting; Haykin, Adaptive Filter Theory, chapter 10). A sample weighs by its quantities at
+usual costs, and not by its seconds, so that one ten times as long moves the costs at once. Costs
+below zero mean nothing, so of the subsets of quantities the best without them is taken.
 """
 
 from __future__ import annotations
@@ -12,34 +13,35 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_S = 1e-6
-"""Shorter times count as this long: clocks are not finer."""
 RIDGE = 1e-9
 """It keeps equations solvable whose samples are all alike."""
 
 
 class Fit:
-    """reluctance: per quantity, at most 4 of them: how reluctantly a cost is given to it, if samples
-    that are all alike allow several. memory: weight of the samples before the latest."""
+    """usual: per quantity, at most 4 of them: what one costs somewhere, in seconds. reluctance: how
+    reluctantly a cost is given to each, if samples that are all alike allow several. memory: weight
+    of the samples before the latest."""
 
-    def __init__(self, reluctance: tuple[float, ...], *, memory: float) -> None:
-        size, self._memory, self._ridge = len(reluctance), memory, np.asarray(reluctance) + RIDGE
+    def __init__(self, usual: tuple[float, ...], reluctance: tuple[float, ...], *, memory: float) -> None:
+        size, self._memory = len(usual), memory
+        self._usual, self._ridge = np.asarray(usual), np.asarray(reluctance) + RIDGE
         self._moments, self._products = np.zeros((size, size)), np.zeros(size)
-        self._costs: NDArray[np.float64] | None = None
+        self._costs, self._is_solved = np.zeros(size), True
         self.samples = 0
 
     def observe(self, quantities: tuple[float, ...], seconds: float) -> None:
         """One sample: so many of each quantity took so long."""
-        x = np.asarray(quantities) / max(seconds, LEAST_S)  # the target is 1: errors are relative
-        self._moments = self._memory * self._moments + np.outer(x, x)
-        self._products = self._memory * self._products + x
-        self._costs, self.samples = None, self.samples + 1
+        x = np.asarray(quantities)
+        weight = 1 / float(self._usual @ x) ** 2
+        self._moments = self._memory * self._moments + np.outer(x, x) * weight
+        self._products = self._memory * self._products + x * (seconds * weight)
+        self._is_solved, self.samples = False, self.samples + 1
 
     @property
     def costs(self) -> NDArray[np.float64]:
         """Seconds of one of each quantity: float64 [size]; zeros before the first sample."""
-        if self._costs is None:
-            self._costs = self._solved()
+        if not self._is_solved:
+            self._costs, self._is_solved = self._solved(), True
         return self._costs
 
     def _solved(self) -> NDArray[np.float64]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from tierd.advisor.fit import Fit
 
+USUAL_S = (1e-4, 1e-9)
+"""Of a transfer and a byte."""
 MEMORY = 0.8
 """After ten samples at another pace the old one weighs a tenth."""
 
@@ -33,7 +35,7 @@ class PaceMeter:
     """Learns a pace from transfers."""
 
     def __init__(self) -> None:
-        self._fit = Fit((0.05, 0.0), memory=MEMORY)
+        self._fit = Fit(USUAL_S, (0.05, 0.0), memory=MEMORY)
 
     def observe(self, size: int, seconds: float) -> None:
         """A transfer of `size` bytes took so long."""

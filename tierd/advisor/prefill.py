@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from tierd.advisor.fit import Fit
 
+USUAL_S = (2e-3, 3e-5, 6e-10)
+"""Of a step, a token and a pair: an 8B model on an H100."""
 MEMORY = 0.98
 KNOWN = 8
 """Steps until the estimate is used."""
@@ -27,7 +29,7 @@ class Prefill:
     """The cost of one engine's steps."""
 
     def __init__(self) -> None:
-        self._fit = Fit((0.02, 0.0, 0.001), memory=MEMORY)
+        self._fit = Fit(USUAL_S, (0.02, 0.0, 0.001), memory=MEMORY)
         self._most = 1
 
     def observe(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:

@@ -31,7 +31,7 @@ STEP_TOKENS = 8192
 BATCH_BYTES = 128 << 20
 """Of a transfer that the daemon measures."""
 NOISE = 0.1
-H100_S = (2e-3, 3.2e-5, 6e-10)
+H100_S = (3e-3, 3.3e-5, 5e-10)
 """Seconds of a step, a token and a pair: 8B at some 30,000 tokens a second for short prompts."""
 
 
@@ -90,6 +90,7 @@ class Engine:
     def __init__(self, world: World, tiers: int) -> None:
         self.world, self.prefill, self.now = world, Prefill(), 0.0
         self.links = [Link() for _ in range(tiers)]
+        self.ended = list[tuple[float, float]]()
         self._ready: deque[tuple[Request, int]] = deque()
         self._until, self._is_busy = 0.0, False
         self._chance = np.random.default_rng(world.seed)
@@ -103,14 +104,13 @@ class Engine:
         return max(0.0, self._until - self.now) * self._is_busy + float(sum(queued))
 
     def run(self, requests: Sequence[Request], choose: Choice) -> np.ndarray:
-        """Seconds from arrival to first token, in the order of ends: float64 [n]."""
-        self._ended = list[tuple[float, float]]()
+        """Seconds from arrival to first token, in the order of arrivals: float64 [n]."""
         for request in requests:
             self._at(request.at_s, partial(self._arrived, request, choose))
         while self._events:
             self.now, _, work = heapq.heappop(self._events)
             work()
-        return np.array([seconds for _, seconds in sorted(self._ended)])
+        return np.array([seconds for _, seconds in sorted(self.ended)])
 
     def _arrived(self, request: Request, choose: Choice) -> None:
         loaded = choose(self, request)
@@ -152,7 +152,7 @@ class Engine:
 
     def _computed(self, request: Request, part: tuple[int, int], spent: float) -> None:
         self.prefill.observe([part], spent)
-        self._ended.append((request.at_s, self.now - request.at_s))
+        self.ended.append((request.at_s, self.now - request.at_s))
         self._step()
 
     def _at(self, at: float, work: Callable[[], None]) -> None:
@@ -167,12 +167,12 @@ def _part(request: Request, loaded: int) -> tuple[int, int]:
     return loaded, request.prompt - loaded
 
 
-def load_all(engine: Engine, request: Request) -> int:
+def load_all(_: Engine, request: Request) -> int:
     """Always loads."""
     return min(request.prefix, request.prompt - 1) // BLOCK * BLOCK
 
 
-def load_none(engine: Engine, request: Request) -> int:
+def load_none(_: Engine, __: Request) -> int:
     """Always computes."""
     return 0
 
@@ -201,9 +201,7 @@ def arrivals(world: World, *, prefix: int, load: float, count: int) -> Iterator[
 
 def compared(world: World, requests: Sequence[Request], *, tiers: int = 1, skip: int = 0) -> dict[str, float]:
     """Mean seconds to the first token of each choice, without the first requests."""
-    return {
-        name: float(Engine(world, tiers).run(requests, choose)[skip:].mean()) for name, choose in CHOICES.items()
-    }
+    return {name: float(Engine(world, tiers).run(requests, choose)[skip:].mean()) for name, choose in CHOICES.items()}
 
 
 BANDWIDTHS, PREFIXES, RATES, LOADS = (25e9, 7e9, 2e9, 5e8), (1024, 8192, 32768), (0.2, 1.0), (0.1, 0.5, 0.8)
@@ -233,6 +231,18 @@ def mixed(*, count: int, seed: int = 0) -> dict[str, float]:
         tokens = int(256 * 2 ** chance.uniform(0, 8))
         requests.append(Request(at, tokens, tokens + max(1, tokens // 4), int(chance.integers(len(BANDWIDTHS)))))
     return compared(world, requests, tiers=len(BANDWIDTHS), skip=LEARNING)
+
+
+def slowed(*, count: int = 600, seed: int = 0, at_s: float = 20.0) -> dict[str, np.ndarray]:
+    """A tier that becomes ten times slower: [arrival, seconds to the first token] of each choice."""
+    world = World(lambda now: (25e9 if now < at_s else 2.5e8,), seed=seed)
+    requests = list(arrivals(world, prefix=8192, load=0.5, count=count))
+    out = {}
+    for name, choose in CHOICES.items():
+        engine = Engine(world, 1)
+        engine.run(requests, choose)
+        out[name] = np.array(sorted(engine.ended))
+    return out
 
 
 def rows(effort: Effort) -> list[Row]:
