@@ -8,6 +8,8 @@ from tierd.advisor.fit import Fit
 
 USUAL_S = (1e-4, 1e-9)
 """Of a transfer and a byte."""
+RECOVERY_S = 10.0
+"""Idle time after which a link is expected to be twice as fast."""
 MEMORY = 0.8
 """After ten samples at another pace the old one weighs a tenth."""
 
@@ -36,16 +38,20 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._fit = Fit(USUAL_S, (0.05, 0.0), memory=MEMORY)
+        self._best = 0.0
 
     def observe(self, size: int, seconds: float) -> None:
         """A transfer of `size` bytes took so long."""
         if size > 0 and seconds > 0:
             self._fit.observe((1.0, float(size)), seconds)
 
-    @property
-    def pace(self) -> Pace | None:
-        """None before the first transfer."""
+    def pace(self, idle_s: float = 0.0) -> Pace | None:
+        """None before the first transfer. idle_s: time without one. An idle link is expected to get
+        better, up to half of its best pace: otherwise nobody would try a link that was slow once."""
         if not self._fit.samples:
             return None
         latency_s, each_s = self._fit.costs
-        return Pace(1 / each_s if each_s > 0 else float("inf"), latency_s)
+        width = 1 / each_s if each_s > 0 else float("inf")
+        self._best = max(self._best, width)
+        doubled = 2.0 ** (idle_s / RECOVERY_S)
+        return Pace(min(max(width, self._best / 2), width * doubled), latency_s / doubled)

@@ -62,11 +62,12 @@ class Queue:
 
     def seconds(self, size: int) -> float:
         """Time to read `size` bytes at the recent pace."""
-        return size / (self.meter.pace or FIRST_PACE).bytes_per_s
+        return size / (self.meter.pace() or FIRST_PACE).bytes_per_s
 
     def pace(self, now: float) -> Pace:
         """Of a read that begins now."""
-        pace = self.meter.pace or FIRST_PACE
+        idle_s = 0.0 if self.blocks else now - self.since
+        pace = self.meter.pace(idle_s) or FIRST_PACE
         return pace.after(self.demand_bytes, since_s=now - self.since) if self.blocks else pace
 
     def wait_s(self, now: float, *, is_demand: bool) -> float:

@@ -85,7 +85,7 @@ class EngineAdvice:
         runs = _runs(found, group, tokens_per_block, match.computed, most)
         wanted = Wanted(match.prompt, match.computed, step, bytes_per_token)
         with self._lock:
-            advice = advise(wanted, runs, self._prefill, copy=self._copies.pace)
+            advice = advise(wanted, runs, self._prefill, copy=self._copies.pace())
             tokens = advice.tokens if advice.tokens >= max(1, least_tokens) else 0
             self._counts["advised_loads" if tokens else "advised_computes"] += 1
             self._counts["advised_compute_tokens"] += most - tokens

@@ -75,8 +75,9 @@ class Link:
 
     def pace(self, now: float) -> Pace:
         """With the wait of a transfer that begins now."""
-        pace = self.meter.pace or FIRST_PACE
-        return pace.after(self.queued, since_s=now - self.since) if self.queued >= 1 else pace
+        is_busy = self.queued >= 1
+        pace = self.meter.pace(0.0 if is_busy else now - self.since) or FIRST_PACE
+        return pace.after(self.queued, since_s=now - self.since) if is_busy else pace
 
 
 Choice = Callable[["Engine", Request], int]

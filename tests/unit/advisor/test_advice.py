@@ -54,8 +54,22 @@ def test_transfers_of_one_size_tell_a_bandwidth() -> None:
     meter = PaceMeter()
     for _ in range(10):
         meter.observe(128 << 20, 0.1)
-    assert meter.pace is not None
-    assert meter.pace.bytes_per_s == pytest.approx((128 << 20) / 0.1, rel=0.1)
+    pace = meter.pace()
+    assert pace is not None
+    assert pace.bytes_per_s == pytest.approx((128 << 20) / 0.1, rel=0.1)
+
+
+def test_an_idle_link_is_tried_again() -> None:
+    """A link that was slow is expected to recover while it is idle, up to half of its best."""
+    meter, paces = PaceMeter(), []
+    for seconds in [0.01] * 5 + [0.1] * 20:
+        meter.observe(100_000_000, seconds)
+        meter.pace()
+    for idle_s in (0.0, 20.0, 200.0):
+        pace = meter.pace(idle_s)
+        assert pace is not None
+        paces.append(pace.bytes_per_s)
+    assert paces == pytest.approx([1e9, 4e9, 5e9], rel=0.1)
 
 
 def test_a_hanging_link_waits_at_least_as_long_again() -> None:
