@@ -36,7 +36,7 @@ def test_what_a_slow_store_has_is_computed(
         known = llm.generate(PROMPTS, max_tokens=8)
         to_the_store(daemon)
         assert llm.reset()
-        faults.arm("pread,preadv,io_submit", SLOW, "slots")
+        faults.arm("pread", SLOW, "/nvme-0/")
         for asked, answer in zip(PROMPTS, known, strict=True):
             (again,) = llm.generate([asked], max_tokens=8)
             assert_same(answer, again, within=CLOSE)
