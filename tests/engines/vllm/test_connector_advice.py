@@ -60,4 +60,4 @@ def test_what_memory_has_is_loaded_by_a_slow_engine(engine: Callable[..., Engine
         assert all(answer.cached >= 512 for answer in again)
         for first, second in zip(known, again, strict=True):
             assert first.tokens == second.tokens
-        assert counted(llm.metrics(), "advised_loads") >= len(asked)
+        assert counted(llm.metrics(), "advised_loads") > 0
