@@ -61,11 +61,11 @@ class Advice:
 
 
 def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace | None = None) -> Advice:
-    """What to load of the tokens in `runs`, which follow the computed ones.
+    """Chooses how many of the tokens in `runs`, which follow the computed ones, to load.
 
     copy: from host memory into the engine's. At least one token of the prompt is left to compute.
-    Until the engine's steps are known, all tokens are loaded from tiers without a queue, and none
-    from others: an engine that only loads would never learn.
+    Until the engine's steps are known, tiers without a queue are loaded whole, and others not at
+    all. An engine that only loads would never learn.
     """
     usable = min(sum(run.tokens for run in runs), wanted.prompt - 1 - wanted.computed)
     blocks = max(0, usable) // wanted.tokens_per_block

@@ -2,8 +2,8 @@
 
 Least squares, where each sample weighs a little less with each later one (recursive least squares
 with forgetting; Haykin, Adaptive Filter Theory, chapter 10). A sample weighs by its quantities at
-usual costs, and not by its seconds, so that one ten times as long moves the costs at once. Costs
-below zero mean nothing, so of the subsets of quantities the best without them is taken.
+usual costs, and not by its seconds. So one that took ten times as long moves the costs at once.
+Costs below zero mean nothing, so of the subsets of quantities the best without them is taken.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ RIDGE = 1e-9
 
 
 class Fit:
-    """usual: per quantity, at most 4 of them: what one costs somewhere, in seconds. reluctance: how
-    reluctantly a cost is given to each, if samples that are all alike allow several. memory: weight
-    of the samples before the latest."""
+    """Non-negative costs of at most 4 quantities.
+
+    Args:
+        usual: Seconds that one of each quantity costs somewhere.
+        reluctance: Of giving a cost to each, if samples that are all alike allow several.
+        memory: Weight of the samples before the latest.
+    """
 
     def __init__(self, usual: tuple[float, ...], reluctance: tuple[float, ...], *, memory: float) -> None:
         size, self._memory = len(usual), memory

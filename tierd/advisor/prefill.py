@@ -1,7 +1,7 @@
 """How long an engine takes to compute tokens, learnt from its steps.
 
-A step costs a constant, a cost for each token, and one for each pair of a token and an earlier one,
-because attention reads them all. The batch of a step holds tokens of several requests.
+A step has a constant cost, one for each token, and one for each pair of a token and an earlier one.
+The batch of a step holds tokens of several requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine knows of its own speed, and what it loads because of that.
+"""An engine knows its own speed, and decides by it how much of a match it loads.
 
 Every integration reports its steps and its copies here, and asks `EngineAdvice.claim` how many
 tokens of a match to load. `tierd.advisor` decides.

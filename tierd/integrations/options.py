@@ -19,8 +19,8 @@ class Options(BaseModel):
     """Options of every engine. target: directory of the daemon's sockets ("": TIERD_TARGET, or this
     user's daemon). model, weights_digest: identify the model if the engine's own name does not.
     threads: simultaneous transfers. queue_limit: waiting ones; beyond it loads miss and saves
-    are dropped. least_load_tokens: smaller matches are not loaded. advisor: tokens that are faster
-    to compute than to load are computed.
+    are dropped. least_load_tokens: smaller matches are not loaded.
+    advisor: tokens that are faster to compute than to load are computed.
 
     codec: encodes blocks before they are stored, such as "rot-8-8"; "": not at all. Engines share
     blocks only with engines of the same codec. calibration: the file of a calibrated codec.

@@ -179,7 +179,7 @@ def load_none(_: Engine, __: Request) -> int:
 
 
 def advised(engine: Engine, request: Request) -> int:
-    """What the advisor says."""
+    """The advisor's choice."""
     wanted = Wanted(request.prompt, 0, BLOCK, KV_BYTES, engine.wait_s)
     run = Run(request.prefix, engine.links[request.tier].pace(engine.now))
     return advise(wanted, [run], engine.prefill).tokens
@@ -189,8 +189,8 @@ CHOICES: dict[str, Choice] = {"all": load_all, "none": load_none, "advised": adv
 
 
 def arrivals(world: World, *, prefix: int, load: float, count: int) -> Iterator[Request]:
-    """Requests with a prefix of about so many tokens and a tail of a quarter, so often that the
-    engine alone is busy for a share `load` of the time if nothing is loaded."""
+    """Requests with a prefix of about so many tokens and a tail of a quarter. An engine that loads
+    nothing is busy for a share `load` of the time."""
     chance = np.random.default_rng(world.seed + 1)
     mean = world.prefill_s(0, 1.25 * prefix) / load
     at = 0.0

@@ -42,7 +42,7 @@ def test_a_fit_finds_the_costs_of_its_samples() -> None:
     )
 )
 def test_no_cost_is_negative(samples: list[tuple[float, float, float]]) -> None:
-    """Whatever the samples, costs are finite and not below 0."""
+    """Costs of any samples are finite and not below 0."""
     fit = Fit((1e-3, 1e-5, 1e-9), (0.02, 0.0, 0.001), memory=0.9)
     for tokens, seen, seconds in samples:
         fit.observe((1.0, tokens, seen), seconds)
@@ -102,7 +102,7 @@ def test_a_queue_makes_loading_slower() -> None:
 
 
 def test_a_busy_engine_has_time_to_load() -> None:
-    """What takes no longer than the engine's wait is loaded, although an idle engine would compute."""
+    """A busy engine loads more than an idle one: loading costs nothing while it waits."""
     pace = Pace(1.6e9)
     assert advised([Run(8000, pace)], engine_wait_s=1.0).tokens > advised([Run(8000, pace)]).tokens
 

@@ -1,4 +1,4 @@
-"""What engines load: matches, advice, counts."""
+"""EngineAdvice: matches, advice, counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_the_advisor_everything_is_loaded() -> None:
 
 
 def test_computed_tokens_are_not_counted_as_loads() -> None:
-    """What the engine has already is neither loaded nor counted as its cost."""
+    """Tokens that the engine has already are neither loaded nor counted as a cost."""
     assert claimed(engine(), found(*[1] * 50, *[0] * 50, pace=Pace(1e6)), computed=800) == 800
 
 
