@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,6 +22,19 @@ from tierd.integrations.match import Match, claim
 
 UNTOLD = 32
 """Copies that are kept until somebody takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """An engine's blocks. group: of the lookup, whose blocks have tokens_per_block tokens.
+    step_tokens: what is loaded is a multiple of it. bytes_per_token: of all groups and ranks.
+    least_tokens: smaller loads are not worth it."""
+
+    tokens_per_block: int
+    bytes_per_token: float
+    group: int = 0
+    step_tokens: int = 0
+    least_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +75,17 @@ class EngineAdvice:
             self._untold.clear()
         return copies
 
-    def claim(
-        self,
-        match: Match,
-        found: Found,
-        *,
-        group: int = 0,
-        tokens_per_block: int,
-        step_tokens: int = 0,
-        bytes_per_token: float,
-        least_tokens: int = 0,
-    ) -> Claim:
-        """Tokens beyond the computed ones that are worth loading.
-
-        group: of `found`, whose blocks have tokens_per_block tokens. step_tokens: what is loaded is
-        a multiple of it. bytes_per_token: of all groups and ranks.
-        """
-        step = step_tokens or tokens_per_block
-        most = claim(match, tokens_per_block=step, least_tokens=least_tokens)
+    def claim(self, match: Match, found: Found, blocks: Blocks) -> Claim:
+        """Tokens beyond the computed ones that are worth loading."""
+        step, least = blocks.step_tokens or blocks.tokens_per_block, blocks.least_tokens
+        most = claim(match, tokens_per_block=step, least_tokens=least)
         if not most or not self._is_on:
             return Claim(most)
-        runs = _runs(found, group, tokens_per_block, match.computed, most)
-        wanted = Wanted(match.prompt, match.computed, step, bytes_per_token)
+        runs = _runs(found, blocks, match.computed, most)
+        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token)
         with self._lock:
             advice = advise(wanted, runs, self._prefill, copy=self._copies.pace())
-            tokens = advice.tokens if advice.tokens >= max(1, least_tokens) else 0
+            tokens = advice.tokens if advice.tokens >= max(1, least) else 0
             self._counts["advised_loads" if tokens else "advised_computes"] += 1
             self._counts["advised_compute_tokens"] += most - tokens
         return Claim(tokens, advice)
@@ -106,16 +105,14 @@ class EngineAdvice:
         return counts
 
 
-def _runs(found: Found, group: int, tokens_per_block: int, computed: int, most: int) -> list[Run]:
+def _runs(found: Found, blocks: Blocks, computed: int, most: int) -> list[Run]:
     """The tokens after the computed ones, by tier."""
-    first, stop = computed // tokens_per_block, (computed + most) // tokens_per_block
-    tiers: Sequence[int] = ()
-    if group < len(found.tier_of):
-        tiers = np.max(found.tier_of[group], axis=0)[first:stop].tolist()
-    paces = found.paces
+    size, tiers = blocks.tokens_per_block, list[int]()
+    if blocks.group < len(found.tier_of):
+        tiers = np.max(found.tier_of[blocks.group], axis=0)[computed // size : (computed + most) // size].tolist()
     out = []
-    for tier, blocks in groupby(tiers):
-        pace = paces[tier] if 0 <= tier < len(paces) else None
-        out.append(Run(len(list(blocks)) * tokens_per_block, pace))
+    for tier, each in groupby(tiers):
+        pace = found.paces[tier] if 0 <= tier < len(found.paces) else None
+        out.append(Run(len(list(each)) * size, pace))
     left = most - sum(run.tokens for run in out)
     return [*out, Run(left)] if left > 0 else out

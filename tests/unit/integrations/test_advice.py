@@ -7,7 +7,7 @@ import pytest
 
 from tierd.advisor.pace import Pace
 from tierd.client import Found
-from tierd.integrations.advice import NOTHING, EngineAdvice
+from tierd.integrations.advice import NOTHING, Blocks, EngineAdvice
 from tierd.integrations.match import Match
 
 BYTES = 131_072.0
@@ -29,8 +29,7 @@ def found(*tiers: int, pace: Pace) -> Found:
 
 def claimed(advice: EngineAdvice, its: Found, *, computed: int = 0, least: int = 0) -> int:
     match = Match(its.tokens, computed, prompt=its.tokens + 40)
-    claim = advice.claim(match, its, tokens_per_block=16, bytes_per_token=BYTES, least_tokens=least)
-    return claim.tokens
+    return advice.claim(match, its, Blocks(16, BYTES, least_tokens=least)).tokens
 
 
 def test_memory_is_loaded_and_a_slow_store_computed() -> None:
@@ -63,7 +62,7 @@ def test_a_reply_without_tiers_counts_as_memory() -> None:
 def test_decisions_and_regret_are_counted() -> None:
     """Loads, computed matches, and loads that took longer than computing would have."""
     advice, its = engine(), found(*[0] * 50, pace=Pace(1e9))
-    claim = advice.claim(Match(800, 0, 840), its, tokens_per_block=16, bytes_per_token=BYTES)
+    claim = advice.claim(Match(800, 0, 840), its, Blocks(16, BYTES))
     advice.loaded(claim, 0.001)
     claimed(advice, found(*[1] * 50, pace=Pace(1e6)))
     counts = advice.take_counts()

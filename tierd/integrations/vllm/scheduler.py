@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tierd.client import Found, OpenedNamespace
-from tierd.integrations.advice import NOTHING, Claim
+from tierd.integrations.advice import NOTHING, Blocks, Claim
 from tierd.integrations.courier import Courier
 from tierd.integrations.match import Match
 from tierd.integrations.store import EngineStore
@@ -143,15 +143,10 @@ class SchedulerSide:
         seen = Match(entry.found.tokens, computed, request.num_tokens, entry.found.tier_tokens)
         entry.computed = computed
         group, space = self._whole_space()
-        entry.claimed = self._store.advice.claim(
-            seen,
-            entry.found,
-            group=group,
-            tokens_per_block=space.tokens,
-            step_tokens=step_tokens(self._spaces),
-            bytes_per_token=sum(each.spec.block_bytes / each.tokens for each in self._spaces) * self._ranks,
-            least_tokens=self._options.least_load_tokens,
-        )
+        size = sum(each.spec.block_bytes / each.tokens for each in self._spaces) * self._ranks
+        least = self._options.least_load_tokens
+        blocks = Blocks(space.tokens, size, group, step_tokens=step_tokens(self._spaces), least_tokens=least)
+        entry.claimed = self._store.advice.claim(seen, entry.found, blocks)
         return entry.claimed.tokens
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
