@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.codecs import loops, rotated
-from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.block import Context, Lengths, Payload, room, room_for_raw
 from tierd.codecs.values import Bytes, KVShape, Raw, floats_of, rounded
 
 BITS = 3
@@ -43,7 +43,7 @@ class Int3:
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
         if loops.library is not None:
-            whole, data = room(self.lengths(shape).most)
+            whole, data = room(self.lengths(shape).most, context)
             return Payload(data, rotated.native_encode(raw, shape, (BITS, BITS), data), whole)
         values = floats_of(raw, shape.geometry.dtype)
         done = rotated.encode(values.reshape(-1, shape.geometry.head_dim), BITS)
@@ -55,7 +55,7 @@ class Int3:
         rows = shape.values // shape.geometry.head_dim
         rotated.check_scales(payload[: 2 * rows])
         if loops.library is not None:
-            return rotated.native_decode(payload, shape, (BITS, BITS))
+            return rotated.native_decode(payload, shape, room_for_raw(shape, context), (BITS, BITS))
         planes = np.unpackbits(payload[2 * rows :].reshape(BITS, -1), axis=1, bitorder="little")
         codes = planes[0] | planes[1] << 1 | planes[2] << 2
         scales = payload[: 2 * rows].view(np.float16)

@@ -132,10 +132,10 @@ def native_encode(raw: Raw, shape: KVShape, bits: tuple[int, int], out: Bytes) -
     return length_of(struct.unpack("<f", square.to_bytes(4, "little"))[0])
 
 
-def native_decode(payload: Bytes, shape: KVShape, bits: tuple[int, int]) -> Raw:
-    """The values of such a payload."""
+def native_decode(payload: Bytes, shape: KVShape, raw: Raw, bits: tuple[int, int]) -> Raw:
+    """Writes the values of such a payload to raw, and returns it."""
     assert loops.library is not None
-    raw, sign = loops.empty_raw(shape), signs(shape.geometry.head_dim)
+    sign = signs(shape.geometry.head_dim)
     block = loops.described(raw, shape)
     loops.library.tierd_rotated_decode(block, _levels(*bits), loops.address_of(sign), loops.address_of(payload))
     return raw

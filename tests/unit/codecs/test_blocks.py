@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.depth import count
 from tests.unit.codecs.calibrated import decode, encode
 from tierd.codecs import block as block_module
-from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Payload
+from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Payload, Wanted
 from tierd.codecs.int8 import Int8
 from tierd.codecs.named import ALL, BY_NUMBER, codec_named
 from tierd.codecs.planes import COMPRESSORS, Planes
@@ -338,6 +338,34 @@ def test_outliers_spread(name: str) -> None:
     assert np.sqrt(np.mean(np.delete(off, 5, axis=-1) ** 2)) < largest / 4
 
 
+@each_codec
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [1.0, np.inf])
+def test_results_in_given_memory(codec: Codec, layout: str, value: float) -> None:
+    """encode and decode write the same bytes to given memory as to new memory, also of exact blocks."""
+    shape = shape_of(tokens=40, layout=layout)
+    raw = np.frombuffer(noise(shape), np.uint16).copy()
+    raw[7] = rounded(np.full(1, 1, np.float32), "bfloat16")[0] if value == 1 else 0x7F80
+    whole, back = (np.full(n, 0xA5, np.uint8) for n in (HEADER.itemsize + shape.block_bytes + 9, shape.block_bytes))
+    want = encode(codec, raw, shape)
+    found = encode(codec, raw, shape, out=whole)
+    assert np.shares_memory(found, whole) and found.tobytes() == whole[: len(found)].tobytes() == want.tobytes()
+    decoded = decode(found, BY_NUMBER, out=back).block
+    assert np.shares_memory(decoded, back)
+    assert decoded.tobytes() == back.tobytes() == decode(want, BY_NUMBER).block.tobytes()
+
+
+def test_memory_of_another_length_is_refused() -> None:
+    """encode needs room for a header and a whole block, decode exactly a block's bytes."""
+    shape, codec = shape_of(), codec_named("int8")
+    coded = encode(codec, noise(shape), shape)
+    with pytest.raises(InvalidArgument, match="out has"):
+        encode(codec, noise(shape), shape, out=np.empty(HEADER.itemsize + shape.block_bytes - 1, np.uint8))
+    for length in (shape.block_bytes - 1, shape.block_bytes + 1):
+        with pytest.raises(InvalidArgument, match="has"):
+            decode(coded, BY_NUMBER, out=np.empty(length, np.uint8))
+
+
 def test_refusals_name_the_fault() -> None:
     """An unknown codec, an opaque geometry, a wrong length and an impossible head_dim are refused."""
     shape = shape_of()
@@ -370,9 +398,9 @@ def test_another_block_is_refused_before_it_is_decoded() -> None:
 
     shape = shape_of()
     coded, costly = encode(codec_named("int8"), noise(shape), shape), {1: Costly(1)}
-    for wanted in ({"shape": shape_of(tokens=17)}, {"codec": 4}):
+    for wanted in (Wanted(shape_of(tokens=17)), Wanted(codec=4)):
         with pytest.raises(CorruptRecord, match="it has codec 1 and .*wanted are"):
-            block_module.decode(coded, costly, **wanted)  # type: ignore[arg-type]
+            block_module.decode(coded, costly, wanted=wanted)
 
 
 def test_a_position_beyond_the_header() -> None:
