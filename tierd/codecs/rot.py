@@ -57,7 +57,7 @@ class Rot:
         if loops.library is None:
             return self._plain_encode(raw, shape)
         whole, data = room(self.lengths(shape).most, context)
-        return Payload(data, rotated.native_encode(raw, shape, (self.key_bits, self.value_bits), data), whole)
+        return Payload(data, rotated.native_encode(raw, shape, data, (self.key_bits, self.value_bits)), whole)
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""

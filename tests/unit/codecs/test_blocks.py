@@ -410,13 +410,51 @@ def test_a_position_beyond_the_header() -> None:
         encode(codec_named("int8"), noise(shape), shape, Context(1 << 32))
 
 
+def test_a_weight_that_is_no_share() -> None:
+    """int3 refuses a chain's weight of 16 sixteenths, from which decoded values could grow."""
+    shape = shape_of(layers=1)
+    coded = encode(codec_named("int3"), noise(shape), shape)
+    coded[HEADER.itemsize + 3] = 16
+    header = coded[: HEADER.itemsize].view(HEADER)
+    header["checksum"] = block_module._checksum(header.tobytes(), coded[HEADER.itemsize :])
+    with pytest.raises(CorruptRecord, match="a weight of 16 sixteenths is impossible"):
+        decode(coded, BY_NUMBER)
+
+
+def test_int3_predicts_tokens_from_their_predecessors() -> None:
+    """Keys that resemble their predecessors come back with less than half of the error's square."""
+    shape = shape_of(tokens=64)
+    values = np.random.default_rng(3).standard_normal(shape.sizes)
+    slow = values.copy()
+    for token in range(1, 64):
+        slow[:, :, token] = 0.9 * slow[:, :, token - 1] + 0.19**0.5 * values[:, :, token]
+
+    def off(kind: np.ndarray) -> float:
+        block = block_of(kind, shape)
+        back = decode(encode(codec_named("int3"), block, shape), BY_NUMBER).block
+        return float(((floats(back, shape) - floats(block, shape)) ** 2).mean())
+
+    assert off(slow) < 0.5 * off(values)
+
+
+def test_int3_forgets_an_outlier() -> None:
+    """A vector after one of 1,000 times its length stands alone: its error is as small as without it."""
+    shape, chance = shape_of(layers=1, tokens=64, heads=1), np.random.default_rng(3)
+    values = np.cumsum(chance.standard_normal(shape.sizes) * 0.3, axis=2)
+    values[:, :, 32] *= 1000
+    block = block_of(values, shape)
+    back = decode(encode(codec_named("int3"), block, shape), BY_NUMBER).block
+    off = np.sqrt(((floats(back, shape) - floats(block, shape)) ** 2).mean(axis=(0, 1, 3, 4)))
+    assert off[33] < 3 * off[34:].max() < off[32] / 20
+
+
 @pytest.mark.parametrize("name", ["rot-8-8", "rot-4-4", "int3"])
 @pytest.mark.parametrize("scale", [0x7C00, 0x7E00, 0xFC00])
 def test_a_scale_that_is_not_finite(name: str, scale: int) -> None:
     """Rotated codes whose scale is NaN or infinite are refused, natively and in numpy."""
     shape = shape_of(layers=1)
     coded = encode(codec_named(name), noise(shape), shape)
-    at = HEADER.itemsize + (0 if name == "int3" else codec_named(name).lengths(shape).most // 2 - 2)
+    at = HEADER.itemsize + (4 if name == "int3" else codec_named(name).lengths(shape).most // 2 - 2)
     coded[at : at + 2] = np.array([scale], "<u2").view(np.uint8)
     header = coded[: HEADER.itemsize].view(HEADER)
     header["checksum"] = block_module._checksum(header.tobytes(), coded[HEADER.itemsize :])
