@@ -176,7 +176,7 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
             f"codec {codec.name}: out has {len(out)} bytes; give {HEADER.itemsize + shape.block_bytes}, for a header "
             "and a whole block"
         )
-    context = context._replace(out=out)
+    context = Context(context.position, context.calibration, out)
     if codec.is_calibrated:
         check_calibration(context.calibration, shape, codec.name)
     if not 0 <= context.position <= POSITION_MAX:
@@ -250,7 +250,8 @@ def decode(
         raise CorruptRecord(
             f"encoded block: the payload has {len(payload)} bytes, its shape takes {least} to {most}; read another copy"
         )
-    target = None if out is None else raw_of(out, found)
+    if out is not None and len(out) != found.block_bytes:
+        raise InvalidArgument(f"encoded block: out has {len(out)} bytes; give {found.block_bytes}, as the block has")
     if coder is None:
         if out is not None:
             out[:] = payload
@@ -260,10 +261,10 @@ def decode(
         digest = header["calibration"]
         calibration = check_calibration((calibrations or {}).get(digest), found, coder.name, digest.hex())
     raw = coder.decode(payload, found, Context(header["position"], calibration, out))
-    if target is None or out is None:
+    if out is None:
         return Decoded(bytes_of(raw, found), error, number, found)
-    if loops.address_of(raw) != loops.address_of(target):
-        target[:] = raw
+    if loops.address_of(raw) != loops.address_of(out):
+        raw_of(out, found)[:] = raw
     return Decoded(out, error, number, found)
 
 

@@ -37,6 +37,8 @@ LEVELS = np.array((-2.152, -1.344, -0.7560, -0.2451, 0.2451, 0.7560, 1.344, 2.15
 EACH_PAIR = 4
 """Weights follow from every fourth pair of neighbours."""
 SIGN = np.uint16(0x8000)
+LEAST_HALF = np.float32(2.0**-24)
+"""A scale of 0 ends a chain, as its sign bit does."""
 
 
 class _Token(NamedTuple):
@@ -91,7 +93,7 @@ class Int3:
         levels = LEVELS[planes[0] | planes[1] << 1 | planes[2] << 2].reshape(shape.tokens, chains, -1)
         halves = scales.copy().view(np.uint16).reshape(shape.tokens, chains)
         scale = (halves & ~SIGN).view(np.float16).astype(np.float32)
-        weight = np.where(halves & SIGN, np.float32(0), weights * SIXTEENTH)
+        weight = np.where((halves & SIGN > 0) | (scale == 0), np.float32(0), weights * SIXTEENTH)
         decoded, last = np.empty_like(levels), np.zeros_like(levels[0])
         for token, level in enumerate(levels):
             last = weight[token, :, None] * last + level * scale[token, :, None]
@@ -157,7 +159,8 @@ def _encoded(y: Floats, last: Floats, weights: Floats) -> _Token:
     codes = np.where(z < 0, 3 - steps, 4 + steps).astype(np.uint8)
     levels = LEVELS[codes]
     product = rotated.summed(rest * levels)
-    scales = np.where(is_zero, zero, square / product).astype(np.float16)
+    scales = np.where(is_zero, zero, square / product)
+    scales = np.where(weight > 0, np.maximum(scales, LEAST_HALF), scales).astype(np.float16)
     s = scales.astype(np.float32)
     off = np.maximum(square - (s + s) * product + s * s * rotated.summed(levels * levels), zero)
     decoded = weight[:, None] * last + levels * s[:, None]

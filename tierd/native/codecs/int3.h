@@ -5,6 +5,8 @@ constexpr float kEdges3[3] = {0.5006f, 1.050f, 1.748f};
 alignas(64) constexpr float kLevels3[16] = {
     -2.152f, -1.344f, -0.7560f, -0.2451f, 0.2451f, 0.7560f, 1.344f, 2.152f};
 
+constexpr float kLeastHalf = 0x1p-24f;
+
 template <int kDim> struct Chains {
   const uint16_t* first[kRows];
   alignas(64) float hats[kRows][kDim], weights[kRows], own[kRows];  // own: weights of this token
@@ -94,7 +96,8 @@ template <int kDim> uint32_t encode_token(
   uint32_t worst = 0;
   for (int i = 0; i < kRows; i += kLanes) {
     const F square = load<F>(to.square + i), product = load<F>(to.product + i);
-    to_half(to.scales + i, load<F>(to.step + i) > 0.0f ? square / product : F{});
+    const F scale = load<F>(to.step + i) > 0.0f ? square / product : F{};
+    to_half(to.scales + i, load<F>(chains.own + i) > 0.0f ? most(all(kLeastHalf), scale) : scale);
     const F s = of_half(to.scales + i);
     store(to.step + i, s);
     F off = square - (s + s) * product + s * s * load<F>(chains.levels + i);
@@ -183,7 +186,7 @@ template <int kDim> uint32_t int3_encode(const TierdBlock block, const float* si
   return worst;
 }
 
-// signs: normalised.
+// signs: normalised. A scale of 0 ends a chain, so that values are 0 or multiples of 2^-100.
 template <int kDim> void int3_decode(const TierdBlock block, const float* signs, const uint8_t* in) {
   constexpr int kCount = kDim / kLanes;
   alignas(64) uint8_t codes[kRows][kDim];
@@ -200,7 +203,7 @@ template <int kDim> void int3_decode(const TierdBlock block, const float* signs,
       std::memcpy(halves, from.scales_of(token, first), 2 * count);
       for (int r = 0; r < kRows; r += kLanes) store(scales + r, (F)((I)of_half(halves + r) & 0x7FFFFFFF));
       for (size_t r = 0; r < count; r++, to[r - 1] += block.token) {
-        const F weight = all(halves[r] >> 15 ? 0.0f : static_cast<float>(from.weights[first + r]) / 16.0f),
+        const F weight = all(halves[r] >> 15 || !halves[r] ? 0.0f : static_cast<float>(from.weights[first + r]) / 16.0f),
                 scale = all(scales[r]);
         F v[kCount];
         for (int i = 0; i < kCount; i++) {
@@ -211,8 +214,8 @@ template <int kDim> void int3_decode(const TierdBlock block, const float* signs,
         hadamard<kDim>(v);
         for (int i = 0; i < kCount; i++) {
           const F value = v[i] * load<F>(signs + i * kLanes);
-          block.is_half ? store_values<true, false>(to[r] + i * kLanes, value)
-                        : store_values<false, false>(to[r] + i * kLanes, value);
+          block.is_half ? store_values<true, true>(to[r] + i * kLanes, value)
+                        : store_values<false, true>(to[r] + i * kLanes, value);
         }
       }
     }

@@ -75,6 +75,21 @@ void to_half(uint16_t* to, F a) {
 }
 #endif
 
+// The largest lane.
+uint16_t top_of(H a) {
+#if TIERD_LANES > 4
+  __m128i half = (__m128i)__builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7);
+  if constexpr (kLanes == 16)
+    half = _mm_max_epu16(half, (__m128i)__builtin_shufflevector(a, a, kLanes - 8, kLanes - 7, kLanes - 6, kLanes - 5,
+        kLanes - 4, kLanes - 3, kLanes - 2, kLanes - 1));
+  return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)))));
+#else
+  uint16_t top = 0;
+  for (int i = 0; i < kLanes; i++) top = a[i] > top ? a[i] : top;
+  return top;
+#endif
+}
+
 F floats(I a) { return __builtin_convertvector(a, F); }
 
 #if TIERD_LANES == 16
