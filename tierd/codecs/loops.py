@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.values import Bytes, KVShape, Raw, raw_of
+from tierd.codecs.values import Bytes, KVShape, Raw
 from tierd.native import find_library
 
 library: CDLL | None = find_library("codecs")
@@ -40,11 +40,6 @@ def described(raw: Raw, shape: KVShape) -> bytes:
         *(address_of(raw), g.layers, shape.tokens, g.kv_heads, g.head_dim, g.dtype == "float16"),
         *(strides[0] >> 1, strides[1] >> 1, strides[2] >> 1, strides[3] >> 1),
     )
-
-
-def empty_raw(shape: KVShape) -> Raw:
-    """Room for a block's values, in the order of its layout."""
-    return raw_of(np.empty(shape.block_bytes, np.uint8), shape)
 
 
 def scratch(use: str, length: int) -> Bytes:

@@ -168,7 +168,7 @@ TIERD_API uint64_t tierd_int8_decode(const TierdBlock* block, uint64_t heads, co
   return 0;
 }
 
-// levels: of keys, then of values. signs: float32 [dim]. Returns the bits of the largest square of
+// levels: of keys, then of values; null: codec int3. signs: float32 [dim]. Returns the bits of the largest square of
 // an error, as float32.
 TIERD_API uint64_t tierd_rotated_encode(
     const TierdBlock* block, const Levels* levels, const float* signs, uint8_t* out) {

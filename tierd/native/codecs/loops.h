@@ -2,6 +2,7 @@
 #include "vectors.h"
 #include "int8.h"
 #include "rotated.h"
+#include "int3.h"
 #include "tiles.h"
 #include "rans.h"
 #include "lossless.h"
