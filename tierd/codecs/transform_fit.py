@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs.calibration import Samples, Tensors
+from tierd.codecs.multiples import CENTRE, ESCAPE, MOST_SHIFT, SYMBOLS, symbols_of
+from tierd.codecs.product import floats_of_patterns, patterns_of
 from tierd.codecs.rans import frequencies_of
 from tierd.codecs.rope import rotate
+from tierd.codecs.rows import grouped
 from tierd.codecs.values import Floats
 from tierd.core.formats.block import KVGeometry
 from tierd.errors import InvalidArgument
@@ -24,8 +27,7 @@ WIDTH = 2048
 """Values of a token that one basis takes, at most."""
 SHRINK = 0.02
 """Of the mean weight, added to each weight: what the samples do not show still matters a little."""
-TABLES, SYMBOLS = 64, 64
-ESCAPE, CENTRE = SYMBOLS - 1, SYMBOLS // 2 - 1
+TABLES = 64
 STEPS, STEPS_PER_OCTAVE, STEPS_PER_ROW = 256, 32, 8
 """Steps fall by 2^(-1/32) from one to the next. Eight adjoining steps share a row of choices."""
 COARSEST = 0.2
@@ -35,7 +37,6 @@ LOSS = 0.02
 SPREAD = 5
 """Standard deviations that symbols reach on either side. Wider coefficients have low bits, which
 stay as they are."""
-MOST_SHIFT = 12
 ROUNDS = 8
 SAMPLE_ROWS = 8192
 """Tokens that tables and rates are fitted to."""
@@ -80,13 +81,6 @@ def group_width(geometry: KVGeometry) -> int:
     return geometry.head_dim * next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
 
 
-def grouped(values: Floats, width: int) -> Floats:
-    """[layers, 2, tokens, heads, dim] -> [groups, tokens, width]."""
-    tokens = values.shape[2]
-    rows = values.transpose(2, 0, 1, 3, 4).reshape(tokens, -1, width)
-    return np.ascontiguousarray(rows.transpose(1, 0, 2))
-
-
 def fit(samples: Samples) -> Tensors:
     """The tensors of codec transform. Takes minutes for large models."""
     width = group_width(samples.geometry)
@@ -99,8 +93,13 @@ def fit(samples: Samples) -> Tensors:
     bases = [_basis(x, weight) for x, weight in zip(rows, weights, strict=True)]
     basis = Basis(*(np.stack(part) for part in zip(*bases, strict=True)))
     some = slice(None, None, -(-rows.shape[1] // SAMPLE_ROWS))
-    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], basis.forward.transpose(0, 2, 1))
-    return _tables(y) | {f"transform.{name}": part for name, part in basis._asdict().items()}
+    forward, inverse = patterns_of(basis.forward), patterns_of(basis.inverse)
+    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], floats_of_patterns(forward).transpose(0, 2, 1))
+    return _tables(y) | {
+        "transform.mean": basis.mean,
+        "transform.forward": forward,
+        "transform.inverse": inverse,
+    }
 
 
 def _basis(x: Floats, weight: NDArray[np.float64]) -> Basis:
@@ -237,11 +236,6 @@ def _coded(y: Floats, step: float, chosen: Chosen, prices: Floats) -> float:
     q = np.rint(y[:, : len(chosen.tables)] * (1 / step)).T.astype(np.int64)
     symbols = symbols_of(q >> chosen.shifts[:, None])
     return float(np.take_along_axis(prices[chosen.tables], symbols, axis=1).sum()) + len(y) * float(chosen.shifts.sum())
-
-
-def symbols_of(high: NDArray[Any]) -> NDArray[Any]:
-    """Symbols of coefficients without their low bits: around CENTRE, or ESCAPE."""
-    return np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
 
 
 def _prices(frequencies: NDArray[np.uint16]) -> Floats:

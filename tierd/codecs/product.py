@@ -1,0 +1,166 @@
+"""Products with a basis of bfloat16: on tiles (AMX, tierd/native/codecs/product.h), else in float32.
+
+A product of two numbers of bfloat16 is exact in float32, and so is that of a multiple below 2^15
+with one. So machines differ in the order of sums alone. They may round a coefficient to different
+multiples; the values of given multiples differ by no more than `slack`.
+
+Tiles take numbers below 2^-126 as 0. A basis has none, and a sum loses at most 2^-126 per term.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.codecs import loops
+from tierd.codecs.values import Floats, floats_of, rounded
+
+Patterns = NDArray[np.uint16]
+"""Numbers of bfloat16."""
+Multiples = NDArray[np.int16]
+"""Of a step: [coefficients, tokens]."""
+FARTHEST = 32767
+"""The largest multiple."""
+UNIT = 2.0**-24
+"""Of float32: the largest relative error of one operation."""
+LEAST = 2.0**-126
+"""The least normal number of float32 and bfloat16."""
+_SIDE, _DEPTH = 16, 32
+_PRODUCT = struct.Struct("<5Q2f")
+
+
+class Off(NamedTuple):
+    """largest: error of a value, as this machine decodes. slack: by which other machines may differ."""
+
+    largest: float
+    slack: float
+
+
+def patterns_of(x: Floats) -> Patterns:
+    """x rounded to bfloat16, without subnormal numbers."""
+    return rounded(np.where(np.abs(x) < LEAST, np.float32(0), x), "bfloat16")
+
+
+def floats_of_patterns(x: Patterns) -> Floats:
+    """The numbers; exact."""
+    return floats_of(x, "bfloat16")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """forward, inverse: uint16 [coefficients, n], a group's. See transform_fit.Basis."""
+
+    forward: Patterns
+    inverse: Patterns
+
+    @cached_property
+    def floats(self) -> tuple[Floats, Floats]:
+        """Both as float32."""
+        return floats_of_patterns(self.forward), floats_of_patterns(self.inverse)
+
+    @cached_property
+    def tiles(self) -> tuple[Patterns, Patterns]:
+        """Both in the order of product.h."""
+        left, right = _padded(self.forward), _padded(self.inverse)
+        rows, depth = len(left) // _SIDE, left.shape[1] // _DEPTH
+        first = left.reshape(rows, _SIDE, depth, _DEPTH).transpose(0, 2, 1, 3)
+        rows, depth = right.shape[1] // _SIDE, len(right) // _DEPTH
+        second = right.reshape(depth, _SIDE, 2, rows, _SIDE).transpose(3, 0, 1, 4, 2)
+        return _aligned(first), _aligned(second)
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """Of the longest column of the inverse's first rows: [coefficients], one row, two rows and so on."""
+        squares = np.zeros(self.inverse.shape[1])
+        found = np.empty(len(self.inverse), np.float32)
+        for i, row in enumerate(self.inverse):
+            squares += floats_of_patterns(row).astype(np.float64) ** 2
+            found[i] = np.sqrt(squares.max()) * (1 + UNIT)
+        return found
+
+    def multiples(self, rows: Floats, rank: int, step: np.float32) -> Multiples | None:
+        """The nearest multiples of the step to the first `rank` coefficients of rows: [tokens, n],
+        contiguous. None: one is beyond FARTHEST."""
+        inverse = np.float32(1 / step)
+        if not _has_tiles():
+            q = np.rint(self.floats[0][:rank] @ rows.T * inverse)
+            return q.astype(np.int16) if np.abs(q).max() <= FARTHEST else None
+        assert loops.library is not None
+        tokens, width = rows.shape
+        found = np.empty((rank, tokens), np.int16)
+        head = _PRODUCT.pack(loops.address_of(self.tiles[0]), rank, len(self.forward), width, tokens, step, inverse)
+        scratch = loops.scratch("product", 2 * _up(tokens) * _up(width) + 64)
+        fits = loops.library.tierd_product_forward(
+            *(head, loops.address_of(rows), loops.address_of(scratch), loops.address_of(found))
+        )
+        return found if fits else None
+
+    def values(self, q: Multiples, step: np.float32, to: Floats | None = None) -> Floats:
+        """Rows without their mean of multiples: [tokens, n]. to: their place, contiguous."""
+        if to is None:
+            to = np.empty((q.shape[1], self.inverse.shape[1]), np.float32)
+        if _has_tiles():
+            self._on_tiles(q, step, to, None)
+        else:
+            np.multiply(self._sums(q), step, out=to)
+        return to
+
+    def off(self, q: Multiples, step: np.float32, rows: Floats) -> Off:
+        """The error of `values` against rows."""
+        if _has_tiles():
+            largest, squares = self._on_tiles(q, step, None, rows)
+        else:
+            largest = float(np.abs(rows - self._sums(q) * step).max())
+            squares = float(np.einsum("rt,rt->t", q, q, dtype=np.float32).max())
+        # Cauchy-Schwarz bounds the sum of the products' sizes. Tiles split multiples beyond 256: twice as
+        # many terms, whose sizes are at most twice as large.
+        rank = len(q)
+        length = (1 + rank * UNIT) * np.sqrt(squares) * float(self.lengths[rank - 1])
+        terms = UNIT * ((rank + 8) + 2 * (2 * rank + 8))
+        return Off(largest, float(step) * (terms * length + 4 * rank * LEAST))
+
+    def _sums(self, q: Multiples) -> Floats:
+        found: Floats = q.T.astype(np.float32) @ self.floats[1][: len(q)]
+        return found
+
+    def _on_tiles(self, q: Multiples, step: np.float32, to: Floats | None, of: Floats | None) -> tuple[float, float]:
+        """The largest error, and the largest sum of squares of a token's multiples."""
+        assert loops.library is not None
+        rank, tokens = q.shape
+        squares = np.empty(1, np.float32)
+        head = _PRODUCT.pack(
+            *(loops.address_of(self.tiles[1]), rank, len(self.inverse), self.inverse.shape[1], tokens, step, 0.0)
+        )
+        scratch = loops.scratch("product", 4 * _up(tokens) * _up(rank) + 4 * _up(rank) + 128)
+        worst = loops.library.tierd_product_inverse(
+            *(head, loops.address_of(q), loops.address_of(scratch)),
+            *(None if each is None else loops.address_of(each) for each in (to, of)),
+            loops.address_of(squares),
+        )
+        return float(np.uint32(worst).view(np.float32)), float(squares[0])
+
+
+def _has_tiles() -> bool:
+    return loops.library is not None and bool(loops.library.tierd_has_tiles())
+
+
+def _up(count: int) -> int:
+    return -(-count // 32) * 32
+
+
+def _padded(matrix: Patterns) -> Patterns:
+    return np.pad(matrix, [(0, _up(size) - size) for size in matrix.shape])
+
+
+def _aligned(tiles: NDArray[Any]) -> Patterns:
+    """A copy that begins at a cache line: others load at half the speed or less."""
+    memory = np.empty(tiles.size + 32, np.uint16)
+    first = -loops.address_of(memory) % 64 // 2
+    found = memory[first : first + tiles.size]
+    found[:] = tiles.reshape(-1)
+    return found
