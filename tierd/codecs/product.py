@@ -35,10 +35,12 @@ _PRODUCT = struct.Struct("<5Q2f")
 
 
 class Off(NamedTuple):
-    """largest: error of a value, as this machine decodes. slack: by which other machines may differ."""
+    """largest: error of a value, as this machine decodes. slack: by which other machines may differ.
+    top: the largest size of a value."""
 
     largest: float
     slack: float
+    top: float
 
 
 def patterns_of(x: Floats) -> Patterns:
@@ -75,13 +77,9 @@ class Basis:
 
     @cached_property
     def lengths(self) -> Floats:
-        """Of the longest column of the inverse's first rows: [coefficients], one row, two rows and so on."""
-        squares = np.zeros(self.inverse.shape[1])
-        found = np.empty(len(self.inverse), np.float32)
-        for i, row in enumerate(self.inverse):
-            squares += floats_of_patterns(row).astype(np.float64) ** 2
-            found[i] = np.sqrt(squares.max()) * (1 + UNIT)
-        return found
+        """Of the longest column of each 32 rows of the inverse, or what is left of them."""
+        parts = (floats_of_patterns(self.inverse[at : at + _DEPTH]) for at in range(0, len(self.inverse), _DEPTH))
+        return np.sqrt([np.square(part).sum(axis=0).max() for part in parts], dtype=np.float32)
 
     def multiples(self, rows: Floats, rank: int, step: np.float32) -> Multiples | None:
         """The nearest multiples of the step to the first `rank` coefficients of rows: [tokens, n],
@@ -111,38 +109,44 @@ class Basis:
         return to
 
     def off(self, q: Multiples, step: np.float32, rows: Floats) -> Off:
-        """The error of `values` against rows."""
-        if _has_tiles():
-            largest, squares = self._on_tiles(q, step, None, rows)
-        else:
-            largest = float(np.abs(rows - self._sums(q) * step).max())
-            squares = float(np.einsum("rt,rt->t", q, q, dtype=np.float32).max())
-        # Cauchy-Schwarz bounds the sum of the products' sizes. Tiles split multiples beyond 256: twice as
-        # many terms, whose sizes are at most twice as large.
+        """The error of `values` against rows. slack is true for any order of sums (Higham, Accuracy and
+        Stability of Numerical Algorithms, section 4.2): a unit per term, of the sum of their sizes.
+
+        That sum is bounded for each 32 coefficients by Cauchy and Schwarz. Tiles split multiples beyond
+        256: these are twice the terms, of twice the size at most.
+        """
         rank = len(q)
-        length = (1 + rank * UNIT) * np.sqrt(squares) * float(self.lengths[rank - 1])
+        if _has_tiles():
+            largest, top, *squares = self._on_tiles(q, step, None, rows)
+        else:
+            largest, top = (float(np.abs(x).max()) for x in (rows - self._sums(q) * step, rows))
+            every = np.square(q, dtype=np.float32)
+            squares = list(np.add.reduceat(every, np.arange(0, rank, _DEPTH), axis=0).max(axis=1))
+        size = (1 + 64 * UNIT) * float(np.sqrt(squares) @ self.lengths[: len(squares)])
         terms = UNIT * ((rank + 8) + 2 * (2 * rank + 8))
-        return Off(largest, float(step) * (terms * length + 4 * rank * LEAST))
+        return Off(largest, float(step) * (terms * size + 4 * rank * LEAST), top)
 
     def _sums(self, q: Multiples) -> Floats:
         found: Floats = q.T.astype(np.float32) @ self.floats[1][: len(q)]
         return found
 
-    def _on_tiles(self, q: Multiples, step: np.float32, to: Floats | None, of: Floats | None) -> tuple[float, float]:
-        """The largest error, and the largest sum of squares of a token's multiples."""
+    def _on_tiles(self, q: Multiples, step: np.float32, to: Floats | None, of: Floats | None) -> list[float]:
+        """The largest error and the largest size of `of`; then per 32 coefficients the largest sum of
+        squares of a token's multiples."""
         assert loops.library is not None
         rank, tokens = q.shape
-        squares = np.empty(1, np.float32)
+        found = np.empty(2 + _up(rank) // _DEPTH, np.float32)
         head = _PRODUCT.pack(
             *(loops.address_of(self.tiles[1]), rank, len(self.inverse), self.inverse.shape[1], tokens, step, 0.0)
         )
         scratch = loops.scratch("product", 4 * _up(tokens) * _up(rank) + 4 * _up(rank) + 128)
-        worst = loops.library.tierd_product_inverse(
+        loops.library.tierd_product_inverse(
             *(head, loops.address_of(q), loops.address_of(scratch)),
-            *(None if each is None else loops.address_of(each) for each in (to, of)),
-            loops.address_of(squares),
+            *(None if part is None else loops.address_of(part) for part in (to, of)),
+            loops.address_of(found),
         )
-        return float(np.uint32(worst).view(np.float32)), float(squares[0])
+        each: list[float] = found.tolist()
+        return each
 
 
 def _has_tiles() -> bool:

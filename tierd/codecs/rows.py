@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from tierd.codecs import loops
-from tierd.codecs.rope import Frequencies, rotate, turns
+from tierd.codecs.rope import Frequencies, Turns, rotate, turns
 from tierd.codecs.values import Floats, KVShape, Raw, floats_of, rounded
 
 _TURNS = struct.Struct("<5Q")
@@ -62,6 +63,12 @@ def empty_rows(shape: KVShape, width: int) -> Floats:
     return room.reshape(-1, shape.tokens, width)
 
 
+@lru_cache(maxsize=64)
+def _turns(tokens: int, position: int, frequencies: bytes) -> Turns:
+    """Of few positions: blocks begin at multiples of their length."""
+    return turns(tokens, position, np.frombuffer(frequencies, np.float64))
+
+
 class _Packed(NamedTuple):
     """data: TierdTurns of codecs.cpp. arrays: what it points to."""
 
@@ -70,7 +77,7 @@ class _Packed(NamedTuple):
 
 
 def _packed(shape: KVShape, origin: Origin, *, undo: bool) -> _Packed:
-    cosine, sine = turns(shape.tokens, origin.position, origin.frequencies)
+    cosine, sine = _turns(shape.tokens, origin.position, origin.frequencies.tobytes())
     arrays = (cosine, -sine if undo else sine, np.ascontiguousarray(origin.mean, np.float32))
     places = map(loops.address_of, arrays)
     return _Packed(_TURNS.pack(*places, len(origin.frequencies), origin.mean.shape[1]), arrays)

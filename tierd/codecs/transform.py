@@ -107,8 +107,9 @@ def _error(rows: Floats, parts: list[Multiples], plan: Plan, found: dict[str, An
     A turn of two channels makes an error at most sqrt(2) times as large.
     """
     offs = [basis.off(q, plan.step, x) for basis, q, x in zip(found["bases"], parts, rows, strict=True)]
-    top = max(float(rows.max()), -float(rows.min())) + float(np.abs(found["mean"]).max())
-    return float(np.sqrt(2.0)) * (max(off.largest + off.slack for off in offs) + 16 * UNIT * top)
+    worst = max(off.largest + off.slack for off in offs)
+    top = max(off.top for off in offs) + float(np.abs(found["mean"]).max())
+    return float(np.sqrt(2.0)) * (worst + 16 * UNIT * top)
 
 
 def _packed(q: Multiples, plan: Plan, level: int, found: dict[str, Any]) -> Bytes:

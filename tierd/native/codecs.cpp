@@ -164,7 +164,7 @@ namespace amx {
 #pragma GCC pop_options
 #define TIERD_TILES(call) amx::call
 #else
-#define TIERD_TILES(call) 0
+#define TIERD_TILES(call) uint64_t{0}
 #endif
 
 // Whether this process may use tiles. Linux wants to be asked, and grants it for good (kernel
@@ -325,11 +325,13 @@ TIERD_API uint64_t tierd_product_forward(
   return TIERD_TILES(product_forward(*product, rows, scratch, q));
 }
 
+// found: the largest error, the largest value of `of`, then what pack_multiples says of squares.
 TIERD_API uint64_t tierd_product_inverse(
     [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q,
     [[maybe_unused]] uint8_t* scratch, [[maybe_unused]] float* to, [[maybe_unused]] const float* of,
-    [[maybe_unused]] float* squares) {
-  return TIERD_TILES(product_inverse(*product, q, scratch, to, of, squares));
+    [[maybe_unused]] float* found) {
+  TIERD_TILES(product_inverse(*product, q, scratch, to, of, found));
+  return 0;
 }
 
 // The id of the source of this library.

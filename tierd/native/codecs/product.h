@@ -95,9 +95,9 @@ void pack_rows(const TierdProduct& p, const float* rows, uint16_t* to) {
   }
 }
 
-// Multiples as a left factor: a row of it is a token. bfloat16 has 8 bits, so tiles with a multiple beyond
-// 256 have the low parts of all, -128 to 127. Further tiles, which `again` names, have the rest.
-// Returns how many these are. squares: the largest sum of squares of a token.
+// Multiples as a left factor: a row of it is a token. bfloat16 has 8 bits, so of a multiple beyond 256 a
+// tile has the low part alone, -128 to 127. Further tiles, which `again` names, have the rest.
+// Returns how many these are. squares: the largest sum of squares of a token in each tile.
 size_t pack_multiples(const TierdProduct& p, const int16_t* q, uint16_t* to, uint32_t* again, float* squares) {
   const size_t depth = padded(p.rank) / kDepth, tokens = padded(p.tokens);
   size_t more = 0;
@@ -108,13 +108,13 @@ size_t pack_multiples(const TierdProduct& p, const int16_t* q, uint16_t* to, uin
       far |= *at > 256 || *at < -256;
     if (far) again[more++] = static_cast<uint32_t>(k);
   }
-  *squares = 0;
+  for (size_t k = 0; k < depth; k++) squares[k] = 0;
   for (size_t token = 0; token < tokens; token += kSide, to += (depth + more) * kTile) {
-    __m512 sums = {};
     const __mmask16 own = first_lanes(token < p.tokens ? p.tokens - token : 0);
     for (size_t k = 0, split = 0; k < depth; k++) {
       const bool is_split = split < more && again[split] == k;
       __m512i row[16], high[16];
+      __m512 sums = {};
       for (size_t i = 0; i < 16; i++) {
         __m512i low_part[2] = {}, rest[2] = {};
         for (size_t j = 0; j < 2 && k * kDepth + 2 * i + j < p.rank; j++) {
@@ -124,7 +124,8 @@ size_t pack_multiples(const TierdProduct& p, const int16_t* q, uint16_t* to, uin
           sums = _mm512_fmadd_ps(value, value, sums);
           low_part[j] = (__m512i)value;
           if (!is_split) continue;
-          const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(each, 24), 24);
+          const __mmask16 far = _mm512_cmpgt_epi32_mask(_mm512_abs_epi32(each), _mm512_set1_epi32(256));
+          const __m512i low = _mm512_mask_srai_epi32(each, far, _mm512_slli_epi32(each, 24), 24);
           low_part[j] = (__m512i)_mm512_cvtepi32_ps(low);
           rest[j] = (__m512i)_mm512_cvtepi32_ps(_mm512_sub_epi32(each, low));
         }
@@ -133,9 +134,9 @@ size_t pack_multiples(const TierdProduct& p, const int16_t* q, uint16_t* to, uin
       }
       store_turned(row, to + k * kTile);
       if (is_split) store_turned(high, to + (depth + split++) * kTile);
+      const float most = _mm512_reduce_max_ps(sums);
+      squares[k] = most > squares[k] ? most : squares[k];
     }
-    const float most = _mm512_reduce_max_ps(sums);
-    *squares = most > *squares ? most : *squares;
   }
   return more;
 }
@@ -171,19 +172,18 @@ bool product_forward(const TierdProduct& p, const float* rows, uint8_t* scratch,
   return good == 0xFFFF;
 }
 
-// The values of multiples. to: their place, or nullptr. Then `of` are the values that they stand for, and
-// this returns the pattern of the largest error.
-uint32_t product_inverse(
-    const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* to, const float* of, float* squares) {
+// The values of multiples. to: their place, or nullptr. Then `of` are the values that they stand for.
+void product_inverse(
+    const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* to, const float* of, float* found) {
   const TileConfig config;
   alignas(64) float sums[32 * 32];
   const size_t depth = padded(p.rank) / kDepth, panel = padded(p.most_rank) / kDepth * kTile;
   uint32_t* again = reinterpret_cast<uint32_t*>(aligned(scratch));
   uint16_t* left = reinterpret_cast<uint16_t*>(again + padded(depth));
-  const size_t more = pack_multiples(p, q, left, again, squares), own = (depth + more) * kTile;
+  const size_t more = pack_multiples(p, q, left, again, found + 2), own = (depth + more) * kTile;
   __asm__ volatile("" ::: "memory");
   _tile_loadconfig(&config);
-  __m512i worst = {};
+  __m512i worst = {}, top = {};
   const __m512 step = _mm512_set1_ps(p.step);
   for (size_t i = 0; i < p.width; i += 32) {
     for (size_t token = 0; token < p.tokens; token += 32) {
@@ -194,14 +194,15 @@ uint32_t product_inverse(
           const size_t place = (token + row) * p.width + i + at;
           const __m512 x = _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), step);
           if (to) _mm512_mask_storeu_ps(to + place, lanes, x);
-          else {
-            const __m512i off = (__m512i)_mm512_abs_ps(_mm512_maskz_sub_ps(lanes, _mm512_maskz_loadu_ps(lanes, of + place), x));
-            worst = _mm512_max_epu32(worst, off);
-          }
+          if (to) continue;
+          const __m512 own_value = _mm512_maskz_loadu_ps(lanes, of + place), off = _mm512_maskz_sub_ps(lanes, own_value, x);
+          worst = _mm512_max_epu32(worst, (__m512i)_mm512_abs_ps(off));  // NaN is the largest
+          top = _mm512_max_epu32(top, (__m512i)_mm512_abs_ps(own_value));
         }
       }
     }
   }
   _tile_release();
-  return _mm512_reduce_max_epu32(worst);
+  found[0] = float_of_bits(_mm512_reduce_max_epu32(worst));
+  found[1] = float_of_bits(_mm512_reduce_max_epu32(top));
 }

@@ -4,9 +4,9 @@
 // all values of a token; groups cut it.
 template <class Function> void each_head(const TierdBlock block, const TierdTurns& turns, Function f) {
   const size_t heads = block.heads, tokens = block.tokens;
-  for (size_t layer = 0; layer < block.layers; layer++) {
-    for (size_t pair = 0; pair < 2; pair++) {
-      for (size_t token = 0; token < tokens; token++) {
+  for (size_t token = 0; token < tokens; token++) {
+    for (size_t layer = 0; layer < block.layers; layer++) {
+      for (size_t pair = 0; pair < 2; pair++) {
         uint16_t* from = block.raw + layer * block.layer + pair * block.pair + token * block.token;
         for (size_t head = 0; head < heads; head++, from += block.head) {
           const size_t first = ((2 * layer + pair) * heads + head) * block.dim, group = first / turns.width;
