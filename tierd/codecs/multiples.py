@@ -50,7 +50,8 @@ def split(q: Multiples, coding: Coding) -> Split:
     escapes = loops.scratch("escapes", 2 * q.size).view(np.int16)
     low = np.zeros(low_bytes(coding, q.shape[1]) + 8, np.uint8)
     count = loops.library.tierd_transform_split(
-        *(_described(coding, q.shape[1]), *map(loops.address_of, (q, symbols, low, escapes)))
+        *(_described(coding, q.shape[1]), loops.address_of(q), loops.address_of(symbols)),
+        *(loops.address_of(low), loops.address_of(escapes)),
     )
     return Split(symbols, low[:-8], escapes[:count])
 
@@ -69,9 +70,9 @@ def join(parts: Split, coding: Coding) -> Multiples:
     symbols, low, escapes = parts
     if loops.library is None:
         return _plain_join(parts, coding)
-    q = np.empty(symbols.shape, np.int16)
+    q = np.empty_like(symbols, np.int16)
     is_good = loops.library.tierd_transform_join(
-        *(_described(coding, q.shape[1]), loops.address_of(symbols), loops.address_of(low)),
+        *(_described(coding, len(symbols[0])), loops.address_of(symbols), loops.address_of(low)),
         *(loops.address_of(escapes), len(escapes), loops.address_of(q)),
     )
     return _checked(q, len(escapes), is_good=bool(is_good))
@@ -79,7 +80,7 @@ def join(parts: Split, coding: Coding) -> Multiples:
 
 def _plain_join(parts: Split, coding: Coding) -> Multiples:
     symbols, low, escapes = parts
-    tokens = symbols.shape[1]
+    tokens = len(symbols[0])
     q = symbols.astype(np.int32) - CENTRE
     is_far = symbols == ESCAPE
     if np.count_nonzero(is_far) != len(escapes):
@@ -110,4 +111,5 @@ def symbols_of(high: NDArray[Any]) -> NDArray[Any]:
 
 def _described(coding: Coding, tokens: int) -> bytes:
     """TierdMultiples of codecs.cpp."""
-    return _MULTIPLES.pack(*map(loops.address_of, coding), len(coding.tables), tokens)
+    tables, shifts, known = (loops.address_of(each) for each in coding)
+    return _MULTIPLES.pack(tables, shifts, known, len(coding.tables), tokens)

@@ -14,6 +14,7 @@ Payload: index of the step (uint8), 3 zeros, number of escapes and length of the
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,9 +108,9 @@ def _error(rows: Floats, parts: list[Multiples], plan: Plan, found: dict[str, An
     A turn of two channels makes an error at most sqrt(2) times as large.
     """
     offs = [basis.off(q, plan.step, x) for basis, q, x in zip(found["bases"], parts, rows, strict=True)]
-    worst = max(off.largest + off.slack for off in offs)
-    top = max(off.top for off in offs) + float(np.abs(found["mean"]).max())
-    return float(np.sqrt(2.0)) * (worst + 16 * UNIT * top)
+    worst: float = max(off.largest + off.slack for off in offs)
+    top: float = max(off.top for off in offs) + float(np.abs(found["mean"]).max())
+    return math.sqrt(2) * (worst + 16 * UNIT * top)
 
 
 def _packed(q: Multiples, plan: Plan, level: int, found: dict[str, Any]) -> Bytes:
@@ -170,12 +171,31 @@ def _tensors(calibration: Calibration | None, shape: KVShape, name: str) -> dict
             f"codec {name}: calibration {calibration.hash.hex()} has no {' '.join(missing) or 'groups of this width'}; "
             "make it again with `tierctl calibrate`"
         )
-    if found["forward"].dtype != np.uint16 or found["shifts"].max() > MOST_SHIFT:
-        raise Unsupported(
-            f"codec {name}: calibration {calibration.hash.hex()} has a basis of {found['forward'].dtype}, or shifts "
-            f"above {MOST_SHIFT}; make it again with `tierctl calibrate`"
-        )
+    _check(found, calibration, shape, name)
     found["bases"] = [Basis(*pair) for pair in zip(found["forward"], found["inverse"], strict=True)]
     found["known"] = np.where(found["frequencies"] > 0, np.uint8(255), np.uint8(0))
-    calibration.derived["transform"] = found | {"plans": {}, "frequencies_of_rope": calibration.frequencies}
-    return calibration.derived["transform"]
+    found |= {"plans": {}, "frequencies_of_rope": calibration.frequencies}
+    calibration.derived["transform"] = found
+    return found
+
+
+def _check(found: dict[str, Any], calibration: Calibration, shape: KVShape, name: str) -> None:
+    """Raises Unsupported for tensors of other types or sizes: C++ reads them without a look."""
+    groups, n = found["mean"].shape
+    coefficients = found["forward"].shape[1]
+    sizes = (found["forward"].shape, found["inverse"].shape, found["choices"].shape, found["shifts"].shape)
+    rows = len(found["ranks"])
+    whole = ((groups, coefficients, n),) * 2 + ((rows, groups, coefficients),) * 2
+    types = (found["forward"].dtype, found["inverse"].dtype)
+    if (
+        sizes != whole
+        or types != (np.uint16, np.uint16)
+        or not 0 < found["ranks"].min() <= found["ranks"].max() <= coefficients
+        or found["shifts"].max() > MOST_SHIFT
+        or found["choices"].max() >= len(found["frequencies"])
+        or 2 * len(calibration.frequencies) > shape.geometry.head_dim
+    ):
+        raise Unsupported(
+            f"codec {name}: calibration {calibration.hash.hex()} has tensors of other sizes or types; make it again "
+            "with `tierctl calibrate`"
+        )

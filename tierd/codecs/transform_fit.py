@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tierd.codecs.calibration import Samples, Tensors
 from tierd.codecs.multiples import CENTRE, ESCAPE, MOST_SHIFT, SYMBOLS, symbols_of
-from tierd.codecs.product import floats_of_patterns, patterns_of
+from tierd.codecs.product import Patterns, floats_of_patterns, patterns_of
 from tierd.codecs.rans import frequencies_of
 from tierd.codecs.rope import rotate
 from tierd.codecs.rows import grouped
@@ -45,12 +45,13 @@ TARGETS = (3.0, 2.0, 1.0, 0.5)
 
 
 class Basis(NamedTuple):
-    """Per group of n values: y = (x - mean) @ forward.T, x = y @ inverse + mean. float32 [groups, n] and
-    [groups, coefficients, n]. Coefficients go from the largest variance to the least."""
+    """Per group of n values: y = (x - mean) @ forward.T, x = y @ inverse + mean. mean: float32 [groups, n].
+    forward, inverse: bfloat16 [groups, coefficients, n], so that all machines have the same. inverse: that of
+    the rounded forward. Coefficients go from the largest variance to the least."""
 
     mean: Floats
-    forward: Floats
-    inverse: Floats
+    forward: Patterns
+    inverse: Patterns
 
 
 class Chosen(NamedTuple):
@@ -93,13 +94,9 @@ def fit(samples: Samples) -> Tensors:
     bases = [_basis(x, weight) for x, weight in zip(rows, weights, strict=True)]
     basis = Basis(*(np.stack(part) for part in zip(*bases, strict=True)))
     some = slice(None, None, -(-rows.shape[1] // SAMPLE_ROWS))
-    forward, inverse = patterns_of(basis.forward), patterns_of(basis.inverse)
-    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], floats_of_patterns(forward).transpose(0, 2, 1))
-    return _tables(y) | {
-        "transform.mean": basis.mean,
-        "transform.forward": forward,
-        "transform.inverse": inverse,
-    }
+    forward = floats_of_patterns(basis.forward).transpose(0, 2, 1)
+    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], forward)
+    return _tables(y) | {f"transform.{name}": part for name, part in basis._asdict().items()}
 
 
 def _basis(x: Floats, weight: NDArray[np.float64]) -> Basis:
@@ -109,11 +106,10 @@ def _basis(x: Floats, weight: NDArray[np.float64]) -> Basis:
     level = np.trace(weight) / n or 1.0
     values, vectors = np.linalg.eigh(weight / level + SHRINK * np.eye(n))
     root = (vectors * np.sqrt(values)) @ vectors.T
-    back = (vectors / np.sqrt(values)) @ vectors.T
     _, turn = np.linalg.eigh(root @ _moment(x - mean) @ root)
-    turn = turn[:, ::-1]
-    scale = np.sqrt(level)
-    return Basis(mean, (scale * turn.T @ root).astype(np.float32), (turn.T @ back / scale).astype(np.float32))
+    forward = patterns_of((np.sqrt(level) * turn[:, ::-1].T @ root).astype(np.float32))
+    inverse = np.linalg.inv(floats_of_patterns(forward).astype(np.float64)).T
+    return Basis(mean, forward, patterns_of(inverse.astype(np.float32)))
 
 
 def _moment(x: Floats) -> NDArray[np.float64]:
