@@ -43,6 +43,15 @@ class Off(NamedTuple):
     top: float
 
 
+class Place(NamedTuple):
+    """block, turns: TierdBlock and TierdTurns of codecs.cpp. first: of a group's values, in a token."""
+
+    block: bytes
+    turns: bytes
+    first: int
+    head_dim: int
+
+
 def patterns_of(x: Floats) -> Patterns:
     """x rounded to bfloat16, without subnormal numbers."""
     return rounded(np.where(np.abs(x) < LEAST, np.float32(0), x), "bfloat16")
@@ -85,14 +94,14 @@ class Basis:
         """The nearest multiples of the step to the first `rank` coefficients of rows: [tokens, n],
         contiguous. None: one is beyond FARTHEST."""
         inverse = np.float32(1 / step)
-        if not _has_tiles():
+        if not has_tiles():
             q = np.rint(self.floats[0][:rank] @ rows.T * inverse)
             return q.astype(np.int16) if np.abs(q).max() <= FARTHEST else None
         assert loops.library is not None
         tokens, width = rows.shape
         found = np.empty((rank, tokens), np.int16)
         head = _PRODUCT.pack(loops.address_of(self.tiles[0]), rank, len(self.forward), width, tokens, step, inverse)
-        scratch = loops.scratch("product", 2 * _up(tokens) * _up(width) + 64)
+        scratch = loops.scratch("product", 2 * _up(tokens) * _up(width))
         fits = loops.library.tierd_product_forward(
             *(head, loops.address_of(rows), loops.address_of(scratch), loops.address_of(found))
         )
@@ -102,11 +111,23 @@ class Basis:
         """Rows without their mean of multiples: [tokens, n]. to: their place, contiguous."""
         if to is None:
             to = np.empty((q.shape[1], self.inverse.shape[1]), np.float32)
-        if _has_tiles():
-            self._on_tiles(q, step, to, None)
+        if has_tiles():
+            assert loops.library is not None
+            call = self._call(q, step)
+            loops.library.tierd_product_values(*call.arguments, loops.address_of(to), loops.address_of(call.found))
         else:
             np.multiply(self._sums(q), step, out=to)
         return to
+
+    def put(self, q: Multiples, step: np.float32, place: Place) -> None:
+        """Writes the values into a block; for tiles, and head_dims that are multiples of 32."""
+        assert loops.library is not None
+        call = self._call(q, step)
+        values = loops.scratch("rows", 4 * place.head_dim * q.shape[1])
+        loops.library.tierd_product_block(
+            *(*call.arguments, place.block, place.turns, place.first),
+            *(loops.address_of(values), loops.address_of(call.found)),
+        )
 
     def off(self, q: Multiples, step: np.float32, rows: Floats) -> Off:
         """The error of `values` against rows. slack is true for any order of sums (Higham, Accuracy and
@@ -116,8 +137,11 @@ class Basis:
         256: these are twice the terms, of twice the size at most.
         """
         rank = len(q)
-        if _has_tiles():
-            largest, top, *squares = self._on_tiles(q, step, None, rows)
+        if has_tiles():
+            assert loops.library is not None
+            call = self._call(q, step)
+            loops.library.tierd_product_errors(*call.arguments, loops.address_of(rows), loops.address_of(call.found))
+            largest, top, *squares = call.found.tolist()
         else:
             largest, top = (float(np.abs(x).max()) for x in (rows - self._sums(q) * step, rows))
             every = np.square(q, dtype=np.float32)
@@ -130,26 +154,25 @@ class Basis:
         found: Floats = q.T.astype(np.float32) @ self.floats[1][: len(q)]
         return found
 
-    def _on_tiles(self, q: Multiples, step: np.float32, to: Floats | None, of: Floats | None) -> list[float]:
-        """The largest error and the largest size of `of`; then per 32 coefficients the largest sum of
-        squares of a token's multiples."""
-        assert loops.library is not None
+    def _call(self, q: Multiples, step: np.float32) -> _Call:
+        """For products with the inverse."""
         rank, tokens = q.shape
-        found = np.empty(2 + _up(rank) // _DEPTH, np.float32)
-        head = _PRODUCT.pack(
-            *(loops.address_of(self.tiles[1]), rank, len(self.inverse), self.inverse.shape[1], tokens, step, 0.0)
-        )
-        scratch = loops.scratch("product", 4 * _up(tokens) * _up(rank) + 4 * _up(rank) + 128)
-        loops.library.tierd_product_inverse(
-            *(head, loops.address_of(q), loops.address_of(scratch)),
-            *(None if part is None else loops.address_of(part) for part in (to, of)),
-            loops.address_of(found),
-        )
-        each: list[float] = found.tolist()
-        return each
+        size = (rank, len(self.inverse), self.inverse.shape[1], tokens)
+        head = _PRODUCT.pack(loops.address_of(self.tiles[1]), *size, step, 0.0)
+        scratch = loops.scratch("product", 4 * _up(tokens) * _up(rank) + 4 * _up(rank))
+        arguments = (head, loops.address_of(q), loops.address_of(scratch))
+        return _Call(arguments, np.empty(2 + _up(rank) // _DEPTH, np.float32))
 
 
-def _has_tiles() -> bool:
+class _Call(NamedTuple):
+    """arguments: TierdProduct, multiples and scratch memory of product.h. found: room for its results."""
+
+    arguments: tuple[bytes, int, int]
+    found: Floats
+
+
+def has_tiles() -> bool:
+    """Whether this machine has tiles."""
     return loops.library is not None and bool(loops.library.tierd_has_tiles())
 
 
@@ -162,9 +185,7 @@ def _padded(matrix: Patterns) -> Patterns:
 
 
 def _aligned(tiles: NDArray[Any]) -> Patterns:
-    """A copy that begins at a cache line: others load at half the speed or less."""
-    memory = np.empty(tiles.size + 32, np.uint16)
-    first = -loops.address_of(memory) % 64 // 2
-    found = memory[first : first + tiles.size]
+    """A copy that begins at a cache line: others load at half the speed or less.."""
+    found: Patterns = loops.aligned(2 * tiles.size).view(np.uint16)
     found[:] = tiles.reshape(-1)
     return found

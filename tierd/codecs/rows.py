@@ -37,7 +37,7 @@ def rows_of(raw: Raw, shape: KVShape, origin: Origin) -> Floats:
         values[:, 0] = rotate(values[:, 0], origin.position, origin.frequencies, undo=True)
         return grouped(values, origin.mean.shape[1]) - origin.mean[:, None]
     rows = empty_rows(shape, origin.mean.shape[1])
-    head = _packed(shape, origin, undo=True)
+    head = packed(shape, origin, undo=True)
     loops.library.tierd_transform_rows(loops.described(raw, shape), head.data, loops.address_of(rows))
     return rows
 
@@ -52,7 +52,7 @@ def raw_of_rows(rows: Floats, shape: KVShape, origin: Origin) -> Raw:
         whole[:, 0] = rotate(whole[:, 0], origin.position, origin.frequencies)
         return rounded(whole, shape.geometry.dtype)
     raw = loops.empty_raw(shape)
-    head = _packed(shape, origin, undo=False)
+    head = packed(shape, origin, undo=False)
     loops.library.tierd_transform_values(loops.described(raw, shape), head.data, loops.address_of(rows))
     return raw
 
@@ -69,15 +69,16 @@ def _turns(tokens: int, position: int, frequencies: bytes) -> Turns:
     return turns(tokens, position, np.frombuffer(frequencies, np.float64))
 
 
-class _Packed(NamedTuple):
+class Packed(NamedTuple):
     """data: TierdTurns of codecs.cpp. arrays: what it points to."""
 
     data: bytes
     arrays: tuple[Floats, ...]
 
 
-def _packed(shape: KVShape, origin: Origin, *, undo: bool) -> _Packed:
+def packed(shape: KVShape, origin: Origin, *, undo: bool) -> Packed:
+    """undo: the angles of keys as they were before RoPE."""
     cosine, sine = _turns(shape.tokens, origin.position, origin.frequencies.tobytes())
     arrays = (cosine, -sine if undo else sine, np.ascontiguousarray(origin.mean, np.float32))
     places = map(loops.address_of, arrays)
-    return _Packed(_TURNS.pack(*places, len(origin.frequencies), origin.mean.shape[1]), arrays)
+    return Packed(_TURNS.pack(*places, len(origin.frequencies), origin.mean.shape[1]), arrays)

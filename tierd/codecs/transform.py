@@ -24,8 +24,8 @@ from tierd.codecs import loops, rans
 from tierd.codecs.block import Context, Lengths, Payload
 from tierd.codecs.calibration import Calibration
 from tierd.codecs.multiples import MOST_SHIFT, Coding, Split, join, low_bytes, split
-from tierd.codecs.product import UNIT, Basis, Multiples
-from tierd.codecs.rows import Origin, empty_rows, raw_of_rows, rows_of
+from tierd.codecs.product import UNIT, Basis, Multiples, Place, has_tiles
+from tierd.codecs.rows import Origin, empty_rows, packed, raw_of_rows, rows_of
 from tierd.codecs.transform_fit import TARGETS, WIDTH, Choice, group_width
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw
 from tierd.errors import CorruptRecord, Unsupported
@@ -84,12 +84,22 @@ class Transform:
         """See block.Codec."""
         found = _tensors(context.calibration, shape, self.name)
         q, plan = _unpacked(payload, shape.tokens, found)
-        rows = empty_rows(shape, found["mean"].shape[1])
-        first = 0
-        for g, rank in enumerate(plan.ranks):
-            _restored(q[first : first + rank], plan, found, g, rows[g])
-            first += rank
-        return raw_of_rows(rows, shape, _origin(found, context))
+        ends = np.cumsum(plan.ranks)
+        return _raw(np.split(q, ends[:-1]), plan, found, shape, _origin(found, context))
+
+
+def _raw(parts: list[Multiples], plan: Plan, found: dict[str, Any], shape: KVShape, origin: Origin) -> Raw:
+    """The block of multiples of each group."""
+    width, dim = origin.mean.shape[1], shape.geometry.head_dim
+    if has_tiles() and dim % 32 == 0:
+        raw, turns = loops.empty_raw(shape), packed(shape, origin, undo=False)
+        for g, (basis, q) in enumerate(zip(found["bases"], parts, strict=True)):
+            basis.put(q, plan.step, Place(loops.described(raw, shape), turns.data, g * width, dim))
+        return raw
+    rows = empty_rows(shape, width)
+    for g, q in enumerate(parts):
+        _restored(q, plan, found, g, rows[g])
+    return raw_of_rows(rows, shape, origin)
 
 
 def _origin(found: dict[str, Any], context: Context) -> Origin:

@@ -19,8 +19,10 @@ struct Panels {
 };
 
 // 32 rows and 32 columns of the product: sums over `depth` tiles, then over those that `again` names:
-// the left factor's follow its others, the right factor's are used once more.
-void product_32(Panels left, Panels right, size_t depth, const uint32_t* again, size_t more, float* sums) {
+// the left factor's follow its others, the right factor's are used once more. soon: what later calls
+// read first, 256 bytes per tile.
+void product_32(
+    Panels left, Panels right, size_t depth, const uint32_t* again, size_t more, const uint16_t* soon, float* sums) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -29,7 +31,8 @@ void product_32(Panels left, Panels right, size_t depth, const uint32_t* again, 
   const auto fetch = [](const uint16_t* tile) {
     for (size_t i = 2 * kTile; i < 3 * kTile; i += 32) __builtin_prefetch(tile + i);
   };
-  for (size_t k = 0; k < depth + more; k++) {
+  for (size_t k = 0; k < depth + more; k++, soon += 128) {
+    for (size_t i = 0; i < 128; i += 32) __builtin_prefetch(soon + i, 0, 2);
     const uint16_t *a = left.at + k * kTile, *b = right.at + (k < depth ? k : again[k - depth]) * kTile;
     fetch(a);
     fetch(b);
@@ -141,15 +144,13 @@ size_t pack_multiples(const TierdProduct& p, const int16_t* q, uint16_t* to, uin
   return more;
 }
 
-uint16_t* aligned(uint8_t* at) { return (uint16_t*)((reinterpret_cast<uintptr_t>(at) + 63) / 64 * 64); }
-
 // Multiples of the step that are nearest to the coefficients of rows. Returns whether all are within
 // kFarthest.
 bool product_forward(const TierdProduct& p, const float* rows, uint8_t* scratch, int16_t* q) {
   const TileConfig config;
   alignas(64) float sums[32 * 32];
   const size_t depth = padded(p.width) / kDepth, panel = depth * kTile;
-  uint16_t* right = aligned(scratch);
+  uint16_t* right = reinterpret_cast<uint16_t*>(scratch);
   pack_rows(p, rows, right);
   __asm__ volatile("" ::: "memory");  // tiles are read behind the compiler's back
   _tile_loadconfig(&config);
@@ -157,7 +158,9 @@ bool product_forward(const TierdProduct& p, const float* rows, uint8_t* scratch,
   __mmask16 good = 0xFFFF;
   for (size_t i = 0; i < p.rank; i += 32) {
     for (size_t token = 0; token < p.tokens; token += 32) {
-      product_32({p.tiles + i / kSide * panel, panel}, {right + token / kSide * panel, panel}, depth, nullptr, 0, sums);
+      const uint16_t* own = p.tiles + i / kSide * panel;
+      product_32({own, panel}, {right + token / kSide * panel, panel}, depth, nullptr, 0,
+          own + 2 * panel + token / 32 * depth * 128, sums);
       for (size_t row = 0; row < 32 && i + row < p.rank; row++) {
         for (size_t at = 0; at < 32 && token + at < p.tokens; at += kSide) {
           const __m512 y = _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), inverse);
@@ -172,37 +175,73 @@ bool product_forward(const TierdProduct& p, const float* rows, uint8_t* scratch,
   return good == 0xFFFF;
 }
 
-// The values of multiples. to: their place, or nullptr. Then `of` are the values that they stand for.
-void product_inverse(
-    const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* to, const float* of, float* found) {
+// Calls f with each 32 values of each 32 tokens: first value, first token, sums of multiples. Columns of
+// all tokens come together. squares: see pack_multiples.
+template <class Function> void each_sums(
+    const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* squares, Function f) {
   const TileConfig config;
   alignas(64) float sums[32 * 32];
   const size_t depth = padded(p.rank) / kDepth, panel = padded(p.most_rank) / kDepth * kTile;
-  uint32_t* again = reinterpret_cast<uint32_t*>(aligned(scratch));
+  uint32_t* again = reinterpret_cast<uint32_t*>(scratch);
   uint16_t* left = reinterpret_cast<uint16_t*>(again + padded(depth));
-  const size_t more = pack_multiples(p, q, left, again, found + 2), own = (depth + more) * kTile;
+  const size_t more = pack_multiples(p, q, left, again, squares), own = (depth + more) * kTile;
   __asm__ volatile("" ::: "memory");
   _tile_loadconfig(&config);
-  __m512i worst = {}, top = {};
-  const __m512 step = _mm512_set1_ps(p.step);
   for (size_t i = 0; i < p.width; i += 32) {
     for (size_t token = 0; token < p.tokens; token += 32) {
-      product_32({left + token / kSide * own, own}, {p.tiles + i / kSide * panel, panel}, depth, again, more, sums);
-      for (size_t row = 0; row < 32 && token + row < p.tokens; row++) {
-        for (size_t at = 0; at < 32 && i + at < p.width; at += kSide) {
-          const __mmask16 lanes = first_lanes(p.width - i - at);
-          const size_t place = (token + row) * p.width + i + at;
-          const __m512 x = _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), step);
-          if (to) _mm512_mask_storeu_ps(to + place, lanes, x);
-          if (to) continue;
-          const __m512 own_value = _mm512_maskz_loadu_ps(lanes, of + place), off = _mm512_maskz_sub_ps(lanes, own_value, x);
-          worst = _mm512_max_epu32(worst, (__m512i)_mm512_abs_ps(off));  // NaN is the largest
-          top = _mm512_max_epu32(top, (__m512i)_mm512_abs_ps(own_value));
-        }
-      }
+      const uint16_t* right = p.tiles + i / kSide * panel;
+      // The next two panels have 2 * depth tiles: 8 calls fetch them.
+      const uint16_t* soon = right + (2 + token / 128 % 2) * panel + token / 32 % 4 * depth * 128;
+      product_32({left + token / kSide * own, own}, {right, panel}, depth, again, more, soon, sums);
+      f(i, token, sums);
     }
   }
   _tile_release();
+}
+
+// The values of multiples.
+void product_values(const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* to, float* squares) {
+  const __m512 step = _mm512_set1_ps(p.step);
+  each_sums(p, q, scratch, squares, [&](size_t i, size_t token, const float* sums) {
+    for (size_t row = 0; row < 32 && token + row < p.tokens; row++) {
+      for (size_t at = 0; at < 32 && i + at < p.width; at += kSide)
+        _mm512_mask_storeu_ps(to + (token + row) * p.width + i + at, first_lanes(p.width - i - at),
+            _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), step));
+    }
+  });
+}
+
+// The largest error of the values of multiples, and the largest of rows; then squares.
+void product_errors(const TierdProduct& p, const int16_t* q, uint8_t* scratch, const float* rows, float* found) {
+  const __m512 step = _mm512_set1_ps(p.step);
+  __m512i worst = {}, top = {};
+  each_sums(p, q, scratch, found + 2, [&](size_t i, size_t token, const float* sums) {
+    for (size_t row = 0; row < 32 && token + row < p.tokens; row++) {
+      for (size_t at = 0; at < 32 && i + at < p.width; at += kSide) {
+        const __m512 own = _mm512_maskz_loadu_ps(first_lanes(p.width - i - at), rows + (token + row) * p.width + i + at);
+        const __m512 off = _mm512_sub_ps(own, _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), step));
+        worst = _mm512_max_epu32(worst, (__m512i)_mm512_abs_ps(off));  // NaN is the largest
+        top = _mm512_max_epu32(top, (__m512i)_mm512_abs_ps(own));
+      }
+    }
+  });
   found[0] = float_of_bits(_mm512_reduce_max_epu32(worst));
   found[1] = float_of_bits(_mm512_reduce_max_epu32(top));
+}
+
+// The values of multiples as those of a block, from value `first` of a token on. A head has a multiple
+// of 32 values. One head of all tokens at a time is in `values`: its sums need no memory beyond a cache.
+void product_block(const TierdProduct& p, const int16_t* q, uint8_t* scratch, const TierdBlock& block,
+    const TierdTurns& turns, size_t first, float* values, float* squares) {
+  const __m512 step = _mm512_set1_ps(p.step);
+  each_sums(p, q, scratch, squares, [&](size_t i, size_t token, const float* sums) {
+    const size_t channel = i % block.dim, end = token + 32 < p.tokens ? token + 32 : p.tokens;
+    for (size_t row = token; row < end; row++, sums += 32) {
+      float* to = values + row * block.dim + channel;
+      _mm512_storeu_ps(to, _mm512_mul_ps(_mm512_load_ps(sums), step));
+      _mm512_storeu_ps(to + kSide, _mm512_mul_ps(_mm512_load_ps(sums + kSide), step));
+      if (channel + 32 == block.dim)
+        avx512::transform_put(block, turns, avx512::transform_head(block, first + i - channel, row), to - channel);
+    }
+  });
 }

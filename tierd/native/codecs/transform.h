@@ -1,50 +1,61 @@
 // Codec transform without its products: tierd/codecs/transform.py and multiples.py.
 
-// Calls f with each head's first value in the block, its place in a row, and its token and pair. A row has
-// all values of a token; groups cut it.
-template <class Function> void each_head(const TierdBlock block, const TierdTurns& turns, Function f) {
-  const size_t heads = block.heads, tokens = block.tokens;
-  for (size_t token = 0; token < tokens; token++) {
-    for (size_t layer = 0; layer < block.layers; layer++) {
-      for (size_t pair = 0; pair < 2; pair++) {
-        uint16_t* from = block.raw + layer * block.layer + pair * block.pair + token * block.token;
-        for (size_t head = 0; head < heads; head++, from += block.head) {
-          const size_t first = ((2 * layer + pair) * heads + head) * block.dim, group = first / turns.width;
-          f(from, (group * tokens + token) * turns.width + first % turns.width, turns.mean + first, token, pair);
-        }
-      }
-    }
-  }
+// A head of one token: its first value in the block, and its place among all values of the token.
+struct TransformHead {
+  uint16_t* raw;
+  size_t first, token;
+  bool is_key;
+};
+
+// first: a multiple of the head_dim.
+TransformHead transform_head(const TierdBlock& block, size_t first, size_t token) {
+  const size_t index = first / block.dim, head = index % block.heads, pair = index / block.heads % 2,
+               layer = index / block.heads / 2;
+  return {block.raw + layer * block.layer + pair * block.pair + token * block.token + head * block.head, first, token,
+      pair == 0};
+}
+
+// RoPE of a key, whose angle is that of turns.
+void transform_turn(const TierdBlock& block, const TierdTurns& turns, size_t token, float* values) {
+  TierdBlock one = block;
+  one.heads = 1;
+  const size_t at = token * turns.pairs;
+  kvquant_rotate(values, one, turns.cosine + at, turns.sine + at, turns.pairs, values);
 }
 
 // Keys and values as rows without their mean; keys as they were before RoPE.
 void transform_rows(const TierdBlock& block, const TierdTurns& turns, float* rows) {
-  TierdBlock one = block;
-  one.heads = 1;
-  each_head(block, turns, [&](const uint16_t* from, size_t place, const float* mean, size_t token, size_t pair) {
-    float* to = rows + place;
-    for (size_t i = 0; i < block.dim; i += kLanes)
-      store(to + i, block.is_half ? load_values<true>(from + i) : load_values<false>(from + i));
-    const size_t at = token * turns.pairs;
-    if (pair == 0) kvquant_rotate(to, one, turns.cosine + at, turns.sine + at, turns.pairs, to);
-    for (size_t i = 0; i < block.dim; i += kLanes) store(to + i, load<F>(to + i) - load<F>(mean + i));
-  });
+  const size_t all_values = 2 * block.layers * block.heads * block.dim;
+  for (size_t token = 0; token < block.tokens; token++) {
+    for (size_t first = 0; first < all_values; first += block.dim) {
+      const TransformHead head = transform_head(block, first, token);
+      float* to = rows + (first / turns.width * block.tokens + token) * turns.width + first % turns.width;
+      for (size_t i = 0; i < block.dim; i += kLanes)
+        store(to + i, block.is_half ? load_values<true>(head.raw + i) : load_values<false>(head.raw + i));
+      if (head.is_key) transform_turn(block, turns, token, to);
+      for (size_t i = 0; i < block.dim; i += kLanes) store(to + i, load<F>(to + i) - load<F>(turns.mean + first + i));
+    }
+  }
 }
 
-// The inverse. rows: become other values.
+// The inverse for one head. values: become others.
+void transform_put(const TierdBlock& block, const TierdTurns& turns, const TransformHead& head, float* values) {
+  for (size_t i = 0; i < block.dim; i += kLanes)
+    store(values + i, load<F>(values + i) + load<F>(turns.mean + head.first + i));
+  if (head.is_key) transform_turn(block, turns, head.token, values);
+  for (size_t i = 0; i < block.dim; i += kLanes) {
+    if (block.is_half) store_values<true, false>(head.raw + i, load<F>(values + i));
+    else store_values<false, false>(head.raw + i, load<F>(values + i));
+  }
+}
+
 void transform_values(const TierdBlock& block, const TierdTurns& turns, float* rows) {
-  TierdBlock one = block;
-  one.heads = 1;
-  each_head(block, turns, [&](uint16_t* to, size_t place, const float* mean, size_t token, size_t pair) {
-    float* from = rows + place;
-    for (size_t i = 0; i < block.dim; i += kLanes) store(from + i, load<F>(from + i) + load<F>(mean + i));
-    const size_t at = token * turns.pairs;
-    if (pair == 0) kvquant_rotate(from, one, turns.cosine + at, turns.sine + at, turns.pairs, from);
-    for (size_t i = 0; i < block.dim; i += kLanes) {
-      if (block.is_half) store_values<true, false>(to + i, load<F>(from + i));
-      else store_values<false, false>(to + i, load<F>(from + i));
-    }
-  });
+  const size_t all_values = 2 * block.layers * block.heads * block.dim;
+  for (size_t token = 0; token < block.tokens; token++) {
+    for (size_t first = 0; first < all_values; first += block.dim)
+      transform_put(block, turns, transform_head(block, first, token),
+          rows + (first / turns.width * block.tokens + token) * turns.width + first % turns.width);
+  }
 }
 
 constexpr int kCentre = 31, kFarSymbol = 63;  // as transform_fit.py has them
