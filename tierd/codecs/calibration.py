@@ -70,7 +70,7 @@ class Calibration:
 
     @cached_property
     def derived(self) -> dict[str, Any]:
-        """What a codec makes of its tensors once, by the codec's name."""
+        """Made by a codec of its tensors once, under the codec's name."""
         return {}
 
     def save(self, path: Path) -> None:

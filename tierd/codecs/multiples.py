@@ -20,8 +20,11 @@ _MULTIPLES = struct.Struct("<5Q")
 
 
 class Coding(NamedTuple):
-    """How coefficients are coded. tables, shifts: uint8 [coefficients]; shifts: how many low bits are
-    kept as they are. known: uint8 [tables, SYMBOLS], 255 for symbols with a frequency, else 0."""
+    """How coefficients are coded.
+
+    tables: uint8 [coefficients]. shifts: uint8 [coefficients], how many low bits are kept as they are.
+    known: uint8 [tables, SYMBOLS], 255 for symbols with a frequency, else 0.
+    """
 
     tables: NDArray[np.uint8]
     shifts: NDArray[np.uint8]

@@ -130,11 +130,12 @@ class Basis:
         )
 
     def off(self, q: Multiples, step: np.float32, rows: Floats) -> Off:
-        """The error of `values` against rows. slack is true for any order of sums (Higham, Accuracy and
-        Stability of Numerical Algorithms, section 4.2): a unit per term, of the sum of their sizes.
+        """The error of `values` against rows.
 
-        That sum is bounded for each 32 coefficients by Cauchy and Schwarz. Tiles split multiples beyond
-        256: these are twice the terms, of twice the size at most.
+        The slack holds for any order of sums: a unit per term, of the sum of the terms' sizes (Higham,
+        Accuracy and Stability of Numerical Algorithms, section 4.2). Cauchy and Schwarz bound the sizes
+        of each 32 coefficients together. Tiles split multiples beyond 256: these are twice the terms,
+        of twice the size at most.
         """
         rank = len(q)
         if has_tiles():

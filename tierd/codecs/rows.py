@@ -16,7 +16,7 @@ _TURNS = struct.Struct("<5Q")
 
 
 class Origin(NamedTuple):
-    """What rows are without. mean: float32 [groups, n]. position, frequencies: of RoPE."""
+    """Rows are without these. mean: float32 [groups, n]. position, frequencies: of RoPE."""
 
     mean: Floats
     position: int

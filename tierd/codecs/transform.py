@@ -6,6 +6,7 @@ tables (transform_fit.py). Rounding is plain: a wider zero would shrink keys, an
 attention.
 
     values -> rows -> y = (x - mean) forward^T -> q = rint(y / step) -> symbols, low bits, escapes
+      rows.py            product.py                                       multiples.py
 
 Payload: index of the step (uint8), 3 zeros, number of escapes and length of the rANS stream
 (uint32 each). Then the stream, the low bits, and the escapes (int16).

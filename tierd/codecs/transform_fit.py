@@ -45,9 +45,12 @@ TARGETS = (3.0, 2.0, 1.0, 0.5)
 
 
 class Basis(NamedTuple):
-    """Per group of n values: y = (x - mean) @ forward.T, x = y @ inverse + mean. mean: float32 [groups, n].
-    forward, inverse: bfloat16 [groups, coefficients, n], so that all machines have the same. inverse: that of
-    the rounded forward. Coefficients go from the largest variance to the least."""
+    """Per group of n values: y = (x - mean) @ forward.T, and x = y @ inverse + mean.
+
+    mean: float32 [groups, n]. forward, inverse: bfloat16 [groups, coefficients, n], so that all
+    machines have the same numbers. The inverse is that of the rounded forward. Coefficients go from
+    the largest variance to the least.
+    """
 
     mean: Floats
     forward: Patterns

@@ -71,7 +71,7 @@ def multiples(chance: np.random.Generator, shape: tuple[int, int]) -> np.ndarray
 @settings(max_examples=count(test=60, nightly=3_000, weekly=30_000), deadline=None)
 @given(case=cases())
 def test_multiples_are_the_nearest(case: Case) -> None:
-    """Every form finds the multiples next to the exact coefficients, but for the rounding of rows and sums."""
+    """Every form finds the multiples next to the exact coefficients, but for rounding of rows and sums."""
     basis, rows, rank = case
     forward = floats_of_patterns(basis.forward)[:rank].astype(np.float64)
     exact, sizes = forward @ rows.T.astype(np.float64), np.abs(forward) @ np.abs(rows.T)
