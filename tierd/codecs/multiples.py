@@ -22,7 +22,7 @@ _MULTIPLES = struct.Struct("<5Q")
 class Coding(NamedTuple):
     """How coefficients are coded.
 
-    tables: uint8 [coefficients]. shifts: uint8 [coefficients], how many low bits are kept as they are.
+    tables: uint8 [coefficients]. shifts: uint8 [coefficients], how many low bits stay as they are.
     known: uint8 [tables, SYMBOLS], 255 for symbols with a frequency, else 0.
     """
 

@@ -132,10 +132,10 @@ class Basis:
     def off(self, q: Multiples, step: np.float32, rows: Floats) -> Off:
         """The error of `values` against rows.
 
-        The slack holds for any order of sums: a unit per term, of the sum of the terms' sizes (Higham,
-        Accuracy and Stability of Numerical Algorithms, section 4.2). Cauchy and Schwarz bound the sizes
-        of each 32 coefficients together. Tiles split multiples beyond 256: these are twice the terms,
-        of twice the size at most.
+        The slack holds for any order of sums: a unit per term, of the sum of the terms' sizes. See
+        Higham, Accuracy and Stability of Numerical Algorithms, section 4.2. Cauchy and Schwarz
+        bound the sizes of each 32 coefficients together. Tiles split multiples beyond 256: these
+        are twice the terms, of twice the size at most.
         """
         rank = len(q)
         if has_tiles():

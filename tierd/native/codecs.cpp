@@ -75,7 +75,6 @@ struct TierdProduct {
 namespace {
 
 constexpr size_t kMostLanes = 64;
-constexpr float kFarthest = 32767;  // as transform.py has it
 constexpr float kLeastStep = 1e-20f, kSlack = 5e-6f;  // as rotated.py has them
 
 template <class To, class From> To bits_as(From from) {
@@ -162,9 +161,6 @@ namespace amx {
 #include "codecs/product.h"
 }  // namespace amx
 #pragma GCC pop_options
-#define TIERD_TILES(call) amx::call
-#else
-#define TIERD_TILES(call) uint64_t{0}
 #endif
 
 // Whether this process may use tiles. Linux wants to be asked, and grants it for good (kernel
@@ -197,6 +193,12 @@ int best() { return 0; }
 
 const int best_level = best();
 int level = best_level;
+
+#if TIERD_AMX
+#define TIERD_TILES(call) amx::call
+#else
+#define TIERD_TILES(call) uint64_t{0}
+#endif
 
 }  // namespace
 

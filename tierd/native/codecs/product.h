@@ -5,6 +5,7 @@
 // sum. Factors have an even number of panels, zeros behind their own rows and columns.
 
 constexpr size_t kSide = 16, kDepth = 32, kTile = kSide * kDepth;
+constexpr float kFarthest = 32767;  // as product.py has it
 
 struct TileConfig {
   uint8_t palette = 1, start = 0, unused[14] = {};
