@@ -316,7 +316,7 @@ TIERD_API uint64_t tierd_transform_join(const TierdMultiples* m, const uint8_t* 
   return TIERD_CALL(transform_join(*m, symbols, low, escapes, escape_count, q));
 }
 
-// Whether products use tiles. The functions below are for this case only.
+// Whether products use tiles. The functions below are for this case only, and those without a result of their own return 0.
 TIERD_API uint64_t tierd_has_tiles() { return level == 3; }
 
 // rows: float32 [tokens, width]. scratch: 2 * width and 64 bytes for each of the tokens, both rounded up
@@ -331,23 +331,20 @@ TIERD_API uint64_t tierd_product_forward(
 TIERD_API uint64_t tierd_product_values(
     [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q,
     [[maybe_unused]] uint8_t* scratch, [[maybe_unused]] float* to, [[maybe_unused]] float* squares) {
-  TIERD_TILES(product_values(*product, q, scratch, to, squares));
-  return 0;
+  return TIERD_TILES(product_values(*product, q, scratch, to, squares));
 }
 
 TIERD_API uint64_t tierd_product_errors(
     [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q,
     [[maybe_unused]] uint8_t* scratch, [[maybe_unused]] const float* rows, [[maybe_unused]] float* found) {
-  TIERD_TILES(product_errors(*product, q, scratch, rows, found));
-  return 0;
+  return TIERD_TILES(product_errors(*product, q, scratch, rows, found));
 }
 
 TIERD_API uint64_t tierd_product_block(
     [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q, [[maybe_unused]] uint8_t* scratch,
     [[maybe_unused]] const TierdBlock* block, [[maybe_unused]] const TierdTurns* turns, [[maybe_unused]] uint64_t first,
     [[maybe_unused]] float* values, [[maybe_unused]] float* squares) {
-  TIERD_TILES(product_block(*product, q, scratch, *block, *turns, first, values, squares));
-  return 0;
+  return TIERD_TILES(product_block(*product, q, scratch, *block, *turns, first, values, squares));
 }
 
 // The id of the source of this library.

@@ -68,7 +68,8 @@ void store_turned(__m512i* row, uint16_t* to) {
     }
   }
   for (int i = 0; i < 4; i++) {  // row[4 k + i]: column i of each four, of rows 4 k to 4 k + 3
-    const __m512i a = _mm512_shuffle_i32x4(row[i], row[i + 4], 0x88), b = _mm512_shuffle_i32x4(row[i], row[i + 4], 0xDD),
+    const __m512i a = _mm512_shuffle_i32x4(row[i], row[i + 4], 0x88),
+                  b = _mm512_shuffle_i32x4(row[i], row[i + 4], 0xDD),
                   c = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0x88),
                   d = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0xDD);
     _mm512_store_si512(to + 32 * i, _mm512_shuffle_i32x4(a, c, 0x88));
@@ -201,7 +202,7 @@ template <class Function> void each_sums(
 }
 
 // The values of multiples.
-void product_values(const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* to, float* squares) {
+uint64_t product_values(const TierdProduct& p, const int16_t* q, uint8_t* scratch, float* to, float* squares) {
   const __m512 step = _mm512_set1_ps(p.step);
   each_sums(p, q, scratch, squares, [&](size_t i, size_t token, const float* sums) {
     for (size_t row = 0; row < 32 && token + row < p.tokens; row++) {
@@ -210,16 +211,18 @@ void product_values(const TierdProduct& p, const int16_t* q, uint8_t* scratch, f
             _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), step));
     }
   });
+  return 0;
 }
 
 // The largest error of the values of multiples, and the largest of rows; then squares.
-void product_errors(const TierdProduct& p, const int16_t* q, uint8_t* scratch, const float* rows, float* found) {
+uint64_t product_errors(const TierdProduct& p, const int16_t* q, uint8_t* scratch, const float* rows, float* found) {
   const __m512 step = _mm512_set1_ps(p.step);
   __m512i worst = {}, top = {};
   each_sums(p, q, scratch, found + 2, [&](size_t i, size_t token, const float* sums) {
     for (size_t row = 0; row < 32 && token + row < p.tokens; row++) {
       for (size_t at = 0; at < 32 && i + at < p.width; at += kSide) {
-        const __m512 own = _mm512_maskz_loadu_ps(first_lanes(p.width - i - at), rows + (token + row) * p.width + i + at);
+        const float* from = rows + (token + row) * p.width + i + at;
+        const __m512 own = _mm512_maskz_loadu_ps(first_lanes(p.width - i - at), from);
         const __m512 off = _mm512_sub_ps(own, _mm512_mul_ps(_mm512_load_ps(sums + 32 * row + at), step));
         worst = _mm512_max_epu32(worst, (__m512i)_mm512_abs_ps(off));  // NaN is the largest
         top = _mm512_max_epu32(top, (__m512i)_mm512_abs_ps(own));
@@ -228,11 +231,12 @@ void product_errors(const TierdProduct& p, const int16_t* q, uint8_t* scratch, c
   });
   found[0] = float_of_bits(_mm512_reduce_max_epu32(worst));
   found[1] = float_of_bits(_mm512_reduce_max_epu32(top));
+  return 0;
 }
 
 // The values of multiples as those of a block, from value `first` of a token on. A head has a multiple
 // of 32 values. One head of all tokens at a time is in `values`: its sums need no memory beyond a cache.
-void product_block(const TierdProduct& p, const int16_t* q, uint8_t* scratch, const TierdBlock& block,
+uint64_t product_block(const TierdProduct& p, const int16_t* q, uint8_t* scratch, const TierdBlock& block,
     const TierdTurns& turns, size_t first, float* values, float* squares) {
   const __m512 step = _mm512_set1_ps(p.step);
   each_sums(p, q, scratch, squares, [&](size_t i, size_t token, const float* sums) {
@@ -245,4 +249,5 @@ void product_block(const TierdProduct& p, const int16_t* q, uint8_t* scratch, co
         avx512::transform_put(block, turns, avx512::transform_head(block, first + i - channel, row), to - channel);
     }
   });
+  return 0;
 }

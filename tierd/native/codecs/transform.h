@@ -147,7 +147,8 @@ uint64_t transform_join(const TierdMultiples& m, const uint8_t* symbols, const u
       if (far) {
         const size_t count = static_cast<size_t>(__builtin_popcount(far));
         if (count > escape_count) return 0;
-        high = _mm512_mask_expand_epi16(high, far, _mm512_maskz_loadu_epi16(~uint32_t{0} >> (kAtOnce - count), escapes));
+        const __m512i next = _mm512_maskz_loadu_epi16(~uint32_t{0} >> (kAtOnce - count), escapes);
+        high = _mm512_mask_expand_epi16(high, far, next);
         escapes += 2 * count, escape_count -= count;
       }
       __m512i each = _mm512_slli_epi16(high, shift);
