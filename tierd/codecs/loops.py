@@ -21,6 +21,8 @@ library: CDLL | None = find_library("codecs")
 """None: there is no library, or a test wants the plain forms."""
 STEP = 16
 """Loops over values take head_dims that are multiples of this."""
+LINE = 64
+"""Bytes of a cache line."""
 KEPT_BYTES = 16 << 20
 """A thread keeps scratch memory up to this size for each use."""
 _THREAD = threading.local()
@@ -43,14 +45,21 @@ def described(raw: Raw, shape: KVShape) -> bytes:
 
 
 def scratch(use: str, length: int) -> Bytes:
-    """Memory of this thread for one use, until the next call with that use. Fresh memory costs more than
-    many a loop."""
+    """Memory of this thread for one use, until the next call with that use. It begins at a cache line.
+    Fresh memory costs more than many a loop."""
     held: Bytes | None = _THREAD.__dict__.get(use)
     if held is None or len(held) < length:
-        held = np.empty(length, np.uint8)
+        held = aligned(length)
         if length <= KEPT_BYTES:
             _THREAD.__dict__[use] = held
     return held[:length]
+
+
+def aligned(length: int) -> Bytes:
+    """Fresh memory that begins at a cache line."""
+    memory = np.empty(length + LINE, np.uint8)
+    first = -address_of(memory) % LINE
+    return memory[first : first + length]
 
 
 def largest(values: NDArray[np.uint16]) -> int:

@@ -8,3 +8,4 @@
 #include "lossless.h"
 #include "kivi.h"
 #include "kvquant.h"
+#include "transform.h"
