@@ -9,18 +9,21 @@ from typing import NamedTuple
 import numpy as np
 
 from tierd.codecs import loops
+from tierd.codecs.block import Context, room_for_raw
 from tierd.codecs.rope import Frequencies, Turns, rotate, turns
-from tierd.codecs.values import Floats, KVShape, Raw, floats_of, rounded
+from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 
 _TURNS = struct.Struct("<5Q")
 
 
 class Origin(NamedTuple):
-    """Rows are without these. mean: float32 [groups, n]. position, frequencies: of RoPE."""
+    """Rows are without these. mean: float32 [groups, n]. position, frequencies: of RoPE. out: memory
+    for the block, or None."""
 
     mean: Floats
     position: int
     frequencies: Frequencies
+    out: Bytes | None = None
 
 
 def grouped(values: Floats, width: int) -> Floats:
@@ -51,7 +54,7 @@ def raw_of_rows(rows: Floats, shape: KVShape, origin: Origin) -> Raw:
         whole = np.ascontiguousarray(values)
         whole[:, 0] = rotate(whole[:, 0], origin.position, origin.frequencies)
         return rounded(whole, shape.geometry.dtype)
-    raw = loops.empty_raw(shape)
+    raw = room_for_raw(shape, Context(out=origin.out))
     head = packed(shape, origin, undo=False)
     loops.library.tierd_transform_values(loops.described(raw, shape), head.data, loops.address_of(rows))
     return raw

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierd.codecs import loops, rans
-from tierd.codecs.block import Context, Lengths, Payload
+from tierd.codecs.block import Context, Lengths, Payload, room_for_raw
 from tierd.codecs.calibration import Calibration
 from tierd.codecs.multiples import MOST_SHIFT, Coding, Split, join, low_bytes, split
 from tierd.codecs.product import UNIT, Basis, Multiples, Place, has_tiles
@@ -93,7 +93,7 @@ def _raw(parts: list[Multiples], plan: Plan, found: dict[str, Any], shape: KVSha
     """The block of multiples of each group."""
     width, dim = origin.mean.shape[1], shape.geometry.head_dim
     if has_tiles() and dim % 32 == 0:
-        raw, turns = loops.empty_raw(shape), packed(shape, origin, undo=False)
+        raw, turns = room_for_raw(shape, Context(out=origin.out)), packed(shape, origin, undo=False)
         for g, (basis, q) in enumerate(zip(found["bases"], parts, strict=True)):
             basis.put(q, plan.step, Place(loops.described(raw, shape), turns.data, g * width, dim))
         return raw
@@ -104,7 +104,7 @@ def _raw(parts: list[Multiples], plan: Plan, found: dict[str, Any], shape: KVSha
 
 
 def _origin(found: dict[str, Any], context: Context) -> Origin:
-    return Origin(found["mean"], context.position, found["frequencies_of_rope"])
+    return Origin(found["mean"], context.position, found["frequencies_of_rope"], context.out)
 
 
 def _restored(q: Multiples, plan: Plan, found: dict[str, Any], group: int, to: Floats | None = None) -> Floats:
