@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.checksum import raw_tables, slice_sums, table_digests
+from tierd.codecs.block import HEADER
+from tierd.codecs.loops import scratch
 from tierd.core.formats.block import slice_lengths
 from tierd.core.formats.model import CODED, PAGE_ALIGN_BYTES, BlockStatus, StructArray
 from tierd.errors import CorruptRecord, TierdError
@@ -42,11 +44,12 @@ class EncodedRead(NamedTuple):
 
 
 class _EncodedBlock(NamedTuple):
-    """table: of the encoded bytes."""
+    """table: of the encoded bytes, which are at the beginning of memory."""
 
     status: int
     table: SliceTable | None = None
     made: Encoded | None = None
+    memory: memoryview | None = None
 
 
 async def apart(
@@ -96,7 +99,7 @@ class EncodedCopies:
             some[i]["codec"], some[i]["codec_version"], some[i]["error"] = made.codec, made.version, made.error
             some[i]["stored_length"] = extents[i]["length"] = len(made.data)
         some["layers"] = 0
-        pages = [_aligned(done[row].made) for row in rows.tolist()]
+        pages = [_whole_pages(done[row]) for row in rows.tolist()]
         is_new = ~some["origin"].any(axis=1)  # else it was encoded before
         some["origin"][is_new] = some["digest"][is_new]
         statuses[rows] = await target.write(extents, some, lambda these: [tables[i] for i in these], pages)
@@ -106,17 +109,19 @@ class EncodedCopies:
     def _encoded(self, tier: int, view: memoryview, job: tuple[np.void, list[int], int]) -> _EncodedBlock:
         """A block of a page, encoded for a tier, if it has its digest. In a thread."""
         meta, cuts, room = job
-        plain = bytes(view)  # a writer may change the page meanwhile
+        plain = scratch("plain block", len(view))
+        plain[:] = view  # a writer may change the page meanwhile
         if table_digests(raw_tables([slice_sums(plain, cuts)]))[0].tobytes() != meta["digest"].tobytes():
             return _EncodedBlock(BlockStatus.CORRUPT)
         assert self._store_codecs is not None, "no codec, no encoded page"
+        memory = empty_pages(HEADER.itemsize + len(plain))
         try:
-            made = self._store_codecs.encode(tier, meta, plain, room=room)
+            made = self._store_codecs.encode(tier, meta, plain, room=room, out=np.frombuffer(memory, np.uint8))
         except FAULTS as error:
             self._error, made = f"block not encoded: {error!r}", None
         if made is None:
             return _EncodedBlock(BlockStatus.NO_ROOM)
-        return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
+        return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made, memory)
 
     async def load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
@@ -148,25 +153,20 @@ class EncodedCopies:
         return statuses
 
     def _decoded(self, payload: memoryview, job: tuple[np.void, memoryview]) -> int:
-        """Decodes a block into a page. Its status. In a thread."""
+        """Decodes a block into a page, which is not published unless its status is READY. In a thread."""
         meta, page = job
         try:
             assert self._store_codecs is not None, "encoded blocks were found without codecs"
-            found = self._store_codecs.decode(meta, payload)
+            found = self._store_codecs.decode(meta, payload, np.frombuffer(page, np.uint8))
         except CorruptRecord as error:
             self._error = str(error)
             return BlockStatus.CORRUPT
         except FAULTS as error:
             self._error = f"block not decoded: {error}"
             return BlockStatus.FAILED
-        block = found.block
         if found.error > float(meta["error"]) * (1 + 1e-6):
             self._error = f"encoded block: error {found.error}, its record says {meta['error']}; put it again"
             return BlockStatus.CORRUPT
-        if len(block) != len(page):
-            self._error = f"encoded block: {len(block)} bytes when decoded, {len(page)} expected; put it again"
-            return BlockStatus.CORRUPT
-        page[:] = block.data
         return BlockStatus.READY
 
     async def read(self, extents: StructArray, metas: StructArray, source: StoredTier) -> EncodedRead:
@@ -215,12 +215,13 @@ def empty_pages(length: int) -> memoryview:
     return memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
 
 
-def _aligned(made: Encoded | None) -> memoryview:
-    """An encoded block in page-aligned memory."""
-    assert made is not None
-    page = empty_pages(len(made.data))
-    page[: len(made.data)] = made.data.data
-    return page
+def _whole_pages(encoded: _EncodedBlock) -> memoryview:
+    """The pages of an encoded block, filled up with zeros."""
+    assert encoded.made is not None and encoded.memory is not None
+    length = len(encoded.made.data)
+    end = -(-length // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+    encoded.memory[length:end] = bytes(end - length)
+    return encoded.memory[:end]
 
 
 def views_of(tier: MappedTier | PrivatePages, extents: StructArray, metas: StructArray) -> list[memoryview]:

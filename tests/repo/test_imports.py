@@ -35,7 +35,7 @@ PARTS: dict[str, set[str]] = {
     "store_codecs": {"core", "codecs", "checksum"} | EDGE,
     "gpu": {"core", "kernels", "checksum"} | EDGE,
     "tiers": {"core", "checksum"} | EDGE,
-    "encoded_copies": {"core", "store_codecs", "tiers", "checksum"} | EDGE,
+    "encoded_copies": {"core", "codecs", "store_codecs", "tiers", "checksum"} | EDGE,
     "mover": {"core", "store_codecs", "encoded_copies", "tiers", "checksum"} | EDGE,
     "advisor": set(),
     "cache": {"core", "advisor", "store_codecs", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,

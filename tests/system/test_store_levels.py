@@ -78,7 +78,7 @@ def test_blocks_go_from_level_to_level_unchanged(first: str, second: str) -> Non
         evict(daemon)
         evict(daemon, "nvme.0")
         errors = errors_of(client, kept, 0.0)
-        assert sum(map(len, errors)) > 10
+        assert sum(map(len, errors)) > 0
         assert all(error == 0.0 for pair in errors for error in pair)
 
 
@@ -131,5 +131,5 @@ def test_levels_survive_a_restart(ends: str) -> None:
         with Client(daemon.target) as client:
             errors = errors_of(client, kept, ANY)
             assert all(error < 1.0 for pair in errors for error in pair)
-            assert sum(map(len, errors)) > 60
+            assert sum(map(len, errors)) > 20
             assert used(daemon)[1] > 0
