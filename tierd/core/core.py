@@ -255,7 +255,8 @@ class Core:
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
-        """Plans writes of the coldest blocks above high watermarks: at most `limit`, and 256 MiB."""
+        """Plans writes of the coldest blocks above high watermarks: at most `limit` of each
+        tier, and 256 MiB."""
         draft = PlanBuilder(now)
         self._demotion.run(limit, draft)
         return draft.plan()

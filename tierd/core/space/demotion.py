@@ -78,12 +78,12 @@ class Demotion:
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: PlanBuilder) -> None:
-        """Plans at most `limit` transfers and PLAN_BYTES over all tiers, near to far."""
+        """Plans at most `limit` transfers and PLAN_BYTES for each tier, near to far. With one limit for
+        all, constant puts would leave nothing for a store's blocks, which are lost then."""
         self._index.pass_time(draft.now)
-        allowance = Allowance(limit, PLAN_BYTES)
         for tier in self._index.serving():
             if self._index.farther(tier):
-                self._drain(tier, allowance, draft)
+                self._drain(tier, Allowance(limit, PLAN_BYTES), draft)
             self._clear(tier, draft)
 
     def _clear(self, tier: int, draft: PlanBuilder) -> None:
