@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
 from tierd.core.plan import Ids
 
-LOW = {"high_watermark": 0.5, "low_watermark": 0.25}
+LOW: dict[str, Any] = {"high_watermark": 0.5, "low_watermark": 0.25}
 HOST_TIER, MEMORY, DISK, COLD = range(4)
 
 
