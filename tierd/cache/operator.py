@@ -152,7 +152,9 @@ class Operator:
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Writes all blocks to NVMe and syncs. Raises InvalidArgument without an NVMe tier."""
         if not any(t.spec.is_durable for t in self._cache.tiers):
-            raise InvalidArgument("flush: this daemon has no nvme tier to write to, of level 1 or more; add an [[nvme]] table")
+            raise InvalidArgument(
+                "flush: this daemon has no nvme tier to write to, of level 1 or more; add an [[nvme]] table"
+            )
         loop = asyncio.get_running_loop()
         deadline, blocks, size = loop.time() + timeout_s, 0, 0
         losses = self._cache.persistence.losses()

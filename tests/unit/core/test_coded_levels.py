@@ -62,7 +62,7 @@ def test_coarse_blocks_reach_a_plain_disk_once(near: int) -> None:
 
 @pytest.mark.parametrize("coded", [{1}, {1, 2}, {2}, {1, 3}, {1, 2, 3}])
 def test_a_get_serves_what_a_lookup_finds(coded: set[int]) -> None:
-    """Whatever mix of codecs the levels have, repeated gets serve all blocks that lookups find."""
+    """Gets serve all blocks that lookups find, with codecs on any of the levels."""
     k = Coded(
         tier(HOST, 64, segment=32, **LOW),
         tier(NVME, 48, segment=16, level=0, **LOW),

@@ -159,8 +159,8 @@ class Index:
 
     def stored_lengths(self, tier: int, blocks: Ids) -> Lengths:
         """Bytes of a page of the tier for each block: uint32 [n]. Fewer than `Blocks.length` for
-        blocks that the tier stores encoded. A block that a farther store has as decoded is stored so
-        too: encoded again it would have other bytes."""
+        blocks that the tier stores encoded. A block that a farther store has as decoded is stored
+        so too: encoded again it would have other bytes."""
         lengths = self.blocks.length[blocks]
         if self.tiers[tier].spec.kind < TierKind.NVME:
             return lengths
