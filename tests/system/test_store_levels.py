@@ -123,11 +123,8 @@ def test_levels_survive_a_restart(ends: str) -> None:
             with RawClient(daemon.target) as raw:
                 raw.call(raw.admin.Flush, apb.FlushRequest())
             evict(daemon)
-        if ends == "kill":
-            daemon.kill()
-            daemon.start()
-        else:
-            daemon.restart()
+        daemon.kill() if ends == "kill" else daemon.stop()
+        daemon.start()
         with Client(daemon.target) as client:
             errors = errors_of(client, kept, ANY)
             assert all(error < 1.0 for pair in errors for error in pair)
