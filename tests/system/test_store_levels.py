@@ -26,7 +26,6 @@ level = 0
 capacity = "{memory}"
 segment = "1 MiB"
 codec = "{first}"
-admission = "all"
 high_watermark = 0.5
 low_watermark = 0.2
 
