@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.core.kit import DEVICE, HOST, NVME, TOKENS, chain, tier
-from tests.unit.core.test_forms import LIMIT, Coded
+from tests.unit.core.test_forms import LIMIT, READY, Coded
 from tierd.core.formats.model import StructArray
 
 LOW: dict[str, Any] = {"high_watermark": 0.3, "low_watermark": 0.1}
@@ -100,3 +100,25 @@ def test_another_store_serves_a_block_of_which_one_has_other_bytes() -> None:
     assert k.core.errors(k.core.extents(k.ids(names)[1:], tier=3)).tolist() == [0.5]
     assert k.check_served(names, LIMIT) == 1
     assert k.check_served(names, LIMIT) == 2
+
+
+def test_a_finer_copy_is_loaded_from_a_farther_store() -> None:
+    """If the store in memory has a block coarser than the disk, a get with a demand reads the disk."""
+    k = Coded(
+        tier(DEVICE, 128, segment=32),
+        tier(HOST, 64, segment=16),
+        tier(NVME, 64, segment=16, level=0),
+        tier(NVME, 64, segment=16, index=1),
+        tier(NVME, 64, segment=16, index=2),
+    )
+    names = chain("a", 3)
+    k.write(names)
+    ids = k.ids(names)
+    for store, error in ((4, 0.05), (3, 0.5)):
+        for other in (3, 4):
+            k.core.set_writable(other, writable=other == store)
+        k.took(k.core.persist(ids, now=k.tick()))
+        k.end([READY] * 64, error=error)
+    k.took(k.core.evict(ids, tier=1, now=k.tick()))
+    k.acquire(k.asked(names, LIMIT))
+    assert {int(flight["source"]["tier"]) for flight in k.flying if flight["block"] != ids[0]} == {4}

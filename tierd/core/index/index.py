@@ -147,6 +147,16 @@ class Index:
             out[here] = tier
         return out
 
+    def finest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
+        """The tier that can read each block with the least error, the first of them; -1 for none."""
+        out, least = np.full(len(blocks), -1, np.int8), np.full(len(blocks), np.inf, np.float32)
+        for tier in tiers:
+            rows = true_rows(self.is_readable(tier, blocks))
+            errors = self.tiers[tier].error[self.attached(tier, blocks[rows])]
+            rows, errors = rows[errors < least[rows]], errors[errors < least[rows]]
+            out[rows], least[rows] = tier, errors
+        return out
+
     def nearest_error(self, blocks: Ids) -> Column:
         """The error bound of each block's nearest page that is not encoded: float32 [n]; 0: none."""
         out = np.zeros(len(blocks), np.float32)

@@ -72,14 +72,14 @@ class Planner:
         return where
 
     def sources(self, blocks: Ids, wanted: Wanted) -> Where:
-        """The readable page nearest to the wanted tier; an exact one, if there is one. For stores,
-        other stores come last."""
+        """The readable page nearest to the wanted tier; an exact one, if there is one, else the finest.
+        For stores, other stores come last."""
         kind, specs = kind_of(wanted), [tier.spec for tier in self.index.tiers]
         is_last = [kind is TierKind.NVME and spec.kind is kind for spec in specs]
         tiers = sorted(self.index.serving(), key=lambda t: (is_last[t], abs(specs[t].kind - kind), t))
         found = self.index.nearest(blocks, tiers, error_limit=0.0).astype(np.int64)
         if some(coarse := found < 0):
-            found[coarse] = self.index.nearest(blocks[coarse], tiers)
+            found[coarse] = self.index.finest(blocks[coarse], tiers)
         where = Where(found, np.full(len(blocks), NO_PAGE, np.int64))
         for tier in tiers:
             here = found == tier
