@@ -320,10 +320,7 @@ class NvmeConfig:
         least=0.1,
     )
     retry_pause: Seconds = _key(
-        "0.5 s",
-        "Wait before retrying a failed store. Doubles after each failure.",
-        unit="seconds",
-        least=0.01,
+        "0.5 s", "Wait before retrying a failed store. Doubles after each failure.", unit="seconds", least=0.01
     )
     retry_pause_limit: Seconds = _key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01)
     high_watermark: float = _high_watermark()

@@ -371,7 +371,7 @@ def _photograph(path: Path) -> Callable[[], None]:
 def _config(machine: Machine) -> Config:
     page = -(-machine.block_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
     segment, stored = machine.depth * page, machine.depth * (page + HEADER_BYTES)
-    in_memory = {"level": 0, "admission": "all", **_marks(stored)}
+    in_memory = {"level": 0, **_marks(stored)}
     tables: dict[str, Any] = {
         "host": [{"capacity": machine.host_segments * segment, "verify": machine.verify, **_marks(segment)}],
         "nvme": [

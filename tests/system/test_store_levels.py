@@ -26,7 +26,6 @@ level = 0
 capacity = "{memory}"
 segment = "1 MiB"
 codec = "{first}"
-admission = "all"
 high_watermark = 0.5
 low_watermark = 0.2
 
@@ -123,11 +122,8 @@ def test_levels_survive_a_restart(ends: str) -> None:
             with RawClient(daemon.target) as raw:
                 raw.call(raw.admin.Flush, apb.FlushRequest())
             evict(daemon)
-        if ends == "kill":
-            daemon.kill()
-            daemon.start()
-        else:
-            daemon.restart()
+        daemon.kill() if ends == "kill" else daemon.stop()
+        daemon.start()
         with Client(daemon.target) as client:
             errors = errors_of(client, kept, ANY)
             assert all(error < 1.0 for pair in errors for error in pair)

@@ -401,7 +401,7 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             store = NvmeStore(
                 spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
-            store.zero_ahead = table.zero_ahead and not spec.wear_bytes_per_s
+            store.zero_ahead = table.zero_ahead and table.level > 0 and not spec.wear_bytes_per_s
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":
@@ -439,6 +439,8 @@ def _worn(table: TierTable) -> dict[str, Any]:
     """The spec's fields for a store's level, admission and wear budget."""
     if not isinstance(table, NvmeConfig):
         return {}
+    if table.level == 0:  # memory does not wear, and a block that it declined would never reach a disk
+        return {"level": 0, "admission": "all"}
     rate = table.daily_write_bytes / 86400
     return {
         "level": table.level,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
 from tierd.core.plan import Ids
 
-LOW = {"high_watermark": 0.5, "low_watermark": 0.25}
+LOW: dict[str, Any] = {"high_watermark": 0.5, "low_watermark": 0.25}
 HOST_TIER, MEMORY, DISK, COLD = range(4)
 
 
@@ -113,3 +115,14 @@ def test_a_block_comes_from_the_nearest_level() -> None:
     assert near and all(sources[int(k.ids(names)[i])] == MEMORY for i in near)
     k.land()
     assert k.settle(acquired).tokens == 64
+
+
+def test_constant_puts_leave_the_disk_its_share() -> None:
+    """While each plan is full of blocks from host memory, blocks of the store in memory are written
+    to the disk too. So none is lost."""
+    k, count = Kit(tier(HOST, 64, **LOW), tier(NVME, 64, level=0, **LOW), tier(NVME, 512, index=1)), 60
+    for i in range(count):
+        k.put(chain(f"{i}", 4))
+        k.demote(limit=4)
+        k.land()
+    assert all((k.ids(chain(f"{i}", 4)) >= 0).all() for i in range(count))

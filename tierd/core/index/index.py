@@ -147,6 +147,16 @@ class Index:
             out[here] = tier
         return out
 
+    def finest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
+        """The tier that can read each block with the least error, the first of them; -1 for none."""
+        out, least = np.full(len(blocks), -1, np.int8), np.full(len(blocks), np.inf, np.float32)
+        for tier in tiers:
+            rows = true_rows(self.is_readable(tier, blocks))
+            errors = self.tiers[tier].error[self.attached(tier, blocks[rows])]
+            rows, errors = rows[errors < least[rows]], errors[errors < least[rows]]
+            out[rows], least[rows] = tier, errors
+        return out
+
     def nearest_error(self, blocks: Ids) -> Column:
         """The error bound of each block's nearest page that is not encoded: float32 [n]; 0: none."""
         out = np.zeros(len(blocks), np.float32)
@@ -159,7 +169,8 @@ class Index:
 
     def stored_lengths(self, tier: int, blocks: Ids) -> Lengths:
         """Bytes of a page of the tier for each block: uint32 [n]. Fewer than `Blocks.length` for
-        blocks that the tier stores encoded."""
+        blocks that the tier stores encoded. A block that a farther store has as decoded is stored
+        so too: encoded again it would have other bytes."""
         lengths = self.blocks.length[blocks]
         if self.tiers[tier].spec.kind < TierKind.NVME:
             return lengths
@@ -167,7 +178,12 @@ class Index:
         for name in ("namespace", "position", "tokens"):
             shapes[name] = getattr(self.blocks, name)[blocks]
         shapes["length"] = lengths
-        return np.where(self.blocks.plain[blocks], lengths, self.forms.lengths(tier, shapes))
+        as_is = self.blocks.plain[blocks]
+        for other in self.tiers[tier + 1 :]:
+            if other.has_coarse:
+                pages = self.readable(other.position, blocks)
+                as_is |= (pages >= 0) & (other.error[pages] > 0) & ~self.is_coded(other.position, pages)
+        return np.where(as_is, lengths, self.forms.lengths(tier, shapes))
 
     def error_limits(self, blocks: Ids) -> Column:
         """The greatest error bound that counts as held, for each block: float32 [n]."""
