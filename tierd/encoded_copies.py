@@ -1,7 +1,7 @@
 """Copies between mapped memory and stores that keep blocks encoded.
 
     host page ─▶ private copy, verified ─▶ encoded ─▶ slot
-    slot ─▶ verified ─▶ decoded ─▶ host page
+    slot ─▶ verified ─▶ decoded ─▶ host page, or private memory on the way to another store
 
 The core knows no digest of an encoded block. The slot's header has it; its generation shows that it
 belongs to the block. Encoding and decoding run in the mover's threads.
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.checksum import raw_tables, slice_sums, table_digests
+from tierd.codecs.block import HEADER
+from tierd.codecs.loops import scratch
 from tierd.core.formats.block import slice_lengths
 from tierd.core.formats.model import CODED, PAGE_ALIGN_BYTES, BlockStatus, StructArray
 from tierd.errors import CorruptRecord, TierdError
@@ -42,11 +44,12 @@ class EncodedRead(NamedTuple):
 
 
 class _EncodedBlock(NamedTuple):
-    """table: of the encoded bytes."""
+    """table: of the encoded bytes, which are at the beginning of memory."""
 
     status: int
     table: SliceTable | None = None
     made: Encoded | None = None
+    memory: memoryview | None = None
 
 
 async def apart(
@@ -78,7 +81,7 @@ class EncodedCopies:
         return error
 
     async def store(
-        self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
+        self, batch: StructArray, metas: StructArray, source: MappedTier | PrivatePages, target: StoredTier
     ) -> NDArray[np.uint16]:
         """Encodes and writes. The metas are those of the copies when it returns."""
         failpoint("mover.store.before_encode")
@@ -96,8 +99,9 @@ class EncodedCopies:
             some[i]["codec"], some[i]["codec_version"], some[i]["error"] = made.codec, made.version, made.error
             some[i]["stored_length"] = extents[i]["length"] = len(made.data)
         some["layers"] = 0
-        pages = [_aligned(done[row].made) for row in rows.tolist()]
-        some["origin"] = some["digest"]
+        pages = [_whole_pages(done[row]) for row in rows.tolist()]
+        is_new = ~some["origin"].any(axis=1)  # else it was encoded before
+        some["origin"][is_new] = some["digest"][is_new]
         statuses[rows] = await target.write(extents, some, lambda these: [tables[i] for i in these], pages)
         metas[rows] = some
         return statuses
@@ -105,20 +109,22 @@ class EncodedCopies:
     def _encoded(self, tier: int, view: memoryview, job: tuple[np.void, list[int], int]) -> _EncodedBlock:
         """A block of a page, encoded for a tier, if it has its digest. In a thread."""
         meta, cuts, room = job
-        plain = bytes(view)  # a writer may change the page meanwhile
+        plain = scratch("plain block", len(view))
+        plain[:] = view  # a writer may change the page meanwhile
         if table_digests(raw_tables([slice_sums(plain, cuts)]))[0].tobytes() != meta["digest"].tobytes():
             return _EncodedBlock(BlockStatus.CORRUPT)
         assert self._store_codecs is not None, "no codec, no encoded page"
+        memory = empty_pages(HEADER.itemsize + len(plain))
         try:
-            made = self._store_codecs.encode(tier, meta, plain, room=room)
+            made = self._store_codecs.encode(tier, meta, plain, room=room, out=np.frombuffer(memory, np.uint8))
         except FAULTS as error:
             self._error, made = f"block not encoded: {error!r}", None
         if made is None:
             return _EncodedBlock(BlockStatus.NO_ROOM)
-        return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made)
+        return _EncodedBlock(BlockStatus.READY, slice_sums(made.data, slice_lengths(len(made.data), 0)), made, memory)
 
     async def load(
-        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
     ) -> NDArray[np.uint16]:
         """Reads, decodes and publishes. The metas are those of the copies when it returns."""
         read = await self.read(batch["source"], metas, source)
@@ -147,25 +153,20 @@ class EncodedCopies:
         return statuses
 
     def _decoded(self, payload: memoryview, job: tuple[np.void, memoryview]) -> int:
-        """Decodes a block into a page. Its status. In a thread."""
+        """Decodes a block into a page, which is not published unless its status is READY. In a thread."""
         meta, page = job
         try:
             assert self._store_codecs is not None, "encoded blocks were found without codecs"
-            found = self._store_codecs.decode(meta, payload)
+            found = self._store_codecs.decode(meta, payload, np.frombuffer(page, np.uint8))
         except CorruptRecord as error:
             self._error = str(error)
             return BlockStatus.CORRUPT
         except FAULTS as error:
             self._error = f"block not decoded: {error}"
             return BlockStatus.FAILED
-        block = found.block
         if found.error > float(meta["error"]) * (1 + 1e-6):
             self._error = f"encoded block: error {found.error}, its record says {meta['error']}; put it again"
             return BlockStatus.CORRUPT
-        if len(block) != len(page):
-            self._error = f"encoded block: {len(block)} bytes when decoded, {len(page)} expected; put it again"
-            return BlockStatus.CORRUPT
-        page[:] = block.data
         return BlockStatus.READY
 
     async def read(self, extents: StructArray, metas: StructArray, source: StoredTier) -> EncodedRead:
@@ -187,20 +188,43 @@ class EncodedCopies:
         return EncodedRead(statuses, payloads)
 
 
+class PrivatePages:
+    """Memory of the mover for blocks on their way between stores. Used as a mapped tier by the
+    pages of one batch, EXTENT [n] and META [n]."""
+
+    def __init__(self, extents: StructArray, metas: StructArray) -> None:
+        lengths = metas["stored_length"].tolist()
+        self._pages = {page: empty_pages(n) for page, n in zip(extents["page"].tolist(), lengths, strict=True)}
+        self._slices: dict[int, SliceTable] = {}
+
+    def views(self, extents: StructArray) -> list[memoryview]:
+        """As `MappedTier.views`."""
+        return [self._pages[page] for page in extents["page"].tolist()]
+
+    def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:
+        """Keeps the tables for `slices`."""
+        self._slices.update(zip(extents["page"].tolist(), slices, strict=True))
+
+    def slices(self, extents: StructArray) -> list[SliceTable | None]:
+        """As `MappedTier.slices`."""
+        return [self._slices.get(page) for page in extents["page"].tolist()]
+
+
 def empty_pages(length: int) -> memoryview:
     """Memory for so many bytes, page-aligned, in whole pages."""
     return memoryview(mmap.mmap(-1, -(-max(1, length) // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES))
 
 
-def _aligned(made: Encoded | None) -> memoryview:
-    """An encoded block in page-aligned memory."""
-    assert made is not None
-    page = empty_pages(len(made.data))
-    page[: len(made.data)] = made.data.data
-    return page
+def _whole_pages(encoded: _EncodedBlock) -> memoryview:
+    """The pages of an encoded block, filled up with zeros."""
+    assert encoded.made is not None and encoded.memory is not None
+    length = len(encoded.made.data)
+    end = -(-length // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+    encoded.memory[length:end] = bytes(end - length)
+    return encoded.memory[:end]
 
 
-def views_of(tier: MappedTier, extents: StructArray, metas: StructArray) -> list[memoryview]:
+def views_of(tier: MappedTier | PrivatePages, extents: StructArray, metas: StructArray) -> list[memoryview]:
     """The blocks' bytes in their pages: EXTENT [n], META [n]."""
     lengths = metas["stored_length"].tolist()
     return [page[:length] for page, length in zip(tier.views(extents), lengths, strict=True)]

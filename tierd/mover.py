@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from tierd.checksum import raw_tables, slice_sums, sums_of_views, table_digests
 from tierd.core.arrays.sets import kinds
 from tierd.core.formats.block import slice_lengths
-from tierd.core.formats.model import BlockStatus, Reason, StructArray
-from tierd.encoded_copies import EncodedCopies, apart, cuts_of, empty_pages, views_of
+from tierd.core.formats.model import CODED, BlockStatus, Reason, StructArray
+from tierd.encoded_copies import EncodedCopies, PrivatePages, apart, cuts_of, empty_pages, views_of
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.store_codecs import StoreCodecs
@@ -180,6 +180,8 @@ class Mover:
             return await apart(batch["target"], batch, metas, self._store, self.encoded.store, source, target)
         if is_stored(source) and is_mapped(target):
             return await apart(batch["source"], batch, metas, self._load, self.encoded.load, source, target)
+        if is_stored(source) and is_stored(target):
+            return await self._between_stores(batch, metas, source, target)
         if is_stored(source) and is_device(target):
             return await self._load_direct(batch, metas, source, target)
         if is_mapped(source) and is_device(target):
@@ -200,7 +202,7 @@ class Mover:
         return self._publish(batch, metas, target, await self.hash(targets, metas))
 
     async def _store(
-        self, batch: StructArray, metas: StructArray, source: MappedTier, target: StoredTier
+        self, batch: StructArray, metas: StructArray, source: MappedTier | PrivatePages, target: StoredTier
     ) -> NDArray[np.uint16]:
         pages, cuts, digests = source.views(batch["source"]), cuts_of(metas), metas["digest"]
         failpoint("mover.store.before_hash")
@@ -214,7 +216,7 @@ class Mover:
         return await target.write(batch["target"], metas, hash_rows, pages, known=known)
 
     async def _load(
-        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
     ) -> NDArray[np.uint16]:
         pages, cuts = target.views(batch["target"]), cuts_of(metas)
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
@@ -232,6 +234,22 @@ class Mover:
         if len(good):
             hashed = _hashed([slices[i] for i in good.tolist()])
             statuses[good] = self._publish(batch[good], metas[good], target, hashed)
+        return statuses
+
+    async def _between_stores(
+        self, batch: StructArray, metas: StructArray, source: StoredTier, target: StoredTier
+    ) -> NDArray[np.uint16]:
+        pages, origins = PrivatePages(batch["target"], metas), metas["digest"].copy()
+        statuses = await apart(batch["source"], batch, metas, self._load, self.encoded.load, source, pages)
+        failpoint("mover.between.before_store")
+        rows = np.flatnonzero(statuses == BlockStatus.READY)
+        if len(rows):
+            rest, some = batch[rows], metas[rows]
+            rest["source"] = rest["target"]  # by which the pages are found
+            is_coded = rest["target"]["flags"] & CODED > 0
+            some["origin"][is_coded] = origins[rows][is_coded]
+            statuses[rows] = await apart(rest["target"], rest, some, self._store, self.encoded.store, pages, target)
+            metas[rows] = some
         return statuses
 
     async def _to_device(
@@ -278,7 +296,9 @@ class Mover:
         return self._publish(batch, metas, target, await self.hash(views_of(target, batch["target"], metas), metas))
 
     @staticmethod
-    def _publish(batch: StructArray, metas: StructArray, target: SharedTier, hashed: Hashed) -> NDArray[np.uint16]:
+    def _publish(
+        batch: StructArray, metas: StructArray, target: SharedTier | PrivatePages, hashed: Hashed
+    ) -> NDArray[np.uint16]:
         statuses = _judge(hashed, metas)
         good = np.flatnonzero(statuses == BlockStatus.READY)
         if len(good):

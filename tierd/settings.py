@@ -278,6 +278,13 @@ class NvmeConfig:
         'O_DIRECT, without the page cache. "auto": if the file system supports it, else buffered with a '
         'log line. "on": fail without it.',
     )
+    level: int = _key(
+        1,
+        "Stores get what those of the level before evict. 1: disks. 0: memory (a tmpfs), which is not durable.",
+        unit="number",
+        least=0,
+        most=3,
+    )
     codec: str = _key(
         "",
         'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay '
@@ -313,10 +320,7 @@ class NvmeConfig:
         least=0.1,
     )
     retry_pause: Seconds = _key(
-        "0.5 s",
-        "Wait before retrying a failed store. Doubles after each failure.",
-        unit="seconds",
-        least=0.01,
+        "0.5 s", "Wait before retrying a failed store. Doubles after each failure.", unit="seconds", least=0.01
     )
     retry_pause_limit: Seconds = _key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01)
     high_watermark: float = _high_watermark()

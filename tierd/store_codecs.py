@@ -19,7 +19,7 @@ import structlog
 from numpy.typing import NDArray
 
 from tierd.codecs import block as encoded_block
-from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Decoded
+from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Decoded, Wanted
 from tierd.codecs.calibration import Calibration, load
 from tierd.codecs.coding import stays_exact
 from tierd.codecs.named import BY_NUMBER
@@ -104,8 +104,9 @@ class StoreCodecs:
             lengths[rows & may & (lengths == shape.block_bytes) & (lengths > room)] = room
         return lengths
 
-    def encode(self, tier: int, meta: np.void, plain: Any, *, room: int) -> Encoded | None:
-        """A block, encoded for the tier. plain: its bytes, which nobody changes meanwhile.
+    def encode(self, tier: int, meta: np.void, plain: Any, *, room: int, out: Bytes | None = None) -> Encoded | None:
+        """A block, encoded for the tier. plain: its bytes, which nobody changes meanwhile. out: memory for
+        the result, HEADER.itemsize longer than the block.
 
         None: it does not fit room bytes, or its error would be beyond the namespace's limit.
         """
@@ -116,7 +117,7 @@ class StoreCodecs:
         if shape is not None:
             calibration = self._calibration_of(self.namespace_of(number).spec.model)
             context = Context(int(meta["position"]) * shape.tokens, calibration)
-            data = encoded_block.encode(codec, plain, shape, context)
+            data = encoded_block.encode(codec, plain, shape, context, out)
             head = data[: HEADER.itemsize].view(HEADER)[0]
             error = float(meta["error"]) + float(head["error"])
             is_lossy = not codec.is_exact and error > self._limits.get(number, 0.0)
@@ -133,12 +134,16 @@ class StoreCodecs:
             counts.error = max(counts.error, error)
         return Encoded(data, codec.number, codec.version, error)
 
-    def decode(self, meta: np.void, data: Any) -> Decoded:
-        """An encoded block's bytes. Raises CorruptRecord, also for a block of another shape, and
-        Unsupported."""
+    def decode(self, meta: np.void, data: Any, out: Bytes | None = None) -> Decoded:
+        """An encoded block's bytes. out: memory for them, of their length. Raises CorruptRecord, also for
+        a block of another shape, and Unsupported."""
         begun, geometry = time.thread_time(), self.namespace_of(int(meta["namespace"])).spec.geometry
         shape = KVShape(geometry, int(meta["tokens"]))
-        found = encoded_block.decode(data, BY_NUMBER, self._by_hash, shape=shape)
+        if out is not None and len(out) != shape.block_bytes:
+            raise CorruptRecord(
+                f"encoded block: {shape.block_bytes} bytes when decoded, {len(out)} expected; put it again"
+            )
+        found = encoded_block.decode(data, BY_NUMBER, self._by_hash, wanted=Wanted(shape), out=out)
         with self._lock:
             counts = self._counts_of(int(meta["namespace"]))
             counts.decode_s += time.thread_time() - begun

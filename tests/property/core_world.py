@@ -99,6 +99,25 @@ WORLDS = {
         ],
         SMALL,
     ),
+    "levels": World(
+        [
+            tier(TierKind.HOST, 0, 96 * KIB, 16 * KIB, writer_owned=True),
+            tier(TierKind.NVME, 0, 128 * KIB, 32 * KIB, slot_overhead_bytes=4096, level=0),
+            tier(TierKind.NVME, 1, 256 * KIB, 32 * KIB, slot_overhead_bytes=4096),
+            tier(TierKind.NVME, 2, 256 * KIB, 32 * KIB, slot_overhead_bytes=4096, level=2, eviction="lfu"),
+        ],
+        (4 * KIB, 100),
+    ),
+    "device and levels": World(
+        [
+            tier(TierKind.DEVICE, 0, 64 * KIB, 16 * KIB, writer_owned=True),
+            tier(TierKind.HOST, 0, 96 * KIB, 16 * KIB, writer_owned=True),
+            tier(TierKind.NVME, 0, 128 * KIB, 32 * KIB, slot_overhead_bytes=4096, level=0),
+            tier(TierKind.NVME, 1, 128 * KIB, 32 * KIB, slot_overhead_bytes=4096, level=0),
+            tier(TierKind.NVME, 2, 256 * KIB, 32 * KIB, slot_overhead_bytes=4096),
+        ],
+        (4 * KIB, 100),
+    ),
 }
 
 

@@ -41,7 +41,7 @@ SLACK_S = 0.5
 SHUTDOWN_S = 2.0
 PIECE_BLOCKS = 16
 """The core's piece size, in place of a few hundred: more callbacks run between two pieces."""
-STORE = Path("/store")
+STORE, STORE_IN_MEMORY = Path("/store"), Path("/memory")
 
 
 class SimClock(Clock):
@@ -185,7 +185,11 @@ class SimDaemon:
             tiers.append(SimArena(spec, position=position, memory=memory, watch=self.watch))
         for index, nvme in enumerate(config.nvme):
             store = NvmeStore(
-                spec_of(TierKind.NVME, index, nvme), position=len(tiers), path=STORE, direct="on", queue_depth=4
+                spec_of(TierKind.NVME, index, nvme),
+                position=len(tiers),
+                path=STORE if nvme.level else STORE_IN_MEMORY,
+                direct="on",
+                queue_depth=4,
             )
             store.disk = self.ground.survivors.disk
             tiers.append(store)

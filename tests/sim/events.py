@@ -21,7 +21,6 @@ from tests.sim.script import VERBS, Event
 from tests.sim.weather import ON_DISK
 from tierd.cache.operator import Operator
 from tierd.core.formats.block import Namespace
-from tierd.core.formats.model import TierKind
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
 from tierd.server.assembly import Assembly
@@ -209,7 +208,10 @@ class Happenings:
         if rng.random() < 0.5:
             await operator.evict([], "host.0")  # everything: the next gets read from a far tier
         else:
-            await operator.evict(self._some(rng), rng.choice(("", "host.0", "nvme.0")))
+            await operator.evict(
+                self._some(rng),
+                rng.choice(("", "host.0", "nvme.0", self._world.serving().assembly.tiers[-1].spec.name)),
+            )
 
     async def _do_pin(self, operator: Operator, rng: random.Random) -> None:
         await operator.pin(self._some(rng))
@@ -242,7 +244,7 @@ class Happenings:
     def _stored(self) -> dict[Key, int]:
         """The generations of the blocks on NVMe, from the daemon's books."""
         core, tiers = self._world.serving().assembly.cache.core, self._world.serving().assembly.tiers
-        nvme = next(tier.position for tier in tiers if tier.spec.kind is TierKind.NVME)
+        nvme = next(tier.position for tier in tiers if tier.spec.is_durable)
         ids = core.blocks(tier=nvme)
         names, generations = core.names(ids), core.extents(ids, tier=nvme)["generation"].tolist()
         keys = zip(names["namespace"].tolist(), names["hash"], strict=True)

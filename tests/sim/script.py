@@ -89,7 +89,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sizes and settings. A segment has `depth` usual pages. in_order: share of asyncio's turns."""
+    """Sizes and settings. A segment has `depth` usual pages. in_order: share of asyncio's turns.
+    memory_segments: of a store of level 0; 0: there is none."""
 
     clients: int
     tenants: int
@@ -102,6 +103,7 @@ class Machine:
     prefetch_on_lookup: bool
     batch_blocks: int
     depth: int = DEPTH
+    memory_segments: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def _machine(rng: random.Random) -> Machine:
         in_order=rng.choice((1.0, 0.7, 0.3, 0.0)),
         prefetch_on_lookup=rng.random() < 0.5,
         batch_blocks=rng.choice((1, 4, 64)),
+        memory_segments=rng.choice((0, 0, 6)),
     )
 
 

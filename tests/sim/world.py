@@ -38,7 +38,7 @@ from tests.sim.script import SECONDS, Machine, Script
 from tests.sim.weather import Weather
 from tierd import failpoint
 from tierd.config import Config
-from tierd.core.formats.model import PAGE_ALIGN_BYTES, TierKind
+from tierd.core.formats.model import PAGE_ALIGN_BYTES
 from tierd.core.plan import Plan
 from tierd.errors import ConfigError, TierdError, TierFailed, Unavailable, VersionMismatch
 from tierd.server.assembly import Assembly
@@ -133,7 +133,7 @@ class World:
     def acknowledge(self, assembly: Assembly, keys: list[Key]) -> None:
         """Notes keys that are acknowledged as durable, but for those dropped since the sync."""
         core = assembly.cache.core
-        nvme = sum(1 << tier.position for tier in assembly.tiers if tier.spec.kind is TierKind.NVME)
+        nvme = sum(1 << tier.position for tier in assembly.tiers if tier.spec.is_durable)
         for key in keys:
             block = core.find_block(*key)
             if block is not None and int(core.describe(np.array([block]))["tiers"][0]) & nvme:
@@ -287,7 +287,7 @@ class World:
             return
         daemon = self.daemon
         assert daemon is not None
-        self.oracle.saw(plan, nvme=len(self._ground.survivors.memories))
+        self.oracle.saw(plan, nvme=len(daemon.assembly.tiers) - 1)
         if daemon.is_serving and (what := daemon.breaks_service(plan)):
             self.fail(what)
         for generation in plan.freed["extent"]["generation"].tolist():
@@ -371,9 +371,13 @@ def _photograph(path: Path) -> Callable[[], None]:
 def _config(machine: Machine) -> Config:
     page = -(-machine.block_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
     segment, stored = machine.depth * page, machine.depth * (page + HEADER_BYTES)
+    in_memory = {"level": 0, **_marks(stored)}
     tables: dict[str, Any] = {
         "host": [{"capacity": machine.host_segments * segment, "verify": machine.verify, **_marks(segment)}],
-        "nvme": [{"capacity": machine.nvme_segments * stored, **_marks(stored)}],
+        "nvme": [
+            *([{"capacity": machine.memory_segments * stored, **in_memory}] if machine.memory_segments else []),
+            {"capacity": machine.nvme_segments * stored, **_marks(stored)},
+        ],
         "mover": {
             "prefetch_on_lookup": machine.prefetch_on_lookup,
             "batch_blocks": machine.batch_blocks,

@@ -51,7 +51,7 @@ class TiersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierInfo(_message.Message):
-    __slots__ = ("name", "kind", "capacity_bytes", "used_bytes", "assigned_bytes", "pages_reserved", "pages_ready", "pages_retiring", "pages_pinned", "evictions", "bytes_read", "bytes_written", "place", "mode", "serving", "classes", "trouble", "pages_quarantined", "unready_bytes", "unready_reason", "codec")
+    __slots__ = ("name", "kind", "capacity_bytes", "used_bytes", "assigned_bytes", "pages_reserved", "pages_ready", "pages_retiring", "pages_pinned", "evictions", "bytes_read", "bytes_written", "place", "mode", "serving", "classes", "trouble", "pages_quarantined", "unready_bytes", "unready_reason", "codec", "level")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class TierInfo(_message.Message):
     UNREADY_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNREADY_REASON_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: _cache_pb2.TierKind
     capacity_bytes: int
@@ -94,7 +95,8 @@ class TierInfo(_message.Message):
     unready_bytes: int
     unready_reason: str
     codec: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.TierKind, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_ready: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., place: _Optional[str] = ..., mode: _Optional[str] = ..., serving: bool = ..., classes: _Optional[_Iterable[_Union[ClassInfo, _Mapping]]] = ..., trouble: _Optional[str] = ..., pages_quarantined: _Optional[int] = ..., unready_bytes: _Optional[int] = ..., unready_reason: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+    level: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[_cache_pb2.TierKind, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_ready: _Optional[int] = ..., pages_retiring: _Optional[int] = ..., pages_pinned: _Optional[int] = ..., evictions: _Optional[int] = ..., bytes_read: _Optional[int] = ..., bytes_written: _Optional[int] = ..., place: _Optional[str] = ..., mode: _Optional[str] = ..., serving: bool = ..., classes: _Optional[_Iterable[_Union[ClassInfo, _Mapping]]] = ..., trouble: _Optional[str] = ..., pages_quarantined: _Optional[int] = ..., unready_bytes: _Optional[int] = ..., unready_reason: _Optional[str] = ..., codec: _Optional[str] = ..., level: _Optional[int] = ...) -> None: ...
 
 class ClassInfo(_message.Message):
     __slots__ = ("class_bytes", "domain", "segments", "pages", "pages_free")

@@ -142,14 +142,26 @@ class LookupRequest(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("tokens", "tier_of", "tier_tokens")
+    __slots__ = ("tokens", "tier_of", "tier_tokens", "paces")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIER_OF_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PACES_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     tier_of: _containers.RepeatedScalarFieldContainer[bytes]
     tier_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    paces: _containers.RepeatedCompositeFieldContainer[Pace]
+    def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("bytes_per_s", "latency_s", "wait_s")
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_s: float
+    latency_s: float
+    wait_s: float
+    def __init__(self, bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
     __slots__ = ("groups", "tier", "nth", "copies", "doubted")

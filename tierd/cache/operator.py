@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tierd.cache.cache import Cache
 from tierd.cache.events import EventKind
 from tierd.core.formats.block import Namespace
-from tierd.core.formats.model import HASH_BYTES, Reason, StructArray, TierKind
+from tierd.core.formats.model import HASH_BYTES, Reason, StructArray
 from tierd.core.plan import Ids
 from tierd.errors import InvalidArgument, NotFound, Unavailable
 from tierd.failpoint import failpoint
@@ -151,8 +151,10 @@ class Operator:
 
     async def flush(self, *, timeout_s: float) -> Flushed:
         """Writes all blocks to NVMe and syncs. Raises InvalidArgument without an NVMe tier."""
-        if not any(t.spec.kind is TierKind.NVME for t in self._cache.tiers):
-            raise InvalidArgument("flush: this daemon has no nvme tier to write to; add an [[nvme]] table")
+        if not any(t.spec.is_durable for t in self._cache.tiers):
+            raise InvalidArgument(
+                "flush: this daemon has no nvme tier to write to, of level 1 or more; add an [[nvme]] table"
+            )
         loop = asyncio.get_running_loop()
         deadline, blocks, size = loop.time() + timeout_s, 0, 0
         losses = self._cache.persistence.losses()
@@ -287,7 +289,7 @@ class Operator:
         return self._core.find_by_prefix(digits, of=np.concatenate(found))
 
     def _nvme_bits(self) -> np.uint64:
-        return np.uint64(sum(1 << t.position for t in self._cache.tiers if t.spec.kind is TierKind.NVME))
+        return np.uint64(sum(1 << t.position for t in self._cache.tiers if t.spec.is_durable))
 
 
 def _digits(prefix: str) -> str:

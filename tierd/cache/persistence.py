@@ -18,7 +18,7 @@ import structlog
 from tierd.cache.examine import Examiner
 from tierd.cache.flights import Flights
 from tierd.cache.parts import Parts
-from tierd.core.formats.model import UNVERIFIED, BlockStatus, Fault, StructArray, TierKind
+from tierd.core.formats.model import UNVERIFIED, BlockStatus, Fault, StructArray
 from tierd.core.plan import Bools, Committed, Ids, PagesHeld, PutQuery, Reserved
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
@@ -42,7 +42,7 @@ class Persistence:
         self.loaded.set()
         self._examiner, self._examining = Examiner(parts), asyncio.Lock()
         self._core, self._clock, self._flights = parts.core, parts.clock, flights
-        self._stored = [t for t in parts.tiers if is_stored(t) and t.spec.kind is TierKind.NVME]
+        self._stored = [t for t in parts.tiers if is_stored(t) and t.spec.is_durable]
 
     async def keep_committed(self, committed: Committed, metas: StructArray, *, timeout_s: float) -> None:
         """Makes a commit's blocks, META [n], durable. Others are FAILED in `statuses`."""

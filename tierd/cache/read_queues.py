@@ -19,13 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from tierd.advisor.pace import FIRST_PACE, Pace, PaceMeter
 from tierd.core.formats.model import Reason, StructArray
 from tierd.errors import Overloaded
 
-FIRST_PACE_BYTES_PER_S = 1e9
-"""Assumed before the first read."""
-MEMORY = 0.9
-"""The weight of earlier reads against the latest one."""
 SHARE = 0.5
 """Share of a queue that one session may fill, and that prefetches may fill."""
 RETRY_S = (0.05, 2.0)
@@ -54,20 +51,24 @@ class Reading:
 
 @dataclass(slots=True)
 class Queue:
-    """Reads of one tier. since: last end, or first start. busy_s, done_bytes: the pace, a decaying
-    sum."""
+    """Reads of one tier. since: last end, or first start."""
 
     blocks: int = 0
     bytes: int = 0
     demand_bytes: int = 0
     since: float = 0.0
-    busy_s: float = 0.1
-    done_bytes: float = 0.1 * FIRST_PACE_BYTES_PER_S
+    meter: PaceMeter = field(default_factory=PaceMeter)
     of_session: Counter[int] = field(default_factory=Counter)  # bytes
 
     def seconds(self, size: int) -> float:
         """Time to read `size` bytes at the recent pace."""
-        return size * self.busy_s / self.done_bytes
+        return size / (self.meter.pace() or FIRST_PACE).bytes_per_s
+
+    def pace(self, now: float) -> Pace:
+        """Of a read that begins now."""
+        idle_s = 0.0 if self.blocks else now - self.since
+        pace = self.meter.pace(idle_s) or FIRST_PACE
+        return pace.after(self.demand_bytes, since_s=now - self.since) if self.blocks else pace
 
     def wait_s(self, now: float, *, is_demand: bool) -> float:
         """How long a read that begins now waits for its turn."""
@@ -108,8 +109,7 @@ class ReadQueues:
         if reading is None:
             return
         queue, now = self._queues[reading.tier], self._now()
-        queue.busy_s = queue.busy_s * MEMORY + now - queue.since
-        queue.done_bytes = queue.done_bytes * MEMORY + reading.bytes
+        queue.meter.observe(reading.bytes, now - queue.since)
         queue.since = now
         queue.blocks -= reading.blocks
         queue.bytes -= reading.bytes
@@ -117,6 +117,11 @@ class ReadQueues:
         queue.of_session[reading.session] -= reading.bytes
         if not queue.of_session[reading.session]:
             del queue.of_session[reading.session]
+
+    def paces(self) -> dict[int, Pace]:
+        """How long reads would take now, by the tiers' positions."""
+        now = self._now()
+        return {tier: queue.pace(now) for tier, queue in self._queues.items()}
 
     def shut(self, session: int, *, timeout_s: float, is_demand: bool = True) -> frozenset[int]:
         """The tiers that this session's call should not wait for. timeout_s: the call's timeout."""

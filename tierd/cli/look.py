@@ -152,6 +152,8 @@ def draw_tiers(console: Console, reply: pb.TiersReply, *, classes: bool) -> None
     console.print()
     for tier in reply.tiers:
         how = tier.mode or "plain"
+        if tier.kind == TierKind.TIER_KIND_NVME and tier.level != 1:
+            how += f", level {tier.level}"
         if tier.codec:
             how += f", codec {tier.codec}"
         console.print(facts(((tier.name, f"{tier.place or 'memory'} ({how})"),)), soft_wrap=True)

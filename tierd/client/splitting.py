@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tierd.advisor.pace import Pace
 from tierd.client.blocks import buffers
 from tierd.client.blocks.lease import Lease
 from tierd.client.blocks.writing import Write, kept
@@ -36,17 +37,18 @@ def lookup(verbs: Asking, groups: Sequence[Group], deadline: float) -> Found:
     parts = _parts(verbs, groups, deadline)
     if parts[0] is groups:
         return verbs.found(groups, deadline)
-    got, tier_of, is_whole = GetResult(), [], True
+    got, tier_of, is_whole, paces = GetResult(), [], True, tuple[Pace | None, ...]()
     for part in parts:
         found = verbs.found(part, deadline)
         tier_of.append(found.tier_of)
+        paces = found.paces or paces
         if is_whole:
             got = got.followed_by(GetResult(found.tokens, tier_tokens=found.tier_tokens))
         is_whole &= found.tokens == _tokens_of(part)
     tiers = [np.concatenate(each, axis=1) for each in zip(*tier_of, strict=True)]
     left = [len(group.hashes) - its.shape[1] for group, its in zip(groups, tiers, strict=True)]  # not looked up
     padded = (np.pad(its, ((0, 0), (0, n)), constant_values=-1) for its, n in zip(tiers, left, strict=True))
-    return Found(got.tokens, tuple(padded), got.tier_tokens)
+    return Found(got.tokens, tuple(padded), got.tier_tokens, paces)
 
 
 def prefetch(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.advisor.pace import Pace
 from tierd.core.formats.block import NamespaceSpec, block_spans, fold_hashes, hash_tokens, whole
 from tierd.core.formats.model import COMMIT_BLOCK, HASH_BYTES, ROOT, BlockStatus, Need, StructArray
 from tierd.errors import InvalidArgument
@@ -237,11 +238,13 @@ class Found:
         tokens: Servable now.
         tier_of: Per group, int8 [ranks, blocks]: position of the nearest tier; -1 is a miss.
         tier_tokens: Per tier, tokens of the first group's servable part that would come from it.
+        paces: Per tier, how long a read from it would take now; None for memory.
     """
 
     tokens: int = 0
     tier_of: tuple[NDArray[np.int8], ...] = ()
     tier_tokens: tuple[int, ...] = ()
+    paces: tuple[Pace | None, ...] = ()
 
 
 SHOWN_RUNS = 8

@@ -60,11 +60,13 @@ _PACKED = struct.Struct("<I3H2B5If16sIQ")
 class Context(NamedTuple):
     """Beside the values, a codec may need these.
 
-    position: of the block's first token in its sequence. Codecs that undo RoPE need it.
+    position: of the block's first token in its sequence. Codecs that undo RoPE need it. out: memory
+    that the result may take, through `room` and `room_for_raw`; None: new memory.
     """
 
     position: int = 0
     calibration: Calibration | None = None
+    out: Bytes | None = None
 
 
 NO_CONTEXT = Context()
@@ -98,10 +100,16 @@ class Room(NamedTuple):
     data: Bytes
 
 
-def room(length: int) -> Room:
+def room(length: int, context: Context) -> Room:
     """Memory for a payload of so many bytes. It spares the copy that puts a header before it."""
-    whole = np.empty(HEADER.itemsize + length, np.uint8)
+    size, out = HEADER.itemsize + length, context.out
+    whole = np.empty(size, np.uint8) if out is None or len(out) < size else out[:size]
     return Room(whole, whole[HEADER.itemsize :])
+
+
+def room_for_raw(shape: KVShape, context: Context) -> Raw:
+    """Memory for a block's values, in the order of its layout."""
+    return raw_of(np.empty(shape.block_bytes, np.uint8) if context.out is None else context.out, shape)
 
 
 class Lengths(NamedTuple):
@@ -162,9 +170,28 @@ class Decoded:
     shape: KVShape
 
 
-def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTEXT) -> Bytes:
-    """Header and payload. block: contiguous bytes. Raises InvalidArgument, Unsupported."""
+class Wanted(NamedTuple):
+    """Shape and codec that a block must have; codec 0 is always right. None: any."""
+
+    shape: KVShape | None = None
+    codec: int | None = None
+
+
+ANY = Wanted()
+
+
+def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTEXT, out: Bytes | None = None) -> Bytes:
+    """Header and payload. block: contiguous bytes. Raises InvalidArgument, Unsupported.
+
+    out: memory for a header and a whole block, apart from block. The result is a view of it.
+    """
     codec.check(shape)
+    if out is not None and len(out) < HEADER.itemsize + shape.block_bytes:
+        raise InvalidArgument(
+            f"codec {codec.name}: out has {len(out)} bytes; give {HEADER.itemsize + shape.block_bytes}, for a header "
+            "and a whole block"
+        )
+    context = Context(context.position, context.calibration, out)
     if codec.is_calibrated:
         check_calibration(context.calibration, shape, codec.name)
     if not 0 <= context.position <= POSITION_MAX:
@@ -175,11 +202,11 @@ def encode(codec: Codec, block: Any, shape: KVShape, context: Context = NO_CONTE
     dtype = shape.geometry.dtype
     largest = 0 if codec.is_exact else loops.largest(np.frombuffer(block, np.uint16))
     if largest >= INFINITY[dtype]:
-        return _identity(raw, shape)
+        return _identity(raw, shape, out)
     with np.errstate(over="ignore", invalid="ignore"):
         payload = codec.encode(raw, shape, context)
     if not math.isfinite(payload.error) or len(payload.data) >= shape.block_bytes:
-        return _identity(raw, shape)
+        return _identity(raw, shape, out)
     if codec.is_exact:
         return _framed(codec, shape, payload, context)
     top = float(floats_of(np.array([largest], np.uint16), dtype)[0])
@@ -202,14 +229,16 @@ def decode(
     codecs: Mapping[int, Codec],
     calibrations: Mapping[bytes, Calibration] | None = None,
     *,
-    shape: KVShape | None = None,
-    codec: int | None = None,
+    wanted: Wanted = ANY,
+    out: Bytes | None = None,
 ) -> Decoded:
-    """A block again. calibrations: by hash. shape, codec: of the wanted block, compared before any
-    work; codec 0 is always right.
+    """A block again. calibrations: by hash. wanted: is compared before any work.
+
+    out: memory for the block, of its length and apart from data. It has no valid block if decode
+    raises.
 
     Raises CorruptRecord for damaged data or another block. Raises Unsupported for an unknown codec,
-    version or calibration.
+    version or calibration. Raises InvalidArgument for an out of another length.
     """
     coded = np.frombuffer(data, np.uint8)
     if len(coded) < HEADER.itemsize:
@@ -229,6 +258,7 @@ def decode(
             "tierd"
         )
     found = _shape_of(_Said(*(header[field] for field in _Said._fields)))
+    shape, codec = wanted
     if shape not in (None, found) or (codec not in (None, number) and number != IDENTITY):
         raise CorruptRecord(
             f"encoded block: it has codec {number} and {found.text}, wanted are codec {codec} and "
@@ -244,14 +274,22 @@ def decode(
         raise CorruptRecord(
             f"encoded block: the payload has {len(payload)} bytes, its shape takes {least} to {most}; read another copy"
         )
+    if out is not None and len(out) != found.block_bytes:
+        raise InvalidArgument(f"encoded block: out has {len(out)} bytes; give {found.block_bytes}, as the block has")
     if coder is None:
-        return Decoded(payload, 0.0, IDENTITY, found)
+        if out is not None:
+            out[:] = payload
+        return Decoded(payload if out is None else out, 0.0, IDENTITY, found)
     calibration = None
     if coder.is_calibrated:
         digest = header["calibration"]
         calibration = check_calibration((calibrations or {}).get(digest), found, coder.name, digest.hex())
-    raw = coder.decode(payload, found, Context(header["position"], calibration))
-    return Decoded(bytes_of(raw, found), error, number, found)
+    raw = coder.decode(payload, found, Context(header["position"], calibration, out))
+    if out is None:
+        return Decoded(bytes_of(raw, found), error, number, found)
+    if loops.address_of(raw) != loops.address_of(out):
+        raw_of(out, found)[:] = raw
+    return Decoded(out, error, number, found)
 
 
 def check_calibration(calibration: Calibration | None, shape: KVShape, name: str, wanted: str = "") -> Calibration:
@@ -271,8 +309,8 @@ def check_calibration(calibration: Calibration | None, shape: KVShape, name: str
     return calibration
 
 
-def _identity(raw: Raw, shape: KVShape) -> Bytes:
-    return _framed(None, shape, Payload(bytes_of(raw, shape), 0.0), NO_CONTEXT)
+def _identity(raw: Raw, shape: KVShape, out: Bytes | None = None) -> Bytes:
+    return _framed(None, shape, Payload(bytes_of(raw, shape), 0.0), Context(out=out))
 
 
 def _framed(codec: Codec | None, shape: KVShape, payload: Payload, context: Context) -> Bytes:
@@ -290,7 +328,7 @@ def _framed(codec: Codec | None, shape: KVShape, payload: Payload, context: Cont
         front["length"], front["error"] = payload.prefix
         front["checksum"] = _checksum(blank, rest)
     head = _PACKED.pack(*fields, _checksum(blank, data))
-    whole = room(len(data)).whole if payload.whole is None else payload.whole
+    whole = room(len(data), context).whole if payload.whole is None else payload.whole
     if payload.whole is None:
         whole[HEADER.itemsize :] = data
     whole[: HEADER.itemsize] = np.frombuffer(head, np.uint8)

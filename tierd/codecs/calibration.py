@@ -68,6 +68,11 @@ class Calibration:
             total.update(array.tobytes())
         return total.digest()[:16]
 
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """Made by a codec of its tensors once, under the codec's name."""
+        return {}
+
     def save(self, path: Path) -> None:
         """Writes the file. Raises OSError."""
         arrays = {name: np.ascontiguousarray(array) for name, array in self.tensors.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tierd.codecs import block as blocks
-from tierd.codecs.block import HEADER, Codec, Context
+from tierd.codecs.block import HEADER, Codec, Context, Wanted
 from tierd.codecs.calibration import Calibration, load
 from tierd.codecs.named import BY_NUMBER, codec_named
 from tierd.codecs.values import Bytes, KVShape
@@ -67,11 +67,12 @@ class Coding:
         context = Context(number * self.full.tokens, self.calibration)
         return blocks.encode(self.codec, block, shape, context)
 
-    def decode(self, data: Any, *, tokens: int) -> Bytes:
-        """The block's bytes. Raises CorruptRecord, Unsupported unless it is one of this coding."""
+    def decode(self, data: Any, *, tokens: int, out: Bytes | None = None) -> Bytes:
+        """The block's bytes. out: memory for them, of their length. Raises CorruptRecord, Unsupported
+        unless it is one of this coding."""
         known = {self.calibration.hash: self.calibration} if self.calibration else {}
         shape, number = self._shape(tokens), self.codec.number
-        return blocks.decode(data, BY_NUMBER, known, shape=shape, codec=number).block
+        return blocks.decode(data, BY_NUMBER, known, wanted=Wanted(shape, number), out=out).block
 
     def _is_exact(self, number: int, tokens: int) -> bool:
         return bool(stays_exact(number, tokens, self.full.tokens))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs import loops
-from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.block import Context, Lengths, Payload, room, room_for_raw
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord
 
@@ -61,7 +61,7 @@ class Int8:
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
-        whole, data = room(self.lengths(shape).most)
+        whole, data = room(self.lengths(shape).most, context)
         values = _row_values(shape)
         if loops.library is None or shape.geometry.head_dim % loops.STEP:
             _plain_encode(floats_of(raw, shape.geometry.dtype).reshape(-1, values), data)
@@ -82,7 +82,7 @@ class Int8:
             codes = payload[4 + count :].view(np.int8).reshape(count, -1)
             rows = codes.astype(np.float32) * (base * POWERS[payload[4 : 4 + count]])[:, None]
             return rounded(rows.reshape(shape.sizes), shape.geometry.dtype)
-        raw = loops.empty_raw(shape)
+        raw = room_for_raw(shape, context)
         loops.library.tierd_int8_decode(
             *(loops.described(raw, shape), values // shape.geometry.head_dim),
             *(loops.address_of(POWERS), loops.address_of(payload)),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs import loops
-from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.block import Context, Lengths, Payload, room, room_for_raw
 from tierd.codecs.values import INFINITY, Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord, Unsupported
 
@@ -68,7 +68,7 @@ class Kivi:
 
     def encode(self, raw: Raw, shape: KVShape, context: Context) -> Payload:
         """See block.Codec."""
-        whole, data = room(self.lengths(shape).most)
+        whole, data = room(self.lengths(shape).most, context)
         error = self._plain_encode(raw, shape, data) if loops.library is None else self._native_encode(raw, shape, data)
         last = raw[:, :, shape.tokens - shape.tokens % GROUP :].reshape(-1).view(np.uint8)
         data[len(data) - len(last) :] = last
@@ -76,7 +76,7 @@ class Kivi:
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
-        raw = loops.empty_raw(shape)
+        raw = room_for_raw(shape, context)
         coded, last = np.split(payload, [self._tiles(shape) * sum(self._lengths(shape.geometry.head_dim))])
         if len(coded):
             self._check_scales(coded, shape)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs import loops
-from tierd.codecs.block import Context, Lengths, Payload
+from tierd.codecs.block import Context, Lengths, Payload, room_for_raw
 from tierd.codecs.rope import Frequencies, rotate, turns
 from tierd.codecs.values import INFINITY, Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import CorruptRecord, Unsupported
@@ -136,7 +136,7 @@ class KVQuant:
             raise CorruptRecord(f"codec {self.name}: a limit or an outlier is not finite; read another copy")
         if loops.library is None or shape.geometry.head_dim % loops.STEP:
             return self._plain_decode(payload[:fixed], shape, tables, places, outliers)
-        raw, coded = loops.empty_raw(shape), np.ascontiguousarray(payload[:fixed])
+        raw, coded = room_for_raw(shape, context), np.ascontiguousarray(payload[:fixed])
         packed = _packed_tables(tables, shape)
         loops.library.tierd_kvquant_decode(
             *(loops.described(raw, shape), packed.data, loops.address_of(coded)),

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.values import Bytes, KVShape, Raw, raw_of
+from tierd.codecs.values import Bytes, KVShape, Raw
 from tierd.native import find_library
 
 library: CDLL | None = find_library("codecs")
 """None: there is no library, or a test wants the plain forms."""
 STEP = 16
 """Loops over values take head_dims that are multiples of this."""
+LINE = 64
+"""Bytes of a cache line."""
 KEPT_BYTES = 16 << 20
 """A thread keeps scratch memory up to this size for each use."""
 _THREAD = threading.local()
@@ -42,20 +44,22 @@ def described(raw: Raw, shape: KVShape) -> bytes:
     )
 
 
-def empty_raw(shape: KVShape) -> Raw:
-    """Room for a block's values, in the order of its layout."""
-    return raw_of(np.empty(shape.block_bytes, np.uint8), shape)
-
-
 def scratch(use: str, length: int) -> Bytes:
-    """Memory of this thread for one use, until the next call with that use. Fresh memory costs more than
-    many a loop."""
+    """Memory of this thread for one use, until the next call with that use. It begins at a cache line.
+    Fresh memory costs more than many a loop."""
     held: Bytes | None = _THREAD.__dict__.get(use)
     if held is None or len(held) < length:
-        held = np.empty(length, np.uint8)
+        held = aligned(length)
         if length <= KEPT_BYTES:
             _THREAD.__dict__[use] = held
     return held[:length]
+
+
+def aligned(length: int) -> Bytes:
+    """Fresh memory that begins at a cache line."""
+    memory = np.empty(length + LINE, np.uint8)
+    first = -address_of(memory) % LINE
+    return memory[first : first + length]
 
 
 def largest(values: NDArray[np.uint16]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierd.codecs import grouped, loops, rans
-from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.block import Context, Lengths, Payload, room, room_for_raw
 from tierd.codecs.grouped import NEGATIVE, TABLES, Chosen, Groups, Split, Sums, fraction_bytes, groups_of
 from tierd.codecs.values import Bytes, KVShape, Raw
 from tierd.errors import CorruptRecord
@@ -73,7 +73,7 @@ class Lossless:
         head = np.array([(len(tables), len(coded.escapes), len(stream))], _HEAD).view(np.uint8)
         parts = (head, chosen.tops, chosen.tables, tables, coded.escapes, stream)
         before = sum(map(len, parts))
-        whole, data = room(before + fraction_bytes(shape))
+        whole, data = room(before + fraction_bytes(shape), context)
         np.concatenate(parts, out=data[:before])
         grouped.pack(raw, shape, data[before:])
         return Payload(data, 0.0, whole)
@@ -84,7 +84,7 @@ class Lossless:
         chosen, frequencies = Chosen(parts.tops, parts.chosen), _unpacked(parts.tables)
         into = loops.scratch("symbols", shape.values)
         symbols = rans.decode(parts.stream, into, frequencies, _which(chosen), groups_of(shape).length)
-        raw = loops.empty_raw(shape)
+        raw = room_for_raw(shape, context)
         if not grouped.join(raw, shape, chosen, Split(symbols, frequencies, parts.escapes), parts.fractions):
             raise _corrupt("an exponent is impossible, or the escapes are not as many as the symbols name")
         return raw

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.codecs.block import Context, Lengths, Payload
-from tierd.codecs.values import Bytes, KVShape, Raw, raw_of
+from tierd.codecs.block import Context, Lengths, Payload, room_for_raw
+from tierd.codecs.values import Bytes, KVShape, Raw
 from tierd.errors import CorruptRecord, Unsupported
 
 LEVEL = 1
@@ -93,7 +93,7 @@ class Planes:
         first = int(payload[:4].view("<u4")[0])
         planes = [self._expanded(part, shape.values) for part in (payload[4 : 4 + first], payload[4 + first :])]
         layers, pair, tokens, heads, dim = shape.sizes
-        raw = raw_of(np.empty(shape.block_bytes, np.uint8), shape)
+        raw = room_for_raw(shape, context)
         raw[:] = _joined(planes[0], planes[1], shape).reshape(layers, pair, heads, dim, tokens).transpose(0, 1, 4, 2, 3)
         return raw
 

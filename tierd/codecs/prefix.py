@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from tierd.codecs import block
-from tierd.codecs.block import FRONT, FRONT_CHECKSUM, HEADER, MAGIC, Codec, Decoded
+from tierd.codecs.block import ANY, FRONT, FRONT_CHECKSUM, HEADER, MAGIC, Codec, Decoded, Wanted
 from tierd.codecs.calibration import Calibration
 from tierd.codecs.layered import COARSE, LAYERED
-from tierd.codecs.values import Bytes, KVShape
+from tierd.codecs.values import Bytes
 from tierd.errors import CorruptRecord
 
 HEAD_BYTES = HEADER.itemsize + FRONT.itemsize
@@ -46,13 +46,14 @@ def decode_prefix(
     codecs: Mapping[int, Codec],
     calibrations: Mapping[bytes, Calibration] | None = None,
     *,
-    shape: KVShape | None = None,
-    codec: int | None = None,
+    wanted: Wanted = ANY,
+    out: Bytes | None = None,
 ) -> Decoded:
     """A block of its prefix, as `block.decode`, which names the errors too. data: `prefix_bytes` or
     more of the block. The error is that of the coarse part, and codec is COARSE's number."""
-    wanted = COARSE.number if codec == LAYERED.number else codec
-    return block.decode(coarse_block(data), {**codecs, COARSE.number: COARSE}, calibrations, shape=shape, codec=wanted)
+    if wanted.codec == LAYERED.number:
+        wanted = wanted._replace(codec=COARSE.number)
+    return block.decode(coarse_block(data), {**codecs, COARSE.number: COARSE}, calibrations, wanted=wanted, out=out)
 
 
 def coarse_block(data: Any) -> Bytes:

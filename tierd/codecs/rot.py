@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.codecs import loops, rotated
-from tierd.codecs.block import Context, Lengths, Payload, room
+from tierd.codecs.block import Context, Lengths, Payload, room, room_for_raw
 from tierd.codecs.tiles import TILE_TOKENS, packed, unpacked
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw, floats_of, rounded
 from tierd.errors import Unsupported
@@ -56,15 +56,15 @@ class Rot:
         """See block.Codec."""
         if loops.library is None:
             return self._plain_encode(raw, shape)
-        whole, data = room(self.lengths(shape).most)
-        return Payload(data, rotated.native_encode(raw, shape, (self.key_bits, self.value_bits), data), whole)
+        whole, data = room(self.lengths(shape).most, context)
+        return Payload(data, rotated.native_encode(raw, shape, data, (self.key_bits, self.value_bits)), whole)
 
     def decode(self, payload: Bytes, shape: KVShape, context: Context) -> Raw:
         """See block.Codec."""
         rotated.check_scales(payload.reshape(self._tiles(shape), -1)[:, -4 * TILE_TOKENS :])
         if loops.library is None:
             return self._plain_decode(payload, shape)
-        return rotated.native_decode(payload, shape, (self.key_bits, self.value_bits))
+        return rotated.native_decode(payload, shape, room_for_raw(shape, context), (self.key_bits, self.value_bits))
 
     def _plain_encode(self, raw: Raw, shape: KVShape) -> Payload:
         values = floats_of(raw, shape.geometry.dtype)

@@ -35,11 +35,10 @@ LEVELS = np.dtype([("peak", "<f4"), ("low", "<f4"), ("high", "<f4"), ("bits", "<
 """How a vector's step follows from it: peak times its largest value. It is at least low and at most
 high times the root mean square."""
 STEPS = {
-    3: np.array((0.22, 0.9 * 0.5860, 1.1 * 0.5860, 3), LEVELS),
     4: np.array((0.12, 0.8 * 0.3352, 1.25 * 0.3352, 4), LEVELS),
     8: np.array((1 / 127.5, 0.0308, 1.0, 8), LEVELS),  # wide enough to clip nothing
 }
-"""By bits. Max has 0.5860 and 0.3352 as the best steps for normal values (table II)."""
+"""By bits. Max has 0.3352 as the best step for normal values and 16 levels (table II)."""
 SLACK = np.float32(5e-6)
 """Of a vector's square: more than what rounding of sums takes from the square of its error."""
 LEAST_LENGTH = 1e-17
@@ -76,7 +75,7 @@ def hadamard(rows: Floats) -> Floats:
 def encode(rows: Floats, bits: int) -> Rotated:
     """Codes of rows: float32 [rows, head_dim], finite. A row whose square is below float32 is 0."""
     y = hadamard(rows * signs(rows.shape[1]))
-    square, levels, one, half = _sum(y * y), STEPS[bits], np.float32(1.0), np.float32(0.5)
+    square, levels, one, half = summed(y * y), STEPS[bits], np.float32(1.0), np.float32(0.5)
     mean = np.sqrt(square * np.float32(1.0 / rows.shape[1]))
     step = np.maximum(mean * levels["low"], np.abs(y).max(axis=1) * levels["peak"])
     step = np.minimum(mean * levels["high"], step)
@@ -85,10 +84,10 @@ def encode(rows: Floats, bits: int) -> Rotated:
     inverse = one / np.where(is_zero, one, step)
     k = np.rint(np.clip(y * inverse[:, None] - half, low, high))
     middles = k + half
-    product = _sum(y * middles)
+    product = summed(y * middles)
     scales = np.where(is_zero, np.float32(0.0), square / np.where(is_zero, one, product)).astype(np.float16)
     s = scales.astype(np.float32)
-    off = np.maximum(square - (s + s) * product + s * s * _sum(middles * middles), np.float32(0.0)) + square * SLACK
+    off = np.maximum(square - (s + s) * product + s * s * summed(middles * middles), np.float32(0.0)) + square * SLACK
     return Rotated((k - low).astype(np.uint8), scales, length_of(float(off.max())))
 
 
@@ -110,8 +109,9 @@ def decode(codes: Codes, scales: NDArray[np.float16], bits: int) -> Floats:
     return hadamard(y) * signs(codes.shape[1])
 
 
-def _sum(terms: Floats) -> Floats:
-    """Sums of rows in the order of the native loops: 16 lanes over the row, then halves."""
+def summed(terms: Floats) -> Floats:
+    """Sums of rows, float32 [rows, n], in the order of the native loops: 16 lanes over the row, then
+    halves."""
     lanes = terms.reshape(len(terms), -1, LANES)
     total = lanes[:, 0].copy()
     for i in range(1, lanes.shape[1]):
@@ -123,8 +123,8 @@ def _sum(terms: Floats) -> Floats:
     return total[:, 0]
 
 
-def native_encode(raw: Raw, shape: KVShape, bits: tuple[int, int], out: Bytes) -> float:
-    """Payload of rot or int3 by the native loops: `bits` of keys and of values. Returns the error."""
+def native_encode(raw: Raw, shape: KVShape, out: Bytes, bits: tuple[int, ...] = ()) -> float:
+    """Payload by the native loops. Returns the error. bits: of rot's keys and values; none: int3."""
     assert loops.library is not None
     levels, sign = _levels(*bits), signs(shape.geometry.head_dim)
     block = loops.described(raw, shape)
@@ -132,15 +132,15 @@ def native_encode(raw: Raw, shape: KVShape, bits: tuple[int, int], out: Bytes) -
     return length_of(struct.unpack("<f", square.to_bytes(4, "little"))[0])
 
 
-def native_decode(payload: Bytes, shape: KVShape, bits: tuple[int, int]) -> Raw:
-    """The values of such a payload."""
+def native_decode(payload: Bytes, shape: KVShape, raw: Raw, bits: tuple[int, ...] = ()) -> Raw:
+    """Writes the values of such a payload to raw, and returns it."""
     assert loops.library is not None
-    raw, sign = loops.empty_raw(shape), signs(shape.geometry.head_dim)
+    sign = signs(shape.geometry.head_dim)
     block = loops.described(raw, shape)
     loops.library.tierd_rotated_decode(block, _levels(*bits), loops.address_of(sign), loops.address_of(payload))
     return raw
 
 
 @cache
-def _levels(*bits: int) -> bytes:
-    return b"".join(STEPS[each].tobytes() for each in bits)
+def _levels(*bits: int) -> bytes | None:
+    return b"".join(STEPS[each].tobytes() for each in bits) or None

@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.codecs.calibration import Samples, Tensors
+from tierd.codecs.multiples import CENTRE, ESCAPE, MOST_SHIFT, SYMBOLS, symbols_of
+from tierd.codecs.product import Patterns, floats_of_patterns, patterns_of
 from tierd.codecs.rans import frequencies_of
 from tierd.codecs.rope import rotate
+from tierd.codecs.rows import grouped
 from tierd.codecs.values import Floats
 from tierd.core.formats.block import KVGeometry
 from tierd.errors import InvalidArgument
@@ -24,8 +27,7 @@ WIDTH = 2048
 """Values of a token that one basis takes, at most."""
 SHRINK = 0.02
 """Of the mean weight, added to each weight: what the samples do not show still matters a little."""
-TABLES, SYMBOLS = 64, 64
-ESCAPE, CENTRE = SYMBOLS - 1, SYMBOLS // 2 - 1
+TABLES = 64
 STEPS, STEPS_PER_OCTAVE, STEPS_PER_ROW = 256, 32, 8
 """Steps fall by 2^(-1/32) from one to the next. Eight adjoining steps share a row of choices."""
 COARSEST = 0.2
@@ -35,7 +37,6 @@ LOSS = 0.02
 SPREAD = 5
 """Standard deviations that symbols reach on either side. Wider coefficients have low bits, which
 stay as they are."""
-MOST_SHIFT = 12
 ROUNDS = 8
 SAMPLE_ROWS = 8192
 """Tokens that tables and rates are fitted to."""
@@ -44,12 +45,16 @@ TARGETS = (3.0, 2.0, 1.0, 0.5)
 
 
 class Basis(NamedTuple):
-    """Per group of n values: y = (x - mean) @ forward.T, x = y @ inverse + mean. float32 [groups, n] and
-    [groups, coefficients, n]. Coefficients go from the largest variance to the least."""
+    """Per group of n values: y = (x - mean) @ forward.T, and x = y @ inverse + mean.
+
+    mean: float32 [groups, n]. forward, inverse: bfloat16 [groups, coefficients, n], so that all
+    machines have the same numbers. The inverse is that of the rounded forward. Coefficients go from
+    the largest variance to the least.
+    """
 
     mean: Floats
-    forward: Floats
-    inverse: Floats
+    forward: Patterns
+    inverse: Patterns
 
 
 class Chosen(NamedTuple):
@@ -80,13 +85,6 @@ def group_width(geometry: KVGeometry) -> int:
     return geometry.head_dim * next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
 
 
-def grouped(values: Floats, width: int) -> Floats:
-    """[layers, 2, tokens, heads, dim] -> [groups, tokens, width]."""
-    tokens = values.shape[2]
-    rows = values.transpose(2, 0, 1, 3, 4).reshape(tokens, -1, width)
-    return np.ascontiguousarray(rows.transpose(1, 0, 2))
-
-
 def fit(samples: Samples) -> Tensors:
     """The tensors of codec transform. Takes minutes for large models."""
     width = group_width(samples.geometry)
@@ -99,7 +97,8 @@ def fit(samples: Samples) -> Tensors:
     bases = [_basis(x, weight) for x, weight in zip(rows, weights, strict=True)]
     basis = Basis(*(np.stack(part) for part in zip(*bases, strict=True)))
     some = slice(None, None, -(-rows.shape[1] // SAMPLE_ROWS))
-    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], basis.forward.transpose(0, 2, 1))
+    forward = floats_of_patterns(basis.forward).transpose(0, 2, 1)
+    y: Floats = np.matmul(rows[:, some] - basis.mean[:, None], forward)
     return _tables(y) | {f"transform.{name}": part for name, part in basis._asdict().items()}
 
 
@@ -110,11 +109,10 @@ def _basis(x: Floats, weight: NDArray[np.float64]) -> Basis:
     level = np.trace(weight) / n or 1.0
     values, vectors = np.linalg.eigh(weight / level + SHRINK * np.eye(n))
     root = (vectors * np.sqrt(values)) @ vectors.T
-    back = (vectors / np.sqrt(values)) @ vectors.T
     _, turn = np.linalg.eigh(root @ _moment(x - mean) @ root)
-    turn = turn[:, ::-1]
-    scale = np.sqrt(level)
-    return Basis(mean, (scale * turn.T @ root).astype(np.float32), (turn.T @ back / scale).astype(np.float32))
+    forward = patterns_of((np.sqrt(level) * turn[:, ::-1].T @ root).astype(np.float32))
+    inverse = np.linalg.inv(floats_of_patterns(forward).astype(np.float64)).T
+    return Basis(mean, forward, patterns_of(inverse.astype(np.float32)))
 
 
 def _moment(x: Floats) -> NDArray[np.float64]:
@@ -237,11 +235,6 @@ def _coded(y: Floats, step: float, chosen: Chosen, prices: Floats) -> float:
     q = np.rint(y[:, : len(chosen.tables)] * (1 / step)).T.astype(np.int64)
     symbols = symbols_of(q >> chosen.shifts[:, None])
     return float(np.take_along_axis(prices[chosen.tables], symbols, axis=1).sum()) + len(y) * float(chosen.shifts.sum())
-
-
-def symbols_of(high: NDArray[Any]) -> NDArray[Any]:
-    """Symbols of coefficients without their low bits: around CENTRE, or ESCAPE."""
-    return np.where(np.abs(high) > CENTRE, ESCAPE, high + CENTRE)
 
 
 def _prices(frequencies: NDArray[np.uint16]) -> Floats:

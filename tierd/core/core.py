@@ -255,7 +255,7 @@ class Core:
         return draft.plan()
 
     def demote(self, now: float, *, limit: int = 512) -> Plan:
-        """Plans writes of the coldest blocks above high watermarks: at most `limit`, and 256 MiB."""
+        """Plans writes of the coldest blocks above high watermarks: `limit` or 256 MiB a tier at most."""
         draft = PlanBuilder(now)
         self._demotion.run(limit, draft)
         return draft.plan()

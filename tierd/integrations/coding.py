@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.client.connect import forks
 from tierd.codecs.coding import Coding, coded_spec, coding_of
+from tierd.codecs.loops import scratch
 from tierd.core.formats.block import KVGeometry, NamespaceSpec
 from tierd.errors import ConfigError, TierdError
 from tierd.integrations.options import Options
@@ -62,8 +63,7 @@ class Engine:
 
     def encoded(self, source: Source) -> Bytes:
         """The stored form of a block. Raises InvalidArgument."""
-        length = self.coding.full.block_bytes // self.coding.full.tokens * source.tokens
-        block = np.empty(length, np.uint8)
+        block = scratch("block", self._length(source.tokens))
         copy_in(source.pieces, block)
         if self.order is not None:
             block = _parts(block, self.order)[:, self.order].reshape(-1).view(np.uint8)
@@ -72,7 +72,8 @@ class Engine:
     def decode(self, target: Target) -> bool:
         """Decodes into the pieces; False, with the pieces unchanged, for a block that is not of this coding."""
         try:
-            block = self.coding.decode(target.data, tokens=target.tokens)
+            out = scratch("block", self._length(target.tokens))
+            block = self.coding.decode(target.data, tokens=target.tokens, out=out)
         except (TierdError, MemoryError) as error:
             _log.warning("tierd: a stored block counts as missing: %s", error)
             return False
@@ -82,6 +83,10 @@ class Engine:
             block = ordered.reshape(-1).view(np.uint8)
         copy_out(block, target.pieces)
         return True
+
+    def _length(self, tokens: int) -> int:
+        """Bytes of a block of so many tokens."""
+        return self.coding.full.block_bytes // self.coding.full.tokens * tokens
 
 
 class Codings:

@@ -20,6 +20,7 @@ class Options(BaseModel):
     user's daemon). model, weights_digest: identify the model if the engine's own name does not.
     threads: simultaneous transfers. queue_limit: waiting ones; beyond it loads miss and saves
     are dropped. least_load_tokens: smaller matches are not loaded.
+    advisor: tokens that are faster to compute than to load are computed.
 
     codec: encodes blocks before they are stored, such as "rot-8-8"; "": not at all. Engines share
     blocks only with engines of the same codec. calibration: the file of a calibrated codec.
@@ -37,6 +38,7 @@ class Options(BaseModel):
     threads: int = Field(default=2, ge=1, le=64)
     queue_limit: int = Field(default=256, ge=1)
     least_load_tokens: int = Field(default=0, ge=0)
+    advisor: bool = True
     codec: str = ""
     calibration: str = ""
     error_limit: float = Field(default=0.0, ge=0)

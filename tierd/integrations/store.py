@@ -10,6 +10,7 @@ saved, and good blocks hold their decoded form.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from tierd.client import (
 )
 from tierd.client.values import Hashes
 from tierd.errors import TierdError, Unavailable
+from tierd.integrations.advice import EngineAdvice
 from tierd.integrations.coding import Codings, Engine, Source, Target
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
@@ -64,6 +66,7 @@ class EngineStore:
         self._client = Client(options.target or None, name=name, best_effort=True, timeout_s=options.timeout_s)
         self._client.introduce(facts.words())
         self._turn, self._closing = threading.Lock(), threading.Event()
+        self.advice = EngineAdvice(is_on=options.advisor)
         self.counts: Counter[str] = Counter()
         """Blocks and bytes loaded and saved, misses, drops: by name, for the engine's metrics."""
         self._presence = threading.Thread(target=self._stay, name="tierd-presence", daemon=True)
@@ -113,8 +116,10 @@ class EngineStore:
             lease = self._client.acquire(groups)
             if not lease:
                 return Loaded(good=(0,) * len(groups))
+            begun = time.monotonic()
             copied, coded = self._copy_groups(lease, groups, targets)
             good = self._decoded(coded, lease.check())
+            self.advice.copied(int(lease.handles["length"].sum()), time.monotonic() - begun)
             loaded = _loaded(lease, copied, good)
             lease.detach()
         except (TierdError, MemoryError):  # a restart or a fork: the copied bytes are unknown

@@ -18,6 +18,12 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
+#if TIERD_X86 && __has_include(<amxbf16intrin.h>)
+#define TIERD_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define TIERD_INLINE [[gnu::always_inline]] inline
 #define TIERD_API extern "C" [[gnu::visibility("default")]]
 
@@ -44,6 +50,26 @@ struct TierdLossless {
   const uint8_t *tops, *chosen;
   const uint32_t *order, *places;
   uint64_t groups, length, by_channel, fraction;
+};
+
+// TURNS of tierd/codecs/rows.py. width: of a group.
+struct TierdTurns {
+  const float *cosine, *sine, *mean;  // [tokens, pairs] twice, [groups * width]
+  uint64_t pairs, width;
+};
+
+// MULTIPLES of tierd/codecs/multiples.py: [count, tokens].
+struct TierdMultiples {
+  const uint8_t *tables, *shifts;  // [count]; shifts: at most 16
+  const uint8_t* known;            // [tables, 64]: 0, or 255 for symbols that have a frequency
+  uint64_t count, tokens;
+};
+
+// PRODUCT of tierd/codecs/product.py. tiles: of the basis. step: for values; inverse: for multiples.
+struct TierdProduct {
+  const uint16_t* tiles;
+  uint64_t rank, most_rank, width, tokens;  // most_rank: of the basis
+  float step, inverse;
 };
 
 namespace {
@@ -128,6 +154,28 @@ namespace avx512 {
 }  // namespace avx512
 #pragma GCC pop_options
 
+#if TIERD_AMX
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,prefer-vector-width=512,amx-tile,amx-bf16")
+namespace amx {
+#include "codecs/product.h"
+}  // namespace amx
+#pragma GCC pop_options
+#endif
+
+// Whether this process may use tiles. Linux wants to be asked, and grants it for good (kernel
+// documentation, arch/x86/xstate.rst).
+bool has_tiles() {
+#if TIERD_AMX
+  unsigned a = 7, b = 0, c = 0, d = 0;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24;
+  return (d & kBfloat16) && (d & kTiles) && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+#else
+  return false;
+#endif
+}
+
 int best() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt");
@@ -135,22 +183,29 @@ int best() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd");
   const bool has_new = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
       __builtin_cpu_supports("avx512bf16");
-  return !has_avx2 ? 0 : has_512 && has_new ? 2 : 1;
+  return !has_avx2 ? 0 : !has_512 || !has_new ? 1 : has_tiles() ? 3 : 2;
 }
-#define TIERD_CALL(call) (level == 2 ? avx512::call : level == 1 ? avx2::call : plain::call)
+#define TIERD_CALL(call) (level >= 2 ? avx512::call : level == 1 ? avx2::call : plain::call)
 #else
 int best() { return 0; }
 #define TIERD_CALL(call) plain::call
 #endif
 
-int level = best();
+const int best_level = best();
+int level = best_level;
+
+#if TIERD_AMX
+#define TIERD_TILES(call) amx::call
+#else
+#define TIERD_TILES(call) uint64_t{0}
+#endif
 
 }  // namespace
 
-// Lets later calls use this instruction set at most: 2 is AVX-512, 1 is AVX2, 0 is what every
-// processor has. Returns the one that they use. For tests and measurements.
+// Lets later calls use this instruction set at most: 3 is AVX-512 with tiles (AMX), 2 is AVX-512, 1 is
+// AVX2, 0 is what every processor has. Returns the one that they use. For tests and measurements.
 TIERD_API uint64_t tierd_use(uint64_t most) {
-  level = static_cast<int>(most) < best() ? static_cast<int>(most) : best();
+  level = static_cast<int>(most) < best_level ? static_cast<int>(most) : best_level;
   return static_cast<uint64_t>(level);
 }
 
@@ -168,7 +223,7 @@ TIERD_API uint64_t tierd_int8_decode(const TierdBlock* block, uint64_t heads, co
   return 0;
 }
 
-// levels: of keys, then of values. signs: float32 [dim]. Returns the bits of the largest square of
+// levels: of keys, then of values; null: codec int3. signs: float32 [dim]. Returns the bits of the largest square of
 // an error, as float32.
 TIERD_API uint64_t tierd_rotated_encode(
     const TierdBlock* block, const Levels* levels, const float* signs, uint8_t* out) {
@@ -238,6 +293,58 @@ TIERD_API uint64_t tierd_kvquant_decode(const TierdBlock* block, const KvquantTa
     const uint64_t* places, uint64_t count, const uint16_t* outliers) {
   TIERD_CALL(kvquant_decode(*block, *tables, in, places, count, outliers));
   return 0;
+}
+
+// rows: float32 [groups, tokens, width].
+TIERD_API uint64_t tierd_transform_rows(const TierdBlock* block, const TierdTurns* turns, float* rows) {
+  TIERD_CALL(transform_rows(*block, *turns, rows));
+  return 0;
+}
+
+TIERD_API uint64_t tierd_transform_values(const TierdBlock* block, const TierdTurns* turns, float* rows) {
+  TIERD_CALL(transform_values(*block, *turns, rows));
+  return 0;
+}
+
+TIERD_API uint64_t tierd_transform_split(
+    const TierdMultiples* m, const int16_t* q, uint8_t* symbols, uint8_t* low, int16_t* escapes) {
+  return TIERD_CALL(transform_split(*m, q, symbols, low, escapes));
+}
+
+TIERD_API uint64_t tierd_transform_join(const TierdMultiples* m, const uint8_t* symbols, const uint8_t* low,
+    const uint8_t* escapes, uint64_t escape_count, int16_t* q) {
+  return TIERD_CALL(transform_join(*m, symbols, low, escapes, escape_count, q));
+}
+
+// Whether products use tiles. The functions below are for this case only, and those without a result of their own return 0.
+TIERD_API uint64_t tierd_has_tiles() { return level == 3; }
+
+// rows: float32 [tokens, width]. scratch: 2 * width and 64 bytes for each of the tokens, both rounded up
+// to 32s. q: [rank, tokens]. Returns whether all multiples are possible.
+TIERD_API uint64_t tierd_product_forward(
+    [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const float* rows,
+    [[maybe_unused]] uint8_t* scratch, [[maybe_unused]] int16_t* q) {
+  return TIERD_TILES(product_forward(*product, rows, scratch, q));
+}
+
+// squares, found: see product.h.
+TIERD_API uint64_t tierd_product_values(
+    [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q,
+    [[maybe_unused]] uint8_t* scratch, [[maybe_unused]] float* to, [[maybe_unused]] float* squares) {
+  return TIERD_TILES(product_values(*product, q, scratch, to, squares));
+}
+
+TIERD_API uint64_t tierd_product_errors(
+    [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q,
+    [[maybe_unused]] uint8_t* scratch, [[maybe_unused]] const float* rows, [[maybe_unused]] float* found) {
+  return TIERD_TILES(product_errors(*product, q, scratch, rows, found));
+}
+
+TIERD_API uint64_t tierd_product_block(
+    [[maybe_unused]] const TierdProduct* product, [[maybe_unused]] const int16_t* q, [[maybe_unused]] uint8_t* scratch,
+    [[maybe_unused]] const TierdBlock* block, [[maybe_unused]] const TierdTurns* turns, [[maybe_unused]] uint64_t first,
+    [[maybe_unused]] float* values, [[maybe_unused]] float* squares) {
+  return TIERD_TILES(product_block(*product, q, scratch, *block, *turns, first, values, squares));
 }
 
 // The id of the source of this library.

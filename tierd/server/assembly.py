@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -382,6 +383,10 @@ def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
     for spec, table in specs:
         if isinstance(table, NvmeConfig) and table.codec:
             _codec_of(spec.name, table)
+    levels = [table.level for table in config.nvme]
+    for i, (before, level) in enumerate(itertools.pairwise(levels), start=1):
+        if level < before:
+            raise ConfigError(f"nvme[{i}].level: {level} is below {before} of nvme[{i - 1}]; put nearer stores first")
     return specs
 
 
@@ -396,7 +401,7 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             store = NvmeStore(
                 spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
-            store.zero_ahead = table.zero_ahead and not spec.wear_bytes_per_s
+            store.zero_ahead = table.zero_ahead and table.level > 0 and not spec.wear_bytes_per_s
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":
@@ -431,8 +436,15 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
 
 
 def _worn(table: TierTable) -> dict[str, Any]:
-    """The spec's fields for a store's admission and wear budget."""
+    """The spec's fields for a store's level, admission and wear budget."""
     if not isinstance(table, NvmeConfig):
         return {}
+    if table.level == 0:  # memory does not wear, and a block that it declined would never reach a disk
+        return {"level": 0, "admission": "all"}
     rate = table.daily_write_bytes / 86400
-    return {"admission": table.admission, "wear_bytes_per_s": rate, "wear_burst_s": table.wear_burst}
+    return {
+        "level": table.level,
+        "admission": table.admission,
+        "wear_bytes_per_s": rate,
+        "wear_burst_s": table.wear_burst,
+    }

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, PutGroup
 from tierd.client.values import Hashes
 from tierd.codecs.coding import Coding, coded_spec
+from tierd.codecs.loops import scratch
 from tierd.codecs.values import Bytes
 from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError
@@ -117,8 +118,8 @@ class CodedPages(TierdPages):
         return int(np.argmin(stored)) if not stored.all() else len(stored)
 
     def _bytes_of(self, page: Page, tokens: int) -> Bytes:
-        """The first tokens of a page as a block."""
-        block = np.empty(self._shape.bytes_of(tokens), np.uint8)
+        """The first tokens of a page as a block, until the next call of this thread."""
+        block = scratch("block", self._shape.bytes_of(tokens))
         self._shape.backend.copy(page.array, self._shape.view(block, tokens), tokens=tokens)
         return block
 

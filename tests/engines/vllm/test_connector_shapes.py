@@ -44,12 +44,14 @@ def _is_restored(llm: Engine, daemon: Daemon, asked: list[int]) -> None:
     before = counted(llm.metrics(), "loads")
     computed = llm.generate([asked], max_tokens=24)[0]
     assert computed.cached == 0
+    own = llm.generate([asked], max_tokens=24)[0]  # from vLLM's own prefix cache
     for move in (lambda: None, lambda: to_the_store(daemon)):
         assert llm.reset()
         move()
         restored = llm.generate([asked], max_tokens=24)[0]
         assert restored.cached >= len(asked) // 2
-        assert_same(computed, restored, within=CLOSE)
+        is_alike = restored.cached == own.cached  # then the batches have the same shapes
+        assert_same(own if is_alike else computed, restored, within=0.0 if is_alike else CLOSE)
     assert counted(llm.metrics(), "loads") - before == 2 and counted(llm.metrics(), "failed_loads") == 0
 
 

@@ -56,13 +56,13 @@ def _made(layers: int, kv_heads: int, head_dim: int) -> Calibration:
     return make(samples(KVGeometry(layers, kv_heads, head_dim, "bfloat16")))
 
 
-def encode(codec: Codec, data: Any, shape: KVShape, context: Context | None = None) -> Bytes:
+def encode(codec: Codec, data: Any, shape: KVShape, context: Context | None = None, out: Bytes | None = None) -> Bytes:
     """block.encode, with a calibration where the codec needs one."""
     if context is None:
         context = Context(POSITION, calibration_for(shape)) if codec.is_calibrated else Context()
-    return block.encode(codec, data, shape, context)
+    return block.encode(codec, data, shape, context, out)
 
 
-def decode(data: Any, codecs: Mapping[int, Codec]) -> Decoded:
+def decode(data: Any, codecs: Mapping[int, Codec], out: Bytes | None = None) -> Decoded:
     """block.decode with all calibrations that `encode` used."""
-    return block.decode(data, codecs, _MADE)
+    return block.decode(data, codecs, _MADE, out=out)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.depth import count
 from tests.unit.codecs.calibrated import decode, encode
 from tierd.codecs import block as block_module
-from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Payload
+from tierd.codecs.block import HEADER, IDENTITY, Codec, Context, Payload, Wanted
 from tierd.codecs.int8 import Int8
 from tierd.codecs.layered import COARSE
 from tierd.codecs.named import ALL, BY_NUMBER, codec_named
@@ -340,6 +340,34 @@ def test_outliers_spread(name: str) -> None:
     assert np.sqrt(np.mean(np.delete(off, 5, axis=-1) ** 2)) < largest / 4
 
 
+@each_codec
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [1.0, np.inf])
+def test_results_in_given_memory(codec: Codec, layout: str, value: float) -> None:
+    """encode and decode write the same bytes to given memory as to new memory, also of exact blocks."""
+    shape = shape_of(tokens=40, layout=layout)
+    raw = np.frombuffer(noise(shape), np.uint16).copy()
+    raw[7] = rounded(np.full(1, 1, np.float32), "bfloat16")[0] if value == 1 else 0x7F80
+    whole, back = (np.full(n, 0xA5, np.uint8) for n in (HEADER.itemsize + shape.block_bytes + 9, shape.block_bytes))
+    want = encode(codec, raw, shape)
+    found = encode(codec, raw, shape, out=whole)
+    assert np.shares_memory(found, whole) and found.tobytes() == whole[: len(found)].tobytes() == want.tobytes()
+    decoded = decode(found, BY_NUMBER, out=back).block
+    assert np.shares_memory(decoded, back)
+    assert decoded.tobytes() == back.tobytes() == decode(want, BY_NUMBER).block.tobytes()
+
+
+def test_memory_of_another_length_is_refused() -> None:
+    """encode needs room for a header and a whole block, decode exactly a block's bytes."""
+    shape, codec = shape_of(), codec_named("int8")
+    coded = encode(codec, noise(shape), shape)
+    with pytest.raises(InvalidArgument, match="out has"):
+        encode(codec, noise(shape), shape, out=np.empty(HEADER.itemsize + shape.block_bytes - 1, np.uint8))
+    for length in (shape.block_bytes - 1, shape.block_bytes + 1):
+        with pytest.raises(InvalidArgument, match="has"):
+            decode(coded, BY_NUMBER, out=np.empty(length, np.uint8))
+
+
 def test_refusals_name_the_fault() -> None:
     """An unknown codec, an opaque geometry, a wrong length and an impossible head_dim are refused."""
     shape = shape_of()
@@ -372,9 +400,9 @@ def test_another_block_is_refused_before_it_is_decoded() -> None:
 
     shape = shape_of()
     coded, costly = encode(codec_named("int8"), noise(shape), shape), {1: Costly(1)}
-    for wanted in ({"shape": shape_of(tokens=17)}, {"codec": 4}):
+    for wanted in (Wanted(shape_of(tokens=17)), Wanted(codec=4)):
         with pytest.raises(CorruptRecord, match="it has codec 1 and .*wanted are"):
-            block_module.decode(coded, costly, **wanted)  # type: ignore[arg-type]
+            block_module.decode(coded, costly, wanted=wanted)
 
 
 def test_a_position_beyond_the_header() -> None:
@@ -384,13 +412,51 @@ def test_a_position_beyond_the_header() -> None:
         encode(codec_named("int8"), noise(shape), shape, Context(1 << 32))
 
 
+def test_a_weight_that_is_no_share() -> None:
+    """int3 refuses a chain's weight of 16 sixteenths, from which decoded values could grow."""
+    shape = shape_of(layers=1)
+    coded = encode(codec_named("int3"), noise(shape), shape)
+    coded[HEADER.itemsize + 3] = 16
+    header = coded[: HEADER.itemsize].view(HEADER)
+    header["checksum"] = block_module._checksum(header.tobytes(), coded[HEADER.itemsize :])
+    with pytest.raises(CorruptRecord, match="a weight of 16 sixteenths is impossible"):
+        decode(coded, BY_NUMBER)
+
+
+def test_int3_predicts_tokens_from_their_predecessors() -> None:
+    """Keys that resemble their predecessors come back with less than half of the error's square."""
+    shape = shape_of(tokens=64)
+    values = np.random.default_rng(3).standard_normal(shape.sizes)
+    slow = values.copy()
+    for token in range(1, 64):
+        slow[:, :, token] = 0.9 * slow[:, :, token - 1] + 0.19**0.5 * values[:, :, token]
+
+    def off(kind: np.ndarray) -> float:
+        block = block_of(kind, shape)
+        back = decode(encode(codec_named("int3"), block, shape), BY_NUMBER).block
+        return float(((floats(back, shape) - floats(block, shape)) ** 2).mean())
+
+    assert off(slow) < 0.5 * off(values)
+
+
+def test_int3_forgets_outliers() -> None:
+    """A vector after two of 1,000 times its length stands alone: their errors do not reach it."""
+    shape, chance = shape_of(layers=1, tokens=64, heads=1), np.random.default_rng(3)
+    values = np.cumsum(chance.standard_normal(shape.sizes) * 0.3, axis=2)
+    values[:, :, 34:36] *= 1000  # in no pair that the weight follows from
+    block = block_of(values, shape)
+    back = decode(encode(codec_named("int3"), block, shape), BY_NUMBER).block
+    off = np.sqrt(((floats(back, shape) - floats(block, shape)) ** 2).mean(axis=(0, 1, 3, 4)))
+    assert off[36:].max() < off[34] / 500
+
+
 @pytest.mark.parametrize("name", ["rot-8-8", "rot-4-4", "int3"])
 @pytest.mark.parametrize("scale", [0x7C00, 0x7E00, 0xFC00])
 def test_a_scale_that_is_not_finite(name: str, scale: int) -> None:
     """Rotated codes whose scale is NaN or infinite are refused, natively and in numpy."""
     shape = shape_of(layers=1)
     coded = encode(codec_named(name), noise(shape), shape)
-    at = HEADER.itemsize + (0 if name == "int3" else codec_named(name).lengths(shape).most // 2 - 2)
+    at = HEADER.itemsize + (4 if name == "int3" else codec_named(name).lengths(shape).most // 2 - 2)
     coded[at : at + 2] = np.array([scale], "<u2").view(np.uint8)
     header = coded[: HEADER.itemsize].view(HEADER)
     header["checksum"] = block_module._checksum(header.tobytes(), coded[HEADER.itemsize :])

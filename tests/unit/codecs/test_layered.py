@@ -17,15 +17,16 @@ from tests.unit.codecs.test_blocks import block_of, floats, narrow_groups, noise
 from tests.unit.codecs.test_crafted import framed
 from tierd.codecs import block as block_module
 from tierd.codecs import prefix, rans
-from tierd.codecs.block import FRONT, FRONT_CHECKSUM, HEADER, IDENTITY, Codec, Context, Decoded
+from tierd.codecs.block import FRONT, FRONT_CHECKSUM, HEADER, IDENTITY, Codec, Context, Decoded, Wanted
 from tierd.codecs.calibration import Calibration, Samples
 from tierd.codecs.fit import make
 from tierd.codecs.layered import CELL, CELLS, COARSE, FARTHEST, LAYERED, _coarse_of, _middles, layers_of
+from tierd.codecs.multiples import CENTRE, ESCAPE, SYMBOLS, Coding
 from tierd.codecs.named import BY_NUMBER, codec_named
 from tierd.codecs.prefix import HEAD_BYTES, coarse_block, prefix_bytes
+from tierd.codecs.product import floats_of_patterns
 from tierd.codecs.rope import rotate
 from tierd.codecs.transform import Plan, _plan, _tensors
-from tierd.codecs.transform_fit import CENTRE, ESCAPE
 from tierd.codecs.values import DTYPES, Bytes, KVShape, rounded
 from tierd.core.formats.block import KVGeometry
 from tierd.errors import CorruptRecord, Unsupported
@@ -137,8 +138,8 @@ def test_sizes_and_errors(layers: int) -> None:
 
 
 def test_a_prefix_needs_all_of_its_bytes() -> None:
-    """`prefix_bytes` bytes are enough. Each shorter part of the block is refused; more of it changes
-    nothing."""
+    """`prefix_bytes` bytes are enough. Each shorter part of the block is refused. More of it, or memory
+    of the caller, changes nothing."""
     shape = shape_of(layers=1, tokens=9)
     coded = encode(LAYERED, noise(shape), shape)
     length = prefix_bytes(coded[:HEAD_BYTES])
@@ -146,6 +147,8 @@ def test_a_prefix_needs_all_of_its_bytes() -> None:
     found = decode_prefix(coded[:length])
     assert np.array_equal(found.block, decode_prefix(coded).block)
     assert np.array_equal(found.block, decode_prefix(coded[: length + 1].tobytes()).block)
+    out = np.empty(shape.block_bytes, np.uint8)
+    assert decode_prefix(coded, out=out).block is out and np.array_equal(out, found.block)
     for cut in range(length):
         with pytest.raises(CorruptRecord):
             decode_prefix(coded[:cut])
@@ -170,11 +173,11 @@ def test_a_prefix_of_another_block() -> None:
     """A wanted shape or codec is compared, and the calibration is looked up by name."""
     shape = shape_of(layers=1, tokens=9)
     coded = encode(LAYERED, noise(shape), shape)
-    assert decode_prefix(coded, shape=shape, codec=LAYERED.number).shape == shape
+    assert decode_prefix(coded, wanted=Wanted(shape, LAYERED.number)).shape == shape
     with pytest.raises(CorruptRecord, match="wanted are"):
-        decode_prefix(coded, shape=shape_of(layers=1, tokens=10))
+        decode_prefix(coded, wanted=Wanted(shape_of(layers=1, tokens=10)))
     with pytest.raises(CorruptRecord, match="wanted are codec 16"):
-        decode_prefix(coded, codec=FINE.number)
+        decode_prefix(coded, wanted=Wanted(codec=FINE.number))
     with pytest.raises(Unsupported, match="is not here"):
         prefix.decode_prefix(coded, BY_NUMBER)
 
@@ -237,7 +240,7 @@ def test_an_impossible_error_of_a_prefix() -> None:
 def test_no_room_for_low_bits() -> None:
     """A payload that ends within its low bits is refused by name."""
     shape = shape_of(layers=1, tokens=TOKENS)
-    assert _plan(tensors(shape), int(tensors(shape)["levels"][1])).shifts.any()
+    assert _plan(tensors(shape), int(tensors(shape)["levels"][1])).coding.shifts.any()
     coded = encode(LAYERED, like_the_samples(shape), shape)
     payload = coded[HEADER.itemsize : prefix_bytes(coded)]
     with pytest.raises(CorruptRecord, match="bytes have no room for"):
@@ -262,7 +265,7 @@ def test_far_values_are_kept() -> None:
     shape = shape_of(layers=1, tokens=9)
     found = tensors(shape)
     step = float(_plan(found, int(found["levels"][1])).step)
-    forward = found["forward"][-1]
+    forward = floats_of_patterns(found["forward"][-1])
     values = np.zeros(shape.sizes)
     values[0, 1, 4, -1] = 1.5 * FARTHEST * step / np.abs(forward[:, -64:].sum(axis=1)).max()
     block = block_of(values, shape)
@@ -275,7 +278,8 @@ def test_far_values_are_kept() -> None:
 def test_coarse_values_are_in_the_middle() -> None:
     """A coarse value is off by one step at most, or by half a step if the lowest bit is left out."""
     q = np.arange(-FARTHEST, FARTHEST + 1, dtype=np.int16)[None].repeat(2, axis=0)
-    plan = Plan(np.float32(1), [2], np.zeros(2, np.uint8), np.array([0, 1], np.uint8))
+    coding = Coding(np.zeros(2, np.uint8), np.array([0, 1], np.uint8), np.zeros((1, SYMBOLS), np.uint8))
+    plan = Plan(np.float32(1), [2], coding)
     away = _middles(_coarse_of(q, plan), plan) - 2 * q.astype(int)
     assert np.unique(away[0]).tolist() == [-2, 0, 2] and np.unique(away[1]).tolist() == [-1, 1]
 

@@ -19,7 +19,7 @@ from tierd.core.formats.block import KVGeometry
 from tierd.errors import CorruptRecord, Unsupported
 
 pytestmark = NEEDS_LIBRARY
-LEVELS = (0, 1, 2)
+LEVELS = (0, 1, 2, 3)
 """Instruction sets; a machine that lacks one uses the best one below."""
 NAMES = ("int8", "rot-8-8", "rot-8-4", "rot-4-4", "int3", "lossless")
 ODD = (0.0, -0.0, 1e4, -6e4, 1e-40, 3e38, -3e38, 1e-8, np.inf, np.nan)

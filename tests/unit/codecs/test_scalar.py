@@ -113,7 +113,7 @@ def test_native_loops_give_the_same_bytes(name: str, level: int, monkeypatch: py
             assert native.tobytes() == encoded(name, data, shape).tobytes()
             assert back.tobytes() == decode(native, shape).block.tobytes()
             monkeypatch.setattr(loops, "library", library)
-    loops.library.tierd_use(2)
+    loops.library.tierd_use(3)
 
 
 @pytest.mark.parametrize("name", ["kivi-4", "kivi-2"])

@@ -192,14 +192,14 @@ STEPS = st.one_of(
 
 
 @settings(max_examples=count(test=60, nightly=4_000, weekly=40_000), deadline=None)
-@given(steps=st.lists(STEPS, max_size=60))
-def test_any_order_of_calls(steps: list[tuple[str, int, float]]) -> None:
+@given(steps=st.lists(STEPS, max_size=60), levels=st.sampled_from([(1, 1), (0, 1), (1, 3)]))
+def test_any_order_of_calls(steps: list[tuple[str, int, float]], levels: tuple[int, int]) -> None:
     """After any puts, gets, ends and faults, served pages are within the demand and hold the bytes of
     their digests."""
     k = Coded(
         tier(HOST, 64, segment=16, high_watermark=0.5, low_watermark=0.3),
-        tier(NVME, 32, segment=16),
-        tier(NVME, 48, segment=16, index=1),
+        tier(NVME, 32, segment=16, level=levels[0], high_watermark=0.5, low_watermark=0.3),
+        tier(NVME, 48, segment=16, index=1, level=levels[1]),
     )
     for what, which, value in steps:
         names = chain(f"{which}", 3)

@@ -17,20 +17,22 @@ from tierd.quality.survey import sample, surveyed
 
 def test_a_speed_is_bytes_over_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that a call moves by 1 ms, the figure is a block's bytes a millisecond."""
-    now = [5.0]
+    now, called = [5.0], list[int]()
     monkeypatch.setattr(time, "process_time", lambda: now[0])
 
     def call(i: int) -> None:
         now[0] += 1e-3
+        called.append(i)
 
     shape = KVShape(KVGeometry(1, 1, 64, "bfloat16"), 256)
-    blocks = speed.Sample([(0, b""), (256, b"")], shape)
-    assert speed._gbps(call, blocks) == pytest.approx(2 * 2 * 64 * 256 / 1e-3 / 1e9)
+    assert speed._gbps(call, 3, shape) == pytest.approx(2 * 2 * 64 * 256 / 1e-3 / 1e9)
+    assert called[:5] == [0, 1, 2, 0, 1]
 
 
 def test_every_codec_is_surveyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a row with size, declared error and speeds; dashes without calibration or package."""
     monkeypatch.setattr(speed, "LEAST_S", 1e-9)
+    monkeypatch.setattr(speed, "WORKING_SET", 1)
     on = sample()
     assert copy_gbps(on) > 0
     for codec in ALL:

@@ -26,8 +26,8 @@ from tierd.errors import InvalidArgument
 U4_MAX = (1 << 32) - 1
 TEXT_LIMIT = 4096
 """Most characters of each text of a namespace, which every store keeps; as of a path."""
-CLASS_STEPS = 8
-"""Size classes in each doubling: at most 1/8 of a page is unused."""
+CLASS_STEPS = 16
+"""Size classes in each doubling: at most 1/16 of a page is unused."""
 CODEC = re.compile(r"([a-z0-9][a-z0-9-]{0,63}(@[0-9a-f]{32})?)?")
 """A codec in a namespace: its name and, if it is calibrated, the calibration's hash."""
 
@@ -226,7 +226,7 @@ def block_spans(tokens: int, tokens_per_block: int, *, with_tail: bool = False) 
 
 
 def size_class(length: int) -> int:
-    """The page size for a block: a multiple of 4 KiB, at most 1/8 above the least that fits."""
+    """The page size for a block: a multiple of 4 KiB, at most 1/16 above the least that fits."""
     units = max(1, -(-length // PAGE_ALIGN_BYTES))
     step = 1 << max(0, (units - 1).bit_length() - CLASS_STEPS.bit_length())
     return -(-units // step) * step * PAGE_ALIGN_BYTES

@@ -51,6 +51,10 @@ class TierKind(enum.IntEnum):
     ARCHIVE = 3
 
 
+LEVELS = 4
+"""Levels of stores, from 0 on."""
+
+
 class Codes:
     """Numbers with names that arrays hold. Not enumerations: numpy compares an array with their
     members five times as slowly."""
@@ -183,6 +187,8 @@ class TierSpec:
     those above low are clean.
     eviction: name of a policy in tierd.policies.eviction.
     quarantine_share: of capacity_bytes, for bad pages; beyond it the oldest are reused.
+    level: of an nvme tier. Stores of a level get what the level before evicts. Level 0 is in host
+    memory, so that its blocks do not count as durable.
     admission: of an nvme tier, name of a policy in tierd.policies.admission.
     wear_bytes_per_s: write budget, 0.0 for unlimited; wear_burst_s: its unused part accumulates.
     """
@@ -202,6 +208,22 @@ class TierSpec:
     wear_bytes_per_s: float = 0.0
     wear_burst_s: float = 6 * 3600.0
     sealed_puts: bool = False
+    level: int = 1
+
+    @property
+    def distance(self) -> int:
+        """Greater for farther tiers: by kind, then by level."""
+        return int(self.kind) * LEVELS + (self.level if self.kind is TierKind.NVME else 0)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is a store in host memory."""
+        return self.kind is TierKind.NVME and self.level == 0
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether blocks in this tier survive a restart of the machine."""
+        return self.kind is TierKind.NVME and self.level > 0
 
     @property
     def own_writer(self) -> int:

@@ -98,9 +98,17 @@ class Index:
         return found
 
     def farther(self, tier: int) -> list[int]:
-        """Tiers in service of farther kinds, near to far."""
-        kind = self.tiers[tier].spec.kind
-        return [t for t in self.serving() if self.tiers[t].spec.kind > kind]
+        """Tiers in service of farther kinds or levels, near to far."""
+        distance = self.tiers[tier].spec.distance
+        return [t for t in self.serving() if self.tiers[t].spec.distance > distance]
+
+    def next(self, tier: int) -> list[int]:
+        """Of the farther tiers that take new blocks, the nearest kind and level."""
+        return self.first([t for t in self.farther(tier) if self.tiers[t].writable])
+
+    def first(self, tiers: list[int]) -> list[int]:
+        """Those of the nearest kind and level. tiers: near to far."""
+        return [t for t in tiers if self.tiers[t].spec.distance == self.tiers[tiers[0]].spec.distance]
 
     def set_serving(self, tier: int, *, serving: bool) -> None:
         """In service, or not: see `Core.set_serving`."""
@@ -139,6 +147,16 @@ class Index:
             out[here] = tier
         return out
 
+    def finest(self, blocks: Ids, tiers: Sequence[int]) -> NDArray[np.int8]:
+        """The tier that can read each block with the least error, the first of them; -1 for none."""
+        out, least = np.full(len(blocks), -1, np.int8), np.full(len(blocks), np.inf, np.float32)
+        for tier in tiers:
+            rows = true_rows(self.is_readable(tier, blocks))
+            errors = self.tiers[tier].error[self.attached(tier, blocks[rows])]
+            rows, errors = rows[errors < least[rows]], errors[errors < least[rows]]
+            out[rows], least[rows] = tier, errors
+        return out
+
     def nearest_error(self, blocks: Ids) -> Column:
         """The error bound of each block's nearest page that is not encoded: float32 [n]; 0: none."""
         out = np.zeros(len(blocks), np.float32)
@@ -151,7 +169,8 @@ class Index:
 
     def stored_lengths(self, tier: int, blocks: Ids) -> Lengths:
         """Bytes of a page of the tier for each block: uint32 [n]. Fewer than `Blocks.length` for
-        blocks that the tier stores encoded."""
+        blocks that the tier stores encoded. A block that a farther store has as decoded is stored
+        so too: encoded again it would have other bytes."""
         lengths = self.blocks.length[blocks]
         if self.tiers[tier].spec.kind < TierKind.NVME:
             return lengths
@@ -159,7 +178,12 @@ class Index:
         for name in ("namespace", "position", "tokens"):
             shapes[name] = getattr(self.blocks, name)[blocks]
         shapes["length"] = lengths
-        return np.where(self.blocks.plain[blocks], lengths, self.forms.lengths(tier, shapes))
+        as_is = self.blocks.plain[blocks]
+        for other in self.tiers[tier + 1 :]:
+            if other.has_coarse:
+                pages = self.readable(other.position, blocks)
+                as_is |= (pages >= 0) & (other.error[pages] > 0) & ~self.is_coded(other.position, pages)
+        return np.where(as_is, lengths, self.forms.lengths(tier, shapes))
 
     def error_limits(self, blocks: Ids) -> Column:
         """The greatest error bound that counts as held, for each block: float32 [n]."""
@@ -177,7 +201,7 @@ class Index:
         return np.asarray(self.tiers[tier].flags[pages] & CODED > 0, bool)
 
     def is_farther(self, tier: int, blocks: Ids) -> Bools:
-        """Which named blocks a farther kind of tier can read."""
+        """Which named blocks a farther tier can read."""
         farther = self.farther(tier)
         if not farther:
             return np.zeros(len(blocks), bool)

@@ -26,7 +26,7 @@ import numpy as np
 
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import kinds, true_rows
-from tierd.core.formats.model import Reason
+from tierd.core.formats.model import Reason, TierKind
 from tierd.core.index.segment import Key, Usage
 from tierd.core.plan import Bools, Ids
 from tierd.core.plan_builder import PlanBuilder, no_ids
@@ -78,12 +78,12 @@ class Demotion:
         self._draining: list[set[Key]] = [set() for _ in planner.index.tiers]
 
     def run(self, limit: int, draft: PlanBuilder) -> None:
-        """Plans at most `limit` transfers and PLAN_BYTES over all tiers, near to far."""
+        """Plans at most `limit` transfers and PLAN_BYTES for each tier, near to far. With one limit for
+        all, constant puts would leave nothing for a store's blocks, which are lost then."""
         self._index.pass_time(draft.now)
-        allowance = Allowance(limit, PLAN_BYTES)
         for tier in self._index.serving():
             if self._index.farther(tier):
-                self._drain(tier, allowance, draft)
+                self._drain(tier, Allowance(limit, PLAN_BYTES), draft)
             self._clear(tier, draft)
 
     def _clear(self, tier: int, draft: PlanBuilder) -> None:
@@ -198,22 +198,36 @@ class Demotion:
         for rows in runs(to):
             if to[rows[0]] >= 0:
                 blocks = victims[rows][::-1]
-                where = Where(np.full(len(blocks), tier), self._index.attached(tier, blocks))
-                done = self._planner.send(blocks, where, target=int(to[rows[0]]), reason=Reason.DEMOTION, draft=draft)
+                done = self._planner.send(
+                    blocks, self._where(tier, blocks), target=int(to[rows[0]]), reason=Reason.DEMOTION, draft=draft
+                )
                 sent.append(blocks[done])
         return np.concatenate(sent)
+
+    def _where(self, tier: int, blocks: Ids) -> Where:
+        """The pages to copy: for coarse pages of a store those in host memory, if there are any. The
+        block's digest is of their bytes."""
+        where, index = Where(np.full(len(blocks), tier), self._index.attached(tier, blocks)), self._index
+        if not index.tiers[tier].has_coarse:
+            return where
+        coarse = index.tiers[tier].error[where.pages] > 0
+        for host in index.serving(TierKind.HOST):
+            pages = index.readable(host, blocks)
+            here = coarse & (pages >= 0)
+            where.tiers[here], where.pages[here] = host, pages[here]
+        return where
 
     def _has_place(self, tier: int, blocks: Ids) -> Bools:
         """Which blocks a farther tier could hold."""
         return np.asarray(self._next_tiers(tier, blocks) >= 0, bool)
 
     def _next_tiers(self, tier: int, blocks: Ids) -> Ids:
-        """The demotion target of each block: a tier of the next farther kind that takes new blocks;
-        -1 if none can hold it."""
-        farther = [t for t in self._index.farther(tier) if self._index.tiers[t].writable]
-        if not farther:
+        """The demotion target of each block: one of the next tiers that take new blocks; -1 if none
+        can hold it."""
+        following = self._index.next(tier)
+        if not following:
             return np.full(len(blocks), -1, np.int64)
-        to = self._index.targets(blocks, self._index.writable(self._index.tiers[farther[0]].spec.kind))
+        to = self._index.targets(blocks, following)
         for target in kinds(to):
             pages_of = self._index.tiers[target]
             unfit = pages_of.class_of(self._index.stored_lengths(target, blocks)) > pages_of.spec.segment_bytes

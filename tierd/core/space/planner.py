@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tierd.core.admission import Verdict
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import among, distinct, every, kinds, some, true_rows
 from tierd.core.formats.model import (
@@ -71,12 +72,14 @@ class Planner:
         return where
 
     def sources(self, blocks: Ids, wanted: Wanted) -> Where:
-        """The readable page nearest to the wanted tier; an exact one, if there is one."""
-        kind = kind_of(wanted)
-        tiers = sorted(self.index.serving(), key=lambda t: (abs(self.index.tiers[t].spec.kind - kind), t))
+        """The readable page nearest to the wanted tier; an exact one, if there is one, else the finest.
+        For stores, other stores come last."""
+        kind, specs = kind_of(wanted), [tier.spec for tier in self.index.tiers]
+        is_last = [kind is TierKind.NVME and spec.kind is kind for spec in specs]
+        tiers = sorted(self.index.serving(), key=lambda t: (is_last[t], abs(specs[t].kind - kind), t))
         found = self.index.nearest(blocks, tiers, error_limit=0.0).astype(np.int64)
         if some(coarse := found < 0):
-            found[coarse] = self.index.nearest(blocks[coarse], tiers)
+            found[coarse] = self.index.finest(blocks[coarse], tiers)
         where = Where(found, np.full(len(blocks), NO_PAGE, np.int64))
         for tier in tiers:
             here = found == tier
@@ -103,11 +106,14 @@ class Planner:
 
     # -- transfers
 
-    def bring(self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder) -> None:
+    def bring(
+        self, blocks: Ids, wanted: Wanted, *, reason: Reason, draft: PlanBuilder, targets: list[int] | None = None
+    ) -> None:
         """Transfers for guarded, readable blocks without a page in the wanted tiers, as many as
         find room, in order. Between device and nvme (or archive), or two devices, data go through a
-        host tier in service. A device that reads a store directly needs none."""
-        targets = self.index.writable(wanted)
+        host tier in service. A device that reads a store directly needs none. targets: some of the
+        wanted tiers."""
+        targets = self.index.writable(wanted) if targets is None else targets
         if not targets or len(blocks) == 0:
             return
         where, to = self.sources(blocks, wanted), self.index.targets(blocks, targets)
@@ -144,9 +150,9 @@ class Planner:
         return sent
 
     def persist(self, blocks: Ids, *, draft: PlanBuilder) -> None:
-        """Transfers to nvme for blocks without a page in a writable store; waits for those in
+        """Transfers to nvme for blocks without a page in a durable, writable store; waits for those in
         flight. A use for stores that have them."""
-        stores = self.index.writable(TierKind.NVME)
+        stores = [t for t in self.index.writable(TierKind.NVME) if self.index.tiers[t].spec.is_durable]
         there = self.attached(blocks, stores)
         self.index.blocks.durable[blocks] = True
         for store in stores:
@@ -154,7 +160,7 @@ class Planner:
         self.wait_for(there, draft)
         blocks = blocks[(there.pages < 0) & (self.sources(blocks, TierKind.NVME).pages >= 0)]
         guarded = self.guard(blocks)
-        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, draft=draft)
+        self.bring(blocks, TierKind.NVME, reason=Reason.DURABLE, draft=draft, targets=self.index.first(stores))
         self.unguard(guarded, draft)
 
     def wait_for(self, where: Where, draft: PlanBuilder) -> None:
@@ -181,7 +187,7 @@ class Planner:
         tier, pages = int(transfers["target_tier"][0]), transfers["target_page"]
         attached = self.index.tiers[tier].doom[pages] == 0
         if metas is not None:
-            good = good & self._note_forms(tier, transfers, metas, rows=true_rows(good & attached))
+            good = good & self._note_forms(tier, transfers, metas, rows=true_rows(good & attached), draft=draft)
         self.index.publish(tier, pages[good & attached])
         if (~good & attached).any():
             self.index.doom(tier, pages[~good & attached], Reason.FAILED, draft)
@@ -193,9 +199,12 @@ class Planner:
         is_its = (statuses == BlockStatus.NO_ROOM) & (self.index.tiers[tier].doom[pages] == 0)
         self.index.blocks.plain[transfers["block"][is_its]] = True
 
-    def _note_forms(self, tier: int, transfers: StructArray, metas: StructArray, *, rows: Ids) -> Bools:
+    def _note_forms(
+        self, tier: int, transfers: StructArray, metas: StructArray, *, rows: Ids, draft: PlanBuilder
+    ) -> Bools:
         """Length and error of copies that were encoded, digest of those that were decoded. Returns
-        which transfers stand: not those whose block has a page with other bytes near."""
+        which transfers stand: not those whose block has a page with other bytes near. Such a block
+        is not written again until its next use, and a get takes the other page from now on."""
         pages_of, pages, stand = self.index.tiers[tier], transfers["target_page"], np.ones(len(transfers), bool)
         encoded = rows[self.index.is_coded(tier, pages[rows])]
         pages_of.length[pages[encoded]] = metas["stored_length"][encoded]
@@ -211,6 +220,11 @@ class Planner:
             stand[row] = not (is_known and self._is_near(block, besides=(tier, source)))
             if stand[row]:
                 self.index.blocks.digest[block] = digest
+            elif pages_of.spec.kind is TierKind.NVME:
+                self.index.blocks.declined[block] = Verdict.DISPLACED
+            elif self.index.nearest(block, range(len(self.index.tiers)), error_limit=0.0)[0] < 0:
+                page = transfers["source_page"][row : row + 1]
+                self.index.doom(source, page[self.index.tiers[source].doom[page] == 0], Reason.DUPLICATE, draft)
         return stand
 
     def _is_near(self, block: Ids, *, besides: tuple[int, int]) -> bool:

@@ -143,7 +143,8 @@ class Room:
         index = self._index
         # Until their next use, blocks that stay nearer are not written here again. Otherwise two
         # full tiers would exchange the same blocks for ever.
-        nearer = [t for t in index.serving() if index.tiers[t].spec.kind < index.tiers[tier].spec.kind]
+        distance = index.tiers[tier].spec.distance
+        nearer = [t for t in index.serving() if index.tiers[t].spec.distance < distance]
         if nearer:
             index.blocks.declined[blocks[index.nearest(blocks, nearer) >= 0]] = Verdict.DISPLACED
         kept = index.is_farther(tier, blocks)

@@ -39,13 +39,14 @@ class Unsaved:
 
     def is_dirty(self, tier: int, at: Ids | slice) -> Bools:
         """Which blocks no farther tier holds, gets, or has declined since their last use. Without
-        forgotten ones, which no lookup finds."""
-        index, farther = self._index, self._index.farther(tier)
+        forgotten ones, which no lookup finds. A store in memory gets those of disks too."""
+        index, following = self._index, self._index.next(tier)
+        is_memory = bool(following) and index.tiers[following[0]].spec.is_in_memory
         dirty = index.blocks.named[at].copy()
-        for other in farther:
+        for other in following if is_memory else index.farther(tier):
             dirty &= index.page[other][at] == NO_PAGE
         verdicts = index.blocks.declined[at]
-        is_worn = next((t for t in farther if index.tiers[t].writable), -1) in index.admissions
+        is_worn = bool(following) and following[0] in index.admissions
         dirty &= (verdicts == Verdict.WRITE) if is_worn else (verdicts != Verdict.DISPLACED)
         return np.asarray(dirty, bool)
 
@@ -90,8 +91,8 @@ class Unsaved:
 
     def _changes(self, tier: int) -> int:
         """Blocks that may have become unsaved so far."""
-        kind = self._index.tiers[tier].spec.kind
-        left = sum(self._index.left[t.position] for t in self._index.tiers if t.spec.kind > kind)
+        distance = self._index.tiers[tier].spec.distance
+        left = sum(self._index.left[t.position] for t in self._index.tiers if t.spec.distance > distance)
         return self._index.came[tier] + left
 
     def _estimate(self, tier: int) -> tuple[float, float]:

@@ -65,12 +65,15 @@ class Orders(KVConnectorMetadata):
 
 @dataclass
 class Done(KVConnectorWorkerMetadata):
-    """saves: number -> how many workers have ended it."""
+    """saves: number -> how many workers have ended it. copies: (bytes, seconds) of loads from near
+    pages."""
 
     saves: Mapping[int, int]
+    copies: tuple[tuple[int, float], ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Adds up the workers' counts."""
         assert isinstance(other, Done)
         numbers = {*self.saves, *other.saves}
-        return Done({number: self.saves.get(number, 0) + other.saves.get(number, 0) for number in numbers})
+        saves = {number: self.saves.get(number, 0) + other.saves.get(number, 0) for number in numbers}
+        return Done(saves, self.copies + other.copies)

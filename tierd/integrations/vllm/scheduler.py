@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from tierd.client import Found, OpenedNamespace
+from tierd.integrations.advice import NOTHING, Blocks, Claim
 from tierd.integrations.courier import Courier
-from tierd.integrations.match import Match, claim
+from tierd.integrations.match import Match
 from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.identity import AdapterFiles
 from tierd.integrations.vllm.options import ConnectorOptions
@@ -38,6 +39,8 @@ from tierd.integrations.vllm.spaces import (
 )
 from tierd.integrations.vllm.stats import medium_of
 
+MOST_STEPS = 8
+"""Steps under way, at most: vLLM schedules one or two ahead."""
 END_S = 2.0
 """Seconds that a shutdown waits for lookups in flight."""
 
@@ -47,7 +50,8 @@ class Entry:
     """State of a request.
 
     stamp: of its adapter. number: of its lookup. found: None until that ends.
-    computed: tokens that vLLM had at the claim. is_spent: it had a match once.
+    computed: tokens that vLLM had at the claim. claimed: what is loaded, and since when.
+    is_spent: it had a match once.
     is_loading: its blocks are not filled yet.
     saved: per group, leading blocks that are stored or handed to a save.
     """
@@ -59,6 +63,8 @@ class Entry:
     number: int = 0
     found: Found | None = None
     computed: int = 0
+    claimed: Claim = NOTHING
+    loading_since: float = 0.0
     is_spent: bool = False
     is_loading: bool = False
     saved: list[int] = field(default_factory=list)
@@ -82,6 +88,8 @@ class SchedulerSide:
         self._retained: dict[int, list[Any]] = {}
         self._ended: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
+        self._steps: deque[tuple[float, list[tuple[int, int]]]] = deque(maxlen=MOST_STEPS)
+        self._step_ended = 0.0
         self._cache: Any = None
         self._number = 0
         self._has_begun = False
@@ -134,14 +142,19 @@ class SchedulerSide:
         assert entry.found is not None
         seen = Match(entry.found.tokens, computed, request.num_tokens, entry.found.tier_tokens)
         entry.computed = computed
-        return claim(seen, tokens_per_block=step_tokens(self._spaces), least_tokens=self._options.least_load_tokens)
+        group, space = self._whole_space()
+        size = sum(each.spec.block_bytes / each.tokens for each in self._spaces) * self._ranks
+        least = self._options.least_load_tokens
+        blocks = Blocks(space.tokens, size, group, step_tokens=step_tokens(self._spaces), least_tokens=least)
+        entry.claimed = self._store.advice.claim(seen, entry.found, blocks)
+        return entry.claimed.tokens
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
         """Splits loaded tokens by the name of their tier. Call it right after `allocated`."""
         entry = self._entries.get(request.request_id)
         if entry is None or entry.found is None or not entry.found.tier_of:
             return {}
-        at, space = next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
+        at, space = self._whole_space()
         part = slice(entry.computed // space.tokens, (entry.computed + tokens) // space.tokens)
         tiers = np.asarray(entry.found.tier_of[at])[0, part]
         names = self._store.tiers
@@ -156,6 +169,7 @@ class SchedulerSide:
         if entry is None or not tokens:
             return
         entry.is_spent = entry.is_loading = True
+        entry.loading_since = time.monotonic()
         for tier, count in self.sources(request, tokens).items():
             self._counts[f"hit_tokens_{medium_of(tier)}"] += count
         total = entry.computed + tokens
@@ -177,6 +191,8 @@ class SchedulerSide:
             ready = computed.get(request_id, 0) + tokens
             if entry is not None and self._has_unsaved(entry, ready):
                 self._save(entry, self._cache.get_block_ids(request_id), ready)
+        parts = [(computed.get(name, 0), tokens) for name, tokens in output.num_scheduled_tokens.items()]
+        self._steps.append((time.monotonic(), parts))
         orders, self._orders = self._orders, Orders()
         orders.is_idle, self._grace_s = not output.num_scheduled_tokens, self._options.lookup_grace_s
         orders.spaces = self._spaces if orders.loads or orders.saves else ()
@@ -191,8 +207,11 @@ class SchedulerSide:
 
     def reported(self, output: Any) -> None:
         """Takes a step's KVConnectorOutput: releases saved blocks and saves failed loads again."""
+        self._note_step()
         done = output.kv_connector_worker_meta
         if isinstance(done, Done):
+            for size, seconds in done.copies:
+                self._store.advice.copied(size, seconds)
             for number, workers in done.saves.items():
                 self._ended[number] += workers
                 if self._ended[number] >= self._config.parallel_config.world_size:
@@ -202,8 +221,9 @@ class SchedulerSide:
             for entry in self._entries.values():
                 entry.saved = [0] * len(self._spaces) if entry.is_loading else entry.saved
         for request_id in output.finished_recving or ():
-            if request_id in self._entries:
-                self._entries[request_id].is_loading = False
+            if (ended := self._entries.get(request_id)) and ended.is_loading:
+                ended.is_loading = False
+                self._store.advice.loaded(ended.claimed, time.monotonic() - ended.loading_since)
 
     @property
     def is_retaining(self) -> bool:
@@ -227,7 +247,7 @@ class SchedulerSide:
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""
         counts, self._counts = self._store.take_counts() + self._counts, Counter()
-        return counts
+        return counts + self._store.advice.take_counts()
 
     def close(self) -> None:
         """Ends the session."""
@@ -235,6 +255,20 @@ class SchedulerSide:
         self._store.close()
 
     # -- inside
+
+    def _whole_space(self) -> tuple[int, Space]:
+        """The first group that needs all blocks of a prefix, and its number."""
+        return next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
+
+    def _note_step(self) -> None:
+        """Reports how long the step took that ended now. vLLM may have begun the next before."""
+        if not self._steps:
+            return
+        begun, parts = self._steps.popleft()
+        now = time.monotonic()
+        if parts:
+            self._store.advice.computed(parts, now - max(begun, self._step_ended))
+        self._step_ended = now
 
     def _begin_hashes(self) -> None:
         """vLLM chooses the start of its hashes after it makes the connector, before the first request."""

@@ -115,8 +115,8 @@ class WorkerSide:
     def take_saves(self) -> Done | None:
         """Numbers of saves that have ended, successful or not."""
         numbers = self._saved + [outcome.key for outcome in self._saving.finished()]
-        self._saved = []
-        return Done(dict.fromkeys(numbers, 1)) if numbers else None
+        self._saved, copies = [], self._store.advice.take_copies()
+        return Done(dict.fromkeys(numbers, 1), copies) if numbers or copies else None
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""

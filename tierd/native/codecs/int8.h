@@ -1,11 +1,21 @@
 // Codec int8: tierd/codecs/int8.py.
 
+// The last step that is at least so large. steps: base * 2^(-i/16), then a negative one. A ratio's bits
+// are a logarithm that is too small by at most 1.4 steps.
+size_t int8_exponent(const float* steps, float needed) {
+  const int guess = static_cast<int>(bits_of(steps[0] / needed) - 0x3F800000) >> 19;
+  size_t i = static_cast<size_t>(guess < 1 ? 0 : guess < 255 ? guess - 1 : 254);
+#pragma GCC unroll 4
+  for (int step = 0; step < 4; step++) i += steps[i + 1] >= needed;
+  return i;
+}
+
 template <bool kHalf> void int8_encode_as(const TierdBlock block, size_t heads, const float* powers, uint8_t* out) {
   // A row's heads that adjoin are one part.
   const size_t parts = block.head == block.dim ? 1 : heads,
                dim = block.head == block.dim ? heads * block.dim : block.dim;
   const size_t row = heads * block.dim, rows = rows_of(block) / heads;
-  uint8_t *exponents = out + 4, *codes = exponents + rows;
+  uint8_t *exponents = out + 4, *codes = exponents + rows, *tops = codes + (row - 2) * rows;  // codes overwrite tops
   uint16_t largest = 0;
   size_t at = 0;
   each_row(block, heads, [&](const uint16_t* from) {
@@ -17,25 +27,23 @@ template <bool kHalf> void int8_encode_as(const TierdBlock block, size_t heads, 
         top = bits > top ? bits : top;
       }
     }
-    uint16_t own = 0;
-    for (int i = 0; i < kLanes; i++) own = top[i] > own ? top[i] : own;
-    std::memcpy(codes + row * at++, &own, 2);  // a row's codes take this place below
+    const uint16_t own = top_of(top);
+    std::memcpy(tops + 2 * at++, &own, 2);
     largest = own > largest ? own : largest;
   });
   const auto least_step = [](uint16_t bits) {
     return (kHalf ? float_of_half(bits) : float_of_bits(static_cast<uint32_t>(bits) << 16)) / 127.0f;
   };
   const float base = least_step(largest) > 1e-30f ? least_step(largest) : 1e-30f;
-  float steps[256];
+  float steps[257];
   for (int i = 0; i < 256; i++) steps[i] = base * powers[i];
+  steps[256] = -1.0f;
   std::memcpy(out, &base, 4);
   at = 0;
   each_row(block, heads, [&](const uint16_t* from) {
     uint16_t own;
-    std::memcpy(&own, codes + row * at, 2);
-    const float needed = least_step(own);
-    unsigned exponent = 0;  // the last whose step is large enough
-    for (unsigned bit = 128; bit; bit >>= 1) exponent += steps[exponent + bit] >= needed ? bit : 0;
+    std::memcpy(&own, tops + 2 * at, 2);
+    const size_t exponent = int8_exponent(steps, least_step(own));
     const float inverse = 1.0f / steps[exponent];
     exponents[at] = static_cast<uint8_t>(exponent);
     uint8_t* to = codes + row * at++;

@@ -1,31 +1,6 @@
 // Codecs kvquant-4, kvquant-3 and kvquant-2: tierd/codecs/kvquant.py. A row has the channels of one
 // token of a layer, keys or values.
 
-#if TIERD_LANES == 16
-F looked_up(const float* table, I index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)load<F>(table)); }
-unsigned lanes_of(I mask) { return _mm512_movepi32_mask((__m512i)mask); }
-#elif TIERD_LANES == 8
-F looked_up(const float* table, I index) {
-  const F low = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table), (__m256i)index),
-          high = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table + 8), (__m256i)index);
-  return index > 7 ? high : low;
-}
-unsigned lanes_of(I mask) { return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask)); }
-#else
-// Items of a table of 16. Indices are below 16.
-F looked_up(const float* table, I index) {
-  F found = {};
-  for (int i = 0; i < kLanes; i++) found[i] = table[index[i]];
-  return found;
-}
-// One bit for each lane that is not 0.
-unsigned lanes_of(I mask) {
-  unsigned bits = 0;
-  for (int i = 0; i < kLanes; i++) bits |= mask[i] ? 1u << i : 0;
-  return bits;
-}
-#endif
-
 // turned may be row.
 void kvquant_rotate(
     const float* row, const TierdBlock& block, const float* cosine, const float* sine, size_t pairs, float* turned) {

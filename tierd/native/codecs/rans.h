@@ -31,14 +31,20 @@ void build_encoder(const TierdRans& r, uint64_t* entries) {
   }
 }
 
-// Entry: offset within the symbol's slots, frequency - 1 from bit 12 on, symbol from bit 24 on.
+// Entry: offset within the symbol's slots, frequency - 1 from bit 12 on, symbol from bit 24 on. Tables
+// that no run names are not built.
 void build_decoder(const TierdRans& r, uint32_t* entries) {
-  for (size_t table = 0; table < r.tables; table++) {
+  constexpr uint32_t kNone = ~uint32_t{0};  // no table begins so
+  for (size_t table = 0; table < r.tables; table++) entries[table << 12] = kNone;
+  for (size_t run = 0; run * r.run < r.count; run++) {
+    const size_t table = r.which[run];
+    uint32_t* to = entries + (table << 12);
+    if (*to != kNone) continue;
     for (size_t symbol = 0; symbol < r.size; symbol++) {
       const uint32_t frequency = r.frequencies[table * r.size + symbol],
                      first = (frequency - 1) << 12 | static_cast<uint32_t>(symbol) << 24;
-      for (uint32_t i = 0; i < frequency; i++) entries[i] = first | i;
-      entries += frequency;
+      for (uint32_t i = 0; i < frequency; i++) to[i] = first | i;
+      to += frequency;
     }
   }
 }

@@ -1,4 +1,4 @@
-// The order of rotated codes in a page: tierd/codecs/tiles.py. Then the codecs rot and int3.
+// The order of rotated codes in a page: tierd/codecs/tiles.py. Then the codec rot.
 //
 // codes: uint8 [16][kDim], one row per token. Rows r and r + 8 of a block of 16 x 16 go together:
 // as two nibbles of a byte, or as two bytes. For values, a block is transposed first.
@@ -183,70 +183,6 @@ template <int kDim> void rot_decode(
   }
 }
 
-// Calls f with the first values of 16 rows, and how many of these rows there are.
-template <class Function> void each_batch(const TierdBlock& block, Function f) {
-  uint16_t* rows[kRows];
-  size_t count = 0;
-  each_row(block, 1, [&](uint16_t* row) {
-    rows[count++] = row;
-    if (count < kRows) return;
-    f(rows, count);
-    count = 0;
-  });
-  for (size_t i = count; i < kRows; i++) rows[i] = nullptr;
-  if (count) f(rows, count);
-}
-
-template <int kDim> uint32_t int3_encode(
-    const TierdBlock& block, const Levels* levels, const float* signs, uint8_t* out) {
-  Batch<kDim> batch;
-  uint32_t worst = 0;
-  const size_t plane = rows_of(block) * kDim / 8;
-  uint8_t *scales = out, *planes = out + 2 * rows_of(block);
-  each_batch(block, [&](const uint16_t* const* rows, size_t count) {
-    const uint32_t off = encode_rows<kDim>(rows, block.is_half, levels[0], signs, batch);
-    worst = off > worst ? off : worst;
-    std::memcpy(scales, batch.scales, 2 * count);
-    scales += 2 * count;
-    for (size_t i = 0; i < count * kDim; i += 16, planes += 2) {
-      for (int bit = 0; bit < 3; bit++) {
-        uint16_t bits = 0;
-        for (size_t j = 0; j < 16; j += 8) {  // the lowest bits of eight bytes, gathered by a product
-          const uint64_t each = load<uint64_t>(batch.codes[0] + i + j) >> bit & 0x0101010101010101;
-          bits = static_cast<uint16_t>(bits | (each * 0x0102040810204080 >> 56) << j);
-        }
-        store(planes + bit * plane, bits);
-      }
-    }
-  });
-  return worst;
-}
-
-// signs: normalised.
-template <int kDim> void int3_decode(
-    const TierdBlock& block, const Levels* levels, const float* signs, const uint8_t* in) {
-  alignas(64) uint8_t codes[kRows][kDim];
-  float factors[kRows];
-  const size_t plane = rows_of(block) * kDim / 8;
-  const uint8_t *scales = in, *planes = in + 2 * rows_of(block);
-  each_batch(block, [&](uint16_t* const* rows, size_t count) {
-    for (size_t i = 0; i < count * kDim; i += 8, planes++) {
-      uint64_t eight = 0;
-      for (int bit = 0; bit < 3; bit++) {  // bit i of the byte to byte i
-        const uint64_t each = uint64_t{planes[bit * plane]} * 0x0101010101010101 & 0x8040201008040201;
-        eight |= ((each + 0x7F7F7F7F7F7F7F7F) >> 7 & 0x0101010101010101) << bit;
-      }
-      store(codes[0] + i, eight);
-    }
-    uint16_t halves[kRows] = {};
-    std::memcpy(halves, scales, 2 * count);
-    scales += 2 * count;
-    for (int r = 0; r < kRows; r += kLanes) store(factors + r, of_half(halves + r));
-    for (size_t r = 0; r < count; r++)
-      decode_row<kDim, false>(codes[r], offset_of(levels[0]), factors[r], signs, block.is_half, rows[r]);
-  });
-}
-
 // Calls f with the block's head_dim as a constant.
 template <class Function> uint32_t with_dim(const TierdBlock& block, Function f) {
   switch (block.dim) {
@@ -260,7 +196,7 @@ template <class Function> uint32_t with_dim(const TierdBlock& block, Function f)
 
 uint32_t rotated_encode(const TierdBlock& block, const Levels* levels, const float* signs, uint8_t* out) {
   return with_dim(block, [&](auto dim) {
-    if (levels[0].bits == 3) return int3_encode<dim()>(block, levels, signs, out);
+    if (levels == nullptr) return int3_encode<dim()>(block, signs, out);
     if constexpr (dim() >= kGroup) return rot_encode<dim()>(block, levels, signs, out);
     return ~0u;
   });
@@ -270,7 +206,7 @@ void rotated_decode(const TierdBlock& block, const Levels* levels, const float* 
   alignas(64) float normalised[256];
   for (size_t i = 0; i < block.dim; i++) normalised[i] = signs[i] * norm_of(static_cast<int>(block.dim));
   with_dim(block, [&](auto dim) {
-    if (levels[0].bits == 3) int3_decode<dim()>(block, levels, normalised, in);
+    if (levels == nullptr) int3_decode<dim()>(block, normalised, in);
     else if constexpr (dim() >= kGroup) rot_decode<dim()>(block, levels, normalised, in);
     return 0u;
   });

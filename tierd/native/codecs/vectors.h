@@ -75,7 +75,47 @@ void to_half(uint16_t* to, F a) {
 }
 #endif
 
+// The largest lane.
+uint16_t top_of(H a) {
+#if TIERD_LANES > 4
+  __m128i half = (__m128i)__builtin_shufflevector(a, a, 0, 1, 2, 3, 4, 5, 6, 7);
+  if constexpr (kLanes == 16)
+    half = _mm_max_epu16(half, (__m128i)__builtin_shufflevector(a, a, kLanes - 8, kLanes - 7, kLanes - 6, kLanes - 5,
+        kLanes - 4, kLanes - 3, kLanes - 2, kLanes - 1));
+  return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)))));
+#else
+  uint16_t top = 0;
+  for (int i = 0; i < kLanes; i++) top = a[i] > top ? a[i] : top;
+  return top;
+#endif
+}
+
 F floats(I a) { return __builtin_convertvector(a, F); }
+
+#if TIERD_LANES == 16
+F looked_up(const float* table, I index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)load<F>(table)); }
+unsigned lanes_of(I mask) { return _mm512_movepi32_mask((__m512i)mask); }
+#elif TIERD_LANES == 8
+F looked_up(const float* table, I index) {
+  const F low = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table), (__m256i)index),
+          high = (F)_mm256_permutevar8x32_ps((__m256)load<F>(table + 8), (__m256i)index);
+  return index > 7 ? high : low;
+}
+unsigned lanes_of(I mask) { return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask)); }
+#else
+// Items of a table of 16. Indices are below 16.
+F looked_up(const float* table, I index) {
+  F found = {};
+  for (int i = 0; i < kLanes; i++) found[i] = table[index[i]];
+  return found;
+}
+// One bit for each lane that is not 0.
+unsigned lanes_of(I mask) {
+  unsigned bits = 0;
+  for (int i = 0; i < kLanes; i++) bits |= mask[i] ? 1u << i : 0;
+  return bits;
+}
+#endif
 
 // kLanes values of a block as floats.
 template <bool kHalf> TIERD_INLINE F load_values(const uint16_t* from) {

@@ -106,6 +106,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for tier, info in zip(self._cache.tiers, infos, strict=True):
             if isinstance(tier, Arena):
                 info.unready_bytes, info.unready_reason = tier.unready_bytes, tier.unready_reason
+            info.level = tier.spec.level
         for position in self._cache.health.breakers:
             infos[position].trouble = self._cache.health.trouble(position)
         for position, codec in self._cache.store_codecs.codecs.items():

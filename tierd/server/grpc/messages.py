@@ -6,11 +6,12 @@ code sees only well-formed values. guard and cache check permissions. Pure funct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
+from tierd.advisor.pace import Pace
 from tierd.cache.commit import CommitQuery, Sums
 from tierd.cache.verification import Generations
 from tierd.core.arrays.sets import every, some
@@ -235,6 +236,14 @@ def acquire_reply(
         for group, epoch in zip(served.groups, epochs, strict=False)
     ]
     return pb.AcquireReply(lease=lease, tokens=served.tokens, groups=groups, tier_tokens=tier_tokens, whole=whole)
+
+
+def paces_of(paces: Mapping[int, Pace], *, tiers: int) -> list[pb.Pace]:
+    """Per tier, by position; empty ones for tiers that are not read through a queue."""
+    found = [paces.get(tier) for tier in range(tiers)]
+    return [
+        pb.Pace(bytes_per_s=p.bytes_per_s, latency_s=p.latency_s, wait_s=p.wait_s) if p else pb.Pace() for p in found
+    ]
 
 
 def commit_reply(committed: Committed) -> pb.CommitReply:

@@ -74,6 +74,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             tokens=found.tokens,
             tier_of=[np.ascontiguousarray(tiers, dtype=np.int8).tobytes() for tiers in found.tier_of],
             tier_tokens=found.tier_tokens,
+            paces=messages.paces_of(self._cache.flights.read_queues.paces(), tiers=len(self._cache.tiers)),
         )
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:

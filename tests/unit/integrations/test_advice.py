@@ -1,0 +1,81 @@
+"""EngineAdvice: matches, advice, counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierd.advisor.pace import Pace
+from tierd.client import Found
+from tierd.integrations.advice import NOTHING, Blocks, EngineAdvice
+from tierd.integrations.match import Match
+
+BYTES = 131_072.0
+"""Of a token."""
+
+
+def engine(*, is_on: bool = True) -> EngineAdvice:
+    """Of an engine that computes 30,000 tokens a second."""
+    advice = EngineAdvice(is_on=is_on)
+    for tokens in range(100, 2000, 100):
+        advice.computed([(0, tokens)], 2e-3 + tokens / 30_000)
+    return advice
+
+
+def found(*tiers: int, pace: Pace) -> Found:
+    """Blocks of 16 tokens in these tiers; tier 1 is a store."""
+    return Found(16 * len(tiers), (np.array([tiers], np.int8),), (), (None, pace))
+
+
+def claimed(advice: EngineAdvice, its: Found, *, computed: int = 0, least: int = 0) -> int:
+    match = Match(its.tokens, computed, prompt=its.tokens + 40)
+    return advice.claim(match, its, Blocks(16, BYTES, least_tokens=least)).tokens
+
+
+def test_memory_is_loaded_and_a_slow_store_computed() -> None:
+    """Of a prefix in memory and then in a slow store, the part in memory is loaded."""
+    its = found(*[0] * 50, *[1] * 50, pace=Pace(1e8))
+    assert claimed(engine(), its) == 800
+    assert claimed(engine(), found(*[0] * 50, *[1] * 50, pace=Pace(2e10))) == 1600
+
+
+def test_without_the_advisor_everything_is_loaded() -> None:
+    """The option advisor=false loads every match."""
+    assert claimed(engine(is_on=False), found(*[1] * 50, pace=Pace(1e6))) == 800
+
+
+def test_computed_tokens_are_not_counted_as_loads() -> None:
+    """Tokens that the engine has already are neither loaded nor counted as a cost."""
+    assert claimed(engine(), found(*[1] * 50, *[0] * 50, pace=Pace(1e6)), computed=800) == 800
+
+
+def test_less_than_the_least_is_computed() -> None:
+    """A part below least_load_tokens is not worth a load."""
+    assert claimed(engine(), found(*[0] * 5, *[1] * 50, pace=Pace(1e6)), least=100) == 0
+
+
+def test_a_reply_without_tiers_counts_as_memory() -> None:
+    """An answer that names no tiers is loaded, as before."""
+    assert claimed(engine(), Found(1600)) == 1600
+
+
+def test_decisions_and_regret_are_counted() -> None:
+    """Loads, computed matches, and loads that took longer than computing would have."""
+    advice, its = engine(), found(*[0] * 50, pace=Pace(1e9))
+    claim = advice.claim(Match(800, 0, 840), its, Blocks(16, BYTES))
+    advice.loaded(claim, 0.001)
+    claimed(advice, found(*[1] * 50, pace=Pace(1e6)))
+    counts = advice.take_counts()
+    assert (counts["advised_loads"], counts["advised_computes"], counts["advised_compute_tokens"]) == (1, 1, 800)
+    assert counts["regret_us"] == 0 and not advice.take_counts()
+    advice.loaded(claim, 10.0)
+    assert advice.take_counts()["regret_us"] == pytest.approx(10e6, rel=0.01)
+    advice.loaded(NOTHING, 10.0)
+    assert not advice.take_counts()
+
+
+def test_copies_are_told_once() -> None:
+    """A worker's copies go to the scheduler once."""
+    advice = EngineAdvice(is_on=True)
+    advice.copied(100, 0.5)
+    assert advice.take_copies() == ((100, 0.5),) and advice.take_copies() == ()
