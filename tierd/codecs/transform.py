@@ -24,10 +24,10 @@ import numpy as np
 from tierd.codecs import loops, rans
 from tierd.codecs.block import Context, Lengths, Payload, room_for_raw
 from tierd.codecs.calibration import Calibration
-from tierd.codecs.multiples import MOST_SHIFT, Coding, Split, join, known_of, low_bytes, split
+from tierd.codecs.multiples import MOST_SHIFT, SYMBOLS, Coding, Split, join, known_of, low_bytes, split
 from tierd.codecs.product import UNIT, Basis, Multiples, Place, has_tiles
 from tierd.codecs.rows import Origin, empty_rows, packed, raw_of_rows, rows_of
-from tierd.codecs.transform_fit import TARGETS, WIDTH, Choice, group_width
+from tierd.codecs.transform_fit import TABLES, TARGETS, WIDTH, Choice, group_width
 from tierd.codecs.values import Bytes, Floats, KVShape, Raw
 from tierd.errors import CorruptRecord, Unsupported
 
@@ -215,7 +215,8 @@ def _check(found: dict[str, Any], calibration: Calibration, shape: KVShape, name
         or types != (np.uint16, np.uint16)
         or not 0 < found["ranks"].min() <= found["ranks"].max() <= coefficients
         or found["shifts"].max() > MOST_SHIFT
-        or found["choices"].max() >= len(found["frequencies"])
+        or found["frequencies"].shape[1:] != (SYMBOLS,)
+        or not found["choices"].max() < len(found["frequencies"]) <= TABLES
         or 2 * len(calibration.frequencies) > shape.geometry.head_dim
     ):
         raise Unsupported(

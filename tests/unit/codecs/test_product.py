@@ -226,6 +226,8 @@ def test_tensors_of_other_sizes_are_refused() -> None:
         ("shifts", tensors["transform.shifts"] + np.uint8(13)),
         ("choices", tensors["transform.choices"] | np.uint8(64)),
         ("ranks", tensors["transform.ranks"] + np.uint16(500)),
+        ("frequencies", tensors["transform.frequencies"][:, :-1]),
+        ("frequencies", np.concatenate([tensors["transform.frequencies"]] * 2)),
     ):
         bad = replace(made, tensors={**tensors, f"transform.{name}": other})
         with pytest.raises(Unsupported, match=f"calibration {bad.hash.hex()} has tensors of other sizes or types"):
