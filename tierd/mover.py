@@ -241,7 +241,6 @@ class Mover:
     ) -> NDArray[np.uint16]:
         pages, origins = PrivatePages(batch["target"], metas), metas["digest"].copy()
         statuses = await apart(batch["source"], batch, metas, self._load, self.encoded.load, source, pages)
-        failpoint("mover.between.before_store")
         rows = np.flatnonzero(statuses == BlockStatus.READY)
         if len(rows):
             rest, some = batch[rows], metas[rows]
