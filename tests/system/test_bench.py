@@ -17,6 +17,7 @@ from tests.depth import slow
 from tests.repo.source import ROOT
 from tierd.codecs.named import ALL
 from tierd.codecs.planes import COMPRESSORS, Planes
+from tools.bench.advice import POINTS
 from tools.bench.peers.known import KNOWN
 from tools.bench.promises import PROMISES, SHAPES
 from tools.bench.traffic import PATTERNS
@@ -60,6 +61,7 @@ ROWS = {
     "size": {"put_at_100K", "get_at_100K", "lookup_at_100K"},
     "chains": {f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (64, 1024)},
     "policies": {f"policy_{name}_{tiers}" for name in list(PATTERNS)[:2] for tiers in ("one", "two")},
+    "advice": {"advice_mixed", *POINTS},
     "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},

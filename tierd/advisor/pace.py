@@ -51,7 +51,9 @@ class PaceMeter:
         if not self._fit.samples:
             return None
         latency_s, each_s = self._fit.costs
-        width = 1 / each_s if each_s > 0 else float("inf")
+        if each_s <= 0:  # all of the time is latency
+            return Pace(float("inf"), latency_s)
+        width = 1 / each_s
         self._best = max(self._best, width)
         doubled = 2.0 ** (idle_s / RECOVERY_S)
         return Pace(min(max(width, self._best / 2), width * doubled), latency_s / doubled)

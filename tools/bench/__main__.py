@@ -24,6 +24,7 @@ from rich.console import Console
 
 from tierd.errors import Unsupported
 from tools.bench import (
+    advice,
     awaited,
     calls,
     chains,
@@ -61,6 +62,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "daemon_start": daemon_start.rows,
     "recording": recording.rows,
     "policies": policies.rows,
+    "advice": advice.rows,
     "codecs": codecs.rows,
     "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }

@@ -210,16 +210,17 @@ LEARNING = 30
 """Requests that are not counted: the advisor begins without knowledge."""
 
 
-def grid(*, count: int, seeds: int = 1) -> Iterator[tuple[str, float, float]]:
+POINTS = {
+    f"advice_{width / 1e9:g}GBps_{prefix}_x{rate:g}_load{load:g}": (width, prefix, rate, load)
+    for width, prefix, rate, load in itertools.product(BANDWIDTHS, PREFIXES, RATES, LOADS)
+}
+
+
+def grid(*, count: int) -> Iterator[tuple[str, float, float]]:
     """(name, advised, better of the others) of each point, in seconds."""
-    for width, prefix, rate, load in itertools.product(BANDWIDTHS, PREFIXES, RATES, LOADS):
-        means = []
-        for seed in range(seeds):
-            world = World(lambda _, width=width: (width,), rate=rate, seed=seed)
-            requests = list(arrivals(world, prefix=prefix, load=load, count=count))
-            means.append(compared(world, requests, skip=LEARNING))
-        found = {name: float(np.mean([each[name] for each in means])) for name in CHOICES}
-        name = f"advice_{width / 1e9:g}GBps_{prefix}_x{rate:g}_load{load:g}"
+    for name, (width, prefix, rate, load) in POINTS.items():
+        world = World(lambda _, width=width: (width,), rate=rate)
+        found = compared(world, list(arrivals(world, prefix=prefix, load=load, count=count)), skip=LEARNING)
         yield name, found["advised"], min(found["all"], found["none"])
 
 

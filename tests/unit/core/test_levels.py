@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.unit.core.kit import HOST, NVME, Kit, chain, group, tier
+from tierd.core.formats.model import StructArray
 from tierd.core.plan import Ids
 
 LOW: dict[str, Any] = {"high_watermark": 0.5, "low_watermark": 0.25}
@@ -37,6 +38,17 @@ def demoted(k: Kit) -> set[tuple[int, int]]:
 def has(k: Kit, where: int, ids: Ids) -> list[bool]:
     """Which blocks have a page in a tier."""
     return [bool(page >= 0) for page in k.core.extents(ids, tier=where)["page"]]
+
+
+def on_disk_and_in_memory() -> tuple[Kit, StructArray]:
+    """A kit after a durable put of four blocks, and demotion of some of them; and their names."""
+    k, names = kit(), chain("a", 4)
+    k.put(names)
+    k.took(k.core.persist(k.ids(names), now=k.tick()))
+    k.land()
+    k.put(chain("b", 4))
+    demoted(k)
+    return k, names
 
 
 def test_each_level_gets_what_the_one_before_evicts() -> None:
@@ -82,12 +94,7 @@ def test_a_block_in_memory_alone_becomes_durable() -> None:
 
 def test_blocks_of_a_disk_go_to_memory_too() -> None:
     """A block that a disk holds is written to the store in memory before host memory drops it."""
-    k, names = kit(), chain("a", 4)
-    k.put(names)
-    k.took(k.core.persist(k.ids(names), now=k.tick()))
-    k.land()
-    k.put(chain("b", 4))
-    demoted(k)
+    k, names = on_disk_and_in_memory()
     assert any(has(k, MEMORY, k.ids(names)))
 
 
@@ -102,12 +109,7 @@ def test_a_memory_out_of_service_is_passed_over() -> None:
 
 def test_a_block_comes_from_the_nearest_level() -> None:
     """A get reads the store in memory, not a disk that has the block too."""
-    k, names = kit(), chain("a", 4)
-    k.put(names)
-    k.took(k.core.persist(k.ids(names), now=k.tick()))
-    k.land()
-    k.put(chain("b", 4))
-    demoted(k)
+    k, names = on_disk_and_in_memory()
     near = [i for i, is_there in enumerate(has(k, MEMORY, k.ids(names))) if is_there]
     k.took(k.core.evict(k.ids(names), tier=HOST_TIER, now=k.tick()))
     acquired = k.acquire(group(names))
