@@ -129,3 +129,14 @@ def test_levels_survive_a_restart(ends: str) -> None:
             assert all(error < 1.0 for pair in errors for error in pair)
             assert sum(map(len, errors)) > 20
             assert used(daemon)[1] > 0
+
+
+def test_a_lookup_tells_the_pace_of_stores() -> None:
+    """A lookup of far blocks has a pace for each store, and none for memory that clients map."""
+    with Daemon(config("", "")) as daemon, Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        stored(client, space, blocks(1, 2), PAIRS[0])
+        evict(daemon)
+        host, *stores = client.lookup(space, PAIRS[0]).paces
+        assert host is None and len(stores) == 2
+        assert all(pace is not None and pace.bytes_per_s > 0 and pace.wait_s >= 0 for pace in stores)

@@ -138,3 +138,13 @@ def test_everything_is_forgotten_at_the_end(disk: Disk) -> None:
     queue = disk.queues._queues[DISK]
     assert (queue.blocks, queue.bytes, queue.demand_bytes) == (0, 0, 0)
     assert (dict(queue.of_session), disk.queues._under_way) == ({}, {})
+
+
+def test_a_queue_tells_its_pace(disk: Disk) -> None:
+    """An idle disk has its measured pace and no wait, a busy one the wait for its demanded bytes."""
+    idle = disk.queues.paces()
+    assert idle.keys() == {DISK, OTHER}
+    assert idle[DISK].bytes_per_s == pytest.approx(FORTY, rel=0.1) and idle[DISK].wait_s == 0.0
+    disk.begin(2 * FORTY)
+    assert disk.queues.paces()[DISK].wait_s == pytest.approx(2.0, rel=0.1)
+    assert disk.queues.paces()[OTHER].wait_s == 0.0
