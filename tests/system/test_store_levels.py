@@ -81,8 +81,8 @@ def test_blocks_go_from_level_to_level_unchanged(first: str, second: str) -> Non
         assert all(error == 0.0 for pair in errors for error in pair)
 
 
-def test_error_bounds_add_up_from_level_to_level() -> None:
-    """A block that two lossy levels encoded in turn is near the original, and its bound says how near."""
+def test_blocks_encoded_by_two_levels_are_near_the_originals() -> None:
+    """A block that two lossy levels encoded in turn is near the original; first blocks are exact."""
     with Daemon(config("rot-8-8", "rot-4-4")) as daemon, Client(daemon.target) as client:
         kept = fill(daemon, client, ANY)
         evict(daemon)

@@ -10,7 +10,9 @@ from structlog.testing import capture_logs
 
 from tests.unit.core.kit import TOKENS
 from tierd.codecs.named import codec_named
+from tierd.codecs.values import rounded
 from tierd.core.formats.block import KVGeometry, NamespaceSpec
+from tierd.core.formats.meta import META
 from tierd.core.forms import BLOCK_SHAPE
 from tierd.core.index.namespaces import NamespaceRegistry
 from tierd.store_codecs import StoreCodecs
@@ -47,3 +49,21 @@ def test_the_log_says_once_why_blocks_stay_as_they_are(spec: NamespaceSpec, name
         assert lengths == [[spec.block_bytes] * 4] * 2
     else:
         assert not logs and lengths[0][1] < spec.block_bytes
+
+
+def test_errors_of_encodings_add_up() -> None:
+    """A block that has an error already gets the sum of both. Beyond the limit it is not encoded."""
+    registry = NamespaceRegistry()
+    namespace, _ = registry.open(SPEC, tenant="t")
+    codecs = StoreCodecs({2: codec_named("int8")}, registry.get)
+    codecs.accept(namespace, 10.0)
+    meta = np.zeros(1, META)[0]
+    meta["namespace"], meta["position"], meta["tokens"] = namespace.id, 1, TOKENS
+    values = np.random.default_rng(1).standard_normal(BYTES // 2).astype(np.float32)
+    plain = rounded(values, "bfloat16").view(np.uint8)
+    errors = []
+    for before in (0.0, 0.5, 9.999):
+        meta["error"] = before
+        made = codecs.encode(2, meta, plain, room=BYTES)
+        errors.append(made.error if made else None)
+    assert errors[0] and errors[1] == pytest.approx(errors[0] + 0.5) and errors[2] is None
