@@ -59,10 +59,10 @@ def prefetch(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float)
     return started
 
 
-def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> Lease:
+def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float, *, by_layer: bool) -> Lease:
     """A lease on the servable prefix of the first part."""
     parts = _parts(verbs, groups, deadline, is_one=True)
-    return verbs.leased(parts[0], tier, deadline)
+    return verbs.leased(parts[0], tier, deadline, by_layer=by_layer)
 
 
 def get(verbs: Asking, group: Group, out: Any, deadline: float) -> GetResult:
