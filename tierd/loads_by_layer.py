@@ -21,7 +21,7 @@ from tierd.tiers.tier import MappedTier, Parts, SliceTable, StoredTier
 
 MOST_PARTS = 8
 """More would hide little more: the first part is an eighth of the wait."""
-PART_BYTES = 256 << 10
+PART_BYTES = 512 << 10
 """Least bytes of a block in each part: a disk reads shorter pieces more slowly."""
 PART_BATCH_BYTES = 4 << 20
 """Least bytes of a batch in each part, so that the disk's queue stays full."""

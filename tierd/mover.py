@@ -219,7 +219,7 @@ class Mover:
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
     ) -> NDArray[np.uint16]:
-        if not isinstance(target, PrivatePages) and parts_of(metas) > 1:
+        if batch["by_layer"].any() and not isinstance(target, PrivatePages) and parts_of(metas) > 1:
             load = LoadByLayer(batch, metas, target)
             return self._loaded(batch, metas, target, await load.run(source), load.slices)
         pages, cuts = target.views(batch["target"]), cuts_of(metas)

@@ -33,6 +33,9 @@ log = structlog.get_logger(__name__)
 BATCH_BYTES = 32 << 20
 """Limit of bytes in a batch. Batches of large blocks have fewer, so that urgent ones wait less."""
 
+BY_LAYER_BYTES = 1 << 30
+"""Limit of bytes in a batch that is loaded by layer. Others get their turn after each part of it."""
+
 Outcome = dict[int, int]
 """Transfer id to BlockStatus."""
 
@@ -65,8 +68,9 @@ class Flights:
         self.failed = 0
         """Finished transfers that did not succeed."""
 
-    def start(self, plan: Plan, *, session: int = 0) -> None:
-        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none."""
+    def start(self, plan: Plan, *, session: int = 0, by_layer: bool = False) -> None:
+        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none.
+        by_layer: its client waits for each layer."""
         if plan.is_empty:
             return
         for tier in self._tiers:
@@ -77,6 +81,7 @@ class Flights:
         self._announce_freed(plan.freed)
         if not len(plan.transfers):
             return
+        plan.transfers["by_layer"] = by_layer
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
             self.read_queues.begin(batch, session=session)
@@ -167,6 +172,8 @@ class Flights:
         for rows in alike.values():
             largest = int(transfers["source"]["length"][rows].max())
             step = max(1, min(self._batch_blocks, BATCH_BYTES // max(1, largest)))
+            if transfers["by_layer"][0] and step < len(rows):
+                step = max(1, BY_LAYER_BYTES // largest)  # the first layers of all blocks come first
             for i in range(0, len(rows), step):
                 yield transfers[rows[i : i + step]]
 

@@ -95,7 +95,8 @@ class Gets(Sessions):
         they fill."""
         self._check_groups(session, groups)
         deadline = asyncio.get_running_loop().time() + timeout_s
-        got = self._ask(session, groups, partial(self.core.acquire, session, groups=groups, kind=kind), timeout_s)
+        ask = partial(self.core.acquire, session, groups=groups, kind=kind)
+        got = self._ask(session, groups, ask, timeout_s, by_layer=True)
         served = await self._promised(session, got, timeout_s) or await self._landed(session, got, deadline)
         return self._reply(session, groups, got, served, is_copied=False)
 
@@ -116,16 +117,22 @@ class Gets(Sessions):
         return AcquireReply(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
     def _ask(
-        self, session: int, groups: Sequence[GroupQuery], ask: Callable[..., Acquisition], timeout_s: float
+        self,
+        session: int,
+        groups: Sequence[GroupQuery],
+        ask: Callable[..., Acquisition],
+        timeout_s: float,
+        *,
+        by_layer: bool = False,
     ) -> Acquisition:
         """Starts an acquisition. ask: the core's verb. Raises Overloaded."""
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
-        self.flights.start(got.plan, session=session)
+        self.flights.start(got.plan, session=session, by_layer=by_layer)
         if not got.whole and self._had_pending_releases(session):
             self.release(session, [got.lease])
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
-            self.flights.start(got.plan, session=session)
+            self.flights.start(got.plan, session=session, by_layer=by_layer)
         if not got.lease and got.shut:
             self._note_served(groups, got, NOTHING)
             raise self.flights.read_queues.refusal(shut)

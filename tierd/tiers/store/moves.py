@@ -150,12 +150,11 @@ class Batch:
         """Counts the outcomes. After a write, unverified rows are FAILED, wrong ones CORRUPT."""
         self.statuses[self.unverified] = BlockStatus.FAILED
         self.statuses[self.wrong] = BlockStatus.CORRUPT
-        for is_done in self.outcomes:
-            if not is_done:
+        while self.outcomes:  # lanes may add to it meanwhile
+            if not self.outcomes.pop(0):
                 calls.fail(self.means.kind, self.fault)
             elif self.means.kind == "read":
                 calls.unread = 0
-        self.outcomes = []
 
     def judge(self, held: NDArray[np.bool_]) -> None:
         """After a read: READY if the header is the expected block's, else CORRUPT. held: bool [n],
