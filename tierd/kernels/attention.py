@@ -64,14 +64,13 @@ class KernelAttention:
         """
         return KernelPass(self, _Pool.of(pages), batch, slots=slots)
 
-    def decode(self, q: Array, kv: KvPages, batch: DeviceBatch, *, with_mass: bool) -> Attended:
-        """Of as many sequences as there are rows, each of which ends with its row."""
+    def decode(self, q: Array, kv: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
+        """Of as many sequences as there are rows, each of which ends with its row. Fills `to`."""
         n, q_heads, head_dim = q.shape
         shape = DecodeShape(1 << (n - 1).bit_length(), q_heads, kv.k.shape[2], head_dim)
         if shape not in self._decodes:
             blocks = decode_blocks(self.library, shape, q_type=Buffer.of("q", q).dtype, kv_type=kv.k.dtype)
             self._decodes[shape] = PagedDecode(self.library, shape, blocks=blocks, allocate=_beside(q))
-        to = _room(q, mass_pages=batch.tables.shape[1] if with_mass else None)
         return self._decodes[shape](q, kv, batch, to)
 
     def beside(self, scales: NDArray[np.float32], array: Array) -> Array:
@@ -92,6 +91,7 @@ class KernelPass:
         self._attention, self._pool, self._slots = attention, pool, slots
         self._batch = batch.checked(batch.query_starts[-1] if len(batch.query_starts) else 0, pool.page_tokens)
         self._rows = _Rows.of(batch)
+        self._singles = self._rows.count_singles(len(batch.tables))
         self._decoded: DeviceBatch | None = None
         self._prefilled: tuple[DeviceBatch, Array] | None = None
         self._stored: Array = None
@@ -112,9 +112,11 @@ class KernelPass:
             return self._nothing(q, with_mass=with_mass)
         queries, kv = _dense(self._pool.cast(q)), self._layer(layer, q)
         if with_mass or self._rows.are_single:
-            done = self._attention.decode(queries, kv, replace(self._as_decodes(q), scale=scale), with_mass=with_mass)
+            batch = replace(self._as_decodes(q, rows), scale=scale)
+            to = _room(queries, mass_pages=batch.tables.shape[1] if with_mass else None)
+            done = self._attention.decode(queries, kv, batch, to)
         else:
-            done = self._prefill(queries, kv, scale)
+            done = self._attend_apart(queries, kv, scale)
         mass = _masses(to_device(done.mass, "cpu"), self._batch, self._pool.page_tokens) if with_mass else None
         return Attended(_cast(done.out, q.dtype), done.lse, mass)
 
@@ -128,18 +130,26 @@ class KernelPass:
         masses = np.zeros((0, q.shape[1], max(map(len, self._batch.tables), default=0)), np.float32)
         return replace(_room(q), mass=_masses(masses, self._batch, self._pool.page_tokens) if with_mass else None)
 
-    def _as_decodes(self, q: Array) -> DeviceBatch:
+    def _as_decodes(self, q: Array, rows: int) -> DeviceBatch:
+        """The first rows, each as a sequence."""
         if self._decoded is None:
-            self._decoded = self._pool.batch(self._rows.as_requests(self._batch), q)
+            self._decoded = self._pool.batch(self._rows.as_requests(self._batch, rows), q)
         return self._decoded
 
-    def _prefill(self, q: Array, kv: KvPages, scale: float | None) -> Attended:
-        starts = np.asarray(self._batch.query_starts, np.int32)
+    def _attend_apart(self, q: Array, kv: KvPages, scale: float | None) -> Attended:
+        """Leading sequences of one row by the decode kernel, which splits their keys; others by prefill."""
+        to, ones = _room(q), self._singles
+        if ones:
+            batch = replace(self._as_decodes(q, ones), scale=scale)
+            self._attention.decode(q[:ones], kv, batch, Attended(to.out[:ones], to.lse[:ones]))
+        starts = np.asarray(self._batch.query_starts[ones:], np.int32) - ones
         if self._prefilled is None:
-            self._prefilled = self._pool.batch(self._batch, q), _placed(starts, q)
+            self._prefilled = self._pool.batch(_behind(self._batch, ones), q), _placed(starts, q)
         batch, placed = self._prefilled
-        chunks = Chunks(q, placed, int(np.diff(starts).max()))
-        return paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), _room(q))
+        chunks = Chunks(q[ones:], placed, int(np.diff(starts).max()))
+        rest = Attended(to.out[ones:], to.lse[ones:])
+        paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), rest)
+        return to
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,16 +269,29 @@ class _Rows:
         """Whether no sequence has two rows."""
         return len(np.unique(self.sequences)) == len(self.sequences)
 
-    def as_requests(self, batch: PagedBatch) -> PagedBatch:
-        """Makes each row a sequence of its own, which ends with it."""
+    def count_singles(self, sequences: int) -> int:
+        """How many leading sequences have one row."""
+        rows = np.bincount(self.sequences, minlength=sequences)
+        return int(np.argmax(rows != 1)) if (rows != 1).any() else sequences
+
+    def as_requests(self, batch: PagedBatch, rows: int) -> PagedBatch:
+        """Makes each of the first rows a sequence of its own, which ends with it."""
+        sequences = self.sequences[:rows]
         return PagedBatch(
-            range(len(self.sequences) + 1),
-            self.lengths.tolist(),
-            [batch.tables[i] for i in self.sequences],
+            range(rows + 1),
+            self.lengths[:rows].tolist(),
+            [batch.tables[i] for i in sequences],
             batch.sinks,
             batch.window,
-            None if batch.subsets is None else [batch.subsets[i] for i in self.sequences],
+            None if batch.subsets is None else [batch.subsets[i] for i in sequences],
         )
+
+
+def _behind(batch: PagedBatch, first: int) -> PagedBatch:
+    """The sequences from this one on."""
+    subsets = None if batch.subsets is None else batch.subsets[first:]
+    starts = [start - batch.query_starts[first] for start in batch.query_starts[first:]]
+    return PagedBatch(starts, batch.kv_lens[first:], batch.tables[first:], batch.sinks, batch.window, subsets)
 
 
 def _as_e4m3(number: int, page: Array) -> Buffer:

@@ -31,7 +31,8 @@ Subsets = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(eq=False, slots=True)
 class LiveSequence:
-    """logits: float32 [vocab] for the token after the last one. mass: attention weight per page.
+    """logits: float32 [vocab] for the token after the last one, once the sequence is ready.
+    start: the first token to compute. mass: attention weight per page.
     view: of the request's token policy; None: all tokens."""
 
     request: Request
@@ -41,9 +42,20 @@ class LiveSequence:
     rng: np.random.Generator
     report: Report
     started_s: float
+    start: int = 0
     mass: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     is_done: bool = False
     view: TokenView | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the logits after the last token are computed."""
+        return self.start == len(self.tokens)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has tokens after the prompt."""
+        return len(self.tokens) > len(self.request.tokens)
 
     @property
     def generated(self) -> list[int]:

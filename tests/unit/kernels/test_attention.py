@@ -49,6 +49,14 @@ def test_queries_of_another_type_are_rounded(library: Emulated) -> None:
     check(case, got)
 
 
+@pytest.mark.parametrize("ones", range(4))
+def test_decodes_go_beside_a_prompt(library: Emulated, ones: int) -> None:
+    """Sequences of one row before, and behind, a chunk of a prompt attend as the reference does."""
+    shape = Shape((*[(1, 133)] * ones, (9, 40), (1, 5), (3, 70)), types=("f16", "f16"))
+    case = made(shape)
+    check(case, KernelAttention(library)(case.q, case.pool, case.batch))
+
+
 def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
     """A prompt's rows give the same as decodes and as a prefill."""
     case = made(Shape(((7, 40), (3, 3)), types=("f16", "f16")))
