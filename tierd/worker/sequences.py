@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from tierd.kernels import Attended, PagedAttention, PagedBatch
 from tierd.kernels.attention import KernelAttention
+from tierd.kernels.pool import joined
 from tierd.worker.blocks import BlockTable
 from tierd.worker.report import Report, Request
 from tierd.worker.tokens.view import TokenView
@@ -105,11 +107,11 @@ class Pass:
             starts.append(starts[-1] + run.stop - run.start)
         self.last_rows = [stop - 1 for stop in starts[1:]]
         tables = [run.sequence.table for run in runs]
-        firsts = [sum(len(t.pages) for t in tables[:i]) for i in range(len(tables))]
+        ends = list(accumulate(len(table.pages) for table in tables))
         batch = PagedBatch(
             starts,
             [run.stop - run.sequence.table.dropped for run in runs],
-            [range(first, first + len(t.pages)) for first, t in zip(firsts, tables, strict=True)],
+            [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
         )
         self._runs, self._starts = runs, starts
         self._has_views = any(run.sequence.view for run in runs)
@@ -189,7 +191,7 @@ class _KernelWork:
         places = [run.sequence.table.slots(run.start, run.stop) for run in runs]
         shape, firsts = tables[0].shape, [table[0] * tables[0].shape.tokens_per_block for table in batch.tables]
         slots = [np.where(own < 0, own, first + own) for own, first in zip(places, firsts, strict=True)]
-        pages = [page.array for table in tables for page in table.pages]
+        pages = joined([table.located() for table in tables])
         self._over = partial(attention.over, shape.read(pages), slots=np.concatenate(slots))
         self._batch, self._pass = batch, self._over(batch)
         self._backend, self._dtype = shape.backend, shape.geometry.dtype

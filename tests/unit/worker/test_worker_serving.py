@@ -87,7 +87,7 @@ REQUESTS = st.builds(
 def test_any_queue_gives_what_each_gives_alone(
     model: Llama, new_source: NewSource, requests: list[Request], chunk: int, step: int, limit: int
 ) -> None:
-    """Whatever is served together, and in whatever pieces, tokens are those of each request alone."""
+    """Tokens are those of each request alone, with any others beside it and in any pieces."""
     source = new_source()
     options = EngineOptions(chunk_tokens=chunk, step_tokens=step, batch_limit=limit)
     reports = Engine(model, source, options=options).generate(requests)
