@@ -53,7 +53,9 @@ class KernelAttention:
     ) -> Attended:
         """As `reference.paged_attention`. Raises InvalidArgument also if no kernel fits. Page
         masses of a sequence's query rows are the sum over as many decodes, on the host."""
-        return KernelPass(self, Pool.of(pages), batch).attend(0, q, scale=scale, with_mass=with_mass)
+        once = KernelPass(self, Pool.of(pages), batch)
+        done = once.attend(0, q, scale=scale, with_mass=with_mass)
+        return replace(done, mass=once.masses(q) if with_mass else None)
 
     def over(self, pages: Sequence[Array], batch: PagedBatch, *, slots: NDArray[np.int64]) -> KernelPass:
         """One pass of a model. Raises InvalidArgument.
@@ -65,14 +67,15 @@ class KernelAttention:
         """
         return KernelPass(self, Pool.of(pages), batch, slots=slots)
 
-    def decode(self, q: Array, kv: KvPages, batch: DeviceBatch, to: Attended) -> Attended:
-        """Of as many sequences as there are rows, each of which ends with its row. Fills `to`."""
+    def decode(self, q: Array, kv: KvPages, batch: DeviceBatch, to: Attended, *, adds: bool = False) -> Attended:
+        """Of as many sequences as there are rows, each of which ends with its row. Fills `to`, or
+        `adds` to its mass."""
         n, q_heads, head_dim = q.shape
         shape = DecodeShape(1 << (n - 1).bit_length(), q_heads, kv.k.shape[2], head_dim)
         if shape not in self._decodes:
             blocks = decode_blocks(self.library, shape, q_type=Buffer.of("q", q).dtype, kv_type=kv.k.dtype)
             self._decodes[shape] = PagedDecode(self.library, shape, blocks=blocks, allocate=_beside(q))
-        return self._decodes[shape](q, kv, batch, to)
+        return self._decodes[shape](q, kv, batch, to, adds=adds)
 
     def beside(self, scales: NDArray[np.float32], array: Array) -> Array:
         """These scales on an array's device: placed once while the same ones are asked for."""
@@ -96,6 +99,7 @@ class KernelPass:
         self._decoded: DeviceBatch | None = None
         self._prefilled: tuple[DeviceBatch, Array] | None = None
         self._stored: Array = None
+        self._mass: Array = None
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         """Writes a layer's new tokens [tokens, kv_heads, head_dim]. Raises InvalidArgument."""
@@ -105,31 +109,36 @@ class KernelPass:
         store_tokens(self._attention.library, keys, values, self._stored, self._layer(layer, k))
 
     def attend(self, layer: int, q: Array, *, scale: float | None = None, with_mass: bool = False) -> Attended:
-        """Attention of one layer. Raises InvalidArgument."""
+        """Attention of one layer. with_mass: its page masses are added on the device, for `masses`.
+        Raises InvalidArgument."""
         rows = len(self._rows.sequences)
         if len(q.shape) != 3 or q.shape[0] != rows:
             raise InvalidArgument(f"q: has shape {list(q.shape)}; wanted {rows} query rows of heads and channels")
         if not rows:
-            return self._nothing(q, with_mass=with_mass)
+            return _room(q)
         queries, kv = _dense(self._pool.cast(q)), self._layer(layer, q)
         if with_mass or self._rows.are_single:
             batch = replace(self._as_decodes(q, rows), scale=scale)
-            to = _room(queries, mass_pages=batch.tables.shape[1] if with_mass else None)
-            done = self._attention.decode(queries, kv, batch, to)
+            adds = with_mass and self._mass is not None
+            if with_mass and not adds:
+                self._mass = _beside(queries)((rows, q.shape[1], batch.tables.shape[1]), "float32")
+            to = replace(_room(queries), mass=self._mass if with_mass else None)
+            done = self._attention.decode(queries, kv, batch, to, adds=adds)
         else:
             done = self._attend_apart(queries, kv, scale)
-        mass = _masses(to_device(done.mass, "cpu"), self._batch, self._pool.page_tokens) if with_mass else None
-        return Attended(cast(done.out, q.dtype), done.lse, mass)
+        return Attended(cast(done.out, q.dtype), done.lse)
+
+    def masses(self, q: Array) -> list[Array]:
+        """The page masses of all layers so far, [q_heads, its pages] of each sequence, on the host.
+        Waits for the device. q: as attended."""
+        most = max(map(len, self._batch.tables), default=0)
+        mass = np.zeros((0, q.shape[1], most), np.float32) if self._mass is None else to_device(self._mass, "cpu")
+        return _masses(mass, self._batch, self._pool.page_tokens)
 
     def _layer(self, layer: int, array: Array) -> KvPages:
         """One layer of the pool, with its scales, if any, on the array's device."""
         scales = self._pool.scales
         return self._pool.layer(layer, None if scales is None else self._attention.beside(scales, array))
-
-    def _nothing(self, q: Array, *, with_mass: bool) -> Attended:
-        """The result for no rows at all."""
-        masses = np.zeros((0, q.shape[1], max(map(len, self._batch.tables), default=0)), np.float32)
-        return replace(_room(q), mass=_masses(masses, self._batch, self._pool.page_tokens) if with_mass else None)
 
     def _as_decodes(self, q: Array, rows: int) -> DeviceBatch:
         """The first rows, each as a sequence."""
@@ -216,9 +225,6 @@ def _beside(q: Array) -> Callable[[tuple[int, ...], str], Array]:
     return lambda shape, dtype: xp.empty(shape, dtype=getattr(xp, dtype), device=place)
 
 
-def _room(q: Array, *, mass_pages: int | None = None) -> Attended:
+def _room(q: Array) -> Attended:
     """Empty outputs for these queries."""
-    rows, q_heads, _ = q.shape
-    empty, xp = _beside(q), array_namespace(q)
-    mass = None if mass_pages is None else empty((rows, q_heads, mass_pages), "float32")
-    return Attended(xp.empty_like(q), empty((rows, q_heads), "float32"), mass)
+    return Attended(array_namespace(q).empty_like(q), _beside(q)(q.shape[:2], "float32"))

@@ -306,8 +306,8 @@ class Engine:
             run.sequence.table.advance(run.stop)
             if run.sequence.view:
                 run.sequence.view.advance(run.stop)
-        if step.masses is not None:
-            self._add_mass(runs, step.masses)
+        if self.options.measure_attention:
+            self._add_mass(runs, step.masses())
         return self.model.logits(hidden[backend.ints(step.last_rows)])
 
     def _add_mass(self, runs: Sequence[Run], masses: Sequence[NDArray[np.float64]]) -> None:

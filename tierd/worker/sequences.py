@@ -115,7 +115,7 @@ class Pass:
         )
         self._runs, self._starts = runs, starts
         self._has_views = any(run.sequence.view for run in runs)
-        self.masses = [np.zeros(len(t.pages)) for t in tables] if with_mass else None
+        self._with_mass = with_mass
         self._work: _Work = (
             _KernelWork(attention, runs, batch)
             if isinstance(attention, KernelAttention)
@@ -126,13 +126,15 @@ class Pass:
         """Model's `Attend`."""
         self._work.store(layer, k, v)
         subsets = self._subsets(layer, q) if self._has_views else None
-        attended = self._work.attend(layer, q, with_mass=self.masses is not None, subsets=subsets)
+        attended = self._work.attend(layer, q, with_mass=self._with_mass, subsets=subsets)
         if self._has_views:
             self._note(layer, q, attended.lse)
-        for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
-            seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
-            total[: len(seen)] += np.nan_to_num(seen)  # rows without scores have no mass
         return attended.out
+
+    def masses(self) -> list[NDArray[np.float64]]:
+        """Attention weight on each page of each run, the mean over query heads, over all layers so far."""
+        means = [np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64) for mass in self._work.masses()]
+        return [np.nan_to_num(mean) for mean in means]  # rows without scores have no mass
 
     def _subsets(self, layer: int, q: Array) -> Subsets | None:
         """Pages that each run reads, if a policy chooses some; a run of several tokens reads all."""
@@ -162,6 +164,8 @@ class _Work(Protocol):
 
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended: ...
 
+    def masses(self) -> Sequence[Array]: ...
+
 
 class _PlainWork:
     """By the array library, page by page."""
@@ -169,6 +173,7 @@ class _PlainWork:
     def __init__(self, attention: PagedAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
         self._attention, self._runs, self._batch = attention, runs, batch
         self._shape = runs[0].sequence.table.shape
+        self._masses: list[Array] = []
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         for run, first in zip(self._runs, self._batch.query_starts, strict=False):
@@ -180,7 +185,13 @@ class _PlainWork:
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
         pages = [page.array for run in self._runs for page in run.sequence.table.pages]
         batch = self._batch if subsets is None else replace(self._batch, subsets=subsets)
-        return self._attention(q, self._shape.read(pages, layer), batch, with_mass=with_mass)
+        done = self._attention(q, self._shape.read(pages, layer), batch, with_mass=with_mass)
+        if done.mass is not None:
+            self._masses = _added(self._masses, done.mass)
+        return done
+
+    def masses(self) -> Sequence[Array]:
+        return self._masses
 
 
 class _KernelWork:
@@ -195,12 +206,26 @@ class _KernelWork:
         self._over = partial(attention.over, shape.read(pages), slots=np.concatenate(slots))
         self._batch, self._pass = batch, self._over(batch)
         self._backend, self._dtype = shape.backend, shape.geometry.dtype
+        self._apart: list[Array] = []
+        self._queries: Array = None
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         keys, values = (self._backend.to_pages(array, self._dtype) for array in (k, v))
         self._pass.store(layer, keys, values)
 
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
+        queries = self._backend.to_pages(q, self._dtype)
         over = self._pass if subsets is None else self._over(replace(self._batch, subsets=subsets))
-        done = over.attend(layer, self._backend.to_pages(q, self._dtype), with_mass=with_mass)
+        done = over.attend(layer, queries, with_mass=with_mass)
+        if with_mass and subsets is not None:
+            self._apart = _added(self._apart, over.masses(queries))
+        self._queries = queries
         return replace(done, out=self._backend.from_kernels(done.out))
+
+    def masses(self) -> Sequence[Array]:
+        return _added(self._apart, self._pass.masses(self._queries))
+
+
+def _added(one: Sequence[Array], other: Sequence[Array]) -> list[Array]:
+    """Their sums; an empty list is none."""
+    return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, check, made
 from tierd.errors import InvalidArgument
+from tierd.kernels import attention
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
 from tierd.kernels.reference import paged_attention
@@ -64,6 +65,24 @@ def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
     whole, rows = (attention(case.q, case.pool, case.batch, with_mass=each) for each in (False, True))
     np.testing.assert_allclose(rows.lse, whole.lse, atol=1e-5)
     np.testing.assert_allclose(rows.out, whole.out, atol=2e-3)
+
+
+def test_masses_of_layers_are_added_before_they_are_read(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass adds the page masses of its layers where kernels run, and copies them to the host once."""
+    case = made(Shape(((7, 40), (1, 133), (0, 20)), types=("f16", "f16")))
+    layers = np.stack([case.pool, case.pool[:, ::-1], case.pool], axis=1)
+    over = KernelAttention(library).over(list(layers), case.batch, slots=np.full(8, -1))
+    wanted = [
+        paged_attention(q, layers[:, layer], case.batch, with_mass=True).mass for layer, q in enumerate([case.q] * 3)
+    ]
+    reads: list[Any] = []
+    monkeypatch.setattr(attention, "to_device", lambda array, place: reads.append(place) or array)
+    for layer in range(3):
+        assert over.attend(layer, case.q, with_mass=True).mass is None
+    assert reads == []
+    for i, mass in enumerate(over.masses(case.q)):
+        np.testing.assert_allclose(mass, sum(one[i] for one in wanted if one), rtol=2e-3, atol=2e-3)
+    assert reads == ["cpu"]
 
 
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
