@@ -12,12 +12,14 @@ A token policy may drop tokens: `keep` leaves others in each layer and head, equ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
+from tierd.kernels.pool import Located
 from tierd.worker.pages import Held, Page, PageShape, PageSource
 
 Array = Any
@@ -34,6 +36,9 @@ class BlockTable:
         self._source = source
         self._tokens_per_block = source.shape.tokens_per_block
         self.pages: list[Page] = list(start.pages)
+        self._located: Located | None = None
+        self._known = self._fixed = 0
+        self._moves = Page.moves
         self.named = len(self.pages)
         self.length = start.tokens
         self.dropped = 0
@@ -51,6 +56,18 @@ class BlockTable:
     def shape(self) -> PageShape:
         """Shape of every page."""
         return self._source.shape
+
+    def located(self) -> Located:
+        """The addresses of its pages, of which there is one at least. Only pages that came or moved
+        since the last call are looked at. Raises InvalidArgument for pages of several layouts."""
+        if self._moves != Page.moves:  # any page may have moved that had no name at the last call
+            self._know(self._fixed)
+        if self._located is None or self._known < len(self.pages):
+            first, before = (None, []) if self._located is None else (self._located.first, [self._located.addresses])
+            new = Located.of([page.array for page in self.pages[self._known :]], first)
+            self._located = replace(new, addresses=np.concatenate([*(b[: self._known] for b in before), new.addresses]))
+        self._known, self._fixed, self._moves = len(self.pages), self.named, Page.moves
+        return replace(self._located, addresses=self._located.addresses[: len(self.pages)])
 
     @property
     def held(self) -> int:
@@ -103,6 +120,7 @@ class BlockTable:
             return
         keep = self._pages_of(length)
         gone, self.pages = self.pages[keep:], self.pages[:keep]
+        self._know(keep)
         self._source.release(gone)
         self.length = length
         self.named = min(self.named, length // self._tokens_per_block)
@@ -115,6 +133,9 @@ class BlockTable:
             return 0
         before, after = self.named, self.pages[self.named - 1] if self.named else None
         given = self._source.commit(self.pages[before:full], tokens[before * size : full * size], after=after)
+        other = next((i for i in range(before, full) if given[i - before] is not self.pages[i]), None)
+        if other is not None:
+            self._know(other)
         self.pages[before:full] = given
         # A page that could not be stored ends the findable chain; later pages stay private too.
         while self.named < full and not self.pages[self.named].is_private:
@@ -124,7 +145,7 @@ class BlockTable:
 
     def drop_lost(self) -> None:
         """Drops pages from the first lost one on; another table that holds it may have lost it."""
-        lost = next((i for i, page in enumerate(self.pages) if page.is_lost), None)
+        lost = next((i for i in range(self.named, len(self.pages)) if self.pages[i].is_lost), None)
         if lost is not None:
             self.crop(lost * self._tokens_per_block + self.dropped)
 
@@ -154,6 +175,8 @@ class BlockTable:
         for page in self.pages:
             page.holders += 1
         other.pages, other.named, other.length = list(self.pages), self.named, self.length
+        other._located, other._known = self._located, self._known
+        other._fixed, other._moves = self._fixed, self._moves
         other.dropped, other.is_exact = self.dropped, self.is_exact
         return other
 
@@ -168,6 +191,7 @@ class BlockTable:
         own = [page for page in self.pages if page.is_private and page.holders == 1][:needed]
         used = set(own)
         gone, self.pages = self.pages, own + self._source.reserve(needed - len(own))
+        self._know(0)
         self.named, self.dropped, self.is_exact = 0, self.length - count, False
         try:
             for layer, kept in enumerate(slots):
@@ -194,7 +218,12 @@ class BlockTable:
     def release(self) -> None:
         """Releases every page."""
         pages, self.pages, self.named, self.length = self.pages, [], 0, 0
+        self._know(0)
         self._source.release(pages)
+
+    def _know(self, pages: int) -> None:
+        """Keeps at most so many addresses."""
+        self._known = min(self._known, pages)
 
     def _check_writable(self, start: int, stop: int) -> None:
         if start < self.length or stop > self.capacity:
@@ -222,6 +251,7 @@ class BlockTable:
         used = min(self._tokens_per_block, self.held - index * self._tokens_per_block)
         self._source.shape.backend.copy(shared.array, copy.array, tokens=used)
         self.pages[index] = copy
+        self._know(index)
         self._source.release([shared])
 
     def _copy_tail(self, tail: Page) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from array_api_compat import array_namespace
 
@@ -85,8 +85,10 @@ class Page:
     array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost.
     hash: the block's name; empty while private. position: number of the block, once named.
     origin: the source's record for commit and release. holders: block tables that contain it.
+    moves: counts private pages, of any source, that became others in place: addresses may change.
     """
 
+    moves: ClassVar[int] = 0
     array: Array
     hash: bytes = b""
     position: int = 0
@@ -97,6 +99,11 @@ class Page:
     def is_private(self) -> bool:
         """Not committed: its holder may write to it."""
         return not self.hash
+
+    def become(self, now: Page) -> None:
+        """Turns into another page for all its holders."""
+        self.array, self.hash, self.position, self.origin = now.array, now.hash, now.position, now.origin
+        Page.moves += 1
 
     @property
     def is_lost(self) -> bool:

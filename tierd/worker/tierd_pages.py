@@ -344,7 +344,7 @@ class TierdPages:
 def _move(pages: Sequence[Page], to: Sequence[Page]) -> None:
     """Changes pages in place, so that all holders see it."""
     for page, now in zip(pages, to, strict=True):
-        page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
+        page.become(now)
 
 
 def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpec:
