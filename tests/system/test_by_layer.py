@@ -105,7 +105,7 @@ def test_a_damaged_layer_is_never_there(daemon: Daemon) -> None:
     """If a byte of the store has changed, await_layer ends with False at its layer, and not before it."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
-        flip(daemon, KEPT[5], layer=6)
+        flip(daemon, KEPT[5], at=6 * LAYER_BYTES + 77)
         lease = client.acquire_by_layer(Group(space, NAMES))
         assert len(lease) == BLOCKS
         assert lease.await_layer(5, timeout_s=SOON_S)
@@ -141,15 +141,15 @@ def test_a_lease_that_ends_early_leaves_nothing(daemon: Daemon) -> None:
         assert client.lookup(client.open_namespace(SPEC), NAMES).tier_tokens[0] == 0
 
 
-def flip(daemon: Daemon, block: np.ndarray, *, layer: int) -> None:
-    """Changes a byte of a block's layer in the store's files."""
+def flip(daemon: Daemon, block: np.ndarray, *, at: int) -> None:
+    """Changes a byte of a block in the store's files."""
     begin = block[:4096].tobytes()
     for path in daemon.root.rglob("seg-*.slots"):
         data = path.read_bytes()
-        at = data.find(begin)
-        if at >= 0:
+        found = data.find(begin)
+        if found >= 0:
             with path.open("r+b") as file:
-                file.seek(at + layer * LAYER_BYTES + 77)
-                file.write(bytes([data[at + layer * LAYER_BYTES + 77] ^ 1]))
+                file.seek(found + at)
+                file.write(bytes([data[found + at] ^ 1]))
             return
     raise AssertionError("the block is in no file")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
 from tierd.kernels.pool import Located
-from tierd.worker.pages import Held, Page, PageShape, PageSource
+from tierd.worker.pages import Held, Page, PageShape, PagesMissing, PageSource
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -33,6 +33,7 @@ class BlockTable:
         """held: a stored prefix, which the table owns; on an error it is released. Its tail is
         copied into a private page and released."""
         start = held or Held()
+        self._arriving, self._tail = start.arriving, start.tail
         self._source = source
         self._tokens_per_block = source.shape.tokens_per_block
         self.pages: list[Page] = list(start.pages)
@@ -45,12 +46,12 @@ class BlockTable:
         self.is_exact = True
         if start.tail is not None:
             try:
-                self._copy_tail(start.tail)
+                self.pages += source.reserve(1)
+                if self._arriving is None:
+                    self._copy_tail(None)
             except BaseException:
                 self.release()
                 raise
-            finally:
-                source.release([start.tail])
 
     @property
     def shape(self) -> PageShape:
@@ -78,6 +79,21 @@ class BlockTable:
     def capacity(self) -> int:
         """Tokens that fit the pages, dropped ones included."""
         return len(self.pages) * self._tokens_per_block + self.dropped
+
+    def await_layer(self, layer: int) -> None:
+        """Waits until a layer of a stored prefix is in the pages, in order from layer 0 on. Raises
+        PagesMissing if it will not come."""
+        if self._arriving is None:
+            return
+        if not self._arriving(layer):
+            raise PagesMissing(self)
+        self._copy_tail(layer)
+
+    def await_layers(self) -> None:
+        """Waits for all layers, before anything is computed. Raises PagesMissing."""
+        if self._arriving is not None and not self._arriving(None):
+            raise PagesMissing(self)
+        self._copy_tail(None)
 
     def grow(self, length: int) -> None:
         """Makes positions self.length to length writable: reserves pages, and copies the page to be
@@ -217,6 +233,7 @@ class BlockTable:
 
     def release(self) -> None:
         """Releases every page."""
+        self._drop_tail()
         pages, self.pages, self.named, self.length = self.pages, [], 0, 0
         self._know(0)
         self._source.release(pages)
@@ -254,6 +271,18 @@ class BlockTable:
         self._know(index)
         self._source.release([shared])
 
-    def _copy_tail(self, tail: Page) -> None:
-        self.pages += self._source.reserve(1)
-        self._source.shape.backend.copy(tail.array, self.pages[-1].array, tokens=tail.array.shape[2])
+    def _copy_tail(self, layer: int | None) -> None:
+        """Copies a layer of the stored short block, or all (None), into the private page. The short
+        block is released after the last one."""
+        if self._tail is not None:
+            source, target = self._tail.array, self.pages[self.named].array
+            if layer is not None:
+                source, target = source[layer : layer + 1], target[layer : layer + 1]
+            self.shape.backend.copy(source, target, tokens=source.shape[2])
+        if layer in (None, self.shape.geometry.layers - 1):
+            self._drop_tail()
+
+    def _drop_tail(self) -> None:
+        tail, self._tail, self._arriving = self._tail, None, None
+        if tail is not None:
+            self._source.release([tail])

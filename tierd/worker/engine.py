@@ -28,7 +28,7 @@ from tierd.kernels import PagedAttention
 from tierd.worker.attention import attention_for
 from tierd.worker.blocks import BlockTable
 from tierd.worker.model import Llama
-from tierd.worker.pages import Held, PageSource
+from tierd.worker.pages import Held, PagesMissing, PageSource
 from tierd.worker.report import Report, Request
 from tierd.worker.sampling import pick_token
 from tierd.worker.sequences import LiveSequence, Pass, Run
@@ -113,7 +113,8 @@ class Engine:
         """Finds the stored prefix. Next: `compute`, until the sequence is ready."""
         self._check(request)
         started = self._clock()
-        held = self.source.acquire(request.tokens[: self._exact_length(request)], marks=request.marks)
+        exact = request.tokens[: self._exact_length(request)]
+        held = self.source.acquire(exact, marks=request.marks, by_layer=request.token_policy is None)
         return self._open(request, held, started)
 
     def begin(self, request: Request) -> LiveSequence:
@@ -173,11 +174,27 @@ class Engine:
         decodes, one chunk of each other. Commits full blocks of prompts that need more passes."""
         runs = [self._next_run(sequence) for sequence in sequences]
         runs.sort(key=lambda run: run.stop - run.start > 1)  # kernels take decodes and chunks apart
-        for run, row in zip(runs, self._compute(runs), strict=True):
+        try:
+            rows = self._compute(runs)
+        except PagesMissing as missing:
+            self._replace_table(next(s for s in sequences if s.table is missing.table))
+            return
+        for run, row in zip(runs, rows, strict=True):
             run.sequence.logits, run.sequence.start = row, run.stop
         for sequence in sequences:
             if not sequence.is_ready and not sequence.is_decoding:
                 sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
+
+    def _replace_table(self, sequence: LiveSequence) -> None:
+        """Begins anew with what is stored and whole, since pages of the stored prefix did not come."""
+        request, report = sequence.request, sequence.report
+        sequence.table.release()
+        held = self.source.acquire(request.tokens[: self._exact_length(request)], marks=request.marks)
+        sequence.table = BlockTable(self.source, held)
+        start = min(held.tokens, sequence.first_query)
+        report.recomputed_tokens += max(0, sequence.start - start)
+        report.reused_tokens, report.computed_tokens = held.tokens, len(request.tokens) - start
+        sequence.start = start
 
     def next_tokens(self, sequence: LiveSequence) -> int:
         """How many tokens of a sequence the next pass computes. Contents of lost pages come first."""

@@ -8,7 +8,7 @@ daemon is slow, full or gone. It returns fewer named pages then, and plain memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -117,12 +117,23 @@ class Held:
 
     tokens: covered by pages, the tail included. tier_tokens: by the name of the tier that had them.
     tail: a short last block, compact, to be copied into a private page; its array has its tokens.
+    arriving: waits until a layer (None: all) is in the pages; False: they will not come. None: all
+    are there.
     """
 
     pages: list[Page] = field(default_factory=list)
     tail: Page | None = None
     tokens: int = 0
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    arriving: Callable[[int | None], bool] | None = None
+
+
+class PagesMissing(Exception):
+    """Pages of a stored prefix did not come. table: the sequence's."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__("pages of a stored prefix did not come; compute them")
+        self.table = table
 
 
 class PageSource(Protocol):
@@ -133,8 +144,9 @@ class PageSource(Protocol):
         """Shape of every page."""
         ...
 
-    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
-        """The longest stored prefix of these tokens. marks: ends of earlier turns, with short blocks perhaps."""
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
+        """The longest stored prefix of these tokens. marks: ends of earlier turns, with short blocks perhaps.
+        by_layer: also before all of its layers are in the pages."""
         ...
 
     def reserve(self, count: int) -> list[Page]:
@@ -184,7 +196,7 @@ class LocalPages:
         """Shape of every page."""
         return self._shape
 
-    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
         """Nothing is ever stored."""
         return Held()
 

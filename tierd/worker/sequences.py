@@ -123,7 +123,12 @@ class Pass:
         )
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Model's `Attend`."""
+        """Model's `Attend`. Raises PagesMissing, before anything of this layer is read."""
+        for run in self._runs:
+            if self._has_views:  # their notes cannot be taken back
+                run.sequence.table.await_layers()
+            else:
+                run.sequence.table.await_layer(layer)
         self._work.store(layer, k, v)
         subsets = self._subsets(layer, q) if self._has_views else None
         attended = self._work.attend(layer, q, with_mass=self._with_mass, subsets=subsets)

@@ -125,6 +125,11 @@ class Lease(Bound):
             copy_out(self._views(self.handles), targets)
         return good & self._are_current()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the daemon was still filling pages when it gave the lease."""
+        return self._pending is not None
+
     def await_layer(self, layer: int | None = None, *, timeout_s: float) -> bool:
         """Waits until a layer of all blocks, and those before it, are in the pages and verified.
 
