@@ -35,7 +35,7 @@ SPEC = NamespaceSpec(
     geometry=KVGeometry(LAYERS, 8, 512, "float16"),
 )
 NAMES = chain(1, BLOCKS)
-NOTE = "loads_by_layer.landed.before_note"
+NOTE = "loads_by_layer.note.before_note"
 RNG = np.random.default_rng(0)
 KEPT = [RNG.integers(0, 256, SPEC.block_bytes, np.uint8) for _ in range(BLOCKS)]
 
@@ -75,10 +75,10 @@ def test_each_layer_is_right_when_it_is_there(daemon: Daemon) -> None:
 
 
 def test_a_layer_is_told_before_later_ones_are_read(daemon: Daemon) -> None:
-    """While the daemon is stuck before the fifth part, the first four layers are there, the fifth not."""
+    """While the daemon is stuck before the third of four parts, half of the layers are there, the next not."""
     with Client(daemon.target) as client, daemon.faults() as faults:
         space = client.open_namespace(SPEC)
-        faults.arm(NOTE, "delay:3@5x1")
+        faults.arm(NOTE, "delay:3@3x1")
         lease = client.acquire_by_layer(Group(space, NAMES))
         assert lease.await_layer(3, timeout_s=SOON_S)
         assert lease.check() == 0, "no block is whole yet"
