@@ -46,7 +46,7 @@ def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Seque
 
 def copy_in(pieces: Pieces, page: Bytes) -> None:
     """Engine to page. Raises InvalidArgument if the pieces do not add up to the page."""
-    for piece, part in _matched(pieces, page):
+    for piece, part in matched(pieces, page):
         if isinstance(piece, np.ndarray):
             np.copyto(_shaped(part, piece), piece)
         else:
@@ -55,11 +55,30 @@ def copy_in(pieces: Pieces, page: Bytes) -> None:
 
 def copy_out(page: Bytes, pieces: Pieces) -> None:
     """Page to engine. Raises InvalidArgument if the pieces do not add up to the page."""
-    for piece, part in _matched(pieces, page):
-        if isinstance(piece, np.ndarray):
-            np.copyto(piece, _shaped(part, piece))
-        else:
-            piece.copy_(_tensor(part, piece))
+    for piece, part in matched(pieces, page):
+        copy_piece(piece, part)
+
+
+def copy_piece(piece: Piece, part: Bytes, *, is_awaited: bool = True) -> None:
+    """Copies a part of a page to the piece. is_awaited: a device's bytes have arrived on return, and
+    otherwise at this place of the current stream."""
+    if isinstance(piece, np.ndarray):
+        np.copyto(piece, _shaped(part, piece))
+    else:
+        piece.copy_(_tensor(part, piece), non_blocking=not is_awaited)
+
+
+def matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
+    """Each piece with its part of the page. Raises InvalidArgument if they do not add up to the page."""
+    found = sum(piece.nbytes for piece in pieces)
+    if found != len(page):
+        raise InvalidArgument(
+            f"block: {len(page)} bytes in tierd, {found} in the engine's {len(pieces)} pieces; the namespace's block_bytes is wrong"
+        )
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.nbytes
+        yield piece, page[start:end]
 
 
 def piece_bytes(piece: Piece) -> int:
@@ -90,18 +109,6 @@ def _rows(pieces: Pieces, page: Bytes, layers: int) -> list[Row]:
 def _are_slices(lengths: tuple[int, ...], length: int, layers: int) -> bool:
     """Whether the slices of the pieces are those of the block."""
     return [*chain.from_iterable(slice_lengths(piece, 0) for piece in lengths)] == slice_lengths(length, layers)
-
-
-def _matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
-    found = sum(piece.nbytes for piece in pieces)
-    if found != len(page):
-        raise InvalidArgument(
-            f"block: {len(page)} bytes in tierd, {found} in the engine's {len(pieces)} pieces; the namespace's block_bytes is wrong"
-        )
-    end = 0
-    for piece in pieces:
-        start, end = end, end + piece.nbytes
-        yield piece, page[start:end]
 
 
 def _shaped(part: Bytes, like: Any) -> Any:

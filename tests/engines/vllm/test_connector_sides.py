@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from tests.depth import report
 from tests.engines.vllm.test_connector_parts import BLOCKS, FULL, HEAD, HEADS, NAMES, TOKENS, caches, config, kv_config
 from tests.system.blocks import await_true
-from tierd.integrations.store import Loaded
+from tierd.integrations.loading import Loaded
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, GroupLoad, Load, Orders
 from tierd.integrations.vllm.scheduler import SchedulerSide

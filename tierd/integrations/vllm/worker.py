@@ -19,7 +19,8 @@ from tierd.errors import TierdError
 from tierd.integrations.coding import Order
 from tierd.integrations.courier import Courier
 from tierd.integrations.pieces import Pieces
-from tierd.integrations.store import EngineStore, Loaded
+from tierd.integrations.loading import Loaded
+from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
