@@ -74,7 +74,7 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
         return Advice(0 if is_busy else blocks * wanted.tokens_per_block)
     some = np.unique(np.linspace(0, blocks, min(blocks, MOST) + 1).round())
     tokens = some * wanted.tokens_per_block
-    load_s = _load_seconds(tokens, runs, wanted.bytes_per_token, copy)
+    load_s = load_seconds(tokens, runs, wanted.bytes_per_token, copy)
     start = wanted.computed + tokens
     first_s = np.maximum(load_s, wanted.engine_wait_s) + prefill.seconds(start, wanted.prompt - start)
     good = first_s <= first_s.min() * (1 + EVEN)
@@ -84,10 +84,10 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
     )
 
 
-def _load_seconds(
+def load_seconds(
     tokens: NDArray[np.float64], runs: Sequence[Run], bytes_per_token: float, copy: Pace | None
 ) -> NDArray[np.float64]:
-    """Seconds to load the first `tokens` tokens: float64 [n]. Tiers are read at once."""
+    """Seconds to load the first `tokens` tokens: float64 [n]. Tiers are read at once. copy: as for `advise`."""
     of_tier: dict[Pace, NDArray[np.float64]] = {}
     first = 0
     for run in runs:

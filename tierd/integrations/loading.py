@@ -50,6 +50,11 @@ class LayerLoad:
 
     # -- for the thread that needs the layers
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether `give_up` has ended it."""
+        return self._is_given_up
+
     def wait(self, layer: int, *, timeout_s: float) -> bool:
         """Waits until this layer of all blocks is in the engine's memory, or the load has ended. False:
         not in time, or given up. With a stream, the caller's own stream waits for the bytes, and this
@@ -114,13 +119,15 @@ class LayerLoad:
             self._stream.synchronize()
 
     def end(self, loaded: Loaded) -> Loaded:
-        """Sets the result; nothing is good if the load was given up."""
+        """Sets the result, if there is none; nothing is good if the load was given up."""
+        if self._stream is not None:
+            self._stream.synchronize()  # a failure leaves copies under way
         with self._turn:
             if self._is_given_up:
                 loaded = Loaded(good=(0,) * len(loaded.good))
-            self._loaded = loaded
+            self._loaded = self._loaded or loaded
             self._turn.notify_all()
-        return loaded
+            return self._loaded
 
     @property
     def _has_ended(self) -> bool:
