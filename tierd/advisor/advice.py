@@ -23,6 +23,8 @@ from tierd.advisor.prefill import Prefill
 
 MOST = 256
 """Candidates that are compared."""
+BUSY_S = 0.01
+"""A tier with a longer queue is not loaded from before the engine's steps are known."""
 EVEN = 0.04
 """Loading is preferred if computing gains less than this share: it leaves the engine to others."""
 
@@ -64,13 +66,13 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
     """Chooses how many of the tokens in `runs`, which follow the computed ones, to load.
 
     copy: from host memory into the engine's. At least one token of the prompt is left to compute.
-    Until the engine's steps are known, tiers without a queue are loaded whole, and others not at
+    Until the engine's steps are known, tiers with a short queue are loaded whole, and others not at
     all. An engine that only loads would never learn.
     """
     usable = min(sum(run.tokens for run in runs), wanted.prompt - 1 - wanted.computed)
     blocks = max(0, usable) // wanted.tokens_per_block
     if not prefill.is_known:
-        is_busy = any(run.pace is not None and run.pace.wait_s > 0 for run in runs)
+        is_busy = any(run.pace is not None and run.pace.wait_s > BUSY_S for run in runs)
         return Advice(0 if is_busy else blocks * wanted.tokens_per_block)
     some = np.unique(np.linspace(0, blocks, min(blocks, MOST) + 1).round())
     tokens = some * wanted.tokens_per_block

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+
 from tierd.client import Group, Lease
 from tierd.errors import Unavailable
 from tierd.integrations.coding import Codings, Engine, Target
-from tierd.integrations.pieces import Bytes, Pieces, copy_piece, matched
+from tierd.integrations.pieces import Bytes, Pieces, copy_piece, copy_rows, matched, rows_out
+
 
 TOGETHER = 64
-"""Pieces that are copied between two looks whether the load is given up."""
+"""Pieces that are copied one by one between two looks whether the load is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class LayerLoad:
     def __init__(self, stream: Any = None) -> None:
         self._stream = stream
         self._turn = threading.Condition()
-        self._writers, self._is_given_up = 0, False
+        self._writers, self._is_over = 0, np.zeros(1, np.int32)
         self._arrivals: list[Any] = []  # by layer: an event of the stream
         self._loaded: Loaded | None = None
 
@@ -53,7 +56,7 @@ class LayerLoad:
     @property
     def is_given_up(self) -> bool:
         """Whether `give_up` has ended it."""
-        return self._is_given_up
+        return bool(self._is_over[0])
 
     def wait(self, layer: int, *, timeout_s: float) -> bool:
         """Waits until this layer of all blocks is in the engine's memory, or the load has ended. False:
@@ -61,7 +64,7 @@ class LayerLoad:
         call for their order."""
         with self._turn:
             self._turn.wait_for(lambda: layer < len(self._arrivals) or self._has_ended, timeout_s)
-            if self._is_given_up or not self._has_ended and layer >= len(self._arrivals):
+            if self.is_given_up or not self._has_ended and layer >= len(self._arrivals):
                 return False
             arrival = self._arrivals[layer] if layer < len(self._arrivals) else None
         if arrival is not None:
@@ -72,7 +75,7 @@ class LayerLoad:
         """What is good; None if the load has not ended in time or was given up."""
         with self._turn:
             self._turn.wait_for(lambda: self._has_ended, timeout_s)
-            return None if self._is_given_up else self._loaded
+            return None if self.is_given_up else self._loaded
 
     def give_up(self) -> bool:
         """Ends the load, unless it has a result. Once this has returned, nothing writes into the
@@ -80,7 +83,7 @@ class LayerLoad:
         with self._turn:
             if self._loaded is not None:
                 return False
-            self._is_given_up = True
+            self._is_over[0] = 1
             self._turn.notify_all()
             self._turn.wait_for(lambda: self._writers == 0)
         if self._stream is not None:
@@ -93,7 +96,7 @@ class LayerLoad:
     def writing(self) -> Iterator[None]:
         """Around writes to the engine's memory. Raises Unavailable once the load is given up."""
         with self._turn:
-            if self._is_given_up:
+            if self.is_given_up:
                 raise Unavailable("load: the engine has given it up; its blocks are computed")
             self._writers += 1
         try:
@@ -107,14 +110,20 @@ class LayerLoad:
     def copy(self, blocks: Sequence[tuple[Bytes, Pieces]], *, are_all: bool = True) -> None:
         """Copies pages to their pieces, layer by layer. are_all: no layer has bytes that come later.
         Raises as `writing`, and InvalidArgument."""
-        for layer in zip_longest(*[matched(pieces, page) for page, pieces in blocks]):
-            for start in range(0, len(layer), TOGETHER):
+        rows = rows_out(blocks)
+        if rows is not None:
+            for each in rows:
                 with self.writing():
-                    for each in layer[start : start + TOGETHER]:
-                        if each is not None:  # blocks of another group have fewer layers
-                            copy_piece(*each, is_awaited=self._stream is None)
-            if are_all:
-                self._arrived()
+                    copy_rows(each, self._is_over)
+                self._arrived(is_told=are_all)
+            return
+        for parts in zip_longest(*[matched(pieces, page) for page, pieces in blocks]):
+            for start in range(0, len(parts), TOGETHER):
+                with self.writing():
+                    for part in parts[start : start + TOGETHER]:
+                        if part is not None:  # blocks of another group have fewer layers
+                            copy_piece(*part, is_awaited=self._stream is None)
+            self._arrived(is_told=are_all)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -123,7 +132,7 @@ class LayerLoad:
         if self._stream is not None:
             self._stream.synchronize()  # a failure leaves copies under way
         with self._turn:
-            if self._is_given_up:
+            if self.is_given_up:
                 loaded = Loaded(good=(0,) * len(loaded.good))
             self._loaded = self._loaded or loaded
             self._turn.notify_all()
@@ -131,7 +140,7 @@ class LayerLoad:
 
     @property
     def _has_ended(self) -> bool:
-        return self._is_given_up or self._loaded is not None
+        return self.is_given_up or self._loaded is not None
 
     def _ordered(self) -> AbstractContextManager[Any]:
         if self._stream is None:
@@ -141,8 +150,10 @@ class LayerLoad:
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
-    def _arrived(self) -> None:
+    def _arrived(self, *, is_told: bool) -> None:
         """The next layer is in the engine's memory, or will be at this place of the stream."""
+        if not is_told:
+            return
         arrival = self._stream.record_event() if self._stream is not None else None
         with self._turn:
             self._arrivals.append(arrival)

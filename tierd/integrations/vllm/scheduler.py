@@ -45,6 +45,8 @@ MOST_STEPS = 8
 """Steps under way, at most: vLLM schedules one or two ahead."""
 END_S = 2.0
 """Seconds that a shutdown waits for lookups in flight."""
+ALONE = 5
+"""An engine with a single request waits so many times longer for loads in its step."""
 FRESH_S = 1.0
 """A request that queued for longer is looked up again."""
 
@@ -170,8 +172,7 @@ class SchedulerSide:
         least = self._options.least_load_tokens
         blocks = Blocks(space.tokens, size, group, step_tokens=step_tokens(self._spaces), least_tokens=least)
         entry.claimed = self._store.advice.claim(seen, entry.found, blocks)
-        load_s = self._step_load_s + entry.claimed.load_s
-        entry.is_in_step = self._loads_in_step and 0 < load_s <= self._options.step_load_s
+        entry.is_in_step = self._loads_in_step and self._is_short(entry.claimed.load_s)
         return entry.claimed.tokens
 
     def loads_in_step(self, request: Any) -> bool:
@@ -305,6 +306,12 @@ class SchedulerSide:
     def _whole_space(self) -> tuple[int, Space]:
         """The first group that needs all blocks of a prefix, and its number."""
         return next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
+
+    def _is_short(self, load_s: float) -> bool:
+        """Whether a step may wait for a load of so many seconds, with those that it has already. It may
+        wait longer if the engine has no other request."""
+        most_s = self._options.step_load_s * (ALONE if len(self._entries) == 1 else 1)
+        return 0 < load_s and self._step_load_s + load_s <= most_s
 
     def _deadline_s(self, entry: Entry) -> float:
         """How long a load may take: what computing would have, within the options."""
