@@ -57,7 +57,10 @@ class Fit:
             for chosen in combinations(range(size), count):
                 scale = [math.sqrt(max(moments[i][i], 1e-300)) for i in chosen]
                 rows = [
-                    [moments[i][j] / (a * b) + (ridge[i] if i == j else 0.0) for j, b in zip(chosen, scale, strict=True)]
+                    [
+                        moments[i][j] / (a * b) + (ridge[i] if i == j else 0.0)
+                        for j, b in zip(chosen, scale, strict=True)
+                    ]
                     + [products[i] / a]
                     for i, a in zip(chosen, scale, strict=True)
                 ]

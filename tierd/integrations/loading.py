@@ -9,7 +9,6 @@ page may have changed while it was copied.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from tierd.client import Group, Lease
 from tierd.errors import Unavailable
 from tierd.integrations.coding import Codings, Engine, Target
 from tierd.integrations.pieces import Bytes, Pieces, copy_piece, copy_rows, matched, rows_out
-
 
 TOGETHER = 64
 """Pieces that are copied one by one between two looks whether the load is given up."""
@@ -64,7 +62,7 @@ class LayerLoad:
         call for their order."""
         with self._turn:
             self._turn.wait_for(lambda: layer < len(self._arrivals) or self._has_ended, timeout_s)
-            if self.is_given_up or not self._has_ended and layer >= len(self._arrivals):
+            if self.is_given_up or (not self._has_ended and layer >= len(self._arrivals)):
                 return False
             arrival = self._arrivals[layer] if layer < len(self._arrivals) else None
         if arrival is not None:

@@ -201,9 +201,9 @@ def test_long_loads_and_many_loads_are_asynchronous(sides: Sides) -> None:
 
 
 def test_an_old_answer_is_asked_again(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup begins when its request arrives. After a long time in the queue it is repeated, once."""
+    """The lookup of a request that queued for long is repeated, once."""
     asked = request("queued", 3)
-    sides.scheduler.arrived(asked)
+    sides.scheduler.begin(asked)
     first = sides.scheduler._entries["queued"]
     assert sides.match(asked) == 3 * TOKENS and sides.scheduler._entries["queued"] is first
     first.begun -= 10

@@ -122,10 +122,6 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._of_scheduler.is_off:
             self._of_scheduler.begin(request)
 
-    def on_new_request(self, request: Any) -> None:
-        """Looks the request up while it waits for its first step."""
-        self._of_scheduler.arrived(request)
-
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens that tierd has beyond vLLM's own hit; None if not known yet."""
         tokens = self._of_scheduler.match(request, num_computed_tokens)

@@ -59,4 +59,7 @@ class StepLoad:
 
 def can_confirm_later() -> bool:
     """Whether this vLLM's block pool lets blocks leave its cache and return."""
-    return hasattr(BlockPool, "evict_blocks") and set(inspect.signature(BlockPool.cache_full_blocks).parameters) >= PARAMETERS
+    return (
+        hasattr(BlockPool, "evict_blocks")
+        and set(inspect.signature(BlockPool.cache_full_blocks).parameters) >= PARAMETERS
+    )

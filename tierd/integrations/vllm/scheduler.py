@@ -125,11 +125,6 @@ class SchedulerSide:
 
     # -- lookups
 
-    def arrived(self, request: Any) -> None:
-        """Begins the lookup of a new request, which may wait long for its first step."""
-        if not self._is_off:
-            self.begin(request)
-
     def begin(self, request: Any) -> Entry:
         """Looks up a request that is new, was preempted, or whose first answer is stale."""
         self._begin_hashes()
@@ -311,7 +306,7 @@ class SchedulerSide:
         """Whether a step may wait for a load of so many seconds, with those that it has already. It may
         wait longer if the engine has no other request."""
         most_s = self._options.step_load_s * (ALONE if len(self._entries) == 1 else 1)
-        return 0 < load_s and self._step_load_s + load_s <= most_s
+        return load_s > 0 and self._step_load_s + load_s <= most_s
 
     def _deadline_s(self, entry: Entry) -> float:
         """How long a load may take: what computing would have, within the options."""

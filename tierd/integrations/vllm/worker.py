@@ -18,8 +18,8 @@ from tierd.core.formats.model import ROOT
 from tierd.errors import TierdError
 from tierd.integrations.coding import Order
 from tierd.integrations.courier import Courier
-from tierd.integrations.pieces import Pieces
 from tierd.integrations.loading import LayerLoad, Loaded
+from tierd.integrations.pieces import Pieces
 from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.loads import Loads, is_layerwise
 from tierd.integrations.vllm.memory import KVMemory
