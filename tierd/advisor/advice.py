@@ -89,7 +89,8 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
 def load_seconds(
     tokens: NDArray[np.float64], runs: Sequence[Run], bytes_per_token: float, copy: Pace | None
 ) -> NDArray[np.float64]:
-    """Seconds to load the first `tokens` tokens: float64 [n]. Tiers are read at once. copy: as for `advise`."""
+    """Seconds to load the first `tokens` tokens: float64 [n]. Tiers are read at once.
+    copy: as for `advise`."""
     of_tier: dict[Pace, NDArray[np.float64]] = {}
     first = 0
     for run in runs:

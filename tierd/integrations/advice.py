@@ -99,7 +99,7 @@ class EngineAdvice:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the latest match with tokens on a store was not loaded whole: then a lookup should
+        """Whether the latest match with tokens on a store was not loaded whole. Then a lookup should
         not start to read before the engine has decided."""
         return self._is_doubtful
 

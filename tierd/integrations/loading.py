@@ -57,9 +57,10 @@ class LayerLoad:
         return bool(self._is_over[0])
 
     def wait(self, layer: int, *, timeout_s: float) -> bool:
-        """Waits until this layer of all blocks is in the engine's memory, or the load has ended. False:
-        not in time, or given up. With a stream, the caller's own stream waits for the bytes, and this
-        call for their order."""
+        """Waits until this layer of all blocks is in the engine's memory, or the load has ended.
+        False: not in time, or given up. With a stream, this call waits for the order of copies, and
+        the caller's own stream for the bytes.
+        """
         with self._turn:
             self._turn.wait_for(lambda: layer < len(self._arrivals) or self._has_ended, timeout_s)
             if self.is_given_up or (not self._has_ended and layer >= len(self._arrivals)):
@@ -70,7 +71,7 @@ class LayerLoad:
         return True
 
     def result(self, *, timeout_s: float) -> Loaded | None:
-        """What is good; None if the load has not ended in time or was given up."""
+        """The good blocks; None if the load has not ended in time or was given up."""
         with self._turn:
             self._turn.wait_for(lambda: self._has_ended, timeout_s)
             return None if self.is_given_up else self._loaded

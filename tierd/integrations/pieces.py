@@ -66,8 +66,8 @@ def rows_out(blocks: Sequence[tuple[Bytes, Pieces]]) -> StructArray | None:
     """BLOCK [pieces of a block, blocks], for `copy_rows`: from pages to their pieces. None unless all
     pieces are contiguous host memory and each block has equally many.
 
-    One call then copies a layer without the interpreter's lock. Many short copies would keep it from
-    the engine's thread.
+    One call then copies a layer without the interpreter's lock. Many short copies would keep that
+    from the engine's thread.
     """
     counts = {len(pieces) for _, pieces in blocks}
     if _library is None or len(counts) != 1:
@@ -95,8 +95,11 @@ def copy_rows(rows: StructArray, is_over: NDArray[np.int32]) -> None:
 
 
 def copy_piece(piece: Piece, part: Bytes, *, is_awaited: bool = True) -> None:
-    """Copies a part of a page to the piece. is_awaited: a device's bytes have arrived on return, and
-    otherwise at this place of the current stream."""
+    """Copies a part of a page to the piece.
+
+    is_awaited: a device's bytes have arrived on return. Otherwise they arrive at this place of the
+    current stream.
+    """
     if isinstance(piece, np.ndarray):
         np.copyto(piece, _shaped(part, piece))
     else:

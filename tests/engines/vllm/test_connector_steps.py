@@ -181,7 +181,7 @@ def test_layers_that_nobody_waited_for_are_missing(sides: Sides) -> None:
 
 
 def test_where_vllm_cannot_recover_loads_are_asynchronous() -> None:
-    """With several groups, a window or async scheduling vLLM does not compute again what failed in its step."""
+    """With several groups, a window or async scheduling vLLM does not recover from a step's failure."""
     one = kv_config(FULL)
     assert _may_load_in_step(config(), one)
     assert not _may_load_in_step(config(async_scheduling=True), one)

@@ -13,8 +13,8 @@ from tierd.integrations.options import Options
 class ConnectorOptions(Options):
     """lookup_grace_s: longest wait of the scheduler in a step for lookups; it asks again in the next.
     load_grace_s: an idle engine's longest wait in a step for loads.
-    step_load_s: a load that is expected to take at most this runs in the step that computes with it,
-    layer by layer; together with others in the step. 0: never.
+    step_load_s: expected time of the loads that may run in the step that computes with them, layer
+    by layer. 0: none.
     load_deadline_s: a load is given up after this or the time to compute its tokens, whichever is
     longer, and at timeout_s.
     save_generated: whether to store blocks with generated tokens.

@@ -31,8 +31,8 @@ class GroupLoad:
 class Load:
     """Fills a request's blocks, of each group.
 
-    deadline_s: after its step has begun, it is given up. is_in_step: the step computes with the
-    blocks, layer by layer; otherwise the request waits for a later step.
+    deadline_s: after its step has begun, it is given up.
+    is_in_step: the step computes with the blocks. Otherwise the request waits for a later step.
     """
 
     request: str

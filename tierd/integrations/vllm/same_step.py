@@ -3,8 +3,8 @@
 vLLM puts a request's blocks into its prefix cache when it allocates them. Here they are loaded
 while the step runs, and the load may fail. Then vLLM computes the request again, but it leaves the
 blocks in the cache, and other requests may hit them meanwhile. So the blocks leave the cache until
-the step has reported. Blocks that the step completes are saved after it, not in it: workers of
-other ranks do not learn in time that a load has failed.
+the step has reported. Blocks that the step completes are saved after it. Workers
+of other ranks would not learn in time that a load has failed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PARAMETERS = {"request", "blocks", "num_cached_blocks", "num_full_blocks", "bloc
 class StepLoad:
     """A request whose blocks of one group are loaded in its step.
 
-    entry: the scheduler's. ids: all its blocks. first: number of the first that is loaded. ready:
-    tokens computed after the step. ended: its blocks and tokens, if it ended before the step had
-    reported.
+    entry: the scheduler's.
+    ids: all its blocks. first: number of the first that is loaded.
+    ready: tokens computed after the step.
+    ended: its blocks and tokens, if it ended before the step had reported.
     """
 
     entry: Any
