@@ -9,9 +9,11 @@ page may have changed while it was copied.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -20,10 +22,14 @@ import numpy as np
 from tierd.client import Group, Lease
 from tierd.errors import Unavailable
 from tierd.integrations.coding import Codings, Engine, Target
-from tierd.integrations.pieces import Bytes, Pieces, copy_piece, copy_rows, matched, rows_out
+from tierd.integrations.pieces import Bytes, Pieces, copy_piece, copy_rows, matched, piece_bytes, rows_out
 
 TOGETHER = 64
 """Pieces that are copied one by one between two looks whether the load is given up."""
+
+
+AwaitLayer = Callable[[int], object]
+"""Waits until a layer is in the daemon's pages. Raises Unavailable if it does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +46,11 @@ class Loaded:
 
 class LayerLoad:
     """The progress of one load. stream: a torch.cuda.Stream in which pieces on a device are copied;
-    None: each copy has ended when its call returns."""
+    None: each copy has ended when its call returns. until: when the thread
+    that waits for its layers gives it up; None: no thread does."""
 
-    def __init__(self, stream: Any = None) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any = None, *, until: float | None = None) -> None:
+        self._stream, self.until = stream, until
         self._turn = threading.Condition()
         self._writers, self._is_over = 0, np.zeros(1, np.int32)
         self._arrivals: list[Any] = []  # by layer: an event of the stream
@@ -106,17 +113,22 @@ class LayerLoad:
                 self._writers -= 1
                 self._turn.notify_all()
 
-    def copy(self, blocks: Sequence[tuple[Bytes, Pieces]], *, are_all: bool = True) -> None:
+    def copy(
+        self, blocks: Sequence[tuple[Bytes, Pieces]], *, are_all: bool = True, await_layer: AwaitLayer = lambda _: None
+    ) -> None:
         """Copies pages to their pieces, layer by layer. are_all: no layer has bytes that come later.
-        Raises as `writing`, and InvalidArgument."""
+        await_layer: called before a layer is read. Raises as these and `writing`, and
+        InvalidArgument."""
         rows = rows_out(blocks)
         if rows is not None:
-            for each in rows:
+            for layer, each in enumerate(rows):
+                await_layer(layer)
                 with self.writing():
                     copy_rows(each, self._is_over)
                 self._arrived(is_told=are_all)
             return
-        for parts in zip_longest(*[matched(pieces, page) for page, pieces in blocks]):
+        for layer, parts in enumerate(zip_longest(*[matched(pieces, page) for page, pieces in blocks])):
+            await_layer(layer)
             for start in range(0, len(parts), TOGETHER):
                 with self.writing():
                     for part in parts[start : start + TOGETHER]:
@@ -174,7 +186,7 @@ def fill(
     codings: Codings,
     load: LayerLoad,
 ) -> Filled:
-    """Copies the wanted blocks of a lease. Raises as LayerLoad.copy."""
+    """Copies the wanted blocks of a lease. Raises as LayerLoad.copy, and if a layer does not come."""
     views = iter(lease.views())
     blocks, filled = list[tuple[Bytes, Pieces]](), Filled([], [])
     for group, leased, pieces in zip(groups, lease.groups, targets, strict=True):
@@ -187,8 +199,20 @@ def fill(
             elif wanted is not None:
                 blocks.append((view, wanted))
         filled.copied.append(leased.first + leased.count)
-    load.copy(blocks, are_all=not filled.coded)
+    load.copy(blocks, are_all=not filled.coded, await_layer=partial(_await, lease, groups, blocks, load.until or 0.0))
     return filled
+
+
+def _await(
+    lease: Lease, groups: Sequence[Group], blocks: Sequence[tuple[Bytes, Pieces]], until: float, layer: int
+) -> None:
+    """Waits for a layer of a lease's pages; for all if the engine's pieces are no layers."""
+    if not lease.is_pending:
+        return
+    sizes, layers = {piece_bytes(piece) for piece in blocks[0][1]}, groups[0].namespace.spec.geometry.layers
+    wanted = layer if len(groups) == len(sizes) == 1 and len(blocks[0][1]) == layers else None
+    if not lease.await_layer(wanted, timeout_s=max(0.0, until - time.monotonic())):
+        raise Unavailable("load: the daemon did not bring a layer in time; its blocks are computed")
 
 
 def decoded(filled: Filled, good: int, codings: Codings, load: LayerLoad) -> list[int]:

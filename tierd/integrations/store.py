@@ -112,7 +112,9 @@ class EngineStore:
         load, loaded = into or LayerLoad(), Loaded(good=(0,) * len(groups))
         wait_s = self._options.timeout_s if timeout_s is None else min(timeout_s, self._options.timeout_s)
         try:
-            lease = self._client.acquire(groups, timeout_s=max(0.0, wait_s))
+            is_awaited = load.until is not None and not any(self.codings.of(group.namespace.spec) for group in groups)
+            acquire = self._client.acquire_by_layer if is_awaited else self._client.acquire
+            lease = acquire(groups, timeout_s=max(0.0, wait_s))
             if lease:
                 loaded = self._copied(lease, groups, targets, load)
                 self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))

@@ -57,7 +57,8 @@ class Loads:
 
     def begin(self, order: Load, work: Work, *, stream: Any = None) -> None:
         """Starts a load in a thread. stream: as for LayerLoad."""
-        running = _Running(order, LayerLoad(stream), time.monotonic() + order.deadline_s)
+        until = time.monotonic() + order.deadline_s
+        running = _Running(order, LayerLoad(stream, until=until if order.is_in_step else None), until)
         self._number += 1
         courier = self._now if order.is_in_step else self._later
         if not courier.submit(self._number, lambda: _carried_out(running, work)):
