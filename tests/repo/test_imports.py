@@ -59,7 +59,7 @@ PARTS: dict[str, set[str]] = {
     "client": {"core", "advisor", "_proto", "tcp", "native"} | EDGE,
     "worker": {"core", "client", "codecs", "kernels"} | EDGE,
     "quality": {"core", "codecs", "worker"} | EDGE,
-    "integrations": {"core", "advisor", "client", "codecs", "events", "native"} | EDGE,
+    "integrations": {"core", "client", "codecs", "events", "native"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
 }

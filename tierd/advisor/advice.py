@@ -6,6 +6,10 @@ busy until then. Loading and waiting for the engine overlap:
 
     first token at max(load(L), engine's wait) + prefill(L, prompt - L)
 
+An engine that computes the first of n layers while later ones come waits for one layer alone:
+
+    first token at max(max(load(L) / n, wait) + prefill, load(L) + prefill / n)
+
 Every block boundary is a candidate, or MOST of them, evenly spread. The prefix costs less to load
 than to compute, or not at all: then L is 0. A mixture is best if a slow tier holds the end of it.
 """
@@ -40,13 +44,15 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request. computed: leading tokens that the engine has. bytes_per_token: of all ranks that
-    one link carries. engine_wait_s: until the engine begins with it."""
+    one link carries. engine_wait_s: until the engine begins with it. layers: that it waits for one
+    after another; 1: it waits for whole loads."""
 
     prompt: int
     computed: int
     tokens_per_block: int
     bytes_per_token: float
     engine_wait_s: float = 0.0
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,9 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
     tokens = some * wanted.tokens_per_block
     load_s = load_seconds(tokens, runs, wanted.bytes_per_token, copy)
     start = wanted.computed + tokens
-    first_s = np.maximum(load_s, wanted.engine_wait_s) + prefill.seconds(start, wanted.prompt - start)
+    compute_s = prefill.seconds(start, wanted.prompt - start)
+    begin_s = np.maximum(load_s / wanted.layers, wanted.engine_wait_s)
+    first_s = np.maximum(begin_s + compute_s, load_s + compute_s / wanted.layers)
     good = first_s <= first_s.min() * (1 + EVEN)
     best = int(np.flatnonzero(good)[-1])
     return Advice(

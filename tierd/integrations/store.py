@@ -31,9 +31,9 @@ from tierd.client import (
     PutGroup,
     Reservation,
 )
+from tierd.client.advice import EngineAdvice
 from tierd.client.values import Hashes
 from tierd.errors import TierdError, Unavailable
-from tierd.integrations.advice import EngineAdvice
 from tierd.integrations.coding import Codings, Engine, Source
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.loading import LayerLoad, Loaded, decoded, fill, loaded_of

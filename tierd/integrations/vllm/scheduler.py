@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from tierd.client import Found, OpenedNamespace
-from tierd.integrations.advice import NOTHING, Blocks, Claim
+from tierd.client.advice import NOTHING, Blocks, Claim
+from tierd.client.match import Match
 from tierd.integrations.courier import Courier
-from tierd.integrations.match import Match
 from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.identity import AdapterFiles
 from tierd.integrations.vllm.options import ConnectorOptions

@@ -17,8 +17,8 @@ import numpy as np
 from tierd.advisor.advice import Advice, Run, Wanted, advise, load_seconds
 from tierd.advisor.pace import PaceMeter
 from tierd.advisor.prefill import Prefill
-from tierd.client import Found
-from tierd.integrations.match import Match, claim
+from tierd.client.match import Match, claim
+from tierd.client.values import Found
 
 UNTOLD = 32
 """Copies that are kept until somebody takes them."""
@@ -28,13 +28,14 @@ UNTOLD = 32
 class Blocks:
     """An engine's blocks. group: of the lookup, whose blocks have tokens_per_block tokens.
     step_tokens: what is loaded is a multiple of it. bytes_per_token: of all groups and ranks.
-    least_tokens: smaller loads are not worth it."""
+    least_tokens: smaller loads are not worth it. layers: as `Wanted.layers`."""
 
     tokens_per_block: int
     bytes_per_token: float
     group: int = 0
     step_tokens: int = 0
     least_tokens: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class EngineAdvice:
         if not most:
             return NOTHING
         runs = _runs(found, blocks, match.computed, most)
-        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token)
+        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token, layers=blocks.layers)
         with self._lock:
             advice = advise(wanted, runs, self._prefill, copy=self._copies.pace()) if self._is_on else None
             tokens = most if advice is None else advice.tokens if advice.tokens >= max(1, least) else 0

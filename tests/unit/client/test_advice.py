@@ -7,8 +7,8 @@ import pytest
 
 from tierd.advisor.pace import Pace
 from tierd.client import Found
-from tierd.integrations.advice import NOTHING, Blocks, EngineAdvice
-from tierd.integrations.match import Match
+from tierd.client.advice import NOTHING, Blocks, EngineAdvice
+from tierd.client.match import Match
 
 BYTES = 131_072.0
 """Of a token."""
