@@ -52,6 +52,8 @@ class LoadByLayer:
         self._offsets = np.array(
             [np.cumsum([0, *lengths])[at] for lengths, at in zip(self._lengths, self._counts, strict=True)]
         )
+        self._came = self._counts[:, 1:] == self._counts[:, :-1]  # parts in which a block has no slice are there
+        self._summed = [0] * len(batch)  # leading parts
 
     async def run(self, source: StoredTier) -> NDArray[np.uint16]:
         """Reads all blocks. BlockStatus u2 [n], by the slots' headers; the caller judges the sums."""
@@ -61,11 +63,16 @@ class LoadByLayer:
         return np.asarray(result.statuses, dtype=np.uint16).copy()
 
     def _arrived(self, part: int, rows: Sequence[int]) -> list[None]:
-        """Sums the part's slices, in a thread of the store."""
+        """Sums slices, in one thread of the store at a time. A slice may begin in the last 4 KiB of the
+        part before, so a part that comes too early is summed with the part before."""
         for row in rows:
-            first, stop = self._counts[row, part : part + 2].tolist()
-            start, end = self._offsets[row, part : part + 2].tolist()
-            self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
+            self._came[row, part] = True
+            done, came = self._summed[row], int(np.logical_and.accumulate(self._came[row]).sum())
+            first, stop = self._counts[row, [done, came]].tolist()
+            start, end = self._offsets[row, [done, came]].tolist()
+            if stop > first:
+                self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
+            self._summed[row] = came
         return [None] * len(rows)
 
     def _landed(self, part: int, rows: NDArray[np.int64], tables: Sequence[SliceTable]) -> None:
