@@ -106,7 +106,9 @@ def test_a_damaged_layer_is_never_there(daemon: Daemon) -> None:
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         flip(daemon, KEPT[5], layer=6)
-        lease = client.acquire_by_layer(Group(space, NAMES))
+        with daemon.faults() as faults:
+            faults.arm(NOTE, "delay:3@7x1")  # else the page may be gone before the client looks
+            lease = client.acquire_by_layer(Group(space, NAMES))
         assert len(lease) == BLOCKS
         assert lease.await_layer(5, timeout_s=SOON_S)
         assert not lease.await_layer(6, timeout_s=SOON_S)
