@@ -156,5 +156,3 @@ class _Reading:
         rest = bytes_of(page.key, page.length)[end:]
         found = page.bytes()[:end] + rest
         self._client.world.oracle.read(page.key, found, generation=page.generation, began_s=self._began_s)
-
-

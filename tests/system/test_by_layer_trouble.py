@@ -14,7 +14,7 @@ import pytest
 
 from tests.system.blocks import SOON_S, await_true, connected
 from tests.system.shim.iofault import READS, IoFaults
-from tests.system.test_by_layer import BLOCKS, CONFIG, KEPT, LAYERS, NAMES, NOTE, SPEC, put
+from tests.system.test_by_layer import BLOCKS, CONFIG, KEPT, LAYERS, NAMES, SPEC, held, put
 from tests.system.test_encoded_stores import evict
 from tests.system.test_epoch import bump
 from tests.system.warm import Daemon
@@ -29,6 +29,11 @@ UNALIGNED = NamespaceSpec("u", 16, 5 * (600 << 10) + 5 * 2048, geometry=KVGeomet
 """Its layers begin within pages of 4 KiB."""
 OPAQUE = NamespaceSpec("o", 16, 2 << 20)
 RANKED = NamespaceSpec("r", 16, SPEC.block_bytes, rank_count=2, geometry=SPEC.geometry)
+
+
+@pytest.fixture
+def io(tmp_path: Path) -> IoFaults:
+    return IoFaults(tmp_path)
 
 
 def kept_of(spec: NamespaceSpec, count: int, seed: int = 0) -> list[np.ndarray]:
@@ -132,32 +137,33 @@ def test_several_groups_and_ranks_come_together() -> None:
         await_all(lease, [*KEPT[:4], *kept[0], *kept[1]])
 
 
-def test_many_wait_for_one_load() -> None:
+def test_many_wait_for_one_load(io: IoFaults) -> None:
     """Two clients by layer, one that waits for whole blocks, and a prefetch share one load."""
-    with Daemon(FIRST_HIT, faults=True) as daemon, Client(daemon.target) as one, Client(daemon.target) as other:
+    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as one, Client(daemon.target) as other:
         put(one)
         evict(daemon)
-        with daemon.faults() as faults:
-            faults.arm(NOTE, "delay:0.2@1x4")
+        with held(io, 2):
             first = one.acquire_by_layer(Group(one.open_namespace(SPEC), NAMES))
             second = other.acquire_by_layer(Group(other.open_namespace(SPEC), NAMES))
             assert one.prefetch(one.open_namespace(SPEC), NAMES) == 0
-            assert faults.hits()[NOTE] < LAYERS
-        await_all(second, KEPT)
-        await_all(first, KEPT)
+            assert first.await_layer(1, timeout_s=SOON_S) and second.await_layer(1, timeout_s=SOON_S)
+            assert not first.await_layer(2, timeout_s=0.0) and not second.await_layer(2, timeout_s=0.0)
         with other.acquire(Group(other.open_namespace(SPEC), NAMES)) as whole:
             assert len(whole) == BLOCKS
+        await_all(second, KEPT)
+        await_all(first, KEPT)
 
 
-def test_a_prefetch_before_is_shared() -> None:
+def test_a_prefetch_before_is_shared(io: IoFaults) -> None:
     """A lease by layer on blocks that a prefetch already brings has all of them in the end."""
-    with Daemon(FIRST_HIT, faults=True) as daemon, Client(daemon.target) as client:
+    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
         put(client)
         evict(daemon)
-        with daemon.faults() as faults:
-            faults.arm("mover.load.before_verify", "delay:0.2@1x1")
+        with held(io, 0):
             assert client.prefetch(client.open_namespace(SPEC), NAMES) == BLOCKS
-            await_all(client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES)), KEPT)
+            lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
+            assert pending(lease).all()
+        await_all(lease, KEPT)
 
 
 def test_a_load_above_the_capacity_ends() -> None:
@@ -168,61 +174,59 @@ def test_a_load_above_the_capacity_ends() -> None:
         kept = kept_of(SPEC, 40)
         for i in range(0, 40, 8):
             parent = names[i - 1].tobytes() if i else ROOT
-            client.put(space, PutGroup(space, names[i : i + 8], parent=parent, position=i), kept[i : i + 8], durable=True)
+            client.put(
+                space, PutGroup(space, names[i : i + 8], parent=parent, position=i), kept[i : i + 8], durable=True
+            )
             evict(daemon)
         lease = client.acquire_by_layer(Group(space, names))
         assert 0 < len(lease) < 40 and not lease.whole
         await_all(lease, kept[: len(lease)])
 
 
-def test_a_client_that_dies_leaves_nothing() -> None:
+def test_a_client_that_dies_leaves_nothing(io: IoFaults) -> None:
     """After SIGKILL to a client during its load, nothing stays pinned and the blocks are intact."""
-    with Daemon(FIRST_HIT, faults=True) as daemon, Client(daemon.target) as client, connected(daemon) as raw:
+    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client, connected(daemon) as raw:
         put(client)
         evict(daemon)
-        with daemon.faults() as faults:
-            faults.arm(NOTE, "delay:0.5@2x1")
-            died = subprocess.run([sys.executable, "-m", "tests.system.by_layer_victim", daemon.target], check=False, timeout=60)
-            assert died.returncode == -signal.SIGKILL
+        command = [sys.executable, "-m", "tests.system.by_layer_victim", daemon.target]
+        with held(io, 2):
+            assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
         await_true(lambda: not raw.tiers()["host.0"].pages_pinned, "no page pinned")
         await_all(client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES)), KEPT)
         evict(daemon)
         assert not raw.tiers()["host.0"].pages_ready
 
 
-def test_a_stop_during_a_load_is_in_time() -> None:
+def test_a_stop_during_a_load_is_in_time(io: IoFaults) -> None:
     """The daemon ends in good order during a load, and its client gets no layer."""
-    with Daemon(FIRST_HIT, faults=True) as daemon, Client(daemon.target) as client:
+    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
         put(client)
         evict(daemon)
-        with daemon.faults() as faults:
-            faults.arm(NOTE, "delay:0.3@1x8")
+        with io.armed(READS, "delay:0.1", "*.slots"):
             lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-        assert daemon.stop() == 0
+            assert daemon.stop() == 0
         assert not lease.await_layer(0, timeout_s=SOON_S)
         assert "could not be settled" not in daemon.log
         lease.detach()
 
 
-def test_a_restart_during_a_load_loses_no_block() -> None:
+def test_a_restart_during_a_load_loses_no_block(io: IoFaults) -> None:
     """After a kill during a load, the same client gets every block from the next daemon, by layer."""
-    with Daemon(FIRST_HIT, faults=True) as daemon, Client(daemon.target) as client:
+    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
         put(client)
         evict(daemon)
-        with daemon.faults() as faults:
-            faults.arm(NOTE, "kill@4")
+        with held(io, 4):
             lost = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-            assert not lost.await_layer(LAYERS - 1, timeout_s=SOON_S)
-        daemon.wait()
+            assert lost.await_layer(3, timeout_s=SOON_S)
+            daemon.kill()
         daemon.start()
         lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
         await_all(lease, KEPT)
         lost.detach()
 
 
-def test_a_hung_disk_gives_no_layer(tmp_path: Path) -> None:
+def test_a_hung_disk_gives_no_layer(io: IoFaults) -> None:
     """While the disk hangs, no layer is there, others' memory hits go on; later the blocks come."""
-    io = IoFaults(tmp_path)
     with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
         put(client)
         evict(daemon)
@@ -245,17 +249,16 @@ def test_a_hung_disk_gives_no_layer(tmp_path: Path) -> None:
         await_all(again, KEPT)
 
 
-def test_an_ended_epoch_gives_no_late_layer() -> None:
+def test_an_ended_epoch_gives_no_late_layer(io: IoFaults) -> None:
     """An epoch that ends during a load takes the pages that are not there; what is there is right."""
-    with Daemon(FIRST_HIT, faults=True) as daemon, Client(daemon.target) as client:
+    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
         put(client)
         evict(daemon)
-        with daemon.faults() as faults:
-            faults.arm(NOTE, "delay:0.3@2x2")
+        with held(io, 2):
             lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
+            assert lease.await_layer(1, timeout_s=SOON_S)
             bump(daemon, SPEC.model)
-        while not lease.await_layer(timeout_s=0.0) and lease.await_layer(0, timeout_s=0.0):
-            pass
+        lease.await_layer(timeout_s=SOON_S)
         good = lease.check()
         assert [bool(np.array_equal(v, b)) for v, b in zip(lease.views()[:good], KEPT, strict=False)] == [True] * good
         lease.release()
