@@ -76,6 +76,8 @@ class LoadByLayer(_ByLayer):
     def __init__(self, batch: StructArray, metas: StructArray, target: MappedTier) -> None:
         super().__init__(batch, metas)
         self._target, self._pages = target, target.views(batch["target"])
+        self._came = self._counts[:, 1:] == self._counts[:, :-1]  # parts in which a block has no slice are there
+        self._summed = [0] * len(batch)  # leading parts
 
     async def run(self, source: StoredTier) -> NDArray[np.uint16]:
         """Reads all blocks. BlockStatus u2 [n], by the slots' headers; the caller judges the sums."""
@@ -85,11 +87,16 @@ class LoadByLayer(_ByLayer):
         return np.asarray(result.statuses, dtype=np.uint16).copy()
 
     def _arrived(self, part: int, rows: Sequence[int]) -> list[None]:
-        """Sums the part's slices, in a thread of the store."""
+        """Sums slices, in one thread of the store at a time. A slice may begin in the last 4 KiB of the
+        part before, so a part that comes too early is summed with the part before."""
         for row in rows:
-            first, stop = self._counts[row, part : part + 2].tolist()
-            start, end = self._offsets[row, part : part + 2].tolist()
-            self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
+            self._came[row, part] = True
+            done, came = self._summed[row], int(np.logical_and.accumulate(self._came[row]).sum())
+            first, stop = self._counts[row, [done, came]].tolist()
+            start, end = self._offsets[row, [done, came]].tolist()
+            if stop > first:
+                self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
+            self._summed[row] = came
         return [None] * len(rows)
 
 

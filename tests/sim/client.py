@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from tests.sim import by_layer
 from tests.sim.arena import Segment
 from tests.sim.blocks import CHAINS, TOKENS, Blocks, Page
 from tests.sim.copies import Copies
@@ -26,7 +27,7 @@ from tierd.cache.acquire_reply import AcquireReply
 from tierd.cache.commit import CommitQuery
 from tierd.cache.verification import Generations
 from tierd.checksum import raw_tables, slice_sums
-from tierd.core.formats.block import Namespace, NamespaceSpec, slice_lengths
+from tierd.core.formats.block import KVGeometry, Namespace, NamespaceSpec, slice_lengths
 from tierd.core.formats.model import (
     BlockStatus,
     Durability,
@@ -84,7 +85,7 @@ class Client:
         """The pages that it read last."""
         self._held: Held | None = None
         self._namespaces: dict[str, Namespace] = {}
-        self._specs: dict[int, NamespaceSpec] = {}
+        self.specs: dict[int, NamespaceSpec] = {}
         self.maps: dict[tuple[int, int], Segment] = {}
         """Mapped segments, by tier and number."""
         self._requests = 0
@@ -145,7 +146,9 @@ class Client:
     async def namespace(self, held: Held, model: str) -> Namespace:
         """The namespace of a model, opened if needed."""
         if model not in self._namespaces:
-            spec = NamespaceSpec(model, TOKENS, self.world.machine.block_bytes)
+            machine = self.world.machine
+            geometry = KVGeometry(machine.layers, 1, 1, "float16") if machine.layers else KVGeometry()
+            spec = NamespaceSpec(model, TOKENS, machine.block_bytes, geometry=geometry)
 
             async def opening(assembly: Assembly) -> Namespace:
                 namespace = assembly.cache.open_namespace(held.session, spec)
@@ -153,7 +156,7 @@ class Client:
                 return namespace
 
             self._namespaces[model] = await self.ask(held, opening, timeout_s=3.0)
-            self._specs[self._namespaces[model].id] = spec
+            self.specs[self._namespaces[model].id] = spec
         return self._namespaces[model]
 
     async def choose(self, held: Held, rng: random.Random, *, whole: bool) -> Blocks:
@@ -183,6 +186,9 @@ class Client:
         held = await self.session()
         with self.using(held):
             wanted = await self.choose(held, rng, whole=True)
+            if self.world.machine.by_layer and rng.random() < self.world.machine.by_layer:
+                await by_layer.get(self, held, wanted, rng)
+                return
             began_s = self.loop.time()
             self.world.oracle.asks([wanted.key(i) for i in wanted.numbers])
             lease = await self.acquire(held, wanted, kind=self.kind(rng), timeout_s=rng.choice((0.2, 1.0, 4.0)))
@@ -215,21 +221,32 @@ class Client:
             if rng.random() < 0.8:
                 await self.ask(held, lambda a: a.cache.lookup(held.session, [wanted.query()]), timeout_s=1.0)
             for _ in range(rng.choice((1, 2))):
-                await held.copies.get(wanted, self._specs[wanted.namespace], rng)
+                await held.copies.get(wanted, self.specs[wanted.namespace], rng)
 
     def _directory(self, assembly: Assembly) -> Descriptor:
         """The directory's descriptor, as the hello returns it."""
         return assembly.cache.directories.give(self.world.domain(self.tenant))
 
     async def acquire(
-        self, held: Held, wanted: Blocks, *, kind: TierKind, timeout_s: float, doubted: Generations | None = None
+        self,
+        held: Held,
+        wanted: Blocks,
+        *,
+        kind: TierKind,
+        timeout_s: float,
+        doubted: Generations | None = None,
+        is_by_layer: bool = False,
     ) -> AcquireReply:
         """Acquires a lease. A client that gives up revokes it by the request's name."""
         request = self.new_request()
 
         async def work(assembly: Assembly) -> AcquireReply:
             query, wait_s = [wanted.query()], timeout_s * 0.8
-            lease = await assembly.cache.acquire(held.session, query, kind=kind, timeout_s=wait_s, doubted=doubted)
+            cache = assembly.cache
+            if is_by_layer:
+                lease = await cache.acquire_by_layer(held.session, query, kind=kind, timeout_s=wait_s)
+            else:
+                lease = await cache.acquire(held.session, query, kind=kind, timeout_s=wait_s, doubted=doubted)
             self.world.check_calm(assembly)
             return held.daemon.grants.give((held.session, request), lease, lease=lease.lease)
 
@@ -318,7 +335,7 @@ class Client:
                 await (commit or self.commit(held, ways, rng))
                 self.world.puts.append(ways.wanted)
                 if rng.random() < 0.4:
-                    await held.copies.get(ways.wanted, self._specs[ways.wanted.namespace], rng)
+                    await held.copies.get(ways.wanted, self.specs[ways.wanted.namespace], rng)
                 self.written = [*self.written[-16:], *pages]
                 return
         finally:
@@ -409,9 +426,9 @@ class Client:
         writer."""
         if ways.reservation % 4 == 0:
             return b""
-        numbers = [ways.wanted.first + i for i in given]
+        numbers, layers = [ways.wanted.first + i for i in given], self.world.machine.layers
         blocks = [bytes_of(ways.wanted.key(number), ways.wanted.length(number)) for number in numbers]
-        sums = b"".join(raw_tables([slice_sums(block, slice_lengths(len(block), 0)) for block in blocks]))
+        sums = b"".join(raw_tables([slice_sums(block, slice_lengths(len(block), layers)) for block in blocks]))
         if self.lies:
             self.lies -= 1
             self.world.happenings.struck["client_lies"] += 1

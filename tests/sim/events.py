@@ -61,7 +61,7 @@ class Happenings:
         elif event.what == "herd":
             self._start(self._herd(event.seed), None)
         elif event.what in OPERATORS:
-            self._start(self._operate(event.what, rng), None)
+            self._start(self.operate(event.what, rng), None)
         elif event.what in VERBS:
             self._start(client.do(event.what, rng), client)
         else:
@@ -182,7 +182,8 @@ class Happenings:
 
     # -- operators
 
-    async def _operate(self, what: str, rng: random.Random) -> None:
+    async def operate(self, what: str, rng: random.Random) -> None:
+        """Runs a verb of the operator to its end."""
         world = self._world
         try:
             daemon = world.serving()
@@ -197,7 +198,7 @@ class Happenings:
 
     async def _herd(self, seed: int) -> None:
         """All clients get the same blocks at once from a far tier, so many wait for one flight."""
-        await self._operate("empty", random.Random(seed))
+        await self.operate("empty", random.Random(seed))
         for client in self._world.clients:
             self._start(client.do("get", random.Random(seed)), client)
 

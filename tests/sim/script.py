@@ -39,6 +39,9 @@ VERBS: Mapping[str, float] = {
 }
 """Actions of clients and operators, by weight."""
 
+BY_LAYER: Mapping[str, float] = {"get": 3, "herd": 8}
+"""Factors for machines that get by layer: few gets find blocks in a store alone."""
+
 FAULTS: Mapping[str, float] = {
     "crash": 1,
     "crash_at_point": 2,
@@ -90,7 +93,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Sizes and settings. A segment has `depth` usual pages. in_order: share of asyncio's turns.
-    memory_segments: of a store of level 0; 0: there is none."""
+    memory_segments: of a store of level 0; 0: there is none. layers: of a block; 0: it is opaque.
+    by_layer: share of gets that do not wait for whole blocks."""
 
     clients: int
     tenants: int
@@ -104,6 +108,8 @@ class Machine:
     batch_blocks: int
     depth: int = DEPTH
     memory_segments: int = 0
+    layers: int = 0
+    by_layer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +135,11 @@ class Script:
 def write(seed: int, *, depth: int = DEPTH) -> Script:
     """The script of a seed. depth: blocks of a chain."""
     rng = random.Random(seed)
-    machine = replace(_machine(rng), depth=depth)
+    machine = _with_layers(replace(_machine(rng), depth=depth), random.Random(f"layers {seed}"))
     kinds = _faults(rng)
     verbs = {name: weight * rng.choice((0.3, 1, 1, 2)) for name, weight in VERBS.items()}
+    if machine.by_layer:
+        verbs |= {name: verbs[name] * more for name, more in BY_LAYER.items()}
     total = rng.randint(EVENTS * 2 // 3, EVENTS * 4 // 3)
     names = rng.choices([*verbs], [*verbs.values()], k=total)
     names += [name for name in kinds for _ in range(rng.randint(1, 3))]
@@ -157,6 +165,14 @@ def _machine(rng: random.Random) -> Machine:
         batch_blocks=rng.choice((1, 4, 64)),
         memory_segments=rng.choice((0, 0, 6)),
     )
+
+
+def _with_layers(machine: Machine, rng: random.Random) -> Machine:
+    """The machine, of which two in three get by layer, mostly blocks that have layers."""
+    by_layer, layers = rng.choice((0.0, 0.4, 0.8)), rng.choice((0, 3, 4))
+    if not by_layer or not layers or machine.depth > DEPTH:
+        return replace(machine, by_layer=by_layer)
+    return replace(machine, by_layer=by_layer, layers=layers, block_bytes=layers * rng.choice((4096, 6000)))
 
 
 def _faults(rng: random.Random) -> list[str]:

@@ -36,7 +36,7 @@ from tests.sim.loop import SimLoop, Stuck
 from tests.sim.oracle import Key, Oracle
 from tests.sim.script import SECONDS, Machine, Script
 from tests.sim.weather import Weather
-from tierd import failpoint
+from tierd import failpoint, loads_by_layer
 from tierd.config import Config
 from tierd.core.formats.model import PAGE_ALIGN_BYTES
 from tierd.core.plan import Plan
@@ -345,13 +345,15 @@ def _watching(world: World) -> Iterator[None]:
             world.fail(f"the daemon logs {event.get('event')!r}: {error!r}")
         raise structlog.DropEvent
 
-    before = structlog.get_config()
+    before, parts = structlog.get_config(), (loads_by_layer.PART_BYTES, loads_by_layer.PART_BATCH_BYTES)
+    loads_by_layer.PART_BYTES = loads_by_layer.PART_BATCH_BYTES = PAGE_ALIGN_BYTES
     structlog.configure(processors=[listen], cache_logger_on_first_use=False)
     failpoint.watch(world.happenings.at_point)
     try:
         yield
     finally:
         failpoint.watch(None)
+        loads_by_layer.PART_BYTES, loads_by_layer.PART_BATCH_BYTES = parts
         structlog.configure(**before)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.system.blocks import SOON_S
+from tests.system.shim.iofault import READS, IoFaults
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
 from tierd.client import BlockStatus, Client, Group, KVGeometry, NamespaceSpec
@@ -17,6 +20,8 @@ from tierd.testing import chain
 
 LAYERS = 8
 LAYER_BYTES = 256 << 10
+PART_LAYERS = 2
+"""Layers of a block that come together."""
 BLOCKS = 16
 CONFIG = """\
 [[host]]
@@ -28,6 +33,9 @@ verify = "{verify}"
 capacity = "128 MiB"
 segment = "32 MiB"
 admission = "all"
+
+[scrub]
+period = "0 s"
 """
 SPEC = NamespaceSpec(
     model="m",
@@ -41,10 +49,20 @@ RNG = np.random.default_rng(0)
 KEPT = [RNG.integers(0, 256, SPEC.block_bytes, np.uint8) for _ in range(BLOCKS)]
 
 
+def held(io: IoFaults, layer: int) -> AbstractContextManager[IoFaults]:
+    """Holds a load of all blocks up before the part that has this layer, until the end of the context."""
+    return io.armed(READS, "hang", "*.slots", first=layer // PART_LAYERS * BLOCKS + 1)
+
+
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
+def io(tmp_path: Path) -> IoFaults:
+    return IoFaults(tmp_path)
+
+
+@pytest.fixture
+def daemon(io: IoFaults) -> Iterator[Daemon]:
     """A daemon whose store alone has the blocks."""
-    with Daemon(CONFIG.format(verify="first_hit"), faults=True) as daemon:
+    with Daemon(CONFIG.format(verify="first_hit"), env=io.env, faults=True) as daemon:
         with Client(daemon.target) as client:
             put(client)
         evict(daemon)
@@ -75,15 +93,16 @@ def test_each_layer_is_right_when_it_is_there(daemon: Daemon) -> None:
         lease.release()
 
 
-def test_a_layer_is_told_before_later_ones_are_read(daemon: Daemon) -> None:
-    """While the daemon is stuck before the third of four parts, half of the layers are there, the next not."""
-    with Client(daemon.target) as client, daemon.faults() as faults:
+def test_a_layer_is_told_before_later_ones_are_read(daemon: Daemon, io: IoFaults) -> None:
+    """While the disk holds the fifth layer back, the first four are there, the fifth not."""
+    with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
-        faults.arm(NOTE, "delay:3@3x1")
-        lease = client.acquire_by_layer(Group(space, NAMES))
-        assert lease.await_layer(3, timeout_s=SOON_S)
-        assert lease.check() == 0, "no block is whole yet"
-        assert not lease.await_layer(4, timeout_s=0.0)
+        with held(io, 4):
+            lease = client.acquire_by_layer(Group(space, NAMES))
+            assert lease.await_layer(3, timeout_s=SOON_S)
+            assert lease.check() == 0, "no block is whole yet"
+            assert lease.copy_into([bytearray(len(block)) for block in KEPT]) == 0
+            assert not lease.await_layer(4, timeout_s=0.0)
         assert lease.await_layer(None, timeout_s=SOON_S)
         assert lease.check() == BLOCKS
         lease.release()
@@ -102,29 +121,32 @@ def test_later_clients_find_the_blocks_near(daemon: Daemon) -> None:
             assert [bool(np.array_equal(view, block)) for view, block in zip(lease.views(), KEPT, strict=True)]
 
 
-def test_a_damaged_layer_is_never_there(daemon: Daemon) -> None:
+def test_a_damaged_layer_is_never_there(daemon: Daemon, io: IoFaults) -> None:
     """If a byte of the store has changed, await_layer ends with False at its layer, and not before it."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
-        flip(daemon, KEPT[5], at=6 * LAYER_BYTES + 77)
-        lease = client.acquire_by_layer(Group(space, NAMES))
-        assert len(lease) == BLOCKS
-        assert lease.await_layer(5, timeout_s=SOON_S)
-        assert not lease.await_layer(6, timeout_s=SOON_S)
+        flip(daemon, KEPT[5], at=4 * LAYER_BYTES + 77)
+        with held(io, 6):
+            lease = client.acquire_by_layer(Group(space, NAMES))
+            assert len(lease) == BLOCKS
+            assert lease.await_layer(3, timeout_s=SOON_S)
+            assert not lease.await_layer(4, timeout_s=0.5)
+        assert not lease.await_layer(4, timeout_s=SOON_S)
         assert lease.check() <= 5
         lease.release()
         with client.acquire(Group(space, NAMES)) as again:
             assert len(again) == 5
 
 
-def test_a_dead_daemon_tells_nothing(daemon: Daemon) -> None:
+def test_a_dead_daemon_tells_nothing(daemon: Daemon, io: IoFaults) -> None:
     """After a kill during the load, await_layer ends with False, and the lease has ended."""
     with Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
-        with daemon.faults() as faults:
-            faults.arm(NOTE, "kill@3")
+        with held(io, 2):
             lease = client.acquire_by_layer(Group(space, NAMES))
-        assert not lease.await_layer(7, timeout_s=SOON_S)
+            assert lease.await_layer(1, timeout_s=SOON_S)
+            daemon.kill()
+            assert not lease.await_layer(7, timeout_s=SOON_S)
         with pytest.raises(StaleHandle):
             lease.check()
         lease.detach()

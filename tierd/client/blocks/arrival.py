@@ -56,15 +56,20 @@ class Arrival:
         """As `Lease.await_layer`."""
         if layer is not None and layer < self._done:
             return True
-        wanted, deadline, pause_s = self._wanted(layer), time.monotonic() + timeout_s, PAUSES_S[0]
-        while not ((counts := self._counts()) >= wanted).all():
+        deadline, pause_s = time.monotonic() + timeout_s, PAUSES_S[0]
+        while not (found := self.look(layer)):
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or (counts == LOST).any() or not self._hold.link.is_usable:
+            if left_s <= 0 or found is None or not self._hold.link.is_usable:
                 return False
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, PAUSES_S[1])
         self._done = max(self._done, 0 if layer is None else layer + 1)
         return True
+
+    def look(self, layer: int | None) -> bool | None:
+        """Whether all pages have this layer now, and those before it. None: a page was lost."""
+        counts = self._counts()
+        return None if (counts == LOST).any() else bool((counts >= self._wanted(layer)).all())
 
     def _wanted(self, layer: int | None) -> NDArray[np.int64]:
         """Slices of each page up to the end of this layer; all of a page whose slices are no layers."""

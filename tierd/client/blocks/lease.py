@@ -28,7 +28,7 @@ from tierd.client.transport.replies import Leased, LeasedGroup, joined, valid_bl
 from tierd.core.arrays.sets import every
 from tierd.core.formats.model import BlockStatus, StructArray
 from tierd.core.formats.words import barrier
-from tierd.errors import InvalidArgument, TierdError, ViewsAlive
+from tierd.errors import InvalidArgument, StaleHandle, TierdError, ViewsAlive
 
 RELEASE_TIMEOUT_S = 5.0
 ROWS_LEAST = 8
@@ -145,8 +145,19 @@ class Lease(Bound):
 
         Raises:
             StaleHandle, ForkedClient: The lease has ended, or is of a parent process.
+            InvalidArgument: The layer is negative.
         """
-        return self._pending is None or (self._held() is self.hold and self._pending.wait(layer, timeout_s=timeout_s))
+        if layer is not None and layer < 0:
+            raise InvalidArgument(f"layer {layer}: layers count from 0; pass None for all layers")
+        if self._pending is None:
+            return True
+        try:
+            self._held()
+        except StaleHandle:
+            if self.hold is None or self.hold.link.is_usable:
+                raise
+            return False
+        return self._pending.wait(layer, timeout_s=timeout_s)
 
     def check(self) -> int:
         """Number of leading blocks (per rank) still as leased. Raises StaleHandle, ForkedClient."""

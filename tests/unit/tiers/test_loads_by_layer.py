@@ -1,0 +1,141 @@
+"""Loads of blocks in parts, from a real store to a real arena."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.tiers.arena.test_arena import CLASS_BYTES, SPEC, opened, segment
+from tests.unit.tiers.store_world import LAYERS, LENGTH, READY, World, content
+from tierd import loads_by_layer
+from tierd.core.formats.model import TRANSFER, Reason, StructArray
+from tierd.core.plan import Plan
+from tierd.mover import Mover
+from tierd.tiers.arena.arena import Arena
+from tierd.tiers.store.parts import PartRun
+
+SOON_S = 10.0
+SHORT = 9_000
+"""Bytes of a block whose layers are too thin for slices of their own."""
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts may be as small as a layer of these blocks."""
+    monkeypatch.setattr(loads_by_layer, "PART_BYTES", 4096)
+    monkeypatch.setattr(loads_by_layer, "PART_BATCH_BYTES", 4096)
+
+
+class Loads:
+    """Blocks in a store, and pages for them in an arena."""
+
+    def __init__(self, store: World, arena: Arena) -> None:
+        self.store, self.arena = store, arena
+        self._mover = Mover([arena, None, store.store], hash_threads=1, link_limit=1)  # type: ignore[list-item]
+
+    async def load(self, keys: Sequence[int], *, generation: int) -> tuple[StructArray, list[int]]:
+        """Target pages EXTENT [n], and the statuses of a load by layer."""
+        batch = np.zeros(len(keys), TRANSFER)
+        for row, key in zip(batch, keys, strict=True):
+            row["source"] = self.store.held[key][0][0]
+        target = batch["target"]
+        target["segment"], target["slot"] = 1, np.arange(len(keys))
+        target["offset"], target["length"] = target["slot"] * CLASS_BYTES, batch["source"]["length"]
+        target["generation"] = generation + np.arange(len(keys))
+        batch["reason"], batch["by_layer"] = Reason.DEMAND, True
+        self.arena.apply(Plan(reserved=target))
+        metas = np.concatenate([self.store.held[key][1] for key in keys])
+        return target, (await self._mover.copy(batch, metas)).tolist()
+
+    def counts(self, pages: StructArray) -> list[int]:
+        """The counts of slices in the catalogue."""
+        catalogue = self.arena._segments[1].catalogue
+        assert catalogue is not None
+        return [int(count) for count in catalogue._metas["slices"][pages["slot"]]]
+
+    async def close(self) -> None:
+        await self.store.store.close(release=False)
+        await self.arena.close(release=True)
+
+
+async def made(tmp_path: Path, directory: Path) -> Loads:
+    """Blocks 1 and 2 have all layers as slices; block 3 is short."""
+    store = World.at(tmp_path / "store")
+    await store.open()
+    await store.begin(1)
+    assert await store.write([1, 2], segment=1, slots=[0, 1]) == [READY, READY]
+    assert await store.write([3], segment=1, slots=[2], length=SHORT) == [READY]
+    arena, _ = await opened(directory, SPEC, segment(1, writer=0))
+    return Loads(store, arena)
+
+
+@pytest.mark.parametrize("part", range(LAYERS))
+async def test_parts_may_come_in_any_order(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """A block is right if a part comes after the next one, though a layer begins within a 4 KiB page."""
+    assert LENGTH // LAYERS % 4096, "the layers share pages"
+    loads, inner = await made(tmp_path, directory), PartRun._move
+    later = threading.Event()
+
+    def move(job: PartRun) -> Sequence[PartRun]:
+        number = job._arrived.args[0]  # type: ignore[attr-defined]
+        if number == part and part < LAYERS - 1:
+            assert later.wait(SOON_S)
+        try:
+            return inner(job)
+        finally:
+            if number == part + 1:
+                later.set()
+
+    monkeypatch.setattr(PartRun, "_move", move)
+    pages, statuses = await loads.load([1], generation=1)
+    assert statuses == [READY]
+    assert bytes(loads.arena.view(pages[0])[:LENGTH]) == content(1)
+    await loads.close()
+
+
+async def test_blocks_of_several_lengths_come_together(tmp_path: Path, directory: Path) -> None:
+    """Blocks with fewer layers than the load has parts are right, and all their slices are counted."""
+    loads = await made(tmp_path, directory)
+    pages, statuses = await loads.load([3, 1, 2], generation=1)
+    assert statuses == [READY] * 3
+    for page, key, length in zip(pages, (3, 1, 2), (SHORT, LENGTH, LENGTH), strict=True):
+        assert bytes(loads.arena.view(page)[:length]) == content(key, length)
+    assert loads.counts(pages) == [1, LAYERS, LAYERS]
+    await loads.close()
+
+
+async def test_counts_never_pass_what_is_there(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever clients are told of slices, the pages have their bytes, and they are told once a part."""
+    loads, told, inner = await made(tmp_path, directory), list[list[int]](), Arena.note_arrived
+
+    def note(arena: Arena, extents: StructArray, counts: np.ndarray) -> None:
+        inner(arena, extents, counts)
+        told.append(counts.tolist())
+        for page, key, count in zip(extents, (1, 2), counts.tolist(), strict=True):
+            end = LENGTH // LAYERS * count
+            assert bytes(arena.view(page)[:end]) == content(key)[:end]
+
+    monkeypatch.setattr(Arena, "note_arrived", note)
+    _, statuses = await loads.load([1, 2], generation=1)
+    assert statuses == [READY, READY]
+    assert told == [[n, n] for n in range(1, LAYERS + 1)]
+    await loads.close()
+
+
+async def test_a_reused_page_counts_nothing(tmp_path: Path, directory: Path) -> None:
+    """The count of a page's former block is gone when the page is reserved again."""
+    loads = await made(tmp_path, directory)
+    pages, _ = await loads.load([1, 2], generation=1)
+    again = pages.copy()
+    again["generation"] += 2
+    loads.arena.apply(Plan(reserved=again))
+    assert loads.counts(pages) == [0, 0]
+    await loads.close()
