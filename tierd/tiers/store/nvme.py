@@ -46,8 +46,7 @@ from tierd.tiers.io.turns import Turns
 from tierd.tiers.store.buffered import BufferedIO
 from tierd.tiers.store.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.store.ledger import Ledger
-from tierd.tiers.store.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun, no_hash
-from tierd.tiers.store.parts import read_parts
+from tierd.tiers.store.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun, no_hash, read_parts
 from tierd.tiers.store.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, slot_bytes, whole_pages
 from tierd.tiers.store.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.store.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
