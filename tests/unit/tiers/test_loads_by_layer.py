@@ -16,7 +16,7 @@ from tierd.core.formats.model import TRANSFER, Reason, StructArray
 from tierd.core.plan import Plan
 from tierd.mover import Mover
 from tierd.tiers.arena.arena import Arena
-from tierd.tiers.store.parts import PartRun
+from tierd.tiers.store.moves import PartRun
 
 SOON_S = 10.0
 SHORT = 9_000
