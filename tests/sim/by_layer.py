@@ -139,7 +139,7 @@ class _Reading:
         return True
 
     def _end(self, page: Page, layer: int | None) -> int:
-        """Where a layer ends in a page, in bytes."""
+        """The end of a layer in a page, in bytes."""
         cut = slice_cut(page.length, self._layers)
         is_cut = layer is not None and cut.layers == self._layers
         return page.length * ((layer or 0) + 1) // cut.layers if is_cut else page.length
