@@ -69,7 +69,7 @@ async def get(client: Client, held: Held, wanted: Blocks, rng: random.Random) ->
     began_s = client.loop.time()
     world.oracle.asks([wanted.key(i) for i in wanted.numbers])
     kind, timeout_s = client.kind(rng), rng.choice((0.2, 1.0, 4.0))
-    reply = await client.acquire(held, wanted, kind=kind, timeout_s=timeout_s, is_by_layer=True)
+    reply = await client.acquire(held, wanted, kind=kind, timeout_s=timeout_s, verb="acquire_by_layer")
     if not reply.lease:
         return
     lease = _leased(client, held, reply, wanted)
