@@ -88,7 +88,7 @@ class LoadByLayer(_ByLayer):
 
     def _arrived(self, part: int, rows: Sequence[int]) -> list[None]:
         """Sums slices, in one thread of the store at a time. A slice may begin in the last 4 KiB of the
-        part before, so a part that comes too early is summed with the part before."""
+        part before. So a part that comes too early is summed with that one."""
         for row in rows:
             self._came[row, part] = True
             done, came = self._summed[row], int(np.logical_and.accumulate(self._came[row]).sum())

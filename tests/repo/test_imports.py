@@ -39,7 +39,19 @@ PARTS: dict[str, set[str]] = {
     "loads_by_layer": {"core", "tiers", "checksum"} | EDGE,
     "mover": {"core", "store_codecs", "encoded_copies", "loads_by_layer", "tiers", "checksum"} | EDGE,
     "advisor": set(),
-    "cache": {"core", "advisor", "store_codecs", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
+    "cache": {
+        "core",
+        "advisor",
+        "store_codecs",
+        "policies",
+        "mover",
+        "loads_by_layer",
+        "tiers",
+        "metrics",
+        "logs",
+        "checksum",
+    }
+    | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
     "server": {
         "core",

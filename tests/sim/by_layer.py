@@ -69,7 +69,7 @@ async def get(client: Client, held: Held, wanted: Blocks, rng: random.Random) ->
     began_s = client.loop.time()
     world.oracle.asks([wanted.key(i) for i in wanted.numbers])
     kind, timeout_s = client.kind(rng), rng.choice((0.2, 1.0, 4.0))
-    reply = await client.acquire(held, wanted, kind=kind, timeout_s=timeout_s, is_by_layer=True)
+    reply = await client.acquire(held, wanted, kind=kind, timeout_s=timeout_s, verb="acquire_by_layer")
     if not reply.lease:
         return
     lease = _leased(client, held, reply, wanted)
@@ -139,7 +139,7 @@ class _Reading:
         return True
 
     def _end(self, page: Page, layer: int | None) -> int:
-        """Where a layer ends in a page, in bytes."""
+        """The end of a layer in a page, in bytes."""
         cut = slice_cut(page.length, self._layers)
         is_cut = layer is not None and cut.layers == self._layers
         return page.length * ((layer or 0) + 1) // cut.layers if is_cut else page.length

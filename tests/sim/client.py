@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from tests.sim.daemon import SimDaemon
 from tests.sim.oracle import Key, bytes_of
 from tierd.cache.acquire_reply import AcquireReply
 from tierd.cache.commit import CommitQuery
-from tierd.cache.verification import Generations
 from tierd.checksum import raw_tables, slice_sums
 from tierd.core.formats.block import KVGeometry, Namespace, NamespaceSpec, slice_lengths
 from tierd.core.formats.model import (
@@ -228,25 +227,14 @@ class Client:
         return assembly.cache.directories.give(self.world.domain(self.tenant))
 
     async def acquire(
-        self,
-        held: Held,
-        wanted: Blocks,
-        *,
-        kind: TierKind,
-        timeout_s: float,
-        doubted: Generations | None = None,
-        is_by_layer: bool = False,
+        self, held: Held, wanted: Blocks, *, kind: TierKind, timeout_s: float, verb: str = "acquire", **how: Any
     ) -> AcquireReply:
         """Acquires a lease. A client that gives up revokes it by the request's name."""
         request = self.new_request()
 
         async def work(assembly: Assembly) -> AcquireReply:
-            query, wait_s = [wanted.query()], timeout_s * 0.8
-            cache = assembly.cache
-            if is_by_layer:
-                lease = await cache.acquire_by_layer(held.session, query, kind=kind, timeout_s=wait_s)
-            else:
-                lease = await cache.acquire(held.session, query, kind=kind, timeout_s=wait_s, doubted=doubted)
+            ask = getattr(assembly.cache, verb)
+            lease: AcquireReply = await ask(held.session, [wanted.query()], kind=kind, timeout_s=timeout_s * 0.8, **how)
             self.world.check_calm(assembly)
             return held.daemon.grants.give((held.session, request), lease, lease=lease.lease)
 

@@ -58,7 +58,7 @@ def await_all(lease: Lease, kept: Sequence[np.ndarray], layers: int = LAYERS) ->
 
 
 def pending(lease: Lease) -> StructArray:
-    return lease.handles["status"] == BlockStatus.PENDING
+    return np.asarray(lease.handles["status"] == BlockStatus.PENDING)
 
 
 @pytest.mark.parametrize("config", [FIRST_HIT, CONFIG.format(verify="sampled"), LEVEL_0])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import structlog
 
+from tierd import loads_by_layer
 from tierd.cache.directories import Directories
 from tierd.cache.events import EventKind
 from tierd.cache.parts import Parts
@@ -21,7 +22,7 @@ from tierd.cache.read_queues import ReadQueues
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import kinds, true_rows
 from tierd.core.formats.meta import picked
-from tierd.core.formats.model import BlockStatus, Fault, Reason, SegmentAssignment, StructArray
+from tierd.core.formats.model import CODED, BlockStatus, Fault, Reason, SegmentAssignment, StructArray
 from tierd.core.plan import Plan
 from tierd.failpoint import failpoint
 from tierd.mover import link_of
@@ -81,7 +82,8 @@ class Flights:
         self._announce_freed(plan.freed)
         if not len(plan.transfers):
             return
-        plan.transfers["by_layer"] = by_layer
+        if by_layer:
+            plan.transfers["by_layer"] = _come_by_layer(plan.transfers)
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
             self.read_queues.begin(batch, session=session)
@@ -164,7 +166,7 @@ class Flights:
     def _batches(self, transfers: StructArray) -> Iterator[StructArray]:
         # Transfers that wait for another transfer, or for a segment's memory, get batches of their
         # own. Otherwise they would delay the others.
-        links = link_of(transfers) << 1 | (transfers["after"] > 0)
+        links = link_of(transfers) << 2 | transfers["by_layer"] << 1 | (transfers["after"] > 0)
         unready = [self._unready(*where) for where in transfers["target"][["tier", "segment"]].tolist()]
         alike: dict[tuple[int, int], list[int]] = {}
         for row, key in enumerate(zip(links.tolist(), unready, strict=True)):
@@ -172,7 +174,7 @@ class Flights:
         for rows in alike.values():
             largest = int(transfers["source"]["length"][rows].max())
             step = max(1, min(self._batch_blocks, BATCH_BYTES // max(1, largest)))
-            if transfers["by_layer"][0] and step < len(rows):
+            if transfers["by_layer"][rows[0]]:
                 step = max(1, BY_LAYER_BYTES // largest)  # the first layers of all blocks come first
             for i in range(0, len(rows), step):
                 yield transfers[rows[i : i + step]]
@@ -296,6 +298,13 @@ class Flights:
                 hashes=names["hash"].take(rows, axis=0).tobytes(),
                 reason=Reason(reasons[first]).name.lower(),
             )
+
+
+def _come_by_layer(transfers: StructArray) -> StructArray:
+    """Which of TRANSFER [n] bring large blocks, as they are, to a client that waits for layers."""
+    source = transfers["source"]
+    is_plain = (transfers["reason"] == int(Reason.DEMAND)) & (source["flags"] & CODED == 0)
+    return np.asarray(is_plain & (source["length"] >= 2 * loads_by_layer.PART_BYTES))
 
 
 def _loop_time() -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.unit.tiers.arena.test_arena import CLASS_BYTES, SPEC, opened, segment
-from tests.unit.tiers.store_world import LAYERS, LENGTH, READY, World, content
+from tests.unit.tiers.store_world import CORRUPT, FAILED, LAYERS, LENGTH, READY, World, content, slot_file
 from tierd import loads_by_layer
 from tierd.core.formats.model import TRANSFER, Reason, StructArray
 from tierd.core.plan import Plan
@@ -37,8 +38,11 @@ class Loads:
         self.store, self.arena = store, arena
         self._mover = Mover([arena, None, store.store], hash_threads=1, link_limit=1)  # type: ignore[list-item]
 
-    async def load(self, keys: Sequence[int], *, generation: int) -> tuple[StructArray, list[int]]:
-        """Target pages EXTENT [n], and the statuses of a load by layer."""
+    async def load(
+        self, keys: Sequence[int], *, generation: int = 1, wrong: int | None = None
+    ) -> tuple[StructArray, list[int]]:
+        """Target pages EXTENT [n], and the statuses of a load by layer. wrong: row with another
+        block's digest."""
         batch = np.zeros(len(keys), TRANSFER)
         for row, key in zip(batch, keys, strict=True):
             row["source"] = self.store.held[key][0][0]
@@ -49,6 +53,8 @@ class Loads:
         batch["reason"], batch["by_layer"] = Reason.DEMAND, True
         self.arena.apply(Plan(reserved=target))
         metas = np.concatenate([self.store.held[key][1] for key in keys])
+        if wrong is not None:
+            metas["digest"][wrong] ^= 1
         return target, (await self._mover.copy(batch, metas)).tolist()
 
     def counts(self, pages: StructArray) -> list[int]:
@@ -93,7 +99,7 @@ async def test_parts_may_come_in_any_order(
                 later.set()
 
     monkeypatch.setattr(PartRun, "_move", move)
-    pages, statuses = await loads.load([1], generation=1)
+    pages, statuses = await loads.load([1])
     assert statuses == [READY]
     assert bytes(loads.arena.view(pages[0])[:LENGTH]) == content(1)
     await loads.close()
@@ -102,7 +108,7 @@ async def test_parts_may_come_in_any_order(
 async def test_blocks_of_several_lengths_come_together(tmp_path: Path, directory: Path) -> None:
     """Blocks with fewer layers than the load has parts are right, and all their slices are counted."""
     loads = await made(tmp_path, directory)
-    pages, statuses = await loads.load([3, 1, 2], generation=1)
+    pages, statuses = await loads.load([3, 1, 2])
     assert statuses == [READY] * 3
     for page, key, length in zip(pages, (3, 1, 2), (SHORT, LENGTH, LENGTH), strict=True):
         assert bytes(loads.arena.view(page)[:length]) == content(key, length)
@@ -124,16 +130,82 @@ async def test_counts_never_pass_what_is_there(
             assert bytes(arena.view(page)[:end]) == content(key)[:end]
 
     monkeypatch.setattr(Arena, "note_arrived", note)
-    _, statuses = await loads.load([1, 2], generation=1)
+    _, statuses = await loads.load([1, 2])
     assert statuses == [READY, READY]
     assert told == [[n, n] for n in range(1, LAYERS + 1)]
+    await loads.close()
+
+
+def told_of(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] = lambda: None) -> list[dict[int, int]]:
+    """Fills with what clients are told of: generation to count. then: called each time."""
+    told, inner = list[dict[int, int]](), Arena.note_arrived
+
+    def note(arena: Arena, extents: StructArray, counts: np.ndarray) -> None:
+        inner(arena, extents, counts)
+        told.append(dict(zip(extents["generation"].tolist(), counts.tolist(), strict=True)))
+        then()
+
+    monkeypatch.setattr(Arena, "note_arrived", note)
+    return told
+
+
+async def test_a_wrong_byte_is_not_told(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block with a wrong byte in its third layer two layers are told, and it is CORRUPT."""
+    loads, told = await made(tmp_path, directory), told_of(monkeypatch)
+    path = slot_file(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.find(content(2)[:64]) + 2 * LENGTH // LAYERS + 5] ^= 1
+    path.write_bytes(data)
+    _, statuses = await loads.load([1, 2])
+    assert statuses == [READY, CORRUPT]
+    assert [each.get(2) for each in told] == [1, 2, None, None, None]
+    await loads.close()
+
+
+async def test_another_blocks_bytes_are_not_told(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that fit the slot's own table, but not the digest asked for, are told to nobody."""
+    loads, told = await made(tmp_path, directory), told_of(monkeypatch)
+    _, statuses = await loads.load([1, 2], wrong=1)
+    assert statuses == [READY, CORRUPT]
+    assert not any(2 in each for each in told)
+    await loads.close()
+
+
+async def test_a_part_that_cannot_be_read_fails_its_block_alone(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a read error in the third part a block is FAILED, not CORRUPT, and gets no further layers."""
+    loads, told, inner = await made(tmp_path, directory), told_of(monkeypatch), PartRun._move
+
+    def move(job: PartRun) -> Sequence[PartRun]:
+        if job.row == 1 and job._arrived.args[0] == 2:  # type: ignore[attr-defined]
+            raise OSError(errno.EIO, "the disk fails")
+        return inner(job)
+
+    monkeypatch.setattr(PartRun, "_move", move)
+    _, statuses = await loads.load([1, 2])
+    assert statuses == [READY, FAILED]
+    assert [each.get(2) for each in told] == [1, 2, None, None, None]
+    await loads.close()
+
+
+async def test_a_slot_that_is_given_up_meanwhile_fails(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that the store drops during its load is FAILED, as with other reads."""
+    loads = await made(tmp_path, directory)
+    told = told_of(monkeypatch, lambda: loads.store.free([2]) if 2 in loads.store.held else None)
+    _, statuses = await loads.load([1, 2])
+    assert told and statuses == [READY, FAILED]
     await loads.close()
 
 
 async def test_a_reused_page_counts_nothing(tmp_path: Path, directory: Path) -> None:
     """The count of a page's former block is gone when the page is reserved again."""
     loads = await made(tmp_path, directory)
-    pages, _ = await loads.load([1, 2], generation=1)
+    pages, _ = await loads.load([1, 2])
     again = pages.copy()
     again["generation"] += 2
     loads.arena.apply(Plan(reserved=again))

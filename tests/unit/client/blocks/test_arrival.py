@@ -1,4 +1,4 @@
-"""What a client knows of pages that the daemon fills, from the catalogue alone."""
+"""Counts of pages that the daemon fills, as a client sees them in the catalogue."""
 
 from __future__ import annotations
 
