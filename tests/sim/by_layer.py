@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
@@ -26,7 +27,7 @@ from tierd.client.transport import replies
 from tierd.client.values import Group, OpenedNamespace
 from tierd.core.formats.block import slice_cut
 from tierd.core.formats.model import BlockStatus
-from tierd.errors import StaleHandle
+from tierd.errors import NotFound, StaleHandle
 from tierd.server.grpc import messages
 
 if TYPE_CHECKING:
@@ -75,13 +76,20 @@ async def get(client: Client, held: Held, wanted: Blocks, rng: random.Random) ->
     lease = _leased(client, held, reply, wanted)
     generations = lease.handles["generation"].tolist()
     client.holds.update(generations)
+    is_pending = lease.handles["status"] == BlockStatus.PENDING
+    places = {tuple(place) for place in lease.handles[["tier", "segment"]][is_pending].tolist()}
+    client.pending.update(places)
     try:
         extents = reply.served.groups[0].extents[0]
         pages = await client.pages(held, extents, [wanted.key(i) for i in range(len(extents))])
         await _Reading(client, lease, pages, began_s).read(rng)
     except StaleHandle:
         client.counts["leases by layer that ended with the daemon"] += 1
+    except NotFound:  # the reads had failed before the pages were mapped
+        client.counts["leases by layer whose pages had gone"] += 1
     finally:
+        client.pending.subtract(places)
+        client.pending += Counter()
         client.holds.subtract(generations)
         assert lease.hold is not None
         lease.hold.settle()

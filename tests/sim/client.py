@@ -78,6 +78,7 @@ class Client:
         self.writing: list[Page] = []
         """Reserved pages that it writes."""
         self.holds: Counter[int] = Counter()
+        self.pending: Counter[tuple[int, int]] = Counter()
         """Generations of the pages that its gets' leases hold."""
         self.counts: Counter[str] = Counter()
         self.seen: list[Page] = []
@@ -288,6 +289,8 @@ class Client:
             try:
                 self.maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
             except NotFound:
+                if (tier, segment) in self.pending:
+                    raise
                 self.world.fail(f"segment {segment} of tier {tier} cannot be mapped, though pages of it are held")
                 raise
         return self.maps[tier, segment]

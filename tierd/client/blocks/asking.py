@@ -29,7 +29,7 @@ from tierd.client.transport import replies, requests, tcp
 from tierd.client.transport.replies import Leased, LeasedGroup
 from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
 from tierd.core.formats.model import BlockStatus, StructArray
-from tierd.errors import SessionLost, StaleHandle, Unavailable
+from tierd.errors import NotFound, SessionLost, StaleHandle, Unavailable
 
 T = TypeVar("T")
 
@@ -96,6 +96,11 @@ class Asking(Links):
         if lease and link.session is not None and not link.session.segments.has(place for place, _ in lease.parts):
             try:
                 self._map(link, lease.handles, deadline)
+            except NotFound:
+                if not by_layer:
+                    raise
+                lease.detach()  # the reads have failed already, and its pages are gone
+                return self.leased(groups, tier, deadline)
             except SessionLost:  # the daemon ended after its answer, and the lease with it
                 link, lease = self._leased(groups, wanted, deadline)
                 self._map(link, lease.handles, deadline)
