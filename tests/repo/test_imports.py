@@ -61,6 +61,7 @@ PARTS: dict[str, set[str]] = {
     "integrations": {"core", "advisor", "client", "codecs", "events"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
+    "ttft": {"core", "advisor", "client", "testing", "loads_by_layer"} | EDGE,
 }
 """Part -> the parts that it may import."""
 
@@ -89,6 +90,7 @@ BUILDERS: dict[str, set[str]] = {
     "cli/calibrate.py": {"quality", "codecs", "worker"},
     "cli/trace.py": {"simulator"},
     "cli/replay.py": {"simulator"},
+    "cli/bench.py": {"ttft"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     "cli/coded_demo.py": {"worker", "testing", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them
