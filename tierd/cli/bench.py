@@ -31,11 +31,13 @@ from tierd.errors import InvalidArgument, NotFound, OperatorError
 from tierd.ttft.bench import LOADED, Bench, Evict, Setup
 from tierd.ttft.drawing import (
     SIGNS,
+    STALLS,
     draw,
     name_of,
     require_matplotlib,
     text_plot,
     timeline_text,
+    timelined,
     tokens_text,
 )
 from tierd.ttft.machine import DTYPE_BYTES, PRESETS, Machine, Shape
@@ -188,7 +190,7 @@ def check_tiers(daemon: Connection, setup: Setup) -> None:
     tiers = daemon.ask(pb.TiersRequest()).tiers
     size = setup.memory_bytes // 2
     for source in (source for source in LOADED if source in setup.sources):
-        room = max((tier.capacity_bytes for tier in tiers if tier.kind == int(TierKind[source.name])), default=0)
+        room = sum(tier.capacity_bytes for tier in tiers if tier.kind == int(TierKind[source.name]))
         if room < size:
             raise InvalidArgument(
                 f"--source {source.value}: the daemon's tiers of this kind have {room >> 20} MiB, and the longest"
@@ -269,11 +271,21 @@ def scale_line(report: Report) -> str:
 
 def bar_line(bar: Bar) -> Text:
     """What a load adds, against its bar and what arithmetic allows."""
+    parts = (
+        f", in the daemon's {bar['parts']} reads {percent(bar['limit_in_parts'])}"
+        if bar["source"] == Source.NVME
+        else ""
+    )
     said = (
-        f"{bar['source']}, {tokens_text(bar['prefix'])}: by layer adds {100 * bar['added']:.1f} % to the device's time"
-        f" (bar {100 * bar['bar']:.0f} %, arithmetic {100 * bar['limit']:.1f} %): "
+        f"{bar['source']}, {tokens_text(bar['prefix'])}: by layer adds {percent(bar['added'])} to the device's time"
+        f" (bar {100 * bar['bar']:.0f} %, arithmetic {percent(bar['limit'])}{parts}): "
     )
     return Text(said).append(bar["verdict"], VERDICTS[bar["verdict"]])
+
+
+def percent(share: float) -> str:
+    """`12.3 %`."""
+    return f"{100 * share:.1f} %"
 
 
 def crossing_lines(report: Report) -> list[str]:
@@ -291,11 +303,10 @@ def crossing_text(prefix: float | None) -> str:
 
 
 def timeline_lines(rows: Sequence[Row], *, width: int) -> list[str]:
-    """What the engine did during each series' median run of the longest prefix."""
-    longest = max(row["prefix"] for row in rows)
-    mine = [row for row in rows if row["prefix"] == longest and row["how"] != "advised"]
+    """What the engine did during each series' median run of one prefix."""
+    mine = timelined(rows)
     most_s = max(row["first_token_s"] for row in mine)
-    legend = {"call": "waits for the call", "disk": "for the disk", "link": "for the link", "compute": "computes"}
-    told = ", ".join(f"{SIGNS[name]} {text}" for name, text in legend.items())
+    legend = ", ".join(f"{SIGNS[name]} {text}" for name, text in STALLS.items())
     lines = [f"{name_of(row):<15} {timeline_text(row, width=width, longest_s=most_s)}" for row in mine]
-    return [f"prefix of {tokens_text(longest)}, {human_seconds(most_s)} from left to right: {told}", *lines]
+    prefix = tokens_text(mine[0]["prefix"])
+    return [f"prefix of {prefix}, {human_seconds(most_s)} from left to right: {legend}", *lines]

@@ -26,7 +26,7 @@ from tierd.errors import InvalidArgument, OperatorError
 from tierd.testing import chain, content_of
 from tierd.ttft.engine import Engine, Measured
 from tierd.ttft.machine import Machine, Shape
-from tierd.ttft.timeline import Job, Source, bound
+from tierd.ttft.timeline import Job, Sizes, Source, bound
 
 MODEL = "tierd-bench-ttft"
 PUT_BLOCKS = 8
@@ -102,13 +102,19 @@ class Setup:
         """A request for this prefix."""
         return Job(prefix, max(1, round(prefix * self.tail / (1 - self.tail))), loaded)
 
-    def bound_s(self, series: Series, prefix: int) -> float:
-        """Least seconds to the first token by arithmetic; of an advised one, those of the better choice."""
-        if series.how == "advised":
-            return min(self.bound_s(Series(each), prefix) for each in (series.source, Source.NOWHERE))
-        job = self.job(prefix, 0 if series.source is Source.NOWHERE else prefix)
-        timeline = bound(job, series.source, self.machine, layers=self.shape.layers, token_bytes=self.shape.token_bytes)
-        return (timeline.as_whole() if series.how == "whole" else timeline).first_token_s
+    def bound_s(self, series: Series, prefix: int, *, parts: int | None = None) -> float:
+        """Least seconds to the first token by arithmetic; of an advised one, with the best number of
+        loaded blocks.
+
+        parts: in which the disk reads. None: each layer alone.
+        """
+        whole = 0 if series.source is Source.NOWHERE else prefix
+        counts = range(0, prefix + 1, self.small.tokens_per_block) if series.how == "advised" else [whole]
+        sizes = Sizes(self.shape.layers, self.shape.token_bytes)
+        lines = (
+            bound(self.job(prefix, count), series.source, self.machine, sizes=sizes, parts=parts) for count in counts
+        )
+        return min((line.as_whole() if series.how == "whole" else line).first_token_s for line in lines)
 
     @property
     def expected_s(self) -> float:
@@ -121,16 +127,18 @@ class Setup:
         blocks."""
         tokens = self.small.tokens_per_block
         if odd := [prefix for prefix in self.prefixes if prefix < tokens or prefix % tokens]:
-            raise InvalidArgument(f"prefix: {odd[0]} tokens are no whole blocks of {tokens}; use multiples of {tokens}")
+            raise InvalidArgument(
+                f"--prefix: {odd[0]} tokens are no whole blocks of {tokens}; use multiples of {tokens}"
+            )
         if self.memory_bytes > memory_bytes:
             raise InvalidArgument(
-                f"prefix: {max(self.prefixes)} tokens need {self.memory_bytes >> 20} MiB of the {memory_bytes >> 20} MiB"
-                " allowed; use a shorter one, a larger scale, or allow more memory"
+                f"--prefix: {max(self.prefixes)} tokens need {self.memory_bytes >> 20} MiB of the {memory_bytes >> 20} MiB"
+                " allowed; use a shorter one, a larger --scale, or more --memory"
             )
         if self.expected_s > limit_s:
             raise InvalidArgument(
-                f"runs: {self.runs} take about {self.expected_s:.0f} s of the {limit_s:g} s allowed; use fewer runs,"
-                " shorter prefixes, or allow more time"
+                f"--runs: {self.runs} take about {self.expected_s:.0f} s of the {limit_s:g} s allowed; use fewer runs,"
+                " a shorter --prefix, or a higher --limit"
             )
         return self
 
@@ -191,7 +199,11 @@ class Bench:
 
     def __enter__(self) -> Self:
         if set(LOADED) & set(self._setup.sources):
-            self._store()
+            try:
+                self._store()
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tierd.errors import Unsupported
-from tierd.ttft.report import Report, Row
+from tierd.ttft.report import BAR_PREFIX, Report, Row
 from tierd.units import format_bytes
 
 COLOURS = {"device": "#000000", "host": "#0072b2", "nvme": "#d55e00", "nowhere": "#009e73"}
@@ -23,6 +23,10 @@ MARKS = {
     "nowhere": "c",
 }
 """Letters of the series in a text plot. Advised ones lie on others."""
+STALLS = {"call": "waits for the call", "disk": "for the disk", "link": "for the link", "compute": "computes"}
+"""Of a timeline: what the engine does, in the order of Row.layers."""
+STALL_COLOURS = {"call": "#cc79a7", "disk": "#d55e00", "link": "#56b4e9", "compute": "#999999"}
+SIGNS = {"call": "?", "disk": "n", "link": "-", "compute": "#"}
 PLOT_LINES, COLUMNS_PER_PREFIX = 14, 9
 
 
@@ -54,9 +58,20 @@ def require_matplotlib() -> Any:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Writes a picture; the ending gives its format. Raises Unsupported without matplotlib, OSError."""
-    figure = require_matplotlib()(figsize=(8.4, 5.4), layout="constrained")
-    axes = figure.subplots()
+    """Writes a picture of curves and timelines; the ending gives its format. Raises Unsupported without
+    matplotlib, OSError."""
+    figure = require_matplotlib()(figsize=(13.5, 5.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_curves(left, report)
+    _draw_timelines(right, timelined(report["rows"]))
+    for axes in (left, right):
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=140)
+
+
+def _draw_curves(axes: Any, report: Report) -> None:
     for name, rows in series_of(report["rows"]).items():
         _draw_series(axes, name, rows)
     for crossing in report["crossovers"]:
@@ -67,15 +82,36 @@ def draw(report: Report, path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(prefixes, [tokens_text(prefix) for prefix in prefixes])
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("prefix, tokens")
     axes.set_ylabel("time to first token, s")
     axes.set_title(title_of(report), loc="left", fontsize=10)
-    axes.grid(color="#dddddd", linewidth=0.7, which="both")
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, handlelength=3.2)
-    figure.savefig(path, dpi=150)
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.legend(frameon=False, handlelength=3.2, fontsize=9)
+
+
+def timelined(rows: Sequence[Row]) -> list[Row]:
+    """The rows whose timelines are shown: of the first prefix to which the bars apply, else the longest."""
+    prefixes = {row["prefix"] for row in rows}
+    shown = min((prefix for prefix in prefixes if prefix >= BAR_PREFIX), default=max(prefixes))
+    return [row for row in rows if row["prefix"] == shown and row["how"] != "advised"]
+
+
+def _draw_timelines(axes: Any, rows: Sequence[Row]) -> None:
+    for y, row in enumerate(rows):
+        at = 0.0
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in STALLS}
+        for layer in row["layers"]:
+            for name, seconds in zip(STALLS, layer, strict=True):
+                spans[name].append((1e3 * at, 1e3 * seconds))
+                at += seconds
+        for name, found in spans.items():
+            axes.broken_barh(found, (y - 0.32, 0.64), color=STALL_COLOURS[name], label=STALLS[name] if y == 0 else None)
+    axes.set_yticks(range(len(rows)), [name_of(row) for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("ms since the request")
+    axes.set_title(f"prefix of {tokens_text(rows[0]['prefix'])}: what the engine does", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=9, loc="center right")
 
 
 def _draw_series(axes: Any, name: str, rows: Sequence[Row]) -> None:
@@ -130,11 +166,6 @@ def text_plot(report: Report) -> list[str]:
         f"{mark} {'computed' if name == 'nowhere' else name}" for name, mark in MARKS.items() if name in series
     )
     return [*lines, f"{'':>8} +{'-' * COLUMNS_PER_PREFIX * len(prefixes)}", f"{'tokens':>8}  {ticks}".rstrip(), legend]
-
-
-STALLS = ("call", "disk", "link", "compute")
-SIGNS = {"call": "?", "disk": "n", "link": "-", "compute": "#"}
-"""Of a timeline: what the engine did or waited for."""
 
 
 def timeline_text(row: Row, *, width: int, longest_s: float) -> str:

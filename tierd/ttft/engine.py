@@ -112,9 +112,7 @@ class Engine:
         layers = self._shape.layers
         if source is not Source.NVME:
             return [0.0] * layers
-        metas = np.zeros(blocks, META)
-        metas["stored_length"], metas["layers"] = self._shape.block_bytes, layers
-        parts = parts_of(metas) if by_layer else 1
+        parts = parts_in(self._shape, blocks) if by_layer else 1
         return list(arrivals(layers, blocks * self._shape.block_bytes, self._machine, parts=parts))
 
     def _check_source(self, lease: Lease, tokens: int, source: Source) -> None:
@@ -130,3 +128,10 @@ class Engine:
         good = (is_content(np.ascontiguousarray(self._own[:, i]).reshape(-1), name) for i, name in enumerate(hashes))
         if not (is_good and all(good)):
             raise OperatorError("ttft: a loaded block has other bytes than were stored; run `tierctl scrub`")
+
+
+def parts_in(shape: Shape, blocks: int) -> int:
+    """In how many parts of whole layers the daemon reads so many blocks from a store."""
+    metas = np.zeros(blocks, META)
+    metas["stored_length"], metas["layers"] = shape.block_bytes, shape.layers
+    return parts_of(metas)

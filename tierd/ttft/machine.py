@@ -83,7 +83,7 @@ class Shape:
         channels = self.kv_heads * self.head_dim
         if channels % scale:
             raise InvalidArgument(
-                f"scale: {scale} does not divide the {channels} channels of a layer; use a divisor, such as 16"
+                f"--scale: {scale} does not divide the {channels} channels of a layer; use a divisor, such as 16"
             )
         small = replace(self, kv_heads=1, head_dim=channels // scale)
         return replace(small, tokens_per_block=self.tokens_per_block * scale)

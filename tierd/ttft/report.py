@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
 from tierd.ttft.bench import LOADED, Result, Series, Setup, by_series
+from tierd.ttft.engine import parts_in
 from tierd.ttft.timeline import Source, crossover
 
 BARS = {Source.HOST: 0.05, Source.NVME: 0.10}
@@ -41,12 +42,15 @@ class Row(TypedDict):
 
 
 class Bar(TypedDict):
-    """added: share that loading by layer adds, median of the runs. limit: the least by arithmetic."""
+    """added: share that loading by layer adds, median of the runs. limit: the least by arithmetic.
+    limit_in_parts: the same if the disk reads in the daemon's `parts`."""
 
     source: str
     prefix: int
     added: float
     limit: float
+    parts: int
+    limit_in_parts: float
     bar: float
     verdict: str
 
@@ -66,13 +70,6 @@ class Report(TypedDict):
     rows: list[Row]
     bars: list[Bar]
     crossovers: list[Crossing]
-
-
-class Added(NamedTuple):
-    """Shares added, run by run, and the least by arithmetic."""
-
-    shares: list[float]
-    limit: float
 
 
 def report_of(setup: Setup, results: Sequence[Result]) -> Report:
@@ -135,21 +132,32 @@ def barred(setup: Setup) -> list[tuple[Source, int]]:
     return [(source, prefix) for source in LOADED if source in setup.sources for prefix in prefixes]
 
 
-def added_by(setup: Setup, results: Sequence[Result], source: Source, prefix: int) -> Added:
-    """What loading by layer adds to the time to first token from the device, in each run."""
+def shares_added(results: Sequence[Result], source: Source, prefix: int) -> list[float]:
+    """What loading by layer adds to the time to first token from the device, run by run."""
     found = by_series(results)
-    near, far = Series(Source.DEVICE), Series(source, "by layer")
-    times = [[result.measured.first_token_s for result in found[each, prefix]] for each in (near, far)]
-    shares = [loaded / device - 1 for device, loaded in zip(*times, strict=True)]
-    return Added(shares, setup.bound_s(far, prefix) / setup.bound_s(near, prefix) - 1)
+    near, far = (
+        [result.measured.first_token_s for result in found[each, prefix]]
+        for each in (Series(Source.DEVICE), Series(source, "by layer"))
+    )
+    return [loaded / device - 1 for device, loaded in zip(near, far, strict=True)]
 
 
 def bar_of(setup: Setup, results: Sequence[Result], source: Source, prefix: int) -> Bar:
     """The bar of one source and prefix."""
-    shares, limit = added_by(setup, results, source, prefix)
-    added, bar = statistics.median(shares), BARS[source]
-    verdict = "kept" if added <= bar else "arithmetic forbids it" if limit > bar else "broken"
-    return Bar(source=source.value, prefix=prefix, added=added, limit=limit, bar=bar, verdict=verdict)
+    added, bar = statistics.median(shares_added(results, source, prefix)), BARS[source]
+    parts = parts_in(setup.small, prefix // setup.small.tokens_per_block)
+    near_s, far = setup.bound_s(Series(Source.DEVICE), prefix), Series(source, "by layer")
+    limit = setup.bound_s(far, prefix) / near_s - 1
+    return Bar(
+        source=source.value,
+        prefix=prefix,
+        added=added,
+        limit=limit,
+        parts=parts if source is Source.NVME else setup.shape.layers,
+        limit_in_parts=setup.bound_s(far, prefix, parts=parts) / near_s - 1,
+        bar=bar,
+        verdict="kept" if added <= bar else "arithmetic forbids it" if limit > bar else "broken",
+    )
 
 
 def crossings(setup: Setup, rows: Sequence[Row]) -> list[Crossing]:

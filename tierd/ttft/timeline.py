@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,13 @@ class Job:
     def layer_s(self, machine: Machine, layers: int) -> float:
         """Seconds that each layer of the tokens to compute takes."""
         return machine.prefill_s(self.loaded, self.prefix - self.loaded + self.tail) / layers
+
+
+class Sizes(NamedTuple):
+    """Of a model: its layers, and bytes of a token in all of them."""
+
+    layers: int
+    token_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +113,17 @@ def link_s(layer_bytes: float, machine: Machine) -> float:
     return machine.link_latency_s + layer_bytes / machine.link_bytes_per_s
 
 
-def bound(job: Job, source: Source, machine: Machine, *, layers: int, token_bytes: float) -> Timeline:
-    """What arithmetic allows a load by layer: nothing but the machine's rates takes time."""
-    size = job.loaded * token_bytes
-    zeros = np.zeros(layers)
-    arrived = arrivals(layers, size, machine, parts=layers) if source is Source.NVME and size else zeros
+def bound(job: Job, source: Source, machine: Machine, *, sizes: Sizes, parts: int | None = None) -> Timeline:
+    """What arithmetic allows a load by layer: nothing but the machine's rates takes time.
+
+    parts: in which the disk reads. None: each layer alone.
+    """
+    layers, size = sizes.layers, job.loaded * sizes.token_bytes
+    arrived = zeros = np.zeros(layers)
+    if source is Source.NVME and size:
+        arrived = arrivals(layers, size, machine, parts=parts or layers)
     is_copied = source in (Source.HOST, Source.NVME) and size
-    copied = streamed(arrived, link_s(size / layers, machine)) if is_copied else arrived
+    copied = streamed(arrived, link_s(size / layers, machine)) if is_copied else zeros
     return Timeline(0.0, arrived, copied, job.layer_s(machine, layers))
 
 
