@@ -111,7 +111,7 @@ def _draw_timelines(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("ms since the request")
     axes.set_title(f"prefix of {tokens_text(rows[0]['prefix'])}: what the engine does", loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=9, loc="center right")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
 def _draw_series(axes: Any, name: str, rows: Sequence[Row]) -> None:
