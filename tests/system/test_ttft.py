@@ -36,7 +36,7 @@ def run(daemon: Daemon, *arguments: str) -> Result:
 
 
 def test_rows_add_up_and_beat_no_bound(daemon: Daemon, tmp_path: Path) -> None:
-    """Each series has a row per prefix; its parts are its time, which is at least the bound; no block is left."""
+    """Each series has its rows; their parts are their time, at least the bound; no block is left."""
     done = run(daemon, "--prefix", "1K,4K", "--json", "--plot", str(tmp_path / "ttft.png"))
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

@@ -162,8 +162,8 @@ def ttft(ask: Ask, *, preset: str, plot: Path | None, memory: int, limit_s: floa
     Bytes of a token and bandwidths are divided by --scale, and times stay. Blocks hold more
     tokens, so that their bytes stay. So this machine can stand for a faster one.
 
-    bound is the least time by arithmetic. call, disk and link are what the engine waited for.
-    advised rows load what the advisor finds worth loading.
+    The column bound is the least time by arithmetic. The engine waited for call, disk and link.
+    Rows with "advised" load what the advisor finds worth loading.
 
     Its blocks are durable on NVMe meanwhile, and may displace others in host memory. It removes
     them in the end. Choose a daemon that nobody else uses.
@@ -283,7 +283,7 @@ def scale_line(report: Report) -> str:
 
 
 def bar_line(bar: Bar) -> Text:
-    """What a load adds, against its bar and what arithmetic allows."""
+    """The share that a load adds, against its bar and what arithmetic allows."""
     parts = (
         f", in the daemon's {bar['parts']} reads {percent(bar['limit_in_parts'])}"
         if bar["source"] == Source.NVME
@@ -316,7 +316,7 @@ def crossing_text(prefix: float | None) -> str:
 
 
 def timeline_lines(rows: Sequence[Row], *, width: int) -> list[str]:
-    """What the engine did during each series' median run of one prefix."""
+    """The engine's work during each series' median run of one prefix."""
     mine = timelined(rows)
     most_s = max(row["first_token_s"] for row in mine)
     legend = ", ".join(f"{SIGNS[name]} {text}" for name, text in STALLS.items())

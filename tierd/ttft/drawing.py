@@ -169,7 +169,7 @@ def text_plot(report: Report) -> list[str]:
 
 
 def timeline_text(row: Row, *, width: int, longest_s: float) -> str:
-    """What the engine did in each part of the time to first token: `width` columns for longest_s.
+    """The engine's work in each part of the time to first token: `width` columns for longest_s.
 
     Each column shows what took most of its time.
     """

@@ -1,4 +1,4 @@
-"""What a measurement says: a row of each series and prefix, bars, crossovers; plain values for JSON."""
+"""The results of a measurement: a row of each series and prefix, bars, crossovers; plain values for JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ BAR_PREFIX, BAR_TAIL = 8192, 0.25
 
 
 class Row(TypedDict):
-    """Seconds are medians of the runs; low, high: the least and the greatest. bound_s: by arithmetic
-    alone. call_s, disk_s, link_s: waited for these; compute_s: the rest. loaded: tokens. layers: of
-    the median run, per layer: [call, disk, link, compute] in seconds."""
+    """Seconds are medians of the runs; low, high: the least and the greatest.
+
+    bound_s: by arithmetic alone. call_s, disk_s, link_s: waited for these; compute_s: the rest.
+    loaded: tokens. layers: of the median run, for each layer [call, disk, link, compute] in seconds.
+    """
 
     source: str
     how: str
@@ -133,7 +135,7 @@ def barred(setup: Setup) -> list[tuple[Source, int]]:
 
 
 def shares_added(results: Sequence[Result], source: Source, prefix: int) -> list[float]:
-    """What loading by layer adds to the time to first token from the device, run by run."""
+    """Shares that loading by layer adds to the time to first token from the device, run by run."""
     found = by_series(results)
     near, far = (
         [result.measured.first_token_s for result in found[each, prefix]]

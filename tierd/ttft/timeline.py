@@ -114,7 +114,7 @@ def link_s(layer_bytes: float, machine: Machine) -> float:
 
 
 def bound(job: Job, source: Source, machine: Machine, *, sizes: Sizes, parts: int | None = None) -> Timeline:
-    """What arithmetic allows a load by layer: nothing but the machine's rates takes time.
+    """The least that arithmetic allows a load by layer: nothing but the machine's rates takes time.
 
     parts: in which the disk reads. None: each layer alone.
     """
@@ -129,7 +129,7 @@ def bound(job: Job, source: Source, machine: Machine, *, sizes: Sizes, parts: in
 
 def crossover(prefixes: list[int], loaded: list[float], computed: list[float]) -> float | None:
     """The least prefix from which on loading is faster than computing; 0: the first one already.
-    None: it never is. Between measured prefixes the ratio of both is taken as a power of the length."""
+    None: it never is. Between measured prefixes the ratio of both counts as a power of the length."""
     gain = np.log(np.asarray(computed)) - np.log(np.asarray(loaded))
     slower = np.flatnonzero(gain <= 0)
     if not len(slower):

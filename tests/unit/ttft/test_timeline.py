@@ -49,7 +49,7 @@ def test_waiting_and_computing_are_all_of_the_time(line: Timeline) -> None:
 
 
 def test_each_wait_has_its_cause() -> None:
-    """Two layers: the call ends at 1, the layers arrive at 3 and 4, are copied at 5 and 12, compute takes 2."""
+    """Two layers arrive at 3 and 4 and are copied at 5 and 12, after a call that ends at 1."""
     stalls = Timeline(1.0, np.array([3.0, 4.0]), np.array([5.0, 12.0]), 2.0).stalls()
     assert (stalls.call.tolist(), stalls.disk.tolist(), stalls.link.tolist()) == ([1, 0], [2, 0], [2, 5])
 
