@@ -1,4 +1,4 @@
-"""The results of a measurement: a row of each series and prefix, bars, crossovers; plain values for JSON."""
+"""Results of a measurement as plain values: a row of each series and prefix, bars, crossovers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Row(TypedDict):
     """Seconds are medians of the runs; low, high: the least and the greatest.
 
     bound_s: by arithmetic alone. call_s, disk_s, link_s: waited for these; compute_s: the rest.
-    loaded: tokens. layers: of the median run, for each layer [call, disk, link, compute] in seconds.
+    loaded: tokens. layers: of the median run, each as seconds of [call, disk, link, compute].
     """
 
     source: str

@@ -58,6 +58,7 @@ def test_each_wait_has_its_cause() -> None:
 def test_by_layer_is_never_later_than_whole(line: Timeline) -> None:
     """Computing beside the copies ends no later than after them, and saves less than the computing."""
     whole = line.as_whole().first_token_s
+    assert whole == pytest.approx(line.copied[-1] + line.layer_s * len(line.copied))
     assert line.first_token_s <= whole + 1e-9
     assert whole - line.first_token_s <= line.layer_s * (len(line.copied) - 1) + 1e-9
 
