@@ -91,6 +91,7 @@ BUILDERS: dict[str, set[str]] = {
     "cli/trace.py": {"simulator"},
     "cli/replay.py": {"simulator"},
     "cli/bench.py": {"ttft"},
+    "cli/bench_report.py": {"ttft"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     "cli/coded_demo.py": {"worker", "testing", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them

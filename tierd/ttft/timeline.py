@@ -59,8 +59,8 @@ class Stalls:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """called: the daemon has answered. arrived: in host memory. copied: in the engine's memory.
-    layer_s: of computing a layer."""
+    """called: the daemon has answered. arrived: in host memory, not before that. copied: in the
+    engine's memory, not before that. layer_s: of computing a layer."""
 
     called: float
     arrived: Times
@@ -83,7 +83,6 @@ class Timeline:
         called = np.maximum(start, self.called)
         arrived = np.maximum(called, self.arrived)
         copied = np.maximum(start, self.copied)
-        called, arrived = np.minimum(called, copied), np.minimum(arrived, copied)
         return Stalls(called - start, arrived - called, copied - arrived)
 
     def as_whole(self) -> Timeline:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tierd.cli.admin import connect
-from tierd.cli.bench import bar_line, evictor
+from tierd.cli.bench import evictor
+from tierd.cli.bench_report import bar_line
 from tierd.client import Client
 from tierd.testing import Daemon
 from tierd.ttft.bench import LOADED, Bench, Result, Series, Setup, by_series
