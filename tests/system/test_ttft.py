@@ -47,7 +47,9 @@ def test_rows_add_up_and_beat_no_bound(daemon: Daemon, tmp_path: Path) -> None:
         assert row["bound_s"] - 1e-6 <= parts <= row["first_token_s"] + 1e-6
         assert len(row["layers"]) == 8
         assert "advised" in name or row["loaded"] == (0 if name == "nowhere" else prefix)
-    assert rows["nvme by layer", 4096]["disk_s"] > 0 and rows["host whole", 4096]["link_s"] > 0
+    far = rows["nvme whole", 4096]
+    assert far["call_s"] + far["disk_s"] >= (8 << 20) / 100e6
+    assert rows["host whole", 4096]["link_s"] >= (8 << 20) / 500e6
     assert {each["source"] for each in report["crossovers"]} == {"host", "nvme"}
     assert (tmp_path / "ttft.png").read_bytes()[:4] == b"\x89PNG"
     left = CliRunner().invoke(ctl.cli, ["status", "--json", "--target", daemon.target])
