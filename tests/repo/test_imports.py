@@ -74,6 +74,7 @@ PARTS: dict[str, set[str]] = {
     "integrations": {"core", "client", "codecs", "events", "native"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
+    "ttft": {"core", "advisor", "client", "testing", "loads_by_layer"} | EDGE,
 }
 """Part -> the parts that it may import."""
 
@@ -102,6 +103,8 @@ BUILDERS: dict[str, set[str]] = {
     "cli/calibrate.py": {"quality", "codecs", "worker"},
     "cli/trace.py": {"simulator"},
     "cli/replay.py": {"simulator"},
+    "cli/bench.py": {"ttft"},
+    "cli/bench_report.py": {"ttft"},
     "cli/demo.py": {"worker", "testing", "kernels"},
     "cli/coded_demo.py": {"worker", "testing", "codecs"},
     "simulator/sizes.py": {"server"},  # tiers as a daemon makes them

@@ -62,6 +62,7 @@ ROWS = {
     "chains": {f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (64, 1024)},
     "policies": {f"policy_{name}_{tiers}" for name in list(PATTERNS)[:2] for tiers in ("one", "two")},
     "advice": {"advice_mixed", *POINTS},
+    "ttft": {f"ttft_{name}" for s in ("host", "nvme") for name in (f"{s}_8K", f"{s}_8K_bound", f"advised_{s}")},
     "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
@@ -83,6 +84,7 @@ ROWS["codecs"] = {
 FULL_ONLY = {
     *(f"policy_{name}_{tiers}" for name in list(PATTERNS)[2:] for tiers in ("one", "two")),
     *(f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (8192, 65_536)),
+    *(f"ttft_{source}_{prefix}K" for source in ("host", "nvme") for prefix in (16, 32, 64)),
     *("clients_16", "clients_64", "lookups_16", "lookups_64"),
     *("put_at_10M", "get_at_10M", "lookup_at_10M", "start_10m", "start_10m_serves", "start_10m_memory"),
 }

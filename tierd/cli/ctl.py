@@ -44,6 +44,9 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "replay": ("replay", "Drives the daemon with a recorded trace."),
         "simulate": ("simulate", "Simulates tiers of many sizes on recorded traces, without a daemon."),
     },
+    "Measure": {
+        "bench": ("bench", "Measures what the running daemon is worth to an engine."),
+    },
     "Codecs": {
         "codecs": ("codecs", "Lists the codecs: size, error, speed."),
         "calibrate": ("calibrate", "Makes a calibration file of a model, which some codecs need."),

@@ -42,6 +42,7 @@ from tools.bench import (
     recording,
     remote,
     size,
+    ttft,
 )
 from tools.bench.measure import FULL, TINY, Effort
 from tools.bench.rows import Row
@@ -63,6 +64,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "recording": recording.rows,
     "policies": policies.rows,
     "advice": advice.rows,
+    "ttft": ttft.rows,
     "codecs": codecs.rows,
     "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }
