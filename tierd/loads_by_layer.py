@@ -21,20 +21,32 @@ from tierd.failpoint import failpoint
 from tierd.tiers.tier import DeviceTier, MappedTier, Parts, SharedTier, SliceTable, StoredTier
 
 MOST_PARTS = 8
-"""More would hide little more: the first part is an eighth of the wait."""
-PART_BYTES = 512 << 10
-"""Least bytes of a block in each part: a disk reads shorter pieces more slowly."""
+"""More would hide little more, and each part is another read of each block."""
+PART_BYTES = 256 << 10
+"""Least bytes of a block in a part, on average: a disk reads shorter pieces more slowly."""
 PART_BATCH_BYTES = 4 << 20
-"""Least bytes of a batch in each part, so that the disk's queue stays full."""
+"""Least bytes of a batch in a part, on average, so that the disk's queue stays full."""
+
+
+def layer_stops(metas: StructArray) -> list[int]:
+    """Layers of the longest of these blocks, META [n], after each part of their load.
+
+    The first part is short, because a client waits for it. So is the last one, because the client
+    then computes the layers in it. Those between have more.
+    """
+    lengths, layers = metas["stored_length"], metas["layers"]
+    longest = int(np.argmax(lengths))
+    count = slice_cut(int(lengths[longest]), int(layers[longest])).layers
+    most = min(count, int(lengths[longest]) // PART_BYTES, int(lengths.sum()) // PART_BATCH_BYTES)
+    parts = max(1, min(MOST_PARTS, most))
+    weights = np.minimum(np.arange(1, parts + 1), np.arange(parts, 0, -1))
+    stops = np.unique((count * np.cumsum(weights) / weights.sum()).round().astype(int))
+    return [stop for stop in stops.tolist() if stop]
 
 
 def parts_of(metas: StructArray) -> int:
     """In how many parts these blocks are loaded, META [n]; 1: whole."""
-    lengths, layers = metas["stored_length"], metas["layers"]
-    longest = int(np.argmax(lengths))
-    of_longest = slice_cut(int(lengths[longest]), int(layers[longest])).layers
-    most = min(of_longest, int(lengths[longest]) // PART_BYTES, int(lengths.sum()) // PART_BATCH_BYTES)
-    return max(1, min(MOST_PARTS, most))
+    return len(layer_stops(metas))
 
 
 class _ByLayer:
@@ -48,9 +60,9 @@ class _ByLayer:
         cuts = [slice_cut(*of) for of in zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True)]
         self._lengths = [([cut.piece] * (cut.pieces - 1) + [cut.last]) * cut.layers for cut in cuts]
         self.slices: list[SliceTable] = [np.zeros(len(lengths), "<u8") for lengths in self._lengths]
-        parts = parts_of(metas)
+        stops = np.array([0, *layer_stops(metas)])
         # Before each part, and in all: layers, slices and bytes of each block.
-        self._layers = np.array([cut.layers for cut in cuts])[:, None] * np.arange(parts + 1) // parts
+        self._layers = np.array([cut.layers for cut in cuts])[:, None] * stops // stops[-1]
         self._counts = self._layers * np.array([cut.pieces for cut in cuts])[:, None]
         ends = [np.cumsum([0, *lengths])[at] for lengths, at in zip(self._lengths, self._counts, strict=True)]
         self._offsets = np.array(ends)

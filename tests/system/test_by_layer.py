@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,8 +21,8 @@ from tierd.testing import chain
 
 LAYERS = 8
 LAYER_BYTES = 256 << 10
-PART_LAYERS = 2
-"""Layers of a block that come together."""
+STOPS = (1, 2, 4, 6, 7, 8)
+"""Layers of each block after each part of a load."""
 BLOCKS = 16
 CONFIG = """\
 [[host]]
@@ -51,7 +52,7 @@ KEPT = [RNG.integers(0, 256, SPEC.block_bytes, np.uint8) for _ in range(BLOCKS)]
 
 def held(io: IoFaults, layer: int) -> AbstractContextManager[IoFaults]:
     """Holds a load of all blocks up before the part that has this layer, until the end of the context."""
-    return io.armed(READS, "hang", "*.slots", first=layer // PART_LAYERS * BLOCKS + 1)
+    return io.armed(READS, "hang", "*.slots", first=bisect(STOPS, layer) * BLOCKS + 1)
 
 
 @pytest.fixture

@@ -102,17 +102,17 @@ class Setup:
         """A request for this prefix."""
         return Job(prefix, max(1, round(prefix * self.tail / (1 - self.tail))), loaded)
 
-    def bound_s(self, series: Series, prefix: int, *, parts: int | None = None) -> float:
+    def bound_s(self, series: Series, prefix: int, *, stops: Sequence[int] = ()) -> float:
         """Least seconds to the first token by arithmetic; of an advised one, with the best number of
         loaded blocks.
 
-        parts: in which the disk reads. None: each layer alone.
+        stops: layers after each part that the disk reads; none: each layer alone.
         """
         whole = 0 if series.source is Source.NOWHERE else prefix
         counts = range(0, prefix + 1, self.small.tokens_per_block) if series.how == "advised" else [whole]
         sizes = Sizes(self.shape.layers, self.shape.token_bytes)
         lines = (
-            bound(self.job(prefix, count), series.source, self.machine, sizes=sizes, parts=parts) for count in counts
+            bound(self.job(prefix, count), series.source, self.machine, sizes=sizes, stops=stops) for count in counts
         )
         return min((line.as_whole() if series.how == "whole" else line).first_token_s for line in lines)
 

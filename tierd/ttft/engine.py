@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tierd.client import Client, Group, Lease, OpenedNamespace
 from tierd.core.formats.meta import META
 from tierd.errors import OperatorError
-from tierd.loads_by_layer import parts_of
+from tierd.loads_by_layer import layer_stops
 from tierd.testing import is_content
 from tierd.ttft.machine import Machine, Shape
 from tierd.ttft.timeline import Job, Source, Timeline, arrivals, link_s
@@ -112,8 +112,8 @@ class Engine:
         layers = self._shape.layers
         if source is not Source.NVME:
             return [0.0] * layers
-        parts = parts_in(self._shape, blocks) if by_layer else 1
-        return list(arrivals(layers, blocks * self._shape.block_bytes, self._machine, parts=parts))
+        stops = stops_in(self._shape, blocks) if by_layer else [layers]
+        return list(arrivals(blocks * self._shape.block_bytes, self._machine, stops=stops))
 
     def _check_source(self, lease: Lease, tokens: int, source: Source) -> None:
         tiers = dict(zip(self._client.tiers, lease.tier_tokens, strict=False))
@@ -130,8 +130,8 @@ class Engine:
             raise OperatorError("ttft: a loaded block has other bytes than were stored; run `tierctl scrub`")
 
 
-def parts_in(shape: Shape, blocks: int) -> int:
-    """In how many parts of whole layers the daemon reads so many blocks from a store."""
+def stops_in(shape: Shape, blocks: int) -> list[int]:
+    """Layers after each part in which the daemon reads so many blocks from a store."""
     metas = np.zeros(blocks, META)
     metas["stored_length"], metas["layers"] = shape.block_bytes, shape.layers
-    return parts_of(metas)
+    return layer_stops(metas)

@@ -10,7 +10,7 @@ from typing import TypedDict
 import numpy as np
 
 from tierd.ttft.bench import LOADED, Result, Series, Setup, by_series
-from tierd.ttft.engine import parts_in
+from tierd.ttft.engine import stops_in
 from tierd.ttft.timeline import Source, crossover
 
 BARS = {Source.HOST: 0.05, Source.NVME: 0.10}
@@ -147,7 +147,7 @@ def shares_added(results: Sequence[Result], source: Source, prefix: int) -> list
 def bar_of(setup: Setup, results: Sequence[Result], source: Source, prefix: int) -> Bar:
     """The bar of one source and prefix."""
     added, bar = statistics.median(shares_added(results, source, prefix)), BARS[source]
-    parts = parts_in(setup.small, prefix // setup.small.tokens_per_block)
+    stops = stops_in(setup.small, prefix // setup.small.tokens_per_block)
     near_s, far = setup.bound_s(Series(Source.DEVICE), prefix), Series(source, "by layer")
     limit = setup.bound_s(far, prefix) / near_s - 1
     return Bar(
@@ -155,8 +155,8 @@ def bar_of(setup: Setup, results: Sequence[Result], source: Source, prefix: int)
         prefix=prefix,
         added=added,
         limit=limit,
-        parts=parts if source is Source.NVME else setup.shape.layers,
-        limit_in_parts=setup.bound_s(far, prefix, parts=parts) / near_s - 1,
+        parts=len(stops) if source is Source.NVME else setup.shape.layers,
+        limit_in_parts=setup.bound_s(far, prefix, stops=stops) / near_s - 1,
         bar=bar,
         verdict="kept" if added <= bar else "arithmetic forbids it" if limit > bar else "broken",
     )

@@ -7,6 +7,7 @@ time. So layer n ends at max(end of n - 1, ready of n) + its own time. Copies go
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,11 +99,11 @@ def streamed(ready: Times, each_s: float) -> Times:
     return ends
 
 
-def arrivals(layers: int, size: float, machine: Machine, *, parts: int) -> Times:
-    """Least times at which layers of `size` bytes in all come from the disk, if it reads them in
-    `parts` parts of whole layers."""
-    stops = layers * np.arange(1, parts + 1) // parts
-    stop = stops[np.searchsorted(stops, np.arange(layers), side="right")]
+def arrivals(size: float, machine: Machine, *, stops: Sequence[int]) -> Times:
+    """Least times at which layers of `size` bytes in all come from the disk. stops: layers after
+    each part that it reads."""
+    layers, ends = stops[-1], np.asarray(stops)
+    stop = ends[np.searchsorted(ends, np.arange(layers), side="right")]
     times: Times = machine.disk_latency_s + size * stop / layers / machine.disk_bytes_per_s
     return times
 
@@ -112,15 +113,15 @@ def link_s(layer_bytes: float, machine: Machine) -> float:
     return machine.link_latency_s + layer_bytes / machine.link_bytes_per_s
 
 
-def bound(job: Job, source: Source, machine: Machine, *, sizes: Sizes, parts: int | None = None) -> Timeline:
+def bound(job: Job, source: Source, machine: Machine, *, sizes: Sizes, stops: Sequence[int] = ()) -> Timeline:
     """The least that arithmetic allows a load by layer: nothing but the machine's rates takes time.
 
-    parts: in which the disk reads. None: each layer alone.
+    stops: layers after each part that the disk reads; none: each layer alone.
     """
     layers, size = sizes.layers, job.loaded * sizes.token_bytes
     arrived = zeros = np.zeros(layers)
     if source is Source.NVME and size:
-        arrived = arrivals(layers, size, machine, parts=parts or layers)
+        arrived = arrivals(size, machine, stops=stops or range(1, layers + 1))
     is_copied = source in (Source.HOST, Source.NVME) and size
     copied = streamed(arrived, link_s(size / layers, machine)) if is_copied else zeros
     return Timeline(0.0, arrived, copied, job.layer_s(machine, layers))

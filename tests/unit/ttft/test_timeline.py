@@ -66,8 +66,9 @@ def test_by_layer_is_never_later_than_whole(line: Timeline) -> None:
 @given(layers=st.integers(1, 80), parts=st.integers(1, 80), size=st.floats(1, 1e12))
 def test_parts_arrive_in_order_and_never_before_their_layers(layers: int, parts: int, size: float) -> None:
     """Fewer parts bring no layer earlier than one by one, and the last one at the same time."""
-    alone = arrivals(layers, size, H100, parts=layers)
-    some = arrivals(layers, size, H100, parts=min(parts, layers))
+    alone = arrivals(size, H100, stops=range(1, layers + 1))
+    stops = np.unique(layers * np.arange(1, parts + 1) // parts)
+    some = arrivals(size, H100, stops=stops[stops > 0].tolist())
     assert (np.diff(some) >= 0).all()
     assert (some >= alone - 1e-12).all()
     assert some[-1] == pytest.approx(alone[-1])
@@ -81,7 +82,9 @@ def test_a_farther_source_is_never_faster(prefix: int, tail: int, parts: int) ->
     times = [
         bound(job, source, H100, sizes=SIZES).first_token_s for source in (Source.DEVICE, Source.HOST, Source.NVME)
     ]
-    times.append(bound(job, Source.NVME, H100, sizes=SIZES, parts=parts).first_token_s)
+    times.append(
+        bound(job, Source.NVME, H100, sizes=SIZES, stops=[32 * (i + 1) // parts for i in range(parts)]).first_token_s
+    )
     assert (np.diff(times) >= -1e-12).all()
     assert times[-1] >= prefix * SIZES.token_bytes / H100.disk_bytes_per_s
 
