@@ -63,10 +63,24 @@ class PageShape:
 
     def read(self, pages: Sequence[Array], layer: int | None = None) -> Sequence[Array]:
         """Pages of one layer, or of all, as attention takes them."""
-        some = pages if layer is None else [page[layer] for page in pages]
+        some = pages if layer is None else _OneLayer(pages, layer)
         if self.scales is None:
             return some
         return ScaledPages(some, self.scales.values if layer is None else self.scales.values[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class _OneLayer(Sequence[Array]):
+    """One layer of pages; only those that are asked for are looked at."""
+
+    pages: Sequence[Array]
+    layer: int
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __getitem__(self, page: Any) -> Array:
+        return self.pages[page][self.layer]
 
 
 def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None = None) -> PageShape:
