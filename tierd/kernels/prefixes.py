@@ -30,7 +30,8 @@ class SharedPrefix:
 
 
 def shared_prefixes(tables: Sequence[NDArray[np.int64]], *, least: int) -> list[SharedPrefix]:
-    """Disjoint groups that save the most pages; a group that saves fewer than `least` is left out.
+    """Disjoint groups: large ones, or smaller ones in them if these save more pages. A group that
+    saves fewer than `least` is left out.
 
     tables: per sequence something that identifies each page, such as its address, for pages that
     may be shared.

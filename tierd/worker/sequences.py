@@ -29,7 +29,7 @@ from tierd.worker.tokens.view import TokenView
 Array = Any
 """A numpy array or a torch tensor."""
 
-SAVED_TOKENS = 512
+SAVED_TOKENS = 2048
 """Runs share a prefix if at least so many tokens a layer need not be read again."""
 
 Subsets = Sequence[Sequence[Sequence[int]]]
