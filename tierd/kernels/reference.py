@@ -27,6 +27,8 @@ Array = Any
 SCORES_AT_ONCE = 1 << 22
 TOKENS_AT_ONCE = 8192
 """Most scores and most keys that one step holds: so memory does not grow with a sequence."""
+MASS_ROWS = 16
+"""Page masses are those of a sequence's last query rows, at most so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class Attended:
     """The result of attention. out: [rows, q_heads, head_dim] in the dtype of the queries.
 
     lse: [rows, q_heads], natural log-sum-exp of the scaled scores.
-    mass: per sequence [q_heads, its pages], the attention weight on each, summed over query rows.
+    mass: per sequence [q_heads, its pages], the attention weight on each, summed over its last
+    MASS_ROWS query rows.
     """
 
     out: Array
@@ -281,7 +284,8 @@ def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended
             known[tile] if tile in known else xp.exp(scores_of(tile, keys.read(q, tile)[0]) - _finite(top))
             for tile in tiles
         ]
-        mass = [xp.concat([_page_mass(one / safe, keys.page_tokens) for one in each], axis=1)]
+        last = (slice(None), slice(-MASS_ROWS, None))
+        mass = [xp.concat([_page_mass(one[last] / safe[last], keys.page_tokens) for one in each], axis=1)]
     out = xp.astype(xp.permute_dims(mixed / safe, (1, 0, 2)), q.dtype, copy=False)
     return Attended(out, xp.permute_dims(lse[..., 0], (1, 0)), mass)
 

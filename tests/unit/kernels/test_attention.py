@@ -68,7 +68,7 @@ def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
 
 
 def test_masses_of_layers_are_added_before_they_are_read(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass adds the page masses of its layers where kernels run, and copies them to the host once."""
+    """A pass adds the page masses of its layers where kernels run, and copies them to the host at its end."""
     case = made(Shape(((7, 40), (1, 133), (0, 20)), types=("f16", "f16")))
     layers = np.stack([case.pool, case.pool[:, ::-1], case.pool], axis=1)
     over = KernelAttention(library).over(list(layers), case.batch, slots=np.full(8, -1))
@@ -82,7 +82,25 @@ def test_masses_of_layers_are_added_before_they_are_read(library: Emulated, monk
     assert reads == []
     for i, mass in enumerate(over.masses(case.q)):
         np.testing.assert_allclose(mass, sum(one[i] for one in wanted if one), rtol=2e-3, atol=2e-3)
-    assert reads == ["cpu"]
+    assert reads == ["cpu"] * 2  # one for each run of rows
+
+
+def test_memory_for_masses_does_not_grow_with_a_chunk(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the rows of a chunk take no more memory for page masses, whose rows are the last ones."""
+    beside, asked = attention._beside, list[tuple[int, ...]]()
+
+    def noted(q: Any) -> Any:
+        make = beside(q)
+        return lambda shape, dtype: asked.append(shape) or make(shape, dtype)
+
+    monkeypatch.setattr(attention, "_beside", noted)
+    taken = []
+    for rows in (16, 64):
+        asked.clear()
+        case = made(Shape(((1, 90), (rows, 100)), types=("f16", "f16")))
+        check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=True))
+        taken.append(sum(np.prod(shape) for shape in asked if len(shape) == 3))
+    assert taken[0] == taken[1] > 0
 
 
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
