@@ -25,6 +25,7 @@ from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, decode_blocks,
 from tierd.kernels.pages import KvPages, store_tokens
 from tierd.kernels.pool import Pool, cast, placed
 from tierd.kernels.reference import MASS_ROWS, Attended, PagedBatch
+from tierd.kernels.shared import SharedParts
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -34,7 +35,7 @@ class KernelAttention:
     """Attention by a library of kernels, on the device of the arrays. One caller thread.
 
     Arrays are numpy's, torch's (in its current stream), or others with a namespace of the array API
-    (`asarray`, `empty`, `empty_like`, `astype`).
+    (`asarray`, `empty`, `empty_like`, `astype`; shared prefixes are read once if it has `take`).
     """
 
     def __init__(self, library: Library) -> None:
@@ -102,6 +103,10 @@ class KernelPass:
         self._mass: dict[tuple[int, int], Array] = {}
         self._prefilled: tuple[DeviceBatch, Array] | None = None
         self._stored: Array = None
+        self._own: KernelPass | None = None
+        self._shared: SharedParts | None = None
+        if batch.shared and batch.is_plain:
+            self._own = KernelPass(attention, pool, batch.apart(pool.page_tokens))
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         """Writes a layer's new tokens [tokens, kv_heads, head_dim]. Raises InvalidArgument."""
@@ -119,6 +124,12 @@ class KernelPass:
         if not rows:
             return _room(q)
         queries, kv = _dense(self._pool.cast(q)), self._layer(layer, q)
+        if self._own is not None and not with_mass and hasattr(array_namespace(q), "take"):
+            if self._shared is None:
+                self._shared = SharedParts(self._attention.library, self._pool, self._batch, q)
+            done = self._own.attend(layer, queries, scale=scale)
+            self._shared.merge(queries, kv, scale, done)
+            return Attended(cast(done.out, q.dtype), done.lse)
         done, ones = _room(queries), self._singles
         if ones:
             to = Attended(done.out[:ones], done.lse[:ones])

@@ -3,7 +3,8 @@
 The attention of a pass first writes every run's new keys and values into pages, then reads all
 there. Kernels do both, or the array library does. The engine decides the order of runs. Rows of a
 pass are the runs' tokens in order. Positions before a table's length are read, never written.
-Pages that several decoding runs share are read once, if that saves enough (`SAVED_TOKENS`).
+Pages that several decoding runs share are read once, if that saves enough (`SAVED_TOKENS`,
+`SAVED_BYTES`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Array = Any
 """A numpy array or a torch tensor."""
 
 SAVED_TOKENS = 2048
-"""Runs share a prefix if at least so many tokens a layer need not be read again."""
+"""Without kernels, runs share a prefix if at least so many tokens need not be read again."""
+SAVED_BYTES = 1 << 30
+"""With kernels, if so many bytes a layer need not: a GPU reads them while the host launches the rest."""
 
 Subsets = Sequence[Sequence[Sequence[int]]]
 """As `PagedBatch.subsets`."""
@@ -117,7 +120,7 @@ class Pass:
             starts,
             [run.stop - run.sequence.table.dropped for run in runs],
             [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
-            shared=[] if with_mass else _shared(runs),
+            shared=[] if with_mass else _shared(runs, by_kernels=isinstance(attention, KernelAttention)),
         )
         self._runs, self._starts = runs, starts
         self._has_views = any(run.sequence.view for run in runs)
@@ -168,19 +171,19 @@ class Pass:
                 run.sequence.view.note(layer, q[rows], lse[rows], run.sequence.table, run.stop)
 
 
-def _shared(runs: Sequence[Run]) -> list[SharedPrefix]:
+def _shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
     """Prefixes that runs of one token share, without those that save too little. Runs of token
     policies have none."""
-    tables = [run.sequence.table for run in runs]
-    size = tables[0].shape.tokens_per_block
-    singles = [run.stop - run.start == 1 and run.sequence.view is None for run in runs]
+    shape = runs[0].sequence.table.shape
+    size, singles = shape.tokens_per_block, [run.stop - run.start == 1 and run.sequence.view is None for run in runs]
     if sum(singles) < 2:
         return []
     pages = [
-        table.located().addresses[: run.start // size] if is_single else np.zeros(0, np.int64)
-        for run, table, is_single in zip(runs, tables, singles, strict=True)
+        run.sequence.table.located().addresses[: run.start // size] if is_single else np.zeros(0, np.int64)
+        for run, is_single in zip(runs, singles, strict=True)
     ]
-    return shared_prefixes(pages, least=-(-SAVED_TOKENS // size))
+    page_bytes = shape.block_bytes // shape.geometry.layers
+    return shared_prefixes(pages, least=-(-SAVED_BYTES // page_bytes) if by_kernels else -(-SAVED_TOKENS // size))
 
 
 class _Work(Protocol):

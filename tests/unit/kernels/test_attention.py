@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, check, made
+from tests.unit.kernels.kernel_cases import DECODES, LSE_LIMIT, OUT_LIMIT, PREFILLS, Shape, check, made
 from tierd.errors import InvalidArgument
-from tierd.kernels import attention
+from tierd.kernels import attention, shared
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
+from tierd.kernels.prefixes import SharedPrefix
 from tierd.kernels.reference import paged_attention
 
 SCATTERED = Shape(((1, 133), (1, 1), (1, 300)), types=("f16", "f16"))
@@ -101,6 +102,44 @@ def test_memory_for_masses_does_not_grow_with_a_chunk(library: Emulated, monkeyp
         check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=True))
         taken.append(sum(np.prod(shape) for shape in asked if len(shape) == 3))
     assert taken[0] == taken[1] > 0
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("bf16", "bf16")], ids=str)
+@pytest.mark.parametrize("least", [16, 48, 1000])
+def test_shared_prefixes_are_merged(
+    library: Emulated, monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], least: int
+) -> None:
+    """Two groups of decodes that share pages, cut into parts or whole, attend as the reference does."""
+    monkeypatch.setattr(shared, "PART_TOKENS", least)
+    case = made(Shape(((1, 133), (1, 70), (1, 97), (9, 40), (1, 300), *[(1, 85 + i) for i in range(18)]), types=types))
+    tables = [list(table) for table in case.batch.tables]
+    groups = [SharedPrefix([2, 0], 6), SharedPrefix([4, *range(6, 23)], 5)]
+    for group in groups:
+        for i in group.sequences:
+            tables[i][: group.pages] = tables[group.sequences[0]][: group.pages]
+    case.batch = replace(case.batch, tables=tables)
+    launched: list[str] = []
+    launch = library.launch
+    monkeypatch.setattr(library, "launch", lambda name, *a, **k: launched.append(name) or launch(name, *a, **k))
+    apart = KernelAttention(library)(case.q, case.pool, case.batch)
+    assert not any(name.startswith("merge") for name in launched)
+    got = KernelAttention(library)(case.q, case.pool, replace(case.batch, shared=groups))
+    assert any(name.startswith("merge") for name in launched)
+    check(case, apart)
+    want = paged_attention(case.q.astype(np.float64), case.pool.astype(np.float64), case.batch)
+    off = np.linalg.norm(got.out.astype(np.float64) - want.out) / np.linalg.norm(want.out)
+    assert off < 2 * OUT_LIMIT[types[0]], "parts are rounded before they are merged"
+    np.testing.assert_allclose(got.lse, want.lse, atol=LSE_LIMIT)
+
+
+def test_what_is_chosen_is_not_shared(library: Emulated) -> None:
+    """Windows, subsets and page masses give what they give without shared pages."""
+    for shape in (Shape(((1, 133), (1, 97)), window=40), Shape(((1, 133), (1, 97)), chosen=3)):
+        case = made(replace(shape, types=("f16", "f16")))
+        tables = [case.batch.tables[0], [*case.batch.tables[0][:4], *case.batch.tables[1][4:]]]
+        case.batch = replace(case.batch, tables=tables, shared=[SharedPrefix([0, 1], 4)])
+        for with_mass in (False, True):
+            check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=with_mass))
 
 
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:
