@@ -33,14 +33,12 @@ class SharedParts:
 
     def __init__(self, library: Library, pool: Pool, batch: PagedBatch, q: Array) -> None:
         """batch: with shared pages. q: queries of it, of a library with `take`."""
-        kv_heads, group = pool.first.shape[3], q.shape[1] // pool.first.shape[3]
-        counts = [len(prefix.sequences) for prefix in batch.shared]
-        blocks = kv_heads * sum(-(-count * group // BLOCK_ROWS) for count in counts)
-        tokens = max(prefix.pages for prefix in batch.shared) * pool.page_tokens
-        self._parts = max(1, min(tokens // PART_TOKENS, THREAD_BLOCKS // blocks))
+        kv_heads = pool.first.shape[3]
+        self._parts = count_parts(batch, pool.page_tokens, q_heads=q.shape[1], kv_heads=kv_heads)
         cut = cut_prefixes(batch, pool.page_tokens, parts=self._parts, kv_heads=kv_heads)
         rows = [batch.query_starts[i] for prefix in batch.shared for i in prefix.sequences]
-        self._library, self._longest, self._batch = library, max(counts), pool.batch(cut, q)
+        self._library, self._batch = library, pool.batch(cut, q)
+        self._longest = max(len(prefix.sequences) for prefix in batch.shared)
         self._starts = placed(np.asarray(cut.query_starts, np.int32), q)
         self._rows, self._repeated = (placed(np.array(some, np.int64), q) for some in (rows, rows * self._parts))
 
@@ -57,6 +55,14 @@ class SharedParts:
         whole = Attended(xp.empty_like(outs[count]), xp.empty_like(lses[count]))
         merge_parts(self._library, outs, lses, whole)
         to.out[self._rows], to.lse[self._rows] = whole.out, whole.lse
+
+
+def count_parts(batch: PagedBatch, page_tokens: int, *, q_heads: int, kv_heads: int) -> int:
+    """How many parts each shared prefix is cut into."""
+    rows = [len(prefix.sequences) * q_heads // kv_heads for prefix in batch.shared]
+    blocks = kv_heads * sum(-(-count // BLOCK_ROWS) for count in rows)
+    tokens = max(prefix.pages for prefix in batch.shared) * page_tokens
+    return max(1, min(tokens // PART_TOKENS, THREAD_BLOCKS // blocks))
 
 
 def cut_prefixes(batch: PagedBatch, page_tokens: int, *, parts: int, kv_heads: int) -> PagedBatch:
