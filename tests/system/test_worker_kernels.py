@@ -149,7 +149,7 @@ def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention
 def test_a_stored_prefix_is_shared(
     model: Llama, kernels: KernelAttention, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, is_by_kernels: bool
 ) -> None:
-    """Requests that begin with the same stored blocks attend to them once, and get the tokens that they get apart."""
+    """Requests that begin with the same stored blocks attend to them once, for the same tokens."""
     shape, attention = page_shape(model, kv_dtype=kv_dtype), kernels if is_by_kernels else paged_attention
     requests = [Request((*PROMPT, *more), 8, samples=2) for more in ((1, 2), (3,), (4, 5, 6))]
     found: list[tuple[int, int]] = []

@@ -35,7 +35,7 @@ class KernelAttention:
     """Attention by a library of kernels, on the device of the arrays. One caller thread.
 
     Arrays are numpy's, torch's (in its current stream), or others with a namespace of the array API
-    (`asarray`, `empty`, `empty_like`, `astype`; shared prefixes are read once if it has `take`).
+    (`asarray`, `empty`, `empty_like`, `astype`). Shared prefixes are read once if it has `take`.
     """
 
     def __init__(self, library: Library) -> None:
@@ -101,6 +101,7 @@ class KernelPass:
         self._singles = rows if self._rows.are_single else self._rows.count_singles(len(batch.tables))
         self._decoded: dict[tuple[int, int], DeviceBatch] = {}
         self._mass: dict[tuple[int, int], Array] = {}
+        self._begun: set[tuple[int, int]] = set()
         self._prefilled: tuple[DeviceBatch, Array] | None = None
         self._stored: Array = None
         self._own: KernelPass | None = None
@@ -132,12 +133,11 @@ class KernelPass:
             return Attended(cast(done.out, q.dtype), done.lse)
         done, ones = _room(queries), self._singles
         if ones:
-            to = Attended(done.out[:ones], done.lse[:ones])
-            self._decode(queries, (0, ones), kv, scale, to, with_mass=with_mass)
+            self._decode(queries, (0, ones), kv, scale, self._measured(done, (0, ones), with_mass=with_mass))
         if ones < rows:
             self._prefill(queries, kv, scale, Attended(done.out[ones:], done.lse[ones:]))
         for span in self._rows.last_of(self._batch, ones) if with_mass else ():
-            self._decode(queries, span, kv, scale, _room(queries[slice(*span)]), with_mass=True)
+            self._decode(queries, span, kv, scale, self._measured(_room(queries), span, with_mass=True))
         return Attended(cast(done.out, q.dtype), done.lse)
 
     def masses(self, q: Array) -> list[Array]:
@@ -156,17 +156,22 @@ class KernelPass:
         scales = self._pool.scales
         return self._pool.layer(layer, None if scales is None else self._attention.beside(scales, array))
 
-    def _decode(
-        self, q: Array, span: tuple[int, int], kv: KvPages, scale: float | None, to: Attended, *, with_mass: bool
-    ) -> None:
-        """Rows of a span, each as a sequence that ends with it. with_mass: adds to the span's masses."""
+    def _measured(self, to: Attended, span: tuple[int, int], *, with_mass: bool) -> Attended:
+        """Rows of a span in these outputs, with room for their masses."""
+        some = slice(*span)
+        if with_mass and span not in self._mass:
+            pages = max(map(len, self._rows.as_requests(self._batch, *span).tables), default=0)
+            self._mass[span] = _beside(to.out)((span[1] - span[0], to.out.shape[1], max(1, pages)), "float32")
+        return Attended(to.out[some], to.lse[some], self._mass[span] if with_mass else None)
+
+    def _decode(self, q: Array, span: tuple[int, int], kv: KvPages, scale: float | None, to: Attended) -> None:
+        """Rows of a span, each as a sequence that ends with it. Adds masses to those of earlier layers."""
         if span not in self._decoded:
             self._decoded[span] = self._pool.batch(self._rows.as_requests(self._batch, *span), q)
-        batch, adds = replace(self._decoded[span], scale=scale), with_mass and span in self._mass
-        if with_mass and not adds:
-            self._mass[span] = _beside(q)((span[1] - span[0], q.shape[1], batch.tables.shape[1]), "float32")
-        to = replace(to, mass=self._mass[span] if with_mass else None)
+        batch, adds = replace(self._decoded[span], scale=scale), to.mass is not None and span in self._begun
         self._attention.decode(q[slice(*span)], kv, batch, to, adds=adds)
+        if to.mass is not None:
+            self._begun.add(span)
 
     def _prefill(self, q: Array, kv: KvPages, scale: float | None, to: Attended) -> None:
         """Sequences behind the leading ones of one row."""

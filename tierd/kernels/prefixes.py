@@ -1,7 +1,7 @@
 """Pages that sequences of a batch share: found, so that attention reads them once for all.
 
 Sequences share leading pages after a fork, or if they began with the same stored prefix. Their
-queries attend to these pages together, each to its other pages alone, and both parts are merged by
+queries attend to these pages together, and each to its other pages alone. Both parts are merged by
 their log-sum-exps (Juravsky et al., Hydragen, arXiv 2402.05099, sections 3.1 and 3.2).
 """
 

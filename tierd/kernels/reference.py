@@ -285,7 +285,7 @@ def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended
             for tile in tiles
         ]
         last = (slice(None), slice(-MASS_ROWS, None))
-        mass = [xp.concat([_page_mass(one[last] / safe[last], keys.page_tokens) for one in each], axis=1)]
+        mass = [xp.concat([_page_mass((one / safe)[last], keys.page_tokens) for one in each], axis=1)]
     out = xp.astype(xp.permute_dims(mixed / safe, (1, 0, 2)), q.dtype, copy=False)
     return Attended(out, xp.permute_dims(lse[..., 0], (1, 0)), mass)
 

@@ -99,8 +99,8 @@ class Page:
     array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost.
     hash: the block's name; empty while private. position: number of the block, once named.
     origin: the source's record for commit and release. holders: block tables that contain it.
-    moves: counts private pages, of any source, that became others in place: addresses may change, and
-    contents may be lost.
+    moves: counts private pages, of any source, that became others in place. Addresses may change,
+    and contents may be lost.
     """
 
     moves: ClassVar[int] = 0

@@ -161,8 +161,9 @@ def _others() -> Iterator[Forecast]:
         at_least=near,
     )
     yield Forecast(part, "merge_parts", 0.85, "8 parts in f32, against copy bandwidth", at_least=near)
-    # 64 of 8 K read 2.1 GB apart, by the L2 cache in part: 350 us. Together 34 MB and 9 GFlop by chunks, the
-    # merge and two more launches: 100 us. A prefix of 32 K does not fit that cache: 490 us against 95.
+    # 64 of 8 K read 2.1 GB apart, in part from the L2 cache: 350 us. Together they read 34 MB; the
+    # chunks' 9 GFlop, the merge and two more launches take 100 us. A prefix of 32 K does not fit
+    # that cache: 490 us against 95.
     for name, ratio, meaning in (
         ("shared_64x8k", 0.30, "64 sequences with 8 K tokens in common"),
         ("shared_16x32k", 0.20, "16 with 32 K"),

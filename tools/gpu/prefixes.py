@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierd.kernels import Attended, PagedBatch
-from tierd.kernels.paged import Chunks, DeviceBatch, PagedDecode, decode_blocks, merge_parts, paged_prefill
+from tierd.kernels.arguments import DeviceBatch
+from tierd.kernels.paged import Chunks, PagedDecode, decode_blocks, merge_parts, paged_prefill
 from tierd.kernels.prefixes import SharedPrefix
 from tierd.kernels.shared import count_parts, cut_prefixes
 from tools.gpu.device import BF16, DeviceArray, Gpu, Room
