@@ -9,6 +9,7 @@ section 3.1.2) for cascades over pages.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -68,23 +69,19 @@ def count_parts(batch: PagedBatch, page_tokens: int, *, q_heads: int, kv_heads: 
 def cut_prefixes(batch: PagedBatch, page_tokens: int, *, parts: int, kv_heads: int) -> PagedBatch:
     """A group's queries over each part of its shared pages, as sequences of a prefill.
 
-    There queries are the last tokens of their sequence. So pages for them are named behind a part,
-    and subsets hide these: each query sees the part alone, and all of it.
+    There queries are the last tokens of their sequence. So any page is named for them behind a
+    part, and subsets hide it: each query sees the part alone, and all of it.
     """
     cut = [
-        (prefix, pages.tolist())
+        (len(prefix.sequences), pages.tolist())
         for groups in zip(
             *(np.array_split(list(batch.tables[p.sequences[0]][: p.pages]), parts) for p in batch.shared), strict=True
         )
         for prefix, pages in zip(batch.shared, groups, strict=True)
     ]
-    counts = [len(prefix.sequences) for prefix, _ in cut]
     return PagedBatch(
-        [0, *np.cumsum(counts).tolist()],
-        [len(pages) * page_tokens + count for (_, pages), count in zip(cut, counts, strict=True)],
-        [
-            pages + [batch.tables[prefix.sequences[0]][0]] * -(-count // page_tokens)
-            for (prefix, pages), count in zip(cut, counts, strict=True)
-        ],
+        [0, *accumulate(count for count, _ in cut)],
+        [len(pages) * page_tokens + count for count, pages in cut],
+        [pages + [batch.tables[batch.shared[0].sequences[0]][0]] * -(-count // page_tokens) for count, pages in cut],
         subsets=[[range(len(pages))] * kv_heads for _, pages in cut],
     )

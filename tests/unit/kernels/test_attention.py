@@ -14,7 +14,7 @@ from tierd.kernels import attention, shared
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
 from tierd.kernels.prefixes import SharedPrefix
-from tierd.kernels.reference import paged_attention
+from tierd.kernels.reference import PagedBatch, paged_attention
 
 SCATTERED = Shape(((1, 133), (1, 1), (1, 300)), types=("f16", "f16"))
 PLAIN = [shape for shape in (*DECODES, *PREFILLS) if shape.types[1] != "e4m3"]
@@ -132,13 +132,31 @@ def test_shared_prefixes_are_merged(
     np.testing.assert_allclose(got.lse, want.lse, atol=LSE_LIMIT)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_parts_of_prefixes_are_a_batch(parts: int) -> None:
+    """Parts have as many queries as their group, room for them, and every shared page once."""
+    tables = [[*range(9, 3, -1), 40 + i] for i in range(19)] + [[20, 21, 50 + i] for i in range(2)]
+    groups = [SharedPrefix(range(19), 6), SharedPrefix([19, 20], 2)]
+    cut = shared.cut_prefixes(
+        PagedBatch(range(22), [112] * 19 + [48] * 2, tables, shared=groups), 16, parts=parts, kv_heads=2
+    ).checked(21 * parts, 16)
+    assert cut.subsets is not None
+    seen = [[table[i] for i in heads[0]] for table, heads in zip(cut.tables, cut.subsets, strict=True)]
+    assert np.concatenate(seen[::2]).tolist() == tables[0][:6]
+    assert np.concatenate(seen[1::2]).tolist() == tables[19][:2]
+    for i, (table, heads, length) in enumerate(zip(cut.tables, cut.subsets, cut.kv_lens, strict=True)):
+        assert length - len(heads[1]) * 16 == cut.query_starts[i + 1] - cut.query_starts[i]
+        assert table[: len(heads[1])] == seen[i]
+
+
 def test_what_is_chosen_is_not_shared(library: Emulated) -> None:
     """Windows, subsets and page masses give what they give without shared pages."""
-    for shape in (Shape(((1, 133), (1, 97)), window=40), Shape(((1, 133), (1, 97)), chosen=3)):
+    for options in ({"window": 40}, {"chosen": 3}, {}):
+        shape = Shape(((1, 133), (1, 97)), **options)
         case = made(replace(shape, types=("f16", "f16")))
         tables = [case.batch.tables[0], [*case.batch.tables[0][:4], *case.batch.tables[1][4:]]]
         case.batch = replace(case.batch, tables=tables, shared=[SharedPrefix([0, 1], 4)])
-        for with_mass in (False, True):
+        for with_mass in (False, True) if options else (True,):
             check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=with_mass))
 
 

@@ -291,6 +291,11 @@ def test_private_pages_are_not_looked_at_in_each_step(shape: PageShape, monkeypa
         table.commit([0] * length)
     assert commits == list(range(1, 101))
     assert looks[0] <= 3 * 400
+    table.crop(200)
+    table.grow(204)
+    table.advance(204)
+    table.commit([0] * 204)
+    assert commits[100:] == [51], "what was cropped is committed again"
 
 
 def test_a_lost_page_is_dropped_by_all_that_hold_it(shape: PageShape) -> None:
@@ -300,6 +305,6 @@ def test_a_lost_page_is_dropped_by_all_that_hold_it(shape: PageShape) -> None:
     one.commit([0] * 12)
     two = one.fork()
     one.pages[1].become(Page(None))
-    for table in (one, two):
+    for table in (two.fork(), one, two):
         table.drop_lost()
         assert (table.length, len(table.pages)) == (4, 1)

@@ -80,6 +80,25 @@ def test_requests_share_a_stored_prefix(model: Llama, new_source: NewSource, mon
     assert [(3, 12)] in shared
 
 
+def test_a_page_with_the_query_is_not_shared(
+    model: Llama, new_source: NewSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt that is stored whole, the page with its last token is each sequence's own."""
+    source, noting = new_source(), Noting()
+    served(model, source, [Request(PROMPT[:48], 1)])
+    monkeypatch.setattr(sequences, "SAVED_TOKENS", 1)
+    with Engine(model, source, attention=noting) as engine:
+        both = [engine.open(Request(PROMPT[:48], 1)) for _ in range(2)]
+        engine.compute(both)
+        assert noting.shared == [[(2, 11)]] * 2
+        monkeypatch.setattr(sequences, "SAVED_TOKENS", 1 << 40)
+        alone = engine.begin(Request(PROMPT[:48], 1))
+        for sequence in both:
+            np.testing.assert_allclose(sequence.logits, alone.logits, rtol=0, atol=1e-4)
+        for sequence in (*both, alone):
+            engine.end(sequence)
+
+
 def test_measured_attention_and_token_policies_are_not_shared(
     model: Llama, new_source: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
