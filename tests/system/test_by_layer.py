@@ -21,7 +21,7 @@ from tierd.testing import chain
 
 LAYERS = 8
 LAYER_BYTES = 256 << 10
-STOPS = (1, 2, 4, 6, 7, 8)
+STOPS = tuple(range(1, LAYERS + 1))
 """Layers of each block after each part of a load."""
 BLOCKS = 16
 CONFIG = """\

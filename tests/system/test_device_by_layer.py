@@ -49,7 +49,7 @@ def test_layers_come_to_a_gpu_in_order(source: str) -> None:
             evict(daemon)
         with Elsewhere(layer_by_layer, daemon.target) as worker, daemon.faults() as faults:
             assert worker.hear() == "ready"
-            faults.arm(NOTE, f"delay:2@{4 if source == 'host' else 10}x1")
+            faults.arm(NOTE, f"delay:2@{5 if source == 'host' else 13}x1")
             worker.say("go")
             assert worker.hear() == [BLOCKS, True, False]
             assert [worker.hear() for _ in range(LAYERS)] == [[True, True]] * LAYERS

@@ -20,6 +20,8 @@ from tierd.kernels import PagedAttention, paged_attention
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.e4m3 import E4M3
 from tierd.kernels.library import Emulated
+from tierd.kernels.prefixes import SharedPrefix
+from tierd.worker import sequences
 from tierd.worker.backend import Backend
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.model import Llama
@@ -140,6 +142,38 @@ def test_pages_of_both_owners_in_one_call(model: Llama, kernels: KernelAttention
         assert sequence.generated == want.tokens
         assert [page.origin is None for page in sequence.table.pages] == [False] * 5 + [True]
         engine.end(sequence)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
+@pytest.mark.parametrize("is_by_kernels", [True, False])
+def test_a_stored_prefix_is_shared(
+    model: Llama, kernels: KernelAttention, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, is_by_kernels: bool
+) -> None:
+    """Requests that begin with the same stored blocks attend to them once, for the same tokens."""
+    shape, attention = page_shape(model, kv_dtype=kv_dtype), kernels if is_by_kernels else paged_attention
+    requests = [Request((*PROMPT, *more), 8, samples=2) for more in ((1, 2), (3,), (4, 5, 6))]
+    found: list[tuple[int, int]] = []
+    find = sequences.shared_prefixes
+
+    def noted(*given: Any, **more: Any) -> list[SharedPrefix]:
+        groups = find(*given, **more)
+        found.extend((len(one.sequences), one.pages) for one in groups)
+        return groups
+
+    monkeypatch.setattr(sequences, "shared_prefixes", noted)
+    told = []
+    for least in (1 << 40, 1):
+        monkeypatch.setattr(sequences, "SAVED_TOKENS", least)
+        monkeypatch.setattr(sequences, "SAVED_BYTES", least)
+        with Daemon(HOST_ONLY) as daemon, Client(daemon.target) as client:
+            source = TierdPages(client, model, name="random", shape=shape)
+            served(model, source, attention)
+            engine = Engine(model, source, attention=attention, options=OPTIONS)
+            told.append([report.tokens for report in engine.generate(requests)])
+            engine.close()
+        assert bool(found) == (least == 1)
+    assert told[0] == told[1]
+    assert (6, 4) in found
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", E4M3])

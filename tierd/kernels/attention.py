@@ -8,6 +8,7 @@ has the type and device of the queries.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,8 @@ from tierd.kernels.library import Library
 from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, decode_blocks, paged_prefill
 from tierd.kernels.pages import KvPages, store_tokens
 from tierd.kernels.pool import Pool, cast, placed
-from tierd.kernels.reference import Attended, PagedBatch
+from tierd.kernels.reference import MASS_ROWS, Attended, PagedBatch
+from tierd.kernels.shared import SharedParts
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -33,7 +35,7 @@ class KernelAttention:
     """Attention by a library of kernels, on the device of the arrays. One caller thread.
 
     Arrays are numpy's, torch's (in its current stream), or others with a namespace of the array API
-    (`asarray`, `empty`, `empty_like`, `astype`).
+    (`asarray`, `empty`, `empty_like`, `astype`). Shared prefixes are read once if it has `take`.
     """
 
     def __init__(self, library: Library) -> None:
@@ -52,7 +54,7 @@ class KernelAttention:
         with_mass: bool = False,
     ) -> Attended:
         """As `reference.paged_attention`. Raises InvalidArgument also if no kernel fits. Page
-        masses of a sequence's query rows are the sum over as many decodes, on the host."""
+        masses come to the host."""
         once = KernelPass(self, Pool.of(pages), batch)
         done = once.attend(0, q, scale=scale, with_mass=with_mass)
         return replace(done, mass=once.masses(q) if with_mass else None)
@@ -95,11 +97,17 @@ class KernelPass:
         self._attention, self._pool, self._slots = attention, pool, slots
         self._batch = batch.checked(batch.query_starts[-1] if len(batch.query_starts) else 0, pool.page_tokens)
         self._rows = _Rows.of(batch)
-        self._singles = self._rows.count_singles(len(batch.tables))
-        self._decoded: DeviceBatch | None = None
+        rows = len(self._rows.sequences)
+        self._singles = rows if self._rows.are_single else self._rows.count_singles(len(batch.tables))
+        self._decoded: dict[tuple[int, int], DeviceBatch] = {}
+        self._mass: dict[tuple[int, int], Array] = {}
+        self._begun: set[tuple[int, int]] = set()
         self._prefilled: tuple[DeviceBatch, Array] | None = None
         self._stored: Array = None
-        self._mass: Array = None
+        self._own: KernelPass | None = None
+        self._shared: SharedParts | None = None
+        if batch.shared and batch.is_plain:
+            self._own = KernelPass(attention, pool, batch.apart(pool.page_tokens))
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         """Writes a layer's new tokens [tokens, kv_heads, head_dim]. Raises InvalidArgument."""
@@ -117,49 +125,63 @@ class KernelPass:
         if not rows:
             return _room(q)
         queries, kv = _dense(self._pool.cast(q)), self._layer(layer, q)
-        if with_mass or self._rows.are_single:
-            batch = replace(self._as_decodes(q, rows), scale=scale)
-            adds = with_mass and self._mass is not None
-            if with_mass and not adds:
-                self._mass = _beside(queries)((rows, q.shape[1], batch.tables.shape[1]), "float32")
-            to = replace(_room(queries), mass=self._mass if with_mass else None)
-            done = self._attention.decode(queries, kv, batch, to, adds=adds)
-        else:
-            done = self._attend_apart(queries, kv, scale)
+        if self._own is not None and not with_mass and hasattr(array_namespace(q), "take"):
+            if self._shared is None:
+                self._shared = SharedParts(self._attention.library, self._pool, self._batch, q)
+            done = self._own.attend(layer, queries, scale=scale)
+            self._shared.merge(queries, kv, scale, done)
+            return Attended(cast(done.out, q.dtype), done.lse)
+        done, ones = _room(queries), self._singles
+        if ones:
+            self._decode(queries, (0, ones), kv, scale, self._measured(done, (0, ones), with_mass=with_mass))
+        if ones < rows:
+            self._prefill(queries, kv, scale, Attended(done.out[ones:], done.lse[ones:]))
+        for span in self._rows.last_of(self._batch, ones) if with_mass else ():
+            self._decode(queries, span, kv, scale, self._measured(_room(queries), span, with_mass=True))
         return Attended(cast(done.out, q.dtype), done.lse)
 
     def masses(self, q: Array) -> list[Array]:
         """The page masses of all layers so far, [q_heads, its pages] of each sequence, on the host.
         Waits for the device. q: as attended."""
-        most = max(map(len, self._batch.tables), default=0)
-        mass = np.zeros((0, q.shape[1], most), np.float32) if self._mass is None else to_device(self._mass, "cpu")
-        return _masses(mass, self._batch, self._pool.page_tokens)
+        size = self._pool.page_tokens
+        sums = [np.zeros((q.shape[1], -(-length // size)), np.float32) for length in self._batch.kv_lens]
+        for (first, _), mass in self._mass.items():
+            for row, one in enumerate(np.asarray(to_device(mass, "cpu")), first):
+                to = sums[self._rows.sequences[row]]
+                to += one[:, : to.shape[1]]
+        return sums
 
     def _layer(self, layer: int, array: Array) -> KvPages:
         """One layer of the pool, with its scales, if any, on the array's device."""
         scales = self._pool.scales
         return self._pool.layer(layer, None if scales is None else self._attention.beside(scales, array))
 
-    def _as_decodes(self, q: Array, rows: int) -> DeviceBatch:
-        """The first rows, each as a sequence."""
-        if self._decoded is None:
-            self._decoded = self._pool.batch(self._rows.as_requests(self._batch, rows), q)
-        return self._decoded
+    def _measured(self, to: Attended, span: tuple[int, int], *, with_mass: bool) -> Attended:
+        """Rows of a span in these outputs, with room for their masses."""
+        some = slice(*span)
+        if with_mass and span not in self._mass:
+            pages = max(map(len, self._rows.as_requests(self._batch, *span).tables), default=0)
+            self._mass[span] = _beside(to.out)((span[1] - span[0], to.out.shape[1], max(1, pages)), "float32")
+        return Attended(to.out[some], to.lse[some], self._mass[span] if with_mass else None)
 
-    def _attend_apart(self, q: Array, kv: KvPages, scale: float | None) -> Attended:
-        """Leading sequences of one row by the decode kernel, which splits their keys; others by prefill."""
-        to, ones = _room(q), self._singles
-        if ones:
-            batch = replace(self._as_decodes(q, ones), scale=scale)
-            self._attention.decode(q[:ones], kv, batch, Attended(to.out[:ones], to.lse[:ones]))
+    def _decode(self, q: Array, span: tuple[int, int], kv: KvPages, scale: float | None, to: Attended) -> None:
+        """Rows of a span, each as a sequence that ends with it. Adds masses to those of earlier layers."""
+        if span not in self._decoded:
+            self._decoded[span] = self._pool.batch(self._rows.as_requests(self._batch, *span), q)
+        batch, adds = replace(self._decoded[span], scale=scale), to.mass is not None and span in self._begun
+        self._attention.decode(q[slice(*span)], kv, batch, to, adds=adds)
+        if to.mass is not None:
+            self._begun.add(span)
+
+    def _prefill(self, q: Array, kv: KvPages, scale: float | None, to: Attended) -> None:
+        """Sequences behind the leading ones of one row."""
+        ones = self._singles
         starts = np.asarray(self._batch.query_starts[ones:], np.int32) - ones
         if self._prefilled is None:
             self._prefilled = self._pool.batch(_behind(self._batch, ones), q), placed(starts, q)
         batch, on_device = self._prefilled
         chunks = Chunks(q[ones:], on_device, int(np.diff(starts).max()))
-        rest = Attended(to.out[ones:], to.lse[ones:])
-        paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), rest)
-        return to
+        paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +208,17 @@ class _Rows:
         rows = np.bincount(self.sequences, minlength=sequences)
         return int(np.argmax(rows != 1)) if (rows != 1).any() else sequences
 
-    def as_requests(self, batch: PagedBatch, rows: int) -> PagedBatch:
-        """Makes each of the first rows a sequence of its own, which ends with it."""
-        sequences = self.sequences[:rows]
+    def last_of(self, batch: PagedBatch, first: int) -> list[tuple[int, int]]:
+        """The last MASS_ROWS rows of each sequence with rows, from row `first` on."""
+        runs = itertools.pairwise(batch.query_starts)
+        return [(max(start, stop - MASS_ROWS), stop) for start, stop in runs if first <= start < stop]
+
+    def as_requests(self, batch: PagedBatch, first: int, stop: int) -> PagedBatch:
+        """Makes each of these rows a sequence of its own, which ends with it."""
+        sequences = self.sequences[first:stop]
         return PagedBatch(
-            range(rows + 1),
-            self.lengths[:rows].tolist(),
+            range(stop - first + 1),
+            self.lengths[first:stop].tolist(),
             [batch.tables[i] for i in sequences],
             batch.sinks,
             batch.window,
@@ -204,14 +231,6 @@ def _behind(batch: PagedBatch, first: int) -> PagedBatch:
     subsets = None if batch.subsets is None else batch.subsets[first:]
     starts = [start - batch.query_starts[first] for start in batch.query_starts[first:]]
     return PagedBatch(starts, batch.kv_lens[first:], batch.tables[first:], batch.sinks, batch.window, subsets)
-
-
-def _masses(mass: Array, batch: PagedBatch, page_tokens: int) -> list[Array]:
-    """mass: f32 [rows, q_heads, pages]. Returns the sums per sequence: f32 [q_heads, its pages]."""
-    starts = batch.query_starts
-    return [
-        mass[starts[i] : starts[i + 1], :, : -(-length // page_tokens)].sum(0) for i, length in enumerate(batch.kv_lens)
-    ]
 
 
 def _dense(array: Array) -> Array:

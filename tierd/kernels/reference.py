@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +20,15 @@ from array_api_compat import array_namespace, device, to_device
 
 from tierd.errors import InvalidArgument
 from tierd.kernels.e4m3 import E4M3_MOST
+from tierd.kernels.prefixes import SharedPrefix
 
 Array = Any
 """A numpy array or a torch tensor."""
 SCORES_AT_ONCE = 1 << 22
 TOKENS_AT_ONCE = 8192
 """Most scores and most keys that one step holds: so memory does not grow with a sequence."""
+MASS_ROWS = 16
+"""Page masses are those of a sequence's last query rows, at most so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class PagedBatch:
     window: a query sees the first `sinks` tokens and the last `window` ones up to its own; 0: all
     (StreamingLLM, arXiv 2309.17453).
     subsets: per sequence and kv head the visible pages' ordinals (Quest, arXiv 2406.10774).
+    shared: disjoint groups of sequences of one row, with pages before that row. They may be read
+    once; results are the same except for rounding.
     """
 
     query_starts: Sequence[int]
@@ -46,6 +51,20 @@ class PagedBatch:
     sinks: int = 0
     window: int = 0
     subsets: Sequence[Sequence[Sequence[int]]] | None = None
+    shared: Sequence[SharedPrefix] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each query sees all tokens up to its own."""
+        return not self.window and self.subsets is None
+
+    def apart(self, page_tokens: int) -> PagedBatch:
+        """The same without the shared pages: what is left of each sequence."""
+        lens, tables = list(self.kv_lens), list(self.tables)
+        for prefix in self.shared:
+            for i in prefix.sequences:
+                lens[i], tables[i] = lens[i] - prefix.pages * page_tokens, tables[i][prefix.pages :]
+        return replace(self, kv_lens=lens, tables=tables, shared=())
 
     def checked(self, rows: int, page_tokens: int) -> PagedBatch:
         """The batch itself. Raises InvalidArgument if query rows or page length do not fit."""
@@ -67,7 +86,21 @@ class PagedBatch:
                 "that is negative, and a window or subsets"
             )
         self._check_subsets()
+        self._check_shared(page_tokens)
         return self
+
+    def _check_shared(self, page_tokens: int) -> None:
+        """Raises InvalidArgument."""
+        seen: set[int] = set()
+        for prefix in self.shared:
+            for i in prefix.sequences:
+                rows = self.query_starts[i + 1] - self.query_starts[i]
+                if i in seen or rows != 1 or prefix.pages * page_tokens >= self.kv_lens[i]:
+                    raise InvalidArgument(
+                        f"shared: sequence {i} with {rows} rows and {self.kv_lens[i]} tokens shares {prefix.pages} pages "
+                        f"of {page_tokens} tokens; name sequences of one row once, with pages before that row"
+                    )
+                seen.add(i)
 
     def _check_subsets(self) -> None:
         """Checks that each names distinct pages of its sequence's table. Raises InvalidArgument."""
@@ -85,7 +118,7 @@ class PagedBatch:
     def hidden(self, sequence: int, rows: int, tokens: range, *, page_tokens: int, kv_heads: int) -> np.ndarray | None:
         """bool [1 or kv_heads, rows, tokens]: tokens hidden from its queries; None: no token."""
         first = self.kv_lens[sequence] - rows
-        if tokens.stop <= first + 1 and not self.window and self.subsets is None:
+        if tokens.stop <= first + 1 and self.is_plain:
             return None
         positions, each = np.arange(first, first + rows)[:, None], np.arange(tokens.start, tokens.stop)[None, :]
         hidden = (each > positions)[None]
@@ -102,7 +135,8 @@ class Attended:
     """The result of attention. out: [rows, q_heads, head_dim] in the dtype of the queries.
 
     lse: [rows, q_heads], natural log-sum-exp of the scaled scores.
-    mass: per sequence [q_heads, its pages], the attention weight on each, summed over query rows.
+    mass: per sequence [q_heads, its pages], the attention weight on each, summed over its last
+    MASS_ROWS query rows.
     """
 
     out: Array
@@ -144,6 +178,8 @@ def paged_attention(
     page_tokens = pages[0].shape[1] if len(pages) else 0
     batch.checked(q.shape[0], page_tokens)
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if batch.shared and batch.is_plain and not with_mass:
+        return _attend_shared(q, pages, batch, factor)
     parts = []
     for i in range(len(batch.tables)):
         rows = q[batch.query_starts[i] : batch.query_starts[i + 1]]
@@ -152,14 +188,31 @@ def paged_attention(
     return Attended(xp.concat([p.out for p in parts]), xp.concat([p.lse for p in parts]), mass)
 
 
+def _attend_shared(q: Array, pages: Sequence[Array], batch: PagedBatch, scale: float) -> Attended:
+    """The queries of a group over its shared pages together, merged with each one's own pages."""
+    xp, page_tokens = array_namespace(q), pages[0].shape[1]
+    done = paged_attention(xp.astype(q, _sum_dtype(q), copy=False), pages, batch.apart(page_tokens), scale=scale)
+    for prefix in batch.shared:
+        rows = [batch.query_starts[i] for i in prefix.sequences]
+        table = batch.tables[prefix.sequences[0]][: prefix.pages]
+        common = PagedBatch([0, len(rows)], [prefix.pages * page_tokens], [table])
+        keys = _Keys(pages, common, 0, page_tokens, are_past=True)
+        part = _attend(xp.astype(q[rows], done.out.dtype, copy=False), keys, scale, with_mass=False)
+        merged = merge_attention([done.out[rows], part.out], [done.lse[rows], part.lse])
+        done.out[rows], done.lse[rows] = merged.out, merged.lse
+    return Attended(xp.astype(done.out, q.dtype, copy=False), done.lse)
+
+
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """K and V of one sequence of a batch, in pages of so many tokens."""
+    """K and V of one sequence of a batch, in pages of so many tokens. are_past: all are before its
+    queries."""
 
     pages: Sequence[Array]
     batch: PagedBatch
     sequence: int
     page_tokens: int
+    are_past: bool = False
 
     @property
     def count(self) -> int:
@@ -182,6 +235,8 @@ class _Keys:
 
     def hidden(self, rows: int, tile: range, kv_heads: int) -> np.ndarray | None:
         """As `PagedBatch.hidden`."""
+        if self.are_past:
+            return None
         return self.batch.hidden(self.sequence, rows, tile, page_tokens=self.page_tokens, kv_heads=kv_heads)
 
 
@@ -229,7 +284,8 @@ def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended
             known[tile] if tile in known else xp.exp(scores_of(tile, keys.read(q, tile)[0]) - _finite(top))
             for tile in tiles
         ]
-        mass = [xp.concat([_page_mass(one / safe, keys.page_tokens) for one in each], axis=1)]
+        last = (slice(None), slice(-MASS_ROWS, None))
+        mass = [xp.concat([_page_mass((one / safe)[last], keys.page_tokens) for one in each], axis=1)]
     out = xp.astype(xp.permute_dims(mixed / safe, (1, 0, 2)), q.dtype, copy=False)
     return Attended(out, xp.permute_dims(lse[..., 0], (1, 0)), mass)
 

@@ -39,7 +39,8 @@ class BlockTable:
         self.pages: list[Page] = list(start.pages)
         self._located: Located | None = None
         self._known = self._fixed = 0
-        self._moves = Page.moves
+        self._moves = self._looked = Page.moves
+        self._tried = 0
         self.named = len(self.pages)
         self.length = start.tokens
         self.dropped = 0
@@ -139,19 +140,20 @@ class BlockTable:
         self._know(keep)
         self._source.release(gone)
         self.length = length
-        self.named = min(self.named, length // self._tokens_per_block)
+        self.named, self._tried = (min(n, length // self._tokens_per_block) for n in (self.named, self._tried))
 
     def commit(self, tokens: Sequence[int]) -> int:
-        """Names every full private block; returns how many. tokens: of the sequence, from its first one on."""
+        """Names full private blocks; returns how many. Blocks that could not be stored are tried
+        again with the next full one. tokens: of the sequence, from its first one on."""
         size = self._tokens_per_block
         full = min(self.length, len(tokens)) // size
-        if full <= self.named or not self.is_exact:
+        if full <= max(self.named, self._tried) or not self.is_exact:
             return 0
+        self._tried = full
         before, after = self.named, self.pages[self.named - 1] if self.named else None
         given = self._source.commit(self.pages[before:full], tokens[before * size : full * size], after=after)
-        other = next((i for i in range(before, full) if given[i - before] is not self.pages[i]), None)
-        if other is not None:
-            self._know(other)
+        if given != self.pages[before:full]:
+            self._know(next(i for i in range(before, full) if given[i - before] is not self.pages[i]))
         self.pages[before:full] = given
         # A page that could not be stored ends the findable chain; later pages stay private too.
         while self.named < full and not self.pages[self.named].is_private:
@@ -161,6 +163,9 @@ class BlockTable:
 
     def drop_lost(self) -> None:
         """Drops pages from the first lost one on; another table that holds it may have lost it."""
+        if self._looked == Page.moves:
+            return
+        self._looked = Page.moves
         lost = next((i for i in range(self.named, len(self.pages)) if self.pages[i].is_lost), None)
         if lost is not None:
             self.crop(lost * self._tokens_per_block + self.dropped)
@@ -193,6 +198,7 @@ class BlockTable:
         other.pages, other.named, other.length = list(self.pages), self.named, self.length
         other._located, other._known = self._located, self._known
         other._fixed, other._moves = self._fixed, self._moves
+        other._tried, other._looked = self._tried, self._looked
         other.dropped, other.is_exact = self.dropped, self.is_exact
         return other
 

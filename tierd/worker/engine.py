@@ -44,7 +44,8 @@ class EngineOptions:
     step_tokens: one chunk joins each step; chunks of other prompts too while its tokens are at most
     so many. batch_limit: sequences served at once.
     keep_tails: store the tokens after the last full block.
-    measure_attention: report each page's attention weight at the end; costs a sum per page.
+    measure_attention: report each page's attention weight at the end; costs a sum per page. It
+    counts the last 16 tokens of each chunk, and each decoded token.
     """
 
     chunk_tokens: int = 256

@@ -63,10 +63,24 @@ class PageShape:
 
     def read(self, pages: Sequence[Array], layer: int | None = None) -> Sequence[Array]:
         """Pages of one layer, or of all, as attention takes them."""
-        some = pages if layer is None else [page[layer] for page in pages]
+        some = pages if layer is None else _OneLayer(pages, layer)
         if self.scales is None:
             return some
         return ScaledPages(some, self.scales.values if layer is None else self.scales.values[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class _OneLayer(Sequence[Array]):
+    """One layer of pages; only those that are asked for are looked at."""
+
+    pages: Sequence[Array]
+    layer: int
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __getitem__(self, page: Any) -> Array:
+        return self.pages[page][self.layer]
 
 
 def page_shape(model: Llama, *, tokens_per_block: int = 16, kv_dtype: str | None = None) -> PageShape:
@@ -85,7 +99,8 @@ class Page:
     array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost.
     hash: the block's name; empty while private. position: number of the block, once named.
     origin: the source's record for commit and release. holders: block tables that contain it.
-    moves: counts private pages, of any source, that became others in place: addresses may change.
+    moves: counts private pages, of any source, that became others in place. Addresses may change,
+    and contents may be lost.
     """
 
     moves: ClassVar[int] = 0

@@ -3,6 +3,8 @@
 The attention of a pass first writes every run's new keys and values into pages, then reads all
 there. Kernels do both, or the array library does. The engine decides the order of runs. Rows of a
 pass are the runs' tokens in order. Positions before a table's length are read, never written.
+Pages that several decoding runs share are read once, if that saves enough (`SAVED_TOKENS`,
+`SAVED_BYTES`).
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ from numpy.typing import NDArray
 from tierd.kernels import Attended, PagedAttention, PagedBatch
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.pool import joined
+from tierd.kernels.prefixes import SharedPrefix, shared_prefixes
 from tierd.worker.blocks import BlockTable
 from tierd.worker.report import Report, Request
 from tierd.worker.tokens.view import TokenView
 
 Array = Any
 """A numpy array or a torch tensor."""
+
+SAVED_TOKENS = 2048
+"""Without kernels, runs share a prefix if at least so many tokens need not be read again."""
+SAVED_BYTES = 1 << 30
+"""With kernels, if so many bytes a layer need not: a GPU reads them while the host launches the rest."""
 
 Subsets = Sequence[Sequence[Sequence[int]]]
 """As `PagedBatch.subsets`."""
@@ -112,6 +120,7 @@ class Pass:
             starts,
             [run.stop - run.sequence.table.dropped for run in runs],
             [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
+            shared=[] if with_mass else _shared(runs, by_kernels=isinstance(attention, KernelAttention)),
         )
         self._runs, self._starts = runs, starts
         self._has_views = any(run.sequence.view for run in runs)
@@ -162,6 +171,21 @@ class Pass:
                 run.sequence.view.note(layer, q[rows], lse[rows], run.sequence.table, run.stop)
 
 
+def _shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
+    """Prefixes that runs of one token share, without those that save too little. Runs of token
+    policies have none."""
+    shape = runs[0].sequence.table.shape
+    size, singles = shape.tokens_per_block, [run.stop - run.start == 1 and run.sequence.view is None for run in runs]
+    if sum(singles) < 2:
+        return []
+    pages = [
+        run.sequence.table.located().addresses[: run.start // size] if is_single else np.zeros(0, np.int64)
+        for run, is_single in zip(runs, singles, strict=True)
+    ]
+    page_bytes = shape.block_bytes // shape.geometry.layers
+    return shared_prefixes(pages, least=-(-SAVED_BYTES // page_bytes) if by_kernels else -(-SAVED_TOKENS // size))
+
+
 class _Work(Protocol):
     """Operations on the pages of a pass, layer by layer."""
 
@@ -178,6 +202,7 @@ class _PlainWork:
     def __init__(self, attention: PagedAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
         self._attention, self._runs, self._batch = attention, runs, batch
         self._shape = runs[0].sequence.table.shape
+        self._pages = [page.array for run in runs for page in run.sequence.table.pages]
         self._masses: list[Array] = []
 
     def store(self, layer: int, k: Array, v: Array) -> None:
@@ -188,9 +213,8 @@ class _PlainWork:
             table.write(layer, start, k=k[rows], v=v[rows])
 
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
-        pages = [page.array for run in self._runs for page in run.sequence.table.pages]
         batch = self._batch if subsets is None else replace(self._batch, subsets=subsets)
-        done = self._attention(q, self._shape.read(pages, layer), batch, with_mass=with_mass)
+        done = self._attention(q, self._shape.read(self._pages, layer), batch, with_mass=with_mass)
         if done.mass is not None:
             self._masses = _added(self._masses, done.mass)
         return done

@@ -1,5 +1,5 @@
 """Prefill against the tensor cores. Stores, gathers, merges, bounds of keys and checksums against
-copies or reads of as many bytes."""
+copies or reads of as many bytes. Decodes with a shared prefix against the same without."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tests.unit.kernels.kernel_cases import OUT_LIMIT
 from tierd.kernels import Attended
 from tierd.kernels.paged import Chunks, DeviceBatch, merge_parts, paged_prefill
 from tierd.kernels.pages import Place, copy_pages, layer_addresses, store_tokens, summarize_pages
@@ -15,7 +16,8 @@ from tools.gpu import shapes
 from tools.gpu.bench import Bench
 from tools.gpu.device import BF16, Gpu, Room
 from tools.gpu.limits import copy_rates, find_flops, read_rates
-from tools.gpu.results import Left, Result, row_of
+from tools.gpu.prefixes import Size, shared_row
+from tools.gpu.results import Check, Left, Result, row_of
 from tools.gpu.shapes import MODELS, PAGE_TOKENS, Pool
 
 ROUNDS = 7
@@ -34,6 +36,7 @@ class Table:
         half = self.pool.memory.nbytes // 2
         self.read, self.copied = read_rates(gpu, room, self.pool.memory, half), copy_rates(gpu, self.pool.memory, half)
         self.rounds = bench.pick(ROUNDS, 1)
+        self.distances = list[float]()
         gpu.repeat(self.pool.memory, self.pool.pattern)
 
     def against(self, name: str, works: Sequence[Callable[[], None]], moved_bytes: int, limits: list[float]) -> Result:
@@ -54,6 +57,9 @@ def results(bench: Bench) -> Iterator[Result]:
             ("store_tokens", _store),
             ("gather_pages", _gather),
             ("merge_parts", _merge),
+            ("shared_64x8k", lambda table: _shared(table, "shared_64x8k", bench.pick(Size(64, 8192), Size(3, 48)))),
+            ("shared_16x32k", lambda table: _shared(table, "shared_16x32k", bench.pick(Size(16, 32768), Size(2, 512)))),
+            ("shared_right", _shared_right),
             ("summary_keys", _summary),
             ("sums_slices", _sums),
         )
@@ -132,6 +138,17 @@ def _merge(table: Table) -> Result:
         moved = outs.nbytes + lses.nbytes + to.out.nbytes + to.lse.nbytes
         works = [lambda: _nothing(merge_parts(gpu.kernels, outs, lses, to))]
         return table.against("merge_parts", works, moved, table.copied)
+
+
+def _shared(table: Table, name: str, size: Size) -> Result:
+    """Decodes with a shared prefix."""
+    return shared_row(table.gpu, table.pool, name, size, rounds=table.rounds, samples=table.distances)
+
+
+def _shared_right(table: Table) -> Result:
+    """Both ways give the same, except for the rounding of the parts."""
+    near = [each <= 3 * OUT_LIMIT["bf16"] for each in table.distances]  # false for NaN
+    return Check("shared_right", bool(near) and all(near), ", ".join(f"{each:.1e}" for each in table.distances))
 
 
 def _summary(table: Table) -> Result:

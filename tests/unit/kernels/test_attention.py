@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, check, made
+from tests.unit.kernels.kernel_cases import DECODES, LSE_LIMIT, OUT_LIMIT, PREFILLS, Shape, check, made
 from tierd.errors import InvalidArgument
-from tierd.kernels import attention
+from tierd.kernels import attention, shared
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
-from tierd.kernels.reference import paged_attention
+from tierd.kernels.prefixes import SharedPrefix
+from tierd.kernels.reference import PagedBatch, paged_attention
 
 SCATTERED = Shape(((1, 133), (1, 1), (1, 300)), types=("f16", "f16"))
 PLAIN = [shape for shape in (*DECODES, *PREFILLS) if shape.types[1] != "e4m3"]
@@ -68,7 +69,7 @@ def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
 
 
 def test_masses_of_layers_are_added_before_they_are_read(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass adds the page masses of its layers where kernels run, and copies them to the host once."""
+    """A pass adds the page masses of its layers where kernels run, and copies them to the host at its end."""
     case = made(Shape(((7, 40), (1, 133), (0, 20)), types=("f16", "f16")))
     layers = np.stack([case.pool, case.pool[:, ::-1], case.pool], axis=1)
     over = KernelAttention(library).over(list(layers), case.batch, slots=np.full(8, -1))
@@ -82,7 +83,81 @@ def test_masses_of_layers_are_added_before_they_are_read(library: Emulated, monk
     assert reads == []
     for i, mass in enumerate(over.masses(case.q)):
         np.testing.assert_allclose(mass, sum(one[i] for one in wanted if one), rtol=2e-3, atol=2e-3)
-    assert reads == ["cpu"]
+    assert reads == ["cpu"] * 2  # one for each run of rows
+
+
+def test_memory_for_masses_does_not_grow_with_a_chunk(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times the rows of a chunk take no more memory for page masses, whose rows are the last ones."""
+    beside, asked = attention._beside, list[tuple[int, ...]]()
+
+    def noted(q: Any) -> Any:
+        make = beside(q)
+        return lambda shape, dtype: asked.append(shape) or make(shape, dtype)
+
+    monkeypatch.setattr(attention, "_beside", noted)
+    taken = []
+    for rows in (16, 64):
+        asked.clear()
+        case = made(Shape(((1, 90), (rows, 100)), types=("f16", "f16")))
+        check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=True))
+        taken.append(sum(np.prod(shape) for shape in asked if len(shape) == 3))
+    assert taken[0] == taken[1] > 0
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("bf16", "bf16")], ids=str)
+@pytest.mark.parametrize("least", [16, 48, 1000])
+def test_shared_prefixes_are_merged(
+    library: Emulated, monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], least: int
+) -> None:
+    """Two groups of decodes that share pages, cut into parts or whole, attend as the reference does."""
+    monkeypatch.setattr(shared, "PART_TOKENS", least)
+    case = made(Shape(((1, 133), (1, 70), (1, 97), (9, 40), (1, 300), *[(1, 85 + i) for i in range(18)]), types=types))
+    tables = [list(table) for table in case.batch.tables]
+    groups = [SharedPrefix([2, 0], 6), SharedPrefix([4, *range(6, 23)], 5)]
+    for group in groups:
+        for i in group.sequences:
+            tables[i][: group.pages] = tables[group.sequences[0]][: group.pages]
+    case.batch = replace(case.batch, tables=tables)
+    launched: list[str] = []
+    launch = library.launch
+    monkeypatch.setattr(library, "launch", lambda name, *a, **k: launched.append(name) or launch(name, *a, **k))
+    apart = KernelAttention(library)(case.q, case.pool, case.batch)
+    assert not any(name.startswith("merge") for name in launched)
+    got = KernelAttention(library)(case.q, case.pool, replace(case.batch, shared=groups))
+    assert any(name.startswith("merge") for name in launched)
+    check(case, apart)
+    want = paged_attention(case.q.astype(np.float64), case.pool.astype(np.float64), case.batch)
+    off = np.linalg.norm(got.out.astype(np.float64) - want.out) / np.linalg.norm(want.out)
+    assert off < 2 * OUT_LIMIT[types[0]], "parts are rounded before they are merged"
+    np.testing.assert_allclose(got.lse, want.lse, atol=LSE_LIMIT)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_parts_of_prefixes_are_a_batch(parts: int) -> None:
+    """Parts have as many queries as their group, room for them, and every shared page once."""
+    tables = [[*range(9, 3, -1), 40 + i] for i in range(19)] + [[20, 21, 50 + i] for i in range(2)]
+    groups = [SharedPrefix(range(19), 6), SharedPrefix([19, 20], 2)]
+    cut = shared.cut_prefixes(
+        PagedBatch(range(22), [112] * 19 + [48] * 2, tables, shared=groups), 16, parts=parts, kv_heads=2
+    ).checked(21 * parts, 16)
+    assert cut.subsets is not None
+    seen = [[table[i] for i in heads[0]] for table, heads in zip(cut.tables, cut.subsets, strict=True)]
+    assert np.concatenate(seen[::2]).tolist() == tables[0][:6]
+    assert np.concatenate(seen[1::2]).tolist() == tables[19][:2]
+    for i, (table, heads, length) in enumerate(zip(cut.tables, cut.subsets, cut.kv_lens, strict=True)):
+        assert length - len(heads[1]) * 16 == cut.query_starts[i + 1] - cut.query_starts[i]
+        assert table[: len(heads[1])] == seen[i]
+
+
+def test_what_is_chosen_is_not_shared(library: Emulated) -> None:
+    """Windows, subsets and page masses give what they give without shared pages."""
+    for options in ({"window": 40}, {"chosen": 3}, {}):
+        shape = Shape(((1, 133), (1, 97)), **options)
+        case = made(replace(shape, types=("f16", "f16")))
+        tables = [case.batch.tables[0], [*case.batch.tables[0][:4], *case.batch.tables[1][4:]]]
+        case.batch = replace(case.batch, tables=tables, shared=[SharedPrefix([0, 1], 4)])
+        for with_mass in (False, True) if options else (True,):
+            check(case, KernelAttention(library)(case.q, case.pool, case.batch, with_mass=with_mass))
 
 
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:

@@ -80,13 +80,14 @@ def check(case: Case) -> None:
     assert got.mass is not None
     for i, table in enumerate(case.batch.tables):
         mass = np.zeros((case.q.shape[1], len(table)))
-        for row in range(case.batch.query_starts[i + 1] - case.batch.query_starts[i]):
+        rows = case.batch.query_starts[i + 1] - case.batch.query_starts[i]
+        for row in range(rows):
             for head in range(case.q.shape[1]):
                 out, lse, page_mass = expected(case, i, row, head)
                 at = case.batch.query_starts[i] + row
                 np.testing.assert_allclose(got.out[at, head], out, atol=1e-12)
                 np.testing.assert_allclose(got.lse[at, head], lse, atol=1e-12)
-                mass[head] += page_mass
+                mass[head] += page_mass * (row >= rows - reference.MASS_ROWS)
         np.testing.assert_allclose(got.mass[i], mass, atol=1e-12)
 
 
@@ -133,6 +134,12 @@ def test_steps_over_the_keys_equal_attention_written_out(
     case = make_case(shape)
     with patch.object(reference, "SCORES_AT_ONCE", scores):
         check(replace(case, batch=replace(case.batch, **options)))
+
+
+def test_masses_are_those_of_the_last_rows() -> None:
+    """Of a chunk, the last rows alone count for page masses; of a shorter one, all rows."""
+    with patch.object(reference, "MASS_ROWS", 3):
+        check(make_case([(6, 17), (2, 9), (1, 5)]))
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 5), (4, 3), (3, 100), (7, 1)])

@@ -267,3 +267,44 @@ def test_only_new_pages_are_looked_up(shape: PageShape, monkeypatch: pytest.Monk
         table.commit([0] * length)
         assert len(table.located()) == len(table.pages)
     assert looks == len(table.pages) == 50
+
+
+def test_private_pages_are_not_looked_at_in_each_step(shape: PageShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step over many pages that stay private asks for none of them; a full page is committed once."""
+    looks, commits = [0], list[int]()
+    for name in ("is_private", "is_lost"):
+        whether = getattr(Page, name).fget
+
+        def counted(page: Page, whether: Callable[[Page], bool] = whether) -> bool:
+            looks[0] += 1
+            return whether(page)
+
+        monkeypatch.setattr(Page, name, property(counted))
+    source = LocalPages(shape)
+    commit = source.commit
+    monkeypatch.setattr(source, "commit", lambda pages, *a, **k: commits.append(len(pages)) or commit(pages, *a, **k))
+    table = BlockTable(source)
+    for length in range(1, 401):
+        table.drop_lost()
+        table.grow(length)
+        table.advance(length)
+        table.commit([0] * length)
+    assert commits == list(range(1, 101))
+    assert looks[0] <= 3 * 400
+    table.crop(200)
+    table.grow(204)
+    table.advance(204)
+    table.commit([0] * 204)
+    assert commits[100:] == [51], "what was cropped is committed again"
+
+
+def test_a_lost_page_is_dropped_by_all_that_hold_it(shape: PageShape) -> None:
+    """A page that one fork lost ends the table of the other too."""
+    one = BlockTable(LocalPages(shape))
+    fill(one, list(range(12)), 12)
+    one.commit([0] * 12)
+    two = one.fork()
+    one.pages[1].become(Page(None))
+    for table in (two.fork(), one, two):
+        table.drop_lost()
+        assert (table.length, len(table.pages)) == (4, 1)

@@ -35,7 +35,7 @@ class LosingPages(LocalPages):
         if self.losses and len(pages) > 1:
             self.losses -= 1
             for page in pages:
-                page.array = None
+                page.become(Page(None))
         return list(pages)
 
     def release(self, pages: Sequence[Page]) -> None:
