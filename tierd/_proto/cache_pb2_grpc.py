@@ -147,7 +147,8 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Begins to load blocks to a nearer tier, and returns at once.
+        """Begins to load blocks to a nearer tier, now or when their use is predicted. Returns at once.
+        Ends with its session, or by Release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

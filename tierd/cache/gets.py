@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 
 from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_looked_up, count_served, count_used
 from tierd.cache.nearness import is_near
+from tierd.cache.prefetches import Order, Started
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
 from tierd.core.formats.model import Fault, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
+    Allowance,
     GroupQuery,
     LookupResult,
     Served,
@@ -29,18 +32,30 @@ from tierd.failpoint import failpoint
 from tierd.tiers.arena.holds import HoldKind
 
 
+class Intent(Enum):
+    """What the caller of a lookup will do. DEFAULT: it does not tell."""
+
+    DEFAULT = 0
+    NONE = 1
+    LOAD = 2
+
+
+FROM_LOOKUP, ANY_ORDER = Order("lookup"), Order()
+
+
 class Gets(Sessions):
     """The verbs of gets."""
 
-    def lookup(self, session: int, groups: Sequence[GroupQuery]) -> LookupResult:
-        """How much could be served, and from which tiers. May start a prefetch from lower tiers."""
+    def lookup(self, session: int, groups: Sequence[GroupQuery], *, intent: Intent = Intent.DEFAULT) -> LookupResult:
+        """How much could be served, and from which tiers. Starts a prefetch from lower tiers if the
+        caller will load the blocks, or if it does not tell and `prefetch_on_lookup` is set."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         count_looked_up(self.metrics, groups=groups, found=found)
-        is_wanted = self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens
-        if is_wanted and not is_near(self.tiers, groups, found):
-            self.prefetch(session, groups, TierKind.HOST)
-        return found
+        will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.prefetch_on_lookup)
+        if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
+            return found
+        return replace(found, prefetch=self.prefetch(session, groups, TierKind.HOST, FROM_LOOKUP).id)
 
     async def acquire(
         self,
@@ -105,10 +120,12 @@ class Gets(Sessions):
                 self._note_served(groups, got, NOTHING)
                 raise self.flights.read_queues.refusal(shut)
             return got, NOTHING
+        self.flights.turns.want(got.plan.waits.tolist())
         try:
             failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
             served = await self._settle(got, doubted)
+            self.flights.prefetches.use(served.extents["generation"].tolist())
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
                 self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
@@ -145,14 +162,43 @@ class Gets(Sessions):
             return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
         count_used(self.metrics, self.tiers, found, times=times)
+        self.flights.prefetches.use(self._generations_near(groups))
 
-    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
-        """Begins to bring blocks near. Returns how many transfers this started."""
+    def _generations_near(self, groups: Sequence[GroupQuery]) -> Iterator[int]:
+        """Of the groups' pages in host memory."""
+        for group in groups if self.flights.prefetches else ():
+            for namespace in group.namespaces:
+                blocks = self.core.find_blocks(namespace, group.hashes)
+                for tier in self.tiers:
+                    if tier.spec.kind is TierKind.HOST:
+                        yield from self.core.extents(blocks[blocks >= 0], tier=tier.position)["generation"].tolist()
+
+    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order = ANY_ORDER) -> Started:
+        """Begins to bring blocks near, as far as the share of prefetches allows."""
         self._check_groups(session, groups)
         if self.is_draining:
-            return 0
+            return Started()
         shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
-        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        ledger = self.flights.prefetches
+        ledger.expire()
+        allowance = Allowance(shut, self._prefetch_room(kind), order.origin == "predicted")
+        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), allowance=allowance)
         self.flights.start(plan, session=session)
         self.background.note(plan)
-        return len(plan.transfers)
+        return Started(ledger.begin(session, plan, order), len(plan.transfers))
+
+    def cancel_prefetches(self, session: int, numbers: Sequence[int]) -> None:
+        """Drops transfers of the session's prefetches that have not begun. Others end. Unknown
+        numbers are ignored."""
+        self.flights.turns.drop(self.flights.prefetches.transfers_of(session, numbers))
+
+    def stop_session(self, session: int) -> None:
+        """As Sessions.stop_session; cancels the session's prefetches."""
+        super().stop_session(session)
+        self.cancel_prefetches(session, self.flights.prefetches.of(session))
+
+    def _prefetch_room(self, kind: Wanted) -> int:
+        """Bytes that prefetches may still bring into a kind of tier."""
+        wanted = [tier for tier in self.tiers if kind in (tier.spec.kind, tier.spec)]
+        most = self.parts.limits.prefetch_share * sum(tier.spec.capacity_bytes for tier in wanted)
+        return int(most) - sum(self.flights.prefetches.staged[tier.position] for tier in wanted)

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,6 +230,43 @@ PRIVATE_MOST = 1 << 20
 """Above any number of pages that a daemon accepts in one call."""
 
 
+class Prefetch(int):
+    """How many blocks a prefetch began to bring. `Client.cancel` takes it.
+
+    Attributes:
+        numbers: Of the daemon's prefetches.
+    """
+
+    numbers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, blocks: int, numbers: Iterable[int]) -> Prefetch:
+        """A prefetch with these numbers; 0 is none."""
+        made = cls(blocks)
+        made.numbers = tuple(filter(None, numbers))
+        return made
+
+
+NO_PREFETCH = Prefetch()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and why to prefetch.
+
+    Attributes:
+        tier: Name of the tier.
+        ttl_s: Blocks that no get uses within this time count as wasted. None: a minute.
+        hint: "now": a request waits for them. "turn_end", "tool_call": the session's turn has ended,
+            or called a tool; the daemon brings them when it expects the next turn. It does so only
+            with `mover.prefetch_predicted`.
+    """
+
+    tier: str = "host"
+    ttl_s: float | None = None
+    hint: Literal["now", "turn_end", "tool_call"] = "now"
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The result of a lookup.
@@ -239,12 +276,14 @@ class Found:
         tier_of: Per group, int8 [ranks, blocks]: position of the nearest tier; -1 is a miss.
         tier_tokens: Per tier, tokens of the first group's servable part that would come from it.
         paces: Per tier, how long a read from it would take now; None for memory.
+        prefetch: What the lookup began to bring, for `Client.cancel`. It counts no blocks.
     """
 
     tokens: int = 0
     tier_of: tuple[NDArray[np.int8], ...] = ()
     tier_tokens: tuple[int, ...] = ()
     paces: tuple[Pace | None, ...] = ()
+    prefetch: Prefetch = NO_PREFETCH
 
 
 SHOWN_RUNS = 8

@@ -40,6 +40,7 @@ from tierd.core.index.policies import Policies
 from tierd.core.listing import Listing
 from tierd.core.plan import (
     Acquisition,
+    Allowance,
     Bools,
     Bytes,
     Codes,
@@ -188,10 +189,16 @@ class Core:
         self._attention.report(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
+        self,
+        session: int,
+        *,
+        groups: Sequence[GroupQuery],
+        kind: Wanted,
+        now: float,
+        allowance: Allowance = Allowance(),  # noqa: B008  # frozen
     ) -> Plan:
-        """Plans transfers that bring the servable part near; no pins. shut: as in `acquire`."""
-        return self._gets.prefetch(session, groups=groups, kind=kind, now=now, shut=shut)
+        """Plans transfers that bring near what the allowance permits of the servable part; no pins."""
+        return self._gets.prefetch(session, groups=groups, kind=kind, now=now, allowance=allowance)
 
     # -- puts
 

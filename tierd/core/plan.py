@@ -141,11 +141,26 @@ class LookupResult:
     tokens: servable for every group and rank, from any tiers.
     tier_of: per group int8 [ranks, blocks], nearest serving tier that holds the block, -1 for none.
     tier_tokens: per tier, tokens of the first group's needed blocks (first rank) nearest in it.
+    prefetch: number of the prefetch that the lookup began; 0: none.
     """
 
     tokens: int
     tier_of: list[NDArray[np.int8]]
     tier_tokens: list[int]
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a prefetch may take.
+
+    shut: positions of tiers that are not read from. bytes: that it may bring; None: no limit.
+    is_guess: no request is known to wait for the blocks, so only colder blocks are evicted.
+    """
+
+    shut: frozenset[int] = frozenset()
+    bytes: int | None = None
+    is_guess: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,37 @@ import numpy as np
 from tierd.core.arrays.sets import among, distinct
 from tierd.core.formats.meta import joined
 from tierd.core.formats.model import SegmentAssignment, StructArray
-from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Plan, TransferIds
+from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Allowance, Ids, Lengths, Plan, TransferIds
 
 
 class PlanBuilder:
-    """Collects the arrays of a plan. now: the time of the step."""
+    """Collects the arrays of a plan. now: the time of the step. allowance: of a prefetch."""
 
-    def __init__(self, now: float) -> None:
-        self.now = now
+    def __init__(self, now: float, allowance: Allowance | None = None) -> None:
+        self.now, self._allowance = now, allowance
+        self._left_bytes = allowance.bytes if allowance is not None else None
         self._retired: list[StructArray] = []
         self._freed: list[StructArray] = []
         self._reserved: list[StructArray] = []
         self._transfers: list[StructArray] = []
         self._waits: list[TransferIds] = []
         self._segments: list[SegmentAssignment] = []
+
+    @property
+    def evicts(self) -> bool:
+        """Whether pages for new blocks may come from any evicted ones."""
+        return self._allowance is None or not self._allowance.is_guess
+
+    def allowed(self, lengths: Lengths) -> int:
+        """How many of the blocks with these lengths, in order, the allowance permits."""
+        if self._left_bytes is None:
+            return len(lengths)
+        return int((np.cumsum(lengths, dtype=np.int64) <= self._left_bytes).sum())
+
+    def take(self, lengths: Lengths) -> None:
+        """Counts blocks that were brought against the allowance."""
+        if self._left_bytes is not None:
+            self._left_bytes -= int(lengths.sum(dtype=np.int64))
 
     def retire(self, extents: StructArray) -> None:
         """EXTENT of pinned pages that lookups no longer find."""

@@ -20,12 +20,13 @@ from tierd.core.arrays.sets import among, distinct, every, kinds
 from tierd.core.eviction import SequenceRequest
 from tierd.core.formats.model import Need, Reason, Wanted
 from tierd.core.index.blocks import words
-from tierd.core.plan import Acquisition, GroupQuery, Ids, LookupResult, Plan, Question, Served, ServedGroup
+from tierd.core.plan import Acquisition, Allowance, GroupQuery, Ids, LookupResult, Plan, Question, Served, ServedGroup
 from tierd.core.plan_builder import PlanBuilder, no_ids
 from tierd.core.requests.groups import block_tokens, longest, needed
 from tierd.core.requests.leases import Held, Holder, Holders, Lease
 from tierd.core.requests.lookup import Sight, look
 from tierd.core.requests.pins import Pins
+from tierd.core.space.making_way import make_way
 from tierd.core.space.planner import Planner, Where
 from tierd.errors import InvalidArgument
 
@@ -92,12 +93,14 @@ class Gets:
         question = Question(question.groups, question.kind, used)
         return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
 
-    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
-        """Transfers for the servable part; pins nothing. shut: as in `acquire`."""
-        draft = PlanBuilder(now)
+    def prefetch(
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, allowance: Allowance
+    ) -> Plan:
+        """Transfers for what the allowance permits of the servable part; pins nothing."""
+        draft = PlanBuilder(now, allowance)
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
-        self._secure(sight, kind=kind, holder=None, draft=draft, shut=shut)
+        self._secure(sight, kind=kind, holder=None, draft=draft, shut=allowance.shut)
         return draft.plan()
 
     def settle(self, lease_id: int, *, now: float) -> Served:
@@ -231,10 +234,18 @@ class Gets:
 
     def _bring(self, blocks: Ids, away: Ids, *, kind: Wanted, reason: Reason, draft: PlanBuilder) -> Ids:
         """Transfers for the blocks away, while all are guarded. Returns those without room."""
+        lengths, serving = self._index.blocks.length[away], self._index.serving(kind)
+        allowed = away[: draft.allowed(lengths)]
         guarded = self._planner.guard(blocks)
-        self._planner.bring(away, kind, reason=reason, draft=draft)
+        self._planner.bring(allowed, kind, reason=reason, draft=draft)
+        if not draft.evicts:
+            rest = allowed[self._planner.attached(allowed, serving).pages < 0]
+            if make_way(self._planner, rest, kind, draft):
+                self._planner.bring(rest, kind, reason=reason, draft=draft)
         self._planner.unguard(guarded, draft)
-        return away[self._planner.attached(away, self._index.serving(kind)).pages < 0]
+        is_there = self._planner.attached(away, serving).pages >= 0
+        draft.take(lengths[is_there])
+        return away[~is_there]
 
     def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
         """Counts a use in policies of all tiers, last block first, so that all have a chain in one

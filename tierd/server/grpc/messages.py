@@ -13,6 +13,8 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.advisor.pace import Pace
 from tierd.cache.commit import CommitQuery, Sums
+from tierd.cache.gets import Intent
+from tierd.cache.prefetches import TTL_S, Order
 from tierd.cache.verification import Generations
 from tierd.core.arrays.sets import every, some
 from tierd.core.formats.block import KVGeometry, Namespace, NamespaceSpec
@@ -26,6 +28,7 @@ from tierd.core.formats.model import (
     ROOT,
     BlockStatus,
     Durability,
+    Hint,
     Need,
     StructArray,
     TierKind,
@@ -38,6 +41,9 @@ NamespaceOf = Callable[[int, bytes], Namespace]
 own."""
 
 _NEEDS = frozenset(map(int, Need))
+_HINTS = frozenset(map(int, Hint))
+TTL_LIMIT_MS = 86_400_000
+"""Longest time to live of a prefetch."""
 GROUP_LIMIT = 64
 """Attention groups in one call."""
 
@@ -71,6 +77,23 @@ def tier_kind(value: int) -> TierKind:
     if value not in (TierKind.DEVICE, TierKind.HOST):
         raise InvalidArgument(f"tier: kind {value} cannot be mapped by a client; ask for DEVICE (0) or HOST (1)")
     return TierKind(value)
+
+
+def intent(value: int) -> Intent:
+    """What the caller of a lookup will do."""
+    try:
+        return Intent(value)
+    except ValueError:
+        raise InvalidArgument(f"intent: {value} is unknown; the values are in cache.proto") from None
+
+
+def order(request: pb.PrefetchRequest) -> Order:
+    """What a prefetch is for."""
+    if request.ttl_ms > TTL_LIMIT_MS:
+        raise InvalidArgument(f"ttl_ms: {request.ttl_ms} is above {TTL_LIMIT_MS}, a day; send at most that")
+    if request.hint not in _HINTS:
+        raise InvalidArgument(f"hint: {request.hint} is unknown; the values are in cache.proto")
+    return Order(ttl_s=request.ttl_ms / 1000 or TTL_S, hint=Hint(request.hint))
 
 
 def durability(value: int) -> Durability:
