@@ -404,6 +404,11 @@ class MoverConfig:
     prefetch_on_lookup: bool = _key(
         True, "A Lookup that does not tell its intent starts to load the far blocks that it finds."
     )
+    prefetch_predicted: bool = _key(
+        False,
+        "After a hint that a turn has ended, blocks are brought back before the next turn is expected. "
+        "It stops for namespaces where most of that is wasted.",
+    )
     prefetch_share: float = _key(
         0.5,
         "Prefetches use at most this share of a link's transfers. Blocks that they brought and no get "

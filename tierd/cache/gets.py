@@ -17,10 +17,12 @@ from functools import partial
 from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_looked_up, count_served, count_used
 from tierd.cache.nearness import is_near
+from tierd.cache.parts import Parts
+from tierd.cache.predictions import Predictions
 from tierd.cache.prefetches import Order, Started
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
-from tierd.core.formats.model import Fault, TierKind, Wanted
+from tierd.core.formats.model import Fault, Hint, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
     Allowance,
@@ -46,12 +48,18 @@ FROM_LOOKUP, ANY_ORDER = Order("lookup"), Order()
 class Gets(Sessions):
     """The verbs of gets."""
 
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        is_on = parts.limits.prefetch_predicted and not parts.clock.is_replay
+        self.predictions = Predictions(self._prefetch, is_on=is_on)
+
     def lookup(self, session: int, groups: Sequence[GroupQuery], *, intent: Intent = Intent.DEFAULT) -> LookupResult:
         """How much could be served, and from which tiers. Starts a prefetch from lower tiers if the
         caller will load the blocks, or if it does not tell and `prefetch_on_lookup` is set."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         count_looked_up(self.metrics, groups=groups, found=found)
+        self.predictions.ask(groups)
         will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.prefetch_on_lookup)
         if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
             return found
@@ -72,6 +80,7 @@ class Gets(Sessions):
         Raises Overloaded if nothing can be served and a queue is full.
         """
         self._check_groups(session, groups)
+        self.predictions.ask(groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
         ask = partial(self.core.acquire, session, groups=groups, kind=kind)
@@ -157,6 +166,7 @@ class Gets(Sessions):
         """Counts gets or lookups that a client made without calls
         (tierd/client/blocks/one_sided_get.py). Raises the same errors as a get or lookup."""
         self._check_groups(session, groups)
+        self.predictions.ask(groups)
         if is_lookup:
             self.metrics.lookups.inc(times)
             return
@@ -174,7 +184,15 @@ class Gets(Sessions):
                         yield from self.core.extents(blocks[blocks >= 0], tier=tier.position)["generation"].tolist()
 
     def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order = ANY_ORDER) -> Started:
-        """Begins to bring blocks near, as far as the share of prefetches allows."""
+        """Begins to bring blocks near, as far as the share of prefetches allows. With a hint, begins
+        nothing now, but perhaps before the predicted next use."""
+        self._check_groups(session, groups)
+        if order.hint is Hint.NOW:
+            return self._prefetch(session, groups, kind, order)
+        self.predictions.pause(session, groups, kind, order)
+        return Started()
+
+    def _prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order) -> Started:
         self._check_groups(session, groups)
         if self.is_draining:
             return Started()

@@ -34,7 +34,7 @@ class Limits:
     """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue.
 
     prefetch_share: of a link's batches and of a tier's bytes, for prefetches. link_batches: of a
-    link at one time.
+    link at one time. prefetch_predicted: whether hints of ended turns lead to prefetches.
     """
 
     batch_blocks: int
@@ -42,6 +42,7 @@ class Limits:
     queue_blocks: int = 16384
     prefetch_share: float = 0.5
     link_batches: int = 8
+    prefetch_predicted: bool = False
 
     @property
     def prefetch_batches(self) -> int:

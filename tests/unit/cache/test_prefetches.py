@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.cache.test_flights import _far, _hung
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
 from tierd.cache.gets import Intent
-from tierd.cache.prefetches import Ledger, Order, Turns
+from tierd.cache.prefetches import Ledger, Order, Outcome, Turns
 from tierd.core.formats.model import FREED, TRANSFER, Reason, StructArray, TierKind
 from tierd.core.plan import Plan
 from tierd.metrics import Metrics
@@ -56,7 +56,7 @@ def freed(generations: list[int], *, was_ready: bool = True) -> StructArray:
 )
 def test_each_page_ends_once(steps: list[tuple[str, int, int]]) -> None:
     """Bytes that were staged are used, wasted, dropped or still staged: none twice, none lost."""
-    metrics, now, made, ended = Metrics(), [0.0], 0, []
+    metrics, now, made, ended = Metrics(), [0.0], 0, list[Outcome]()
     ledger = Ledger(metrics, now=lambda: now[0])
     for verb, first, count in steps:
         pages = list(range(first * 4 + 1, first * 4 + count + 1))
@@ -223,7 +223,7 @@ async def _begun(world: World) -> None:
     """Waits until one batch of a prefetch has its turn, and all others wait for theirs."""
     turns = world.cache.flights.turns
     async with asyncio.timeout(SOON_S):
-        while not (turns._active.total() and sum(map(len, turns._waiting.values())) == len(NAMES) - 1):
+        while not (turns._active.total() and sum(map(len, turns._waiting.values())) == len(NAMES) - 1):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
