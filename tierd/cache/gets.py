@@ -51,6 +51,7 @@ class Gets(Sessions):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         is_on = parts.limits.prefetch_predicted and not parts.clock.is_replay
+        self.flights.prefetches.let_go = lambda session, lease: self.release(session, [lease])
         self.predictions = Predictions(self._prefetch, is_on=is_on)
 
     def lookup(self, session: int, groups: Sequence[GroupQuery], *, intent: Intent = Intent.DEFAULT) -> LookupResult:
@@ -203,7 +204,10 @@ class Gets(Sessions):
         plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), allowance=allowance)
         self.flights.start(plan, session=session)
         self.background.note(plan)
-        return Started(ledger.begin(session, plan, order), len(plan.transfers))
+        number = ledger.begin(session, plan, order)
+        if not allowance.is_guess:
+            ledger.keep(number, self.core.keep(session, transfers=plan.transfers, kind=kind))
+        return Started(number, len(plan.transfers))
 
     def cancel_prefetches(self, session: int, numbers: Sequence[int]) -> None:
         """Drops transfers of the session's prefetches that have not begun. Others end. Unknown

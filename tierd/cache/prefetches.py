@@ -60,6 +60,7 @@ class _Prefetch:
     transfers: Sequence[int]
     outcome: Outcome = field(default_factory=Outcome)
     pages: set[int] = field(default_factory=set)
+    lease: int = 0
     ended: Callable[[Outcome], None] | None = None
 
 
@@ -87,8 +88,11 @@ class Ledger:
         self._pages: dict[int, tuple[int, int, int]] = {}  # by generation: prefetch, tier, bytes
         self._ends: list[tuple[float, int]] = []
         self._of_session: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self._kept: dict[int, None] = {}
         self.staged: Counter[int] = Counter()
         """Bytes brought and not used yet, by tier."""
+        self.let_go: Callable[[int, int], None] = lambda _session, _lease: None
+        """Releases a lease of a session."""
 
     def __len__(self) -> int:
         """Pages brought and not used yet."""
@@ -116,13 +120,34 @@ class Ledger:
             del theirs[next(iter(theirs))]
         return number
 
+    def keep(self, number: int, lease: int) -> None:
+        """A lease keeps the prefetch's pages until they were used, their time ends, or `yield_room`."""
+        if lease and number in self._open:
+            self._open[number].lease = lease
+            self._kept[number] = None
+
+    def yield_room(self) -> bool:
+        """Somebody finds no room: no lease keeps pages of prefetches any more. False: none did."""
+        kept = list(self._kept)
+        for number in kept:
+            self._let_go(number)
+        return bool(kept)
+
+    def _let_go(self, number: int) -> None:
+        if number in self._kept:
+            del self._kept[number]
+            made = self._open[number]
+            self.let_go(made.session, made.lease)
+
     def transfers_of(self, session: int, numbers: Iterable[int]) -> list[int]:
         """The transfers of these prefetches, as far as they are the session's, which forgets them."""
         theirs, found = self._of_session.get(session, {}), list[int]()
         for number in numbers:
             if number in theirs:
                 del theirs[number]
-                found += self._open[number].transfers if number in self._open else []
+                if number in self._open:
+                    found += self._open[number].transfers
+                    self._let_go(number)
         if not theirs:
             self._of_session.pop(session, None)
         return found
@@ -165,8 +190,9 @@ class Ledger:
         made.outcome.wasted += size * (outcome == "wasted")
         self._metrics.prefetched.labels(origin=made.origin, outcome=outcome).inc(size)
         if not made.pages:
-            del self._open[number]
             self.transfers_of(made.session, [number])
+            self._let_go(number)
+            del self._open[number]
             if made.ended is not None:
                 made.ended(made.outcome)
 

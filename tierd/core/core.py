@@ -200,6 +200,11 @@ class Core:
         """Plans transfers that bring near what the allowance permits of the servable part; no pins."""
         return self._gets.prefetch(session, groups=groups, kind=kind, now=now, allowance=allowance)
 
+    def keep(self, session: int, *, transfers: StructArray, kind: Wanted) -> int:
+        """A lease on the pages that a prefetch brings into tiers of the kind: TRANSFER [n]. 0 if there
+        are none, or if they exceed the session's share."""
+        return self._gets.keep(self._sessions.get(session), transfers["block"], kind) if len(transfers) else 0
+
     # -- puts
 
     def reserve(self, session: int, *, groups: Sequence[PutQuery], kind: Wanted, now: float) -> Reserved:

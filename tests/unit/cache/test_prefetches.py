@@ -115,6 +115,7 @@ async def test_what_is_evicted_unused_was_wasted() -> None:
         await _far(world, NAMES)
         world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
         await world.cache.flights.idle(timeout_s=SOON_S)
+        assert world.cache.flights.prefetches.yield_room()
         world.cache.flights.start(world.cache.core.evict(world.cache.core.blocks(tier=0), tier=0, now=0.0))
         assert told(world.daemon.metrics) == {"wasted": 6 * BLOCK_BYTES}
 
@@ -181,6 +182,30 @@ async def test_staged_blocks_take_a_share_of_the_tier() -> None:
         assert world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST).blocks == 0
         await world.acquire(NAMES[:most])
         assert world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST).blocks == 1
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_demand_takes_the_pages_that_prefetches_keep(verb: str) -> None:
+    """Staged pages are not evicted for cold blocks' sake, but a put or a get without other room gets them."""
+    small = ONE_BY_ONE.replace('"4 MiB"', '"1 MiB"').replace("batch_blocks = 1\n", "")
+    async with opened(small) as world:
+        await _far(world, chain(1, 50))
+        await _far(world, chain(2, 60))
+        await _far(world, chain(3, 40))
+        query = [world.query(chain(1, 50))]
+        assert world.cache.prefetch(world.session, query, TierKind.HOST).blocks == 50
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        world.daemon.cache.core.check()
+        assert world.cache.core.tier_stats()[0].pages_pinned == 50
+        if verb == "put":
+            assert len((await world.put(chain(4, 4))).statuses) == 4
+        else:
+            for session, names in ((12, chain(2, 60)), (13, chain(3, 40))):
+                world.cache.open_session(session, tenant="t")
+                got = await world.cache.acquire(session, [world.query(names)], kind=TierKind.HOST, timeout_s=SOON_S)
+                assert got.served.tokens == 16 * len(names)
+        assert told(world.daemon.metrics)["wasted"] > 0
+        world.daemon.cache.core.check()
 
 
 async def test_prefetches_take_a_share_of_a_link() -> None:

@@ -103,6 +103,16 @@ class Gets:
         self._secure(sight, kind=kind, holder=None, draft=draft, shut=allowance.shut)
         return draft.plan()
 
+    def keep(self, holder: Holder, blocks: Ids, kind: Wanted) -> int:
+        """A lease on the near pages of these blocks, filled or being filled. 0 if there are none, or if
+        they exceed the session's share."""
+        blocks = distinct(blocks)
+        where = self._planner.attached(blocks, self._index.serving(kind))
+        is_near = where.pages >= 0
+        if not is_near.any():
+            return 0
+        return self.hold(holder, kind=kind, where=where.at(is_near), blocks=blocks[is_near])
+
     def settle(self, lease_id: int, *, now: float) -> Served:
         """Moves the lease's pins to pages that can be read now."""
         lease = self._sessions.leases.get(lease_id)
