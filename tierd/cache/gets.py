@@ -35,7 +35,7 @@ from tierd.tiers.arena.holds import HoldKind
 
 
 class Intent(Enum):
-    """What the caller of a lookup will do. DEFAULT: it does not tell."""
+    """Whether the caller of a lookup will load the blocks. DEFAULT: it does not tell."""
 
     DEFAULT = 0
     NONE = 1

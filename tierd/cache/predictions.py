@@ -1,9 +1,9 @@
 """Predicted turns: brings a session's blocks back shortly before they are expected to be used.
 
 A prefetch with the hint that a turn has ended begins a pause. A lookup or get of the chain's last
-full block ends it. `tierd.policies.returns` learns the pauses of each namespace and hint, and says
-when to bring the blocks, if at all. A guard for each stops it while most of that is wasted. Off
-unless `mover.prefetch_predicted` is set.
+full block ends it. `tierd.policies.returns` learns the pauses of each namespace and hint. It says
+when to bring the blocks, if at all. A guard for each stops it while most of that is wasted. All is
+off unless `mover.prefetch_predicted` is set.
 """
 
 from __future__ import annotations

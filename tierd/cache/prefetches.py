@@ -66,10 +66,10 @@ class _Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a prefetch is for.
+    """A prefetch's purpose.
 
-    origin: lookup, call or predicted. ttl_s: time for a get to use it. hint: what is known of the
-    next use. ended: called once all of it was used or wasted.
+    origin: lookup, call or predicted. ttl_s: time for a get to use it. hint: of its next use.
+    ended: called once all of it was used or wasted.
     """
 
     origin: str = "call"
@@ -263,7 +263,7 @@ class Turns:
         if turn is _Turn.AHEAD:
             batch["reason"] = Reason.DEMAND
         if turn is not _Turn.DROPPED:
-            self._dropped -= ids  # what has begun ends
+            self._dropped -= ids  # they have begun
         try:
             yield turn is not _Turn.DROPPED
         finally:

@@ -33,8 +33,9 @@ RETRY_S = (0.05, 2.0)
 class Limits:
     """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue.
 
-    prefetch_share: of a link's batches and of a tier's bytes, for prefetches. link_batches: of a
-    link at one time. prefetch_predicted: whether hints of ended turns lead to prefetches.
+    prefetch_share: of a link's batches and of a tier's bytes, for prefetches.
+    link_batches: of a link at one time.
+    prefetch_predicted: whether hints of ended turns lead to prefetches.
     """
 
     batch_blocks: int

@@ -252,14 +252,14 @@ NO_PREFETCH = Prefetch()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and why to prefetch.
+    """The tier and the purpose of a prefetch.
 
     Attributes:
         tier: Name of the tier.
         ttl_s: Blocks that no get uses within this time count as wasted. None: a minute.
-        hint: "now": a request waits for them. "turn_end", "tool_call": the session's turn has ended,
-            or called a tool; the daemon brings them when it expects the next turn. It does so only
-            with `mover.prefetch_predicted`.
+        hint: "now": a request waits for them. "turn_end": the session's turn has ended.
+            "tool_call": it called a tool. After these two the daemon brings the blocks shortly
+            before it expects the next turn, if `mover.prefetch_predicted` is set.
     """
 
     tier: str = "host"
@@ -276,7 +276,7 @@ class Found:
         tier_of: Per group, int8 [ranks, blocks]: position of the nearest tier; -1 is a miss.
         tier_tokens: Per tier, tokens of the first group's servable part that would come from it.
         paces: Per tier, how long a read from it would take now; None for memory.
-        prefetch: What the lookup began to bring, for `Client.cancel`. It counts no blocks.
+        prefetch: The prefetch that the lookup began, for `Client.cancel`. It counts no blocks.
     """
 
     tokens: int = 0

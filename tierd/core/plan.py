@@ -152,7 +152,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a prefetch may take.
+    """Limits of a prefetch.
 
     shut: positions of tiers that are not read from. bytes: that it may bring; None: no limit.
     is_guess: no request is known to wait for the blocks, so only colder blocks are evicted.

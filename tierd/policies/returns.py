@@ -1,12 +1,12 @@
 """When a session comes back, learnt from its like, and whether a prefetch for that moment pays.
 
-`Returns` keeps a life table (Kaplan and Meier 1958) of the pauses of one kind of session: how many
-were still away at each age, and how many came back before the next age. Pauses that nobody saw end
-count as away up to the age reached. From the table follow the moment to bring a session's blocks
+`Returns` keeps a life table (Kaplan and Meier 1958) of the pauses of one kind of session. It counts
+how many were still away at each age, and how many came back before the next age. Pauses that nobody
+saw end count as away up to the age reached. The table gives the moment to bring a session's blocks
 back, and the chance that they are used within the horizon.
 
-`Guard` compares the bytes that predictions wasted with those used. It closes while more than half of
-the last ones were wasted, and then lets one in RETRY pass.
+`Guard` compares the bytes that predictions wasted with those used. It closes while more than half
+of the last ones were wasted. Then it lets one in RETRY pass.
 
 Pure: time is an argument, nothing is random.
 """
@@ -36,8 +36,8 @@ RETRY = 64
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """after_s: bring the blocks so long after the pause began. horizon_s: they are wasted if not
-    used within that. chance: of a use, if the session is still away then."""
+    """after_s: from the begin of the pause until the blocks are brought. horizon_s: time for a use.
+    chance: of a use, if the session is still away then."""
 
     after_s: float
     horizon_s: float
@@ -67,9 +67,8 @@ class Returns:
         return 1.0 - self._stays(after_s, after_s + within_s)
 
     def predict(self, horizon_s: float) -> Prediction | None:
-        """The latest moment at which a prefetch serves NEARLY as many sessions as at the best, of
-        those moments at which its blocks are used within the horizon with LEAST_CHANCE. None: there
-        is no such moment."""
+        """The latest moment that serves NEARLY as many sessions as the best one. At each the blocks
+        are used within the horizon with LEAST_CHANCE. None: there is no such moment."""
         found = [Prediction(after_s, horizon_s, self.chance(after_s, horizon_s)) for after_s in AGES_S]
         served = {p: self._stays(0.0, p.after_s) * p.chance for p in found if p.chance >= LEAST_CHANCE}
         most = max(served.values(), default=0.0)
@@ -121,7 +120,7 @@ class Guard:
         return True
 
     def told(self, *, used: int, wasted: int) -> None:
-        """What became of the bytes of a prediction that was allowed; 0 and 0 if it brought nothing."""
+        """The bytes of an allowed prediction were used or wasted; 0 and 0 if it brought nothing."""
         self._untold -= 1
         if used or wasted:
             self._last.append((used, wasted))

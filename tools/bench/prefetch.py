@@ -7,8 +7,8 @@ link from NVMe and one engine are simulated. Requests arrive as in the trace, wa
 order, and then ask for their blocks. The engine's speed follows from the share of time in which it
 is busy. A request whose blocks are still under way lets the next one pass.
 
-Staged: of the tokens that lay on NVMe when their request arrived, those that lie in host memory when
-the engine asks for them. Wasted: of the bytes that prefetches brought.
+Staged: of the tokens that lay on NVMe when their request arrived, those that lie in host memory
+when the engine asks for them. Wasted: of the bytes that prefetches brought.
 """
 
 from __future__ import annotations
@@ -370,21 +370,28 @@ def found_traces(*, limit: int | None) -> Iterator[Trace]:
 
 LOADS = (0.5, 0.8, 0.95)
 """Shares of time in which the engine is busy."""
+REQUESTS = 2000
+"""Of each trace in `make bench`: a whole one takes minutes."""
+
+
+def hint_of(trace: Trace) -> Hint:
+    """The hint of its sessions at the end of a turn."""
+    return Hint.TURN_END if trace.name.startswith("conversation") else Hint.TOOL_CALL
 
 
 def rows(effort: Effort) -> list[Row]:
     """Rows of each trace and load: staged and wasted on arrival; wasted by predictions."""
     out = list[Row]()
-    for trace in found_traces(limit=effort.pick(None, 400)):
-        for load in LOADS if not effort.is_tiny else LOADS[1:2]:
+    traces = [synthetic(sessions=20, turns=4)] if effort.is_tiny else found_traces(limit=REQUESTS)
+    for trace in traces:
+        for load in LOADS[1:]:
             got = Node(trace, Mode(), speed=speed_for(trace, load)).run()
             name = f"{trace.name}_load{load:g}"
-            meaning = "NVMe-hit tokens staged before they are asked for"
+            meaning = "NVMe-hit tokens staged before they are asked for; limit: the promised share"
             out.append(row_of(f"prefetch_staged_{name}", [got.staged_share], unit="%", limits=[95.0], meaning=meaning))
-            meaning = "bytes that prefetches on arrival brought in vain; limit: 5 %"
+            meaning = "bytes that prefetches on arrival brought in vain; limit: the promised share"
             out.append(row_of(f"prefetch_wasted_{name}", [got.wasted_share], unit="%", limits=[5.0], meaning=meaning))
-        hint = Hint.TURN_END if trace.name.startswith("conversation") else Hint.TOOL_CALL
-        got = Node(trace, Mode(on_arrival=False, hint=hint), speed=speed_for(trace, 0.8)).run()
+        got = Node(trace, Mode(on_arrival=False, hint=hint_of(trace)), speed=speed_for(trace, LOADS[1])).run()
         meaning = "bytes that predicted prefetches brought in vain; limit: half"
         name = f"prefetch_predicted_{trace.name}"
         out.append(row_of(name, [got.wasted_share], unit="%", limits=[50.0], meaning=meaning))
@@ -400,9 +407,8 @@ def main() -> None:
     asked = parser.parse_args()
     given = [trace_of(read_trace(path, limit=asked.limit), name=path.name.partition(".")[0]) for path in asked.traces]
     for trace in given or found_traces(limit=asked.limit):
-        hint = Hint.TURN_END if trace.name.startswith("conversation") else Hint.TOOL_CALL
         runs = [(f"arrival, load {load:g}", Mode(), load) for load in LOADS]
-        runs += [("none", Mode(on_arrival=False), 0.8), ("predicted", Mode(on_arrival=False, hint=hint), 0.8)]
+        runs += [("none", Mode(on_arrival=False), 0.8), ("predicted", Mode(on_arrival=False, hint=hint_of(trace)), 0.8)]
         for name, mode, load in runs:
             got = Node(trace, mode, speed=speed_for(trace, load), link_bytes_per_s=asked.bandwidth).run()
             waits = np.sort(got.waits_s or [0.0])

@@ -164,7 +164,7 @@ TTL_LIMIT_S = 86400
 
 
 def intent(name: str) -> int:
-    """What the caller of a lookup will do. Raises InvalidArgument."""
+    """The intent of a lookup. Raises InvalidArgument."""
     if name not in INTENTS:
         raise InvalidArgument(f"intent: {name!r} is unknown; use one of {', '.join(INTENTS)}")
     return INTENTS[name]

@@ -129,7 +129,7 @@ class Need(enum.IntEnum):
 
 
 class Hint(enum.IntEnum):
-    """What the caller of a prefetch knows about the next use of the blocks."""
+    """The knowledge of a prefetch's caller about the next use of the blocks."""
 
     NOW = 0
     """A request waits for them."""

@@ -80,7 +80,7 @@ def tier_kind(value: int) -> TierKind:
 
 
 def intent(value: int) -> Intent:
-    """What the caller of a lookup will do."""
+    """The intent of a lookup."""
     try:
         return Intent(value)
     except ValueError:
@@ -88,7 +88,7 @@ def intent(value: int) -> Intent:
 
 
 def order(request: pb.PrefetchRequest) -> Order:
-    """What a prefetch is for."""
+    """The purpose of a prefetch."""
     if request.ttl_ms > TTL_LIMIT_MS:
         raise InvalidArgument(f"ttl_ms: {request.ttl_ms} is above {TTL_LIMIT_MS}, a day; send at most that")
     if request.hint not in _HINTS:

@@ -1,4 +1,4 @@
-"""What a prefetch may take: bytes, free pages, and the pages of colder blocks."""
+"""Limits of a prefetch: bytes, free pages, and the pages of colder blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_prefetch_brings_no_more_bytes_than_allowed(allowed: int, brought: int
 
 
 def test_a_guess_takes_free_pages() -> None:
-    """Where pages are free, a guess brings its blocks and evicts none."""
+    """If pages are free, a guess brings its blocks and evicts none."""
     kit = Kit(tier(HOST, 8), tier(NVME, 8))
     stored(kit, "a", 4)
     away(kit, "a", 4)
@@ -86,7 +86,7 @@ def test_a_guess_evicts_nothing_that_is_not_stored() -> None:
     eviction=st.sampled_from(sorted(EVICTION)),
 )
 def test_a_guess_never_evicts_what_is_worth_more(steps: list[tuple[str, int]], eviction: str) -> None:
-    """Whatever the policy: each evicted block is colder, by the store's order, than all that comes."""
+    """Under every policy each evicted block is colder, by the store's order, than all that comes."""
     kit = Kit(tier(HOST, 8, segment=2, eviction=eviction), tier(NVME, 32, eviction=eviction))
     for number in range(6):
         stored(kit, str(number), 3)
