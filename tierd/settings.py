@@ -401,21 +401,9 @@ class MoverConfig:
         128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096
     )
     hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
-    prefetch_on_lookup: bool = _key(
-        True, "A Lookup that does not tell its intent starts to load the far blocks that it finds."
-    )
-    prefetch_predicted: bool = _key(
-        False,
-        "After a hint that a turn has ended, blocks are brought back before the next turn is expected. "
-        "It stops for namespaces where most of that is wasted.",
-    )
-    prefetch_share: float = _key(
-        0.5,
-        "Prefetches use at most this share of a link's transfers. Blocks that they brought and no get "
-        "has used yet use at most this share of a tier.",
-        least=0.0,
-        most=1.0,
-    )
+    prefetch_on_lookup: bool = _key(True, "A Lookup without an intent starts to load the far blocks that it finds.")
+    prefetch_predicted: bool = _key(False, "After a hint, blocks come back before the next turn is expected.")
+    prefetch_share: float = _key(0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1)
 
 
 @dataclass(frozen=True, config=_CLOSED)

@@ -206,7 +206,7 @@ class Gets(Sessions):
         self.background.note(plan)
         number = ledger.begin(session, plan, order)
         if not allowance.is_guess:
-            ledger.keep(number, self.core.keep(session, transfers=plan.transfers, kind=kind))
+            ledger.keep(number, self.core.keep(session, plan.transfers["block"], kind))
         return Started(number, len(plan.transfers))
 
     def cancel_prefetches(self, session: int, numbers: Sequence[int]) -> None:

@@ -39,6 +39,7 @@ from tierd.core.index.index import Index
 from tierd.core.index.policies import Policies
 from tierd.core.listing import Listing
 from tierd.core.plan import (
+    UNLIMITED,
     Acquisition,
     Allowance,
     Bools,
@@ -189,21 +190,14 @@ class Core:
         self._attention.report(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
-        self,
-        session: int,
-        *,
-        groups: Sequence[GroupQuery],
-        kind: Wanted,
-        now: float,
-        allowance: Allowance = Allowance(),  # noqa: B008  # frozen
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, allowance: Allowance = UNLIMITED
     ) -> Plan:
         """Plans transfers that bring near what the allowance permits of the servable part; no pins."""
         return self._gets.prefetch(session, groups=groups, kind=kind, now=now, allowance=allowance)
 
-    def keep(self, session: int, *, transfers: StructArray, kind: Wanted) -> int:
-        """A lease on the pages that a prefetch brings into tiers of the kind: TRANSFER [n]. 0 if there
-        are none, or if they exceed the session's share."""
-        return self._gets.keep(self._sessions.get(session), transfers["block"], kind) if len(transfers) else 0
+    def keep(self, session: int, blocks: Ids, kind: Wanted) -> int:
+        """A lease on the near pages of blocks; 0: there are none, or they exceed the session's share."""
+        return self._gets.keep(self._sessions.get(session), blocks, kind)
 
     # -- puts
 
@@ -242,15 +236,8 @@ class Core:
         """Undoes begin_commit. The pages stay the session's, since it may still write to them; if
         the reservation has ended, they are freed."""
         count = len(committing.indices)
-        none = self.finish_commit(
-            committing,
-            digests=np.zeros((count, 16), np.uint8),
-            ok=np.zeros(count, bool),
-            lease=False,
-            keep_open=True,
-            now=now,
-        )
-        return none.plan
+        digests, ok = np.zeros((count, 16), np.uint8), np.zeros(count, bool)
+        return self.finish_commit(committing, digests=digests, ok=ok, lease=False, keep_open=True, now=now).plan
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at finish_commit). Ignores unknown ones."""

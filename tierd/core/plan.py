@@ -163,6 +163,9 @@ class Allowance:
     is_guess: bool = False
 
 
+UNLIMITED = Allowance()
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """An acquisition's query, and the blocks whose use it counted."""

@@ -59,7 +59,7 @@ SESSION, HOST, NVME = 1, 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What is prefetched: on arrival, or before the turns that a hint announces."""
+    """Prefetches: on arrival, or before the turns that a hint announces."""
 
     on_arrival: bool = True
     hint: Hint | None = None
@@ -203,7 +203,7 @@ class Node:
         number = self.ledger.begin(SESSION, plan, order)
         self._carry_out(plan)
         if not allowance.is_guess:
-            self.ledger.keep(number, self.core.keep(SESSION, transfers=plan.transfers, kind=kind))
+            self.ledger.keep(number, self.core.keep(SESSION, plan.transfers["block"], kind))
         return Started(number, len(plan.transfers))
 
     def _let_go(self, session: int, lease: int) -> None:
