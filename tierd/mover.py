@@ -31,6 +31,7 @@ from tierd.core.formats.model import CODED, BlockStatus, Reason, StructArray
 from tierd.encoded_copies import EncodedCopies, PrivatePages, apart, cuts_of, empty_pages, views_of
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
+from tierd.loads_by_layer import LoadByLayer, parts_of
 from tierd.store_codecs import StoreCodecs
 from tierd.tiers import staged
 from tierd.tiers.tier import (
@@ -218,6 +219,9 @@ class Mover:
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
     ) -> NDArray[np.uint16]:
+        if batch["by_layer"].any() and not isinstance(target, PrivatePages) and parts_of(metas) > 1:
+            load = LoadByLayer(batch, metas, target)
+            return self._loaded(batch, metas, target, await load.run(source), load.slices)
         pages, cuts = target.views(batch["target"]), cuts_of(metas)
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
 
@@ -228,8 +232,18 @@ class Mover:
             return tables
 
         result = await source.read(batch["source"], pages, metas, arrived=arrived)
+        return self._loaded(batch, metas, target, np.asarray(result.statuses, dtype=np.uint16).copy(), slices)
+
+    def _loaded(
+        self,
+        batch: StructArray,
+        metas: StructArray,
+        target: MappedTier | PrivatePages,
+        statuses: NDArray[np.uint16],
+        slices: list[SliceTable],
+    ) -> NDArray[np.uint16]:
+        """The statuses after a load, and the blocks in the target's catalogue. slices: of all bytes."""
         failpoint("mover.load.before_verify")
-        statuses = np.asarray(result.statuses, dtype=np.uint16).copy()
         good = np.flatnonzero(statuses == BlockStatus.READY)
         if len(good):
             hashed = _hashed([slices[i] for i in good.tolist()])

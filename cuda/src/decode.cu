@@ -6,7 +6,7 @@ namespace tierd {
 struct MassParams {
   Batch batch;
   const float *tile_lse, *lse;  // of decode (log2) and of its result (natural)
-  float* mass;                  // [requests][q_heads][table_stride]: the attention weight of each page; 0 if no token of it is seen
+  float* mass;                  // [requests][q_heads][table_stride]: the attention weight of each page is added
   int q_heads, page_tokens;
 };
 
@@ -31,7 +31,7 @@ SIMT_DEV void page_mass(const MassParams& p) {
       if (at / p.page_tokens != page) break;
       sum += simt::exp2_fast(tile_lse[at / kTileTokens * group + head] - whole);
     }
-    p.mass[of_all * p.batch.table_stride + page] = sum;
+    p.mass[of_all * p.batch.table_stride + page] += sum;
   }
 }
 

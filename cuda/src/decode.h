@@ -28,7 +28,7 @@ struct DecodeParams {
                           // launch's number; starts with any value
   float* tile_lse;        // null, or [requests][kv_heads][table_stride * page_tokens / 16][group]
                           // (log2), written for the tiles of the list
-  float* mass;            // with it: [requests][q_heads][table_stride], zeroed
+  float* mass;            // with it: [requests][q_heads][table_stride], zeroed; null: kept
   const float *k_scales, *v_scales;  // null, or [kv_heads]: factors of stored keys and values
   int q_heads;
   int ring;  // 2 or 3: a warp's tiles of K and V in shared memory
@@ -241,7 +241,7 @@ template <class RowAttention, int kWarps> struct Decode {
     if (threadIdx.x == 0) *kept = launch;
     if constexpr (kTells) {
       const int64_t count = (int64_t)p.batch.requests * p.q_heads * p.batch.table_stride;
-      for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) p.mass[i] = 0.f;
+      for (int64_t i = blockIdx.x * kThreads + threadIdx.x; p.mass && i < count; i += gridDim.x * kThreads) p.mass[i] = 0.f;
     }
 
     int slot = 0;

@@ -186,18 +186,20 @@ class Pace(_message.Message):
     def __init__(self, bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("groups", "tier", "nth", "copies", "doubted")
+    __slots__ = ("groups", "tier", "nth", "copies", "doubted", "by_layer")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
     DOUBTED_FIELD_NUMBER: _ClassVar[int]
+    BY_LAYER_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
     nth: int
     copies: bool
     doubted: bytes
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., copies: bool = ..., doubted: _Optional[bytes] = ...) -> None: ...
+    by_layer: bool
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., copies: bool = ..., doubted: _Optional[bytes] = ..., by_layer: bool = ...) -> None: ...
 
 class GroupHandles(_message.Message):
     __slots__ = ("first", "count", "handles")

@@ -37,6 +37,9 @@ BATCH_BYTES = 32 << 20
 UNFAILED = (BlockStatus.READY, BlockStatus.NO_ROOM, BlockStatus.DEFERRED)
 """Of transfers: DEFERRED ones belong to a prefetch that was cancelled before they began."""
 
+BY_LAYER_BYTES = 1 << 30
+"""Limit of bytes in a batch that is loaded by layer. Others get their turn after each part of it."""
+
 Outcome = dict[int, int]
 """Transfer id to BlockStatus."""
 
@@ -71,8 +74,9 @@ class Flights:
         self.failed = 0
         """Finished transfers that did not succeed."""
 
-    def start(self, plan: Plan, *, session: int = 0) -> None:
-        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none."""
+    def start(self, plan: Plan, *, session: int = 0, by_layer: bool = False) -> None:
+        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none.
+        by_layer: its client waits for each layer."""
         if plan.is_empty:
             return
         for tier in self._tiers:
@@ -84,6 +88,7 @@ class Flights:
         self._announce_freed(plan.freed)
         if not len(plan.transfers):
             return
+        plan.transfers["by_layer"] = by_layer
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
             self.read_queues.begin(batch, session=session)
@@ -175,6 +180,8 @@ class Flights:
         for rows in alike.values():
             largest = int(transfers["source"]["length"][rows].max())
             step = max(1, min(self._batch_blocks, BATCH_BYTES // max(1, largest)))
+            if transfers["by_layer"][0] and step < len(rows):
+                step = max(1, BY_LAYER_BYTES // largest)  # the first layers of all blocks come first
             for i in range(0, len(rows), step):
                 yield transfers[rows[i : i + step]]
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
+import structlog
+
 from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_looked_up, count_served, count_used
 from tierd.cache.nearness import is_near
@@ -22,6 +24,7 @@ from tierd.cache.predictions import Predictions
 from tierd.cache.prefetches import Order, Started
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
+from tierd.core.arrays.sets import kinds
 from tierd.core.formats.model import Fault, Hint, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
@@ -30,8 +33,15 @@ from tierd.core.plan import (
     LookupResult,
     Served,
 )
+from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.arena.holds import HoldKind
+from tierd.tiers.tier import is_mapped
+
+log = structlog.get_logger(__name__)
+
+LATE_S = 60.0
+"""Pages that have not come after this time are taken from a lease that was given early."""
 
 
 class Intent(Enum):
@@ -50,6 +60,7 @@ class Gets(Sessions):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
+        self._settling: set[asyncio.Task[None]] = set()
         is_on = parts.limits.prefetch_predicted and not parts.clock.is_replay
         self.flights.prefetches.let_go = lambda session, lease: self.release(session, [lease])
         self.predictions = Predictions(self._prefetch, is_on=is_on)
@@ -84,18 +95,38 @@ class Gets(Sessions):
         self.predictions.ask(groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
-        ask = partial(self.core.acquire, session, groups=groups, kind=kind)
-        got, served = await self._bring(session, groups, ask, timeout_s=timeout_s, doubted=doubted)
+        got = self._ask(session, groups, partial(self.core.acquire, session, groups=groups, kind=kind), timeout_s)
+        served = await self._landed(session, got, deadline, doubted=doubted)
         if served.tokens < got.tokens and now() < deadline:
             # A page or a path failed. Another tier or another path may have a good copy.
             self.health.note_ways()
             self.release(session, [got.lease])
             self.background.note(got.plan)
-            second = partial(self.core.acquire_again, session, got.question)
-            again, served = await self._bring(session, groups, second, timeout_s=deadline - now(), doubted=doubted)
+            again = self._ask(
+                session, groups, partial(self.core.acquire_again, session, got.question), deadline - now()
+            )
+            served = await self._landed(session, again, deadline, doubted=doubted)
             got = replace(again, tokens=max(again.tokens, got.tokens))
+        return self._reply(session, groups, got, served, is_copied=doubted is not None)
+
+    async def acquire_by_layer(
+        self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float
+    ) -> AcquireReply:
+        """As `acquire`, but answers before transfers have ended. `Served.pending` says which pages
+        they fill."""
+        self._check_groups(session, groups)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        ask = partial(self.core.acquire, session, groups=groups, kind=kind)
+        got = self._ask(session, groups, ask, timeout_s, by_layer=True)
+        served = await self._promised(session, got, timeout_s) or await self._landed(session, got, deadline)
+        return self._reply(session, groups, got, served, is_copied=False)
+
+    def _reply(
+        self, session: int, groups: Sequence[GroupQuery], got: Acquisition, served: Served, *, is_copied: bool
+    ) -> AcquireReply:
+        """Ends an acquisition. is_copied: the client asks again what its directory lacked."""
         asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # after the answer is sent
-        if doubted is not None and len(served.blocks):  # then the directory lacked some of it
+        if is_copied and len(served.blocks):
             metas = self.core.metas(served.blocks)
             metas["error"] = self.core.errors(served.extents)
             self.directories.add_soon(served.extents, metas)
@@ -106,43 +137,83 @@ class Gets(Sessions):
             return AcquireReply(0, NOTHING, got.tier_tokens, whole=False)
         return AcquireReply(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
 
-    async def _bring(
+    def _ask(
         self,
         session: int,
         groups: Sequence[GroupQuery],
         ask: Callable[..., Acquisition],
-        *,
         timeout_s: float,
-        doubted: Generations | None = None,
-    ) -> tuple[Acquisition, Served]:
-        """A lease, and the part of it that can be served after its transfers or at the timeout.
-        Raises Overloaded. ask: the core's verb."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        *,
+        by_layer: bool = False,
+    ) -> Acquisition:
+        """Starts an acquisition. ask: the core's verb. Raises Overloaded."""
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
-        self.flights.start(got.plan, session=session)
+        self.flights.start(got.plan, session=session, by_layer=by_layer)
         if not got.whole and self._had_pending_releases(session):
             self.release(session, [got.lease])
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
-            self.flights.start(got.plan, session=session)
-        if not got.lease:
-            if got.shut:
-                self._note_served(groups, got, NOTHING)
-                raise self.flights.read_queues.refusal(shut)
-            return got, NOTHING
+            self.flights.start(got.plan, session=session, by_layer=by_layer)
+        if not got.lease and got.shut:
+            self._note_served(groups, got, NOTHING)
+            raise self.flights.read_queues.refusal(shut)
         self.flights.turns.want(got.plan.waits.tolist())
+        return got
+
+    async def _landed(
+        self, session: int, got: Acquisition, deadline: float, *, doubted: Generations | None = None
+    ) -> Served:
+        """The part of a lease that can be served after its transfers, or at the deadline."""
+        if not got.lease:
+            return NOTHING
         try:
             failpoint("cache.acquire.before_landing")
             await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
             served = await self._settle(got, doubted)
-            self.flights.prefetches.use(served.extents["generation"].tolist())
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
                 self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
         except BaseException:
             self.release(session, [got.lease])
             raise
-        return got, served
+        return served
+
+    async def _promised(self, session: int, got: Acquisition, timeout_s: float) -> Served | None:
+        """The lease before its transfers have ended. None if there are none, if pages that are there
+        already are not good, if all are to be verified at each hit, or if there is no memory yet."""
+        if not got.lease or got.served or self._verification.is_always:
+            return None
+        try:
+            served = self.core.settle(got.lease, now=self.clock.now(), early=True)
+            assert served.pending is not None, "told of an unsettled lease"
+            there = ~served.pending
+            if not all(is_mapped(self.tiers[tier]) for tier in kinds(served.extents["tier"][served.pending])):
+                return None  # a GPU fills whole pages
+            bad = await self._verification.find_bad(served.extents[there], served.blocks[there])
+            if bad is None or len(bad) or there.all():
+                return None
+            await asyncio.wait_for(self.flights.prepared(kinds(served.extents["segment"])), timeout_s)
+            failpoint("cache.acquire.before_promise")
+            self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
+        except (TierFailed, TimeoutError):
+            return None  # `_landed` serves what it can
+        except BaseException:
+            self.release(session, [got.lease])
+            raise
+        task = asyncio.create_task(self._settle_late(session, got))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+        return served
+
+    async def _settle_late(self, session: int, got: Acquisition) -> None:
+        """Settles a lease that its client has already. Pages that did not come are taken from it."""
+        try:
+            await self.flights.landed(got.plan, timeout_s=LATE_S)
+            if not (await self._settle(got, None)).tokens:
+                self.release(session, [got.lease])
+        except Exception:
+            log.exception("a lease could not be settled", lease=got.lease)
+            self.release(session, [got.lease])
 
     async def _settle(self, got: Acquisition, doubted: Generations | None) -> Served:
         """Settles a lease and verifies pages that a client could have changed. Each round drops at
@@ -155,6 +226,7 @@ class Gets(Sessions):
             if bad is None:
                 return NOTHING
             if not len(bad):
+                self.flights.prefetches.use(served.extents["generation"].tolist())
                 return served
             self.flights.condemn(bad, Fault.READ)
 

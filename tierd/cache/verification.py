@@ -35,6 +35,11 @@ class Verification:
         self._layers_of = parts.registry.layers_of
         self._verify, self._sampling = parts.verify, np.random.default_rng(parts.seed)
 
+    @property
+    def is_always(self) -> bool:
+        """Whether every hit is verified, also of pages that were just filled."""
+        return self._verify == "always"
+
     async def find_bad(
         self, extents: StructArray, blocks: Ids, *, doubted: Generations | None = None
     ) -> StructArray | None:

@@ -104,6 +104,13 @@ class AsyncClient(Face):
         wanted = (groups, hashes, tokens)
         return await self._run(partial(self._verbs.acquire, wanted, tier), self._deadline(timeout_s))
 
+    async def acquire_by_layer(
+        self, groups: Group | Sequence[Group], *, tier: str = "host", timeout_s: float | None = None
+    ) -> Lease:
+        """As Client.acquire_by_layer."""
+        work = partial(self._verbs.acquire, (groups, None, None), tier, by_layer=True)
+        return await self._run(work, self._deadline(timeout_s))
+
     async def get(
         self,
         namespace: OpenedNamespace,

@@ -216,6 +216,15 @@ class Client(Face):
         wanted = (groups, hashes, tokens)
         return self._verbs.acquire(wanted, tier, self._deadline(timeout_s))
 
+    def acquire_by_layer(
+        self, groups: Group | Sequence[Group], *, tier: str = "host", timeout_s: float | None = None
+    ) -> Lease:
+        """As `acquire`, but before the daemon has filled all pages from its stores.
+
+        `Lease.await_layer` waits for a layer of all blocks. Read pages only after it returned True.
+        """
+        return self._verbs.acquire((groups, None, None), tier, self._deadline(timeout_s), by_layer=True)
+
     def get(
         self,
         namespace: OpenedNamespace,

@@ -58,10 +58,10 @@ def prefetch(verbs: Asking, groups: Sequence[Group], target: str | Target, deadl
     return Prefetch.of(sum(begun), [number for each in begun for number in each.numbers])
 
 
-def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> Lease:
+def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float, *, by_layer: bool) -> Lease:
     """A lease on the servable prefix of the first part."""
     parts = _parts(verbs, groups, deadline, is_one=True)
-    return verbs.leased(parts[0], tier, deadline)
+    return verbs.leased(parts[0], tier, deadline, by_layer=by_layer)
 
 
 def get(verbs: Asking, group: Group, out: Any, deadline: float) -> GetResult:

@@ -81,11 +81,11 @@ class Verbs(Asking):
         """Cancels a prefetch."""
         self._verb(deadline, lambda by: self.cancelled(prefetch, by), void)
 
-    def acquire(self, asked: Any, tier: str, deadline: Deadline) -> Lease:
+    def acquire(self, asked: Any, tier: str, deadline: Deadline, *, by_layer: bool = False) -> Lease:
         """A lease on the longest servable prefix, with its segments mapped."""
         return self._verb(
             deadline,
-            lambda by: splitting.acquire(self, requests.groups_of(*asked), tier, by),
+            lambda by: splitting.acquire(self, requests.groups_of(*asked), tier, by, by_layer=by_layer),
             lambda: Lease(None, Leased()),
         )
 

@@ -166,11 +166,11 @@ class Core:
         """Repeats an acquisition whose lease was just released. Policies do not count it twice."""
         return self._gets.acquire_again(session, question, now=now, shut=shut)
 
-    def settle(self, lease: int, *, now: float) -> Served:
+    def settle(self, lease: int, *, now: float, early: bool = False) -> Served:
         """Call after the acquisition's transfers and waits finished. Returns the servable part and
         unpins the rest. Transfers still in flight count as failed. A second call answers the same,
-        less condemned pages."""
-        return self._gets.settle(lease, now=now)
+        less condemned pages. early: before; returns what is promised, and unpins nothing."""
+        return self._gets.promised(lease) if early else self._gets.settle(lease, now=now)
 
     def release(self, session: int, *, leases: Sequence[int], now: float) -> Plan:
         """Ends leases of the session; ignores unknown ones. May be called before settle."""

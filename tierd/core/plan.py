@@ -212,11 +212,15 @@ class ServedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A settled lease. tokens == 0: it holds nothing, has ended and needs no release."""
+    """A settled lease. tokens == 0: it holds nothing, has ended and needs no release.
+
+    pending: bool [n], extents that transfers still fill; None: all can be read.
+    """
 
     tokens: int
     groups: list[ServedGroup]
     plan: Plan
+    pending: Bools | None = None
 
     @property
     def extents(self) -> StructArray:

@@ -45,7 +45,8 @@ ARGUMENTS = (
 ABSENT: tuple[int, tuple[Any, ...]] = (0, ())
 OF_BATCH = {name: name for name in ARGUMENTS if name.startswith("batch.")}
 OF_POOL = {"pool.k": "pages.k", "pool.v": "pages.v", "k_scales": "pages.k_scales", "v_scales": "pages.v_scales"}
-OF_DECODE = OF_BATCH | OF_POOL | {"q": "q", "to": "out", "lse_to": "lse", "mass": "mass"}
+OF_KEEPING = OF_BATCH | OF_POOL | {"q": "q", "to": "out", "lse_to": "lse"}
+OF_DECODE = OF_KEEPING | {"mass": "mass"}
 OF_MASS = OF_BATCH | {"lse": "lse", "mass": "mass"}
 
 
@@ -101,18 +102,23 @@ class PagedDecode:
         self._tile_lses: list[Array] = []  # with every one that a captured graph may hold
         self._kept = Kept()
 
-    def __call__(self, q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended) -> Attended:
+    def __call__(
+        self, q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended, *, adds: bool = False
+    ) -> Attended:
         """Fills `to`: out [n, q_heads, head_dim] as q, lse f32 [n, q_heads] (natural), and mass.
 
-        mass: f32 [n, q_heads, pages of a table], if given. q: bf16 or f16 [n, q_heads, head_dim].
-        Raises InvalidArgument, naming the argument. Every call checks its arguments; the launches
-        of a layout are prepared at its first call.
+        mass: f32 [n, q_heads, pages of a table], if given; `adds`: to what it holds.
+        q: bf16 or f16 [n, q_heads, head_dim]. Raises InvalidArgument, naming the argument. Every
+        call checks its arguments; the launches of a layout are prepared at its first call.
         """
         addresses, layout = _looked_at(q, pages, batch, to)
-        self._kept.find_or_make(layout, lambda: self._prepared(q, pages, batch, to)).launch(self._library, addresses)
+        made = self._kept.find_or_make((layout, adds), lambda: self._prepared(q, pages, batch, to, adds=adds))
+        made.launch(self._library, addresses)
         return to
 
-    def _prepared(self, q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended) -> Prepared:
+    def _prepared(
+        self, q: Array, pages: KvPages | CodedPages, batch: DeviceBatch, to: Attended, *, adds: bool
+    ) -> Prepared:
         """The launches of a call with such arguments, which are checked."""
         n, shape = _shape_of("q", q, 3, self._library)[0], self._shape
         if not 0 < n <= shape.requests:
@@ -137,7 +143,7 @@ class PagedDecode:
             lse,
             *map(self._address, (self._out, self._lse, self._launches, self._arrived)),
             tiles,
-            mass,
+            None if adds else mass,
             asked.k_scales,
             asked.v_scales,
             shape.q_heads,
@@ -145,7 +151,7 @@ class PagedDecode:
             _scale(batch.scale, shape.head_dim) * math.log2(math.e),
         )
         kernel = _decode_kernel(queries.dtype, asked.kv_type, shape.head_dim, self._group) + ("_mass" if tiles else "")
-        launches = [Launch(kernel, (self._blocks, 1, 1), decode, OF_DECODE, fit.shared_bytes)]
+        launches = [Launch(kernel, (self._blocks, 1, 1), decode, OF_KEEPING if adds else OF_DECODE, fit.shared_bytes)]
         if tiles:
             weigh = params.Mass(batch_params, tiles, lse, mass, shape.q_heads, pool.page_tokens)
             grid = (n * shape.kv_heads, -(-table_tiles // MASS_THREADS), 1)

@@ -23,6 +23,9 @@ from tierd.kernels.e4m3 import E4M3_MOST
 
 Array = Any
 """A numpy array or a torch tensor."""
+SCORES_AT_ONCE = 1 << 22
+TOKENS_AT_ONCE = 8192
+"""Most scores and most keys that one step holds: so memory does not grow with a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +82,17 @@ class PagedBatch:
                         f"subsets[{i}][{head}]: {list(seen)} are not all of pages 0 to {len(table) - 1}, each once"
                     )
 
-    def hidden(self, sequence: int, rows: int, *, page_tokens: int, kv_heads: int) -> np.ndarray | None:
+    def hidden(self, sequence: int, rows: int, tokens: range, *, page_tokens: int, kv_heads: int) -> np.ndarray | None:
         """bool [1 or kv_heads, rows, tokens]: tokens hidden from its queries; None: no token."""
-        count = self.kv_lens[sequence]
-        if rows == 1 and not self.window and self.subsets is None:
+        first = self.kv_lens[sequence] - rows
+        if tokens.stop <= first + 1 and not self.window and self.subsets is None:
             return None
-        positions, tokens = np.arange(count - rows, count)[:, None], np.arange(count)[None, :]
-        hidden = (tokens > positions)[None]
+        positions, each = np.arange(first, first + rows)[:, None], np.arange(tokens.start, tokens.stop)[None, :]
+        hidden = (each > positions)[None]
         if self.window:
-            hidden = hidden | ((tokens >= self.sinks) & (tokens <= positions - self.window))[None]
+            hidden = hidden | ((each >= self.sinks) & (each <= positions - self.window))[None]
         if self.subsets is not None:
-            seen = [np.isin(tokens[0] // page_tokens, self.subsets[sequence][head]) for head in range(kv_heads)]
+            seen = [np.isin(each[0] // page_tokens, self.subsets[sequence][head]) for head in range(kv_heads)]
             hidden = hidden | ~np.stack(seen)[:, None, :]
         return hidden
 
@@ -138,69 +141,110 @@ def paged_attention(
     InvalidArgument for a batch that does not fit.
     """
     xp = array_namespace(q)
-    batch.checked(q.shape[0], pages[0].shape[1] if len(pages) else 0)
+    page_tokens = pages[0].shape[1] if len(pages) else 0
+    batch.checked(q.shape[0], page_tokens)
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     parts = []
-    for i, (length, table) in enumerate(zip(batch.kv_lens, batch.tables, strict=True)):
+    for i in range(len(batch.tables)):
         rows = q[batch.query_starts[i] : batch.query_starts[i + 1]]
-        keys = _gather(rows, pages, table, length)
-        hidden = batch.hidden(i, rows.shape[0], page_tokens=keys.page_tokens, kv_heads=keys.k.shape[1])
-        parts.append(_attend(rows, keys, factor, hidden=hidden, with_mass=with_mass))
+        parts.append(_attend(rows, _Keys(pages, batch, i, page_tokens), factor, with_mass=with_mass))
     mass = [m for part in parts for m in part.mass or []] if with_mass else None
     return Attended(xp.concat([p.out for p in parts]), xp.concat([p.lse for p in parts]), mass)
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """K and V of one sequence, [tokens, kv_heads, head_dim] each, and the tokens per page."""
+    """K and V of one sequence of a batch, in pages of so many tokens."""
 
-    k: Array
-    v: Array
+    pages: Sequence[Array]
+    batch: PagedBatch
+    sequence: int
     page_tokens: int
 
+    @property
+    def count(self) -> int:
+        return self.batch.kv_lens[self.sequence]
 
-def _gather(q: Array, pages: Sequence[Array], table: Sequence[int], length: int) -> _Keys:
-    """The first `length` tokens of a block table, in the sums' dtype, beside the queries."""
-    xp = array_namespace(q)
-    if length == 0:
-        empty = xp.zeros(
-            (0, *pages[0].shape[2:]) if len(pages) else (0, *q.shape[1:]), dtype=_sum_dtype(q), device=device(q)
-        )
-        return _Keys(empty, empty, 1)
-    page_tokens = pages[0].shape[1]
-    used = [pages[p] for p in table[: -(-length // page_tokens)]]
-    used[-1] = used[-1][:, : length - (len(used) - 1) * page_tokens]
-    both = to_device(xp.concat(used, axis=1), device(q))
-    both = xp.astype(both, _sum_dtype(q), copy=False)
-    return _Keys(both[0], both[1], page_tokens)
+    def tiles(self, scores_each: int) -> list[range]:
+        """Tokens in steps of whole pages. scores_each: of a token."""
+        most = min(TOKENS_AT_ONCE, SCORES_AT_ONCE // max(1, scores_each))
+        step = max(1, most // self.page_tokens) * self.page_tokens
+        return [range(at, min(at + step, self.count)) for at in range(0, self.count, step)]
+
+    def read(self, q: Array, tile: range) -> tuple[Array, Array]:
+        """K and V of a tile, [tokens, kv_heads, head_dim] each, in the sums' dtype, beside the queries."""
+        xp, size = array_namespace(q), self.page_tokens
+        table = self.batch.tables[self.sequence]
+        used = [self.pages[page] for page in table[tile.start // size : -(-tile.stop // size)]]
+        used[-1] = used[-1][:, : len(tile) - (len(used) - 1) * size]
+        both = xp.astype(to_device(xp.concat(used, axis=1), device(q)), _sum_dtype(q), copy=False)
+        return both[0], both[1]
+
+    def hidden(self, rows: int, tile: range, kv_heads: int) -> np.ndarray | None:
+        """As `PagedBatch.hidden`."""
+        return self.batch.hidden(self.sequence, rows, tile, page_tokens=self.page_tokens, kv_heads=kv_heads)
 
 
 @np.errstate(invalid="ignore")  # inf - inf is NaN, as it should be
-def _attend(q: Array, keys: _Keys, scale: float, *, hidden: np.ndarray | None, with_mass: bool) -> Attended:
-    """Attention of the last rows of one sequence over all its keys."""
-    xp = array_namespace(q)
+def _attend(q: Array, keys: _Keys, scale: float, *, with_mass: bool) -> Attended:
+    """Attention of the last rows of one sequence over all its keys, tile by tile (online softmax:
+    Milakov and Gimelshein, arXiv 1805.02867)."""
     rows, q_heads, head_dim = q.shape
-    count, kv_heads = keys.k.shape[:2]
-    if rows == 0 or count == 0:
+    if rows == 0 or keys.count == 0:
         return _nothing(q, keys)
+    xp, kv_heads = array_namespace(q), keys.pages[0].shape[2]
     # One matrix product per kv head over the query heads of its group: [kv_heads, group * rows,
     # dim].
     grouped = xp.permute_dims(xp.reshape(q, (rows, kv_heads, q_heads // kv_heads, head_dim)), (1, 2, 0, 3))
     grouped = xp.astype(xp.reshape(grouped, (kv_heads, -1, head_dim)), _sum_dtype(q), copy=False) * scale
     grouped = xp.where(xp.isfinite(grouped), grouped, math.nan)
-    scores = xp.reshape(xp.matmul(grouped, xp.permute_dims(keys.k, (1, 2, 0))), (q_heads, rows, count))
-    weights, lse = _softmax(scores if hidden is None else _masked(scores, hidden))
-    mixed = xp.matmul(xp.reshape(weights, (kv_heads, -1, count)), xp.permute_dims(keys.v, (1, 0, 2)))
-    out = xp.permute_dims(xp.reshape(mixed, (q_heads, rows, head_dim)), (1, 0, 2))
-    mass = [_page_mass(weights, keys.page_tokens)] if with_mass else None
-    return Attended(xp.astype(out, q.dtype, copy=False), xp.permute_dims(lse, (1, 0)), mass)
+
+    def scores_of(tile: range, k: Array) -> Array:
+        scores = xp.reshape(xp.matmul(grouped, xp.permute_dims(k, (1, 2, 0))), (q_heads, rows, len(tile)))
+        hidden = keys.hidden(rows, tile, kv_heads)
+        return scores if hidden is None else _masked(scores, hidden)
+
+    tiles = keys.tiles(q_heads * rows)
+    mixed, total, weights, top = (
+        0.0,
+        0.0,
+        None,
+        xp.full((q_heads, rows, 1), -math.inf, dtype=grouped.dtype, device=device(q)),
+    )
+    for tile in tiles:
+        k, v = keys.read(q, tile)
+        scores = scores_of(tile, k)
+        before, top = top, xp.maximum(top, xp.max(scores, axis=-1, keepdims=True))
+        shrink, weights = xp.exp(before - _finite(top)), xp.exp(scores - _finite(top))
+        sums = xp.matmul(xp.reshape(weights, (kv_heads, -1, len(tile))), xp.permute_dims(v, (1, 0, 2)))
+        mixed = mixed * shrink + xp.reshape(sums, (q_heads, rows, head_dim))
+        total = total * shrink + xp.sum(weights, axis=-1, keepdims=True)
+    seen = total != 0
+    safe = xp.where(seen, total, xp.ones_like(total))
+    lse = xp.where(seen, _finite(top) + xp.log(safe), xp.full_like(top, -math.inf))
+    mass = None
+    if with_mass:
+        known = {tiles[-1]: weights}
+        each = [
+            known[tile] if tile in known else xp.exp(scores_of(tile, keys.read(q, tile)[0]) - _finite(top))
+            for tile in tiles
+        ]
+        mass = [xp.concat([_page_mass(one / safe, keys.page_tokens) for one in each], axis=1)]
+    out = xp.astype(xp.permute_dims(mixed / safe, (1, 0, 2)), q.dtype, copy=False)
+    return Attended(out, xp.permute_dims(lse[..., 0], (1, 0)), mass)
+
+
+def _finite(top: Array) -> Array:
+    """Greatest scores, 0 for a row that saw nothing."""
+    xp = array_namespace(top)
+    return xp.where(top == -math.inf, xp.zeros_like(top), top)
 
 
 def _nothing(q: Array, keys: _Keys) -> Attended:
     """The result for no rows, or for rows without any key."""
     xp = array_namespace(q)
-    where = {"dtype": keys.k.dtype, "device": device(q)}
-    mass = xp.zeros((q.shape[1], -(-keys.k.shape[0] // keys.page_tokens)), **where)
+    where = {"dtype": _sum_dtype(q), "device": device(q)}
+    mass = xp.zeros((q.shape[1], -(-keys.count // (keys.page_tokens or 1))), **where)
     return Attended(xp.zeros_like(q), xp.full(q.shape[:2], -math.inf, **where), [mass])
 
 
@@ -216,20 +260,6 @@ def _masked(scores: Array, hidden: np.ndarray) -> Array:
         where = np.repeat(where, scores.shape[0] // len(where), axis=0)
     scores[:, :, first:] = xp.where(xp.asarray(where, device=device(scores)), -math.inf, scores[:, :, first:])
     return scores
-
-
-def _softmax(scores: Array) -> tuple[Array, Array]:
-    """(weights, log-sum-exp) over the last axis; all hidden: zeros and -inf; any NaN: NaN."""
-    xp = array_namespace(scores)
-    top = xp.max(scores, axis=-1, keepdims=True)
-    top = xp.where(top == -math.inf, xp.zeros_like(top), top)
-    weights = xp.exp(scores - top)
-    total = xp.sum(weights, axis=-1, keepdims=True)
-    seen = total != 0
-    safe = xp.where(seen, total, xp.ones_like(total))
-    lse = xp.where(seen, top + xp.log(safe), xp.full_like(top, -math.inf))
-    weights /= safe
-    return weights, lse[..., 0]
 
 
 def _page_mass(weights: Array, page_tokens: int) -> Array:

@@ -78,6 +78,21 @@ class ReadResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """How a batch is read in parts: part 0 of all blocks, then part 1, ...
+
+    ends: int64 [n, parts], bytes of each block after each part: multiples of 4 KiB but for the last.
+    arrived: hashes part p of rows, in a thread of the tier.
+    landed: part p has ended. Called on the loop with the rows that still come whole, and their
+    slice tables.
+    """
+
+    ends: NDArray[np.int64]
+    arrived: Callable[[int, Sequence[int]], Sequence[None]]
+    landed: Callable[[int, NDArray[np.int64], Sequence[SliceTable]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """State of a watched tier. Counts start when it was opened.
 
@@ -166,6 +181,10 @@ class SharedTier(Tier, Protocol):
         """Enter blocks whose bytes are in place, so that the next run recovers them. EXTENT[n],
         META[n]. The tier sets the fields that locate and seal a record (store, segment, offset,
         generation, slices, digest, checksum)."""
+
+    def note_arrived(self, extents: StructArray, counts: NDArray[np.int64]) -> None:
+        """Tell clients how many leading slices of pages being filled are verified: EXTENT[n],
+        int [n]."""
 
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
         """The slice tables published with these pages; None if missing or of another generation."""
@@ -267,12 +286,18 @@ class StoredTier(WatchedTier, Protocol):
         generation). Each is returned once."""
 
     async def read(
-        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = ...
+        self,
+        extents: StructArray,
+        targets: Sequence[memoryview],
+        metas: StructArray,
+        *,
+        arrived: HashRows = ...,
+        parts: Parts | None = ...,
     ) -> ReadResult:
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace,
         generation). Each target is 4 KiB aligned and holds the stored length rounded up to 4 KiB.
         The caller verifies payloads: a thread of the tier calls arrived for rows already read,
-        while others still arrive."""
+        while others still arrive. parts: reads so, and calls its functions instead."""
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """The statuses that `read` would give by the slots' headers, without a payload: u2[n]."""

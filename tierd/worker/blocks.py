@@ -12,13 +12,15 @@ A token policy may drop tokens: `keep` leaves others in each layer and head, equ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
-from tierd.worker.pages import Held, Page, PageShape, PageSource
+from tierd.kernels.pool import Located
+from tierd.worker.pages import Held, Page, PageShape, PagesMissing, PageSource
 
 Array = Any
 """A numpy array or a torch tensor."""
@@ -31,26 +33,42 @@ class BlockTable:
         """held: a stored prefix, which the table owns; on an error it is released. Its tail is
         copied into a private page and released."""
         start = held or Held()
+        self._arriving, self._tail = start.arriving, start.tail
         self._source = source
         self._tokens_per_block = source.shape.tokens_per_block
         self.pages: list[Page] = list(start.pages)
+        self._located: Located | None = None
+        self._known = self._fixed = 0
+        self._moves = Page.moves
         self.named = len(self.pages)
         self.length = start.tokens
         self.dropped = 0
         self.is_exact = True
         if start.tail is not None:
             try:
-                self._copy_tail(start.tail)
+                self.pages += source.reserve(1)
+                if self._arriving is None:
+                    self._copy_tail(None)
             except BaseException:
                 self.release()
                 raise
-            finally:
-                source.release([start.tail])
 
     @property
     def shape(self) -> PageShape:
         """Shape of every page."""
         return self._source.shape
+
+    def located(self) -> Located:
+        """The addresses of its pages, of which there is one at least. Only pages that came or moved
+        since the last call are looked at. Raises InvalidArgument for pages of several layouts."""
+        if self._moves != Page.moves:  # any page may have moved that had no name at the last call
+            self._know(self._fixed)
+        if self._located is None or self._known < len(self.pages):
+            first, before = (None, []) if self._located is None else (self._located.first, [self._located.addresses])
+            new = Located.of([page.array for page in self.pages[self._known :]], first)
+            self._located = replace(new, addresses=np.concatenate([*(b[: self._known] for b in before), new.addresses]))
+        self._known, self._fixed, self._moves = len(self.pages), self.named, Page.moves
+        return replace(self._located, addresses=self._located.addresses[: len(self.pages)])
 
     @property
     def held(self) -> int:
@@ -61,6 +79,21 @@ class BlockTable:
     def capacity(self) -> int:
         """Tokens that fit the pages, dropped ones included."""
         return len(self.pages) * self._tokens_per_block + self.dropped
+
+    def await_layer(self, layer: int) -> None:
+        """Waits until a layer of a stored prefix is in the pages, in order from layer 0 on. Raises
+        PagesMissing if it will not come."""
+        if self._arriving is None:
+            return
+        if not self._arriving(layer):
+            raise PagesMissing(self)
+        self._copy_tail(layer)
+
+    def await_layers(self) -> None:
+        """Waits for all layers, before anything is computed. Raises PagesMissing."""
+        if self._arriving is not None and not self._arriving(None):
+            raise PagesMissing(self)
+        self._copy_tail(None)
 
     def grow(self, length: int) -> None:
         """Makes positions self.length to length writable: reserves pages, and copies the page to be
@@ -103,6 +136,7 @@ class BlockTable:
             return
         keep = self._pages_of(length)
         gone, self.pages = self.pages[keep:], self.pages[:keep]
+        self._know(keep)
         self._source.release(gone)
         self.length = length
         self.named = min(self.named, length // self._tokens_per_block)
@@ -115,6 +149,9 @@ class BlockTable:
             return 0
         before, after = self.named, self.pages[self.named - 1] if self.named else None
         given = self._source.commit(self.pages[before:full], tokens[before * size : full * size], after=after)
+        other = next((i for i in range(before, full) if given[i - before] is not self.pages[i]), None)
+        if other is not None:
+            self._know(other)
         self.pages[before:full] = given
         # A page that could not be stored ends the findable chain; later pages stay private too.
         while self.named < full and not self.pages[self.named].is_private:
@@ -124,7 +161,7 @@ class BlockTable:
 
     def drop_lost(self) -> None:
         """Drops pages from the first lost one on; another table that holds it may have lost it."""
-        lost = next((i for i, page in enumerate(self.pages) if page.is_lost), None)
+        lost = next((i for i in range(self.named, len(self.pages)) if self.pages[i].is_lost), None)
         if lost is not None:
             self.crop(lost * self._tokens_per_block + self.dropped)
 
@@ -154,6 +191,8 @@ class BlockTable:
         for page in self.pages:
             page.holders += 1
         other.pages, other.named, other.length = list(self.pages), self.named, self.length
+        other._located, other._known = self._located, self._known
+        other._fixed, other._moves = self._fixed, self._moves
         other.dropped, other.is_exact = self.dropped, self.is_exact
         return other
 
@@ -168,6 +207,7 @@ class BlockTable:
         own = [page for page in self.pages if page.is_private and page.holders == 1][:needed]
         used = set(own)
         gone, self.pages = self.pages, own + self._source.reserve(needed - len(own))
+        self._know(0)
         self.named, self.dropped, self.is_exact = 0, self.length - count, False
         try:
             for layer, kept in enumerate(slots):
@@ -193,8 +233,14 @@ class BlockTable:
 
     def release(self) -> None:
         """Releases every page."""
+        self._drop_tail()
         pages, self.pages, self.named, self.length = self.pages, [], 0, 0
+        self._know(0)
         self._source.release(pages)
+
+    def _know(self, pages: int) -> None:
+        """Keeps at most so many addresses."""
+        self._known = min(self._known, pages)
 
     def _check_writable(self, start: int, stop: int) -> None:
         if start < self.length or stop > self.capacity:
@@ -222,8 +268,21 @@ class BlockTable:
         used = min(self._tokens_per_block, self.held - index * self._tokens_per_block)
         self._source.shape.backend.copy(shared.array, copy.array, tokens=used)
         self.pages[index] = copy
+        self._know(index)
         self._source.release([shared])
 
-    def _copy_tail(self, tail: Page) -> None:
-        self.pages += self._source.reserve(1)
-        self._source.shape.backend.copy(tail.array, self.pages[-1].array, tokens=tail.array.shape[2])
+    def _copy_tail(self, layer: int | None) -> None:
+        """Copies a layer of the stored short block, or all (None), into the private page. The short
+        block is released after the last one."""
+        if self._tail is not None:
+            source, target = self._tail.array, self.pages[self.named].array
+            if layer is not None:
+                source, target = source[layer : layer + 1], target[layer : layer + 1]
+            self.shape.backend.copy(source, target, tokens=source.shape[2])
+        if layer in (None, self.shape.geometry.layers - 1):
+            self._drop_tail()
+
+    def _drop_tail(self) -> None:
+        tail, self._tail, self._arriving = self._tail, None, None
+        if tail is not None:
+            self._source.release([tail])

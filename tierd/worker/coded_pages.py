@@ -54,6 +54,10 @@ class CodedPages(TierdPages):
         """The kind of tier where encoded blocks lie."""
         return self._options.tier or "host"
 
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
+        """Decoded pages of the longest stored prefix, with all layers."""
+        return super().acquire(tokens, marks=marks)
+
     def reserve(self, count: int) -> list[Page]:
         """Private pages of this process's memory."""
         return self._memory.reserve(count)

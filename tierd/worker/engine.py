@@ -1,11 +1,11 @@
 """The engine: requests in, tokens out, keys and values in pages.
 
-It does chunked prefill behind a stored prefix, decodes several sequences at once, forks, and
+It does chunked prefill behind a stored prefix beside the decoding of other sequences, forks, and
 reports figures per request. It does no scheduling across workers, no tokenizing and no HTTP.
 Attention reads every key from a page, also new ones, so page rounding is equal in all runs. Chunks
 of a prefill end on a fixed grid of absolute positions, so reuse changes results by rounding at
 most. A step computes, picks, then commits. Contents of a lost page are computed again. Every exit
-releases the pages.
+releases the pages. Its queue is in `serving.py`.
 
     with Engine(Llama(open_checkpoint(folder)), source) as engine:
         report = engine.generate([Request(tokens, max_new_tokens=64)])[0]
@@ -14,7 +14,8 @@ releases the pages.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -27,10 +28,11 @@ from tierd.kernels import PagedAttention
 from tierd.worker.attention import attention_for
 from tierd.worker.blocks import BlockTable
 from tierd.worker.model import Llama
-from tierd.worker.pages import Held, PageSource
+from tierd.worker.pages import Held, PagesMissing, PageSource
 from tierd.worker.report import Report, Request
 from tierd.worker.sampling import pick_token
 from tierd.worker.sequences import LiveSequence, Pass, Run
+from tierd.worker.serving import Queue
 from tierd.worker.tokens.view import check_policy, open_view
 
 
@@ -38,19 +40,22 @@ from tierd.worker.tokens.view import check_policy, open_view
 class EngineOptions:
     """Limits and features of an engine.
 
-    chunk_tokens: prefill computes up to its next multiple; more is faster, in memory of its square.
-    batch_limit: sequences decoded at once. keep_tails: store the tokens after the last full block.
+    chunk_tokens: prefill computes up to its next multiple; more is faster, and others wait longer.
+    step_tokens: one chunk joins each step; chunks of other prompts too while its tokens are at most
+    so many. batch_limit: sequences served at once.
+    keep_tails: store the tokens after the last full block.
     measure_attention: report each page's attention weight at the end; costs a sum per page.
     """
 
     chunk_tokens: int = 256
+    step_tokens: int = 256
     batch_limit: int = 64
     keep_tails: bool = True
     measure_attention: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
-        for name in ("chunk_tokens", "batch_limit"):
+        for name in ("chunk_tokens", "step_tokens", "batch_limit"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"engine.{name}: {getattr(self, name)} is below 1; choose a positive number")
 
@@ -98,24 +103,25 @@ class Engine:
         self.source.close()
 
     def generate(self, requests: Sequence[Request]) -> list[Report]:
-        """Serves all requests, batch_limit at a time; one report per sample, in order. Raises
-        InvalidArgument before it begins."""
+        """Serves all requests, batch_limit sequences at a time; one report per sample, in order.
+        Raises InvalidArgument before it begins."""
         for request in requests:
             self._check(request)
-        reports: list[Report] = []
-        waiting = list(requests)
-        while waiting:
-            reports += self._serve(self._take_batch(waiting))
-        return reports
+        return Queue(self, requests).serve()
+
+    def open(self, request: Request) -> LiveSequence:
+        """Finds the stored prefix. Next: `compute`, until the sequence is ready."""
+        self._check(request)
+        started = self._clock()
+        exact = request.tokens[: self._exact_length(request)]
+        held = self.source.acquire(exact, marks=request.marks, by_layer=request.token_policy is None)
+        return self._open(request, held, started)
 
     def begin(self, request: Request) -> LiveSequence:
         """Finds the stored prefix, computes the rest. Next: `pick`, which also commits the last chunk."""
-        self._check(request)
-        started = self._clock()
-        held = self.source.acquire(request.tokens[: self._exact_length(request)], marks=request.marks)
-        sequence = self._open(request, held, started)
+        sequence = self.open(request)
         try:
-            self._prefill(sequence)
+            self._finish([sequence])
         except BaseException:
             sequence.table.release()
             raise
@@ -128,6 +134,7 @@ class Engine:
             table=sequence.table.fork(),
             tokens=list(sequence.tokens),
             logits=sequence.logits,
+            start=sequence.start,
             rng=np.random.default_rng([sequence.request.seed, stream]),
             report=sequence.report.fresh(),
             started_s=sequence.started_s,
@@ -149,17 +156,53 @@ class Engine:
         """Computes all unfinished sequences together, then picks one more token for each."""
         live = [s for s in sequences if not s.is_done]
         if live:
-            started_s = self._clock()
-            for sequence in live:
-                self._catch_up(sequence)
-                sequence.drop(len(sequence.tokens))
-            logits = self._compute([Run(s, len(s.tokens) - 1, len(s.tokens)) for s in live])
-            for sequence, row in zip(live, logits, strict=True):
-                sequence.logits = row
-            self.pick(live)
-            spent_s = self._clock() - started_s
-            for sequence in live:
-                sequence.report.decode_s += spent_s
+            with self.timed(live):
+                self._finish(live)
+                self.pick(live)
+
+    @contextmanager
+    def timed(self, sequences: Sequence[LiveSequence]) -> Iterator[None]:
+        """Adds the time within to the decode time of these sequences."""
+        started_s = self._clock()
+        yield
+        spent_s = self._clock() - started_s
+        for sequence in sequences:
+            sequence.report.decode_s += spent_s
+
+    def compute(self, sequences: Sequence[LiveSequence]) -> None:
+        """One pass over the next tokens of sequences that are not ready: one token of each that
+        decodes, one chunk of each other. Commits full blocks of prompts that need more passes."""
+        runs = [self._next_run(sequence) for sequence in sequences]
+        runs.sort(key=lambda run: run.stop - run.start > 1)  # kernels take decodes and chunks apart
+        try:
+            rows = self._compute(runs)
+        except PagesMissing as missing:
+            self._replace_table(next(s for s in sequences if s.table is missing.table))
+            return
+        for run, row in zip(runs, rows, strict=True):
+            run.sequence.logits, run.sequence.start = row, run.stop
+        for sequence in sequences:
+            if not sequence.is_ready and not sequence.is_decoding:
+                sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
+
+    def _replace_table(self, sequence: LiveSequence) -> None:
+        """Begins anew with what is stored and whole, since pages of the stored prefix did not come."""
+        request, report = sequence.request, sequence.report
+        sequence.table.release()
+        held = self.source.acquire(request.tokens[: self._exact_length(request)], marks=request.marks)
+        sequence.table = BlockTable(self.source, held)
+        start = min(held.tokens, sequence.first_query)
+        report.recomputed_tokens += max(0, sequence.start - start)
+        report.reused_tokens, report.computed_tokens = held.tokens, len(request.tokens) - start
+        sequence.start = start
+
+    def next_tokens(self, sequence: LiveSequence) -> int:
+        """How many tokens of a sequence the next pass computes. Contents of lost pages come first."""
+        sequence.table.drop_lost()
+        kept = min(sequence.start, sequence.table.length)
+        sequence.report.recomputed_tokens += sequence.start - kept
+        sequence.start = kept
+        return self._chunk_end(sequence) - kept
 
     def score(self, request: Request, following: Sequence[int]) -> NDArray[np.float64]:
         """Natural logarithms of the probabilities of these tokens after the prompt: float64 [n].
@@ -172,7 +215,7 @@ class Engine:
                 logits = np.asarray(sequence.logits, np.float64)
                 found.append(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
                 sequence.tokens.append(token)
-                sequence.logits = self._compute([Run(sequence, len(sequence.tokens) - 1, len(sequence.tokens))])[0]
+                self._finish([sequence])
         finally:
             sequence.table.release()
         return np.array(found)
@@ -210,29 +253,6 @@ class Engine:
                 f"request.tokens: an id is outside 0 to {spec.vocab_size - 1}; is this the model's tokenizer?"
             )
 
-    def _take_batch(self, waiting: list[Request]) -> list[Request]:
-        """Removes from the front as many requests as fit the batch limit, at least one."""
-        room, taken = self.options.batch_limit, 0
-        while taken < len(waiting) and (taken == 0 or waiting[taken].samples <= room):
-            room -= waiting[taken].samples
-            taken += 1
-        batch, waiting[:taken] = waiting[:taken], []
-        return batch
-
-    def _serve(self, requests: Sequence[Request]) -> list[Report]:
-        live: list[LiveSequence] = []
-        try:
-            for request in requests:
-                live.append(self.begin(request))
-                live += [self.fork(live[-1], stream=i) for i in range(1, request.samples)]
-                self.pick(live[-request.samples :])
-            while not all(s.is_done for s in live):
-                self.step(live)
-            return [self.end(s) for s in live]
-        finally:
-            for sequence in live:
-                sequence.table.release()
-
     def _open(self, request: Request, held: Held, started_s: float) -> LiveSequence:
         total, page_tokens = len(request.tokens), self.source.shape.tokens_per_block
         view = open_view(request.token_policy, self.model.spec, prompt=total, page_tokens=page_tokens)
@@ -251,52 +271,40 @@ class Engine:
             started_s=started_s,
             view=view,
         )
-        sequence.report.computed_tokens = total - min(held.tokens, sequence.first_query)
+        sequence.start = min(held.tokens, sequence.first_query)
+        sequence.report.computed_tokens = total - sequence.start
         return sequence
 
-    def _prefill(self, sequence: LiveSequence) -> None:
-        """Computes the prompt behind the held prefix by chunks; each is committed before the next begins."""
-        total, table = len(sequence.tokens), sequence.table
-        start = min(table.length, sequence.first_query)
-        exact = self._exact_length(sequence.request)
-        while start < total:
-            sequence.report.committed_blocks += table.commit(sequence.tokens)
-            start = min(start, self._note_lost(sequence, start))
-            stop = self._chunk_end(start, total)
-            if start >= exact:
-                sequence.drop(stop)
-            sequence.logits = self._compute([Run(sequence, start, stop)])[0]
-            start = stop
+    def _finish(self, sequences: Sequence[LiveSequence]) -> None:
+        """Computes until all these sequences are ready, their last tokens in one pass."""
+        while waiting := [s for s in sequences if not s.is_ready]:
+            longer = [s for s in waiting if self.next_tokens(s) < len(s.tokens) - s.start]
+            self.compute(longer or waiting)
+
+    def _next_run(self, sequence: LiveSequence) -> Run:
+        count = self.next_tokens(sequence)
+        stop = sequence.start + count
+        if sequence.start >= self._exact_length(sequence.request):
+            sequence.drop(stop)
+        return Run(sequence, sequence.start, stop)
 
     def _exact_length(self, request: Request) -> int:
         """Tokens of a prompt to compute exactly: all, or as many whole chunks as have positions."""
         total, limit = len(request.tokens), self.model.spec.max_positions
         return total if total <= limit else limit // self.options.chunk_tokens * self.options.chunk_tokens
 
-    def _catch_up(self, sequence: LiveSequence) -> None:
-        """Computes the content of lost pages again, up to the last token, which the step computes."""
-        table, last = sequence.table, len(sequence.tokens) - 1
-        table.drop_lost()
-        self._note_lost(sequence, last)
-        while table.length < last:
-            self._compute([Run(sequence, table.length, self._chunk_end(table.length, last))])
-
-    def _note_lost(self, sequence: LiveSequence, length: int) -> int:
-        """How many of these positions the table still has."""
-        kept = min(length, sequence.table.length)
-        sequence.report.recomputed_tokens += length - kept
-        return kept
-
-    def _chunk_end(self, start: int, stop: int) -> int:
-        chunk = self.options.chunk_tokens
-        return min(stop, (start // chunk + 1) * chunk)
+    def _chunk_end(self, sequence: LiveSequence) -> int:
+        """The end of the next chunk, on the grid. A generated token is computed alone."""
+        chunk, total = self.options.chunk_tokens, len(sequence.tokens)
+        before_last = total - 1 if sequence.is_decoding and sequence.start < total - 1 else total
+        return min(before_last, (sequence.start // chunk + 1) * chunk)
 
     def _pick(self, sequence: LiveSequence) -> None:
-        if sequence.table.length != len(sequence.tokens):
+        if not sequence.is_ready:
             raise InvalidArgument("sequence: its logits were used already; call step for the next ones")
         request, report = sequence.request, sequence.report
         token = pick_token(sequence.logits, temperature=request.temperature, rng=sequence.rng)
-        if not sequence.generated:
+        if not sequence.is_decoding:
             report.ttft_s = self._clock() - sequence.started_s
         sequence.tokens.append(token)
         report.stopped = token in request.stop
@@ -315,8 +323,8 @@ class Engine:
             run.sequence.table.advance(run.stop)
             if run.sequence.view:
                 run.sequence.view.advance(run.stop)
-        if step.masses is not None:
-            self._add_mass(runs, step.masses)
+        if self.options.measure_attention:
+            self._add_mass(runs, step.masses())
         return self.model.logits(hidden[backend.ints(step.last_rows)])
 
     def _add_mass(self, runs: Sequence[Run], masses: Sequence[NDArray[np.float64]]) -> None:

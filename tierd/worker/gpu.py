@@ -166,6 +166,12 @@ class GpuArray:
         """This module."""
         return sys.modules[__name__]
 
+    def __getitem__(self, rows: slice) -> GpuArray:
+        """Consecutive rows of the first axis, in the same memory."""
+        first, stop, _ = rows.indices(self.shape[0])
+        shape = (max(0, stop - first), *self.shape[1:])
+        return GpuArray(self.device, self.address + first * self.strides[0], shape, self.dtype, self.owner)
+
     def to_device(self, device: str, *, stream: object = None) -> NDArray[Any]:
         """A numpy array, for "cpu"."""
         if device != "cpu":

@@ -8,9 +8,9 @@ daemon is slow, full or gone. It returns fewer named pages then, and plain memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from array_api_compat import array_namespace
 
@@ -85,8 +85,10 @@ class Page:
     array: [layers, 2, tokens, kv_heads, head_dim] over the page's bytes; None: lost.
     hash: the block's name; empty while private. position: number of the block, once named.
     origin: the source's record for commit and release. holders: block tables that contain it.
+    moves: counts private pages, of any source, that became others in place: addresses may change.
     """
 
+    moves: ClassVar[int] = 0
     array: Array
     hash: bytes = b""
     position: int = 0
@@ -97,6 +99,11 @@ class Page:
     def is_private(self) -> bool:
         """Not committed: its holder may write to it."""
         return not self.hash
+
+    def become(self, now: Page) -> None:
+        """Turns into another page for all its holders."""
+        self.array, self.hash, self.position, self.origin = now.array, now.hash, now.position, now.origin
+        Page.moves += 1
 
     @property
     def is_lost(self) -> bool:
@@ -110,12 +117,23 @@ class Held:
 
     tokens: covered by pages, the tail included. tier_tokens: by the name of the tier that had them.
     tail: a short last block, compact, to be copied into a private page; its array has its tokens.
+    arriving: waits until a layer (None: all) is in the pages; False: they will not come. None: all
+    are there.
     """
 
     pages: list[Page] = field(default_factory=list)
     tail: Page | None = None
     tokens: int = 0
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    arriving: Callable[[int | None], bool] | None = None
+
+
+class PagesMissing(Exception):
+    """Pages of a stored prefix did not come. table: the sequence's."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__("pages of a stored prefix did not come; compute them")
+        self.table = table
 
 
 class PageSource(Protocol):
@@ -126,8 +144,9 @@ class PageSource(Protocol):
         """Shape of every page."""
         ...
 
-    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
-        """The longest stored prefix of these tokens. marks: ends of earlier turns, with short blocks perhaps."""
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
+        """The longest stored prefix of these tokens. marks: ends of earlier turns, with short blocks perhaps.
+        by_layer: also before all of its layers are in the pages."""
         ...
 
     def reserve(self, count: int) -> list[Page]:
@@ -177,7 +196,7 @@ class LocalPages:
         """Shape of every page."""
         return self._shape
 
-    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
         """Nothing is ever stored."""
         return Held()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from tierd.kernels import Attended, PagedAttention, PagedBatch
 from tierd.kernels.attention import KernelAttention
+from tierd.kernels.pool import joined
 from tierd.worker.blocks import BlockTable
 from tierd.worker.report import Report, Request
 from tierd.worker.tokens.view import TokenView
@@ -31,7 +33,8 @@ Subsets = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(eq=False, slots=True)
 class LiveSequence:
-    """logits: float32 [vocab] for the token after the last one. mass: attention weight per page.
+    """logits: float32 [vocab] for the token after the last one, once the sequence is ready.
+    start: the first token to compute. mass: attention weight per page.
     view: of the request's token policy; None: all tokens."""
 
     request: Request
@@ -41,9 +44,20 @@ class LiveSequence:
     rng: np.random.Generator
     report: Report
     started_s: float
+    start: int = 0
     mass: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     is_done: bool = False
     view: TokenView | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the logits after the last token are computed."""
+        return self.start == len(self.tokens)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has tokens after the prompt."""
+        return len(self.tokens) > len(self.request.tokens)
 
     @property
     def generated(self) -> list[int]:
@@ -93,15 +107,15 @@ class Pass:
             starts.append(starts[-1] + run.stop - run.start)
         self.last_rows = [stop - 1 for stop in starts[1:]]
         tables = [run.sequence.table for run in runs]
-        firsts = [sum(len(t.pages) for t in tables[:i]) for i in range(len(tables))]
+        ends = list(accumulate(len(table.pages) for table in tables))
         batch = PagedBatch(
             starts,
             [run.stop - run.sequence.table.dropped for run in runs],
-            [range(first, first + len(t.pages)) for first, t in zip(firsts, tables, strict=True)],
+            [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
         )
         self._runs, self._starts = runs, starts
         self._has_views = any(run.sequence.view for run in runs)
-        self.masses = [np.zeros(len(t.pages)) for t in tables] if with_mass else None
+        self._with_mass = with_mass
         self._work: _Work = (
             _KernelWork(attention, runs, batch)
             if isinstance(attention, KernelAttention)
@@ -109,16 +123,23 @@ class Pass:
         )
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Model's `Attend`."""
+        """Model's `Attend`. Raises PagesMissing, before anything of this layer is read."""
+        for run in self._runs:
+            if self._has_views:  # their notes cannot be taken back
+                run.sequence.table.await_layers()
+            else:
+                run.sequence.table.await_layer(layer)
         self._work.store(layer, k, v)
         subsets = self._subsets(layer, q) if self._has_views else None
-        attended = self._work.attend(layer, q, with_mass=self.masses is not None, subsets=subsets)
+        attended = self._work.attend(layer, q, with_mass=self._with_mass, subsets=subsets)
         if self._has_views:
             self._note(layer, q, attended.lse)
-        for total, mass in zip(self.masses or [], attended.mass or [], strict=True):
-            seen = np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64)
-            total[: len(seen)] += np.nan_to_num(seen)  # rows without scores have no mass
         return attended.out
+
+    def masses(self) -> list[NDArray[np.float64]]:
+        """Attention weight on each page of each run, the mean over query heads, over all layers so far."""
+        means = [np.asarray(to_device(mass.mean(0), "cpu"), dtype=np.float64) for mass in self._work.masses()]
+        return [np.nan_to_num(mean) for mean in means]  # rows without scores have no mass
 
     def _subsets(self, layer: int, q: Array) -> Subsets | None:
         """Pages that each run reads, if a policy chooses some; a run of several tokens reads all."""
@@ -148,6 +169,8 @@ class _Work(Protocol):
 
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended: ...
 
+    def masses(self) -> Sequence[Array]: ...
+
 
 class _PlainWork:
     """By the array library, page by page."""
@@ -155,6 +178,7 @@ class _PlainWork:
     def __init__(self, attention: PagedAttention, runs: Sequence[Run], batch: PagedBatch) -> None:
         self._attention, self._runs, self._batch = attention, runs, batch
         self._shape = runs[0].sequence.table.shape
+        self._masses: list[Array] = []
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         for run, first in zip(self._runs, self._batch.query_starts, strict=False):
@@ -166,7 +190,13 @@ class _PlainWork:
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
         pages = [page.array for run in self._runs for page in run.sequence.table.pages]
         batch = self._batch if subsets is None else replace(self._batch, subsets=subsets)
-        return self._attention(q, self._shape.read(pages, layer), batch, with_mass=with_mass)
+        done = self._attention(q, self._shape.read(pages, layer), batch, with_mass=with_mass)
+        if done.mass is not None:
+            self._masses = _added(self._masses, done.mass)
+        return done
+
+    def masses(self) -> Sequence[Array]:
+        return self._masses
 
 
 class _KernelWork:
@@ -177,16 +207,30 @@ class _KernelWork:
         places = [run.sequence.table.slots(run.start, run.stop) for run in runs]
         shape, firsts = tables[0].shape, [table[0] * tables[0].shape.tokens_per_block for table in batch.tables]
         slots = [np.where(own < 0, own, first + own) for own, first in zip(places, firsts, strict=True)]
-        pages = [page.array for table in tables for page in table.pages]
+        pages = joined([table.located() for table in tables])
         self._over = partial(attention.over, shape.read(pages), slots=np.concatenate(slots))
         self._batch, self._pass = batch, self._over(batch)
         self._backend, self._dtype = shape.backend, shape.geometry.dtype
+        self._apart: list[Array] = []
+        self._queries: Array = None
 
     def store(self, layer: int, k: Array, v: Array) -> None:
         keys, values = (self._backend.to_pages(array, self._dtype) for array in (k, v))
         self._pass.store(layer, keys, values)
 
     def attend(self, layer: int, q: Array, *, with_mass: bool, subsets: Subsets | None) -> Attended:
+        queries = self._backend.to_pages(q, self._dtype)
         over = self._pass if subsets is None else self._over(replace(self._batch, subsets=subsets))
-        done = over.attend(layer, self._backend.to_pages(q, self._dtype), with_mass=with_mass)
+        done = over.attend(layer, queries, with_mass=with_mass)
+        if with_mass and subsets is not None:
+            self._apart = _added(self._apart, over.masses(queries))
+        self._queries = queries
         return replace(done, out=self._backend.from_kernels(done.out))
+
+    def masses(self) -> Sequence[Array]:
+        return _added(self._apart, self._pass.masses(self._queries))
+
+
+def _added(one: Sequence[Array], other: Sequence[Array]) -> list[Array]:
+    """Their sums; an empty list is none."""
+    return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)

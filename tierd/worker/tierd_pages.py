@@ -17,6 +17,7 @@ new one wait for the old one.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client import BlockStatus, Client, Lease, NamespaceSpec, OpenedNamespace, PutGroup, Reservation
+from tierd.client import BlockStatus, Client, Group, Lease, NamespaceSpec, OpenedNamespace, PutGroup, Reservation
 from tierd.client.values import Hashes
 from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError, DeadlineExceeded, ForkedClient, InvalidArgument, StaleHandle, TierdError
@@ -47,12 +48,14 @@ class TierdOptions:
 
     reserve_pages: least pages of a reservation. durable: commits wait until blocks are on NVMe.
     keeps_copies: pages are copied before a Commit, none is lost; for callers without recomputing.
+    load_s: pages of a stored prefix that have not come after this time are computed.
     """
 
     tier: str = ""
     reserve_pages: int = 16
     durable: bool = False
     keeps_copies: bool = False
+    load_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,9 @@ class TierdPages:
         has_device = any(name.startswith("device") for name in set(self._client.tiers) - set(self._client.gpu_tiers))
         return self._options.tier or ("device" if has_device or self._shape.backend.is_on_gpu else "host")
 
-    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
         """The longest stored prefix: whole blocks, and then the latest mark's short block if it is stored."""
-        return self._guarded(lambda: self._acquire(tokens, marks), Held)
+        return self._guarded(lambda: self._acquire(tokens, marks, by_layer=by_layer), Held)
 
     def reserve(self, count: int) -> list[Page]:
         """Private pages of the daemon if it has room, else of this process's memory. Replacements
@@ -198,13 +201,13 @@ class TierdPages:
 
     # -- inner steps, which may raise
 
-    def _acquire(self, tokens: Sequence[int], marks: Sequence[int]) -> Held:
+    def _acquire(self, tokens: Sequence[int], marks: Sequence[int], *, by_layer: bool) -> Held:
         size = self._shape.tokens_per_block
-        lease, hashes = self._lease(tokens, len(tokens) // size * size)
+        lease, hashes = self._lease(tokens, len(tokens) // size * size, by_layer=by_layer)
         found = np.array(lease.tier_tokens, dtype=np.int64)
         near = [mark for mark in marks if lease.tokens < mark < lease.tokens + size and mark <= len(tokens)]
         for mark in sorted(near, reverse=True):
-            longer, its_hashes = self._lease(tokens, mark)
+            longer, its_hashes = self._lease(tokens, mark, by_layer=by_layer)
             if longer.tokens == mark:
                 # The first lease has copied its blocks near, so the second one finds only the tail
                 # far. Without a whole block the first has no tiers.
@@ -214,10 +217,12 @@ class TierdPages:
                 break
         return self._held(lease, hashes, found=found)
 
-    def _lease(self, tokens: Sequence[int], count: int) -> tuple[Lease, Hashes]:
+    def _lease(self, tokens: Sequence[int], count: int, *, by_layer: bool) -> tuple[Lease, Hashes]:
         """A lease on the first `count` tokens, a short last block included, and the requested hashes."""
         hashes = self._namespace.hash(tokens[:count], with_tail=True)
         covered = count if len(hashes) else 0
+        if by_layer:
+            return self._client.acquire_by_layer(Group(self._namespace, hashes, covered), tier=self.tier), hashes
         return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.tier), hashes
 
     def _held(self, lease: Lease, hashes: Hashes, *, found: NDArray[np.int64]) -> Held:
@@ -231,7 +236,13 @@ class TierdPages:
         ]
         tail = pages.pop() if counts[-1] < self._shape.tokens_per_block else None
         tiers = {name: n for name, n in zip(self._client.tiers, found.tolist(), strict=False) if n}
-        return Held(pages, tail, lease.tokens, tiers)
+        arriving = partial(self._arrived, lease, time.monotonic() + self._options.load_s) if lease.is_pending else None
+        return Held(pages, tail, lease.tokens, tiers, arriving)
+
+    def _arrived(self, lease: Lease, deadline: float, layer: int | None) -> bool:
+        """Whether a layer is in the pages of a lease by its deadline."""
+        wait_s = max(0.0, deadline - time.monotonic())
+        return self._guarded(lambda: lease.await_layer(layer, timeout_s=wait_s), bool)
 
     def _set_aside(self, count: int) -> list[Page]:
         group = PutGroup.private(self._namespace, max(count, self._options.reserve_pages))
@@ -344,7 +355,7 @@ class TierdPages:
 def _move(pages: Sequence[Page], to: Sequence[Page]) -> None:
     """Changes pages in place, so that all holders see it."""
     for page, now in zip(pages, to, strict=True):
-        page.array, page.hash, page.position, page.origin = now.array, now.hash, now.position, now.origin
+        page.become(now)
 
 
 def namespace_spec(model: Llama, shape: PageShape, *, name: str) -> NamespaceSpec:

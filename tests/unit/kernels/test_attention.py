@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.kernels.kernel_cases import DECODES, PREFILLS, Shape, check, made
 from tierd.errors import InvalidArgument
+from tierd.kernels import attention
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.library import Emulated
 from tierd.kernels.reference import paged_attention
@@ -49,6 +50,14 @@ def test_queries_of_another_type_are_rounded(library: Emulated) -> None:
     check(case, got)
 
 
+@pytest.mark.parametrize("ones", range(4))
+def test_decodes_go_beside_a_prompt(library: Emulated, ones: int) -> None:
+    """Sequences of one row before, and behind, a chunk of a prompt attend as the reference does."""
+    shape = Shape((*[(1, 133)] * ones, (9, 40), (1, 5), (3, 70)), types=("f16", "f16"))
+    case = made(shape)
+    check(case, KernelAttention(library)(case.q, case.pool, case.batch))
+
+
 def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
     """A prompt's rows give the same as decodes and as a prefill."""
     case = made(Shape(((7, 40), (3, 3)), types=("f16", "f16")))
@@ -56,6 +65,24 @@ def test_a_row_sees_what_lies_before_it(library: Emulated) -> None:
     whole, rows = (attention(case.q, case.pool, case.batch, with_mass=each) for each in (False, True))
     np.testing.assert_allclose(rows.lse, whole.lse, atol=1e-5)
     np.testing.assert_allclose(rows.out, whole.out, atol=2e-3)
+
+
+def test_masses_of_layers_are_added_before_they_are_read(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass adds the page masses of its layers where kernels run, and copies them to the host once."""
+    case = made(Shape(((7, 40), (1, 133), (0, 20)), types=("f16", "f16")))
+    layers = np.stack([case.pool, case.pool[:, ::-1], case.pool], axis=1)
+    over = KernelAttention(library).over(list(layers), case.batch, slots=np.full(8, -1))
+    wanted = [
+        paged_attention(q, layers[:, layer], case.batch, with_mass=True).mass for layer, q in enumerate([case.q] * 3)
+    ]
+    reads: list[Any] = []
+    monkeypatch.setattr(attention, "to_device", lambda array, place: reads.append(place) or array)
+    for layer in range(3):
+        assert over.attend(layer, case.q, with_mass=True).mass is None
+    assert reads == []
+    for i, mass in enumerate(over.masses(case.q)):
+        np.testing.assert_allclose(mass, sum(one[i] for one in wanted if one), rtol=2e-3, atol=2e-3)
+    assert reads == ["cpu"]
 
 
 def test_what_no_kernel_takes_is_named(library: Emulated) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
-from tierd.kernels import PagedBatch, merge_attention, paged_attention
+from tierd.kernels import PagedBatch, merge_attention, paged_attention, reference
 
 F64 = NDArray[np.float64]
 
@@ -117,6 +118,21 @@ def test_equals_attention_written_out(shape: list[tuple[int, int]], group: int) 
 def test_any_batch_equals_attention_written_out(shape: list[tuple[int, int]], page_tokens: int, seed: int) -> None:
     """Any shape of batch and any page size equal the definition."""
     check(make_case(shape, page_tokens=page_tokens, seed=seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), min_size=1, max_size=3),
+    st.integers(1, 40),
+    st.sampled_from([{}, {"sinks": 2, "window": 5}]),
+)
+def test_steps_over_the_keys_equal_attention_written_out(
+    shape: list[tuple[int, int]], scores: int, options: dict[str, int]
+) -> None:
+    """However few scores are held at once, results, log-sum-exps and page masses are the same."""
+    case = make_case(shape)
+    with patch.object(reference, "SCORES_AT_ONCE", scores):
+        check(replace(case, batch=replace(case.batch, **options)))
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 5), (4, 3), (3, 100), (7, 1)])

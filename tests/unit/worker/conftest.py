@@ -46,7 +46,7 @@ class StoringPages(LocalPages):
         """The block's hash in its chain."""
         return hashlib.sha256((after.hash if after else b"") + np.asarray(tokens, "<i8").tobytes()).digest()
 
-    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = ()) -> Held:
+    def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
         pages: list[Page] = []
         size = self.shape.tokens_per_block
         while (page := self._find(tokens[len(pages) * size : (len(pages) + 1) * size], pages, size)) is not None:

@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.unit.worker.conftest import StoringPages
 from tierd.errors import InvalidArgument, Overloaded
+from tierd.kernels.buffers import Buffer
 from tierd.worker.backend import Backend
 from tierd.worker.blocks import BlockTable
-from tierd.worker.pages import LocalPages, PageShape
+from tierd.worker.pages import LocalPages, Page, PageShape
 from tierd.worker.spec import LlamaSpec
 
 SMALL = LlamaSpec(vocab_size=8, hidden_size=8, intermediate_size=8, layers=1, q_heads=1, kv_heads=1, head_dim=2)
@@ -205,3 +207,63 @@ class ForksOfTables(RuleBasedStateMachine):
 
 TestForksOfTables = ForksOfTables.TestCase
 TestForksOfTables.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+
+
+class MovingPages(StoringPages):
+    """StoringPages whose committed pages turn, in place, into others, as a daemon's may."""
+
+    def _store(self, page: Page, key: bytes) -> None:
+        page.become(Page(page.array.copy()))
+        super()._store(page, key)
+
+
+def at(table: BlockTable) -> list[int]:
+    """The addresses of its pages, all looked up now."""
+    return [page.array.__array_interface__["data"][0] for page in table.pages]
+
+
+STEPS = st.tuples(st.sampled_from(["grow", "fork", "crop", "commit", "look"]), st.integers(0, 40))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(STEPS, max_size=20))
+@example([("grow", 16), ("look", 0), ("crop", 4), ("grow", 12)])
+def test_addresses_are_those_of_the_pages(shape: PageShape, steps: list[tuple[str, int]]) -> None:
+    """After any changes, also by a fork that holds the same pages, addresses are those of the pages."""
+    source = MovingPages(shape)
+    tables = [BlockTable(source)]
+    for what, number in steps:
+        table = tables[number % len(tables)]
+        if what == "grow":
+            table.grow(table.length + number)
+            table.advance(table.length + number)
+        elif what == "fork":
+            tables.append(table.fork())
+        elif what == "crop":
+            table.crop(number)
+        elif what == "commit":
+            table.commit([number % 3] * table.length)
+        elif table.pages:
+            assert table.located().addresses.tolist() == at(table)
+    for table in tables:
+        assert not table.pages or table.located().addresses.tolist() == at(table)
+
+
+def test_only_new_pages_are_looked_up(shape: PageShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page's address is looked up once, however often a table of many pages is asked."""
+    looks = 0
+    look = Buffer.of
+
+    def counted(name: str, array: Any) -> Buffer:
+        nonlocal looks
+        looks += 1
+        return look(name, array)
+
+    monkeypatch.setattr(Buffer, "of", counted)
+    table = BlockTable(LocalPages(shape))
+    for length in range(1, 200):
+        table.grow(length)
+        table.advance(length)
+        table.commit([0] * length)
+        assert len(table.located()) == len(table.pages)
+    assert looks == len(table.pages) == 50

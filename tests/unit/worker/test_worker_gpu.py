@@ -89,10 +89,11 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def outcome(model: Llama, kv_dtype: str, attention: Any = None) -> tuple[list[list[int]], list[float]]:
-    """Tokens of two samples, and the attention on the pages of a third sequence."""
+    """Tokens of two samples and a prompt beside them, and the page masses of another sequence."""
     source = LocalPages(page_shape(model, kv_dtype=kv_dtype))
     with Engine(model, source, attention=attention, options=OPTIONS) as engine:
-        tokens = [report.tokens for report in engine.generate([Request(PROMPT, 6, temperature=1.2, samples=2)])]
+        requests = [Request(PROMPT, 6, temperature=1.2, samples=2), Request(PROMPT[40:], 3)]
+        tokens = [report.tokens for report in engine.generate(requests)]
     weighing = Engine(model, source, attention=attention, options=EngineOptions(measure_attention=True))
     sequence = weighing.begin(Request(PROMPT[:20], 1))
     mass = sequence.mass.tolist()

@@ -90,10 +90,19 @@ class Asking(Links):
         if prefetch.numbers:
             called(link, "Release", pb.ReleaseRequest(prefetches=prefetch.numbers), deadline)
 
-    def leased(self, groups: Sequence[Group], tier: str, deadline: float, *, doubted: bytes | None = None) -> Lease:
-        """A lease, with its segments mapped. doubted: generations of pages with wrong sums."""
+    def leased(
+        self,
+        groups: Sequence[Group],
+        tier: str,
+        deadline: float,
+        *,
+        doubted: bytes | None = None,
+        by_layer: bool = False,
+    ) -> Lease:
+        """A lease, with its segments mapped. doubted: generations of pages with wrong sums.
+        by_layer: before its pages are filled."""
         self._check_local("acquire")
-        wanted = requests.wanted_tier(tier)
+        wanted = requests.wanted_tier(tier) | ({"by_layer": True} if by_layer else {})
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
             return Lease(None, Leased())

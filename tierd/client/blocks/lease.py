@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client.blocks import buffers, one_sided_get
+from tierd.client.blocks.arrival import Arrival
 from tierd.client.blocks.gpu_work import pauses
 from tierd.client.connect.forks import Bound
 from tierd.client.session.mapping import still_hold
@@ -25,7 +26,7 @@ from tierd.client.session.pins import Bytes, Hold
 from tierd.client.session.segments import Parts, by_place
 from tierd.client.transport.replies import Leased, LeasedGroup, joined, valid_blocks
 from tierd.core.arrays.sets import every
-from tierd.core.formats.model import StructArray
+from tierd.core.formats.model import BlockStatus, StructArray
 from tierd.core.formats.words import barrier
 from tierd.errors import InvalidArgument, TierdError, ViewsAlive
 
@@ -58,8 +59,11 @@ class Lease(Bound):
         self.hold = hold
         self._is_acknowledged = is_acknowledged
         self._work: tuple[Any, ...] = ()
+        self._pending: Arrival | None = None
         if hold:
             hold.watch(self)
+            if (self.handles["status"] == BlockStatus.PENDING).any():
+                self._pending = Arrival(self.groups, hold)
 
     @cached_property
     def parts(self) -> Parts:
@@ -121,6 +125,29 @@ class Lease(Bound):
             copy_out(self._views(self.handles), targets)
         return good & self._are_current()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether the daemon was still filling pages when it gave the lease."""
+        return self._pending is not None
+
+    def await_layer(self, layer: int | None = None, *, timeout_s: float) -> bool:
+        """Waits until a layer of all blocks, and those before it, are in the pages and verified.
+
+        Leases of `acquire_by_layer` need it before their pages are read; others have all layers. It
+        makes no call. Blocks that are not divided by layers come whole.
+
+        Args:
+            layer: From 0 on. None: all layers.
+
+        Returns:
+            False if the time is up, if a page was lost, or if the daemon has gone. Then drop the
+            lease, and compute.
+
+        Raises:
+            StaleHandle, ForkedClient: The lease has ended, or is of a parent process.
+        """
+        return self._pending is None or (self._held() is self.hold and self._pending.wait(layer, timeout_s=timeout_s))
+
     def check(self) -> int:
         """Number of leading blocks (per rank) still as leased. Raises StaleHandle, ForkedClient."""
         return valid_blocks(self.groups, self._are_current())
@@ -134,6 +161,8 @@ class Lease(Bound):
             segment = hold.segment(place)
             if segment is not None:
                 good[rows] = still_hold(segment.words, self.handles[rows], for_a_lease=True)
+        if self._pending is not None:
+            good[self.handles["status"] == BlockStatus.PENDING] &= self._pending.good()
         return good
 
     def tokens_of(self, blocks: int) -> int:

@@ -72,10 +72,12 @@ def agreed_codec(wanted: WireCodec | None, reply: pb.OpenNamespaceReply) -> Wire
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A group's part of a lease. first: number of the first leased block; handles: HANDLE [ranks, count]."""
+    """A group's part of a lease. first: number of the first leased block; handles: HANDLE [ranks, count].
+    layers: of its namespace; 0: opaque."""
 
     first: int
     handles: StructArray
+    layers: int = 0
 
     @property
     def count(self) -> int:
@@ -109,9 +111,8 @@ def leased(reply: pb.AcquireReply, groups: Sequence[Group]) -> Leased:
     given = []
     for part, group in zip(reply.groups, groups, strict=False):
         ranks = max(1, len(group.ranks))
-        given.append(
-            LeasedGroup(part.first, handles_of(part.handles, count=ranks * part.count).reshape(ranks, part.count))
-        )
+        handles = handles_of(part.handles, count=ranks * part.count).reshape(ranks, part.count)
+        given.append(LeasedGroup(part.first, handles, group.namespace.spec.geometry.layers))
     return Leased(reply.lease, reply.tokens, tuple(reply.tier_tokens), reply.whole, tuple(given))
 
 

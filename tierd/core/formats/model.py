@@ -321,6 +321,7 @@ TRANSFER = np.dtype(
         ("target", EXTENT),
         ("reason", "<u2"),  # Reason.
         ("error", "<f4"),  # Of the source's block; 0: exact.
+        ("by_layer", "?"),  # The client waits for each layer, not for whole blocks.
     ]
 )
 """One copy, source page to target page."""

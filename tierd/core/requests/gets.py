@@ -113,6 +113,12 @@ class Gets:
             return 0
         return self.hold(holder, kind=kind, where=where.at(is_near), blocks=blocks[is_near])
 
+    def promised(self, lease_id: int) -> Served:
+        """What `settle` answers if every transfer succeeds. The lease keeps its pins."""
+        lease = self._sessions.leases[lease_id]
+        groups = [self._pins.served(query, held) for query, held in zip(lease.queries, lease.held, strict=True)]
+        return Served(lease.tokens, groups, NO_PLAN, pending=~self._pins.readable(lease))
+
     def settle(self, lease_id: int, *, now: float) -> Served:
         """Moves the lease's pins to pages that can be read now."""
         lease = self._sessions.leases.get(lease_id)

@@ -107,6 +107,18 @@ class Pins:
                 return False
         return True
 
+    def readable(self, lease: Lease) -> Bools:
+        """Which of its pages, one group after another, are filled: bool [n]."""
+        out = [np.zeros(0, bool)]
+        for held in lease.held:
+            filled = np.zeros(held.pages.size, bool)
+            for tier in kinds(held.tiers.ravel()):
+                here, pages_of = held.tiers.ravel() == tier, self._index.tiers[tier]
+                pages = held.pages.ravel()[here]
+                filled[here] = (pages_of.state[pages] >= PageState.READY) & (pages_of.doom[pages] == 0)
+            out.append(filled)
+        return np.concatenate(out)
+
     def served(self, group: GroupQuery, held: Held) -> ServedGroup:
         """The blocks of a group that it holds, with their extents."""
         shape, tiers = held.pages.shape, kinds(held.tiers.ravel())

@@ -250,14 +250,15 @@ def acquire_reply(
     served: Served, *, lease: int, tier_tokens: list[int], whole: bool, epochs: list[int]
 ) -> pb.AcquireReply:
     """The answer to Acquire. epochs: of each group's namespace."""
-    groups = [
-        pb.GroupHandles(
-            first=group.first,
-            count=group.count,
-            handles=handles(group.extents, status=1, tokens=group.tokens, epoch=epoch).tobytes(),
-        )
-        for group, epoch in zip(served.groups, epochs, strict=False)
-    ]
+    groups, end = [], 0
+    for group, epoch in zip(served.groups, epochs, strict=False):
+        start, end = end, end + group.extents.size
+        status: int | StructArray = BlockStatus.READY
+        if served.pending is not None:
+            pending = served.pending[start:end].reshape(group.extents.shape)
+            status = np.where(pending, BlockStatus.PENDING, BlockStatus.READY)
+        given = handles(group.extents, status=status, tokens=group.tokens, epoch=epoch)
+        groups.append(pb.GroupHandles(first=group.first, count=group.count, handles=given.tobytes()))
     return pb.AcquireReply(lease=lease, tokens=served.tokens, groups=groups, tier_tokens=tier_tokens, whole=whole)
 
 

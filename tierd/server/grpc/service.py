@@ -86,7 +86,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         kind = self._wanted(request.tier, request.nth)
         epochs = [self._cache.registry.get(g.namespaces[0]).epoch for g in groups]
         doubted = messages.generations_of(request.doubted) if request.copies else None
-        lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s, doubted=doubted)
+        if request.by_layer:
+            lease = await self._cache.acquire_by_layer(caller.session, groups, kind=kind, timeout_s=timeout_s)
+        else:
+            lease = await self._cache.acquire(caller.session, groups, kind=kind, timeout_s=timeout_s, doubted=doubted)
         reply = messages.acquire_reply(
             lease.served, lease=lease.lease, tier_tokens=lease.tier_tokens, whole=lease.whole, epochs=epochs
         )

@@ -151,6 +151,8 @@ class Catalogue:
     def stamp(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
         """Start a new use of pages: older handles become stale. Then call `barrier` once per plan."""
         self._generations[slots] = generations
+        if self.is_allocated:
+            self._metas["slices"][slots] = 0
 
     def retire(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
         """Retire pages that hold no block any more but are still leased: their entries no longer
@@ -196,6 +198,20 @@ class Catalogue:
         barrier()
         failpoint("arena.publish.before_seal")
         self._entries[where, -1] = words[:, -1]
+
+    def note_arrived(
+        self, slots: NDArray[np.uint32], generations: NDArray[np.uint64], counts: NDArray[np.int64]
+    ) -> None:
+        """Tell clients that the first slices of pages being filled are verified. They count where
+        META has the page's generation; the checksum stays 0. Pages of another generation are
+        skipped."""
+        current = true_rows(self._generations[slots] == generations)
+        where = slots[current]
+        self._entries[where, -1] = 0
+        barrier()
+        self._metas["slices"][where] = counts[current]
+        barrier()
+        self._metas["generation"][where] = generations[current]
 
     def find_tables(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> list[SliceTable | None]:
         """Copies of these pages' slice tables; None if no entry of that generation is published."""

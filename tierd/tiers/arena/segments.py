@@ -208,6 +208,13 @@ class SegmentBooks(Generic[Memory]):
                 segment.catalogue.publish(extents["slot"][where], metas=picked(records, where), slices=tables)
         self.on_published(extents, metas)
 
+    def note_arrived(self, extents: StructArray, counts: NDArray[np.int64]) -> None:
+        """Tell clients of verified leading slices of pages being filled: EXTENT[n], int [n]."""
+        for segment, where in self._rows(extents):
+            if segment.is_ready and segment.catalogue is not None:
+                pages = extents[where]
+                segment.catalogue.note_arrived(pages["slot"], pages["generation"], counts[where])
+
     def slices(self, extents: StructArray) -> list[SliceTable | None]:
         """The published slice tables of these pages; None if there is none of that generation."""
         tables: list[SliceTable | None] = [None] * len(extents)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tierd.core.formats.meta import picked, put_at
 from tierd.core.formats.model import BlockStatus, StructArray
-from tierd.tiers.io.calls import HangError, Kind
+from tierd.tiers.io.calls import Calls, HangError, Kind
 from tierd.tiers.io.turns import Turns
 from tierd.tiers.store.slots import (
     HEADER_BYTES,
@@ -122,7 +122,7 @@ class Batch:
 
     def jobs(
         self, job: type[ReadRun | HeadRun | WriteRun], rows: NDArray[np.int64], classes: Sequence[int], *, depth: int
-    ) -> list[_RunJob | VerifyJob]:
+    ) -> list[RunJob | VerifyJob]:
         """A job per run of slots of these rows. If tables are known, also a `VerifyJob` after the
         first calls, and the headers of its rows are filled here at once.
 
@@ -130,7 +130,7 @@ class Batch:
         """
         names = rows.tolist()
         runs = join_runs(self.extents[rows], class_bytes=classes, most_bytes=RUN_BYTES[job.kind])
-        jobs: list[_RunJob | VerifyJob] = [
+        jobs: list[RunJob | VerifyJob] = [
             job(self, replace(run, rows=tuple(names[i] for i in run.rows))) for run in runs
         ]
         self.unverified = [row for row in names if len(self.tables[row])]
@@ -146,10 +146,15 @@ class Batch:
         put_at(self.metas, rows, stamped)
         fill_headers(self.headers, rows, stamped, tables)
 
-    def conclude(self) -> None:
-        """After a write: unverified rows are FAILED, wrong ones CORRUPT."""
+    def conclude(self, calls: Calls) -> None:
+        """Counts the outcomes. After a write, unverified rows are FAILED, wrong ones CORRUPT."""
         self.statuses[self.unverified] = BlockStatus.FAILED
         self.statuses[self.wrong] = BlockStatus.CORRUPT
+        while self.outcomes:  # lanes may add to it meanwhile
+            if not self.outcomes.pop(0):
+                calls.fail(self.means.kind, self.fault)
+            elif self.means.kind == "read":
+                calls.unread = 0
 
     def judge(self, held: NDArray[np.bool_]) -> None:
         """After a read: READY if the header is the expected block's, else CORRUPT. held: bool [n],
@@ -167,7 +172,7 @@ class Batch:
                 self.tables[row] = table
 
 
-class _RunJob:
+class RunJob:
     """A run of slots, in one call."""
 
     kind: Kind
@@ -203,7 +208,7 @@ class _RunJob:
         return vector(self._run, self._batch.headers, self._batch.pages, filler=filler)
 
 
-class ReadRun(_RunJob):
+class ReadRun(RunJob):
     """Read slots into pages and hash them."""
 
     kind: Kind = "read"
@@ -222,7 +227,7 @@ class ReadRun(_RunJob):
         return ()
 
 
-class HeadRun(_RunJob):
+class HeadRun(RunJob):
     """Read only the headers of slots."""
 
     kind: Kind = "read"
@@ -240,7 +245,7 @@ class HeadRun(_RunJob):
         return ()
 
 
-class WriteRun(_RunJob):
+class WriteRun(RunJob):
     """Write pages into slots. A block without a table is hashed first, and skipped if it is wrong."""
 
     kind: Kind = "write"

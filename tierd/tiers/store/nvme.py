@@ -41,17 +41,18 @@ from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.io.calls import KINDS, Calls, Kind
 from tierd.tiers.io.files import OS, Files, remedy_of
-from tierd.tiers.io.lanes import Lanes
+from tierd.tiers.io.lanes import Job, Lanes
 from tierd.tiers.io.turns import Turns
 from tierd.tiers.store.buffered import BufferedIO
 from tierd.tiers.store.journal import REMOVED, BlocksRemoved, BlocksStored, NamespaceKept, SegmentBegun
 from tierd.tiers.store.ledger import Ledger
 from tierd.tiers.store.moves import Batch, GoneError, HeadRun, Means, ReadRun, WriteRun, no_hash
+from tierd.tiers.store.parts import read_parts
 from tierd.tiers.store.slots import HEADER_BYTES, DirectIO, HeaderPool, SlotFile, slot_bytes, whole_pages
 from tierd.tiers.store.store_files import Direct, OpenStore, open_store, try_disk
 from tierd.tiers.store.stored_index import StoredIndex, Stretch, assignment_of, extents_of, unsifted
 from tierd.tiers.store.zeroing import Zeroing
-from tierd.tiers.tier import FoundBlocks, HashRows, Health, Payloads, ReadResult, Recovered, SliceTable
+from tierd.tiers.tier import FoundBlocks, HashRows, Health, Parts, Payloads, ReadResult, Recovered, SliceTable
 
 if TYPE_CHECKING:
     from tierd.core.plan import Plan
@@ -97,13 +98,7 @@ class NvmeStore:
     """Whether to write unwritten space once, in the background; set before `open`."""
 
     def __init__(
-        self,
-        spec: TierSpec,
-        *,
-        position: int,
-        path: str | Path,
-        direct: Direct = "auto",
-        queue_depth: int = 16,
+        self, spec: TierSpec, *, position: int, path: str | Path, direct: Direct = "auto", queue_depth: int = 16
     ) -> None:
         self.spec, self.position = spec, position
         self.mode, self.place = "", str(path)
@@ -137,12 +132,8 @@ class NvmeStore:
     async def open(self) -> Recovered:
         """Take the directory, reserve its space, read the index. Raises the errors of `Tier.open`."""
         buffered = BufferedIO(len(KINDS) * self._queue_depth, asyncio.get_running_loop())
-        how: dict[str, Any] = {
-            "directory": Path(self.place),
-            "direct": self._direct,
-            "buffered": buffered,
-            "disk": self.disk,
-        }
+        where, direct = Path(self.place), self._direct
+        how: dict[str, Any] = {"directory": where, "direct": direct, "buffered": buffered, "disk": self.disk}
         self._opened = await asyncio.to_thread(partial(open_store, self.spec, **how))
         self._ledger = Ledger(self._opened, self, self._calls)
         self.mode, self.notices = self._opened.io.mode, self._opened.notices
@@ -360,15 +351,25 @@ class NvmeStore:
     # -- bytes
 
     async def read(
-        self, extents: StructArray, targets: Sequence[memoryview], metas: StructArray, *, arrived: HashRows = no_hash
+        self,
+        extents: StructArray,
+        targets: Sequence[memoryview],
+        metas: StructArray,
+        *,
+        arrived: HashRows = no_hash,
+        parts: Parts | None = None,
     ) -> ReadResult:
         """As `StoredTier.read`. Slots with a foreign, torn or stale header are CORRUPT. Unreadable
         ones, and those no longer held at the end, are FAILED."""
         with self._headers.borrow(len(extents)) as headers:
             pages = whole_pages(targets, extents["length"])
             batch = Batch(self._means("read"), self._located(extents), metas, pages, headers, arrived)
-            await self._carry(batch, self._usable(batch.extents), ReadRun)
-            batch.judge(self.holds(batch.extents))
+            rows, holds = self._usable(batch.extents), partial(self.holds, batch.extents)
+            if parts is not None:
+                await read_parts(batch, rows, parts, carry=partial(self._run, batch, "read"), holds=holds)
+            else:
+                await self._carry(batch, rows, ReadRun)
+                batch.judge(holds())
         return ReadResult(batch.statuses, batch.tables)
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
@@ -456,16 +457,13 @@ class NvmeStore:
     async def _carry(self, batch: Batch, rows: NDArray[np.int64], job: type[ReadRun | HeadRun | WriteRun]) -> None:
         """Run the batch's jobs on the lanes."""
         classes = [self._segments[s].begun.class_bytes for s in batch.extents["segment"][rows].tolist()]
-        jobs = batch.jobs(job, rows, classes, depth=self._queue_depth)
+        await self._run(batch, job.kind, batch.jobs(job, rows, classes, depth=self._queue_depth))
+
+    async def _run(self, batch: Batch, kind: Kind, jobs: Sequence[Job]) -> None:
         try:
-            await self._lanes[job.kind].carry(jobs, hang_s=self.patience.hang_s)
+            await self._lanes[kind].carry(jobs, hang_s=self.patience.hang_s)
         finally:
-            batch.conclude()
-            for is_done in batch.outcomes:
-                if not is_done:
-                    self._calls.fail(job.kind, batch.fault)
-                elif job.kind == "read":
-                    self._calls.unread = 0
+            batch.conclude(self._calls)
 
     def _find_file(self, segment: int, kind: Kind) -> SlotFile:
         """A slot file, for a lane. Raises GoneError if the segment ended or writes are off."""

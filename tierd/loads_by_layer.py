@@ -1,0 +1,80 @@
+"""Loads of many large blocks, layer by layer.
+
+    slots ─▶ first layers of all blocks ─▶ verified ─▶ told to clients, then the next layers
+
+A client that holds a lease on the pages computes with the first layers while later ones arrive. Its
+side is `tierd/client/blocks/arrival.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.checksum import raw_tables, slice_sums, table_digests
+from tierd.core.formats.block import slice_cut
+from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
+from tierd.failpoint import failpoint
+from tierd.tiers.tier import MappedTier, Parts, SliceTable, StoredTier
+
+MOST_PARTS = 8
+"""More would hide little more: the first part is an eighth of the wait."""
+PART_BYTES = 512 << 10
+"""Least bytes of a block in each part: a disk reads shorter pieces more slowly."""
+PART_BATCH_BYTES = 4 << 20
+"""Least bytes of a batch in each part, so that the disk's queue stays full."""
+
+
+def parts_of(metas: StructArray) -> int:
+    """In how many parts these blocks are loaded, META [n]; 1: whole."""
+    lengths, layers = metas["stored_length"], metas["layers"]
+    longest = int(np.argmax(lengths))
+    of_longest = slice_cut(int(lengths[longest]), int(layers[longest])).layers
+    most = min(of_longest, int(lengths[longest]) // PART_BYTES, int(lengths.sum()) // PART_BATCH_BYTES)
+    return max(1, min(MOST_PARTS, most))
+
+
+class LoadByLayer:
+    """One batch, from a store to a mapped tier. slices: sums of each block, as they arrive."""
+
+    def __init__(self, batch: StructArray, metas: StructArray, target: MappedTier) -> None:
+        """batch: TRANSFER [n] of blocks that are not encoded; metas: META [n]."""
+        self._batch, self._metas, self._target = batch, metas, target
+        self._pages = target.views(batch["target"])
+        cuts = [slice_cut(*of) for of in zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True)]
+        self._lengths = [([cut.piece] * (cut.pieces - 1) + [cut.last]) * cut.layers for cut in cuts]
+        self.slices: list[SliceTable] = [np.zeros(len(lengths), "<u8") for lengths in self._lengths]
+        parts = parts_of(metas)
+        layers = np.array([cut.layers for cut in cuts])[:, None] * np.arange(parts + 1) // parts
+        self._counts = layers * np.array([cut.pieces for cut in cuts])[:, None]  # slices before each part, and in all
+        self._offsets = np.array(
+            [np.cumsum([0, *lengths])[at] for lengths, at in zip(self._lengths, self._counts, strict=True)]
+        )
+
+    async def run(self, source: StoredTier) -> NDArray[np.uint16]:
+        """Reads all blocks. BlockStatus u2 [n], by the slots' headers; the caller judges the sums."""
+        ends = -(-self._offsets[:, 1:] // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+        parts = Parts(ends, self._arrived, self._landed)
+        result = await source.read(self._batch["source"], self._pages, self._metas, parts=parts)
+        return np.asarray(result.statuses, dtype=np.uint16).copy()
+
+    def _arrived(self, part: int, rows: Sequence[int]) -> list[None]:
+        """Sums the part's slices, in a thread of the store."""
+        for row in rows:
+            first, stop = self._counts[row, part : part + 2].tolist()
+            start, end = self._offsets[row, part : part + 2].tolist()
+            self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
+        return [None] * len(rows)
+
+    def _landed(self, part: int, rows: NDArray[np.int64], tables: Sequence[SliceTable]) -> None:
+        """Tells clients of the blocks whose sums are right so far."""
+        failpoint("loads_by_layer.landed.before_note")
+        if not len(rows):
+            return
+        good = (table_digests(raw_tables(tables)) == self._metas["digest"][rows]).all(axis=1)
+        counts = self._counts[rows, part + 1]
+        for i, (row, table, count) in enumerate(zip(rows.tolist(), tables, counts.tolist(), strict=True)):
+            good[i] = good[i] and np.array_equal(self.slices[row][:count], table[:count])
+        self._target.note_arrived(self._batch["target"][rows[good]], counts[good])
