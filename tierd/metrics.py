@@ -60,7 +60,7 @@ METRICS: Mapping[str, Row] = {
     "tierd_prefetched_bytes_total": Row(
         "counter",
         "bytes",
-        "Bytes of prefetched blocks, by origin (lookup, call, predicted) and outcome: used (by a get in time), wasted "
+        "Bytes of prefetched blocks, by origin (lookup, call) and outcome: used (by a get in time), wasted "
         "(not used in time, or evicted before), dropped (cancelled or failed before they arrived).",
         ("origin", "outcome"),
     ),

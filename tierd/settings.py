@@ -402,7 +402,6 @@ class MoverConfig:
     )
     hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
     prefetch_on_lookup: bool = _key(True, "A Lookup without an intent starts to load the far blocks that it finds.")
-    prefetch_predicted: bool = _key(False, "After a hint, blocks come back before the next turn is expected.")
     prefetch_share: float = _key(0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1)
 
 

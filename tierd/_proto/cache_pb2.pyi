@@ -43,12 +43,6 @@ class Intent(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INTENT_DEFAULT: _ClassVar[Intent]
     INTENT_NONE: _ClassVar[Intent]
     INTENT_LOAD: _ClassVar[Intent]
-
-class Hint(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    HINT_NOW: _ClassVar[Hint]
-    HINT_TURN_END: _ClassVar[Hint]
-    HINT_TOOL_CALL: _ClassVar[Hint]
 TIER_KIND_DEVICE: TierKind
 TIER_KIND_HOST: TierKind
 TIER_KIND_NVME: TierKind
@@ -71,9 +65,6 @@ DURABILITY_DURABLE: Durability
 INTENT_DEFAULT: Intent
 INTENT_NONE: Intent
 INTENT_LOAD: Intent
-HINT_NOW: Hint
-HINT_TURN_END: Hint
-HINT_TOOL_CALL: Hint
 
 class Geometry(_message.Message):
     __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "layout")
@@ -338,18 +329,16 @@ class AbortReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("groups", "tier", "nth", "ttl_ms", "hint")
+    __slots__ = ("groups", "tier", "nth", "ttl_ms")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
-    HINT_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
     nth: int
     ttl_ms: int
-    hint: Hint
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., hint: _Optional[_Union[Hint, str]] = ...) -> None: ...
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
     __slots__ = ("started", "prefetch")

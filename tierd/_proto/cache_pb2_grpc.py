@@ -147,7 +147,7 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Begins to load blocks to a nearer tier, now or when their use is predicted. Returns at once.
+        """Begins to load blocks to a nearer tier, and returns at once.
         Ends with its session, or by Release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

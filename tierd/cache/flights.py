@@ -55,7 +55,7 @@ class Flights:
         # Without admission in a replay, results do not depend on the disk's speed.
         stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
         self.read_queues = ReadQueues(stored, now=_loop_time, limits=parts.limits)
-        self.prefetches = Ledger(parts.metrics, now=_loop_time)
+        self.prefetches = Ledger(parts.metrics, now=_loop_time, next_id=parts.core.next_id)
         self.turns = Turns(parts.limits.prefetch_batches)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
@@ -236,6 +236,7 @@ class Flights:
             self._flying.pop(i, None)
         self.read_queues.end(batch)
         self.turns.end(batch)
+        self.prefetches.fail(batch["target"]["generation"][statuses != BlockStatus.READY].tolist())
         failpoint("flights.finish.before_books")
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now(), metas=metas)
         self._count(batch, statuses)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -20,17 +20,18 @@ from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_looked_up, count_served, count_used
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
-from tierd.cache.predictions import Predictions
+from tierd.cache.prefetcher import Prefetcher
 from tierd.cache.prefetches import Order, Started
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
 from tierd.core.arrays.sets import kinds
-from tierd.core.formats.model import Fault, Hint, TierKind, Wanted
+from tierd.core.formats.model import Fault, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
     Allowance,
     GroupQuery,
     LookupResult,
+    Plan,
     Served,
 )
 from tierd.errors import TierFailed
@@ -61,9 +62,14 @@ class Gets(Sessions):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._settling: set[asyncio.Task[None]] = set()
-        is_on = parts.limits.prefetch_predicted and not parts.clock.is_replay
         self.flights.prefetches.let_go = lambda session, lease: self.release(session, [lease])
-        self.predictions = Predictions(self._prefetch, is_on=is_on)
+        self._prefetcher = Prefetcher(
+            self.core,
+            self.flights.prefetches,
+            allow=self._allowed,
+            carry_out=self._begin_prefetch,
+            now=self.clock.now,
+        )
 
     def lookup(self, session: int, groups: Sequence[GroupQuery], *, intent: Intent = Intent.DEFAULT) -> LookupResult:
         """How much could be served, and from which tiers. Starts a prefetch from lower tiers if the
@@ -71,7 +77,6 @@ class Gets(Sessions):
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         count_looked_up(self.metrics, groups=groups, found=found)
-        self.predictions.ask(groups)
         will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.prefetch_on_lookup)
         if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
             return found
@@ -92,7 +97,6 @@ class Gets(Sessions):
         Raises Overloaded if nothing can be served and a queue is full.
         """
         self._check_groups(session, groups)
-        self.predictions.ask(groups)
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
         got = self._ask(session, groups, partial(self.core.acquire, session, groups=groups, kind=kind), timeout_s)
@@ -147,6 +151,7 @@ class Gets(Sessions):
         by_layer: bool = False,
     ) -> Acquisition:
         """Starts an acquisition. ask: the core's verb. Raises Overloaded."""
+        self._prefetcher.asked(groups)
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session, by_layer=by_layer)
@@ -226,7 +231,7 @@ class Gets(Sessions):
             if bad is None:
                 return NOTHING
             if not len(bad):
-                self.flights.prefetches.use(served.extents["generation"].tolist())
+                self._use(served.extents["generation"].tolist())
                 return served
             self.flights.condemn(bad, Fault.READ)
 
@@ -239,13 +244,17 @@ class Gets(Sessions):
         """Counts gets or lookups that a client made without calls
         (tierd/client/blocks/one_sided_get.py). Raises the same errors as a get or lookup."""
         self._check_groups(session, groups)
-        self.predictions.ask(groups)
         if is_lookup:
             self.metrics.lookups.inc(times)
             return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
         count_used(self.metrics, self.tiers, found, times=times)
-        self.flights.prefetches.use(self._generations_near(groups))
+        self._prefetcher.asked(groups)
+        self._use(self._generations_near(groups))
+
+    def _use(self, generations: Iterable[int]) -> None:
+        self.flights.prefetches.use(generations)
+        self._prefetcher.resume()
 
     def _generations_near(self, groups: Sequence[GroupQuery]) -> Iterator[int]:
         """Of the groups' pages in host memory."""
@@ -257,42 +266,27 @@ class Gets(Sessions):
                         yield from self.core.extents(blocks[blocks >= 0], tier=tier.position)["generation"].tolist()
 
     def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order = ANY_ORDER) -> Started:
-        """Begins to bring blocks near, as far as the share of prefetches allows. With a hint, begins
-        nothing now, but perhaps before the predicted next use."""
+        """Begins to bring blocks near, as far as the share of prefetches allows; the rest follows."""
         self._check_groups(session, groups)
-        if order.hint is Hint.NOW:
-            return self._prefetch(session, groups, kind, order)
-        self.predictions.pause(session, groups, kind, order)
-        return Started()
-
-    def _prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order) -> Started:
-        self._check_groups(session, groups)
-        if self.is_draining:
-            return Started()
-        shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
-        ledger = self.flights.prefetches
-        ledger.expire()
-        allowance = Allowance(shut, self._prefetch_room(kind), order.origin == "predicted")
-        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), allowance=allowance)
-        self.flights.start(plan, session=session)
-        self.background.note(plan)
-        number = ledger.begin(session, plan, order)
-        if not allowance.is_guess:
-            ledger.keep(number, self.core.keep(session, plan.transfers["block"], kind))
-        return Started(number, len(plan.transfers))
+        return Started() if self.is_draining else self._prefetcher.begin(session, groups, kind, order)
 
     def cancel_prefetches(self, session: int, numbers: Sequence[int]) -> None:
         """Drops transfers of the session's prefetches that have not begun. Others end. Unknown
         numbers are ignored."""
-        self.flights.turns.drop(self.flights.prefetches.transfers_of(session, numbers))
+        self.flights.turns.drop(self.flights.prefetches.cancel(session, numbers))
 
     def stop_session(self, session: int) -> None:
         """As Sessions.stop_session; cancels the session's prefetches."""
         super().stop_session(session)
         self.cancel_prefetches(session, self.flights.prefetches.of(session))
 
-    def _prefetch_room(self, kind: Wanted) -> int:
-        """Bytes that prefetches may still bring into a kind of tier."""
+    def _begin_prefetch(self, plan: Plan, session: int) -> None:
+        self.flights.start(plan, session=session)
+        self.background.note(plan)
+
+    def _allowed(self, session: int, kind: Wanted) -> Allowance:
+        """What prefetches may still bring into a kind of tier; nothing during the shutdown."""
+        shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
         wanted = [tier for tier in self.tiers if kind in (tier.spec.kind, tier.spec)]
-        most = self.parts.limits.prefetch_share * sum(tier.spec.capacity_bytes for tier in wanted)
-        return int(most) - sum(self.flights.prefetches.staged[tier.position] for tier in wanted)
+        most = 0 if self.is_draining else self.parts.limits.prefetch_share * sum(t.spec.capacity_bytes for t in wanted)
+        return Allowance(shut, int(most) - sum(self.flights.prefetches.staged[tier.position] for tier in wanted))

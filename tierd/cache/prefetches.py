@@ -1,7 +1,8 @@
 """Prefetches: what became of the pages that they brought, and which of their transfers may start.
 
 `Ledger`: a page that a prefetch brought is used by the first get that it serves. If its time ends
-first, or the page is freed, its bytes were wasted. Generations identify pages.
+first, or the page is freed, its bytes were wasted. Generations identify pages. A transfer that
+several prefetches want is dropped when the last of them is cancelled.
 
 `Turns`: batches of prefetches take a share of a link's places, before they queue at the link. A
 batch that waits here is dropped when its prefetch is cancelled. If a get waits for one of its
@@ -12,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
 from tierd.core.arrays.sets import among
-from tierd.core.formats.model import Hint, Reason, StructArray
+from tierd.core.formats.model import Reason, StructArray
 from tierd.core.plan import Plan
 from tierd.metrics import Metrics
 
@@ -39,55 +39,33 @@ class Started:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Bytes of one prefetch: staged and not used yet, used, and wasted."""
-
-    staged: int = 0
-    used: int = 0
-    wasted: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all that was brought was used or wasted."""
-        return self.staged == 0
-
-
-@dataclass(slots=True)
 class _Prefetch:
     session: int
     origin: str
-    until: float
-    transfers: Sequence[int]
-    outcome: Outcome = field(default_factory=Outcome)
+    transfers: list[int] = field(default_factory=list)
     pages: set[int] = field(default_factory=set)
-    lease: int = 0
-    ended: Callable[[Outcome], None] | None = None
+    leases: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A prefetch's purpose.
-
-    origin: lookup, call or predicted. ttl_s: time for a get to use it. hint: of its next use.
-    ended: called once all of it was used or wasted.
-    """
+    """A prefetch's purpose. origin: lookup or call. ttl_s: time for a get to use it."""
 
     origin: str = "call"
     ttl_s: float = TTL_S
-    hint: Hint = Hint.NOW
-    ended: Callable[[Outcome], None] | None = None
 
 
 class Ledger:
-    """See the module. now: monotonic time in seconds."""
+    """See the module. now: monotonic time in seconds. next_id: a number that was never used before,
+    also by earlier daemons."""
 
-    def __init__(self, metrics: Metrics, *, now: Callable[[], float]) -> None:
-        self._metrics, self._now = metrics, now
-        self._ids = itertools.count(1)
+    def __init__(self, metrics: Metrics, *, now: Callable[[], float], next_id: Callable[[], int]) -> None:
+        self._metrics, self._now, self._next_id = metrics, now, next_id
         self._open: dict[int, _Prefetch] = {}
         self._pages: dict[int, tuple[int, int, int]] = {}  # by generation: prefetch, tier, bytes
         self._ends: list[tuple[float, int]] = []
         self._of_session: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self._owners: Counter[int] = Counter()  # by transfer: prefetches that want it
         self._kept: dict[int, None] = {}
         self.staged: Counter[int] = Counter()
         """Bytes brought and not used yet, by tier."""
@@ -98,32 +76,37 @@ class Ledger:
         """Pages brought and not used yet."""
         return len(self._pages)
 
-    def begin(self, session: int, plan: Plan, order: Order) -> int:
+    def begin(self, session: int, plan: Plan, order: Order, *, number: int = 0) -> int:
         """Books the pages that a plan brings. Those that only lie on the way of others do not count.
-        Returns the prefetch's id; 0 if the plan brings none."""
+        number: the prefetch goes on; 0: a new one. Returns its number; 0: it has nothing to bring."""
+        wanted = [*plan.transfers["id"].tolist(), *plan.waits.tolist()]
+        if not (wanted or plan.is_short):
+            return number
+        if not number:
+            number = self._next_id()
+            self._open[number] = _Prefetch(session, order.origin)
+            heapq.heappush(self._ends, (self._now() + order.ttl_s, number))
+            self._of_session[session][number] = None
+            if len(self._of_session[session]) > OF_SESSION:
+                del self._of_session[session][next(iter(self._of_session[session]))]
+        made = self._open[number]
+        made.transfers += wanted
+        self._owners.update(wanted)
         ends = plan.transfers[~among(plan.transfers["id"], plan.transfers["after"])]
-        if not len(ends):
-            return 0
-        number, until = next(self._ids), self._now() + order.ttl_s
-        made = _Prefetch(session, order.origin, until, plan.transfers["id"].tolist(), ended=order.ended)
-        for end in ends["target"][["generation", "tier", "length"]].tolist():
-            generation, tier, length = end
+        for generation, tier, length in ends["target"][["generation", "tier", "length"]].tolist():
             self._pages[generation] = (number, tier, length)
             made.pages.add(generation)
             self.staged[tier] += length
-            made.outcome.staged += length
-        self._open[number] = made
-        heapq.heappush(self._ends, (until, number))
-        theirs = self._of_session[session]
-        theirs[number] = None
-        if len(theirs) > OF_SESSION:
-            del theirs[next(iter(theirs))]
         return number
+
+    def is_open(self, session: int, number: int) -> bool:
+        """Whether the prefetch is the session's, and was neither cancelled nor ended."""
+        return number in self._of_session.get(session, ())
 
     def keep(self, number: int, lease: int) -> None:
         """A lease keeps the prefetch's pages until they were used, their time ends, or `yield_room`."""
         if lease and number in self._open:
-            self._open[number].lease = lease
+            self._open[number].leases.append(lease)
             self._kept[number] = None
 
     def yield_room(self) -> bool:
@@ -137,20 +120,36 @@ class Ledger:
         if number in self._kept:
             del self._kept[number]
             made = self._open[number]
-            self.let_go(made.session, made.lease)
+            leases, made.leases = made.leases, []
+            for lease in leases:
+                self.let_go(made.session, lease)
 
-    def transfers_of(self, session: int, numbers: Iterable[int]) -> list[int]:
-        """The transfers of these prefetches, as far as they are the session's, which forgets them."""
-        theirs, found = self._of_session.get(session, {}), list[int]()
+    def cancel(self, session: int, numbers: Iterable[int]) -> list[int]:
+        """Ends these prefetches, as far as they are the session's. Returns the transfers that no
+        other prefetch wants."""
+        found = list[int]()
         for number in numbers:
-            if number in theirs:
-                del theirs[number]
-                if number in self._open:
-                    found += self._open[number].transfers
-                    self._let_go(number)
-        if not theirs:
-            self._of_session.pop(session, None)
+            if self.is_open(session, number):
+                found += self._disown(number)
+                self._let_go(number)
+                if not self._open[number].pages:
+                    del self._open[number]
         return found
+
+    def _disown(self, number: int) -> list[int]:
+        """The session forgets the prefetch. Returns the transfers that no other one wants."""
+        made, freed = self._open[number], list[int]()
+        theirs = self._of_session.get(made.session, {})
+        theirs.pop(number, None)
+        if not theirs:
+            self._of_session.pop(made.session, None)
+        for transfer in made.transfers:
+            self._owners[transfer] -= 1
+            if not self._owners[transfer]:
+                del self._owners[transfer]
+                freed.append(transfer)
+        made.transfers = []
+        return freed
 
     def of(self, session: int) -> list[int]:
         """The session's prefetches that can be cancelled."""
@@ -171,30 +170,36 @@ class Ledger:
             for generation, was_ready in gone:
                 self._end(generation, "wasted" if was_ready else "dropped")
 
+    def fail(self, generations: Iterable[int]) -> None:
+        """No bytes will come to these pages: dropped, even while a lease keeps them."""
+        if self._pages:
+            for generation in generations:
+                self._end(generation, "dropped")
+
     def expire(self) -> None:
         """Ends the prefetches whose time is over: what was not used was wasted."""
         while self._ends and self._ends[0][0] <= self._now():
             _, number = heapq.heappop(self._ends)
-            for generation in list(self._open[number].pages) if number in self._open else ():
-                self._end(generation, "wasted")
+            if number in self._open:
+                for generation in list(self._open[number].pages):
+                    self._end(generation, "wasted")
+            if number in self._open:  # it had no pages
+                self._close(number)
 
     def _end(self, generation: int, outcome: str) -> None:
         number, tier, size = self._pages.pop(generation, (0, 0, 0))
-        if not number:
-            return
-        made = self._open[number]
-        made.pages.discard(generation)
-        self.staged[tier] -= size
-        made.outcome.staged -= size
-        made.outcome.used += size * (outcome == "used")
-        made.outcome.wasted += size * (outcome == "wasted")
-        self._metrics.prefetched.labels(origin=made.origin, outcome=outcome).inc(size)
-        if not made.pages:
-            self.transfers_of(made.session, [number])
-            self._let_go(number)
-            del self._open[number]
-            if made.ended is not None:
-                made.ended(made.outcome)
+        if number:
+            made = self._open[number]
+            made.pages.discard(generation)
+            self.staged[tier] -= size
+            self._metrics.prefetched.labels(origin=made.origin, outcome=outcome).inc(size)
+            if not made.pages:
+                self._close(number)
+
+    def _close(self, number: int) -> None:
+        self._disown(number)
+        self._let_go(number)
+        del self._open[number]
 
 
 class _Turn(Enum):

@@ -35,7 +35,6 @@ class Limits:
 
     prefetch_share: of a link's batches and of a tier's bytes, for prefetches.
     link_batches: of a link at one time.
-    prefetch_predicted: whether hints of ended turns lead to prefetches.
     """
 
     batch_blocks: int
@@ -43,7 +42,6 @@ class Limits:
     queue_blocks: int = 16384
     prefetch_share: float = 0.5
     link_batches: int = 8
-    prefetch_predicted: bool = False
 
     @property
     def prefetch_batches(self) -> int:

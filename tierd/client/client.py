@@ -191,7 +191,7 @@ class Client(Face):
 
         Args:
             groups, hashes, tokens: As for `lookup`.
-            tier: Name of the tier, or a `Target` with a deadline and a hint.
+            tier: Name of the tier, or a `Target` with a time to live.
         """
         wanted = (groups, hashes, tokens)
         return self._verbs.prefetch(wanted, tier, self._deadline(timeout_s))

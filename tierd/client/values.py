@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, zip_longest
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -252,19 +252,15 @@ NO_PREFETCH = Prefetch()
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The tier and the purpose of a prefetch.
+    """The tier of a prefetch, and the time until its use.
 
     Attributes:
         tier: Name of the tier.
         ttl_s: Blocks that no get uses within this time count as wasted. None: a minute.
-        hint: "now": a request waits for them. "turn_end": the session's turn has ended.
-            "tool_call": it called a tool. After these two the daemon brings the blocks shortly
-            before it expects the next turn, if `mover.prefetch_predicted` is set.
     """
 
     tier: str = "host"
     ttl_s: float | None = None
-    hint: Literal["now", "turn_end", "tool_call"] = "now"
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,6 +195,10 @@ class Core:
         """Plans transfers that bring near what the allowance permits of the servable part; no pins."""
         return self._gets.prefetch(session, groups=groups, kind=kind, now=now, allowance=allowance)
 
+    def next_id(self) -> int:
+        """A number for a prefetch; never used twice, as those of leases."""
+        return self._sessions.next_id()
+
     def keep(self, session: int, blocks: Ids, kind: Wanted) -> int:
         """A lease on the near pages of blocks; 0: there are none, or they exceed the session's share."""
         return self._gets.keep(self._sessions.get(session), blocks, kind)

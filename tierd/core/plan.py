@@ -114,6 +114,7 @@ class Plan:
     transfers: TRANSFER in starting order. One with `after` waits for that transfer to succeed, and
     fails with it. Each must come back through `Core.finish`.
     waits: uint64 ids of transfers of earlier plans that the caller depends on.
+    is_short: the allowance of a prefetch was less than its blocks needed.
     A page may be in freed (old generation) and in reserved (new one) of the same plan.
     """
 
@@ -123,6 +124,7 @@ class Plan:
     transfers: StructArray = field(default_factory=lambda: NO_TRANSFERS)
     waits: TransferIds = field(default_factory=lambda: NO_WAITS)
     retired: StructArray = field(default_factory=lambda: NO_EXTENTS)
+    is_short: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -155,12 +157,10 @@ class Allowance:
     """Limits of a prefetch.
 
     shut: positions of tiers that are not read from. bytes: that it may bring; None: no limit.
-    is_guess: no request is known to wait for the blocks, so only colder blocks are evicted.
     """
 
     shut: frozenset[int] = frozenset()
     bytes: int | None = None
-    is_guess: bool = False
 
 
 UNLIMITED = Allowance()

@@ -11,15 +11,14 @@ import numpy as np
 from tierd.core.arrays.sets import among, distinct
 from tierd.core.formats.meta import joined
 from tierd.core.formats.model import SegmentAssignment, StructArray
-from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Allowance, Ids, Lengths, Plan, TransferIds
+from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Lengths, Plan, TransferIds
 
 
 class PlanBuilder:
-    """Collects the arrays of a plan. now: the time of the step. allowance: of a prefetch."""
+    """Collects the arrays of a plan. now: the time of the step. limit_bytes: that it may bring."""
 
-    def __init__(self, now: float, allowance: Allowance | None = None) -> None:
-        self.now, self._allowance = now, allowance
-        self._left_bytes = allowance.bytes if allowance is not None else None
+    def __init__(self, now: float, limit_bytes: int | None = None) -> None:
+        self.now, self._left_bytes, self._is_short = now, limit_bytes, False
         self._retired: list[StructArray] = []
         self._freed: list[StructArray] = []
         self._reserved: list[StructArray] = []
@@ -27,19 +26,16 @@ class PlanBuilder:
         self._waits: list[TransferIds] = []
         self._segments: list[SegmentAssignment] = []
 
-    @property
-    def evicts(self) -> bool:
-        """Whether pages for new blocks may come from any evicted ones."""
-        return self._allowance is None or not self._allowance.is_guess
-
     def allowed(self, lengths: Lengths) -> int:
-        """How many of the blocks with these lengths, in order, the allowance permits."""
+        """How many of the blocks with these lengths, in order, the limit permits."""
         if self._left_bytes is None:
             return len(lengths)
-        return int((np.cumsum(lengths, dtype=np.int64) <= self._left_bytes).sum())
+        count = int((np.cumsum(lengths, dtype=np.int64) <= self._left_bytes).sum())
+        self._is_short |= count < len(lengths)
+        return count
 
     def take(self, lengths: Lengths) -> None:
-        """Counts blocks that were brought against the allowance."""
+        """Counts blocks that were brought against the limit."""
         if self._left_bytes is not None:
             self._left_bytes -= int(lengths.sum(dtype=np.int64))
 
@@ -80,7 +76,7 @@ class PlanBuilder:
         if len(waits):
             waits = distinct(waits[~among(waits, transfers["id"])])
         retired = joined(self._retired) if self._retired else NO_EXTENTS
-        return Plan(freed, self._segments, reserved, transfers, waits, retired)
+        return Plan(freed, self._segments, reserved, transfers, waits, retired, self._is_short)
 
 
 def no_ids() -> Ids:

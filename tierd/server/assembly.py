@@ -271,7 +271,6 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
                 queue_blocks=config.mover.queue_blocks,
                 prefetch_share=config.mover.prefetch_share,
                 link_batches=link_limit,
-                prefetch_predicted=config.mover.prefetch_predicted,
             ),
             store_codecs=store_codecs,
             seed=opened.draw(64),

@@ -2,13 +2,14 @@
 
     python -m tools.bench.prefetch [TRACE.jsonl.gz ...]
 
-The core, its policies, the ledger of prefetches and the predictions are the daemon's own. Time, one
-link from NVMe and one engine are simulated. Requests arrive as in the trace, wait for the engine in
-order, and then ask for their blocks. The engine's speed follows from the share of time in which it
-is busy. A request whose blocks are still under way lets the next one pass.
+The core, its policies, the ledger of prefetches and what begins them are the daemon's own. Time,
+one link from NVMe and one engine are simulated. Requests arrive as in the trace, wait for the
+engine in order, and then ask for their blocks. The trace's time is scaled so that the engine is
+busy for a stated share of it. A request whose blocks are under way lets the next one pass.
 
 Staged: of the tokens that lay on NVMe when their request arrived, those that lie in host memory
-when the engine asks for them. Wasted: of the bytes that prefetches brought.
+when the engine asks for them. The bound: what the link could have read for each request alone while
+it queued. Wasted: of the bytes that prefetches brought.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from tierd.advisor.prefill import pairs
-from tierd.cache.predictions import Predictions
-from tierd.cache.prefetches import Ledger, Order, Started
+from tierd.cache.prefetcher import Prefetcher
+from tierd.cache.prefetches import Ledger, Order
 from tierd.cli.trace import read_trace
 from tierd.core.core import Core
-from tierd.core.formats.model import BlockStatus, Hint, Reason, StructArray, TierKind, TierSpec, Wanted
+from tierd.core.formats.model import BlockStatus, Reason, StructArray, TierKind, TierSpec
 from tierd.core.instant_driver import DIGEST_BYTES
-from tierd.core.plan import Acquisition, Allowance, GroupQuery, Plan, PutQuery
+from tierd.core.plan import Acquisition, Allowance, Plan, PutQuery
 from tierd.metrics import Metrics
 from tierd.policies.named import NamedPolicies
 from tierd.simulator.sequences import Measure, Request, Trace, trace_of
@@ -42,27 +43,21 @@ from tools.bench.rows import Row, row_of
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 PAGE = 4096
-"""Bytes of a simulated block; it stands for BLOCK_BYTES."""
-BLOCK_BYTES = 64 << 20
-"""Of 512 tokens of Llama-3-8B."""
+"""Bytes of a simulated block; it stands for TOKEN_BYTES a token."""
+TOKEN_BYTES = 128 << 10
+"""Of Llama-3-8B."""
 NVME_BYTES_PER_S = 7e9
-SHARES = (0.05, 0.25)
-"""Of the trace's distinct blocks, in host memory and on NVMe."""
+HOST_SHARE, HOST_LONGEST = 0.05, 4
+"""Host memory: a share of the trace's distinct blocks, but so many of its longest requests. NVMe holds all."""
+DEVICE_TOKENS = 480_000
+"""In an H100's memory beside the weights. The engine asks for no more at one time."""
 PREFETCH_SHARE = 0.5
 """`mover.prefetch_share`."""
-BATCH = 4
-"""Blocks in one read."""
-HORIZON_S = 30.0
-"""Time in which a predicted prefetch should be used."""
+BATCH_TOKENS = 4096
+"""In one read: half a GiB."""
+TTL_S = 600.0
+"""Time in which a get should use what a lookup's prefetch brings."""
 SESSION, HOST, NVME = 1, 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """Prefetches: on arrival, or before the turns that a hint announces."""
-
-    on_arrival: bool = True
-    hint: Hint | None = None
 
 
 @dataclass
@@ -109,6 +104,7 @@ class Link:
     clock: Clock
     read: Callable[[StructArray], None]
     block_s: float
+    batch: int
     queues: tuple[deque[StructArray], deque[StructArray]] = field(default_factory=lambda: (deque(), deque()))
     is_busy: bool = False
 
@@ -116,7 +112,7 @@ class Link:
         """Queues transfers of one plan."""
         is_demand = transfers["reason"] != Reason.PREFETCH
         for queue, some in zip(self.queues, (transfers[is_demand], transfers[~is_demand]), strict=True):
-            queue.extend(some[i : i + BATCH] for i in range(0, len(some), BATCH))
+            queue.extend(some[i : i + self.batch] for i in range(0, len(some), self.batch))
         self._next()
 
     def want(self, ids: Sequence[int]) -> None:
@@ -142,10 +138,12 @@ class Link:
 
 @dataclass
 class Figures:
-    """Blocks on NVMe at arrival, and of these staged when asked for. waits_s: from asking until all
-    was loaded. Bytes of prefetches, by outcome."""
+    """Blocks on NVMe at arrival, of these staged when asked for, and what the link could have read
+    meanwhile for one request alone. waits_s: from asking until all was loaded. Bytes of prefetches,
+    by outcome."""
 
     far: int = 0
+    bound: float = 0.0
     staged: int = 0
     waits_s: list[float] = field(default_factory=list)
     used: int = 0
@@ -157,29 +155,44 @@ class Figures:
         return 100.0 * self.staged / max(1, self.far)
 
     @property
+    def bound_share(self) -> float:
+        """Per cent: no prefetch on arrival can stage more."""
+        return 100.0 * self.bound / max(1, self.far)
+
+    @property
     def wasted_share(self) -> float:
         """Per cent of the bytes that prefetches brought."""
         return 100.0 * self.wasted / max(1, self.used + self.wasted)
 
 
 class Node:
-    """A daemon and its engine. speed: of the engine, in multiples of an H100's."""
+    """A daemon and its engine, an H100. prefetches: on arrival."""
 
-    def __init__(self, trace: Trace, mode: Mode, *, speed: float, link_bytes_per_s: float = NVME_BYTES_PER_S) -> None:
-        self._trace, self._mode, self._speed = trace, mode, speed
+    def __init__(self, trace: Trace, *, prefetches: bool = True, link_bytes_per_s: float = NVME_BYTES_PER_S) -> None:
+        self._trace, self._prefetches = trace, prefetches
         self._measure = Measure(PAGE, whole=True)
         self.clock, self.figures, self.metrics = Clock(), Figures(), Metrics()
         self.core = Core(specs(trace), policies=NamedPolicies(), session_share=1.0)
         self.core.open_session(SESSION, domain=1)
-        self.ledger = Ledger(self.metrics, now=self.clock.time)
+        self.ledger = Ledger(self.metrics, now=self.clock.time, next_id=self.core.next_id)
         self.ledger.let_go = self._let_go
-        self.link = Link(self.clock, self._read, BLOCK_BYTES / link_bytes_per_s)
-        self.predictions = Predictions(self.prefetch, is_on=mode.hint is not None, loop=lambda: self.clock)
-        self._waiting: deque[tuple[int, np.ndarray]] = deque()
+        tokens = int(trace.full_tokens[0])
+        self.link = Link(
+            self.clock, self._read, tokens * TOKEN_BYTES / link_bytes_per_s, max(1, BATCH_TOKENS // tokens)
+        )
+        most = int(PREFETCH_SHARE * specs(trace)[HOST].capacity_bytes)
+        self.prefetcher = Prefetcher(
+            self.core,
+            self.ledger,
+            allow=lambda _session, _kind: Allowance(bytes=most - self.ledger.staged[HOST]),
+            carry_out=lambda plan, _session: self._carry_out(plan),
+            now=self.clock.time,
+        )
+        self._waiting: deque[tuple[int, np.ndarray, float]] = deque()
         self._ready: deque[tuple[int, Acquisition]] = deque()
         self._loading: list[tuple[set[int], int, Acquisition, float]] = []
         self._is_busy = False
-        self._most = int(PREFETCH_SHARE * specs(trace)[HOST].capacity_bytes)
+        self._device_tokens = 0
 
     def run(self) -> Figures:
         """Serves the whole trace."""
@@ -194,18 +207,6 @@ class Node:
                 self.figures.wasted += count * ('"wasted"' in name)
         return self.figures
 
-    def prefetch(self, _: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order) -> Started:
-        """As `Gets.prefetch`."""
-        self.ledger.expire()
-        left = self._most - self.ledger.staged[HOST]
-        allowance = Allowance(bytes=left, is_guess=order.origin == "predicted")
-        plan = self.core.prefetch(SESSION, groups=groups, kind=kind, now=self.clock.now, allowance=allowance)
-        number = self.ledger.begin(SESSION, plan, order)
-        self._carry_out(plan)
-        if not allowance.is_guess:
-            self.ledger.keep(number, self.core.keep(SESSION, plan.transfers["block"], kind))
-        return Started(number, len(plan.transfers))
-
     def _let_go(self, session: int, lease: int) -> None:
         self._carry_out(self.core.release(session, leases=[lease], now=self.clock.now))
 
@@ -213,13 +214,12 @@ class Node:
 
     def _arrived(self, number: int) -> None:
         group = self._trace.sequence(number, self._measure).group()
-        self.predictions.ask([group])
         found = self.core.lookup([group], now=self.clock.now)
         held = -(-found.tokens // group.tokens_per_block)
         far = np.flatnonzero(found.tier_of[0][0][:held] == NVME)
-        if len(far) and self._mode.on_arrival:
-            self.prefetch(SESSION, [group], TierKind.HOST, Order("lookup", ttl_s=600.0))
-        self._waiting.append((number, far))
+        if len(far) and self._prefetches:
+            self.prefetcher.begin(SESSION, [group], TierKind.HOST, Order("lookup", ttl_s=TTL_S))
+        self._waiting.append((number, far, self.clock.now))
         self._next()
 
     def _next(self) -> None:
@@ -227,14 +227,19 @@ class Node:
         while not self._is_busy and (self._ready or self._waiting):
             if self._ready:
                 self._compute(*self._ready.popleft())
+            elif self._device_tokens and self._device_tokens + self._trace.tokens[self._waiting[0][0]] > DEVICE_TOKENS:
+                return
             else:
                 self._ask(*self._waiting.popleft())
 
-    def _ask(self, number: int, far: np.ndarray) -> None:
+    def _ask(self, number: int, far: np.ndarray, since_s: float) -> None:
         group, now = self._trace.sequence(number, self._measure).group(), self.clock.now
         tier_of = self.core.lookup([group], now=now).tier_of[0][0]
+        self._device_tokens += int(self._trace.tokens[number])
         self.figures.far += len(far)
+        self.figures.bound += min(len(far), (now - since_s) / self.link.block_s)
         self.figures.staged += int((tier_of[far] == HOST).sum())
+        self.prefetcher.asked([group])
         got = self.core.acquire(SESSION, groups=[group], kind=TierKind.HOST, now=now)
         self._carry_out(got.plan)
         if not got.whole and self.ledger.yield_room():
@@ -253,9 +258,10 @@ class Node:
         if served is not None:
             self._carry_out(served.plan)
             self.ledger.use(served.extents["generation"].tolist())
+            self.prefetcher.resume()
         tokens = served.tokens if served else 0
         self._is_busy = True
-        spent = prefill_s(tokens, int(self._trace.tokens[number]) - tokens) / self._speed
+        spent = prefill_s(tokens, int(self._trace.tokens[number]) - tokens)
         self.clock.call_later(spent, self._computed, number, got.lease, tokens)
 
     def _computed(self, number: int, lease: int, tokens: int) -> None:
@@ -267,10 +273,8 @@ class Node:
         self._carry_out(self.core.release(SESSION, leases=leases, now=now))
         while not (plan := self.core.demote(now)).is_empty:
             self._carry_out(plan)
-        if self._mode.hint is not None:
-            order = Order(ttl_s=HORIZON_S, hint=self._mode.hint)
-            self.predictions.pause(SESSION, [sequence.group()], TierKind.HOST, order)
         self._is_busy = False
+        self._device_tokens -= int(self._trace.tokens[number])
         self._next()
 
     def _put(self, query: PutQuery) -> int:
@@ -320,12 +324,12 @@ class Node:
 
 
 def specs(trace: Trace) -> Sequence[TierSpec]:
-    """The tiers: SHARES of the trace's distinct blocks."""
-    host, nvme = (max(256, int(share * trace.distinct)) for share in SHARES)
+    """The tiers of its size."""
+    host = max(int(HOST_SHARE * trace.distinct), HOST_LONGEST * trace.longest)
     far: dict[str, Any] = {"slot_overhead_bytes": PAGE, "writer_owned": False}
     return [
         TierSpec(TierKind.HOST, 0, host * PAGE, 8 * PAGE, eviction="reuse-index"),
-        TierSpec(TierKind.NVME, 0, nvme * 2 * PAGE, 16 * PAGE, eviction="reuse-index", admission="learned", **far),
+        TierSpec(TierKind.NVME, 0, trace.distinct * 2 * PAGE, 16 * PAGE, eviction="reuse-index", **far),
     ]
 
 
@@ -335,8 +339,8 @@ def prefill_s(start: int, tokens: int) -> float:
     return base * -(-tokens // STEP_TOKENS) + each * tokens + pair * float(pairs(start, tokens))
 
 
-def speed_for(trace: Trace, load: float) -> float:
-    """Speed of an engine that is busy for a share `load` of the time, if nothing is evicted."""
+def scaled(trace: Trace, load: float) -> Trace:
+    """The trace in such time that the engine is busy for a share `load` of it, if no hit is recomputed."""
     seen, busy_s = set[int](), 0.0
     for number in range(len(trace)):
         blocks, tokens = trace.of(number).tolist(), int(trace.tokens[number])
@@ -344,7 +348,14 @@ def speed_for(trace: Trace, load: float) -> float:
         held = min(held * int(trace.full_tokens[number]), tokens - 1)
         busy_s += prefill_s(held, tokens - held)
         seen.update(blocks)
-    return busy_s / (load * float(trace.times_s[-1]))
+    return replace(trace, times_s=trace.times_s * (busy_s / (load * float(trace.times_s[-1]))))
+
+
+def coarse(request: Request, by: int) -> Request:
+    """With blocks of `by` blocks. An id stands for all before it, so the last names them."""
+    ids = tuple(request.blocks)
+    kept = ids[by - 1 :: by] + ids[len(ids) - 1 :] * (len(ids) % by > 0)
+    return replace(request, blocks=kept, block_tokens=by * request.block_tokens)
 
 
 def synthetic(*, sessions: int, turns: int, seed: int = 0, pause_s: float = 60.0) -> Trace:
@@ -361,63 +372,51 @@ def synthetic(*, sessions: int, turns: int, seed: int = 0, pause_s: float = 60.0
     return trace_of(sorted(requests, key=lambda request: request.time_ms), name="synthetic")
 
 
-def found_traces(*, limit: int | None) -> Iterator[Trace]:
+PARTS = {"conversation_a": (1500, 1), "agent_a": (2000, 8)}
+"""Of each trace: requests, and how many of its blocks are one here."""
+LOADS = (0.8, 0.95, 1.1)
+"""Shares of the time that the engine needs for the requests; above 1 its queue grows."""
+
+
+def found_traces() -> Iterator[Trace]:
     """The traces beside the checkout, or a synthetic one."""
-    for path in sorted(TRACES.glob("*_a.jsonl.gz")):
-        yield trace_of(read_trace(path, limit=limit), name=path.name.partition(".")[0])
-    yield synthetic(sessions=(limit or 4000) // 8, turns=8)
-
-
-LOADS = (0.5, 0.8, 0.95)
-"""Shares of time in which the engine is busy."""
-REQUESTS = 2000
-"""Of each trace in `make bench`: a whole one takes minutes."""
-
-
-def hint_of(trace: Trace) -> Hint:
-    """The hint of its sessions at the end of a turn."""
-    return Hint.TURN_END if trace.name.startswith("conversation") else Hint.TOOL_CALL
+    for name, (limit, by) in PARTS.items():
+        if (path := TRACES / f"{name}.jsonl.gz").exists():
+            yield trace_of((coarse(each, by) for each in read_trace(path, limit=limit)), name=name)
+    if not TRACES.exists():
+        yield synthetic(sessions=200, turns=8)
 
 
 def rows(effort: Effort) -> list[Row]:
-    """Rows of each trace and load: staged and wasted on arrival; wasted by predictions."""
+    """Rows of each trace: staged and wasted, at LOADS[1]."""
     out = list[Row]()
-    traces = [synthetic(sessions=20, turns=4)] if effort.is_tiny else found_traces(limit=REQUESTS)
-    for trace in traces:
-        for load in LOADS[1:]:
-            got = Node(trace, Mode(), speed=speed_for(trace, load)).run()
-            name = f"{trace.name}_load{load:g}"
-            meaning = "NVMe-hit tokens staged before they are asked for; limit: the promised share"
-            out.append(row_of(f"prefetch_staged_{name}", [got.staged_share], unit="%", limits=[95.0], meaning=meaning))
-            meaning = "bytes that prefetches on arrival brought in vain; limit: the promised share"
-            out.append(row_of(f"prefetch_wasted_{name}", [got.wasted_share], unit="%", limits=[5.0], meaning=meaning))
-        got = Node(trace, Mode(on_arrival=False, hint=hint_of(trace)), speed=speed_for(trace, LOADS[1])).run()
-        meaning = "bytes that predicted prefetches brought in vain; limit: half"
-        name = f"prefetch_predicted_{trace.name}"
-        out.append(row_of(name, [got.wasted_share], unit="%", limits=[50.0], meaning=meaning))
+    for trace in [synthetic(sessions=20, turns=4)] if effort.is_tiny else found_traces():
+        got = Node(scaled(trace, LOADS[1])).run()
+        meaning = f"NVMe-hit tokens staged before they are asked for, at an engine load of {LOADS[1]}; limit: the bound"
+        limit = [min(95.0, got.bound_share)]
+        out.append(row_of(f"prefetch_staged_{trace.name}", [got.staged_share], unit="%", limits=limit, meaning=meaning))
+        meaning = "bytes that prefetches on arrival brought in vain; limit: the promised share"
+        out.append(row_of(f"prefetch_wasted_{trace.name}", [got.wasted_share], unit="%", limits=[5.0], meaning=meaning))
     return out
 
 
 def main() -> None:
-    """Prints the figures of each trace, load and mode."""
+    """Prints the figures of each trace and load."""
     parser = argparse.ArgumentParser(description="prefetches in a simulated node")
-    parser.add_argument("traces", nargs="*", type=Path)
-    parser.add_argument("--limit", type=int, help="requests of each trace")
     parser.add_argument("--bandwidth", type=float, default=NVME_BYTES_PER_S, help="of NVMe, bytes per second")
+    parser.add_argument("--loads", type=float, nargs="*", default=LOADS, help="of the engine")
     asked = parser.parse_args()
-    given = [trace_of(read_trace(path, limit=asked.limit), name=path.name.partition(".")[0]) for path in asked.traces]
-    for trace in given or found_traces(limit=asked.limit):
-        runs = [(f"arrival, load {load:g}", Mode(), load) for load in LOADS]
-        runs += [("none", Mode(on_arrival=False), 0.8), ("predicted", Mode(on_arrival=False, hint=hint_of(trace)), 0.8)]
-        for name, mode, load in runs:
-            got = Node(trace, mode, speed=speed_for(trace, load), link_bytes_per_s=asked.bandwidth).run()
-            waits = np.sort(got.waits_s or [0.0])
-            print(
-                f"{trace.name:16} {name:18} staged {got.staged_share:5.1f} % of {got.far} far blocks, "
-                f"wasted {got.wasted_share:5.1f} % of {(got.used + got.wasted) // PAGE} blocks, "
-                f"{len(got.waits_s)} waits, p50 {np.quantile(waits, 0.5):.3f} s, p95 {np.quantile(waits, 0.95):.3f} s",
-                flush=True,
-            )
+    for trace, load, prefetches in itertools.product(found_traces(), asked.loads, (False, True)):
+        node = Node(scaled(trace, load), prefetches=prefetches, link_bytes_per_s=asked.bandwidth)
+        got = node.run()
+        waits = np.sort(got.waits_s or [0.0])
+        print(
+            f"{trace.name:14} load {load:4.2f} {'prefetches' if prefetches else 'none':10} staged {got.staged_share:5.1f} %"
+            f" (bound {got.bound_share:5.1f} %) of {got.far} far blocks, wasted {got.wasted_share:4.1f} % of"
+            f" {(got.used + got.wasted) // PAGE}, {len(got.waits_s)} waits, p50 {np.quantile(waits, 0.5):.3f} s,"
+            f" p95 {np.quantile(waits, 0.95):.3f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

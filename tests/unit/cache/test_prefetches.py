@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -12,14 +13,15 @@ from hypothesis import strategies as st
 
 from tests.unit.cache.test_flights import _far, _hung
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
+from tierd import failpoint
 from tierd.cache.gets import Intent
-from tierd.cache.prefetches import Ledger, Order, Outcome, Turns
+from tierd.cache.prefetches import Ledger, Order, Turns
 from tierd.core.formats.model import FREED, TRANSFER, Reason, StructArray, TierKind
 from tierd.core.plan import Plan
 from tierd.metrics import Metrics
 from tierd.testing import chain
 
-NAMES = chain(1, 6)
+NAMES, OTHERS = chain(1, 6), chain(2, 3)
 ONE_BY_ONE = CONFIG + "[mover]\nbatch_blocks = 1\ntransfer_limit = 2\nprefetch_on_lookup = false\n"
 """Two batches of one block on a link, one of them of a prefetch."""
 
@@ -31,6 +33,11 @@ def told(metrics: Metrics, origin: str = "call") -> dict[str, int]:
         if name.startswith("tierd_prefetched_bytes_total") and f'origin="{origin}"' in name and count:
             found[name.partition('outcome="')[2].partition('"')[0]] = count
     return found
+
+
+def ledger_of(metrics: Metrics, now: list[float]) -> Ledger:
+    """A ledger with a clock of its own."""
+    return Ledger(metrics, now=lambda: now[0], next_id=itertools.count(1).__next__)
 
 
 def plan_of(generations: list[int], size: int = 100) -> Plan:
@@ -56,14 +63,12 @@ def freed(generations: list[int], *, was_ready: bool = True) -> StructArray:
 )
 def test_each_page_ends_once(steps: list[tuple[str, int, int]]) -> None:
     """Bytes that were staged are used, wasted, dropped or still staged: none twice, none lost."""
-    metrics, now, made, ended = Metrics(), [0.0], 0, list[Outcome]()
-    ledger = Ledger(metrics, now=lambda: now[0])
+    metrics, now, made = Metrics(), [0.0], 0
+    ledger = ledger_of(metrics, now)
     for verb, first, count in steps:
         pages = list(range(first * 4 + 1, first * 4 + count + 1))
         if verb == "begin":
-            ledger.begin(
-                1, plan_of(list(range(made + 1, made + count + 1))), Order(ttl_s=float(first + 1), ended=ended.append)
-            )
+            ledger.begin(1, plan_of(list(range(made + 1, made + count + 1))), Order(ttl_s=float(first + 1)))
             made += count
         elif verb == "use":
             ledger.use(pages)
@@ -78,13 +83,13 @@ def test_each_page_ends_once(steps: list[tuple[str, int, int]]) -> None:
     now[0] = 1e9
     ledger.expire()
     assert (len(ledger), ledger.staged.total(), sum(told(metrics).values())) == (0, 0, made * 100)
-    assert sum(outcome.used + outcome.wasted for outcome in ended) == made * 100 - told(metrics).get("dropped", 0)
+    assert ledger.of(1) == []
 
 
 def test_a_use_after_the_time_is_a_waste() -> None:
     """A page that a get uses too late counts as wasted, although nobody looked at the clock before."""
     metrics, now = Metrics(), [0.0]
-    ledger = Ledger(metrics, now=lambda: now[0])
+    ledger = ledger_of(metrics, now)
     ledger.begin(1, plan_of([1, 2]), Order(ttl_s=5.0))
     now[0] = 4.9
     ledger.use([1])
@@ -154,6 +159,66 @@ async def test_what_a_get_waits_for_is_not_cancelled() -> None:
         assert told(world.daemon.metrics) == {"used": 6 * BLOCK_BYTES}
 
 
+async def test_what_another_prefetch_wants_is_not_cancelled() -> None:
+    """Transfers that two prefetches want are dropped when both are cancelled, not before."""
+    async with opened(ONE_BY_ONE) as world:
+        await _far(world, NAMES)
+        async with _hung(world):
+            first = world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+            second = world.cache.prefetch(world.session, [world.query(NAMES[:3])], TierKind.HOST)
+            assert (second.id > first.id, second.blocks) == (True, 0)
+            await _begun(world)
+            world.cache.cancel_prefetches(world.session, [first.id, first.id])
+        assert await world.cache.flights.idle(timeout_s=SOON_S)
+        assert len(world.cache.core.blocks(tier=0)) == 3
+        assert told(world.daemon.metrics) == {"dropped": 3 * BLOCK_BYTES}
+        world.cache.cancel_prefetches(world.session, [second.id])
+        assert world.cache.flights.prefetches.of(world.session) == []
+
+
+async def test_a_number_is_not_used_twice() -> None:
+    """Prefetches are numbered as leases, which go on after a restart."""
+    async with opened(ONE_BY_ONE) as world:
+        await _far(world, NAMES)
+        begun = world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+        assert world.cache.core.next_id() > begun.id > 0
+
+
+async def test_what_failed_was_not_wasted() -> None:
+    """Pages whose transfers failed are dropped at once, although a lease still keeps them."""
+    async with opened(ONE_BY_ONE) as world:
+        await _far(world, NAMES)
+        failpoint.arm("mover.load.before_verify", "error:EIO")
+        try:
+            world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+            await world.cache.flights.idle(timeout_s=SOON_S)
+        finally:
+            failpoint.disarm("mover.load.before_verify")
+        assert told(world.daemon.metrics) == {"dropped": 6 * BLOCK_BYTES}
+        assert world.cache.flights.prefetches.of(world.session) == []
+
+
+@pytest.mark.parametrize("how", ["used", "cancelled", "asked for"])
+async def test_a_prefetch_without_room_goes_on(how: str) -> None:
+    """What the share did not hold follows when there is room, unless it was cancelled or a get came."""
+    async with opened(ONE_BY_ONE + f"prefetch_share = {3 * BLOCK_BYTES / (4 << 20)}\n") as world:
+        await _far(world, NAMES)
+        await _far(world, OTHERS)
+        ahead = world.cache.prefetch(world.session, [world.query(OTHERS)], TierKind.HOST)
+        behind = world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+        assert (ahead.blocks, behind.blocks, behind.id > 0) == (3, 0, True)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        if how == "cancelled":
+            world.cache.cancel_prefetches(world.session, [behind.id])
+        if how == "asked for":
+            await world.acquire(NAMES[:1])
+            world.cache._prefetcher.asked([world.query(NAMES)])
+        await world.acquire(OTHERS)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        there = len(world.cache.core.blocks(tier=0)) - len(OTHERS)
+        assert there == {"used": 3, "cancelled": 0, "asked for": 1}[how]
+
+
 @pytest.mark.parametrize(
     ("intent", "is_set", "begins"),
     [
@@ -181,7 +246,8 @@ async def test_staged_blocks_take_a_share_of_the_tier() -> None:
         await world.cache.flights.idle(timeout_s=SOON_S)
         assert world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST).blocks == 0
         await world.acquire(NAMES[:most])
-        assert world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST).blocks == 1
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        assert len(world.cache.core.blocks(tier=0)) == len(NAMES)
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])

@@ -159,7 +159,6 @@ def wanted_tier(name: str) -> dict[str, Any]:
 
 
 INTENTS = {"default": pb.INTENT_DEFAULT, "none": pb.INTENT_NONE, "load": pb.INTENT_LOAD}
-HINTS = {"now": pb.HINT_NOW, "turn_end": pb.HINT_TURN_END, "tool_call": pb.HINT_TOOL_CALL}
 TTL_LIMIT_S = 86400
 
 
@@ -174,12 +173,10 @@ def target(of: str | Target) -> dict[str, Any]:
     """Fields for a prefetch. Raises InvalidArgument."""
     if not isinstance(of, Target):
         return wanted_tier(of)
-    if of.hint not in HINTS:
-        raise InvalidArgument(f"hint: {of.hint!r} is unknown; use one of {', '.join(HINTS)}")
     if of.ttl_s is not None and not 0 < of.ttl_s <= TTL_LIMIT_S:
         raise InvalidArgument(f"ttl_s: {of.ttl_s} is outside 0 to {TTL_LIMIT_S}; give the seconds until the use")
     ttl_ms = 0 if of.ttl_s is None else max(1, int(of.ttl_s * 1000))
-    return wanted_tier(of.tier) | {"ttl_ms": ttl_ms, "hint": HINTS[of.hint]}
+    return wanted_tier(of.tier) | {"ttl_ms": ttl_ms}
 
 
 def group_message(group: Group) -> pb.Group:

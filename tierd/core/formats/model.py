@@ -128,17 +128,6 @@ class Need(enum.IntEnum):
     """The one block that ends at N: state-space and linear-attention layers."""
 
 
-class Hint(enum.IntEnum):
-    """The knowledge of a prefetch's caller about the next use of the blocks."""
-
-    NOW = 0
-    """A request waits for them."""
-    TURN_END = 1
-    """The session's turn has ended; nobody knows when, or whether, the next begins."""
-    TOOL_CALL = 2
-    """The session called a tool; its next turn begins with the tool's answer."""
-
-
 class Durability(enum.IntEnum):
     """When a commit is acknowledged."""
 

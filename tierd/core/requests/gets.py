@@ -26,7 +26,6 @@ from tierd.core.requests.groups import block_tokens, longest, needed
 from tierd.core.requests.leases import Held, Holder, Holders, Lease
 from tierd.core.requests.lookup import Sight, look
 from tierd.core.requests.pins import Pins
-from tierd.core.space.making_way import make_way
 from tierd.core.space.planner import Planner, Where
 from tierd.errors import InvalidArgument
 
@@ -96,11 +95,13 @@ class Gets:
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, allowance: Allowance
     ) -> Plan:
-        """Transfers for what the allowance permits of the servable part; pins nothing."""
-        draft = PlanBuilder(now, allowance)
+        """Transfers for what the allowance permits of the servable part; pins nothing. Waits for
+        those that others began."""
+        draft = PlanBuilder(now, allowance.bytes)
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
-        self._secure(sight, kind=kind, holder=None, draft=draft, shut=allowance.shut)
+        _, tokens = self._secure(sight, kind=kind, holder=None, draft=draft, shut=allowance.shut)
+        self._planner.wait_for(self._planner.attached(sight.wanted(tokens), self._index.serving(kind)), draft)
         return draft.plan()
 
     def keep(self, holder: Holder, blocks: Ids, kind: Wanted) -> int:
@@ -250,16 +251,11 @@ class Gets:
 
     def _bring(self, blocks: Ids, away: Ids, *, kind: Wanted, reason: Reason, draft: PlanBuilder) -> Ids:
         """Transfers for the blocks away, while all are guarded. Returns those without room."""
-        lengths, serving = self._index.blocks.length[away], self._index.serving(kind)
-        allowed = away[: draft.allowed(lengths)]
+        lengths = self._index.blocks.length[away]
         guarded = self._planner.guard(blocks)
-        self._planner.bring(allowed, kind, reason=reason, draft=draft)
-        if not draft.evicts:
-            rest = allowed[self._planner.attached(allowed, serving).pages < 0]
-            if make_way(self._planner, rest, kind, draft):
-                self._planner.bring(rest, kind, reason=reason, draft=draft)
+        self._planner.bring(away[: draft.allowed(lengths)], kind, reason=reason, draft=draft)
         self._planner.unguard(guarded, draft)
-        is_there = self._planner.attached(away, serving).pages >= 0
+        is_there = self._planner.attached(away, self._index.serving(kind)).pages >= 0
         draft.take(lengths[is_there])
         return away[~is_there]
 

@@ -53,7 +53,7 @@ class Room:
         self.next_segment = first_segment
 
     def reserve(self, tier: int, key: Key, count: int, *, draft: PlanBuilder) -> Ids:
-        """Reserves up to `count` pages of the key. Unless draft.evicts, only free ones."""
+        """Reserves up to `count` pages of the key."""
         self._index.pass_time(draft.now)
         pages_of = self._index.tiers[tier]
         if not (pages_of.serving and pages_of.writable) or key.class_bytes > pages_of.spec.segment_bytes:
@@ -64,7 +64,7 @@ class Room:
         stay_s = STAY_S if pages_of.spec.sealed_puts else 0.0
         while missing:
             has_begun = self._begin(tier, key, draft, idle_s=stay_s)
-            if not (has_begun or (draft.evicts and self._give_up(tier, key, missing, draft))) and not (
+            if not (has_begun or self._give_up(tier, key, missing, draft)) and not (
                 stay_s and self._begin(tier, key, draft, idle_s=0.0)
             ):
                 break
@@ -80,19 +80,6 @@ class Room:
         for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
             if len(those):
                 self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
-
-    def drop_only(self, tier: int, victims: Ids, key: Key, count: int, draft: PlanBuilder) -> None:
-        """Drops up to `count` of the victims that lie in segments of the key. If they are fewer, also
-        empties segments of other keys that hold no other block than victims."""
-        right = self.is_right(tier, victims, key)
-        mine, others = self.coldest.tails_first(tier, victims[right])[:count], victims[~right]
-        if len(mine):
-            self.drop(tier, mine, draft)
-        wanted = -(-(count - len(mine)) * key.class_bytes // self._index.tiers[tier].spec.segment_bytes)
-        places, held = np.unique(self._places(tier, others), return_counts=True)
-        for place, number in zip(places.tolist(), held.tolist(), strict=True):
-            if wanted > 0 and number == self._used_pages(tier, place):
-                wanted -= self._empty(tier, place, draft)
 
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
@@ -214,11 +201,6 @@ class Room:
             if self._index.tiers[tier].key_of(place) != key and self._empty(tier, place, draft):
                 return True
         return False
-
-    def _used_pages(self, tier: int, place: int) -> int:
-        pages_of = self._index.tiers[tier]
-        state = pages_of.state[pages_of.pages_of(place)]
-        return int(np.count_nonzero(~among(state, (PageState.FREE, PageState.QUARANTINED))))
 
     def _has_ids(self, tier: int, key: Key) -> bool:
         return self.next_segment < SEGMENT_LIMIT and self._index.tiers[tier].has_ids(key.class_bytes)

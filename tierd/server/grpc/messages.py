@@ -28,7 +28,6 @@ from tierd.core.formats.model import (
     ROOT,
     BlockStatus,
     Durability,
-    Hint,
     Need,
     StructArray,
     TierKind,
@@ -41,7 +40,6 @@ NamespaceOf = Callable[[int, bytes], Namespace]
 own."""
 
 _NEEDS = frozenset(map(int, Need))
-_HINTS = frozenset(map(int, Hint))
 TTL_LIMIT_MS = 86_400_000
 """Longest time to live of a prefetch."""
 GROUP_LIMIT = 64
@@ -91,9 +89,7 @@ def order(request: pb.PrefetchRequest) -> Order:
     """The purpose of a prefetch."""
     if request.ttl_ms > TTL_LIMIT_MS:
         raise InvalidArgument(f"ttl_ms: {request.ttl_ms} is above {TTL_LIMIT_MS}, a day; send at most that")
-    if request.hint not in _HINTS:
-        raise InvalidArgument(f"hint: {request.hint} is unknown; the values are in cache.proto")
-    return Order(ttl_s=request.ttl_ms / 1000 or TTL_S, hint=Hint(request.hint))
+    return Order(ttl_s=request.ttl_ms / 1000 or TTL_S)
 
 
 def durability(value: int) -> Durability:
