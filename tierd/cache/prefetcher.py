@@ -53,7 +53,9 @@ class Prefetcher:
         """A get asks for these chains: it brings what prefetches of them did not."""
         if self._short:
             name = _name_of(groups)
-            self._short = {number: ask for number, ask in self._short.items() if _name_of(ask.groups) != name}
+            for number in [number for number, ask in self._short.items() if _name_of(ask.groups) == name]:
+                del self._short[number]
+                self._ledger.complete(number)
 
     def resume(self) -> None:
         """Goes on with the prefetches that lacked room, while there is some."""

@@ -45,6 +45,7 @@ class _Prefetch:
     transfers: list[int] = field(default_factory=list)
     pages: set[int] = field(default_factory=set)
     leases: list[int] = field(default_factory=list)
+    is_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class Ledger:
         """Books the pages that a plan brings. Those that only lie on the way of others do not count.
         number: the prefetch goes on; 0: a new one. Returns its number; 0: it has nothing to bring."""
         wanted = [*plan.transfers["id"].tolist(), *plan.waits.tolist()]
-        if not (wanted or plan.is_short):
-            return number
         if not number:
+            if not (wanted or plan.is_short):
+                return 0
             number = self._next_id()
             self._open[number] = _Prefetch(session, order.origin)
             heapq.heappush(self._ends, (self._now() + order.ttl_s, number))
@@ -90,6 +91,7 @@ class Ledger:
             if len(self._of_session[session]) > OF_SESSION:
                 del self._of_session[session][next(iter(self._of_session[session]))]
         made = self._open[number]
+        made.is_short = plan.is_short
         made.transfers += wanted
         self._owners.update(wanted)
         ends = plan.transfers[~among(plan.transfers["id"], plan.transfers["after"])]
@@ -98,6 +100,13 @@ class Ledger:
             made.pages.add(generation)
             self.staged[tier] += length
         return number
+
+    def complete(self, number: int) -> None:
+        """The prefetch does not go on: it ends with its pages."""
+        if made := self._open.get(number):
+            made.is_short = False
+            if not made.pages:
+                self._close(number)
 
     def is_open(self, session: int, number: int) -> bool:
         """Whether the prefetch is the session's, and was neither cancelled nor ended."""
@@ -193,7 +202,7 @@ class Ledger:
             made.pages.discard(generation)
             self.staged[tier] -= size
             self._metrics.prefetched.labels(origin=made.origin, outcome=outcome).inc(size)
-            if not made.pages:
+            if not made.pages and not made.is_short:
                 self._close(number)
 
     def _close(self, number: int) -> None:
