@@ -78,7 +78,7 @@ POINTS: Mapping[str, str] = {
     "instance.namespaces.before_replace": "a namespace is new to the daemon",
     "lifecycle.before_ready": "sockets are bound, readiness is not reported",
     "lifecycle.before_settle": "SIGTERM has come",
-    "loads_by_layer.landed.before_note": "some layers of all blocks are read, clients are not told",
+    "loads_by_layer.note.before_note": "some layers of all blocks have come, clients are not told",
     "mover.copy.before_copy": "a batch is about to be copied between two mapped tiers",
     "mover.device.before_load": "a batch is about to go from host memory to a GPU",
     "mover.device.before_store": "a batch is about to go from a GPU to host memory",

@@ -1,6 +1,6 @@
 """Loads of many large blocks, layer by layer.
 
-    slots ─▶ first layers of all blocks ─▶ verified ─▶ told to clients, then the next layers
+    slots, or host pages ─▶ first layers of all blocks ─▶ verified ─▶ told to clients, then the next
 
 A client that holds a lease on the pages computes with the first layers while later ones arrive. Its
 side is `tierd/client/blocks/arrival.py`.
@@ -9,6 +9,7 @@ side is `tierd/client/blocks/arrival.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from tierd.checksum import raw_tables, slice_sums, table_digests
 from tierd.core.formats.block import slice_cut
 from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
-from tierd.tiers.tier import MappedTier, Parts, SliceTable, StoredTier
+from tierd.tiers.tier import DeviceTier, MappedTier, Parts, SharedTier, SliceTable, StoredTier
 
 MOST_PARTS = 8
 """More would hide little more: the first part is an eighth of the wait."""
@@ -36,27 +37,50 @@ def parts_of(metas: StructArray) -> int:
     return max(1, min(MOST_PARTS, most))
 
 
-class LoadByLayer:
-    """One batch, from a store to a mapped tier. slices: sums of each block, as they arrive."""
+class _ByLayer:
+    """A batch in parts. batch: TRANSFER [n] of blocks that are not encoded; metas: META [n].
 
-    def __init__(self, batch: StructArray, metas: StructArray, target: MappedTier) -> None:
-        """batch: TRANSFER [n] of blocks that are not encoded; metas: META [n]."""
-        self._batch, self._metas, self._target = batch, metas, target
-        self._pages = target.views(batch["target"])
+    slices: sums of each block, as they arrive.
+    """
+
+    def __init__(self, batch: StructArray, metas: StructArray) -> None:
+        self._batch, self._metas = batch, metas
         cuts = [slice_cut(*of) for of in zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True)]
         self._lengths = [([cut.piece] * (cut.pieces - 1) + [cut.last]) * cut.layers for cut in cuts]
         self.slices: list[SliceTable] = [np.zeros(len(lengths), "<u8") for lengths in self._lengths]
         parts = parts_of(metas)
-        layers = np.array([cut.layers for cut in cuts])[:, None] * np.arange(parts + 1) // parts
-        self._counts = layers * np.array([cut.pieces for cut in cuts])[:, None]  # slices before each part, and in all
-        self._offsets = np.array(
-            [np.cumsum([0, *lengths])[at] for lengths, at in zip(self._lengths, self._counts, strict=True)]
-        )
+        # Before each part, and in all: layers, slices and bytes of each block.
+        self._layers = np.array([cut.layers for cut in cuts])[:, None] * np.arange(parts + 1) // parts
+        self._counts = self._layers * np.array([cut.pieces for cut in cuts])[:, None]
+        ends = [np.cumsum([0, *lengths])[at] for lengths, at in zip(self._lengths, self._counts, strict=True)]
+        self._offsets = np.array(ends)
+
+    def _note(
+        self, target: SharedTier, part: int, rows: NDArray[np.int64], tables: Sequence[SliceTable | None]
+    ) -> None:
+        """Tells clients of the blocks whose sums are those of their tables so far."""
+        failpoint("loads_by_layer.note.before_note")
+        if not len(rows):
+            return
+        known = [np.zeros(0, "<u8") if table is None else table for table in tables]
+        good = (table_digests(raw_tables(known)) == self._metas["digest"][rows]).all(axis=1)
+        counts = self._counts[rows, part + 1]
+        for i, (row, table, count) in enumerate(zip(rows.tolist(), known, counts.tolist(), strict=True)):
+            good[i] = good[i] and np.array_equal(self.slices[row][:count], table[:count])
+        target.note_arrived(self._batch["target"][rows[good]], counts[good])
+
+
+class LoadByLayer(_ByLayer):
+    """From a store to a mapped tier."""
+
+    def __init__(self, batch: StructArray, metas: StructArray, target: MappedTier) -> None:
+        super().__init__(batch, metas)
+        self._target, self._pages = target, target.views(batch["target"])
 
     async def run(self, source: StoredTier) -> NDArray[np.uint16]:
         """Reads all blocks. BlockStatus u2 [n], by the slots' headers; the caller judges the sums."""
         ends = -(-self._offsets[:, 1:] // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
-        parts = Parts(ends, self._arrived, self._landed)
+        parts = Parts(ends, self._arrived, partial(self._note, self._target))
         result = await source.read(self._batch["source"], self._pages, self._metas, parts=parts)
         return np.asarray(result.statuses, dtype=np.uint16).copy()
 
@@ -68,13 +92,30 @@ class LoadByLayer:
             self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
         return [None] * len(rows)
 
-    def _landed(self, part: int, rows: NDArray[np.int64], tables: Sequence[SliceTable]) -> None:
-        """Tells clients of the blocks whose sums are right so far."""
-        failpoint("loads_by_layer.landed.before_note")
-        if not len(rows):
-            return
-        good = (table_digests(raw_tables(tables)) == self._metas["digest"][rows]).all(axis=1)
-        counts = self._counts[rows, part + 1]
-        for i, (row, table, count) in enumerate(zip(rows.tolist(), tables, counts.tolist(), strict=True)):
-            good[i] = good[i] and np.array_equal(self.slices[row][:count], table[:count])
-        self._target.note_arrived(self._batch["target"][rows[good]], counts[good])
+
+class CopyByLayer(_ByLayer):
+    """From a mapped tier to a GPU, which sums what it has."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether parts begin where a GPU copies and sums fast."""
+        return bool((self._offsets[:, :-1] % PAGE_ALIGN_BYTES == 0).all())
+
+    async def run(self, source: MappedTier, target: DeviceTier) -> None:
+        """Copies all blocks, and fills `slices`. Raises TierFailed."""
+        tables = source.slices(self._batch["source"])
+        for part in range(self._layers.shape[1] - 1):
+            layers, sizes = (np.diff(of)[:, part] for of in (self._layers, self._offsets))
+            rows = np.flatnonzero(sizes)
+            if not len(rows):
+                continue
+            extents, sources = self._batch["target"][rows].copy(), self._batch["source"][rows].copy()
+            metas = self._metas[rows].copy()
+            extents["offset"] += self._offsets[rows, part].astype(np.uint64)
+            sources["offset"] += self._offsets[rows, part].astype(np.uint64)
+            metas["stored_length"], metas["layers"] = sizes[rows], layers[rows]
+            came = await target.load(extents, metas, source=source, sources=sources)
+            for row, sums in zip(rows.tolist(), came, strict=True):
+                first, stop = self._counts[row, part : part + 2].tolist()
+                self.slices[row][first:stop] = sums
+            self._note(target, part, rows, [tables[row] for row in rows.tolist()])

@@ -31,7 +31,7 @@ from tierd.core.formats.model import CODED, BlockStatus, Reason, StructArray
 from tierd.encoded_copies import EncodedCopies, PrivatePages, apart, cuts_of, empty_pages, views_of
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.loads_by_layer import LoadByLayer, parts_of
+from tierd.loads_by_layer import CopyByLayer, LoadByLayer, parts_of
 from tierd.store_codecs import StoreCodecs
 from tierd.tiers import staged
 from tierd.tiers.tier import (
@@ -269,6 +269,10 @@ class Mover:
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: DeviceTier
     ) -> NDArray[np.uint16]:
         failpoint("mover.device.before_load")
+        copy = CopyByLayer(batch, metas) if batch["by_layer"].any() and parts_of(metas) > 1 else None
+        if copy is not None and copy.is_aligned:
+            await copy.run(source, target)
+            return self._publish(batch, metas, target, _hashed(copy.slices))
         slices = await target.load(batch["target"], metas, source=source, sources=batch["source"])
         return self._publish(batch, metas, target, _hashed(slices))  # of the device's copy
 

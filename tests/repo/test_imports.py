@@ -36,7 +36,8 @@ PARTS: dict[str, set[str]] = {
     "gpu": {"core", "kernels", "checksum"} | EDGE,
     "tiers": {"core", "checksum"} | EDGE,
     "encoded_copies": {"core", "codecs", "store_codecs", "tiers", "checksum"} | EDGE,
-    "mover": {"core", "store_codecs", "encoded_copies", "tiers", "checksum"} | EDGE,
+    "loads_by_layer": {"core", "tiers", "checksum"} | EDGE,
+    "mover": {"core", "store_codecs", "encoded_copies", "loads_by_layer", "tiers", "checksum"} | EDGE,
     "advisor": set(),
     "cache": {"core", "advisor", "store_codecs", "policies", "mover", "tiers", "metrics", "logs", "checksum"} | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
@@ -58,7 +59,7 @@ PARTS: dict[str, set[str]] = {
     "client": {"core", "advisor", "_proto", "tcp", "native"} | EDGE,
     "worker": {"core", "client", "codecs", "kernels"} | EDGE,
     "quality": {"core", "codecs", "worker"} | EDGE,
-    "integrations": {"core", "advisor", "client", "codecs", "events"} | EDGE,
+    "integrations": {"core", "client", "codecs", "events", "native"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
     "testing": {"core", "client"} | EDGE,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.system.blocks import SOON_S
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
 from tierd.client import BlockStatus, Client, Group, KVGeometry, NamespaceSpec
-from tierd.errors import StaleHandle
+from tierd.errors import StaleHandle, TierdError
 from tierd.testing import chain
 
 LAYERS = 8
@@ -35,7 +36,7 @@ SPEC = NamespaceSpec(
     geometry=KVGeometry(LAYERS, 8, 512, "float16"),
 )
 NAMES = chain(1, BLOCKS)
-NOTE = "loads_by_layer.landed.before_note"
+NOTE = "loads_by_layer.note.before_note"
 RNG = np.random.default_rng(0)
 KEPT = [RNG.integers(0, 256, SPEC.block_bytes, np.uint8) for _ in range(BLOCKS)]
 
@@ -75,10 +76,10 @@ def test_each_layer_is_right_when_it_is_there(daemon: Daemon) -> None:
 
 
 def test_a_layer_is_told_before_later_ones_are_read(daemon: Daemon) -> None:
-    """While the daemon is stuck before the fifth part, the first four layers are there, the fifth not."""
+    """While the daemon is stuck before the third of four parts, half of the layers are there, the next not."""
     with Client(daemon.target) as client, daemon.faults() as faults:
         space = client.open_namespace(SPEC)
-        faults.arm(NOTE, "delay:3@5x1")
+        faults.arm(NOTE, "delay:3@3x1")
         lease = client.acquire_by_layer(Group(space, NAMES))
         assert lease.await_layer(3, timeout_s=SOON_S)
         assert lease.check() == 0, "no block is whole yet"
@@ -127,6 +128,24 @@ def test_a_dead_daemon_tells_nothing(daemon: Daemon) -> None:
         with pytest.raises(StaleHandle):
             lease.check()
         lease.detach()
+
+
+@pytest.mark.parametrize("point", [NOTE, "cache.acquire.before_promise"])
+def test_a_death_on_the_way_loses_nothing(daemon: Daemon, point: str) -> None:
+    """After a death at either fault point the next daemon serves every block, and nothing stays pinned."""
+    with Client(daemon.target) as client:
+        space = client.open_namespace(SPEC)
+        with daemon.faults() as faults, contextlib.suppress(TierdError):
+            faults.arm(point, "kill@2" if point == NOTE else "kill")
+            client.acquire_by_layer(Group(space, NAMES)).await_layer(timeout_s=SOON_S)
+    assert daemon.await_end() == -9
+    daemon.start()
+    with Client(daemon.target) as client:
+        with client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES)) as lease:
+            assert lease.await_layer(timeout_s=SOON_S)
+            assert all(np.array_equal(view, block) for view, block in zip(lease.views(), KEPT, strict=True))
+        evict(daemon)
+        assert client.lookup(client.open_namespace(SPEC), NAMES).tier_tokens[0] == 0
 
 
 def test_a_lease_that_ends_early_leaves_nothing(daemon: Daemon) -> None:

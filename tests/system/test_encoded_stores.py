@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tierd.cli.admin import connect
 from tierd.client import BlockStatus, Client, Group, NamespaceSpec, OpenedNamespace
 from tierd.codecs.values import KVShape, floats_of, raw_of, rounded
 from tierd.core.formats.block import KVGeometry
+from tierd.errors import TierdError
 from tierd.testing import chain
 
 CONFIG = """\
@@ -316,3 +319,24 @@ def test_demotion_goes_on_with_blocks_that_do_not_fit() -> None:
         space = client.open_namespace(SPEC, error_limit=0.001)
         client.put(space, names, blocks(count=60))
         await_true(lambda: stored_bytes(daemon) >= 40 * SPEC.block_bytes, "blocks in the store")
+
+
+@pytest.mark.parametrize("point", ["mover.store.before_encode", "mover.load.before_decode"])
+def test_a_death_while_coding_spoils_nothing(point: str) -> None:
+    """After a death before a block is encoded or decoded, the next daemon serves it or misses it."""
+    kept = blocks()
+    with Daemon(CONFIG.format(codec="rot-8-8"), faults=True) as daemon:
+        with Client(daemon.target) as client, daemon.faults() as faults:
+            space = client.open_namespace(SPEC, error_limit=ANY)
+            if point == "mover.load.before_decode":
+                stored(client, space, kept)
+                evict(daemon)
+            faults.arm(point, "kill")
+            with contextlib.suppress(TierdError):
+                client.put(space, NAMES, kept, durable=True)
+                client.get(space, NAMES)
+        assert daemon.await_end() == -9
+        daemon.start()
+        with Client(daemon.target) as client:
+            errors = off(got(client, client.open_namespace(SPEC, error_limit=ANY)), kept)
+            assert len(errors) == len(NAMES) and all(error < 1.0 for error in errors)

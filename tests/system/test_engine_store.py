@@ -24,6 +24,7 @@ from tierd.client import Group, NamespaceSpec, PutGroup, Reservation
 from tierd.core.formats.block import KVGeometry
 from tierd.core.formats.model import BlockStatus
 from tierd.integrations.facts import EngineFacts
+from tierd.integrations.loading import LayerLoad
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in
 from tierd.integrations.store import SAVE_BLOCKS, EngineStore
@@ -73,6 +74,20 @@ def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore)
         back = np.zeros_like(kv)
         loaded = other.load([group], [pieces(back)])
         assert loaded.tokens == count * 16 and loaded.good == (count,) and (back == kv).all()
+
+
+def test_a_load_by_layers(store: EngineStore) -> None:
+    """Others see the layers of a load and its result; a load given up in time leaves memory alone."""
+    kv, ns = memory(4), store.open(SPEC)
+    group, back = Group(ns, ns.fold(names(4))), np.zeros_like(memory(4))
+    assert store.save(PutGroup(ns, group.hashes), pieces(kv)) == 4
+    late = LayerLoad()
+    assert late.give_up()
+    assert store.load([group], [pieces(back)], into=late).good == (0,) and not back.any()
+    load = LayerLoad()
+    loaded = store.load([group], [pieces(back)], into=load)
+    assert all(load.wait(layer, timeout_s=0) for layer in range(LAYERS)) and (back == kv).all()
+    assert load.result(timeout_s=0) == loaded and loaded.good == (4,)
 
 
 def test_a_save_of_what_is_partly_there(store: EngineStore) -> None:

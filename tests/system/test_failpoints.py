@@ -51,6 +51,13 @@ ONCE = {
 """Passed early in a life or never, so armed at its start. Only the first needs former segments."""
 OF_A_GPU = {name for name in POINTS if name.startswith(("cuda.", "mover.device.", "mover.direct."))}
 """Only a device tier of kind cuda passes these: see `test_device_tier_deaths.py`."""
+ELSEWHERE = {
+    "cache.acquire.before_promise",
+    "loads_by_layer.note.before_note",
+    "mover.load.before_decode",
+    "mover.store.before_encode",
+}
+"""Large blocks and encoded stores alone pass these: see `test_by_layer.py`, `test_encoded_stores.py`."""
 CHOSEN = (
     "arena.publish.before_seal",
     "cache.commit.before_hold",
@@ -182,6 +189,6 @@ def test_death_at_some_fault_points() -> None:
 def test_death_at_each_fault_point(part: int) -> None:
     """The same holds for deaths at every fault point that needs no GPU."""
     seed = _seed()
-    points = sorted(POINTS.keys() - OF_A_GPU)[part::4] * count(nightly=5, weekly=25)
+    points = sorted(POINTS.keys() - OF_A_GPU - ELSEWHERE)[part::4] * count(nightly=5, weekly=25)
     random.Random(seed).shuffle(points)
     die_often(points, seed=seed, kind=WarmDaemon)

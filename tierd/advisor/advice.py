@@ -6,6 +6,10 @@ busy until then. Loading and waiting for the engine overlap:
 
     first token at max(load(L), engine's wait) + prefill(L, prompt - L)
 
+An engine that computes the first of n layers while later ones come waits for one layer alone:
+
+    first token at max(max(load(L) / n, wait) + prefill, load(L) + prefill / n)
+
 Every block boundary is a candidate, or MOST of them, evenly spread. The prefix costs less to load
 than to compute, or not at all: then L is 0. A mixture is best if a slow tier holds the end of it.
 """
@@ -23,6 +27,8 @@ from tierd.advisor.prefill import Prefill
 
 MOST = 256
 """Candidates that are compared."""
+BUSY_S = 0.01
+"""A tier with a longer queue is not loaded from before the engine's steps are known."""
 EVEN = 0.04
 """Loading is preferred if computing gains less than this share: it leaves the engine to others."""
 
@@ -38,13 +44,15 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request. computed: leading tokens that the engine has. bytes_per_token: of all ranks that
-    one link carries. engine_wait_s: until the engine begins with it."""
+    one link carries. engine_wait_s: until the engine begins with it. layers: that it waits for one
+    after another; 1: it waits for whole loads."""
 
     prompt: int
     computed: int
     tokens_per_block: int
     bytes_per_token: float
     engine_wait_s: float = 0.0
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +72,21 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
     """Chooses how many of the tokens in `runs`, which follow the computed ones, to load.
 
     copy: from host memory into the engine's. At least one token of the prompt is left to compute.
-    Until the engine's steps are known, tiers without a queue are loaded whole, and others not at
+    Until the engine's steps are known, tiers with a short queue are loaded whole, and others not at
     all. An engine that only loads would never learn.
     """
     usable = min(sum(run.tokens for run in runs), wanted.prompt - 1 - wanted.computed)
     blocks = max(0, usable) // wanted.tokens_per_block
     if not prefill.is_known:
-        is_busy = any(run.pace is not None and run.pace.wait_s > 0 for run in runs)
+        is_busy = any(run.pace is not None and run.pace.wait_s > BUSY_S for run in runs)
         return Advice(0 if is_busy else blocks * wanted.tokens_per_block)
     some = np.unique(np.linspace(0, blocks, min(blocks, MOST) + 1).round())
     tokens = some * wanted.tokens_per_block
-    load_s = _load_seconds(tokens, runs, wanted.bytes_per_token, copy)
+    load_s = load_seconds(tokens, runs, wanted.bytes_per_token, copy)
     start = wanted.computed + tokens
-    first_s = np.maximum(load_s, wanted.engine_wait_s) + prefill.seconds(start, wanted.prompt - start)
+    compute_s = prefill.seconds(start, wanted.prompt - start)
+    begin_s = np.maximum(load_s / wanted.layers, wanted.engine_wait_s)
+    first_s = np.maximum(begin_s + compute_s, load_s + compute_s / wanted.layers)
     good = first_s <= first_s.min() * (1 + EVEN)
     best = int(np.flatnonzero(good)[-1])
     return Advice(
@@ -84,10 +94,11 @@ def advise(wanted: Wanted, runs: Sequence[Run], prefill: Prefill, *, copy: Pace 
     )
 
 
-def _load_seconds(
+def load_seconds(
     tokens: NDArray[np.float64], runs: Sequence[Run], bytes_per_token: float, copy: Pace | None
 ) -> NDArray[np.float64]:
-    """Seconds to load the first `tokens` tokens: float64 [n]. Tiers are read at once."""
+    """Seconds to load the first `tokens` tokens: float64 [n]. Tiers are read at once.
+    copy: as for `advise`."""
     of_tier: dict[Pace, NDArray[np.float64]] = {}
     first = 0
     for run in runs:

@@ -8,6 +8,7 @@ Costs below zero mean nothing, so of the subsets of quantities the best without 
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -50,15 +51,38 @@ class Fit:
 
     def _solved(self) -> NDArray[np.float64]:
         size = len(self._products)
+        moments, products, ridge = self._moments.tolist(), self._products.tolist(), self._ridge.tolist()
         best, least = np.zeros(size), 0.0
         for count in range(1, size + 1):
-            for chosen in map(list, combinations(range(size), count)):
-                moments = self._moments[np.ix_(chosen, chosen)]
-                scale = np.sqrt(np.maximum(np.diag(moments), 1e-300))
-                scaled = moments / np.outer(scale, scale) + np.diag(self._ridge[chosen])
-                found = np.linalg.solve(scaled, self._products[chosen] / scale) / scale
-                error = -float(self._products[chosen] @ found)  # less than with zeros by so much
-                if (found >= 0).all() and error < least:
+            for chosen in combinations(range(size), count):
+                scale = [math.sqrt(max(moments[i][i], 1e-300)) for i in chosen]
+                rows = [
+                    [
+                        moments[i][j] / (a * b) + (ridge[i] if i == j else 0.0)
+                        for j, b in zip(chosen, scale, strict=True)
+                    ]
+                    + [products[i] / a]
+                    for i, a in zip(chosen, scale, strict=True)
+                ]
+                found = [x / a for x, a in zip(_solution(rows), scale, strict=True)]
+                error = -sum(products[i] * x for i, x in zip(chosen, found, strict=True))  # below that of zeros
+                if min(found) >= 0 and error < least:
                     best, least = np.zeros(size), error
-                    best[chosen] = found
+                    best[list(chosen)] = found
         return best
+
+
+def _solution(rows: list[list[float]]) -> list[float]:
+    """Solves equations of a positive definite matrix by elimination, in place. rows: of the matrix,
+    with the right side as the last column. For so few equations it is ten times as fast as LAPACK."""
+    size = len(rows)
+    for at, pivot in enumerate(rows):
+        for row in rows[at + 1 :]:
+            share = row[at] / pivot[at]
+            for i in range(at, size + 1):
+                row[i] -= share * pivot[i]
+    found = [0.0] * size
+    for at in reversed(range(size)):
+        rest = sum(rows[at][i] * found[i] for i in range(at + 1, size))
+        found[at] = (rows[at][size] - rest) / rows[at][at]
+    return found

@@ -37,7 +37,6 @@ from tierd.core.plan import (
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.arena.holds import HoldKind
-from tierd.tiers.tier import is_mapped
 
 log = structlog.get_logger(__name__)
 
@@ -192,8 +191,6 @@ class Gets(Sessions):
             served = self.core.settle(got.lease, now=self.clock.now(), early=True)
             assert served.pending is not None, "told of an unsettled lease"
             there = ~served.pending
-            if not all(is_mapped(self.tiers[tier]) for tier in kinds(served.extents["tier"][served.pending])):
-                return None  # a GPU fills whole pages
             bad = await self._verification.find_bad(served.extents[there], served.blocks[there])
             if bad is None or len(bad) or there.all():
                 return None

@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from tierd.client.blocks.buffers import address_of, flat
 from tierd.client.blocks.copying import BLOCK, Sums, blocks_of, sum_and_copy
 from tierd.core.formats.block import slice_lengths
+from tierd.core.formats.model import StructArray
 from tierd.errors import InvalidArgument
+from tierd.native import find_library
 
 Bytes = NDArray[np.uint8]
 Piece = Any
@@ -26,6 +28,7 @@ Piece = Any
 Pieces = Sequence[Piece]
 Row = tuple[int, int, int, int]
 """source, target, length, layers: of BLOCK (client/blocks/copying.py)."""
+_library = find_library()
 
 
 def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Sequence[int]) -> Sums:
@@ -46,7 +49,7 @@ def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Seque
 
 def copy_in(pieces: Pieces, page: Bytes) -> None:
     """Engine to page. Raises InvalidArgument if the pieces do not add up to the page."""
-    for piece, part in _matched(pieces, page):
+    for piece, part in matched(pieces, page):
         if isinstance(piece, np.ndarray):
             np.copyto(_shaped(part, piece), piece)
         else:
@@ -55,11 +58,65 @@ def copy_in(pieces: Pieces, page: Bytes) -> None:
 
 def copy_out(page: Bytes, pieces: Pieces) -> None:
     """Page to engine. Raises InvalidArgument if the pieces do not add up to the page."""
-    for piece, part in _matched(pieces, page):
-        if isinstance(piece, np.ndarray):
-            np.copyto(piece, _shaped(part, piece))
-        else:
-            piece.copy_(_tensor(part, piece))
+    for piece, part in matched(pieces, page):
+        copy_piece(piece, part)
+
+
+def rows_out(blocks: Sequence[tuple[Bytes, Pieces]]) -> StructArray | None:
+    """BLOCK [pieces of a block, blocks], for `copy_rows`: from pages to their pieces. None unless all
+    pieces are contiguous host memory and each block has equally many.
+
+    One call then copies a layer without the interpreter's lock. Many short copies would keep that
+    from the engine's thread.
+    """
+    counts = {len(pieces) for _, pieces in blocks}
+    if _library is None or len(counts) != 1:
+        return None
+    flat_pieces = [piece for _, pieces in blocks for piece in pieces]
+    if not all(isinstance(piece, np.ndarray) for piece in flat_pieces):
+        return None
+    rows = np.zeros((len(blocks), counts.pop()), BLOCK)
+    lengths = rows["length"] = np.reshape([piece.nbytes for piece in flat_pieces], rows.shape)
+    if lengths.sum(axis=1).tolist() != [len(page) for page, _ in blocks]:
+        return None
+    try:
+        rows["target"] = np.reshape([address_of(piece, writable=True) for piece in flat_pieces], rows.shape)
+    except ValueError:
+        return None
+    starts = np.array([page.__array_interface__["data"][0] for page, _ in blocks], np.uint64)
+    rows["source"] = starts[:, None] + (np.cumsum(lengths, axis=1) - lengths).astype(np.uint64)
+    return np.ascontiguousarray(rows.T)
+
+
+def copy_rows(rows: StructArray, is_over: NDArray[np.int32]) -> None:
+    """Copies BLOCK [n], until is_over[0] is set."""
+    assert _library is not None, "rows_out gives no rows without the library"
+    _library.tierd_copy(address_of(rows), len(rows), address_of(is_over))
+
+
+def copy_piece(piece: Piece, part: Bytes, *, is_awaited: bool = True) -> None:
+    """Copies a part of a page to the piece.
+
+    is_awaited: a device's bytes have arrived on return. Otherwise they arrive at this place of the
+    current stream.
+    """
+    if isinstance(piece, np.ndarray):
+        np.copyto(piece, _shaped(part, piece))
+    else:
+        piece.copy_(_tensor(part, piece), non_blocking=not is_awaited)
+
+
+def matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
+    """Each piece with its part of the page. Raises InvalidArgument if they do not add up to the page."""
+    found = sum(piece.nbytes for piece in pieces)
+    if found != len(page):
+        raise InvalidArgument(
+            f"block: {len(page)} bytes in tierd, {found} in the engine's {len(pieces)} pieces; the namespace's block_bytes is wrong"
+        )
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.nbytes
+        yield piece, page[start:end]
 
 
 def piece_bytes(piece: Piece) -> int:
@@ -90,18 +147,6 @@ def _rows(pieces: Pieces, page: Bytes, layers: int) -> list[Row]:
 def _are_slices(lengths: tuple[int, ...], length: int, layers: int) -> bool:
     """Whether the slices of the pieces are those of the block."""
     return [*chain.from_iterable(slice_lengths(piece, 0) for piece in lengths)] == slice_lengths(length, layers)
-
-
-def _matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
-    found = sum(piece.nbytes for piece in pieces)
-    if found != len(page):
-        raise InvalidArgument(
-            f"block: {len(page)} bytes in tierd, {found} in the engine's {len(pieces)} pieces; the namespace's block_bytes is wrong"
-        )
-    end = 0
-    for piece in pieces:
-        start, end = end, end + piece.nbytes
-        yield piece, page[start:end]
 
 
 def _shaped(part: Bytes, like: Any) -> Any:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -31,30 +31,19 @@ from tierd.client import (
     PutGroup,
     Reservation,
 )
+from tierd.client.advice import EngineAdvice
 from tierd.client.values import Hashes
 from tierd.errors import TierdError, Unavailable
-from tierd.integrations.advice import EngineAdvice
-from tierd.integrations.coding import Codings, Engine, Source, Target
+from tierd.integrations.coding import Codings, Engine, Source
 from tierd.integrations.facts import EngineFacts
+from tierd.integrations.loading import LayerLoad, Loaded, decoded, fill, loaded_of
 from tierd.integrations.options import Options
-from tierd.integrations.pieces import Pieces, copy_all_in, copy_out
+from tierd.integrations.pieces import Pieces, copy_all_in
 
 PRESENCE_S = 1.0
 """Seconds between checks of the connection; a check sends nothing while it is up."""
 SAVE_BLOCKS = 64
 """Pages reserved at a time: a long sequence must not hold half a tier while it is copied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """tokens: served and copied, over all groups. good: per group, good blocks from the first requested.
-    first: per group, leading blocks not needed and not copied.
-    tier_tokens: by the position of the tier that had them."""
-
-    tokens: int = 0
-    good: tuple[int, ...] = ()
-    first: tuple[int, ...] = ()
-    tier_tokens: tuple[int, ...] = ()
 
 
 class EngineStore:
@@ -106,26 +95,33 @@ class EngineStore:
         """Starts copying blocks to a near tier; returns how many copies this call started."""
         return self._client.prefetch(groups, timeout_s=self._options.lookup_timeout_s)
 
-    def load(self, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]]) -> Loaded:
+    def load(
+        self,
+        groups: Sequence[Group],
+        targets: Sequence[Sequence[Pieces | None]],
+        *,
+        into: LayerLoad | None = None,
+        timeout_s: float | None = None,
+    ) -> Loaded:
         """Copies each group's servable blocks into the engine's memory.
 
         `targets` holds the engine's pieces per group and block, None for an unwanted block. A group
-        is of one rank.
+        is of one rank. Threads that wait for layers, or give the load up, share `into`.
+        timeout_s: of the daemon's answer, at most the option's.
         """
+        load, loaded = into or LayerLoad(), Loaded(good=(0,) * len(groups))
+        wait_s = self._options.timeout_s if timeout_s is None else min(timeout_s, self._options.timeout_s)
         try:
-            lease = self._client.acquire(groups)
-            if not lease:
-                return Loaded(good=(0,) * len(groups))
-            begun = time.monotonic()
-            copied, coded = self._copy_groups(lease, groups, targets)
-            good = self._decoded(coded, lease.check())
-            self.advice.copied(int(lease.handles["length"].sum()), time.monotonic() - begun)
-            loaded = _loaded(lease, copied, good)
-            lease.detach()
-        except (TierdError, MemoryError):  # a restart or a fork: the copied bytes are unknown
+            is_awaited = load.until is not None and not any(self.codings.of(group.namespace.spec) for group in groups)
+            acquire = self._client.acquire_by_layer if is_awaited else self._client.acquire
+            lease = acquire(groups, timeout_s=max(0.0, wait_s))
+            if lease:
+                loaded = self._copied(lease, groups, targets, load)
+                self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))
+        except (TierdError, MemoryError):  # a restart, a fork or the engine's deadline: the bytes are unknown
             self._count(failed_loads=1)
-            return Loaded(good=(0,) * len(groups))
-        self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))
+        finally:
+            loaded = load.end(loaded)
         return loaded
 
     def save(self, group: PutGroup, sources: Sequence[Pieces], about: About | None = None) -> int:
@@ -234,48 +230,23 @@ class EngineStore:
         self._count(saved_bytes=int(reservation.handles["length"][given].sum()))
         return statuses
 
-    def _copy_groups(
-        self, lease: Lease, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]]
-    ) -> tuple[list[int], list[tuple[Engine, Target]]]:
-        """Copies the wanted blocks, encoded ones to memory of their own. Returns, per group, the blocks
-        from its first one on; and the encoded ones."""
-        views = iter(lease.views())
-        copied, coded = [], list[tuple[Engine, Target]]()
-        for group, leased, pieces in zip(groups, lease.groups, targets, strict=True):
-            engine = self.codings.of(group.namespace.spec)
-            for index in range(leased.count):
-                view, wanted = next(views), pieces[leased.first + index]
-                if wanted is not None and engine is not None:
-                    tokens = int(leased.handles["tokens"][0, index])
-                    coded.append((engine, Target(index, view.copy(), wanted, tokens)))
-                elif wanted is not None:
-                    copy_out(view, wanted)
-            copied.append(leased.first + leased.count)
-        return copied, coded
-
-    def _decoded(self, coded: Sequence[tuple[Engine, Target]], good: int) -> int:
-        """Decodes the blocks before `good`. Returns the blocks of a group before the first bad one."""
-        valid = [(engine, target) for engine, target in coded if target.index < good]
-        done = self.codings.each(lambda one: one[0].decode(one[1]), valid)
-        bad = [target.index for (_, target), is_good in zip(valid, done, strict=True) if not is_good]
-        if bad:
-            self._count(undecoded_blocks=len(bad))
-        return min([good, *bad])
+    def _copied(
+        self, lease: Lease, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]], load: LayerLoad
+    ) -> Loaded:
+        """Copies and decodes the wanted blocks, and says which of them are good."""
+        begun = time.monotonic()
+        filled = fill(lease, groups, targets, self.codings, load)
+        good = lease.check()
+        bad = decoded(filled, good, self.codings, load)
+        self._count(undecoded_blocks=len(bad))
+        self.advice.copied(int(lease.handles["length"].sum()), time.monotonic() - begun)
+        loaded = loaded_of(lease, filled.copied, min([good, *bad]))
+        lease.detach()
+        return loaded
 
     def _count(self, **amounts: int) -> None:
         with self._turn:
             self.counts.update(amounts)
-
-
-def _loaded(lease: Lease, copied: Sequence[int], good: int) -> Loaded:
-    """The blocks that are good: those before `good` in each group."""
-    first = tuple(group.first for group in lease.groups)
-    whole = good >= max((group.count for group in lease.groups), default=0)
-    if whole:
-        return Loaded(lease.tokens, tuple(copied), first, lease.tier_tokens)
-    if len(lease.groups) == 1:
-        return Loaded(lease.tokens_of(good), (lease.groups[0].first + good,), first, lease.tier_tokens)
-    return Loaded(good=(0,) * len(lease.groups))
 
 
 def _part_of(group: PutGroup, start: int) -> PutGroup:

@@ -18,6 +18,10 @@ from tierd.testing import Daemon
 PROMPTS = [prompt(70 + i, 300) for i in range(8)]
 SLOW = "delay:0.5"
 """Half a second for each read: computing 300 tokens of a tiny model takes milliseconds."""
+HANGS_S = 10.0
+WHOLE = 288
+"""Tokens of a prompt that may be loaded."""
+HANGS = f"delay:{HANGS_S:g}"
 
 
 @pytest.fixture
@@ -43,6 +47,30 @@ def test_what_a_slow_store_has_is_computed(
         counts = llm.metrics()
         assert counted(counts, "advised_computes") >= len(PROMPTS) // 2
         assert counted(counts, "advised_compute_tokens") > 0
+
+
+def test_a_store_that_hangs_costs_one_deadline(
+    tmp_path: Path, engine: Callable[..., Engine], make_model: Callable[..., Path]
+) -> None:
+    """A load from a store that hangs is given up at its deadline and computed, with the same answer. No
+    request waits for a single read."""
+    with IoFaults(tmp_path) as faults, Daemon(VERIFIED, env=faults.env) as daemon:
+        patient = {"lookup_timeout_s": 20.0, "timeout_s": 120.0, "load_deadline_s": 0.2}
+        llm = engine(make_model(), connector=connector(daemon, **patient))
+        await_hits(llm, prompt(60, 80))
+        known = llm.generate(PROMPTS[:3], max_tokens=8)
+        to_the_store(daemon)
+        assert llm.reset()
+        before = counted(llm.metrics(), "loaded_blocks")
+        faults.arm("pread", HANGS, "*/nvme-0/*")
+        for asked, answer in zip(PROMPTS, known, strict=False):
+            (again,) = llm.generate([asked], max_tokens=8)
+            assert_same(answer, again, within=CLOSE)
+            assert again.seconds < HANGS_S
+        faults.disarm()
+        counts = llm.metrics()
+        assert counted(counts, "hit_tokens_disk") == 3 * WHOLE, "no load had begun: this test shows nothing"
+        assert counted(counts, "loaded_blocks") == before
 
 
 def test_what_memory_has_is_loaded_by_a_slow_engine(engine: Callable[..., Engine], shared: Path) -> None:

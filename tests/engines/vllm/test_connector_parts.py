@@ -77,7 +77,7 @@ def config(**more: Any) -> Any:
     model |= {"hf_config": LlamaConfig(), "max_model_len": 4096, "enable_sleep_mode": False}
     transfer = {"kv_load_failure_policy": "recompute", "is_kv_consumer": True, "is_kv_producer": True}
     parts = {"kv_transfer_config": transfer, "parallel_config": parallel, "cache_config": cache, "model_config": model}
-    parts["attention_config"] = {"backend": None}
+    parts |= {"attention_config": {"backend": None}, "scheduler_config": {"async_scheduling": False}}
     return SimpleNamespace(
         **{name: SimpleNamespace(**part | {k: v for k, v in more.items() if k in part}) for name, part in parts.items()}
     )

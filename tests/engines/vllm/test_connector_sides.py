@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from tests.depth import report
 from tests.engines.vllm.test_connector_parts import BLOCKS, FULL, HEAD, HEADS, NAMES, TOKENS, caches, config, kv_config
 from tests.system.blocks import await_true
-from tierd.integrations.store import Loaded
+from tierd.integrations.loading import Loaded
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, GroupLoad, Load, Orders
 from tierd.integrations.vllm.scheduler import SchedulerSide
@@ -160,7 +160,7 @@ def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
         sides.caches[name][1:6] = 0
     sides.scheduler.allocated(again, (full, [NULL_BLOCK, 4, 5]), 3 * TOKENS)
     sides.worker.begin_loads(sides.scheduler.orders(step({})))
-    assert sides.worker._loading.drain(timeout_s=60)
+    assert sides.worker._loads._later.drain(timeout_s=60)
     ended = sides.worker.take_loads()
     assert ended.requests == {"again"} and not ended.failed and not ended.blocks
     assert all(torch.equal(sides.caches[name], kept[name]) for name in NAMES)
@@ -210,7 +210,7 @@ def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
     await_true(lambda: loaded.waiters == 1, "a load that waits")
     assert all((sides.caches[name][ids] == -1).all() for name in NAMES)
     loaded.reach()
-    assert sides.worker._loading.drain(timeout_s=60)
+    assert sides.worker._loads._later.drain(timeout_s=60)
     assert sides.worker.take_loads().requests == {"again"}
     assert all(torch.equal(sides.caches[name][ids], kept[name][ids]) for name in NAMES)
     sides.close()
@@ -235,7 +235,7 @@ def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
         part = GroupLoad((b"x", b"y"), 0, (5, 6))
         spaces = sides.scheduler._spaces
         sides.worker.begin_loads(Orders(spaces, [Load("r", (part,) * len(spaces))]))
-        assert sides.worker._loading.drain(timeout_s=60)
+        assert sides.worker._loads._later.drain(timeout_s=60)
         ended = sides.worker.take_loads()
         assert (ended.requests, ended.failed, ended.blocks) == ({"r"}, failed, blocks)
         assert sides.worker.take_loads().requests == set()
@@ -286,7 +286,7 @@ def test_an_adapters_files_divide(daemon: Daemon, tmp_path: Path) -> None:
     assert sides.match(again) == 3 * TOKENS
     sides.scheduler.allocated(again, ([4, 5, 6],), 3 * TOKENS)
     sides.worker.begin_loads(sides.scheduler.orders(step({})))
-    assert sides.worker._loading.drain(timeout_s=60)
+    assert sides.worker._loads._later.drain(timeout_s=60)
     assert sides.worker.take_loads().blocks == set()
     assert all(torch.equal(layer[4:7], layer[1:4]) for layer in sides.caches.values())
     anew = Sides(daemon, kv_config(FULL))

@@ -160,3 +160,16 @@ def test_advice_follows_a_tier_that_slows_down() -> None:
     found = slowed(count=150)
     late = {name: times[times[:, 0] > 22, 1].mean() for name, times in found.items()}
     assert late["advised"] <= 1.05 * late["none"] < late["all"]
+
+
+@given(gbps=st.floats(0.1, 100), prefix=st.integers(1, 100), tail=st.integers(1, 3000), layers=st.integers(1, 64))
+def test_layers_hide_the_longer_of_two_times(gbps: float, prefix: int, tail: int, layers: int) -> None:
+    """An engine that waits for layers is never later than one that waits for whole loads, and never
+    faster than the load, or the computing, alone."""
+    runs = [Run(64 * prefix, Pace(gbps * 1e9, 1e-4, 0.0))]
+    whole, layered = (Wanted(64 * prefix + tail, 0, 64, 1e5, layers=n) for n in (1, layers))
+    one, many = advise(whole, runs, PREFILL), advise(layered, runs, PREFILL)
+    assert many.all_s <= one.all_s * (1 + 1e-9) and many.none_s == pytest.approx(one.none_s)
+    tail_s = float(PREFILL.seconds(np.float64(64 * prefix), np.float64(tail)))
+    load_s = 1e-4 + 64 * prefix * 1e5 / (gbps * 1e9)
+    assert many.all_s >= max(tail_s, load_s) * (1 - 1e-9)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.checksum import slice_sums
+from tierd.client.match import Match, claim
 from tierd.core.formats.block import slice_lengths
 from tierd.errors import ConfigError, InvalidArgument, Unsupported
 from tierd.integrations.coding import refuse_codec
 from tierd.integrations.courier import Courier
 from tierd.integrations.facts import WORD_CHARS, EngineFacts
-from tierd.integrations.match import Match, claim
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in, copy_in, copy_out
 from tierd.integrations.versions import check_version, has_run, release_of

@@ -75,7 +75,7 @@ class Arrival:
         """Verified slices of each page; LOST if the page was taken from the lease."""
         counts = np.full(len(self.handles), LOST, np.int64)
         for place, rows in self._parts:
-            segment = self._hold.mapped(place)
+            segment = self._hold.segment(place)
             if segment is None:
                 continue
             metas, handles = np.frombuffer(segment.metas, META), self.handles[rows]

@@ -204,11 +204,13 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSegment:
-    """One mapped segment. words: the generation word of each page, always in host memory."""
+    """One mapped segment. words, metas: generation word and META of each page, always in host
+    memory."""
 
     id: int
     memory: Memory
     words: Words
+    metas: memoryview
     is_writable: bool
 
     @property
@@ -322,8 +324,9 @@ def map_segment(
 ) -> DeviceSegment:
     """Maps a segment. data, catalogue: (descriptor, bytes); the caller closes the descriptors.
     Raises Unsupported, TierFailed, Overloaded, VersionMismatch."""
-    words = mapping.map_catalogue(segment, catalogue).words
-    return DeviceSegment(segment, gpu_at(place).map(*data, is_writable=is_writable), words, is_writable)
+    its = mapping.map_catalogue(segment, catalogue)
+    memory = gpu_at(place).map(*data, is_writable=is_writable)
+    return DeviceSegment(segment, memory, its.words, its.metas, is_writable)
 
 
 def unmap_ended() -> None:

@@ -112,11 +112,6 @@ class Hold(Bound):
         """A segment of its link, if it is mapped."""
         return self.link.session.segments.at(place) if self.link.session else None
 
-    def mapped(self, place: Place) -> MappedSegment | None:
-        """A segment of host memory of its link, if it is mapped."""
-        found = self.segment(place)
-        return found if isinstance(found, MappedSegment) else None
-
     def watch(self, handle: object) -> None:
         """Drops the hold if the handle is collected without being closed."""
         weakref.finalize(handle, self.drop).atexit = False

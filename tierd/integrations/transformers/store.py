@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import Group, NamespaceSpec, PutGroup
+from tierd.client.match import Match, claim
 from tierd.core.formats.model import ROOT
 from tierd.errors import TierdError, Unsupported
-from tierd.integrations.match import Match, claim
 from tierd.integrations.pieces import Pieces
 from tierd.integrations.store import EngineStore
 from tierd.integrations.transformers.identity import check_supported, facts_of, shapes_of, spec_of

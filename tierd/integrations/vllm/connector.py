@@ -2,8 +2,8 @@
 '{"kv_connector":"TierdConnector","kv_role":"kv_both",...}'`.
 
 It implements vLLM's interface, once for the scheduler and once for each worker; scheduler.py and
-worker.py do the work. Loads are asynchronous: the hooks in attention layers do nothing, and whole
-CUDA graphs may run. A request whose blocks fail to load is computed.
+worker.py do the work. Short loads run in the step that computes with them, and its attention layers
+wait for their own KV. Others are asynchronous. A request whose blocks fail to load is computed.
 """
 
 from __future__ import annotations
@@ -72,12 +72,18 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         """Records the location of KV in this worker."""
         self._of_worker.register(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Hands the step's loads to threads before vLLM prepares the step's inputs."""
+        assert isinstance(kv_connector_metadata, Orders)
+        self._of_worker.begin_early(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hands the step's loads to threads."""
+        """Hands the step's loads to threads, if they have not begun."""
         self._of_worker.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads have ended before a request is computed."""
+        """Waits for the layer of the loads in this step."""
+        self._of_worker.await_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: whole blocks are saved after the step."""
@@ -119,7 +125,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """The tokens that tierd has beyond vLLM's own hit; None if not known yet."""
         tokens = self._of_scheduler.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self._of_scheduler.loads_in_step(request)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Splits a hit into tokens from memory and from a store."""

@@ -29,10 +29,16 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fills a request's blocks, of each group."""
+    """Fills a request's blocks, of each group.
+
+    deadline_s: after its step has begun, it is given up.
+    is_in_step: the step computes with the blocks. Otherwise the request waits for a later step.
+    """
 
     request: str
     groups: tuple[GroupLoad, ...]
+    deadline_s: float = 60.0
+    is_in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +72,15 @@ class Orders(KVConnectorMetadata):
 @dataclass
 class Done(KVConnectorWorkerMetadata):
     """saves: number -> how many workers have ended it. copies: (bytes, seconds) of loads from near
-    pages."""
+    pages. waited_s: how long the step waited for layers."""
 
     saves: Mapping[int, int]
     copies: tuple[tuple[int, float], ...] = ()
+    waited_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Adds up the workers' counts."""
         assert isinstance(other, Done)
         numbers = {*self.saves, *other.saves}
         saves = {number: self.saves.get(number, 0) + other.saves.get(number, 0) for number in numbers}
-        return Done(saves, self.copies + other.copies)
+        return Done(saves, self.copies + other.copies, max(self.waited_s, other.waited_s))

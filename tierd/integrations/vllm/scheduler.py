@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,16 +21,18 @@ from typing import Any
 import numpy as np
 
 from tierd.client import Found, OpenedNamespace
-from tierd.integrations.advice import NOTHING, Blocks, Claim
+from tierd.client.advice import NOTHING, Blocks, Claim
+from tierd.client.match import Match
 from tierd.integrations.courier import Courier
-from tierd.integrations.match import Match
 from tierd.integrations.store import EngineStore
 from tierd.integrations.vllm.identity import AdapterFiles
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
+from tierd.integrations.vllm.same_step import StepLoad, can_confirm_later
 from tierd.integrations.vllm.spaces import (
     Space,
     facts_of,
+    is_kept_by_blocks,
     is_replicated,
     spaces_of,
     stamped,
@@ -43,21 +45,29 @@ MOST_STEPS = 8
 """Steps under way, at most: vLLM schedules one or two ahead."""
 END_S = 2.0
 """Seconds that a shutdown waits for lookups in flight."""
+ALONE = 5
+"""An engine with a single request waits so many times longer for loads in its step."""
+FRESH_S = 1.0
+"""A request that queued for longer is looked up again."""
 
 
 @dataclass
 class Entry:
     """State of a request.
 
-    stamp: of its adapter. number: of its lookup. found: None until that ends.
+    stamp: of its adapter. number: of its lookup, which begun and is late after until.
+    found: None until that ends.
     computed: tokens that vLLM had at the claim. claimed: what is loaded, and since when.
     is_spent: it had a match once.
     is_loading: its blocks are not filled yet.
+    is_in_step: they are filled by the step that computes with them.
+    is_renewed: its lookup was repeated, because the first was old.
     saved: per group, leading blocks that are stored or handed to a save.
     """
 
     request: Any
     stamp: bytes = b""
+    begun: float = 0.0
     until: float = 0.0
     life: int = 0
     number: int = 0
@@ -67,6 +77,8 @@ class Entry:
     loading_since: float = 0.0
     is_spent: bool = False
     is_loading: bool = False
+    is_in_step: bool = False
+    is_renewed: bool = False
     saved: list[int] = field(default_factory=list)
 
 
@@ -90,6 +102,9 @@ class SchedulerSide:
         self._counts: Counter[str] = Counter()
         self._steps: deque[tuple[float, list[tuple[int, int]]]] = deque(maxlen=MOST_STEPS)
         self._step_ended = 0.0
+        self._step_loads: list[StepLoad] = []
+        self._step_load_s = 0.0  # expected of those ordered for the next step
+        self._loads_in_step = _may_load_in_step(config, kv)
         self._cache: Any = None
         self._number = 0
         self._has_begun = False
@@ -120,7 +135,8 @@ class SchedulerSide:
         self._entries[request.request_id] = entry
         tokens = (request.num_tokens - 1) // step_tokens(self._spaces) * step_tokens(self._spaces)
         names = [stamped(space.names(request.block_hashes, tokens=tokens), stamp) for space in self._spaces]
-        entry.until = time.monotonic() + 2 * self._options.lookup_timeout_s
+        entry.begun = time.monotonic()
+        entry.until = entry.begun + 2 * self._options.lookup_timeout_s
         key = (request.request_id, entry.number)
         if tokens == 0 or not self._may_load or not self._courier.submit(key, partial(self._look, self._spaces, names)):
             entry.found = Found()
@@ -134,7 +150,11 @@ class SchedulerSide:
             return 0
         entry = self._entries.get(request.request_id)
         is_new = entry is None or entry.life != request.num_preemptions
-        entry = self.begin(request) if entry is None or is_new else entry
+        if entry is None or is_new:
+            entry = self.begin(request)
+        elif not (entry.is_renewed or entry.is_spent) and time.monotonic() - entry.begun > FRESH_S:
+            entry = self.begin(request)
+            entry.is_renewed = True
         if entry.is_spent:
             return 0
         if entry.found is None and not self._await(entry):
@@ -147,7 +167,13 @@ class SchedulerSide:
         least = self._options.least_load_tokens
         blocks = Blocks(space.tokens, size, group, step_tokens=step_tokens(self._spaces), least_tokens=least)
         entry.claimed = self._store.advice.claim(seen, entry.found, blocks)
+        entry.is_in_step = self._loads_in_step and self._is_short(entry.claimed.load_s)
         return entry.claimed.tokens
+
+    def loads_in_step(self, request: Any) -> bool:
+        """Whether the tokens of the last `match` are loaded by the step that computes the rest."""
+        entry = self._entries.get(request.request_id)
+        return entry is not None and entry.is_in_step
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
         """Splits loaded tokens by the name of their tier. Call it right after `allocated`."""
@@ -179,22 +205,32 @@ class SchedulerSide:
             names = stamped(space.names(request.block_hashes, tokens=total), entry.stamp)
             loads.append(GroupLoad(names, first, tuple(of_group[first:stop])))
         entry.saved = self._known([total // space.tokens for space in self._spaces])
-        self._orders.loads.append(Load(request.request_id, tuple(loads)))
+        self._orders.loads.append(Load(request.request_id, tuple(loads), self._deadline_s(entry), entry.is_in_step))
+        if entry.is_in_step:
+            load = StepLoad(entry, tuple(ids[0]), entry.computed // self._spaces[0].tokens)
+            load.hide(self._cache.block_pool)
+            self._step_loads.append(load)
+            self._step_load_s += entry.claimed.load_s
+            self._counts["step_loads"] += 1
 
     def orders(self, output: Any) -> Orders:
         """The workers' orders for this step's SchedulerOutput."""
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for load in self._step_loads:
+            name = load.entry.request.request_id
+            load.ready = computed.get(name, 0) + output.num_scheduled_tokens.get(name, 0)
         for request_id, tokens in output.num_scheduled_tokens.items():
             entry = self._entries.get(request_id)
             ready = computed.get(request_id, 0) + tokens
-            if entry is not None and self._has_unsaved(entry, ready):
+            if entry is not None and not self._step_loads and self._has_unsaved(entry, ready):
                 self._save(entry, self._cache.get_block_ids(request_id), ready)
         parts = [(computed.get(name, 0), tokens) for name, tokens in output.num_scheduled_tokens.items()]
         self._steps.append((time.monotonic(), parts))
         orders, self._orders = self._orders, Orders()
         orders.is_idle, self._grace_s = not output.num_scheduled_tokens, self._options.lookup_grace_s
+        self._step_load_s = 0.0
         orders.spaces = self._spaces if orders.loads or orders.saves else ()
         return orders
 
@@ -202,13 +238,19 @@ class SchedulerSide:
         """Saves the blocks completed by the last steps. The request's blocks may be freed at once;
         those being saved are retained."""
         entry = self._entries.pop(request.request_id, None)
+        tokens = request.num_computed_tokens - request.num_output_placeholders
+        for load in self._step_loads:
+            if load.entry is entry:  # whether its blocks are good is known at the end of the step
+                load.ended = (ids, tokens)
         if entry is not None and not entry.is_loading:
-            self._save(entry, ids, request.num_computed_tokens - request.num_output_placeholders)
+            self._save(entry, ids, tokens)
 
     def reported(self, output: Any) -> None:
         """Takes a step's KVConnectorOutput: releases saved blocks and saves failed loads again."""
-        self._note_step()
         done = output.kv_connector_worker_meta
+        waited_s = done.waited_s if isinstance(done, Done) else 0.0
+        self._note_step(waited_s)
+        self._end_step_loads(output.invalid_block_ids or (), waited_s)
         if isinstance(done, Done):
             for size, seconds in done.copies:
                 self._store.advice.copied(size, seconds)
@@ -260,14 +302,40 @@ class SchedulerSide:
         """The first group that needs all blocks of a prefix, and its number."""
         return next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
 
-    def _note_step(self) -> None:
-        """Reports how long the step took that ended now. vLLM may have begun the next before."""
+    def _is_short(self, load_s: float) -> bool:
+        """Whether a step may wait for a load of so many seconds, with those that it has already. It may
+        wait longer if the engine has no other request."""
+        most_s = self._options.step_load_s * (ALONE if len(self._entries) == 1 else 1)
+        return load_s > 0 and self._step_load_s + load_s <= most_s
+
+    def _deadline_s(self, entry: Entry) -> float:
+        """How long a load may take: what computing would have, within the options."""
+        return min(self._options.timeout_s, max(self._options.load_deadline_s, entry.claimed.compute_s))
+
+    def _end_step_loads(self, bad: Collection[int], waited_s: float) -> None:
+        """Takes the loads of the step that has ended. Good blocks are in vLLM's prefix cache again, and
+        those that the step completed are saved."""
+        loads, self._step_loads = self._step_loads, []
+        for load in loads:
+            entry, has_failed = load.entry, load.has_failed(bad)
+            entry.is_loading = entry.is_in_step = False
+            if has_failed:
+                entry.saved = [0] * len(self._spaces)
+                continue
+            load.show(self._cache.block_pool, self._spaces[0].tokens)
+            self._store.advice.loaded(entry.claimed, waited_s)
+            if load.ended is not None:
+                self._save(entry, *load.ended)
+        self._counts["step_wait_us"] += int(1e6 * waited_s)
+
+    def _note_step(self, waited_s: float) -> None:
+        """Reports how long the step computed that ended now. vLLM may have begun the next before."""
         if not self._steps:
             return
         begun, parts = self._steps.popleft()
         now = time.monotonic()
         if parts:
-            self._store.advice.computed(parts, now - max(begun, self._step_ended))
+            self._store.advice.computed(parts, now - max(begun, self._step_ended) - waited_s)
         self._step_ended = now
 
     def _begin_hashes(self) -> None:
@@ -376,6 +444,15 @@ class SchedulerSide:
         blocks = self._retained.pop(number, None)
         if blocks:
             self._cache.block_pool.free_blocks(reversed(blocks))
+
+
+def _may_load_in_step(config: Any, kv: Any) -> bool:
+    """Whether vLLM computes a request again whose blocks fail in the step that computes with them.
+
+    It cannot if a group is not the only one, or has a window. With async scheduling it takes one
+    token of the next step, which has begun and reads the bad blocks.
+    """
+    return is_kept_by_blocks(kv) and not config.scheduler_config.async_scheduling and can_confirm_later()
 
 
 def _runs(ids: Sequence[int], start: int, stop: int) -> list[tuple[int, int]]:

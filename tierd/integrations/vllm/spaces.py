@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from tierd.client import Group, NamespaceSpec, OpenedNamespace
+from tierd.client import Group, KVGeometry, NamespaceSpec, OpenedNamespace
 from tierd.core.formats.model import Need
 from tierd.errors import Unsupported
 from tierd.integrations.coding import Codings
@@ -114,13 +114,14 @@ def check_supported(config: Any, kv: Any) -> None:
 
 def block_bytes(group: Any) -> int:
     """Bytes of a block of all the group's layers on one rank."""
+    return sum(_layer_bytes(group))
+
+
+def _layer_bytes(group: Any) -> list[int]:
+    """Bytes of a block of each of the group's layers."""
     spec, names = group.kv_cache_spec, group.layer_names
-    layers = (
-        [spec.kv_cache_specs[name] for name in names]
-        if isinstance(spec, UniformTypeKVCacheSpecs)
-        else [spec] * len(names)
-    )
-    return sum(int(layer.real_page_size_bytes) for layer in layers)
+    has_own = isinstance(spec, UniformTypeKVCacheSpecs)
+    return [int((spec.kv_cache_specs[name] if has_own else spec).real_page_size_bytes) for name in names]
 
 
 def is_replicated(kv: Any) -> bool:
@@ -177,6 +178,7 @@ def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, wo
         block_bytes=block_bytes(group[1]),
         group=str(index),
         salt=hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest(),
+        geometry=_layers_of(group[1]),
         rank_count=1 if is_replicated(kv) else config.parallel_config.tensor_parallel_size,
     )
     named = Codings(options).spec(named, geometry_of(group[1]))
@@ -184,6 +186,12 @@ def _space(config: Any, group: tuple[int, Any], options: ConnectorOptions, *, wo
     if kind in WINDOWS and window and window > 1:
         return Space(index, named, Need.LAST_TOKENS, window - 1 + _kept_longer(spec), hashes_per_block=size)
     return Space(index, named, hashes_per_block=size)
+
+
+def _layers_of(group: Any) -> KVGeometry:
+    """The number of layers alone, if they are equally long. The order of values is the kernels' own."""
+    sizes = _layer_bytes(group)
+    return KVGeometry(layers=len(sizes) if len(set(sizes)) == 1 else 0)
 
 
 def _hash_tokens(config: Any, kv: Any) -> int:

@@ -18,8 +18,10 @@ from tierd.core.formats.model import ROOT
 from tierd.errors import TierdError
 from tierd.integrations.coding import Order
 from tierd.integrations.courier import Courier
+from tierd.integrations.loading import LayerLoad, Loaded
 from tierd.integrations.pieces import Pieces
-from tierd.integrations.store import EngineStore, Loaded
+from tierd.integrations.store import EngineStore
+from tierd.integrations.vllm.loads import Loads, is_layerwise
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
@@ -64,14 +66,16 @@ class WorkerSide:
         self._rank = 0 if self._is_replicated else rank
         self._is_writer = rank == 0 or not self._is_replicated
         self._store = EngineStore(options, facts_of(config, kv, role="worker", rank=rank))
-        self._loading: Courier[Load, list[int]] = Courier(
-            "tierd-load", threads=options.threads, limit=options.queue_limit
-        )
+        layers = [group.layer_names for group in kv.kv_cache_groups]
+        self._layers = {name: at for names in layers for at, name in enumerate(names)}
+        self._loads = Loads(options, layer_count=len(layers[0]), is_layerwise=is_layerwise(config))
+        self._stream: Any = None
+        self._has_zeroing = getattr(kv, "needs_kv_cache_zeroing", True)
+        self._begun: Orders | None = None  # whose loads have begun
         self._saving: Courier[int, int] = Courier("tierd-save", threads=1, limit=options.queue_limit)
         self._opened: dict[int, OpenedNamespace] = {}
         self._memory: KVMemory | None = None
         self._value_orders: list[Order] = []  # with a codec: by group
-        self._refused: list[Load] = []
         self._saved: list[int] = []
         self._is_idle = False
 
@@ -79,18 +83,28 @@ class WorkerSide:
         """Takes vLLM's KV memory, by layer. Raises Unsupported if a codec is set and the order of values
         in it is not known."""
         self._memory = KVMemory(caches, self._kv)
+        self._stream = _stream() if self._memory.is_on_device else None
         if self._options.codec:
             groups = self._kv.kv_cache_groups
             self._value_orders = [order_of(group, caches[group.layer_names[0]]) for group in groups]
 
+    def begin_early(self, orders: Orders) -> None:
+        """Starts the step's loads, unless vLLM will set new blocks to zero in this step."""
+        if not self._has_zeroing:
+            self._begin(orders)
+
     def begin_loads(self, orders: Orders) -> None:
-        """Starts the step's loads in threads. Unfinished device steps may still read the target
-        blocks for their previous owners."""
+        """Starts the step's loads in threads, if they have not begun."""
         self._is_idle = orders.is_idle
-        ready = self._so_far() if orders.loads else None
-        for load in orders.loads:
-            if not self._loading.submit(load, partial(self._load, orders.spaces, load, ready)):
-                self._refused.append(load)
+        self._begin(orders)
+        self._loads.await_step()
+
+    def await_layer(self, name: str) -> None:
+        """Waits for this layer of the loads that the step computes with. Unknown layers have no KV of
+        their own."""
+        layer = self._layers.get(name)
+        if layer is not None:
+            self._loads.await_layer(layer)
 
     def begin_saves(self, orders: Orders) -> None:
         """Starts saves of the step's KV, which the device may still be writing."""
@@ -102,45 +116,52 @@ class WorkerSide:
 
     def take_loads(self) -> Ended:
         """Loads that have ended; an idle engine waits briefly."""
-        if self._is_idle and not self._refused:
+        if self._is_idle:
             self._rest()
         ended = Ended()
-        for outcome in self._loading.finished():
-            self._note(ended, outcome.key, _all_of(outcome.key) if outcome.value is None else outcome.value)
-        for load in self._refused:
-            self._note(ended, load, _all_of(load))
-        self._refused = []
+        for load, loaded in self._loads.take():
+            missing = [block for at, part in enumerate(load.groups) for block in _missing(part, loaded, at)]
+            self._note(ended, load, missing)
         return ended
 
     def take_saves(self) -> Done | None:
         """Numbers of saves that have ended, successful or not."""
         numbers = self._saved + [outcome.key for outcome in self._saving.finished()]
-        self._saved, copies = [], self._store.advice.take_copies()
-        return Done(dict.fromkeys(numbers, 1), copies) if numbers or copies else None
+        self._saved, copies, waited_s = [], self._store.advice.take_copies(), self._loads.take_waited_s()
+        return Done(dict.fromkeys(numbers, 1), copies, waited_s) if numbers or copies or waited_s else None
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""
-        return self._store.take_counts()
+        late, self._loads.late = self._loads.late, 0
+        return self._store.take_counts() + Counter(late_loads=late)
 
     def close(self) -> None:
         """Waits for transfers, then ends the session."""
-        self._loading.close(timeout_s=END_S)
+        self._loads.close(timeout_s=END_S)
         self._saving.close(timeout_s=END_S)
         self._store.close()
         self._memory = None
 
+    def _begin(self, orders: Orders) -> None:
+        """Unfinished device steps may still read the target blocks for their previous owners."""
+        if orders.loads and orders is not self._begun:
+            self._begun, ready = orders, self._so_far()
+            for load in orders.loads:
+                self._loads.begin(load, partial(self._load, orders.spaces, load, ready), stream=self._stream)
+
     # -- in threads
 
-    def _load(self, spaces: Sequence[Space], load: Load, ready: Any) -> list[int]:
-        """vLLM's ids of wanted blocks that could not be filled."""
+    def _load(self, spaces: Sequence[Space], load: Load, ready: Any, into: LayerLoad, timeout_s: float) -> Loaded:
+        if into.is_given_up:
+            return Loaded()
         if ready is not None:
             ready.synchronize()
         groups = [
             space.group(self._space(space), part.names, ranks=(self._rank,))
             for space, part in zip(spaces, load.groups, strict=True)
         ]
-        loaded = self._store.load(groups, [self._targets(at, part) for at, part in enumerate(load.groups)])
-        return [block for at, part in enumerate(load.groups) for block in _missing(part, loaded, at)]
+        targets = [self._targets(at, part) for at, part in enumerate(load.groups)]
+        return self._store.load(groups, targets, into=into, timeout_s=timeout_s)
 
     def _save(self, space: Space, save: Save, ready: Any) -> int:
         if ready is not None:
@@ -180,15 +201,16 @@ class WorkerSide:
     def _rest(self) -> None:
         """Waits in an idle step until a transfer ends. vLLM would call again at once and take the
         interpreter from the threads."""
-        if self._loading.unfinished:
-            self._loading.await_any(timeout_s=self._options.load_grace_s)
+        if self._loads.is_pending:
+            self._loads.rest(self._options.load_grace_s)
         elif self._saving.unfinished:
             self._saving.await_any(timeout_s=min(SAVE_GRACE_S, self._options.load_grace_s))
 
     def _note(self, ended: Ended, load: Load, missing: Sequence[int]) -> None:
         """Reports missing blocks. vLLM accepts single bad blocks only for one group and continues
-        before them; otherwise the whole request fails."""
-        ended.requests.add(load.request)
+        before them; otherwise the whole request fails. Nothing waits for a load of its own step."""
+        if not load.is_in_step:
+            ended.requests.add(load.request)
         if missing and not self._is_kept_by_blocks:
             ended.failed.add(load.request)
         elif missing:
@@ -204,10 +226,6 @@ def _missing(part: GroupLoad, loaded: Loaded, group: int) -> list[int]:
     ]
 
 
-def _all_of(load: Load) -> list[int]:
-    return [block for part in load.groups for block in part.ids if block != NULL_BLOCK]
-
-
 def _now() -> Any:
     """An event on the device's current stream, where the engine computes, after all started work."""
     import torch  # noqa: PLC0415
@@ -215,3 +233,10 @@ def _now() -> Any:
     event = torch.cuda.Event()
     event.record()
     return event
+
+
+def _stream() -> Any:
+    """A stream for loads, beside that of the engine's computing."""
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.Stream()

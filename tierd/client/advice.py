@@ -9,16 +9,16 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
-from tierd.advisor.advice import Advice, Run, Wanted, advise
+from tierd.advisor.advice import Advice, Run, Wanted, advise, load_seconds
 from tierd.advisor.pace import PaceMeter
 from tierd.advisor.prefill import Prefill
-from tierd.client import Found
-from tierd.integrations.match import Match, claim
+from tierd.client.match import Match, claim
+from tierd.client.values import Found
 
 UNTOLD = 32
 """Copies that are kept until somebody takes them."""
@@ -28,21 +28,25 @@ UNTOLD = 32
 class Blocks:
     """An engine's blocks. group: of the lookup, whose blocks have tokens_per_block tokens.
     step_tokens: what is loaded is a multiple of it. bytes_per_token: of all groups and ranks.
-    least_tokens: smaller loads are not worth it."""
+    least_tokens: smaller loads are not worth it. layers: as `Wanted.layers`."""
 
     tokens_per_block: int
     bytes_per_token: float
     group: int = 0
     step_tokens: int = 0
     least_tokens: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """tokens: to load beyond the computed ones. advice: None if nothing was decided."""
+    """tokens: to load beyond the computed ones. advice: None if nothing was decided. load_s: expected
+    time of the load. compute_s: expected time to compute these tokens; 0: not known."""
 
     tokens: int
     advice: Advice | None = None
+    load_s: float = 0.0
+    compute_s: float = 0.0
 
 
 NOTHING = Claim(0)
@@ -56,6 +60,7 @@ class EngineAdvice:
         self._prefill, self._copies = Prefill(), PaceMeter()
         self._untold: deque[tuple[int, float]] = deque(maxlen=UNTOLD)
         self._counts: Counter[str] = Counter()
+        self._is_doubtful = False
 
     def computed(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
         """A step took so long. parts: of each request, the tokens before and those computed."""
@@ -79,16 +84,25 @@ class EngineAdvice:
         """Tokens beyond the computed ones that are worth loading."""
         step, least = blocks.step_tokens or blocks.tokens_per_block, blocks.least_tokens
         most = claim(match, tokens_per_block=step, least_tokens=least)
-        if not most or not self._is_on:
-            return Claim(most)
+        if not most:
+            return NOTHING
         runs = _runs(found, blocks, match.computed, most)
-        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token)
+        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token, layers=blocks.layers)
         with self._lock:
-            advice = advise(wanted, runs, self._prefill, copy=self._copies.pace())
-            tokens = advice.tokens if advice.tokens >= max(1, least) else 0
-            self._counts["advised_loads" if tokens else "advised_computes"] += 1
-            self._counts["advised_compute_tokens"] += most - tokens
-        return Claim(tokens, advice)
+            advice = advise(wanted, runs, self._prefill, copy=self._copies.pace()) if self._is_on else None
+            tokens = most if advice is None else advice.tokens if advice.tokens >= max(1, least) else 0
+            if any(run.pace is not None for run in runs):
+                self._is_doubtful = tokens < most
+            if advice is not None:
+                self._counts["advised_loads" if tokens else "advised_computes"] += 1
+                self._counts["advised_compute_tokens"] += most - tokens
+            return self._expected(Claim(tokens, advice), runs, wanted)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the latest match with tokens on a store was not loaded whole. Then a lookup should
+        not start to read before the engine has decided."""
+        return self._is_doubtful
 
     def loaded(self, claimed: Claim, seconds: float) -> None:
         """A load took so long. Counts by how much computing was expected to be faster."""
@@ -97,6 +111,13 @@ class EngineAdvice:
             first_s = advice.first_token_s - advice.load_s + seconds
             with self._lock:
                 self._counts["regret_us"] += max(0, int(1e6 * (first_s - advice.none_s)))
+
+    def _expected(self, claimed: Claim, runs: list[Run], wanted: Wanted) -> Claim:
+        """The claim with its expected times."""
+        tokens, start = np.array([float(claimed.tokens)]), np.array([float(wanted.computed)])
+        load_s = float(load_seconds(tokens, runs, wanted.bytes_per_token, self._copies.pace())[0])
+        compute_s = float(self._prefill.seconds(start, tokens)[0]) if self._prefill.is_known else 0.0
+        return replace(claimed, load_s=load_s, compute_s=compute_s)
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""

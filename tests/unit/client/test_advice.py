@@ -7,8 +7,8 @@ import pytest
 
 from tierd.advisor.pace import Pace
 from tierd.client import Found
-from tierd.integrations.advice import NOTHING, Blocks, EngineAdvice
-from tierd.integrations.match import Match
+from tierd.client.advice import NOTHING, Blocks, EngineAdvice
+from tierd.client.match import Match
 
 BYTES = 131_072.0
 """Of a token."""
@@ -79,3 +79,21 @@ def test_copies_are_told_once() -> None:
     advice = EngineAdvice(is_on=True)
     advice.copied(100, 0.5)
     assert advice.take_copies() == ((100, 0.5),) and advice.take_copies() == ()
+
+
+def test_a_store_that_is_not_worth_its_time_is_doubted() -> None:
+    """After a match on a store was not loaded whole, lookups should not start reads, until one is."""
+    advice = engine()
+    assert not advice.is_doubtful
+    for pace, tiers, is_doubtful in ((1e6, [1] * 50, True), (1e6, [0] * 50, True), (2e10, [1] * 50, False)):
+        claimed(advice, found(*tiers, pace=Pace(pace)))
+        assert advice.is_doubtful == is_doubtful
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_claim_has_its_expected_times(is_on: bool) -> None:
+    """With or without decisions, a claim tells how long loading and computing its tokens take."""
+    its, advice = found(*[1] * 50, pace=Pace(2e10)), engine(is_on=is_on)
+    claim = advice.claim(Match(its.tokens, 0, its.tokens + 40), its, Blocks(16, BYTES))
+    assert claim.load_s == pytest.approx(800 * BYTES / 2e10)
+    assert claim.compute_s == pytest.approx(2e-3 + 800 / 30_000, rel=0.05)
