@@ -62,10 +62,7 @@ ROWS = {
     "chains": {f"chain_{what}_{length}" for what in ("cost", "step", "wait") for length in (64, 1024)},
     "policies": {f"policy_{name}_{tiers}" for name in list(PATTERNS)[:2] for tiers in ("one", "two")},
     "advice": {"advice_mixed", *POINTS},
-    "prefetch": {
-        *(f"prefetch_{what}_synthetic_load{load}" for what in ("staged", "wasted") for load in ("0.8", "0.95")),
-        "prefetch_predicted_synthetic",
-    },
+    "prefetch": {"prefetch_staged_synthetic", "prefetch_wasted_synthetic"},
     "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},

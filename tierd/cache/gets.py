@@ -282,7 +282,7 @@ class Gets(Sessions):
         self.background.note(plan)
 
     def _allowed(self, session: int, kind: Wanted) -> Allowance:
-        """What prefetches may still bring into a kind of tier; nothing during the shutdown."""
+        """Limits of a prefetch into a kind of tier; during the shutdown it brings nothing."""
         shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
         wanted = [tier for tier in self.tiers if kind in (tier.spec.kind, tier.spec)]
         most = 0 if self.is_draining else self.parts.limits.prefetch_share * sum(t.spec.capacity_bytes for t in wanted)

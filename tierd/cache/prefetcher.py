@@ -28,8 +28,10 @@ class _Ask(NamedTuple):
 
 
 class Prefetcher:
-    """See the module. allow: what a session may bring into a kind of tier now. carry_out: starts a
-    plan of a session. now: the core's time."""
+    """See the module. allow: what a session may bring into a kind of tier now.
+
+    carry_out: starts a plan of a session. now: the core's time.
+    """
 
     def __init__(
         self,

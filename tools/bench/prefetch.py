@@ -5,7 +5,8 @@
 The core, its policies, the ledger of prefetches and what begins them are the daemon's own. Time,
 one link from NVMe and one engine are simulated. Requests arrive as in the trace, wait for the
 engine in order, and then ask for their blocks. The trace's time is scaled so that the engine is
-busy for a stated share of it. A request whose blocks are under way lets the next one pass.
+busy for a stated share of it. A turn comes when the turn before it was answered, or later. A
+request whose blocks are under way lets the next one pass.
 
 Staged: of the tokens that lay on NVMe when their request arrived, those that lie in host memory
 when the engine asks for them. The bound: what the link could have read for each request alone while
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,9 +47,10 @@ PAGE = 4096
 """Bytes of a simulated block; it stands for TOKEN_BYTES a token."""
 TOKEN_BYTES = 128 << 10
 """Of Llama-3-8B."""
-NVME_BYTES_PER_S = 7e9
+DRIVE_BYTES_PER_S = 7e9
 HOST_SHARE, HOST_LONGEST = 0.05, 4
-"""Host memory: a share of the trace's distinct blocks, but so many of its longest requests. NVMe holds all."""
+"""Host memory: a share of the trace's distinct blocks, but so many of its longest requests.
+NVMe holds all blocks."""
 DEVICE_TOKENS = 480_000
 """In an H100's memory beside the weights. The engine asks for no more at one time."""
 PREFETCH_SHARE = 0.5
@@ -138,9 +140,10 @@ class Link:
 
 @dataclass
 class Figures:
-    """Blocks on NVMe at arrival, of these staged when asked for, and what the link could have read
-    meanwhile for one request alone. waits_s: from asking until all was loaded. Bytes of prefetches,
-    by outcome."""
+    """far: blocks on NVMe at arrival. staged: of these, near when asked for. bound: see the module.
+
+    waits_s: from asking until all was loaded. used, wasted: bytes of prefetches.
+    """
 
     far: int = 0
     bound: float = 0.0
@@ -168,7 +171,7 @@ class Figures:
 class Node:
     """A daemon and its engine, an H100. prefetches: on arrival."""
 
-    def __init__(self, trace: Trace, *, prefetches: bool = True, link_bytes_per_s: float = NVME_BYTES_PER_S) -> None:
+    def __init__(self, trace: Trace, *, prefetches: bool = True, drives: int = 1) -> None:
         self._trace, self._prefetches = trace, prefetches
         self._measure = Measure(PAGE, whole=True)
         self.clock, self.figures, self.metrics = Clock(), Figures(), Metrics()
@@ -178,7 +181,7 @@ class Node:
         self.ledger.let_go = self._let_go
         tokens = int(trace.full_tokens[0])
         self.link = Link(
-            self.clock, self._read, tokens * TOKEN_BYTES / link_bytes_per_s, max(1, BATCH_TOKENS // tokens)
+            self.clock, self._read, tokens * TOKEN_BYTES / (drives * DRIVE_BYTES_PER_S), max(1, BATCH_TOKENS // tokens)
         )
         most = int(PREFETCH_SHARE * specs(trace)[HOST].capacity_bytes)
         self.prefetcher = Prefetcher(
@@ -193,11 +196,15 @@ class Node:
         self._loading: list[tuple[set[int], int, Acquisition, float]] = []
         self._is_busy = False
         self._device_tokens = 0
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)
 
     def run(self) -> Figures:
         """Serves the whole trace."""
-        for number, at_s in enumerate(self._trace.times_s.tolist()):
-            self.clock.call_later(at_s, self._arrived, number)
+        for number, former in enumerate(predecessors(self._trace)):
+            if former < 0:
+                self.clock.call_later(float(self._trace.times_s[number]), self._arrived, number)
+            else:
+                self._followers[former].append(number)
         self.clock.run()
         self.clock.now += 1e6
         self.ledger.expire()
@@ -273,6 +280,8 @@ class Node:
         self._carry_out(self.core.release(SESSION, leases=leases, now=now))
         while not (plan := self.core.demote(now)).is_empty:
             self._carry_out(plan)
+        for follower in self._followers[number]:
+            self.clock.call_later(max(0.0, float(self._trace.times_s[follower]) - now), self._arrived, follower)
         self._is_busy = False
         self._device_tokens -= int(self._trace.tokens[number])
         self._next()
@@ -339,6 +348,19 @@ def prefill_s(start: int, tokens: int) -> float:
     return base * -(-tokens // STEP_TOKENS) + each * tokens + pair * float(pairs(start, tokens))
 
 
+def predecessors(trace: Trace) -> list[int]:
+    """Of each request, the one that it continues; -1: none. It shares more than half of that one's
+    prompt."""
+    last, lengths, found = dict[int, int](), np.diff(trace.starts).tolist(), list[int]()
+    for number in range(len(trace)):
+        blocks = trace.of(number).tolist()
+        depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in last), 0)
+        former = last[blocks[depth - 1]] if depth else -1
+        found.append(former if depth and 2 * depth >= lengths[former] else -1)
+        last.update(dict.fromkeys(blocks, number))
+    return found
+
+
 def scaled(trace: Trace, load: float) -> Trace:
     """The trace in such time that the engine is busy for a share `load` of it, if no hit is recomputed."""
     seen, busy_s = set[int](), 0.0
@@ -372,49 +394,54 @@ def synthetic(*, sessions: int, turns: int, seed: int = 0, pause_s: float = 60.0
     return trace_of(sorted(requests, key=lambda request: request.time_ms), name="synthetic")
 
 
-PARTS = {"conversation_a": (1500, 1), "agent_a": (2000, 8)}
-"""Of each trace: requests, and how many of its blocks are one here."""
-LOADS = (0.8, 0.95, 1.1)
-"""Shares of the time that the engine needs for the requests; above 1 its queue grows."""
+PARTS = {"conversation_a": (1500, 1, 1), "agent_a": (1500, 8, 4)}
+"""Of each trace: requests, how many of its blocks are one here, and NVMe drives. An agent's prompt
+of 130,000 tokens takes 2.4 s to read from one drive and 1 s to compute, if most of it is stored."""
+LOAD = 1.1
+"""Work that arrives, as a share of what the engine can do: above 1 requests queue, or prefetches
+have no time."""
 
 
-def found_traces() -> Iterator[Trace]:
-    """The traces beside the checkout, or a synthetic one."""
-    for name, (limit, by) in PARTS.items():
-        if (path := TRACES / f"{name}.jsonl.gz").exists():
-            yield trace_of((coarse(each, by) for each in read_trace(path, limit=limit)), name=name)
-    if not TRACES.exists():
-        yield synthetic(sessions=200, turns=8)
+def found_traces(*, is_tiny: bool = False) -> Iterator[tuple[Trace, int]]:
+    """The traces beside the checkout with their drives, or a synthetic one."""
+    paths = {name: TRACES / f"{name}.jsonl.gz" for name in PARTS}
+    if is_tiny or not all(path.exists() for path in paths.values()):
+        yield synthetic(sessions=20, turns=4), 1
+        return
+    for name, (limit, by, drives) in PARTS.items():
+        yield trace_of((coarse(each, by) for each in read_trace(paths[name], limit=limit)), name=name), drives
 
 
 def rows(effort: Effort) -> list[Row]:
-    """Rows of each trace: staged and wasted, at LOADS[1]."""
+    """Rows of each trace: staged and wasted, at LOAD."""
     out = list[Row]()
-    for trace in [synthetic(sessions=20, turns=4)] if effort.is_tiny else found_traces():
-        got = Node(scaled(trace, LOADS[1])).run()
-        meaning = f"NVMe-hit tokens staged before they are asked for, at an engine load of {LOADS[1]}; limit: the bound"
-        limit = [min(95.0, got.bound_share)]
-        out.append(row_of(f"prefetch_staged_{trace.name}", [got.staged_share], unit="%", limits=limit, meaning=meaning))
+    for trace, drives in found_traces(is_tiny=effort.is_tiny):
+        got = Node(scaled(trace, LOAD), drives=drives).run()
+        meaning = (
+            f"NVMe-hit tokens staged before they are asked for, at an engine load of {LOAD}; limit: 95 or the bound"
+        )
+        limits = [min(95.0, got.bound_share)]
+        out.append(
+            row_of(f"prefetch_staged_{trace.name}", [got.staged_share], unit="%", limits=limits, meaning=meaning)
+        )
         meaning = "bytes that prefetches on arrival brought in vain; limit: the promised share"
         out.append(row_of(f"prefetch_wasted_{trace.name}", [got.wasted_share], unit="%", limits=[5.0], meaning=meaning))
     return out
 
 
 def main() -> None:
-    """Prints the figures of each trace and load."""
+    """Prints the figures of each trace and load, without prefetches and with them."""
     parser = argparse.ArgumentParser(description="prefetches in a simulated node")
-    parser.add_argument("--bandwidth", type=float, default=NVME_BYTES_PER_S, help="of NVMe, bytes per second")
-    parser.add_argument("--loads", type=float, nargs="*", default=LOADS, help="of the engine")
+    parser.add_argument("--loads", type=float, nargs="*", default=[LOAD], help="of the engine")
     asked = parser.parse_args()
-    for trace, load, prefetches in itertools.product(found_traces(), asked.loads, (False, True)):
-        node = Node(scaled(trace, load), prefetches=prefetches, link_bytes_per_s=asked.bandwidth)
-        got = node.run()
+    for (trace, drives), load, prefetches in itertools.product(found_traces(), asked.loads, (False, True)):
+        got = Node(scaled(trace, load), prefetches=prefetches, drives=drives).run()
         waits = np.sort(got.waits_s or [0.0])
         print(
-            f"{trace.name:14} load {load:4.2f} {'prefetches' if prefetches else 'none':10} staged {got.staged_share:5.1f} %"
-            f" (bound {got.bound_share:5.1f} %) of {got.far} far blocks, wasted {got.wasted_share:4.1f} % of"
-            f" {(got.used + got.wasted) // PAGE}, {len(got.waits_s)} waits, p50 {np.quantile(waits, 0.5):.3f} s,"
-            f" p95 {np.quantile(waits, 0.95):.3f} s",
+            f"{trace.name} load {load:g} drives {drives} {'prefetches' if prefetches else 'none'}:"
+            f" staged {got.staged_share:.1f} % (bound {got.bound_share:.1f} %) of {got.far} far blocks, wasted"
+            f" {got.wasted_share:.1f} % of {(got.used + got.wasted) // PAGE}, {len(waits)} waits,"
+            f" p50 {np.quantile(waits, 0.5):.3f} s, p95 {np.quantile(waits, 0.95):.3f} s",
             flush=True,
         )
 

@@ -200,7 +200,7 @@ async def test_what_failed_was_not_wasted() -> None:
 
 @pytest.mark.parametrize("how", ["used", "cancelled", "asked for"])
 async def test_a_prefetch_without_room_goes_on(how: str) -> None:
-    """What the share did not hold follows when there is room, unless it was cancelled or a get came."""
+    """Blocks that the share did not hold follow later, unless they were cancelled or a get came."""
     async with opened(ONE_BY_ONE + f"prefetch_share = {3 * BLOCK_BYTES / (4 << 20)}\n") as world:
         await _far(world, NAMES)
         await _far(world, OTHERS)
