@@ -49,8 +49,10 @@ TOKEN_BYTES = 128 << 10
 """Of Llama-3-8B."""
 DRIVE_BYTES_PER_S = 7e9
 HOST_SHARE, HOST_LONGEST = 0.05, 4
-"""Host memory: a share of the trace's distinct blocks, but so many of its longest requests.
-NVMe holds all blocks."""
+"""Host memory: a share of the trace's distinct blocks, but so many of its longest requests, and
+HOST_DEVICE times the engine's memory. NVMe holds all blocks."""
+HOST_DEVICE = 1.5
+"""If the engine pins all of it, demand evicts what prefetches brought."""
 DEVICE_TOKENS = 480_000
 """In an H100's memory beside the weights. The engine asks for no more at one time."""
 PREFETCH_SHARE = 0.5
@@ -334,7 +336,8 @@ class Node:
 
 def specs(trace: Trace) -> Sequence[TierSpec]:
     """The tiers of its size."""
-    host = max(int(HOST_SHARE * trace.distinct), HOST_LONGEST * trace.longest)
+    device = DEVICE_TOKENS // int(trace.full_tokens[0])
+    host = max(int(HOST_SHARE * trace.distinct), HOST_LONGEST * trace.longest, int(HOST_DEVICE * device))
     far: dict[str, Any] = {"slot_overhead_bytes": PAGE, "writer_owned": False}
     return [
         TierSpec(TierKind.HOST, 0, host * PAGE, 8 * PAGE, eviction="reuse-index"),
@@ -406,7 +409,7 @@ def found_traces(*, is_tiny: bool = False) -> Iterator[tuple[Trace, int]]:
     """The traces beside the checkout with their drives, or a synthetic one."""
     paths = {name: TRACES / f"{name}.jsonl.gz" for name in PARTS}
     if is_tiny or not all(path.exists() for path in paths.values()):
-        yield synthetic(sessions=20, turns=4), 1
+        yield synthetic(sessions=60, turns=6), 1
         return
     for name, (limit, by, drives) in PARTS.items():
         yield trace_of((coarse(each, by) for each in read_trace(paths[name], limit=limit)), name=name), drives
