@@ -183,8 +183,8 @@ class Gets(Sessions):
         return served
 
     async def _promised(self, session: int, got: Acquisition, timeout_s: float) -> Served | None:
-        """The lease before its transfers have ended. None if there are none, if pages that are there
-        already are not good, if all are to be verified at each hit, or if there is no memory yet."""
+        """The lease before its transfers have ended. None if there are none, or no memory yet. None
+        also if pages that are there are not good, or if all are to be verified at each hit."""
         if not got.lease or got.served or self._verification.is_always:
             return None
         try:

@@ -115,7 +115,7 @@ class Gets:
         return self.hold(holder, kind=kind, where=where.at(is_near), blocks=blocks[is_near])
 
     def promised(self, lease_id: int) -> Served:
-        """What `settle` answers if every transfer succeeds. The lease keeps its pins."""
+        """The answer of `settle` if every transfer succeeds. The lease keeps its pins."""
         lease = self._sessions.leases[lease_id]
         groups = [self._pins.served(query, held) for query, held in zip(lease.queries, lease.held, strict=True)]
         return Served(lease.tokens, groups, NO_PLAN, pending=~self._pins.readable(lease))
