@@ -57,6 +57,13 @@ METRICS: Mapping[str, Row] = {
     "tierd_transfers_total": Row(
         "counter", "transfers", "Finished transfers, by link and outcome.", ("link", "outcome")
     ),
+    "tierd_prefetched_bytes_total": Row(
+        "counter",
+        "bytes",
+        "Bytes of prefetched blocks, by origin (lookup, call) and outcome: used (by a get in time), wasted "
+        "(not used in time, or evicted before), dropped (cancelled or failed before they arrived).",
+        ("origin", "outcome"),
+    ),
     "tierd_transfer_seconds": Row(
         "histogram", "seconds", "Time from the start of a batch of transfers to its end, by link.", ("link",)
     ),
@@ -132,6 +139,7 @@ class Metrics:
         self.freed = self._counter("tierd_freed_total")
         self.bytes = self._counter("tierd_bytes_total")
         self.transfers = self._counter("tierd_transfers_total")
+        self.prefetched = self._counter("tierd_prefetched_bytes_total")
         self.transfer_seconds = self._histogram("tierd_transfer_seconds")
         self.corrupt = self._counter("tierd_corrupt_total")
         self.admission_declined = self._counter("tierd_admission_declined_blocks_total")

@@ -401,7 +401,8 @@ class MoverConfig:
         128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096
     )
     hash_threads: int = _key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
-    prefetch_on_lookup: bool = _key(True, "A Lookup starts to load the far blocks that it finds.")
+    prefetch_on_lookup: bool = _key(True, "A Lookup without an intent starts to load the far blocks that it finds.")
+    prefetch_share: float = _key(0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1)
 
 
 @dataclass(frozen=True, config=_CLOSED)

@@ -63,6 +63,7 @@ ROWS = {
     "policies": {f"policy_{name}_{tiers}" for name in list(PATTERNS)[:2] for tiers in ("one", "two")},
     "advice": {"advice_mixed", *POINTS},
     "ttft": {f"ttft_{name}" for s in ("host", "nvme") for name in (f"{s}_8K", f"{s}_8K_bound", f"advised_{s}")},
+    "prefetch": {"prefetch_staged_synthetic", "prefetch_wasted_synthetic"},
     "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},

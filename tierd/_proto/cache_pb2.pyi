@@ -37,6 +37,12 @@ class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DURABILITY_MEMORY: _ClassVar[Durability]
     DURABILITY_DURABLE: _ClassVar[Durability]
+
+class Intent(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INTENT_DEFAULT: _ClassVar[Intent]
+    INTENT_NONE: _ClassVar[Intent]
+    INTENT_LOAD: _ClassVar[Intent]
 TIER_KIND_DEVICE: TierKind
 TIER_KIND_HOST: TierKind
 TIER_KIND_NVME: TierKind
@@ -56,6 +62,9 @@ NEED_LAST_TOKENS: Need
 NEED_LAST_STATE: Need
 DURABILITY_MEMORY: Durability
 DURABILITY_DURABLE: Durability
+INTENT_DEFAULT: Intent
+INTENT_NONE: Intent
+INTENT_LOAD: Intent
 
 class Geometry(_message.Message):
     __slots__ = ("layers", "kv_heads", "head_dim", "dtype", "layout")
@@ -136,22 +145,26 @@ class Group(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., error_limit: _Optional[float] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "intent")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    INTENT_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+    intent: Intent
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., intent: _Optional[_Union[Intent, str]] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("tokens", "tier_of", "tier_tokens", "paces")
+    __slots__ = ("tokens", "tier_of", "tier_tokens", "paces", "prefetch")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIER_OF_FIELD_NUMBER: _ClassVar[int]
     TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PACES_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     tier_of: _containers.RepeatedScalarFieldContainer[bytes]
     tier_tokens: _containers.RepeatedScalarFieldContainer[int]
     paces: _containers.RepeatedCompositeFieldContainer[Pace]
-    def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ...) -> None: ...
+    prefetch: int
+    def __init__(self, tokens: _Optional[int] = ..., tier_of: _Optional[_Iterable[bytes]] = ..., tier_tokens: _Optional[_Iterable[int]] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., prefetch: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("bytes_per_s", "latency_s", "wait_s")
@@ -204,10 +217,12 @@ class AcquireReply(_message.Message):
     def __init__(self, lease: _Optional[int] = ..., tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHandles, _Mapping]]] = ..., tier_tokens: _Optional[_Iterable[int]] = ..., whole: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("leases",)
+    __slots__ = ("leases", "prefetches")
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHES_FIELD_NUMBER: _ClassVar[int]
     leases: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, leases: _Optional[_Iterable[int]] = ...) -> None: ...
+    prefetches: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leases: _Optional[_Iterable[int]] = ..., prefetches: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()
@@ -314,20 +329,24 @@ class AbortReply(_message.Message):
     def __init__(self) -> None: ...
 
 class PrefetchRequest(_message.Message):
-    __slots__ = ("groups", "tier", "nth")
+    __slots__ = ("groups", "tier", "nth", "ttl_ms")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     NTH_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     tier: TierKind
     nth: int
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ...) -> None: ...
+    ttl_ms: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., tier: _Optional[_Union[TierKind, str]] = ..., nth: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class PrefetchReply(_message.Message):
-    __slots__ = ("started",)
+    __slots__ = ("started", "prefetch")
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     started: int
-    def __init__(self, started: _Optional[int] = ...) -> None: ...
+    prefetch: int
+    def __init__(self, started: _Optional[int] = ..., prefetch: _Optional[int] = ...) -> None: ...
 
 class PutChunk(_message.Message):
     __slots__ = ("group", "durability", "index", "offset", "data", "checksum", "codec", "plain_length")

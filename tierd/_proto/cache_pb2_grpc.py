@@ -148,6 +148,7 @@ class CacheServicer(object):
 
     def Prefetch(self, request, context):
         """Begins to load blocks to a nearer tier, and returns at once.
+        Ends with its session, or by Release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

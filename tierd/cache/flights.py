@@ -18,6 +18,7 @@ from tierd import loads_by_layer
 from tierd.cache.directories import Directories
 from tierd.cache.events import EventKind
 from tierd.cache.parts import Parts
+from tierd.cache.prefetches import Ledger, Turns
 from tierd.cache.read_queues import ReadQueues
 from tierd.core.arrays.columns import runs
 from tierd.core.arrays.sets import kinds, true_rows
@@ -33,6 +34,9 @@ log = structlog.get_logger(__name__)
 
 BATCH_BYTES = 32 << 20
 """Limit of bytes in a batch. Batches of large blocks have fewer, so that urgent ones wait less."""
+
+UNFAILED = (BlockStatus.READY, BlockStatus.NO_ROOM, BlockStatus.DEFERRED)
+"""Of transfers: DEFERRED ones belong to a prefetch that was cancelled before they began."""
 
 BY_LAYER_BYTES = 1 << 30
 """Limit of bytes in a batch that is loaded by layer. Others get their turn after each part of it."""
@@ -52,6 +56,8 @@ class Flights:
         # Without admission in a replay, results do not depend on the disk's speed.
         stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
         self.read_queues = ReadQueues(stored, now=_loop_time, limits=parts.limits)
+        self.prefetches = Ledger(parts.metrics, now=_loop_time, next_id=parts.core.next_id)
+        self.turns = Turns(parts.limits.prefetch_batches)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
@@ -77,6 +83,7 @@ class Flights:
         for tier in self._tiers:
             tier.apply(plan)
         self._directories.remove(plan.freed)
+        self.prefetches.free(plan.freed)
         for segment in plan.segments:
             self._prepare(segment)
         self._announce_freed(plan.freed)
@@ -87,6 +94,7 @@ class Flights:
         before: dict[int, asyncio.Task[Outcome]] = {}
         for batch in self._batches(plan.transfers):
             self.read_queues.begin(batch, session=session)
+            self.turns.expect(batch)
             task = asyncio.create_task(self._fly(batch, before))
             self._flying.update((int(i), task) for i in batch["id"])
         # Set after all of the plan's tasks exist, and before any of them runs.
@@ -190,11 +198,14 @@ class Flights:
         try:
             ready = await self._sources_ready(batch, before)
             await self.prepared(kinds(batch["target"]["segment"]))
-            if ready.any():
-                metas = self._metas(batch)  # not before: a source that was decoded has another digest
-                some = metas[ready]
-                statuses[ready] = await self._mover.copy(batch[ready], some)
-                metas[ready] = some
+            async with self.turns.of(batch) as goes:
+                if ready.any() and goes:
+                    metas = self._metas(batch)  # not before: a source that was decoded has another digest
+                    some = metas[ready]
+                    statuses[ready] = await self._mover.copy(batch[ready], some)
+                    metas[ready] = some
+                elif not goes:
+                    statuses[:] = BlockStatus.DEFERRED
         except Exception:
             log.exception("transfer batch failed", count=len(batch))
         finally:
@@ -222,10 +233,12 @@ class Flights:
     def _finish(self, batch: StructArray, statuses: StructArray, metas: StructArray | None) -> None:
         self.made += len(batch)
         # A block whose encoding did not fit is copied as it is next time.
-        self.failed += int(np.isin(statuses, (BlockStatus.READY, BlockStatus.NO_ROOM), invert=True).sum())
+        self.failed += int(np.isin(statuses, UNFAILED, invert=True).sum())
         for i in batch["id"].tolist():
             self._flying.pop(i, None)
         self.read_queues.end(batch)
+        self.turns.end(batch)
+        self.prefetches.fail(batch["target"]["generation"][statuses != BlockStatus.READY].tolist())
         failpoint("flights.finish.before_books")
         plan = self._core.finish(batch["id"], statuses=statuses, now=self._clock.now(), metas=metas)
         self._count(batch, statuses)
@@ -250,7 +263,7 @@ class Flights:
         for status, count in zip(*np.unique(statuses, return_counts=True), strict=True):
             outcome = BlockStatus.names()[status]
             self._metrics.transfers.labels(link=link, outcome=outcome).inc(int(count))
-            if status not in (BlockStatus.READY, BlockStatus.NO_ROOM):
+            if status not in UNFAILED:
                 error = self._take_error(batch) if status == BlockStatus.FAILED else ""
                 log.warning("transfers failed", link=link, outcome=outcome, count=int(count), error=error)
 

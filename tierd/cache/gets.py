@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 
 import structlog
@@ -19,14 +20,18 @@ from tierd.cache.acquire_reply import NOTHING, AcquireReply
 from tierd.cache.counting import count_looked_up, count_served, count_used
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
+from tierd.cache.prefetcher import Prefetcher
+from tierd.cache.prefetches import Order, Started
 from tierd.cache.sessions import Sessions
 from tierd.cache.verification import Generations
 from tierd.core.arrays.sets import kinds
 from tierd.core.formats.model import Fault, TierKind, Wanted
 from tierd.core.plan import (
     Acquisition,
+    Allowance,
     GroupQuery,
     LookupResult,
+    Plan,
     Served,
 )
 from tierd.errors import TierFailed
@@ -39,22 +44,42 @@ LATE_S = 60.0
 """Pages that have not come after this time are taken from a lease that was given early."""
 
 
+class Intent(Enum):
+    """Whether the caller of a lookup will load the blocks. DEFAULT: it does not tell."""
+
+    DEFAULT = 0
+    NONE = 1
+    LOAD = 2
+
+
+FROM_LOOKUP, ANY_ORDER = Order("lookup"), Order()
+
+
 class Gets(Sessions):
     """The verbs of gets."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._settling: set[asyncio.Task[None]] = set()
+        self.flights.prefetches.let_go = lambda session, lease: self.release(session, [lease])
+        self._prefetcher = Prefetcher(
+            self.core,
+            self.flights.prefetches,
+            allow=self._allowed,
+            carry_out=self._begin_prefetch,
+            now=self.clock.now,
+        )
 
-    def lookup(self, session: int, groups: Sequence[GroupQuery]) -> LookupResult:
-        """How much could be served, and from which tiers. May start a prefetch from lower tiers."""
+    def lookup(self, session: int, groups: Sequence[GroupQuery], *, intent: Intent = Intent.DEFAULT) -> LookupResult:
+        """How much could be served, and from which tiers. Starts a prefetch from lower tiers if the
+        caller will load the blocks, or if it does not tell and `prefetch_on_lookup` is set."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         count_looked_up(self.metrics, groups=groups, found=found)
-        is_wanted = self.parts.prefetch_on_lookup and not self.clock.is_replay and found.tokens
-        if is_wanted and not is_near(self.tiers, groups, found):
-            self.prefetch(session, groups, TierKind.HOST)
-        return found
+        will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.prefetch_on_lookup)
+        if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
+            return found
+        return replace(found, prefetch=self.prefetch(session, groups, TierKind.HOST, FROM_LOOKUP).id)
 
     async def acquire(
         self,
@@ -125,6 +150,7 @@ class Gets(Sessions):
         by_layer: bool = False,
     ) -> Acquisition:
         """Starts an acquisition. ask: the core's verb. Raises Overloaded."""
+        self._prefetcher.asked(groups)
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session, by_layer=by_layer)
@@ -135,6 +161,7 @@ class Gets(Sessions):
         if not got.lease and got.shut:
             self._note_served(groups, got, NOTHING)
             raise self.flights.read_queues.refusal(shut)
+        self.flights.turns.want(got.plan.waits.tolist())
         return got
 
     async def _landed(
@@ -156,8 +183,8 @@ class Gets(Sessions):
         return served
 
     async def _promised(self, session: int, got: Acquisition, timeout_s: float) -> Served | None:
-        """The lease before its transfers have ended. None if there are none, if pages that are there
-        already are not good, if all are to be verified at each hit, or if there is no memory yet."""
+        """The lease before its transfers have ended. None if there are none, or no memory yet. None
+        also if pages that are there are not good, or if all are to be verified at each hit."""
         if not got.lease or got.served or self._verification.is_always:
             return None
         try:
@@ -201,6 +228,7 @@ class Gets(Sessions):
             if bad is None:
                 return NOTHING
             if not len(bad):
+                self._use(served.extents["generation"].tolist())
                 return served
             self.flights.condemn(bad, Fault.READ)
 
@@ -218,14 +246,44 @@ class Gets(Sessions):
             return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
         count_used(self.metrics, self.tiers, found, times=times)
+        self._prefetcher.asked(groups)
+        self._use(self._generations_near(groups))
 
-    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted) -> int:
-        """Begins to bring blocks near. Returns how many transfers this started."""
+    def _use(self, generations: Iterable[int]) -> None:
+        self.flights.prefetches.use(generations)
+        self._prefetcher.resume()
+
+    def _generations_near(self, groups: Sequence[GroupQuery]) -> Iterator[int]:
+        """Of the groups' pages in host memory."""
+        for group in groups if self.flights.prefetches else ():
+            for namespace in group.namespaces:
+                blocks = self.core.find_blocks(namespace, group.hashes)
+                for tier in self.tiers:
+                    if tier.spec.kind is TierKind.HOST:
+                        yield from self.core.extents(blocks[blocks >= 0], tier=tier.position)["generation"].tolist()
+
+    def prefetch(self, session: int, groups: Sequence[GroupQuery], kind: Wanted, order: Order = ANY_ORDER) -> Started:
+        """Begins to bring blocks near, as far as the share of prefetches allows; the rest follows."""
         self._check_groups(session, groups)
-        if self.is_draining:
-            return 0
-        shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
-        plan = self.core.prefetch(session, groups=groups, kind=kind, now=self.clock.now(), shut=shut)
+        return Started() if self.is_draining else self._prefetcher.begin(session, groups, kind, order)
+
+    def cancel_prefetches(self, session: int, numbers: Sequence[int]) -> None:
+        """Drops transfers of the session's prefetches that have not begun. Others end. Unknown
+        numbers are ignored."""
+        self.flights.turns.drop(self.flights.prefetches.cancel(session, numbers))
+
+    def stop_session(self, session: int) -> None:
+        """As Sessions.stop_session; cancels the session's prefetches."""
+        super().stop_session(session)
+        self.cancel_prefetches(session, self.flights.prefetches.of(session))
+
+    def _begin_prefetch(self, plan: Plan, session: int) -> None:
         self.flights.start(plan, session=session)
         self.background.note(plan)
-        return len(plan.transfers)
+
+    def _allowed(self, session: int, kind: Wanted) -> Allowance:
+        """Limits of a prefetch into a kind of tier; during the shutdown it brings nothing."""
+        shut = self.flights.read_queues.shut(session, timeout_s=math.inf, is_demand=False)
+        wanted = [tier for tier in self.tiers if kind in (tier.spec.kind, tier.spec)]
+        most = 0 if self.is_draining else self.parts.limits.prefetch_share * sum(t.spec.capacity_bytes for t in wanted)
+        return Allowance(shut, int(most) - sum(self.flights.prefetches.staged[tier.position] for tier in wanted))

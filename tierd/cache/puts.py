@@ -71,7 +71,7 @@ class Puts(Sessions):
         for _ in range(2):  # if a segment got no memory, retry with the segments that exist
             self._check_puts(session, groups)
             barred = self.flights.barred
-            reserved = self.core.reserve(session, groups=groups, kind=kind, now=self.clock.now())
+            reserved = self._reserved(session, groups, kind)
             pages = {reserved.reservation: reserved.pages} if reserved.reservation else {}
             try:
                 async with self._given(session, reserved.plan, pages, at=reserved.rows):
@@ -84,6 +84,17 @@ class Puts(Sessions):
                 reserved = reserved.without_pages()
         count_reserved(self.metrics, reserved)
         return reserved
+
+    def _reserved(self, session: int, groups: Sequence[PutQuery], kind: Wanted) -> Reserved:
+        """The core's answer; without room, once more after prefetches gave up the pages they keep."""
+        reserve = partial(self.core.reserve, session, groups=groups, kind=kind)
+        reserved = reserve(now=self.clock.now())
+        lacks_room = any((statuses == BlockStatus.NO_ROOM).any() for statuses in reserved.statuses)
+        if not lacks_room or not self.flights.prefetches.yield_room():
+            return reserved
+        self.flights.start(reserved.plan)
+        self.flights.start(self.core.abort(session, reservation=reserved.reservation, now=self.clock.now()))
+        return reserve(now=self.clock.now())
 
     async def reserve_ahead(self, session: int, group: PutQuery, *, puts: int, kind: Wanted) -> ReservedAhead:
         """Private pages for up to `puts` later puts. Raises Unsupported in a replay, and as

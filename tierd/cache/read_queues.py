@@ -31,11 +31,22 @@ RETRY_S = (0.05, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue."""
+    """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue.
+
+    prefetch_share: of a link's batches and of a tier's bytes, for prefetches.
+    link_batches: of a link at one time.
+    """
 
     batch_blocks: int
     queue_time_s: float = 2.0
     queue_blocks: int = 16384
+    prefetch_share: float = 0.5
+    link_batches: int = 8
+
+    @property
+    def prefetch_batches(self) -> int:
+        """Batches of prefetches on one link at one time."""
+        return max(1, int(self.prefetch_share * self.link_batches))
 
 
 @dataclass(frozen=True, slots=True)

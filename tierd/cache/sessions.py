@@ -172,9 +172,11 @@ class Sessions:
         self.background.note_release()
 
     def _had_pending_releases(self, session: int) -> bool:
-        """Whether clients had releases pending that were not processed yet."""
+        """Whether clients had releases pending that were not processed yet, or prefetches kept pages."""
         before = self._given_back
         self.process_notices(session)
+        if self._given_back == before:
+            return self.flights.prefetches.yield_room()
         return self._given_back > before
 
     def abort(self, session: int, reservation: int) -> None:

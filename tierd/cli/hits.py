@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from tierd.cli.figures import human_count, human_share
+from tierd.cli.figures import human_bytes, human_count, human_share
 from tierd.cli.render import facts
 
 HIT = re.compile(r'tierd_tokens_hit_total\{tier="([^"]*)"\}')
@@ -57,6 +57,34 @@ def hits_line(hits: Hits, *, name: str = "hit ratio") -> Text:
     share = f"{human_share(hits.hit, hits.asked)} of {human_count(hits.asked)} tokens"
     tiers = [(tier, human_share(count, hits.asked)) for tier, count in sorted(hits.tiers.items()) if count]
     return facts([(name, Text(share, style="bold")), *tiers])
+
+
+PREFETCHED = re.compile(r'tierd_prefetched_bytes_total\{origin="[^"]*",outcome="([^"]*)"\}')
+
+
+def prefetched_of(counters: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of prefetched blocks by outcome: used, wasted, dropped."""
+    found = dict.fromkeys(("used", "wasted", "dropped"), 0)
+    for name, count in counters.items():
+        if match := PREFETCHED.fullmatch(name):
+            found[match[1]] += count
+    return found
+
+
+def prefetch_line(counters: Mapping[str, int]) -> Text | None:
+    """`prefetched   used 1.5 GiB   wasted 2 MiB (0.1 %)   dropped 0 B`. None: nothing was prefetched."""
+    found = prefetched_of(counters)
+    if not any(found.values()):
+        return None
+    share = human_share(found["wasted"], max(1, found["used"] + found["wasted"]))
+    wasted = f"{human_bytes(found['wasted'])} ({share})"
+    return facts(
+        [
+            ("prefetched used", human_bytes(found["used"])),
+            ("wasted", wasted),
+            ("dropped", human_bytes(found["dropped"])),
+        ]
+    )
 
 
 def plain_hits(hits: Hits) -> dict[str, object]:

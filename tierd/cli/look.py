@@ -19,7 +19,7 @@ from tierd.cli.admin import OWN_NAME
 from tierd.cli.ask import Ask, looking
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.help import example
-from tierd.cli.hits import hits_line, hits_of, plain_hits
+from tierd.cli.hits import hits_line, hits_of, plain_hits, prefetch_line, prefetched_of
 from tierd.cli.models import spec_of
 from tierd.cli.render import Cell, Column, bar, facts, full_text, plain_of, show_table, state_text
 
@@ -93,7 +93,8 @@ def status(ask: Ask, *, counters: bool) -> None:
         answer = daemon.ask(pb.StatusRequest())
         held = pb.TiersReply() if ask.as_json else daemon.ask(pb.TiersRequest())
     if ask.as_json:
-        ask.show_json(plain_of(answer) | {"hits": plain_hits(hits_of(answer.counters))})
+        both = {"hits": plain_hits(hits_of(answer.counters)), "prefetched": prefetched_of(answer.counters)}
+        ask.show_json(plain_of(answer) | both)
         return
     draw_status(ask.console, answer, held.tiers, counters=counters)
 
@@ -103,6 +104,8 @@ def draw_status(console: Console, reply: pb.StatusReply, tiers: Sequence[pb.Tier
     console.print(status_line(reply), soft_wrap=True)
     console.print(load_line(reply), soft_wrap=True)
     console.print(hits_line(hits_of(reply.counters)), soft_wrap=True)
+    if (prefetched := prefetch_line(reply.counters)) is not None:
+        console.print(prefetched, soft_wrap=True)
     console.print()
     show_table(console, TIER_COLUMNS, tier_rows(tiers), empty="no tiers")
     draw_unready(console, tiers)

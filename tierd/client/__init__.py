@@ -22,8 +22,10 @@ from tierd.client.values import (
     Group,
     Lost,
     OpenedNamespace,
+    Prefetch,
     PutGroup,
     PutResult,
+    Target,
 )
 from tierd.core.formats.block import KVGeometry, NamespaceSpec
 from tierd.core.formats.model import BlockStatus, Need
@@ -49,9 +51,11 @@ __all__ = [
     "NamespaceSpec",
     "Need",
     "OpenedNamespace",
+    "Prefetch",
     "PutGroup",
     "PutResult",
     "Reservation",
+    "Target",
     "resolve_target",
 ]
 

@@ -28,8 +28,10 @@ from tierd.client.values import (
     Hashes,
     Lost,
     OpenedNamespace,
+    Prefetch,
     PutGroup,
     PutResult,
+    Target,
     Tokens,
 )
 from tierd.core.formats.block import NamespaceSpec
@@ -65,11 +67,12 @@ class AsyncClient(Face):
         hashes: Hashes | None = None,
         *,
         tokens: int | None = None,
+        intent: str = "default",
         timeout_s: float | None = None,
     ) -> Found:
         """As Client.lookup."""
         wanted = (groups, hashes, tokens)
-        return await self._run(partial(self._verbs.lookup, wanted), self._deadline(timeout_s))
+        return await self._run(partial(self._verbs.lookup, wanted, intent), self._deadline(timeout_s))
 
     async def prefetch(
         self,
@@ -77,12 +80,16 @@ class AsyncClient(Face):
         hashes: Hashes | None = None,
         *,
         tokens: int | None = None,
-        tier: str = "host",
+        tier: str | Target = "host",
         timeout_s: float | None = None,
-    ) -> int:
+    ) -> Prefetch:
         """As Client.prefetch."""
         wanted = (groups, hashes, tokens)
         return await self._run(partial(self._verbs.prefetch, wanted, tier), self._deadline(timeout_s))
+
+    async def cancel(self, prefetch: Prefetch, *, timeout_s: float | None = None) -> None:
+        """As Client.cancel."""
+        return await self._run(partial(self._verbs.cancel, prefetch), self._deadline(timeout_s))
 
     async def acquire(
         self,

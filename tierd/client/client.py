@@ -36,8 +36,10 @@ from tierd.client.values import (
     Hashes,
     Lost,
     OpenedNamespace,
+    Prefetch,
     PutGroup,
     PutResult,
+    Target,
     Tokens,
 )
 from tierd.client.verbs import Verbs
@@ -159,6 +161,7 @@ class Client(Face):
         hashes: Hashes | None = None,
         *,
         tokens: int | None = None,
+        intent: str = "default",
         timeout_s: float | None = None,
     ) -> Found:
         """Says how much of a sequence the daemon could serve, and from which tiers.
@@ -167,9 +170,11 @@ class Client(Face):
             groups: Groups, or one namespace together with `hashes`.
             hashes: Block hashes, uint8 [blocks, 32].
             tokens: Tokens that all blocks cover. None: all blocks are full.
+            intent: "load": you will load what is found, so a prefetch begins. "none": you will not.
+                "default": the daemon's `mover.prefetch_on_lookup` decides.
         """
         wanted = (groups, hashes, tokens)
-        return self._verbs.lookup(wanted, self._deadline(timeout_s))
+        return self._verbs.lookup(wanted, intent, self._deadline(timeout_s))
 
     def prefetch(
         self,
@@ -177,17 +182,26 @@ class Client(Face):
         hashes: Hashes | None = None,
         *,
         tokens: int | None = None,
-        tier: str = "host",
+        tier: str | Target = "host",
         timeout_s: float | None = None,
-    ) -> int:
+    ) -> Prefetch:
         """Starts to bring blocks into `tier` and returns at once with their number.
+
+        Prefetches never take more than the daemon's `mover.prefetch_share`.
 
         Args:
             groups, hashes, tokens: As for `lookup`.
-            tier: Name of the tier.
+            tier: Name of the tier, or a `Target` with a time to live.
         """
         wanted = (groups, hashes, tokens)
         return self._verbs.prefetch(wanted, tier, self._deadline(timeout_s))
+
+    def cancel(self, prefetch: Prefetch, *, timeout_s: float | None = None) -> None:
+        """Cancels what a prefetch or a lookup (`Found.prefetch`) began, as far as no get waits for it.
+
+        Loads that have begun end. The end of the client cancels all its prefetches.
+        """
+        return self._verbs.cancel(prefetch, self._deadline(timeout_s))
 
     def acquire(
         self,

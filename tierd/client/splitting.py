@@ -20,7 +20,7 @@ from tierd.client.blocks import buffers
 from tierd.client.blocks.lease import Lease
 from tierd.client.blocks.writing import Write, kept
 from tierd.client.transport import replies
-from tierd.client.values import Found, GetResult, Group, OpenedNamespace, PutResult
+from tierd.client.values import Found, GetResult, Group, OpenedNamespace, Prefetch, PutResult, Target
 from tierd.core.formats.model import PAGE_ALIGN_BYTES, BlockStatus, Need
 
 if TYPE_CHECKING:
@@ -32,14 +32,15 @@ PART_BLOCKS = 1 << 11
 """Blocks of a part, if the daemon accepts as many. It works 3 us on a put's block, 1 us on a get's."""
 
 
-def lookup(verbs: Asking, groups: Sequence[Group], deadline: float) -> Found:
+def lookup(verbs: Asking, groups: Sequence[Group], deadline: float, *, intent: int = 0) -> Found:
     """How much could be served."""
     parts = _parts(verbs, groups, deadline)
     if parts[0] is groups:
-        return verbs.found(groups, deadline)
-    got, tier_of, is_whole, paces = GetResult(), [], True, tuple[Pace | None, ...]()
+        return verbs.found(groups, deadline, intent=intent)
+    got, tier_of, is_whole, paces, begun = GetResult(), [], True, tuple[Pace | None, ...](), list[int]()
     for part in parts:
-        found = verbs.found(part, deadline)
+        found = verbs.found(part, deadline, intent=intent)
+        begun += found.prefetch.numbers
         tier_of.append(found.tier_of)
         paces = found.paces or paces
         if is_whole:
@@ -48,15 +49,13 @@ def lookup(verbs: Asking, groups: Sequence[Group], deadline: float) -> Found:
     tiers = [np.concatenate(each, axis=1) for each in zip(*tier_of, strict=True)]
     left = [len(group.hashes) - its.shape[1] for group, its in zip(groups, tiers, strict=True)]  # not looked up
     padded = (np.pad(its, ((0, 0), (0, n)), constant_values=-1) for its, n in zip(tiers, left, strict=True))
-    return Found(got.tokens, tuple(padded), got.tier_tokens, paces)
+    return Found(got.tokens, tuple(padded), got.tier_tokens, paces, Prefetch.of(0, begun))
 
 
-def prefetch(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float) -> int:
-    """Starts a prefetch; the number of blocks that it began to bring."""
-    started = 0
-    for part in _parts(verbs, groups, deadline):
-        started += verbs.begun(part, tier, deadline)
-    return started
+def prefetch(verbs: Asking, groups: Sequence[Group], target: str | Target, deadline: float) -> Prefetch:
+    """Starts a prefetch."""
+    begun = [verbs.begun(part, target, deadline) for part in _parts(verbs, groups, deadline)]
+    return Prefetch.of(sum(begun), [number for each in begun for number in each.numbers])
 
 
 def acquire(verbs: Asking, groups: Sequence[Group], tier: str, deadline: float, *, by_layer: bool) -> Lease:

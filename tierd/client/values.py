@@ -230,6 +230,39 @@ PRIVATE_MOST = 1 << 20
 """Above any number of pages that a daemon accepts in one call."""
 
 
+class Prefetch(int):
+    """How many blocks a prefetch began to bring. `Client.cancel` takes it.
+
+    Attributes:
+        numbers: Of the daemon's prefetches.
+    """
+
+    numbers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, blocks: int, numbers: Iterable[int]) -> Prefetch:
+        """A prefetch with these numbers; 0 is none."""
+        made = cls(blocks)
+        made.numbers = tuple(filter(None, numbers))
+        return made
+
+
+NO_PREFETCH = Prefetch()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The tier of a prefetch, and the time until its use.
+
+    Attributes:
+        tier: Name of the tier.
+        ttl_s: Blocks that no get uses within this time count as wasted. None: a minute.
+    """
+
+    tier: str = "host"
+    ttl_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The result of a lookup.
@@ -239,12 +272,14 @@ class Found:
         tier_of: Per group, int8 [ranks, blocks]: position of the nearest tier; -1 is a miss.
         tier_tokens: Per tier, tokens of the first group's servable part that would come from it.
         paces: Per tier, how long a read from it would take now; None for memory.
+        prefetch: The prefetch that the lookup began, for `Client.cancel`. It counts no blocks.
     """
 
     tokens: int = 0
     tier_of: tuple[NDArray[np.int8], ...] = ()
     tier_tokens: tuple[int, ...] = ()
     paces: tuple[Pace | None, ...] = ()
+    prefetch: Prefetch = NO_PREFETCH
 
 
 SHOWN_RUNS = 8

@@ -25,7 +25,17 @@ from tierd.client.connect.calls import Deadline, due
 from tierd.client.connect.links import void
 from tierd.client.transport import replies, requests
 from tierd.client.transport.replies import Leased
-from tierd.client.values import Committed, Found, GetResult, Lost, OpenedNamespace, PutGroup, PutResult
+from tierd.client.values import (
+    Committed,
+    Found,
+    GetResult,
+    Lost,
+    OpenedNamespace,
+    Prefetch,
+    PutGroup,
+    PutResult,
+    Target,
+)
 from tierd.core.formats.block import NamespaceSpec
 from tierd.core.formats.model import HANDLE, BlockStatus
 from tierd.errors import Unavailable
@@ -54,13 +64,22 @@ class Verbs(Asking):
 
     # -- gets. asked: arguments of `requests.groups_of`
 
-    def lookup(self, asked: Any, deadline: Deadline) -> Found:
+    def lookup(self, asked: Any, intent: str, deadline: Deadline) -> Found:
         """How much could be served."""
-        return self._verb(deadline, lambda by: splitting.lookup(self, requests.groups_of(*asked), by), Found)
 
-    def prefetch(self, asked: Any, tier: str, deadline: Deadline) -> int:
-        """Starts a prefetch; the number of blocks that it began to bring."""
-        return self._verb(deadline, lambda by: splitting.prefetch(self, requests.groups_of(*asked), tier, by), int)
+        def work(by: float) -> Found:
+            return splitting.lookup(self, requests.groups_of(*asked), by, intent=requests.intent(intent))
+
+        return self._verb(deadline, work, Found)
+
+    def prefetch(self, asked: Any, target: str | Target, deadline: Deadline) -> Prefetch:
+        """Starts a prefetch."""
+        groups = requests.groups_of
+        return self._verb(deadline, lambda by: splitting.prefetch(self, groups(*asked), target, by), Prefetch)
+
+    def cancel(self, prefetch: Prefetch, deadline: Deadline) -> None:
+        """Cancels a prefetch."""
+        self._verb(deadline, lambda by: self.cancelled(prefetch, by), void)
 
     def acquire(self, asked: Any, tier: str, deadline: Deadline, *, by_layer: bool = False) -> Lease:
         """A lease on the longest servable prefix, with its segments mapped."""

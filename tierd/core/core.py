@@ -39,7 +39,9 @@ from tierd.core.index.index import Index
 from tierd.core.index.policies import Policies
 from tierd.core.listing import Listing
 from tierd.core.plan import (
+    UNLIMITED,
     Acquisition,
+    Allowance,
     Bools,
     Bytes,
     Codes,
@@ -100,6 +102,8 @@ class Core:
         """
         self._index = Index(tiers, policies=policies, start=start, forms=forms)
         self._sessions = Holders(self._index.tiers, share=session_share, first_id=start.id)
+        self.next_id = self._sessions.next_id
+        """A number for a prefetch; never used twice, as those of leases."""
         room = Room(self._index, first_segment=start.segment, domains=self._sessions.domains)
         self._planner = Planner(self._index, room)
         self._demotion = Demotion(self._planner)
@@ -188,10 +192,14 @@ class Core:
         self._attention.report(self._sessions.get(session), lease=lease, group=group, mass=mass, now=now)
 
     def prefetch(
-        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers = NO_TIERS
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, allowance: Allowance = UNLIMITED
     ) -> Plan:
-        """Plans transfers that bring the servable part near; no pins. shut: as in `acquire`."""
-        return self._gets.prefetch(session, groups=groups, kind=kind, now=now, shut=shut)
+        """Plans transfers that bring near what the allowance permits of the servable part; no pins."""
+        return self._gets.prefetch(session, groups=groups, kind=kind, now=now, allowance=allowance)
+
+    def keep(self, session: int, blocks: Ids, kind: Wanted) -> int:
+        """A lease on the near pages of blocks; 0: there are none, or they exceed the session's share."""
+        return self._gets.keep(self._sessions.get(session), blocks, kind)
 
     # -- puts
 
@@ -229,16 +237,8 @@ class Core:
     def withdraw_commit(self, committing: Committing, *, now: float) -> Plan:
         """Undoes begin_commit. The pages stay the session's, since it may still write to them; if
         the reservation has ended, they are freed."""
-        count = len(committing.indices)
-        none = self.finish_commit(
-            committing,
-            digests=np.zeros((count, 16), np.uint8),
-            ok=np.zeros(count, bool),
-            lease=False,
-            keep_open=True,
-            now=now,
-        )
-        return none.plan
+        digests, ok = np.zeros((len(committing.indices), 16), np.uint8), np.zeros(len(committing.indices), bool)
+        return self.finish_commit(committing, digests=digests, ok=ok, lease=False, keep_open=True, now=now).plan
 
     def abort(self, session: int, *, reservation: int, now: float) -> Plan:
         """Frees a reservation's pages (busy ones at finish_commit). Ignores unknown ones."""

@@ -114,6 +114,7 @@ class Plan:
     transfers: TRANSFER in starting order. One with `after` waits for that transfer to succeed, and
     fails with it. Each must come back through `Core.finish`.
     waits: uint64 ids of transfers of earlier plans that the caller depends on.
+    is_short: the allowance of a prefetch was less than its blocks needed.
     A page may be in freed (old generation) and in reserved (new one) of the same plan.
     """
 
@@ -123,6 +124,7 @@ class Plan:
     transfers: StructArray = field(default_factory=lambda: NO_TRANSFERS)
     waits: TransferIds = field(default_factory=lambda: NO_WAITS)
     retired: StructArray = field(default_factory=lambda: NO_EXTENTS)
+    is_short: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -141,11 +143,27 @@ class LookupResult:
     tokens: servable for every group and rank, from any tiers.
     tier_of: per group int8 [ranks, blocks], nearest serving tier that holds the block, -1 for none.
     tier_tokens: per tier, tokens of the first group's needed blocks (first rank) nearest in it.
+    prefetch: number of the prefetch that the lookup began; 0: none.
     """
 
     tokens: int
     tier_of: list[NDArray[np.int8]]
     tier_tokens: list[int]
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Limits of a prefetch.
+
+    shut: positions of tiers that are not read from. bytes: that it may bring; None: no limit.
+    """
+
+    shut: frozenset[int] = frozenset()
+    bytes: int | None = None
+
+
+UNLIMITED = Allowance()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,33 @@ import numpy as np
 from tierd.core.arrays.sets import among, distinct
 from tierd.core.formats.meta import joined
 from tierd.core.formats.model import SegmentAssignment, StructArray
-from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Plan, TransferIds
+from tierd.core.plan import NO_EXTENTS, NO_TRANSFERS, NO_WAITS, NONE_FREED, Ids, Lengths, Plan, TransferIds
 
 
 class PlanBuilder:
-    """Collects the arrays of a plan. now: the time of the step."""
+    """Collects the arrays of a plan. now: the time of the step. limit_bytes: that it may bring."""
 
-    def __init__(self, now: float) -> None:
-        self.now = now
+    def __init__(self, now: float, limit_bytes: int | None = None) -> None:
+        self.now, self._left_bytes, self._is_short = now, limit_bytes, False
         self._retired: list[StructArray] = []
         self._freed: list[StructArray] = []
         self._reserved: list[StructArray] = []
         self._transfers: list[StructArray] = []
         self._waits: list[TransferIds] = []
         self._segments: list[SegmentAssignment] = []
+
+    def allowed(self, lengths: Lengths) -> int:
+        """How many of the blocks with these lengths, in order, the limit permits."""
+        if self._left_bytes is None:
+            return len(lengths)
+        count = int((np.cumsum(lengths, dtype=np.int64) <= self._left_bytes).sum())
+        self._is_short |= count < len(lengths)
+        return count
+
+    def take(self, lengths: Lengths) -> None:
+        """Counts blocks that were brought against the limit."""
+        if self._left_bytes is not None:
+            self._left_bytes -= int(lengths.sum(dtype=np.int64))
 
     def retire(self, extents: StructArray) -> None:
         """EXTENT of pinned pages that lookups no longer find."""
@@ -63,7 +76,7 @@ class PlanBuilder:
         if len(waits):
             waits = distinct(waits[~among(waits, transfers["id"])])
         retired = joined(self._retired) if self._retired else NO_EXTENTS
-        return Plan(freed, self._segments, reserved, transfers, waits, retired)
+        return Plan(freed, self._segments, reserved, transfers, waits, retired, self._is_short)
 
 
 def no_ids() -> Ids:

@@ -269,6 +269,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
                 batch_blocks=config.mover.batch_blocks,
                 queue_time_s=config.mover.queue_time,
                 queue_blocks=config.mover.queue_blocks,
+                prefetch_share=config.mover.prefetch_share,
+                link_batches=link_limit,
             ),
             store_codecs=store_codecs,
             seed=opened.draw(64),

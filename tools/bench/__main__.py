@@ -39,6 +39,7 @@ from tools.bench import (
     one_block,
     plot,
     policies,
+    prefetch,
     recording,
     remote,
     size,
@@ -65,6 +66,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "policies": policies.rows,
     "advice": advice.rows,
     "ttft": ttft.rows,
+    "prefetch": prefetch.rows,
     "codecs": codecs.rows,
     "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }

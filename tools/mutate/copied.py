@@ -96,8 +96,8 @@ COPIED: tuple[Mutation, ...] = (
         "withdrawn-pages",
         "pages of a commit that was given up stay with their writer, who may still be writing",
         "tierd/core/core.py",
-        "            keep_open=True,\n            now=now,",
-        "            keep_open=False,\n            now=now,",
+        "keep_open=True, now=now).plan",
+        "keep_open=False, now=now).plan",
         (*EARLY, "-k", "stops"),
     ),
     Mutation(

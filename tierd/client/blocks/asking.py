@@ -27,7 +27,17 @@ from tierd.client.connect.target import RemoteTarget
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests, tcp
 from tierd.client.transport.replies import Leased, LeasedGroup
-from tierd.client.values import Committed, Found, GetResult, Group, OpenedNamespace, PutGroup, PutResult
+from tierd.client.values import (
+    Committed,
+    Found,
+    GetResult,
+    Group,
+    OpenedNamespace,
+    Prefetch,
+    PutGroup,
+    PutResult,
+    Target,
+)
 from tierd.core.formats.model import BlockStatus, StructArray
 from tierd.errors import NotFound, SessionLost, StaleHandle, Unavailable
 
@@ -47,7 +57,7 @@ class Asking(Links):
         self.background_puts = BackgroundPuts()
         self.shrunk = self._best_effort.shrunk
 
-    def found(self, groups: Sequence[Group], deadline: float) -> Found:
+    def found(self, groups: Sequence[Group], deadline: float, *, intent: int = 0) -> Found:
         """Looks up as many blocks as fit into one call."""
         if _is_empty(groups):
             self.opened(_spaces(groups), deadline)
@@ -56,21 +66,29 @@ class Asking(Links):
         if near is not None:
             return near
         _, reply = self._ask(
-            lambda: ("Lookup", pb.LookupRequest(groups=map(requests.group_message, groups))), groups, deadline
+            lambda: ("Lookup", pb.LookupRequest(groups=map(requests.group_message, groups), intent=intent)),  # type: ignore[arg-type]
+            groups,
+            deadline,
         )
         return replies.found(reply, groups)
 
-    def begun(self, groups: Sequence[Group], tier: str, deadline: float) -> int:
-        """Starts a prefetch; the number of blocks that it began to bring."""
-        wanted = requests.wanted_tier(tier)
+    def begun(self, groups: Sequence[Group], target: str | Target, deadline: float) -> Prefetch:
+        """Starts a prefetch."""
+        wanted = requests.target(target)
         if _is_empty(groups):
-            return 0
+            return Prefetch()
         _, reply = self._ask(
             lambda: ("Prefetch", pb.PrefetchRequest(groups=map(requests.group_message, groups), **wanted)),
             groups,
             deadline,
         )
-        return int(reply.started)
+        return Prefetch.of(reply.started, [reply.prefetch])
+
+    def cancelled(self, prefetch: Prefetch, deadline: float) -> None:
+        """Cancels a prefetch of this link's session; another daemon or session does not know it."""
+        link = self.connected(deadline)
+        if prefetch.numbers:
+            called(link, "Release", pb.ReleaseRequest(prefetches=prefetch.numbers), deadline)
 
     def leased(
         self,

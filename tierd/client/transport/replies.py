@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tierd import errors
 from tierd._proto import cache_pb2 as pb
 from tierd.advisor.pace import Pace
-from tierd.client.values import Event, EventKind, Found, Group, OpenedNamespace
+from tierd.client.values import Event, EventKind, Found, Group, OpenedNamespace, Prefetch
 from tierd.core.arrays.sets import every
 from tierd.core.formats.model import HANDLE, HASH_BYTES, StructArray
 from tierd.errors import OperatorError, StaleHandle, TierdError
@@ -103,7 +103,7 @@ def found(reply: pb.LookupReply, groups: Sequence[Group]) -> Found:
         ranks = max(1, len(group.ranks))
         tiers.append(np.frombuffer(data, dtype=np.int8).reshape(ranks, -1))
     paces = tuple(Pace(p.bytes_per_s, p.latency_s, p.wait_s) if p.bytes_per_s > 0 else None for p in reply.paces)
-    return Found(reply.tokens, tuple(tiers), tuple(reply.tier_tokens), paces)
+    return Found(reply.tokens, tuple(tiers), tuple(reply.tier_tokens), paces, Prefetch.of(0, [reply.prefetch]))
 
 
 def leased(reply: pb.AcquireReply, groups: Sequence[Group]) -> Leased:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Tokens
+from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Target, Tokens
 from tierd.core.formats.block import U4_MAX, token_array, whole
 from tierd.core.formats.model import (
     COMMIT_BLOCK,
@@ -156,6 +156,27 @@ def wanted_tier(name: str) -> dict[str, Any]:
             f"tier: {name!r} cannot be mapped; ask for 'host', 'device', or one of them as 'device.1'"
         )
     return {"tier": int(kinds[kind]), "nth": int(index) + 1 if dot else 0}
+
+
+INTENTS = {"default": pb.INTENT_DEFAULT, "none": pb.INTENT_NONE, "load": pb.INTENT_LOAD}
+TTL_LIMIT_S = 86400
+
+
+def intent(name: str) -> int:
+    """The intent of a lookup. Raises InvalidArgument."""
+    if name not in INTENTS:
+        raise InvalidArgument(f"intent: {name!r} is unknown; use one of {', '.join(INTENTS)}")
+    return INTENTS[name]
+
+
+def target(of: str | Target) -> dict[str, Any]:
+    """Fields for a prefetch. Raises InvalidArgument."""
+    if not isinstance(of, Target):
+        return wanted_tier(of)
+    if of.ttl_s is not None and not 0 < of.ttl_s <= TTL_LIMIT_S:
+        raise InvalidArgument(f"ttl_s: {of.ttl_s} is outside 0 to {TTL_LIMIT_S}; give the seconds until the use")
+    ttl_ms = 0 if of.ttl_s is None else max(1, int(of.ttl_s * 1000))
+    return wanted_tier(of.tier) | {"ttl_ms": ttl_ms}
 
 
 def group_message(group: Group) -> pb.Group:

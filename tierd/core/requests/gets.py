@@ -20,7 +20,7 @@ from tierd.core.arrays.sets import among, distinct, every, kinds
 from tierd.core.eviction import SequenceRequest
 from tierd.core.formats.model import Need, Reason, Wanted
 from tierd.core.index.blocks import words
-from tierd.core.plan import Acquisition, GroupQuery, Ids, LookupResult, Plan, Question, Served, ServedGroup
+from tierd.core.plan import Acquisition, Allowance, GroupQuery, Ids, LookupResult, Plan, Question, Served, ServedGroup
 from tierd.core.plan_builder import PlanBuilder, no_ids
 from tierd.core.requests.groups import block_tokens, longest, needed
 from tierd.core.requests.leases import Held, Holder, Holders, Lease
@@ -92,16 +92,30 @@ class Gets:
         question = Question(question.groups, question.kind, used)
         return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
 
-    def prefetch(self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, shut: Tiers) -> Plan:
-        """Transfers for the servable part; pins nothing. shut: as in `acquire`."""
-        draft = PlanBuilder(now)
+    def prefetch(
+        self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, allowance: Allowance
+    ) -> Plan:
+        """Transfers for what the allowance permits of the servable part; pins nothing. Waits for
+        those that others began."""
+        draft = PlanBuilder(now, allowance.bytes)
         sight = look(self._index, groups, self._sessions.get(session).domain)
         self._relax(groups)
-        self._secure(sight, kind=kind, holder=None, draft=draft, shut=shut)
+        _, tokens = self._secure(sight, kind=kind, holder=None, draft=draft, shut=allowance.shut)
+        self._planner.wait_for(self._planner.attached(sight.wanted(tokens), self._index.serving(kind)), draft)
         return draft.plan()
 
+    def keep(self, holder: Holder, blocks: Ids, kind: Wanted) -> int:
+        """A lease on the near pages of these blocks, filled or being filled. 0 if there are none, or if
+        they exceed the session's share."""
+        blocks = distinct(blocks)
+        where = self._planner.attached(blocks, self._index.serving(kind))
+        is_near = where.pages >= 0
+        if not is_near.any():
+            return 0
+        return self.hold(holder, kind=kind, where=where.at(is_near), blocks=blocks[is_near])
+
     def promised(self, lease_id: int) -> Served:
-        """What `settle` answers if every transfer succeeds. The lease keeps its pins."""
+        """The answer of `settle` if every transfer succeeds. The lease keeps its pins."""
         lease = self._sessions.leases[lease_id]
         groups = [self._pins.served(query, held) for query, held in zip(lease.queries, lease.held, strict=True)]
         return Served(lease.tokens, groups, NO_PLAN, pending=~self._pins.readable(lease))
@@ -237,10 +251,13 @@ class Gets:
 
     def _bring(self, blocks: Ids, away: Ids, *, kind: Wanted, reason: Reason, draft: PlanBuilder) -> Ids:
         """Transfers for the blocks away, while all are guarded. Returns those without room."""
+        lengths = self._index.blocks.length[away]
         guarded = self._planner.guard(blocks)
-        self._planner.bring(away, kind, reason=reason, draft=draft)
+        self._planner.bring(away[: draft.allowed(lengths)], kind, reason=reason, draft=draft)
         self._planner.unguard(guarded, draft)
-        return away[self._planner.attached(away, self._index.serving(kind)).pages < 0]
+        is_there = self._planner.attached(away, self._index.serving(kind)).pages >= 0
+        draft.take(lengths[is_there])
+        return away[~is_there]
 
     def _used(self, blocks: Ids, brought: Ids, *, kind: Wanted, now: float) -> None:
         """Counts a use in policies of all tiers, last block first, so that all have a chain in one

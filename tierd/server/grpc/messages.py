@@ -13,6 +13,8 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.advisor.pace import Pace
 from tierd.cache.commit import CommitQuery, Sums
+from tierd.cache.gets import Intent
+from tierd.cache.prefetches import TTL_S, Order
 from tierd.cache.verification import Generations
 from tierd.core.arrays.sets import every, some
 from tierd.core.formats.block import KVGeometry, Namespace, NamespaceSpec
@@ -38,6 +40,8 @@ NamespaceOf = Callable[[int, bytes], Namespace]
 own."""
 
 _NEEDS = frozenset(map(int, Need))
+TTL_LIMIT_MS = 86_400_000
+"""Longest time to live of a prefetch."""
 GROUP_LIMIT = 64
 """Attention groups in one call."""
 
@@ -71,6 +75,21 @@ def tier_kind(value: int) -> TierKind:
     if value not in (TierKind.DEVICE, TierKind.HOST):
         raise InvalidArgument(f"tier: kind {value} cannot be mapped by a client; ask for DEVICE (0) or HOST (1)")
     return TierKind(value)
+
+
+def intent(value: int) -> Intent:
+    """The intent of a lookup."""
+    try:
+        return Intent(value)
+    except ValueError:
+        raise InvalidArgument(f"intent: {value} is unknown; the values are in cache.proto") from None
+
+
+def order(request: pb.PrefetchRequest) -> Order:
+    """The purpose of a prefetch."""
+    if request.ttl_ms > TTL_LIMIT_MS:
+        raise InvalidArgument(f"ttl_ms: {request.ttl_ms} is above {TTL_LIMIT_MS}, a day; send at most that")
+    return Order(ttl_s=request.ttl_ms / 1000 or TTL_S)
 
 
 def durability(value: int) -> Durability:

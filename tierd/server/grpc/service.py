@@ -69,12 +69,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         )
 
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
-        found = self._cache.lookup(CALLER.get().session, self._asked(request.groups, is_lookup=True))
+        groups, intent = self._asked(request.groups, is_lookup=True), messages.intent(request.intent)
+        found = self._cache.lookup(CALLER.get().session, groups, intent=intent)
         return pb.LookupReply(
             tokens=found.tokens,
             tier_of=[np.ascontiguousarray(tiers, dtype=np.int8).tobytes() for tiers in found.tier_of],
             tier_tokens=found.tier_tokens,
             paces=messages.paces_of(self._cache.flights.read_queues.paces(), tiers=len(self._cache.tiers)),
+            prefetch=found.prefetch,
         )
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
@@ -95,11 +97,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseReply:
         self._cache.release(CALLER.get().session, request.leases)
+        self._cache.cancel_prefetches(CALLER.get().session, request.prefetches)
         return pb.ReleaseReply()
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchReply:
         groups, wanted = self._queries(request.groups), self._wanted(request.tier, request.nth)
-        return pb.PrefetchReply(started=self._cache.prefetch(CALLER.get().session, groups, wanted))
+        order = messages.order(request)
+        started = self._cache.prefetch(CALLER.get().session, groups, wanted, order)
+        return pb.PrefetchReply(started=started.blocks, prefetch=started.id)
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveReply:
         if request.ahead:

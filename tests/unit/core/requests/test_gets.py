@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.core.kit import DEVICE, HOST, NVME, PAGE, TOKENS, Kit, chain, commit_blocks, group, tier
 from tierd.core.formats.model import BlockStatus, Need, Reason, StructArray
+from tierd.core.plan import Allowance
 from tierd.errors import InvalidArgument, NotFound
 
 READY, FAILED, CORRUPT = BlockStatus.READY, BlockStatus.FAILED, BlockStatus.CORRUPT
@@ -356,7 +357,9 @@ def test_a_shut_tier_is_not_read_from() -> None:
     kit.core.release(1, leases=[near.lease, cut.lease], now=kit.tick())
     none = kit.core.acquire(1, groups=[group(a[2:])], now=kit.tick(), **ask)
     assert (none.lease, none.shut, len(none.plan.transfers)) == (0, True, 0)
-    assert len(kit.core.prefetch(1, groups=[group(a[2:])], now=kit.tick(), **ask).transfers) == 0
+    shut = Allowance(frozenset({1}))
+    plan = kit.core.prefetch(1, groups=[group(a[2:])], kind=HOST, now=kit.tick(), allowance=shut)
+    assert len(plan.transfers) == 0
     whole = kit.core.acquire(1, groups=[group(b)], now=kit.tick(), **ask)
     assert (whole.tokens, whole.whole, whole.shut) == (32, True, False)
 
