@@ -31,9 +31,9 @@ PART_BATCH_BYTES = 4 << 20
 def layer_stops(metas: StructArray) -> list[int]:
     """Layers of the longest of these blocks, META [n], after each part of their load.
 
-    A client waits for the first part, and computes the layers of the last one when all are there. So
-    these two are half as long as the others, which are equal: the longest counts if loading takes
-    as long as computing.
+    A client waits for the first part, and computes the layers of the last one when all are there.
+    So these two are half as long as the others. Those are equal: the longest counts if loading
+    takes as long as computing.
     """
     lengths, layers = metas["stored_length"], metas["layers"]
     longest = int(np.argmax(lengths))

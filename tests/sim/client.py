@@ -77,8 +77,7 @@ class Client:
         """Committed pages that it can still write to."""
         self.writing: list[Page] = []
         """Reserved pages that it writes."""
-        self.holds: Counter[int] = Counter()
-        self.pending: Counter[tuple[int, int]] = Counter()
+        self.holds, self.pending = Counter[int](), Counter[tuple[int, int]]()
         """Generations of the pages that its gets' leases hold."""
         self.counts: Counter[str] = Counter()
         self.seen: list[Page] = []
@@ -179,8 +178,6 @@ class Client:
         except EXPECTED as error:
             self.counts[type(error).__name__] += 1
 
-    # -- gets
-
     async def get(self, rng: random.Random) -> None:
         """Acquires blocks, reads their pages, holds them, reads them again and releases them."""
         held = await self.session()
@@ -234,8 +231,8 @@ class Client:
         request = self.new_request()
 
         async def work(assembly: Assembly) -> AcquireReply:
-            ask = getattr(assembly.cache, verb)
-            lease: AcquireReply = await ask(held.session, [wanted.query()], kind=kind, timeout_s=timeout_s * 0.8, **how)
+            how.update(kind=kind, timeout_s=timeout_s * 0.8)
+            lease: AcquireReply = await getattr(assembly.cache, verb)(held.session, [wanted.query()], **how)
             self.world.check_calm(assembly)
             return held.daemon.grants.give((held.session, request), lease, lease=lease.lease)
 
@@ -289,9 +286,8 @@ class Client:
             try:
                 self.maps[tier, segment] = await self.ask(held, work, timeout_s=1.0)
             except NotFound:
-                if (tier, segment) in self.pending:
-                    raise
-                self.world.fail(f"segment {segment} of tier {tier} cannot be mapped, though pages of it are held")
+                if (tier, segment) not in self.pending:
+                    self.world.fail(f"segment {segment} of tier {tier} cannot be mapped, though pages of it are held")
                 raise
         return self.maps[tier, segment]
 

@@ -44,8 +44,10 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request. computed: leading tokens that the engine has. bytes_per_token: of all ranks that
-    one link carries. engine_wait_s: until the engine begins with it. layers: that it waits for one
-    after another; 1: it waits for whole loads."""
+    one link carries. engine_wait_s: until the engine begins with it.
+
+    layers: the engine waits for them one after another; 1: it waits for whole loads.
+    """
 
     prompt: int
     computed: int

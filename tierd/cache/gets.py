@@ -196,7 +196,8 @@ class Gets(Sessions):
                 return None
             await asyncio.wait_for(self.flights.prepared(kinds(served.extents["segment"])), timeout_s)
             failpoint("cache.acquire.before_promise")
-            self._hold(session, HoldKind.LEASE, {got.lease: served.extents})
+            pages = {got.lease: served.extents}
+            self._hold(session, HoldKind.LEASE, pages)
         except (TierFailed, TimeoutError):
             return None  # `_landed` serves what it can
         except BaseException:

@@ -280,7 +280,7 @@ TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, 
 // Copies blocks, whose layers do not matter; returns how many are done. is_over: as above.
 TIERD_API uint64_t tierd_copy(const TierdBlock* blocks, uint64_t count, const volatile int32_t* is_over) {
   uint64_t done = 0;
-  for (; done < count && !*is_over; done++) {
+  for (; !*is_over && done < count; done++) {
     std::memcpy(blocks[done].target, blocks[done].source, blocks[done].length);
   }
   return done;

@@ -81,7 +81,7 @@ class ReadResult:
 class Parts:
     """How a batch is read in parts: part 0 of all blocks, then part 1, ...
 
-    ends: int64 [n, parts], bytes of each block after each part: multiples of 4 KiB but for the last.
+    ends: int64 [n, parts], bytes of each block after each part. They are multiples of 4 KiB.
     arrived: hashes part p of rows, in a thread of the tier.
     landed: part p has ended. Called on the loop with the rows that still come whole, and their
     slice tables.
@@ -297,7 +297,10 @@ class StoredTier(WatchedTier, Protocol):
         """Fill targets from EXTENT[n], whose headers must match META[n] (key, namespace,
         generation). Each target is 4 KiB aligned and holds the stored length rounded up to 4 KiB.
         The caller verifies payloads: a thread of the tier calls arrived for rows already read,
-        while others still arrive. parts: reads so, and calls its functions instead."""
+        while others still arrive.
+
+        parts: reads so, and calls its functions instead.
+        """
 
     async def check(self, extents: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """The statuses that `read` would give by the slots' headers, without a payload: u2[n]."""

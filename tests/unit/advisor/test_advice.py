@@ -164,8 +164,8 @@ def test_advice_follows_a_tier_that_slows_down() -> None:
 
 @given(gbps=st.floats(0.1, 100), prefix=st.integers(1, 100), tail=st.integers(1, 3000), layers=st.integers(1, 64))
 def test_layers_hide_the_longer_of_two_times(gbps: float, prefix: int, tail: int, layers: int) -> None:
-    """An engine that waits for layers is never later than one that waits for whole loads, and never
-    faster than the load, or the computing, alone."""
+    """Waiting for layers is never slower than waiting for whole loads. It is never faster than the
+    load, or the computing, alone."""
     runs = [Run(64 * prefix, Pace(gbps * 1e9, 1e-4, 0.0))]
     whole, layered = (Wanted(64 * prefix + tail, 0, 64, 1e5, layers=n) for n in (1, layers))
     one, many = advise(whole, runs, PREFILL), advise(layered, runs, PREFILL)
