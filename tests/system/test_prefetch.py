@@ -10,9 +10,15 @@ import pytest
 from tests.system.blocks import BlockClient, await_true
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
+from tierd.advisor.pace import Pace
 from tierd.cli.hits import prefetched_of
-from tierd.client import BlockStatus, Client, NamespaceSpec, OpenedNamespace, Target
+from tierd.client import BlockStatus, Client, Found, Group, NamespaceSpec, OpenedNamespace, Target
+from tierd.client.advice import Blocks
+from tierd.client.match import Match
 from tierd.errors import InvalidArgument
+from tierd.integrations.facts import EngineFacts
+from tierd.integrations.options import Options
+from tierd.integrations.store import EngineStore
 from tierd.testing import chain
 
 BLOCK_BYTES = 64 << 10
@@ -112,3 +118,20 @@ def test_a_handle_of_a_former_daemon_cancels_nothing(daemon: Daemon) -> None:
         space = client.open_namespace(SPEC)
         new = client.prefetch(space, NAMES)
         assert not set(old.numbers) & set(new.numbers)
+
+
+def test_an_engine_that_computes_faster_reads_nothing_ahead(daemon: Daemon) -> None:
+    """Once the advisor says that computing is faster than the store, lookups begin no prefetch."""
+    with EngineStore(Options(target=daemon.target), EngineFacts("test", "1", "store")) as store:
+        groups = [Group(store.open(SPEC), NAMES)]
+        assert store.lookup(groups).prefetch.numbers, "nothing is known yet"
+        store.client.cancel(store.lookup(groups).prefetch)
+        evict(daemon)
+        tokens, pace = 16 * len(NAMES), Pace(1e3, 1.0, 0.0)
+        for step in range(20):
+            store.advice.computed([(0, 100 + step)], 1e-6 * (100 + step))
+        slow = Found(tokens, (np.ones((1, len(NAMES)), np.int8),), (0, tokens), (None, pace))
+        claimed = store.advice.claim(Match(tokens, 0, tokens + 1), slow, Blocks(16, BLOCK_BYTES / 16))
+        assert claimed.tokens == 0 and store.advice.is_doubtful
+        found = store.lookup(groups)
+        assert found.tokens == tokens and found.prefetch.numbers == ()

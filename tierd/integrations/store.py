@@ -86,8 +86,10 @@ class EngineStore:
         return self._client.open_namespace(spec, error_limit=self._options.error_limit)
 
     def lookup(self, groups: Sequence[Group]) -> Found:
-        """The tokens and blocks that the daemon could serve now."""
-        found = self._client.lookup(groups, timeout_s=self._options.lookup_timeout_s)
+        """The tokens and blocks that the daemon could serve now. It begins to bring them near, unless
+        the advisor doubts that they are worth it."""
+        intent = "none" if self.advice.is_doubtful else "default"
+        found = self._client.lookup(groups, timeout_s=self._options.lookup_timeout_s, intent=intent)
         self._count(lookups=1, found_tokens=found.tokens)
         return found
 
