@@ -31,6 +31,7 @@ from tierd.client import (
     NamespaceSpec,
     Need,
     OpenedNamespace,
+    Prefetch,
     PutGroup,
 )
 from tierd.errors import TierdError
@@ -109,6 +110,8 @@ VERBS: dict[str, Callable[[Calls], tuple[list[Any], dict[str, Any]]]] = {
     "lookup": lambda c: ([c.maybe([c.group()], 0.5), None], {"tokens": None, "timeout_s": 5}),
     "prefetch": lambda c: ([c.namespace, c.hashes()], {"tokens": 40, "tier": "host", "timeout_s": 5}),
     "acquire": lambda c: ([[c.group(), c.group()], None], {"tokens": None, "tier": "host", "timeout_s": 5}),
+    "acquire_by_layer": lambda c: ([c.maybe([c.group()], 0.7)], {"tier": "host", "timeout_s": 5}),
+    "cancel": lambda c: ([c.maybe(Prefetch.of(2, (1, 2)), 0.7)], {"timeout_s": 5}),
     "get": lambda c: (
         [c.namespace, c.chance.choice((c.tokens, c.hashes, c.group))()],
         {"out": c.chance.choice((None, bytearray(3 * 4096), [bytearray(4096) for _ in range(3)])), "timeout_s": 5},
