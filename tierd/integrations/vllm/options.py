@@ -23,7 +23,7 @@ class ConnectorOptions(Options):
 
     lookup_grace_s: float = Field(default=0.002, ge=0, le=1)
     load_grace_s: float = Field(default=0.005, ge=0, le=1)
-    step_load_s: float = Field(default=0.02, ge=0, le=1)
+    step_load_s: float = Field(default=0.0, ge=0, le=1)
     load_deadline_s: float = Field(default=0.25, gt=0)
     save_generated: bool = True
     retained_share: float = Field(default=0.5, gt=0, le=1)
