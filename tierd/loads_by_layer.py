@@ -31,19 +31,19 @@ PART_BATCH_BYTES = 4 << 20
 def layer_stops(metas: StructArray) -> list[int]:
     """Layers of the longest of these blocks, META [n], after each part of their load.
 
-    A client waits for the first part, and computes the layers of the last one when all are there.
-    So these two are half as long as the others. Those are equal: the longest counts if loading
-    takes as long as computing.
+    A client waits for the first part, so the first two are half as long as the others. Those are
+    equal: the longest counts if loading takes as long as computing.
     """
     lengths, layers = metas["stored_length"], metas["layers"]
     longest = int(np.argmax(lengths))
     count = slice_cut(int(lengths[longest]), int(layers[longest])).layers
     most = min(count, int(lengths[longest]) // PART_BYTES, int(lengths.sum()) // PART_BATCH_BYTES)
     parts = max(1, min(MOST_PARTS, most))
+    if parts in (1, count):
+        return list(range(count // parts, count + 1, count // parts))
     weights = np.full(parts, 2)
-    weights[[0, -1]] = 1
-    stops = np.unique((count * np.cumsum(weights) / weights.sum()).round().astype(int))
-    return [stop for stop in stops.tolist() if stop]
+    weights[:2] = 1
+    return [int(stop) for stop in np.unique((count * np.cumsum(weights) / weights.sum()).round())]
 
 
 def parts_of(metas: StructArray) -> int:

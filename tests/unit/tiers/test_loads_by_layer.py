@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.unit.tiers.arena.test_arena import CLASS_BYTES, SPEC, opened, segment
 from tests.unit.tiers.store_world import CORRUPT, FAILED, LAYERS, LENGTH, READY, World, content, slot_file
 from tierd import loads_by_layer
+from tierd.core.formats.meta import META
 from tierd.core.formats.model import TRANSFER, Reason, StructArray
 from tierd.core.plan import Plan
 from tierd.mover import Mover
@@ -211,3 +214,16 @@ async def test_a_reused_page_counts_nothing(tmp_path: Path, directory: Path) -> 
     loads.arena.apply(Plan(reserved=again))
     assert loads.counts(pages) == [0, 0]
     await loads.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layers=st.integers(1, 200), blocks=st.integers(1, 600), layer_bytes=st.sampled_from((4096, 16384, 65536)))
+def test_the_first_layers_come_first(layers: int, blocks: int, layer_bytes: int) -> None:
+    """Parts have at least a layer each and end with all layers; none is longer than two of their mean."""
+    metas = np.zeros(blocks, META)
+    metas["stored_length"], metas["layers"] = layers * layer_bytes, layers
+    stops = loads_by_layer.layer_stops(metas)
+    sizes = np.diff([0, *stops])
+    assert (sizes > 0).all() and stops[-1] in (1, layers)  # 1: too many layers for a slice table
+    assert len(stops) in (1, 2, stops[-1]) or sizes[:2].sum() <= sizes.max() + 1
+    assert len(stops) <= loads_by_layer.MOST_PARTS and sizes.max() <= 2 * np.ceil(stops[-1] / len(stops))
