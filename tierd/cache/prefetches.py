@@ -261,10 +261,6 @@ class Turns:
         self._dropped |= self._known.intersection(ids) - self._wanted
         self._settle(lambda waiting: self._dropped.issuperset(waiting.ids), _Turn.DROPPED)
 
-    def is_dropped(self, batch: StructArray) -> bool:
-        """Whether all transfers of the batch were dropped."""
-        return bool(self._dropped) and self._dropped.issuperset(batch["id"].tolist())
-
     @asynccontextmanager
     async def of(self, batch: StructArray) -> AsyncIterator[bool]:
         """Held while the batch is copied. False: it was dropped."""
