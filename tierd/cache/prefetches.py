@@ -140,9 +140,8 @@ class Ledger:
         for number in numbers:
             if self.is_open(session, number):
                 found += self._disown(number)
-                self._let_go(number)
-                if not self._open[number].pages:
-                    del self._open[number]
+                self._let_go(number)  # which may free pages, and so end it
+                self.complete(number)
         return found
 
     def _disown(self, number: int) -> list[int]:

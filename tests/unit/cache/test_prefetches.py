@@ -145,6 +145,23 @@ async def test_cancelling_drops_what_has_not_begun(how: str) -> None:
         world.cache.core.check()
 
 
+@pytest.mark.parametrize("how", ["by its number", "by the session's end"])
+async def test_a_prefetch_whose_epoch_ended_is_cancelled(how: str) -> None:
+    """Cancelling frees the pages of an ended epoch, which the prefetch alone kept: they were wasted."""
+    async with opened(ONE_BY_ONE) as world:
+        await _far(world, NAMES)
+        begun = world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        await world.end_epoch()
+        if how == "by its number":
+            world.cache.cancel_prefetches(world.session, [begun.id])
+        else:
+            world.cache.stop_session(world.session)
+        assert told(world.daemon.metrics) == {"wasted": 6 * BLOCK_BYTES}
+        assert world.cache.flights.prefetches.of(world.session) == []
+        world.cache.core.check()
+
+
 async def test_what_a_get_waits_for_is_not_cancelled() -> None:
     """A get that shares a prefetch's transfers is served whole, although the prefetch is cancelled."""
     async with opened(ONE_BY_ONE) as world:
