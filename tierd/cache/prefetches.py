@@ -173,7 +173,6 @@ class Ledger:
     def free(self, freed: StructArray) -> None:
         """FREED pages: those not used were wasted; those that no bytes had reached, dropped."""
         if self._pages and len(freed):
-            self.expire()
             gone = zip(freed["extent"]["generation"].tolist(), freed["was_ready"].tolist(), strict=True)
             for generation, was_ready in gone:
                 self._end(generation, "wasted" if was_ready else "dropped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +97,19 @@ def test_a_use_after_the_time_is_a_waste() -> None:
     now[0] = 5.0
     ledger.use([2])
     assert told(metrics) == {"used": 100, "wasted": 100}
+
+
+def test_a_prefetch_may_go_on_as_its_time_ends() -> None:
+    """Pages that are freed to make room, as its time ends, do not end a prefetch that goes on."""
+    metrics, now = Metrics(), [0.0]
+    ledger = ledger_of(metrics, now)
+    number = ledger.begin(1, replace(plan_of([1]), is_short=True), Order(ttl_s=5.0))
+    now[0] = 5.0
+    ledger.free(freed([1]))
+    assert ledger.begin(1, plan_of([2]), Order(), number=number) == number
+    ledger.expire()
+    assert told(metrics) == {"wasted": 200}
+    assert ledger.of(1) == []
 
 
 async def test_a_get_uses_what_a_prefetch_brought() -> None:
@@ -229,7 +243,7 @@ async def test_a_prefetch_without_room_goes_on(how: str) -> None:
             world.cache.cancel_prefetches(world.session, [behind.id])
         if how == "asked for":
             await world.acquire(NAMES[:1])
-            world.cache._prefetcher.asked([world.query(NAMES)])
+            world.cache.note_used(world.session, [world.query(NAMES)], times=1)
         await world.acquire(OTHERS)
         await world.cache.flights.idle(timeout_s=SOON_S)
         there = len(world.cache.core.blocks(tier=0)) - len(OTHERS)
