@@ -256,7 +256,7 @@ class Turns:
     def drop(self, ids: Iterable[int]) -> None:
         """Drops batches that have not begun, if no get waits for them and all of their transfers are
         dropped."""
-        self._dropped |= self._known.intersection(ids) - self._wanted
+        self._dropped |= self._known.intersection(ids)
         self._settle(lambda waiting: self._dropped.issuperset(waiting.ids), _Turn.DROPPED)
 
     @asynccontextmanager
@@ -270,8 +270,6 @@ class Turns:
         turn = await self._turn(link, ids)
         if turn is _Turn.AHEAD:
             batch["reason"] = Reason.DEMAND
-        if turn is not _Turn.DROPPED:
-            self._dropped -= ids  # they have begun
         try:
             yield turn is not _Turn.DROPPED
         finally:
