@@ -130,6 +130,19 @@ def test_a_prefetch_may_go_on_as_its_time_ends() -> None:
     assert ledger.of(1) == []
 
 
+async def test_the_time_to_live_of_a_replay_is_that_of_its_trace() -> None:
+    """In a replay blocks are wasted when the trace's time has passed, whatever the machine's."""
+    async with opened(ONE_BY_ONE.replace("[server]", '[server]\nclock = "replay"')) as world:
+        await _far(world, NAMES)
+        order = Order(ttl_s=5.0)
+        assert world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST, order).blocks == len(NAMES)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        await world.acquire(NAMES[:2])
+        world.cache.clock.advance(5.0)
+        await world.acquire(NAMES)
+        assert told(world.daemon.metrics) == {"used": 2 * BLOCK_BYTES, "wasted": 4 * BLOCK_BYTES}
+
+
 async def test_a_get_uses_what_a_prefetch_brought() -> None:
     """The bytes of blocks that a get was served count as used, once."""
     async with opened(ONE_BY_ONE) as world:
