@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 
-from tests.system.test_by_layer import NAMES, SPEC
-from tierd.client import Client, Group
+from tests.system.test_by_layer import by_layer
+from tierd.client import Client
 
 if __name__ == "__main__":
     client = Client(sys.argv[1])
-    lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
+    lease = by_layer(client)
     assert lease
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.system.blocks import SOON_S
 from tests.system.shim.iofault import READS, IoFaults
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
-from tierd.client import BlockStatus, Client, Group, KVGeometry, NamespaceSpec
+from tierd.client import BlockStatus, Client, Group, KVGeometry, Lease, NamespaceSpec
 from tierd.errors import StaleHandle, TierdError
 from tierd.testing import chain
 
@@ -38,6 +39,7 @@ admission = "all"
 [scrub]
 period = "0 s"
 """
+FIRST_HIT = CONFIG.format(verify="first_hit")
 SPEC = NamespaceSpec(
     model="m",
     tokens_per_block=16,
@@ -55,6 +57,24 @@ def held(io: IoFaults, layer: int) -> AbstractContextManager[IoFaults]:
     return io.armed(READS, "hang", "*.slots", first=bisect(STOPS, layer) * BLOCKS + 1)
 
 
+@contextmanager
+def far(config: str = FIRST_HIT, **how: Any) -> Iterator[tuple[Daemon, Client]]:
+    """A daemon whose store alone has the blocks, and a client. how: of Daemon."""
+    with Daemon(config, **how) as daemon, Client(daemon.target) as client:
+        put(client)
+        evict(daemon)
+        yield daemon, client
+
+
+@contextmanager
+def loaded_until(client: Client, io: IoFaults, layer: int) -> Iterator[Lease]:
+    """A lease that has the layers before this one; the load is held up until the end of the context."""
+    with held(io, layer):
+        lease = by_layer(client)
+        assert lease.await_layer(layer - 1, timeout_s=SOON_S)
+        yield lease
+
+
 @pytest.fixture
 def io(tmp_path: Path) -> IoFaults:
     return IoFaults(tmp_path)
@@ -63,11 +83,24 @@ def io(tmp_path: Path) -> IoFaults:
 @pytest.fixture
 def daemon(io: IoFaults) -> Iterator[Daemon]:
     """A daemon whose store alone has the blocks."""
-    with Daemon(CONFIG.format(verify="first_hit"), env=io.env, faults=True) as daemon:
-        with Client(daemon.target) as client:
-            put(client)
-        evict(daemon)
+    with far(env=io.env, faults=True) as (daemon, _):
         yield daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    with Client(daemon.target) as client:
+        yield client
+
+
+def blocks_of(client: Client) -> Group:
+    """All blocks."""
+    return Group(client.open_namespace(SPEC), NAMES)
+
+
+def by_layer(client: Client) -> Lease:
+    """A lease on all blocks."""
+    return client.acquire_by_layer(blocks_of(client))
 
 
 def put(client: Client) -> None:
@@ -79,108 +112,90 @@ def layer_of(block: np.ndarray, layer: int) -> np.ndarray:
     return block[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
 
 
-def test_each_layer_is_right_when_it_is_there(daemon: Daemon) -> None:
+def test_each_layer_is_right_when_it_is_there(client: Client) -> None:
     """After await_layer(n) returns True, layer n of every block has the bytes that were put."""
-    with Client(daemon.target) as client:
-        lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-        assert len(lease) == BLOCKS
-        views = lease.views()
-        for layer in range(LAYERS):
-            assert lease.await_layer(layer, timeout_s=SOON_S)
-            for view, block in zip(views, KEPT, strict=True):
-                assert np.array_equal(layer_of(view, layer), layer_of(block, layer))
-        assert lease.check() == BLOCKS
-        del view, views
-        lease.release()
+    lease = by_layer(client)
+    assert len(lease) == BLOCKS
+    views = lease.views()
+    for layer in range(LAYERS):
+        assert lease.await_layer(layer, timeout_s=SOON_S)
+        for view, block in zip(views, KEPT, strict=True):
+            assert np.array_equal(layer_of(view, layer), layer_of(block, layer))
+    assert lease.check() == BLOCKS
+    del view, views
+    lease.release()
 
 
-def test_a_layer_is_told_before_later_ones_are_read(daemon: Daemon, io: IoFaults) -> None:
+def test_a_layer_is_told_before_later_ones_are_read(client: Client, io: IoFaults) -> None:
     """While the disk holds the fifth layer back, the first four are there, the fifth not."""
-    with Client(daemon.target) as client:
-        space = client.open_namespace(SPEC)
-        with held(io, 4):
-            lease = client.acquire_by_layer(Group(space, NAMES))
-            assert lease.await_layer(3, timeout_s=SOON_S)
-            assert lease.check() == 0, "no block is whole yet"
-            assert lease.copy_into([bytearray(len(block)) for block in KEPT]) == 0
-            assert not lease.await_layer(4, timeout_s=0.0)
-        assert lease.await_layer(None, timeout_s=SOON_S)
-        assert lease.check() == BLOCKS
-        lease.release()
+    with loaded_until(client, io, 4) as lease:
+        assert lease.check() == 0, "no block is whole yet"
+        assert lease.copy_into([bytearray(len(block)) for block in KEPT]) == 0
+        assert not lease.await_layer(4, timeout_s=0.0)
+    assert lease.await_layer(None, timeout_s=SOON_S)
+    assert lease.check() == BLOCKS
+    lease.release()
 
 
-def test_later_clients_find_the_blocks_near(daemon: Daemon) -> None:
+def test_later_clients_find_the_blocks_near(client: Client) -> None:
     """Blocks that were loaded by layer are ordinary host blocks afterwards."""
-    with Client(daemon.target) as client:
-        space = client.open_namespace(SPEC)
-        with client.acquire_by_layer(Group(space, NAMES)) as lease:
-            assert lease.await_layer(timeout_s=SOON_S)
-        found = client.lookup(space, NAMES)
-        assert found.tokens == 16 * BLOCKS and found.tier_tokens[0] == 16 * BLOCKS
-        with client.acquire_by_layer(Group(space, NAMES)) as lease:
-            assert lease.await_layer(timeout_s=0.0), "nothing to wait for"
-            assert [bool(np.array_equal(view, block)) for view, block in zip(lease.views(), KEPT, strict=True)]
+    with by_layer(client) as lease:
+        assert lease.await_layer(timeout_s=SOON_S)
+    found = client.lookup(blocks_of(client))
+    assert found.tokens == 16 * BLOCKS and found.tier_tokens[0] == 16 * BLOCKS
+    with by_layer(client) as lease:
+        assert lease.await_layer(timeout_s=0.0), "nothing to wait for"
+        assert all(np.array_equal(view, block) for view, block in zip(lease.views(), KEPT, strict=True))
 
 
-def test_a_damaged_layer_is_never_there(daemon: Daemon, io: IoFaults) -> None:
+def test_a_damaged_layer_is_never_there(daemon: Daemon, client: Client, io: IoFaults) -> None:
     """If a byte of the store has changed, await_layer ends with False at its layer, and not before it."""
-    with Client(daemon.target) as client:
-        space = client.open_namespace(SPEC)
-        flip(daemon, KEPT[5], at=4 * LAYER_BYTES + 77)
-        with held(io, 6):
-            lease = client.acquire_by_layer(Group(space, NAMES))
-            assert len(lease) == BLOCKS
-            assert lease.await_layer(3, timeout_s=SOON_S)
-            assert not lease.await_layer(4, timeout_s=0.5)
-        assert not lease.await_layer(4, timeout_s=SOON_S)
-        assert lease.check() <= 5
-        lease.release()
-        with client.acquire(Group(space, NAMES)) as again:
-            assert len(again) == 5
+    flip(daemon, KEPT[5], at=4 * LAYER_BYTES + 77)
+    with held(io, 6):
+        lease = by_layer(client)
+        assert len(lease) == BLOCKS
+        assert lease.await_layer(3, timeout_s=SOON_S)
+        assert not lease.await_layer(4, timeout_s=0.5)
+    assert not lease.await_layer(4, timeout_s=SOON_S)
+    assert lease.check() <= 5
+    lease.release()
+    with client.acquire(blocks_of(client)) as again:
+        assert len(again) == 5
 
 
-def test_a_dead_daemon_tells_nothing(daemon: Daemon, io: IoFaults) -> None:
+def test_a_dead_daemon_tells_nothing(daemon: Daemon, client: Client, io: IoFaults) -> None:
     """After a kill during the load, await_layer ends with False, and the lease has ended."""
-    with Client(daemon.target) as client:
-        space = client.open_namespace(SPEC)
-        with held(io, 2):
-            lease = client.acquire_by_layer(Group(space, NAMES))
-            assert lease.await_layer(1, timeout_s=SOON_S)
-            daemon.kill()
-            assert not lease.await_layer(7, timeout_s=SOON_S)
-        with pytest.raises(StaleHandle):
-            lease.check()
-        lease.detach()
+    with loaded_until(client, io, 2) as lease:
+        daemon.kill()
+        assert not lease.await_layer(7, timeout_s=SOON_S)
+    with pytest.raises(StaleHandle):
+        lease.check()
+    lease.detach()
 
 
 @pytest.mark.parametrize("point", [NOTE, "cache.acquire.before_promise"])
 def test_a_death_on_the_way_loses_nothing(daemon: Daemon, point: str) -> None:
     """After a death at either fault point the next daemon serves every block, and nothing stays pinned."""
-    with Client(daemon.target) as client:
-        space = client.open_namespace(SPEC)
-        with daemon.faults() as faults, contextlib.suppress(TierdError):
-            faults.arm(point, "kill@2" if point == NOTE else "kill")
-            client.acquire_by_layer(Group(space, NAMES)).await_layer(timeout_s=SOON_S)
+    with Client(daemon.target) as client, daemon.faults() as faults, contextlib.suppress(TierdError):
+        faults.arm(point, "kill@2" if point == NOTE else "kill")
+        by_layer(client).await_layer(timeout_s=SOON_S)
     assert daemon.await_end() == -9
     daemon.start()
     with Client(daemon.target) as client:
-        with client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES)) as lease:
+        with by_layer(client) as lease:
             assert lease.await_layer(timeout_s=SOON_S)
             assert all(np.array_equal(view, block) for view, block in zip(lease.views(), KEPT, strict=True))
         evict(daemon)
-        assert client.lookup(client.open_namespace(SPEC), NAMES).tier_tokens[0] == 0
+        assert client.lookup(blocks_of(client)).tier_tokens[0] == 0
 
 
-def test_a_lease_that_ends_early_leaves_nothing(daemon: Daemon) -> None:
+def test_a_lease_that_ends_early_leaves_nothing(daemon: Daemon, client: Client) -> None:
     """A client that releases during the load leaves no pin, and the blocks can be evicted."""
-    with Client(daemon.target) as client:
-        space = client.open_namespace(SPEC)
-        client.acquire_by_layer(Group(space, NAMES)).release()
-        with client.acquire(Group(space, NAMES)) as lease:
-            assert len(lease) == BLOCKS
+    by_layer(client).release()
+    with client.acquire(blocks_of(client)) as lease:
+        assert len(lease) == BLOCKS
     evict(daemon)
-    with Client(daemon.target) as client:
-        assert client.lookup(client.open_namespace(SPEC), NAMES).tier_tokens[0] == 0
+    assert client.lookup(blocks_of(client)).tier_tokens[0] == 0
 
 
 def flip(daemon: Daemon, block: np.ndarray, *, at: int) -> None:

@@ -14,7 +14,20 @@ import pytest
 
 from tests.system.blocks import SOON_S, await_true, connected
 from tests.system.shim.iofault import READS, IoFaults
-from tests.system.test_by_layer import BLOCKS, CONFIG, KEPT, LAYERS, NAMES, SPEC, held, put
+from tests.system.test_by_layer import (
+    BLOCKS,
+    CONFIG,
+    FIRST_HIT,
+    KEPT,
+    LAYERS,
+    NAMES,
+    SPEC,
+    blocks_of,
+    by_layer,
+    far,
+    held,
+    loaded_until,
+)
 from tests.system.test_encoded_stores import evict
 from tests.system.test_epoch import bump
 from tests.system.warm import Daemon
@@ -23,7 +36,6 @@ from tierd.core.formats.model import ROOT, StructArray
 from tierd.errors import TierdError
 from tierd.testing import chain
 
-FIRST_HIT = CONFIG.format(verify="first_hit")
 LEVEL_0 = FIRST_HIT.replace("[[nvme]]", '[[nvme]]\nlevel = 0\ncapacity = "128 MiB"\nsegment = "32 MiB"\n\n[[nvme]]', 1)
 UNALIGNED = NamespaceSpec("u", 16, 5 * (600 << 10) + 5 * 2048, geometry=KVGeometry(5, 1, 602 << 4, "float16"))
 """Its layers begin within pages of 4 KiB."""
@@ -81,10 +93,8 @@ def test_blocks_of_any_shape_come(config: str, spec: NamespaceSpec) -> None:
 
 def test_pages_to_be_verified_at_each_hit_come_whole() -> None:
     """Under verify = "always" a lease by layer has no pending page, and its bytes are right."""
-    with Daemon(CONFIG.format(verify="always")) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
-        lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
+    with far(CONFIG.format(verify="always")) as (_, client):
+        lease = by_layer(client)
         assert not pending(lease).any()
         await_all(lease, KEPT)
 
@@ -112,20 +122,16 @@ def test_blocks_that_a_store_keeps_encoded_come(codec: str) -> None:
 
 def test_near_and_far_blocks_come_together() -> None:
     """Only far pages are pending; the near ones are right at once."""
-    with Daemon(FIRST_HIT) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
-        space = client.open_namespace(SPEC)
-        client.acquire(Group(space, NAMES[:6])).release()
-        lease = client.acquire_by_layer(Group(space, NAMES))
+    with far() as (_, client):
+        client.acquire(Group(client.open_namespace(SPEC), NAMES[:6])).release()
+        lease = by_layer(client)
         assert pending(lease).tolist() == [False] * 6 + [True] * (BLOCKS - 6)
         await_all(lease, KEPT)
 
 
 def test_several_groups_and_ranks_come_together() -> None:
     """A lease on two groups, one of them with two ranks, has every layer of every page."""
-    with Daemon(FIRST_HIT) as daemon, Client(daemon.target) as client:
-        put(client)
+    with far() as (daemon, client):
         space, kept = client.open_namespace(RANKED), [kept_of(RANKED, 4, seed=rank) for rank in (1, 2)]
         names = chain(9, 4)
         for rank, blocks in enumerate(kept):
@@ -139,16 +145,13 @@ def test_several_groups_and_ranks_come_together() -> None:
 
 def test_many_wait_for_one_load(io: IoFaults) -> None:
     """Two clients by layer, one that waits for whole blocks, and a prefetch share one load."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as one, Client(daemon.target) as other:
-        put(one)
-        evict(daemon)
+    with far(env=io.env) as (daemon, one), Client(daemon.target) as other:
         with held(io, 2):
-            first = one.acquire_by_layer(Group(one.open_namespace(SPEC), NAMES))
-            second = other.acquire_by_layer(Group(other.open_namespace(SPEC), NAMES))
-            assert one.prefetch(one.open_namespace(SPEC), NAMES) == 0
+            first, second = by_layer(one), by_layer(other)
+            assert one.prefetch(blocks_of(one)) == 0
             assert first.await_layer(1, timeout_s=SOON_S) and second.await_layer(1, timeout_s=SOON_S)
             assert not first.await_layer(2, timeout_s=0.0) and not second.await_layer(2, timeout_s=0.0)
-        with other.acquire(Group(other.open_namespace(SPEC), NAMES)) as whole:
+        with other.acquire(blocks_of(other)) as whole:
             assert len(whole) == BLOCKS
         await_all(second, KEPT)
         await_all(first, KEPT)
@@ -156,12 +159,10 @@ def test_many_wait_for_one_load(io: IoFaults) -> None:
 
 def test_a_prefetch_before_is_shared(io: IoFaults) -> None:
     """A lease by layer on blocks that a prefetch already brings has all of them in the end."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
+    with far(env=io.env) as (_, client):
         with held(io, 0):
-            assert client.prefetch(client.open_namespace(SPEC), NAMES) == BLOCKS
-            lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
+            assert client.prefetch(blocks_of(client)) == BLOCKS
+            lease = by_layer(client)
             assert pending(lease).all()
         await_all(lease, KEPT)
 
@@ -185,25 +186,21 @@ def test_a_load_above_the_capacity_ends() -> None:
 
 def test_a_client_that_dies_leaves_nothing(io: IoFaults) -> None:
     """After SIGKILL to a client during its load, nothing stays pinned and the blocks are intact."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client, connected(daemon) as raw:
-        put(client)
-        evict(daemon)
+    with far(env=io.env) as (daemon, client), connected(daemon) as raw:
         command = [sys.executable, "-m", "tests.system.by_layer_victim", daemon.target]
         with held(io, 2):
             assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
         await_true(lambda: not raw.tiers()["host.0"].pages_pinned, "no page pinned")
-        await_all(client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES)), KEPT)
+        await_all(by_layer(client), KEPT)
         evict(daemon)
         assert not raw.tiers()["host.0"].pages_ready
 
 
 def test_a_stop_during_a_load_is_in_time(io: IoFaults) -> None:
     """The daemon ends in good order during a load, and its client gets no layer."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
+    with far(env=io.env) as (daemon, client):
         with io.armed(READS, "delay:0.1", "*.slots"):
-            lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
+            lease = by_layer(client)
             assert daemon.stop() == 0
         assert not lease.await_layer(0, timeout_s=SOON_S)
         assert "could not be settled" not in daemon.log
@@ -212,28 +209,21 @@ def test_a_stop_during_a_load_is_in_time(io: IoFaults) -> None:
 
 def test_a_restart_during_a_load_loses_no_block(io: IoFaults) -> None:
     """After a kill during a load, the same client gets every block from the next daemon, by layer."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
-        with held(io, 4):
-            lost = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-            assert lost.await_layer(3, timeout_s=SOON_S)
+    with far(env=io.env) as (daemon, client):
+        with loaded_until(client, io, 4) as lost:
             daemon.kill()
         daemon.start()
-        lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-        await_all(lease, KEPT)
+        await_all(by_layer(client), KEPT)
         lost.detach()
 
 
 def test_a_hung_disk_gives_no_layer(io: IoFaults) -> None:
     """While the disk hangs, no layer is there, others' memory hits go on; later the blocks come."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
+    with far(env=io.env) as (_, client):
         space, near = client.open_namespace(SPEC), chain(8, 1)
         client.put(space, near, KEPT[:1])
         with io.armed(READS, "hang", "*.slots"):
-            lease = client.acquire_by_layer(Group(space, NAMES))
+            lease = by_layer(client)
             assert not lease or not lease.await_layer(0, timeout_s=0.5)
             with client.acquire(Group(space, near)) as hit:
                 assert len(hit) == 1
@@ -242,7 +232,7 @@ def test_a_hung_disk_gives_no_layer(io: IoFaults) -> None:
                 lease.release()
         deadline = time.monotonic() + 4 * SOON_S
         while time.monotonic() < deadline:
-            again = client.acquire_by_layer(Group(space, NAMES))
+            again = by_layer(client)
             if len(again) == BLOCKS and again.await_layer(timeout_s=SOON_S):
                 break
             again.release()
@@ -251,12 +241,8 @@ def test_a_hung_disk_gives_no_layer(io: IoFaults) -> None:
 
 def test_an_ended_epoch_gives_no_late_layer(io: IoFaults) -> None:
     """An epoch that ends during a load takes the pages that are not there; what is there is right."""
-    with Daemon(FIRST_HIT, env=io.env) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
-        with held(io, 2):
-            lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-            assert lease.await_layer(1, timeout_s=SOON_S)
+    with far(env=io.env) as (daemon, client):
+        with loaded_until(client, io, 2) as lease:
             bump(daemon, SPEC.model)
         lease.await_layer(timeout_s=SOON_S)
         good = lease.check()
@@ -266,10 +252,5 @@ def test_an_ended_epoch_gives_no_late_layer(io: IoFaults) -> None:
 
 def test_a_negative_layer_is_refused() -> None:
     """A negative layer raises an error: no page would be waited for."""
-    with Daemon(FIRST_HIT) as daemon, Client(daemon.target) as client:
-        put(client)
-        evict(daemon)
-        lease = client.acquire_by_layer(Group(client.open_namespace(SPEC), NAMES))
-        with pytest.raises(TierdError, match="layer -1"):
-            lease.await_layer(-1, timeout_s=SOON_S)
-        lease.release()
+    with far() as (_, client), by_layer(client) as lease, pytest.raises(TierdError, match="layer -1"):
+        lease.await_layer(-1, timeout_s=SOON_S)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.system.device_driver import read_at, use_driver
 from tests.system.elsewhere import Elsewhere, Talk
-from tests.system.test_by_layer import BLOCKS, CONFIG, KEPT, LAYER_BYTES, LAYERS, NAMES, NOTE, SPEC, layer_of, put
+from tests.system.test_by_layer import BLOCKS, FIRST_HIT, KEPT, LAYER_BYTES, LAYERS, NAMES, NOTE, SPEC, layer_of, put
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
 from tierd.client import Client, Group
@@ -42,7 +42,7 @@ def layer_by_layer(talk: Talk, target: str) -> None:
 @pytest.mark.parametrize("source", ["host", "nvme"])
 def test_layers_come_to_a_gpu_in_order(source: str) -> None:
     """A layer of all blocks is on the GPU, with the right bytes, before later ones are copied."""
-    with Daemon(DEVICE + CONFIG.format(verify="first_hit"), faults=True) as daemon:
+    with Daemon(DEVICE + FIRST_HIT, faults=True) as daemon:
         with Client(daemon.target) as client:
             put(client)
         if source == "nvme":

@@ -10,15 +10,20 @@ import pytest
 from tests.system.blocks import BlockClient, await_true
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
+from tierd._proto import cache_pb2 as pb
 from tierd.advisor.pace import Pace
+from tierd.cache.prefetches import TTL_S
 from tierd.cli.hits import prefetched_of
 from tierd.client import BlockStatus, Client, Found, Group, NamespaceSpec, OpenedNamespace, Target
 from tierd.client.advice import Blocks
 from tierd.client.match import Match
+from tierd.client.transport import requests
+from tierd.core.formats.model import TTL_LIMIT_S
 from tierd.errors import InvalidArgument
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.store import EngineStore
+from tierd.server.grpc import messages
 from tierd.testing import chain
 
 BLOCK_BYTES = 64 << 10
@@ -93,6 +98,23 @@ def test_a_time_to_live_ends_a_prefetch(daemon: Daemon) -> None:
         await_true(lambda: near(client, space) == 3, "the blocks to come near")
         client.get(space, NAMES[:3])
         assert prefetched(daemon) == {"wasted": 3}
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), TTL_LIMIT_S + 1.0])
+def test_a_time_to_live_out_of_bounds_is_refused(ttl_s: float) -> None:
+    """The SDK accepts a time to live above 0 and up to a day."""
+    with pytest.raises(InvalidArgument, match="ttl_s"):
+        requests.target(Target(ttl_s=ttl_s))
+    assert requests.target(Target(ttl_s=TTL_LIMIT_S))["ttl_ms"] == 1000 * TTL_LIMIT_S
+
+
+def test_the_daemon_checks_a_time_to_live() -> None:
+    """The daemon refuses more than a day; a message without a time gets the usual one."""
+    day_ms = 1000 * TTL_LIMIT_S
+    with pytest.raises(InvalidArgument, match="ttl_ms"):
+        messages.order(pb.PrefetchRequest(ttl_ms=day_ms + 1))
+    times = [messages.order(pb.PrefetchRequest(ttl_ms=ms)).ttl_s for ms in (0, 250, day_ms)]
+    assert times == [TTL_S, 0.25, TTL_LIMIT_S]
 
 
 def test_a_lookup_tells_what_it_is_for(daemon: Daemon) -> None:

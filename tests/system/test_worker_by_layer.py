@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.system.test_by_layer import CONFIG, NOTE, flip
+from tests.system.test_by_layer import FIRST_HIT, NOTE, flip
 from tests.system.test_encoded_stores import evict
 from tests.system.warm import Daemon
 from tierd.client import Client
@@ -53,7 +53,7 @@ def alone(model: Llama) -> list[int]:
 @pytest.fixture
 def daemon(model: Llama) -> Iterator[Daemon]:
     """A daemon whose store alone has the prompt's blocks, and its short last one."""
-    with Daemon(CONFIG.format(verify="first_hit"), faults=True) as daemon:
+    with Daemon(FIRST_HIT, faults=True) as daemon:
         serve(daemon, model, durable=True)
         evict(daemon)
         yield daemon

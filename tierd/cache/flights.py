@@ -56,7 +56,7 @@ class Flights:
         # Without admission in a replay, results do not depend on the disk's speed.
         stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
         self.read_queues = ReadQueues(stored, now=_loop_time, limits=parts.limits)
-        self.prefetches = Ledger(parts.metrics, now=_loop_time, next_id=parts.core.next_id)
+        self.prefetches = Ledger(parts.metrics, now=parts.clock.now, next_id=parts.core.next_id)
         self.turns = Turns(parts.limits.prefetch_batches)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}

@@ -154,7 +154,7 @@ class Gets(Sessions):
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
         got = ask(now=self.clock.now(), shut=shut)
         self.flights.start(got.plan, session=session, by_layer=by_layer)
-        if not got.whole and self._had_pending_releases(session):
+        if not got.whole and self._may_have_room(session):
             self.release(session, [got.lease])
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session, by_layer=by_layer)

@@ -56,8 +56,7 @@ class Prefetcher:
         if self._short:
             name = _name_of(groups)
             for number in [number for number, ask in self._short.items() if _name_of(ask.groups) == name]:
-                del self._short[number]
-                self._ledger.complete(number)
+                self._end(number)
 
     def resume(self) -> None:
         """Goes on with the prefetches that lacked room, while there is some."""
@@ -65,7 +64,7 @@ class Prefetcher:
         while self._short:
             number, ask = next(iter(self._short.items()))
             if not self._ledger.is_open(ask.session, number):
-                del self._short[number]
+                self._end(number)
                 continue
             left = self._allow(ask.session, ask.kind).bytes
             if left is not None and left * STEP <= self._ledger.staged.total():
@@ -73,9 +72,13 @@ class Prefetcher:
             try:
                 self._bring(ask, number)
             except TierdError:  # the namespace has ended
-                del self._short[number]
+                self._end(number)
             if number in self._short:
                 return
+
+    def _end(self, number: int) -> None:
+        del self._short[number]
+        self._ledger.complete(number)
 
     def _bring(self, ask: _Ask, number: int) -> Started:
         """number: of the prefetch that this goes on with; 0: a new one."""

@@ -140,9 +140,8 @@ class Ledger:
         for number in numbers:
             if self.is_open(session, number):
                 found += self._disown(number)
-                self._let_go(number)
-                if not self._open[number].pages:
-                    del self._open[number]
+                self._let_go(number)  # which may free pages, and so end it
+                self.complete(number)
         return found
 
     def _disown(self, number: int) -> list[int]:
@@ -174,7 +173,6 @@ class Ledger:
     def free(self, freed: StructArray) -> None:
         """FREED pages: those not used were wasted; those that no bytes had reached, dropped."""
         if self._pages and len(freed):
-            self.expire()
             gone = zip(freed["extent"]["generation"].tolist(), freed["was_ready"].tolist(), strict=True)
             for generation, was_ready in gone:
                 self._end(generation, "wasted" if was_ready else "dropped")
@@ -258,12 +256,8 @@ class Turns:
     def drop(self, ids: Iterable[int]) -> None:
         """Drops batches that have not begun, if no get waits for them and all of their transfers are
         dropped."""
-        self._dropped |= self._known.intersection(ids) - self._wanted
+        self._dropped |= self._known.intersection(ids)
         self._settle(lambda waiting: self._dropped.issuperset(waiting.ids), _Turn.DROPPED)
-
-    def is_dropped(self, batch: StructArray) -> bool:
-        """Whether all transfers of the batch were dropped."""
-        return bool(self._dropped) and self._dropped.issuperset(batch["id"].tolist())
 
     @asynccontextmanager
     async def of(self, batch: StructArray) -> AsyncIterator[bool]:
@@ -276,8 +270,6 @@ class Turns:
         turn = await self._turn(link, ids)
         if turn is _Turn.AHEAD:
             batch["reason"] = Reason.DEMAND
-        if turn is not _Turn.DROPPED:
-            self._dropped -= ids  # they have begun
         try:
             yield turn is not _Turn.DROPPED
         finally:

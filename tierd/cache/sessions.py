@@ -171,13 +171,11 @@ class Sessions:
         self._holdings.drop_leases(session, leases)
         self.background.note_release()
 
-    def _had_pending_releases(self, session: int) -> bool:
-        """Whether clients had releases pending that were not processed yet, or prefetches kept pages."""
+    def _may_have_room(self, session: int) -> bool:
+        """Whether clients had releases pending, which are processed here, or else prefetches kept pages."""
         before = self._given_back
         self.process_notices(session)
-        if self._given_back == before:
-            return self.flights.prefetches.yield_room()
-        return self._given_back > before
+        return self._given_back > before or self.flights.prefetches.yield_room()
 
     def abort(self, session: int, reservation: int) -> None:
         """Frees a reservation's pages unused. An unknown reservation is ignored."""

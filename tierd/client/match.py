@@ -2,7 +2,7 @@
 
 Every integration calls `claim` before it reports how many tokens need no computation; it does not
 find the match itself. The result never exceeds the match, never includes a prompt's last token, and
-is whole blocks. A decision whether loading beats computing belongs here.
+is whole blocks. Whether loading beats computing is decided in `advice.py`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.unit.cache.test_flights import _far, _hung
 from tests.unit.cache.world import BLOCK_BYTES, CONFIG, SOON_S, World, opened
 from tierd import failpoint
 from tierd.cache.gets import Intent
-from tierd.cache.prefetches import Ledger, Order, Turns
+from tierd.cache.prefetches import OF_SESSION, Ledger, Order, Turns
 from tierd.core.formats.model import FREED, TRANSFER, Reason, StructArray, TierKind
 from tierd.core.plan import Plan
 from tierd.metrics import Metrics
@@ -98,6 +99,50 @@ def test_a_use_after_the_time_is_a_waste() -> None:
     assert told(metrics) == {"used": 100, "wasted": 100}
 
 
+def test_pages_on_the_way_of_others_are_not_booked() -> None:
+    """A page that only feeds another transfer of the plan is neither staged nor wasted."""
+    metrics, now = Metrics(), [0.0]
+    ledger, plan = ledger_of(metrics, now), plan_of([1, 2])
+    plan.transfers["after"][1] = 1
+    ledger.begin(1, plan, Order())
+    assert (len(ledger), ledger.staged.total()) == (1, 100)
+    ledger.use([1, 2])
+    assert told(metrics) == {"used": 100}
+
+
+def test_a_session_has_so_many_prefetches_to_cancel() -> None:
+    """Beyond the limit of a session its oldest prefetches cannot be cancelled any more."""
+    ledger = ledger_of(Metrics(), [0.0])
+    numbers = [ledger.begin(1, plan_of([page]), Order()) for page in range(1, OF_SESSION + 2)]
+    assert ledger.of(1) == numbers[1:]
+
+
+def test_a_prefetch_may_go_on_as_its_time_ends() -> None:
+    """Pages that are freed to make room, as its time ends, do not end a prefetch that goes on."""
+    metrics, now = Metrics(), [0.0]
+    ledger = ledger_of(metrics, now)
+    number = ledger.begin(1, replace(plan_of([1]), is_short=True), Order(ttl_s=5.0))
+    now[0] = 5.0
+    ledger.free(freed([1]))
+    assert ledger.begin(1, plan_of([2]), Order(), number=number) == number
+    ledger.expire()
+    assert told(metrics) == {"wasted": 200}
+    assert ledger.of(1) == []
+
+
+async def test_the_time_to_live_of_a_replay_is_that_of_its_trace() -> None:
+    """In a replay blocks are wasted when the trace's time has passed, whatever the machine's."""
+    async with opened(ONE_BY_ONE.replace("[server]", '[server]\nclock = "replay"')) as world:
+        await _far(world, NAMES)
+        order = Order(ttl_s=5.0)
+        assert world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST, order).blocks == len(NAMES)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        await world.acquire(NAMES[:2])
+        world.cache.clock.advance(5.0)
+        await world.acquire(NAMES)
+        assert told(world.daemon.metrics) == {"used": 2 * BLOCK_BYTES, "wasted": 4 * BLOCK_BYTES}
+
+
 async def test_a_get_uses_what_a_prefetch_brought() -> None:
     """The bytes of blocks that a get was served count as used, once."""
     async with opened(ONE_BY_ONE) as world:
@@ -121,7 +166,7 @@ async def test_what_is_evicted_unused_was_wasted() -> None:
         world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
         await world.cache.flights.idle(timeout_s=SOON_S)
         assert world.cache.flights.prefetches.yield_room()
-        world.cache.flights.start(world.cache.core.evict(world.cache.core.blocks(tier=0), tier=0, now=0.0))
+        _evict_near(world)
         assert told(world.daemon.metrics) == {"wasted": 6 * BLOCK_BYTES}
 
 
@@ -142,6 +187,23 @@ async def test_cancelling_drops_what_has_not_begun(how: str) -> None:
         assert len(world.cache.core.blocks(tier=0)) == 1
         assert told(world.daemon.metrics) == {"dropped": 5 * BLOCK_BYTES}
         assert world.cache.flights.failed == 0
+        world.cache.core.check()
+
+
+@pytest.mark.parametrize("how", ["by its number", "by the session's end"])
+async def test_a_prefetch_whose_epoch_ended_is_cancelled(how: str) -> None:
+    """Cancelling frees the pages of an ended epoch, which the prefetch alone kept: they were wasted."""
+    async with opened(ONE_BY_ONE) as world:
+        await _far(world, NAMES)
+        begun = world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        await world.end_epoch()
+        if how == "by its number":
+            world.cache.cancel_prefetches(world.session, [begun.id])
+        else:
+            world.cache.stop_session(world.session)
+        assert told(world.daemon.metrics) == {"wasted": 6 * BLOCK_BYTES}
+        assert world.cache.flights.prefetches.of(world.session) == []
         world.cache.core.check()
 
 
@@ -198,7 +260,7 @@ async def test_what_failed_was_not_wasted() -> None:
         assert world.cache.flights.prefetches.of(world.session) == []
 
 
-@pytest.mark.parametrize("how", ["used", "cancelled", "asked for"])
+@pytest.mark.parametrize("how", ["used", "cancelled", "asked for", "read aside"])
 async def test_a_prefetch_without_room_goes_on(how: str) -> None:
     """Blocks that the share did not hold follow later, unless they were cancelled or a get came."""
     async with opened(ONE_BY_ONE + f"prefetch_share = {3 * BLOCK_BYTES / (4 << 20)}\n") as world:
@@ -211,12 +273,29 @@ async def test_a_prefetch_without_room_goes_on(how: str) -> None:
         if how == "cancelled":
             world.cache.cancel_prefetches(world.session, [behind.id])
         if how == "asked for":
-            await world.acquire(NAMES[:1])
-            world.cache._prefetcher.asked([world.query(NAMES)])
+            world.cache.release(world.session, [(await world.acquire(NAMES)).lease])
+            _evict_near(world)
+        if how == "read aside":
+            world.cache.note_used(world.session, [world.query(NAMES)], times=1)
         await world.acquire(OTHERS)
         await world.cache.flights.idle(timeout_s=SOON_S)
-        there = len(world.cache.core.blocks(tier=0)) - len(OTHERS)
-        assert there == {"used": 3, "cancelled": 0, "asked for": 1}[how]
+        assert len(world.cache.core.blocks(tier=0)) - len(OTHERS) == (3 if how == "used" else 0)
+
+
+async def test_prefetches_without_room_go_on_in_their_order() -> None:
+    """Room that comes without a get goes to the prefetch that waits, before a later one."""
+    async with opened(ONE_BY_ONE + f"prefetch_share = {3 * BLOCK_BYTES / (4 << 20)}\n") as world:
+        for names in (NAMES, OTHERS, chain(3, 3)):
+            await _far(world, names)
+        world.cache.prefetch(world.session, [world.query(OTHERS)], TierKind.HOST)
+        world.cache.prefetch(world.session, [world.query(NAMES)], TierKind.HOST)
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        world.cache.flights.prefetches.yield_room()
+        _evict_near(world)
+        assert world.cache.prefetch(world.session, [world.query(chain(3, 3))], TierKind.HOST).blocks == 0
+        await world.cache.flights.idle(timeout_s=SOON_S)
+        near = world.cache.core.blocks(tier=0)
+        assert sorted(near.tolist()) == sorted(world.cache.core.find_blocks(world.namespace.id, NAMES[:3]).tolist())
 
 
 @pytest.mark.parametrize(
@@ -303,11 +382,49 @@ async def test_prefetches_take_a_share_of_a_link() -> None:
             assert await asyncio.wait_for(stack.enter_async_context(turns.of(batch_of(number))), SOON_S)
 
 
+async def test_a_turn_is_passed_on_by_a_waiter_that_ends() -> None:
+    """A flight that is cancelled in the moment of its turn leaves the turn to the next one."""
+    turns, first, second = Turns(1), batch_of(1), batch_of(2)
+    turns.expect(first)
+    turns.expect(second)
+    async with AsyncExitStack() as stack:
+        async with turns.of(first):
+            waiter = asyncio.create_task(stack.enter_async_context(turns.of(second)))
+            await _settle()
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        assert waiter.cancelled()
+        turns.expect(batch_of(3))
+        assert await asyncio.wait_for(stack.enter_async_context(turns.of(batch_of(3))), SOON_S)
+
+
+async def test_what_a_get_waits_for_goes_ahead() -> None:
+    """A batch that a get wants passes the limit at once and is demand, also if it is cancelled then."""
+    turns, batches = Turns(1), [batch_of(number) for number in (1, 2, 3)]
+    for batch in batches:
+        turns.expect(batch)
+    async with AsyncExitStack() as stack:
+        assert await stack.enter_async_context(turns.of(batches[0]))
+        waiter = asyncio.create_task(stack.enter_async_context(turns.of(batches[1])))
+        await _settle()
+        assert not waiter.done()
+        turns.want([2, 3, 99])
+        turns.drop([2, 3])
+        assert await asyncio.wait_for(waiter, SOON_S)
+        assert await asyncio.wait_for(stack.enter_async_context(turns.of(batches[2])), SOON_S)
+    assert [batch["reason"][0] == Reason.DEMAND for batch in batches] == [False, True, True]
+
+
 def batch_of(number: int) -> StructArray:
     """One TRANSFER record of a prefetch."""
     batch = np.zeros(1, TRANSFER)
     batch["id"], batch["reason"] = number, Reason.PREFETCH
     return batch
+
+
+def _evict_near(world: World) -> None:
+    """Evicts what no lease keeps in host memory."""
+    world.cache.flights.start(world.cache.core.evict(world.cache.core.blocks(tier=0), tier=0, now=0.0))
 
 
 async def _begun(world: World) -> None:

@@ -23,6 +23,7 @@ from tierd.core.formats.model import (
     PRIORITY_LIMIT,
     PUT_BLOCK,
     RETENTION_LIMIT_S,
+    TTL_LIMIT_S,
     Durability,
     StructArray,
     TierKind,
@@ -159,7 +160,6 @@ def wanted_tier(name: str) -> dict[str, Any]:
 
 
 INTENTS = {"default": pb.INTENT_DEFAULT, "none": pb.INTENT_NONE, "load": pb.INTENT_LOAD}
-TTL_LIMIT_S = 86400
 
 
 def intent(name: str) -> int:

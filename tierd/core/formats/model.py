@@ -40,6 +40,8 @@ PRIORITY_DEFAULT = 35
 values mean the same here."""
 RETENTION_LIMIT_S = 10 * 366 * 86400
 """The longest retention that a put can give; without a limit it never ends."""
+TTL_LIMIT_S = 86400
+"""The longest time to live of a prefetch."""
 
 
 class TierKind(enum.IntEnum):

@@ -26,6 +26,7 @@ from tierd.core.formats.model import (
     PUT_BLOCK,
     RETENTION_LIMIT_S,
     ROOT,
+    TTL_LIMIT_S,
     BlockStatus,
     Durability,
     Need,
@@ -40,8 +41,6 @@ NamespaceOf = Callable[[int, bytes], Namespace]
 own."""
 
 _NEEDS = frozenset(map(int, Need))
-TTL_LIMIT_MS = 86_400_000
-"""Longest time to live of a prefetch."""
 GROUP_LIMIT = 64
 """Attention groups in one call."""
 
@@ -87,8 +86,8 @@ def intent(value: int) -> Intent:
 
 def order(request: pb.PrefetchRequest) -> Order:
     """The purpose of a prefetch."""
-    if request.ttl_ms > TTL_LIMIT_MS:
-        raise InvalidArgument(f"ttl_ms: {request.ttl_ms} is above {TTL_LIMIT_MS}, a day; send at most that")
+    if request.ttl_ms > 1000 * TTL_LIMIT_S:
+        raise InvalidArgument(f"ttl_ms: {request.ttl_ms} is above {1000 * TTL_LIMIT_S}, a day; send at most that")
     return Order(ttl_s=request.ttl_ms / 1000 or TTL_S)
 
 
