@@ -13,6 +13,7 @@ from tests.system.warm import Daemon
 from tierd.cli import ctl
 from tierd.client import Lease
 from tierd.errors import OperatorError
+from tierd.ttft.bench import Bench
 from tierd.ttft.engine import Engine
 
 SMALL = ["--layers", "8", "--kv-heads", "1", "--head-dim", "64", "--tokens-per-block", "512", "--scale", "1"]
@@ -109,4 +110,16 @@ def test_a_failed_measurement_leaves_no_block(daemon: Daemon, monkeypatch: pytes
     monkeypatch.setattr(Engine, step, broken)
     done = run(daemon, "--prefix", "1K", "--source", "host")
     assert done.exit_code == 1 and "broken with 2 views" in done.stderr
+    assert blocks_in(daemon) == 0
+
+
+def test_blocks_are_removed_although_one_is_gone(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that the daemon has lost does not keep the others there."""
+
+    def losing(bench: Bench) -> None:
+        bench._evict(bench._hashes[-1:], everywhere=True)
+        raise OperatorError("broken")
+
+    monkeypatch.setattr(Bench, "results", losing)
+    assert run(daemon, "--prefix", "2K").exit_code == 1
     assert blocks_in(daemon) == 0

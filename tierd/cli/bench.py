@@ -5,8 +5,8 @@ This is the command line: a machine, a shape, prefixes, a table. tierd.ttft meas
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +186,18 @@ def evictor(daemon: Connection) -> Evict:
     """Evicts blocks of a daemon, from the tiers of host memory or from all."""
     hosts = [tier.name for tier in daemon.ask(pb.TiersRequest()).tiers if tier.kind == int(TierKind.HOST)]
 
+    def drop(names: Sequence[str], tier: str) -> None:
+        try:
+            daemon.ask(pb.EvictRequest(hashes=names, tier=tier), timeout_s=EVICT_TIMEOUT_S)
+        except NotFound:  # of one of them; then none was evicted
+            for name in names if len(names) > 1 else ():
+                drop([name], tier)
+
     def evict(hashes: NDArray[np.uint8], *, everywhere: bool) -> None:
-        for i in range(0, len(hashes), EVICT_BLOCKS):
-            names = [name.tobytes().hex() for name in hashes[i : i + EVICT_BLOCKS]]
-            for tier in [""] if everywhere else hosts:
-                with contextlib.suppress(NotFound):
-                    daemon.ask(pb.EvictRequest(hashes=names, tier=tier), timeout_s=EVICT_TIMEOUT_S)
+        names = [name.tobytes().hex() for name in hashes]
+        for tier in [""] if everywhere else hosts:
+            for i in range(0, len(names), EVICT_BLOCKS):
+                drop(names[i : i + EVICT_BLOCKS], tier)
 
     return evict
 
