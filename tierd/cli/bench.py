@@ -24,18 +24,18 @@ from tierd.cli.progress import shown_progress
 from tierd.cli.render import show_json
 from tierd.client import Client
 from tierd.core.formats.model import TierKind
-from tierd.errors import InvalidArgument, NotFound, OperatorError
+from tierd.errors import InvalidArgument, NotFound
+from tierd.pictures import checked_plot
 from tierd.ttft.bench import LOADED, Bench, Evict, Setup
-from tierd.ttft.drawing import draw, require_matplotlib
+from tierd.ttft.drawing import draw
 from tierd.ttft.machine import DTYPE_BYTES, PRESETS, Machine, Shape
-from tierd.ttft.report import Report, report_of
+from tierd.ttft.report import report_of
 from tierd.ttft.timeline import Source
 
 EVICT_BLOCKS = 256
 """Of one call."""
 EVICT_TIMEOUT_S = 30.0
 PREFIXES = "1K,2K,4K,8K,16K,32K,64K"
-PICTURES = (".png", ".svg")
 
 
 class _Tokens(click.ParamType[Any]):
@@ -149,7 +149,7 @@ def ttft(ask: Ask, *, preset: str, plot: Path | None, memory: int, limit_s: floa
                 show(len(results))
     report = report_of(setup, results)
     if plot:
-        write_plot(plot, report)
+        draw(report, plot)
     if ask.as_json:
         show_json(report)
     else:
@@ -200,21 +200,3 @@ def evictor(daemon: Connection) -> Evict:
                 drop(names[i : i + EVICT_BLOCKS], tier)
 
     return evict
-
-
-def checked_plot(path: Path) -> Path:
-    """Checks the file for a plot before anything is measured. Raises InvalidArgument, Unsupported."""
-    if path.suffix not in PICTURES:
-        raise InvalidArgument(f"--plot: {path} does not end in .png or .svg; give such a name")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"--plot: the directory {path.parent} does not exist; create it first")
-    require_matplotlib()
-    return path
-
-
-def write_plot(path: Path, report: Report) -> None:
-    """Draws the picture. Raises OperatorError if the file cannot be written."""
-    try:
-        draw(report, path)
-    except OSError as error:
-        raise OperatorError(f"--plot: {path} cannot be written ({error.strerror}); give another file") from error

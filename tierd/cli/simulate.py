@@ -25,9 +25,10 @@ from tierd.cli.trace import read_trace
 from tierd.config import Config, load_config, read_config
 from tierd.core.formats.model import TierKind
 from tierd.errors import InvalidArgument
+from tierd.pictures import checked_plot
 from tierd.simulator.choices import Choice, names, parse_choice
 from tierd.simulator.page import page_of
-from tierd.simulator.plot import draw, require_matplotlib
+from tierd.simulator.plot import draw
 from tierd.simulator.rows import Row, panels_of, row_of, short_name
 from tierd.simulator.runs import Scenario, simulate_all
 from tierd.simulator.sequences import TOKENS_PER_BLOCK, Measure, Trace, trace_of
@@ -100,7 +101,7 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=lambda _ctx, _param, path: path and checked_plot(path),
+    callback=lambda _ctx, _param, path: path and checked_plot(path, may_be_page=True),
     help="Draw the curves to FILE.html (self-contained), FILE.png or FILE.svg (both need matplotlib).",
 )
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Number of processes. [default: one for each core]")
@@ -182,17 +183,6 @@ def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes:
         for choice in choices
         for how in (writes if any(spec.kind is TierKind.NVME for spec in made.specs) else writes[:1])
     ]
-
-
-def checked_plot(path: Path) -> Path:
-    """Checks the file for a plot before the first run. Raises InvalidArgument, Unsupported."""
-    if path.suffix not in {".html", ".png", ".svg"}:
-        raise InvalidArgument(f"--plot: {path} does not end in .html, .png or .svg; give such a name")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"--plot: the directory {path.parent} does not exist; create it first")
-    if path.suffix != ".html":
-        require_matplotlib()
-    return path
 
 
 def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> None:
