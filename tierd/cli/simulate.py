@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.text import Text
 
-from tierd.cli.ask import SIZE, Ask, listing
+from tierd.cli.ask import SIZE, Ask, Several, listing
 from tierd.cli.figures import human_seconds
 from tierd.cli.help import example
 from tierd.cli.progress import shown_progress
@@ -52,23 +52,8 @@ COLUMNS = (
 )
 
 
-class _List(click.ParamType[Any]):
-    """Values separated by commas, each read by a function that raises ValueError."""
-
-    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
-        self.name = name
-        self._read = read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The values without repetitions; a usage error for a wrong one."""
-        try:
-            return tuple(self._read(part) for part in dict.fromkeys(str(value).split(",")))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-ADMISSIONS, BUDGETS = _List("policy,...", parse_admission), _List("size,...", parse_budget)
-SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice)
+ADMISSIONS, BUDGETS = Several("policy", parse_admission), Several("size", parse_budget)
+SIZES, CHOICES = Several("size", parse_size), Several("policy", parse_choice)
 
 
 @click.command(epilog=example("tierctl simulate trace.jsonl.gz --host 64GiB,128GiB --nvme 1TiB"))

@@ -52,11 +52,6 @@ class Series:
     source: Source
     how: str = ""
 
-    @property
-    def name(self) -> str:
-        """Such as "host by layer"."""
-        return f"{self.source.value} {self.how}".rstrip()
-
 
 PLAIN = (
     Series(Source.DEVICE),
