@@ -99,6 +99,14 @@ def test_a_copy_with_wrong_bytes_is_no_result(daemon: Daemon, monkeypatch: pytes
     assert "a loaded block has other bytes than were stored" in done.stderr
 
 
+def test_blocks_of_another_source_are_no_result(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the prefix lies in host memory, it does not count as one from NVMe."""
+    monkeypatch.setattr(Bench, "_place", lambda *_: None)
+    done = run(daemon, "--prefix", "1K", "--source", "nvme")
+    assert done.exit_code == 1
+    assert "0 of 1024 tokens came from nvme" in done.stderr
+
+
 @pytest.mark.parametrize("step", ["_check_source", "_stream"])
 def test_a_failed_measurement_leaves_no_block(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """An error in the middle of a load ends its lease, so that its blocks are removed too."""

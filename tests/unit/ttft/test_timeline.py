@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.errors import InvalidArgument
-from tierd.ttft.bench import Learnt, Series, Setup
+from tierd.ttft.bench import Learnt, Result, Series, Setup
 from tierd.ttft.drawing import timeline_text
 from tierd.ttft.engine import Measured
 from tierd.ttft.machine import PRESETS, Machine, Shape
-from tierd.ttft.report import Row
+from tierd.ttft.report import BARS, Row, bar_of
 from tierd.ttft.timeline import Job, Sizes, Source, Timeline, arrivals, bound, crossover, streamed
 
 H100 = PRESETS["h100"]
 SIZES = Sizes(32, 131072.0)
 SLOW = Machine(55e9, 1e-5, 6e8, 1e-4, 5000.0, 1e5)
 """Reading a token takes about as long as computing it."""
+NARROW = replace(H100, link_bytes_per_s=5e9, disk_bytes_per_s=5e9)
 SECONDS = st.floats(0, 10)
 
 
@@ -160,6 +163,24 @@ def test_the_advisor_knows_that_layers_come_beside_computing() -> None:
         bound(mine.job(8192, count), Source.NVME, SLOW, sizes=SIZES).first_token_s for count in (0, loaded, 8192)
     )
     assert some < 0.9 * min(none, every)
+
+
+@pytest.mark.parametrize(
+    ("machine", "beyond", "verdict"),
+    [(H100, -1e-6, "kept"), (H100, 1e-3, "broken"), (NARROW, 1e-3, "arithmetic forbids it")],
+)
+@pytest.mark.parametrize("source", BARS)
+def test_a_bar_is_kept_broken_or_impossible(source: Source, machine: Machine, beyond: float, verdict: str) -> None:
+    """A load is judged by the share that it adds to the device's time, and by what arithmetic allows."""
+    mine, far = setup(machine=machine), Series(source, "by layer")
+    none, near_s = np.zeros(32), mine.bound_s(Series(Source.DEVICE), 8192)
+    added = BARS[source] + beyond
+    results = [
+        Result(series, 8192, 8192, Measured(Timeline(0.0, none, none, near_s / 32), seconds))
+        for series, seconds in ((Series(Source.DEVICE), near_s), (far, near_s * (1 + added)))
+    ]
+    bar = bar_of(mine, results, source, 8192)
+    assert (bar["added"], bar["verdict"]) == (pytest.approx(added), verdict)
 
 
 def test_the_tail_is_its_share_of_the_prompt() -> None:
