@@ -11,7 +11,7 @@ PICTURES, PAGE = (".png", ".svg"), ".html"
 
 
 def require_matplotlib(otherwise: str = "") -> Any:
-    """matplotlib's class of figures, imported now. Raises Unsupported without it. otherwise: a second remedy."""
+    """matplotlib's class of figures. Raises Unsupported without it. otherwise: a second remedy."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
