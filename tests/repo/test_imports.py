@@ -10,7 +10,7 @@ import pytest
 
 from tests.repo.source import PACKAGE, Module, imports, modules
 
-EDGE = {"errors", "config", "units", "places", "clock", "failpoint", "linux"}
+EDGE = {"errors", "config", "units", "places", "pictures", "clock", "failpoint", "linux"}
 """Every part may use these, besides core."""
 
 PARTS: dict[str, set[str]] = {
@@ -18,6 +18,7 @@ PARTS: dict[str, set[str]] = {
     "failpoint": {"errors"},
     "units": set(),
     "places": set(),
+    "pictures": {"errors"},
     "clock": set(),
     "native": set(),
     "linux": {"errors", "failpoint"},
@@ -29,7 +30,7 @@ PARTS: dict[str, set[str]] = {
     "config": {"core", "errors", "places", "settings", "units"},
     "core": {"errors"},
     "policies": {"core", "errors"},
-    "simulator": {"core", "policies", "config", "errors", "units"},
+    "simulator": {"core", "policies", "config", "errors", "pictures", "units"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "checksum", "native"} | EDGE,
     "store_codecs": {"core", "codecs", "checksum"} | EDGE,

@@ -11,6 +11,9 @@ from click.testing import CliRunner, Result
 
 from tests.system.warm import Daemon
 from tierd.cli import ctl
+from tierd.client import Lease
+from tierd.errors import OperatorError
+from tierd.ttft.bench import Bench
 from tierd.ttft.engine import Engine
 
 SMALL = ["--layers", "8", "--kv-heads", "1", "--head-dim", "64", "--tokens-per-block", "512", "--scale", "1"]
@@ -35,6 +38,11 @@ def run(daemon: Daemon, *arguments: str) -> Result:
     return CliRunner().invoke(ctl.cli, words, prog_name="tierctl")
 
 
+def blocks_in(daemon: Daemon) -> int:
+    left = CliRunner().invoke(ctl.cli, ["status", "--json", "--target", daemon.target])
+    return int(json.loads(left.stdout)["blocks"])
+
+
 def test_rows_add_up_and_beat_no_bound(daemon: Daemon, tmp_path: Path) -> None:
     """Each series has its rows; their parts are their time, at least the bound; no block is left."""
     done = run(daemon, "--prefix", "1K,4K", "--json", "--plot", str(tmp_path / "ttft.png"))
@@ -52,8 +60,7 @@ def test_rows_add_up_and_beat_no_bound(daemon: Daemon, tmp_path: Path) -> None:
     assert rows["host whole", 4096]["link_s"] >= (8 << 20) / 500e6
     assert {each["source"] for each in report["crossovers"]} == {"host", "nvme"}
     assert (tmp_path / "ttft.png").read_bytes()[:4] == b"\x89PNG"
-    left = CliRunner().invoke(ctl.cli, ["status", "--json", "--target", daemon.target])
-    assert json.loads(left.stdout)["blocks"] == 0
+    assert blocks_in(daemon) == 0
 
 
 def test_the_table_names_bars_waits_and_crossovers(daemon: Daemon) -> None:
@@ -90,3 +97,37 @@ def test_a_copy_with_wrong_bytes_is_no_result(daemon: Daemon, monkeypatch: pytes
     done = run(daemon, "--prefix", "1K", "--source", "host")
     assert done.exit_code == 1
     assert "a loaded block has other bytes than were stored" in done.stderr
+
+
+def test_blocks_of_another_source_are_no_result(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the prefix lies in host memory, it does not count as one from NVMe."""
+    monkeypatch.setattr(Bench, "_place", lambda *_: None)
+    done = run(daemon, "--prefix", "1K", "--source", "nvme")
+    assert done.exit_code == 1
+    assert "0 of 1024 tokens came from nvme" in done.stderr
+
+
+@pytest.mark.parametrize("step", ["_check_source", "_stream"])
+def test_a_failed_measurement_leaves_no_block(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """An error in the middle of a load ends its lease, so that its blocks are removed too."""
+
+    def broken(_engine: Engine, lease: Lease, *_: object) -> None:
+        views = lease.views()
+        raise OperatorError(f"broken with {len(views)} views")
+
+    monkeypatch.setattr(Engine, step, broken)
+    done = run(daemon, "--prefix", "1K", "--source", "host")
+    assert done.exit_code == 1 and "broken with 2 views" in done.stderr
+    assert blocks_in(daemon) == 0
+
+
+def test_blocks_are_removed_although_one_is_gone(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that the daemon has lost does not keep the others there."""
+
+    def losing(bench: Bench) -> None:
+        bench._evict(bench._hashes[-1:], everywhere=True)
+        raise OperatorError("broken")
+
+    monkeypatch.setattr(Bench, "results", losing)
+    assert run(daemon, "--prefix", "2K").exit_code == 1
+    assert blocks_in(daemon) == 0

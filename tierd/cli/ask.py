@@ -66,6 +66,22 @@ class _Quantity(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+class Several(click.ParamType[Any]):
+    """Values separated by commas, each read by a function that raises ValueError."""
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        """name: of one value, as the help shows it."""
+        self.name = f"{name},..."
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The values without repetitions; a usage error for a wrong one."""
+        try:
+            return tuple(self._read(part) for part in dict.fromkeys(str(value).split(",")))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 def _as_number(value: object) -> object:
     if not isinstance(value, str) or not value.replace(".", "", 1).isdecimal():
         return value

@@ -5,8 +5,8 @@ This is the command line: a machine, a shape, prefixes, a table. tierd.ttft meas
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection
-from tierd.cli.ask import DURATION, RATE, SIZE, Ask, listing
+from tierd.cli.ask import DURATION, RATE, SIZE, Ask, Several, listing
 from tierd.cli.bench_report import show_report
 from tierd.cli.help import Listing, example
 from tierd.cli.options import shared
@@ -24,46 +24,37 @@ from tierd.cli.progress import shown_progress
 from tierd.cli.render import show_json
 from tierd.client import Client
 from tierd.core.formats.model import TierKind
-from tierd.errors import InvalidArgument, NotFound, OperatorError
+from tierd.errors import InvalidArgument, NotFound
+from tierd.pictures import checked_plot
 from tierd.ttft.bench import LOADED, Bench, Evict, Setup
-from tierd.ttft.drawing import draw, require_matplotlib
+from tierd.ttft.drawing import draw
 from tierd.ttft.machine import DTYPE_BYTES, PRESETS, Machine, Shape
-from tierd.ttft.report import Report, report_of
+from tierd.ttft.report import report_of
 from tierd.ttft.timeline import Source
 
 EVICT_BLOCKS = 256
 """Of one call."""
 EVICT_TIMEOUT_S = 30.0
 PREFIXES = "1K,2K,4K,8K,16K,32K,64K"
-PICTURES = (".png", ".svg")
 
 
-class _Tokens(click.ParamType[Any]):
-    """`1024,8K`: numbers of tokens; K is 1,024."""
-
-    name = "tokens,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The numbers in order; a usage error for a wrong one."""
-        try:
-            words = [word.strip().upper().removesuffix("I") for word in str(value).split(",")]
-            found = sorted({int(word.removesuffix("K")) * (1024 if word.endswith("K") else 1) for word in words})
-        except ValueError:
-            self.fail(f"{value!r} is no list of numbers of tokens; write 1K,8K,65536", param, ctx)
-        return tuple(found)
+def tokens_of(word: str) -> int:
+    """`8K` is 8,192. Raises ValueError."""
+    number = word.strip().upper().removesuffix("I")
+    try:
+        return int(number.removesuffix("K")) * (1024 if number.endswith("K") else 1)
+    except ValueError:
+        raise ValueError(f"{word!r} is no number of tokens; write 1K,8K,65536") from None
 
 
-class _Sources(click.ParamType[Any]):
-    """`device,host`: names of sources."""
+def source_of(word: str) -> Source:
+    """The source of a name. Raises ValueError."""
+    if word not in set(Source):
+        raise ValueError(f"{word!r} is no source; there are {', '.join(Source)}")
+    return Source(word)
 
-    name = "source,..."
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The sources; a usage error for an unknown one."""
-        try:
-            return tuple(Source(word) for word in dict.fromkeys(str(value).split(",")))
-        except ValueError as error:
-            self.fail(f"{error}; there are {', '.join(Source)}", param, ctx)
+TOKENS, SOURCES = Several("tokens", tokens_of), Several("source", source_of)
 
 
 @click.group(cls=Listing)
@@ -103,7 +94,7 @@ def bench(**_: Any) -> None:
 @click.option(
     "--scale", type=click.IntRange(1), default=32, show_default=True, help="Divides a token's bytes and the bandwidths."
 )
-@click.option("--prefix", "prefixes", type=_Tokens(), default=PREFIXES, show_default=True, help="Lengths to measure.")
+@click.option("--prefix", "prefixes", type=TOKENS, default=PREFIXES, show_default=True, help="Lengths to measure.")
 @click.option(
     "--tail",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -111,7 +102,7 @@ def bench(**_: Any) -> None:
     show_default=True,
     help="Share of the prompt that is computed after a whole prefix.",
 )
-@click.option("--source", "sources", type=_Sources(), default=",".join(Source), show_default=True, help="To measure.")
+@click.option("--source", "sources", type=SOURCES, default=",".join(Source), show_default=True, help="To measure.")
 @click.option("--runs", type=click.IntRange(1, 1000), default=3, show_default=True, help="Of each row.")
 @click.option(
     "--memory", type=SIZE, default="1 GiB", show_default=True, help="The most memory for pages and for the engine."
@@ -149,7 +140,7 @@ def ttft(ask: Ask, *, preset: str, plot: Path | None, memory: int, limit_s: floa
                 show(len(results))
     report = report_of(setup, results)
     if plot:
-        write_plot(plot, report)
+        draw(report, plot)
     if ask.as_json:
         show_json(report)
     else:
@@ -165,8 +156,8 @@ def setup_of(preset: str, options: dict[str, Any]) -> Setup:
 
     machine = dataclasses.replace(PRESETS[preset], **given(Machine))
     shape = dataclasses.replace(Shape(), **given(Shape))
-    names = ("scale", "prefixes", "tail", "runs", "sources")
-    return Setup(machine, shape, **{name: options[name] for name in names})
+    names = ("scale", "tail", "runs", "sources")
+    return Setup(machine, shape, prefixes=sorted(set(options["prefixes"])), **{name: options[name] for name in names})
 
 
 def check_tiers(daemon: Connection, setup: Setup) -> None:
@@ -186,29 +177,17 @@ def evictor(daemon: Connection) -> Evict:
     """Evicts blocks of a daemon, from the tiers of host memory or from all."""
     hosts = [tier.name for tier in daemon.ask(pb.TiersRequest()).tiers if tier.kind == int(TierKind.HOST)]
 
+    def drop(names: Sequence[str], tier: str) -> None:
+        try:
+            daemon.ask(pb.EvictRequest(hashes=names, tier=tier), timeout_s=EVICT_TIMEOUT_S)
+        except NotFound:  # of one of them; then none was evicted
+            for name in names if len(names) > 1 else ():
+                drop([name], tier)
+
     def evict(hashes: NDArray[np.uint8], *, everywhere: bool) -> None:
-        for i in range(0, len(hashes), EVICT_BLOCKS):
-            names = [name.tobytes().hex() for name in hashes[i : i + EVICT_BLOCKS]]
-            for tier in [""] if everywhere else hosts:
-                with contextlib.suppress(NotFound):
-                    daemon.ask(pb.EvictRequest(hashes=names, tier=tier), timeout_s=EVICT_TIMEOUT_S)
+        names = [name.tobytes().hex() for name in hashes]
+        for tier in [""] if everywhere else hosts:
+            for i in range(0, len(names), EVICT_BLOCKS):
+                drop(names[i : i + EVICT_BLOCKS], tier)
 
     return evict
-
-
-def checked_plot(path: Path) -> Path:
-    """Checks the file for a plot before anything is measured. Raises InvalidArgument, Unsupported."""
-    if path.suffix not in PICTURES:
-        raise InvalidArgument(f"--plot: {path} does not end in .png or .svg; give such a name")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"--plot: the directory {path.parent} does not exist; create it first")
-    require_matplotlib()
-    return path
-
-
-def write_plot(path: Path, report: Report) -> None:
-    """Draws the picture. Raises OperatorError if the file cannot be written."""
-    try:
-        draw(report, path)
-    except OSError as error:
-        raise OperatorError(f"--plot: {path} cannot be written ({error.strerror}); give another file") from error

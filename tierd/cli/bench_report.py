@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tierd.cli.figures import human_rate, human_seconds
+from tierd.cli.figures import human_rate, human_seconds, human_share
 from tierd.cli.render import Cell, Column, show_table
 from tierd.ttft.drawing import SIGNS, STALLS, name_of, text_plot, timeline_text, timelined, tokens_text
 from tierd.ttft.report import Bar, Report, Row
@@ -33,7 +33,7 @@ VERDICTS = {"kept": "green", "broken": "red", "arithmetic forbids it": "yellow"}
 
 
 def show_report(console: Console, report: Report) -> None:
-    """Prints the rows, the bars, a timeline of the longest prefix, and the curves."""
+    """Prints the rows, the bars, the timelines of one prefix, and the curves."""
     rows = sorted(report["rows"], key=lambda row: row["prefix"])
     show_table(console, COLUMNS, [cells_of(row) for row in rows], empty="no rows")
     lines = [
@@ -74,20 +74,15 @@ def scale_line(report: Report) -> str:
 def bar_line(bar: Bar) -> Text:
     """The share that a load adds, against its bar and what arithmetic allows."""
     parts = (
-        f", in the daemon's {bar['parts']} reads {percent(bar['limit_in_parts'])}"
+        f", in the daemon's {bar['parts']} reads {human_share(bar['limit_in_parts'], 1)}"
         if bar["source"] == Source.NVME
         else ""
     )
     said = (
-        f"{bar['source']}, {tokens_text(bar['prefix'])}: by layer adds {percent(bar['added'])} to the device's time"
-        f" (bar {100 * bar['bar']:.0f} %, arithmetic {percent(bar['limit'])}{parts}): "
+        f"{bar['source']}, {tokens_text(bar['prefix'])}: by layer adds {human_share(bar['added'], 1)} to the device's time"
+        f" (bar {100 * bar['bar']:.0f} %, arithmetic {human_share(bar['limit'], 1)}{parts}): "
     )
     return Text(said).append(bar["verdict"], VERDICTS[bar["verdict"]])
-
-
-def percent(share: float) -> str:
-    """`12.3 %`."""
-    return f"{100 * share:.1f} %"
 
 
 def crossing_lines(report: Report) -> list[str]:

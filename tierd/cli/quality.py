@@ -21,9 +21,10 @@ from tierd.codecs.calibration import load
 from tierd.codecs.layered import COARSE
 from tierd.codecs.named import codec_named
 from tierd.errors import InvalidArgument
+from tierd.pictures import checked_plot
 from tierd.quality.identity import IDENTITY
 from tierd.quality.measure import BLOCK_TOKENS, Trial
-from tierd.quality.plot import draw, require_matplotlib
+from tierd.quality.plot import draw
 from tierd.quality.report import Job, Report, report_of
 from tierd.quality.rows import Row, front
 from tierd.quality.windows import WINDOWS
@@ -49,7 +50,6 @@ COLUMNS = (
 """encode, decode: GB/s. of copy: both as shares of a plain copy's speed."""
 MEASURED: dict[str, Codec] = {codec.name: codec for codec in (IDENTITY, COARSE)}
 """Beside the codecs that stores take."""
-PICTURES = (".png", ".svg")
 
 
 @click.command(epilog=example("tierctl quality --model models/tiny-llama --text eval.txt --codec int8,rot-4-4,int3"))
@@ -142,16 +142,6 @@ def policy_of(word: str) -> TokenChoice:
     except ValueError:
         raise InvalidArgument(f"--tokens: {word!r} has no share or number of tokens; write h2o:0.2") from None
     return choice.checked()
-
-
-def checked_plot(path: Path) -> Path:
-    """Checks the file for a plot before anything is measured. Raises InvalidArgument, Unsupported."""
-    if path.suffix not in PICTURES:
-        raise InvalidArgument(f"--plot: {path} does not end in .png or .svg; give such a name")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"--plot: the directory {path.parent} does not exist; create it first")
-    require_matplotlib()
-    return path
 
 
 def write_plot(path: Path, report: Report) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.text import Text
 
-from tierd.cli.ask import SIZE, Ask, listing
+from tierd.cli.ask import SIZE, Ask, Several, listing
 from tierd.cli.figures import human_seconds
 from tierd.cli.help import example
 from tierd.cli.progress import shown_progress
@@ -25,9 +25,10 @@ from tierd.cli.trace import read_trace
 from tierd.config import Config, load_config, read_config
 from tierd.core.formats.model import TierKind
 from tierd.errors import InvalidArgument
+from tierd.pictures import checked_plot
 from tierd.simulator.choices import Choice, names, parse_choice
 from tierd.simulator.page import page_of
-from tierd.simulator.plot import draw, require_matplotlib
+from tierd.simulator.plot import draw
 from tierd.simulator.rows import Row, panels_of, row_of, short_name
 from tierd.simulator.runs import Scenario, simulate_all
 from tierd.simulator.sequences import TOKENS_PER_BLOCK, Measure, Trace, trace_of
@@ -51,23 +52,8 @@ COLUMNS = (
 )
 
 
-class _List(click.ParamType[Any]):
-    """Values separated by commas, each read by a function that raises ValueError."""
-
-    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
-        self.name = name
-        self._read = read
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The values without repetitions; a usage error for a wrong one."""
-        try:
-            return tuple(self._read(part) for part in dict.fromkeys(str(value).split(",")))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-ADMISSIONS, BUDGETS = _List("policy,...", parse_admission), _List("size,...", parse_budget)
-SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice)
+ADMISSIONS, BUDGETS = Several("policy", parse_admission), Several("size", parse_budget)
+SIZES, CHOICES = Several("size", parse_size), Several("policy", parse_choice)
 
 
 @click.command(epilog=example("tierctl simulate trace.jsonl.gz --host 64GiB,128GiB --nvme 1TiB"))
@@ -100,7 +86,7 @@ SIZES, CHOICES = _List("size,...", parse_size), _List("policy,...", parse_choice
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    callback=lambda _ctx, _param, path: path and checked_plot(path),
+    callback=lambda _ctx, _param, path: path and checked_plot(path, may_be_page=True),
     help="Draw the curves to FILE.html (self-contained), FILE.png or FILE.svg (both need matplotlib).",
 )
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Number of processes. [default: one for each core]")
@@ -182,17 +168,6 @@ def runs_of(tiers: Sequence[Sequence[Tiers]], choices: Sequence[Choice], writes:
         for choice in choices
         for how in (writes if any(spec.kind is TierKind.NVME for spec in made.specs) else writes[:1])
     ]
-
-
-def checked_plot(path: Path) -> Path:
-    """Checks the file for a plot before the first run. Raises InvalidArgument, Unsupported."""
-    if path.suffix not in {".html", ".png", ".svg"}:
-        raise InvalidArgument(f"--plot: {path} does not end in .html, .png or .svg; give such a name")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"--plot: the directory {path.parent} does not exist; create it first")
-    if path.suffix != ".html":
-        require_matplotlib()
-    return path
 
 
 def write_plot(path: Path, runs: Sequence[Scenario], rows: Sequence[Row]) -> None:

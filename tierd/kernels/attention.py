@@ -102,7 +102,7 @@ class KernelPass:
         self._decoded: dict[tuple[int, int], DeviceBatch] = {}
         self._mass: dict[tuple[int, int], Array] = {}
         self._begun: set[tuple[int, int]] = set()
-        self._prefilled: tuple[DeviceBatch, Array] | None = None
+        self._prefilled: tuple[DeviceBatch, Array, int] | None = None
         self._stored: Array = None
         self._own: KernelPass | None = None
         self._shared: SharedParts | None = None
@@ -176,11 +176,12 @@ class KernelPass:
     def _prefill(self, q: Array, kv: KvPages, scale: float | None, to: Attended) -> None:
         """Sequences behind the leading ones of one row."""
         ones = self._singles
-        starts = np.asarray(self._batch.query_starts[ones:], np.int32) - ones
         if self._prefilled is None:
-            self._prefilled = self._pool.batch(_behind(self._batch, ones), q), placed(starts, q)
-        batch, on_device = self._prefilled
-        chunks = Chunks(q[ones:], on_device, int(np.diff(starts).max()))
+            behind = _behind(self._batch, ones)
+            starts = np.asarray(behind.query_starts, np.int32)
+            self._prefilled = self._pool.batch(behind, q), placed(starts, q), int(np.diff(starts).max())
+        batch, starts_there, longest = self._prefilled
+        chunks = Chunks(q[ones:], starts_there, longest)
         paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), to)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.errors import Unsupported
+from tierd.pictures import require_matplotlib
 from tierd.quality.rows import Exact, Row
 
 LEAST_KL = 1e-6
@@ -15,15 +15,6 @@ LEAST_SPAN = 1.0
 """Per cent shown above and below all shares: smaller differences are noise."""
 RESTORE, RECALL = "#0072b2", "#d55e00"
 PLAIN_BITS = 16
-
-
-def require_matplotlib() -> Any:
-    """matplotlib's class of figures. Raises Unsupported without it."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise Unsupported(f"--plot: it needs matplotlib ({error}); pip install 'tierd[plot]'") from error
-    return Figure
 
 
 def draw(rows: Sequence[Row], exact: Exact, path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.errors import Unsupported
+from tierd.pictures import require_matplotlib
 from tierd.simulator.choices import CLAIRVOYANT, DEFAULT
 from tierd.simulator.rows import Curve, Panel
 from tierd.units import format_bytes
@@ -44,17 +44,6 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         shown.values(), shown.keys(), loc="outside lower center", ncols=3 * columns, frameon=False, handlelength=3.2
     )
     figure.savefig(path, dpi=160)
-
-
-def require_matplotlib() -> Any:
-    """matplotlib's class of figures. Raises Unsupported without it."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise Unsupported(
-            f"--plot: PNG and SVG need matplotlib ({error}); pip install 'tierd[plot]', or write a page, --plot FILE.html"
-        ) from error
-    return Figure
 
 
 def _draw_panel(axes: Any, panel: Panel, policies: Sequence[str]) -> None:

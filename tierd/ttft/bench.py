@@ -52,11 +52,6 @@ class Series:
     source: Source
     how: str = ""
 
-    @property
-    def name(self) -> str:
-        """Such as "host by layer"."""
-        return f"{self.source.value} {self.how}".rstrip()
-
 
 PLAIN = (
     Series(Source.DEVICE),
@@ -162,7 +157,7 @@ class Learnt:
 
     def tokens(self, job: Job, source: Source, shape: Shape) -> int:
         """Tokens of the prefix that are worth loading."""
-        wanted = Wanted(job.prefix + job.tail, 0, shape.tokens_per_block, shape.token_bytes)
+        wanted = Wanted(job.prefix + job.tail, 0, shape.tokens_per_block, shape.token_bytes, layers=shape.layers)
         pace = self.disk.pace() if source is Source.NVME else None
         return advise(wanted, [Run(job.prefix, pace)], self.prefill, copy=self.link.pace()).tokens
 

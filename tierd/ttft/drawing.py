@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.errors import Unsupported
+from tierd.pictures import require_matplotlib
 from tierd.ttft.report import BAR_PREFIX, Report, Row
 from tierd.units import format_bytes
 
@@ -46,15 +46,6 @@ def series_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def tokens_text(tokens: float) -> str:
     """`8 Ki` for 8192."""
     return f"{tokens / 1024:.3g} Ki" if tokens >= 1024 else f"{tokens:.0f}"
-
-
-def require_matplotlib() -> Any:
-    """matplotlib's class of figures. Raises Unsupported without it."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise Unsupported(f"--plot: it needs matplotlib ({error}); pip install 'tierd[plot]'") from error
-    return Figure
 
 
 def draw(report: Report, path: Path) -> None:

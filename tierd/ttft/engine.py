@@ -8,6 +8,7 @@ only the end of the last layer is waited for.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,17 +61,24 @@ class Engine:
         self._begun = time.perf_counter()
         group = Group(self._space, hashes)
         ask = self._client.acquire_by_layer if by_layer else self._client.acquire
-        lease = ask(group, timeout_s=LOAD_TIMEOUT_S)
+        with ask(group, timeout_s=LOAD_TIMEOUT_S) as lease:
+            try:
+                measured, good = self._computed_after(lease, job, source, by_layer=by_layer), lease.check()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they have views, which keep the lease
+                raise
+        self._check_bytes(hashes, is_good=good == len(hashes))
+        return measured
+
+    def _computed_after(self, lease: Lease, job: Job, source: Source, *, by_layer: bool) -> Measured:
+        """Copies what a lease has, and computes."""
         called = self._now()
         self._check_source(lease, job.loaded, source)
-        floors = self._floors(len(hashes), source, by_layer=by_layer)
+        blocks = job.loaded // self._shape.tokens_per_block
+        floors = self._floors(blocks, source, by_layer=by_layer)
         timeline = self._stream(lease, floors, called, job.layer_s(self._machine, self._shape.layers))
         timeline = timeline if by_layer else timeline.as_whole()
-        first_token_s = self._computed(timeline)
-        is_good = lease.check() == len(hashes)
-        lease.release()
-        self._check_bytes(hashes, is_good=is_good)
-        return Measured(timeline, first_token_s)
+        return Measured(timeline, self._computed(timeline))
 
     def _stream(self, lease: Lease, floors: Sequence[float], called: float, layer_s: float) -> Timeline:
         """Copies layer by layer as they arrive."""

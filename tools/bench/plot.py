@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.simulator.plot import require_matplotlib
+from tierd.pictures import require_matplotlib
 from tools.bench.promises import Verdict
 from tools.bench.rows import Row
 from tools.bench.table import short

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.errors import InvalidArgument
-from tierd.ttft.bench import Series, Setup
+from tierd.ttft.bench import Learnt, Result, Series, Setup
 from tierd.ttft.drawing import timeline_text
+from tierd.ttft.engine import Measured
 from tierd.ttft.machine import PRESETS, Machine, Shape
-from tierd.ttft.report import Row
+from tierd.ttft.report import BARS, Row, bar_of
 from tierd.ttft.timeline import Job, Sizes, Source, Timeline, arrivals, bound, crossover, streamed
 
 H100 = PRESETS["h100"]
 SIZES = Sizes(32, 131072.0)
+SLOW = Machine(55e9, 1e-5, 6e8, 1e-4, 5000.0, 1e5)
+"""Reading a token takes about as long as computing it."""
+NARROW = replace(H100, link_bytes_per_s=5e9, disk_bytes_per_s=5e9)
 SECONDS = st.floats(0, 10)
 
 
@@ -135,12 +141,47 @@ def setup(**changes: object) -> Setup:
 
 def test_the_advised_bound_is_the_best_of_all_splits() -> None:
     """With a slow disk, loading some blocks beats loading all and none."""
-    slow = Machine(55e9, 1e-5, 6e8, 1e-4, 5000.0, 1e5)
-    small = setup(machine=slow)
+    small = setup(machine=SLOW)
     advised = small.bound_s(Series(Source.NVME, "advised"), 8192)
     assert advised < 0.9 * min(
         small.bound_s(Series(Source.NVME, "by layer"), 8192), small.bound_s(Series(Source.NOWHERE), 8192)
     )
+
+
+def test_the_advisor_knows_that_layers_come_beside_computing() -> None:
+    """If all of a load takes as long as computing, a part of it is loaded, and beats both."""
+    mine, learnt = setup(machine=SLOW), Learnt()
+    for prefix in (1024, 2048, 4096, 8192):
+        for series in (Series(Source.NVME, "whole"), Series(Source.NOWHERE)):
+            job = mine.job(prefix, 0 if series.source is Source.NOWHERE else prefix)
+            line = bound(job, series.source, SLOW, sizes=SIZES)
+            line = line.as_whole() if series.how else line
+            size = int(job.loaded * SIZES.token_bytes)
+            learnt.observe(job, series, Measured(line, line.first_token_s), size=size, layers=SIZES.layers)
+    loaded = learnt.tokens(mine.job(8192, 8192), Source.NVME, mine.shape)
+    none, some, every = (
+        bound(mine.job(8192, count), Source.NVME, SLOW, sizes=SIZES).first_token_s for count in (0, loaded, 8192)
+    )
+    assert some < 0.9 * min(none, every)
+
+
+@pytest.mark.parametrize(
+    ("machine", "beyond", "verdict"),
+    [(H100, -1e-6, "kept"), (H100, 1e-3, "broken"), (NARROW, 1e-3, "arithmetic forbids it")],
+)
+@pytest.mark.parametrize("source", BARS)
+def test_a_bar_is_kept_broken_or_impossible(source: Source, machine: Machine, beyond: float, verdict: str) -> None:
+    """A load is judged by the share that it adds to the device's time, and by what arithmetic allows."""
+    mine, far = setup(machine=machine), Series(source, "by layer")
+    none, near_s = np.zeros(32), mine.bound_s(Series(Source.DEVICE), 8192)
+    added = BARS[source] + beyond
+    results = [
+        Result(series, 8192, 8192, Measured(Timeline(0.0, none, none, near_s / 32), seconds))
+        for series, seconds in ((Series(Source.DEVICE), near_s), (far, near_s * (1 + added)))
+    ]
+    bar = bar_of(mine, results, source, 8192)
+    assert bar["added"] == pytest.approx(added)
+    assert bar["verdict"] == verdict
 
 
 def test_the_tail_is_its_share_of_the_prompt() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.simulator.plot import require_matplotlib
+from tierd.pictures import require_matplotlib
 from tools.bench.data_plane import SHAPES
 from tools.bench.peers.known import KNOWN
 from tools.bench.rows import Row
