@@ -28,14 +28,13 @@ UNTOLD = 32
 class Blocks:
     """An engine's blocks. group: of the lookup, whose blocks have tokens_per_block tokens.
     step_tokens: what is loaded is a multiple of it. bytes_per_token: of all groups and ranks.
-    least_tokens: smaller loads are not worth it. layers: as `Wanted.layers`."""
+    least_tokens: smaller loads are not worth it."""
 
     tokens_per_block: int
     bytes_per_token: float
     group: int = 0
     step_tokens: int = 0
     least_tokens: int = 0
-    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class EngineAdvice:
         if not most:
             return NOTHING
         runs = _runs(found, blocks, match.computed, most)
-        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token, layers=blocks.layers)
+        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token)
         with self._lock:
             advice = advise(wanted, runs, self._prefill, copy=self._copies.pace()) if self._is_on else None
             tokens = most if advice is None else advice.tokens if advice.tokens >= max(1, least) else 0

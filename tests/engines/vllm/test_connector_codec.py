@@ -133,12 +133,12 @@ def test_refusals(spec: object, options: dict[str, str], said: str) -> None:
 
 
 def test_the_codec_is_in_the_namespace() -> None:
-    """Namespaces of all codecs differ; without a codec it is that of before codecs."""
+    """Namespaces of all codecs differ; without a codec the geometry has the layers alone."""
     spaces = [
         spaces_of(config(), kv_config(BF16), ConnectorOptions(codec=codec))[0].spec for codec in ("", "int8", "rot-4-4")
     ]
     assert [spec.codec for spec in spaces] == ["", "int8", "rot-4-4"]
-    assert spaces[0].geometry == KVGeometry() and spaces[1].geometry == KVGeometry(3, HEADS, HEAD, "bfloat16")
+    assert spaces[0].geometry == KVGeometry(layers=3) and spaces[1].geometry == KVGeometry(3, HEADS, HEAD, "bfloat16")
     assert spaces[1].block_bytes == 64 + spaces[0].block_bytes
 
 

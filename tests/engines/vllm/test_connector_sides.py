@@ -82,7 +82,8 @@ class Sides:
     """The scheduler's and the worker's side, over one memory and one block pool."""
 
     def __init__(self, daemon: Daemon, kv: Any, *, role: str = "kv_both", **options: Any) -> None:
-        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0}  # a busy machine must not look like a dead daemon
+        # A busy machine must not look like a dead daemon. Short loads run in their step.
+        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0, "step_load_s": 0.02}
         setup = config(is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer")
         words = ConnectorOptions(target=daemon.target, **patient | options)
         self.pool = BlockPool(kv.num_blocks, enable_caching=True, hash_block_size=TOKENS)
