@@ -108,8 +108,8 @@ def test_verbs_in_messages_exist() -> None:
 @pytest.mark.parametrize(
     ("text", "unknown"),
     [
-        ("`tierctl doctor`", ["tierctl doctor"]),
-        ("```sh\nuntil tierctl doctor; do tierd server; done\ntierd starve &\n```", ["tierctl doctor", "tierd starve"]),
+        ("`tierctl cure`", ["tierctl cure"]),
+        ("```sh\nuntil tierctl cure; do tierd server; done\ntierd starve &\n```", ["tierctl cure", "tierd starve"]),
         ("`tierctl status`, `tierd serve`, `install -g tierd file`", []),
     ],
 )

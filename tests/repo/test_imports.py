@@ -74,6 +74,8 @@ PARTS: dict[str, set[str]] = {
     "quality": {"core", "codecs", "worker"} | EDGE,
     "integrations": {"core", "client", "codecs", "events", "native"} | EDGE,
     "cli": {"core", "policies", "client", "_proto"} | EDGE,
+    "plan": {"core", "codecs", "simulator"} | EDGE,
+    "doctor": {"core", "kernels", "tiers", "integrations"} | EDGE,
     "testing": {"core", "client"} | EDGE,
     "ttft": {"core", "advisor", "client", "testing", "loads_by_layer"} | EDGE,
 }
@@ -104,6 +106,8 @@ BUILDERS: dict[str, set[str]] = {
     "cli/calibrate.py": {"quality", "codecs", "worker"},
     "cli/trace.py": {"simulator"},
     "cli/replay.py": {"simulator"},
+    "cli/doctor.py": {"doctor"},
+    "cli/plan.py": {"plan", "simulator"},
     "cli/bench.py": {"ttft"},
     "cli/bench_report.py": {"ttft"},
     "cli/demo.py": {"worker", "testing", "kernels"},

@@ -94,7 +94,7 @@ def test_documents_name_what_exists(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "faults"),
     [
-        ("see `tierctl doctor`", ["tierctl doctor"]),
+        ("see `tierctl cure`", ["tierctl cure"]),
         ("run `tierd purge --nobody`", ["tierd purge --nobody"]),
         ("use `tierctl epoch jump`", ["tierctl epoch jump"]),
         ("use `tierctl epoch`", ["tierctl epoch"]),

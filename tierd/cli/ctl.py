@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "epoch": ("act", "Makes blocks of old weights unreachable."),
     },
     "Verify": {
+        "doctor": ("doctor", "Examines this machine: what a daemon needs, what slows it, and the remedies."),
         "scrub": ("scrub", "Verifies every block now; a bad one becomes a miss."),
         "fsck": ("fsck", "Checks every file and block while no daemon runs."),
     },
@@ -45,6 +46,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "simulate": ("simulate", "Simulates tiers of many sizes on recorded traces, without a daemon."),
     },
     "Measure": {
+        "plan": ("plan", "Plans memory and disk for a model: bytes of its KV, tier sizes, hits, first token, costs."),
         "bench": ("bench", "Measures what the running daemon is worth to an engine."),
     },
     "Codecs": {

@@ -26,7 +26,7 @@ from tierd.config import Config
 from tierd.errors import Unsupported
 from tierd.events.feed import publishing
 from tierd.failpoint import failpoint
-from tierd.linux import systemd
+from tierd.linux import kernel, systemd
 from tierd.server.assembly import Assembly, assemble
 from tierd.server.listeners import Listeners
 from tierd.server.process import heap, thread_priority
@@ -38,7 +38,6 @@ from tierd.units import format_bytes
 
 log = structlog.get_logger(__name__)
 
-KERNEL_LEAST = (5, 15)
 PR_SET_DUMPABLE = 4
 KEPT_S = 1.0
 """Time to save write counts and learned reuse. It follows the deadline, since earlier steps may use
@@ -52,8 +51,8 @@ SLACK_S = 5.0
 def check_platform() -> None:
     """Raises Unsupported if the daemon cannot run correctly on this platform."""
     release = platform.release()
-    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") or numbers < KERNEL_LEAST:
+    is_old = kernel.release_of(release) < kernel.LEAST
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64") or is_old:
         raise Unsupported(
             f"tierd serve: {platform.system()} {release} on {platform.machine()}; it needs Linux 5.15 or newer on x86-64 or "
             "aarch64. The client SDK can reach a daemon elsewhere over host:port"

@@ -1,0 +1,309 @@
+"""`tierctl doctor` finds planted faults of a machine.
+
+They are real where they can be made, else planted in copies of /proc and /sys."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.system.warm import Daemon
+from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
+from tierd.doctor import disks, engines, gpus, memory, system
+from tierd.doctor.check import Check, Host
+from tierd.doctor.examine import examine
+from tierd.tiers.drives.drives import Machine
+
+MIB = 1 << 20
+
+
+@dataclass
+class Planted:
+    """A machine with one fault. The configuration's directories lie in the test's own."""
+
+    folder: Path
+
+    @property
+    def host(self) -> Host:
+        return Host(root=self.folder / "root", environ={})
+
+    def config(self, *, memory: int = 8 * MIB, device: Sequence[DeviceConfig] = (), **store: object) -> Config:
+        """Of small tiers."""
+        disk = NvmeConfig(**{"path": str(self.folder / "store"), "capacity": 8 * MIB, **store})
+        config = Config(host=(HostConfig(capacity=memory),), nvme=(disk,), device=tuple(device))
+        environ = {"TIERD_RUNTIME_DIR": str(self.folder / "run"), "TIERD_STATE_DIR": str(self.folder / "state")}
+        return resolve(config, environ=environ)
+
+    def write(self, path: str, text: str) -> None:
+        """A file of the planted /proc or /sys."""
+        file = self.host.at(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Planted:
+    return Planted(tmp_path)
+
+
+def old_kernel(planted: Planted) -> Check:
+    planted.write("/proc/sys/kernel/osrelease", "5.10.0-30-amd64\n")
+    return system.check_kernel(planted.host)
+
+
+def slow_clock(planted: Planted) -> Check:
+    planted.write("/sys/devices/system/clocksource/clocksource0/current_clocksource", "hpet\n")
+    return system.check_clock(planted.host)
+
+
+def two_nodes(planted: Planted) -> Check:
+    for node in range(2):
+        planted.write(f"/sys/devices/system/node/node{node}/cpulist", "0\n")
+    return system.check_numa(planted.config(), planted.host)
+
+
+def strangers_directory(planted: Planted) -> Check:
+    if os.geteuid():
+        pytest.skip("gives a directory to another user, which takes root")
+    planted.folder.chmod(0o777)
+    (planted.folder / "run").mkdir()
+    os.chown(planted.folder / "run", 12345, 12345)
+    return system.check_directory("server.runtime_dir", str(planted.folder / "run"))
+
+
+def state_in_a_file(planted: Planted) -> Check:
+    (planted.folder / "state").write_text("")
+    return system.check_directory("server.state_dir", str(planted.folder / "state" / "tierd"))
+
+
+def small_group(planted: Planted) -> Check:
+    planted.write("/proc/self/cgroup", "0::/box\n")
+    planted.write("/sys/fs/cgroup/box/memory.max", f"{4 * MIB}\n")
+    return memory.check_limit(planted.config(), planted.host)
+
+
+def more_than_the_machine(planted: Planted) -> Check:
+    planted.write("/proc/meminfo", "MemTotal:        4096 kB\nSwapTotal: 0 kB\n")
+    return memory.check_limit(planted.config(), planted.host)
+
+
+def eager_swap(planted: Planted) -> Check:
+    planted.write("/proc/meminfo", "MemTotal: 99999999 kB\nSwapTotal:  4194304 kB\n")
+    planted.write("/proc/sys/vm/swappiness", "60\n")
+    return memory.check_swap(planted.host)
+
+
+def segments_on_a_disk(planted: Planted) -> Check:
+    folder = Path(__file__).parent
+    if memory._mode_of(folder, list(memory.read_mounts())) != "file":
+        pytest.skip("the checkout is on a tmpfs, so no directory on a disk is known")
+    return memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=str(folder)))
+
+
+def no_segments_directory(planted: Planted) -> Check:
+    return memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=str(planted.folder / "none")))
+
+
+def full_disk(planted: Planted) -> Check:
+    room = os.statvfs(planted.folder)
+    store = planted.config(capacity=(room.f_bavail * room.f_frsize // MIB + 1024) * MIB).nvme[0]
+    return disks.check_space("nvme[0]", store, planted.folder)
+
+
+def slow_disk(planted: Planted) -> Check:
+    return disks.judge_speed("nvme[0].speed", 300e6)
+
+
+def no_direct_reads(planted: Planted) -> Check:
+    folder = planted.folder / "ramfs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "ramfs", "none", str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("mounts a ramfs, which takes root and the right to mount")
+    try:
+        return disks.check_direct("nvme[0]", planted.config(direct="on").nvme[0], folder)
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def worn_drive(planted: Planted) -> Check:
+    return next(disks.check_drives("nvme[0]", planted.folder, nvme_of(planted, '{"percentage_used": 103}')))
+
+
+def failing_drive(planted: Planted) -> Check:
+    answer = '{"percentage_used": 3, "critical_warning": 4}'
+    return next(disks.check_drives("nvme[0]", planted.folder, nvme_of(planted, answer)))
+
+
+def rotational_disk(planted: Planted) -> Check:
+    return next(disks.check_drives("nvme[0]", planted.folder, disk_of(planted, "sda", rotational=1)))
+
+
+def disk_of(planted: Planted, name: str, *, rotational: int) -> Machine:
+    """A /sys in which the test's folder lies on this disk."""
+    device = os.stat(planted.folder).st_dev
+    planted.write(f"/sys/block/{name}/queue/rotational", str(rotational))
+    link = planted.host.at(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(planted.host.at(f"/sys/block/{name}"))
+    return Machine(planted.host.at("/sys"), planted.host.at("/none"), str(planted.folder / "bin"))
+
+
+def nvme_of(planted: Planted, answer: str) -> Machine:
+    """The same on an NVMe drive whose health log is this."""
+    machine, program = disk_of(planted, "nvme0n1", rotational=0), planted.folder / "bin" / "nvme"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nprintf '%s' '{answer}'\n")
+    program.chmod(0o755)
+    return machine
+
+
+def gpu_without_driver(planted: Planted) -> Check:
+    return next(gpus.check_gpus(planted.config(device=[DeviceConfig(kind="cuda")]), planted.host))
+
+
+def narrow_link(planted: Planted) -> Check:
+    for name, text in {
+        "vendor": "0x10de",
+        "class": "0x030200",
+        "current_link_width": "4",
+        "max_link_width": "16",
+    }.items():
+        planted.write(f"/sys/bus/pci/devices/0000:17:00.0/{name}", text)
+    return list(gpus.check_gpus(planted.config(), planted.host))[1]
+
+
+def no_direct_storage(planted: Planted) -> Check:
+    planted.write("/proc/modules", "ext4 1 0 - Live 0x0\n")
+    return gpus.check_direct_storage(planted.host)
+
+
+def engine_of_another_time(planted: Planted) -> Check:
+    return engines.check_engine("vllm", "0.9.1")
+
+
+def untried_engine(planted: Planted) -> Check:
+    return engines.check_engine("vllm", "0.33.0")
+
+
+def engine_without_seed(planted: Planted) -> Check:
+    planted.write("/proc/4242/cmdline", "/usr/bin/python3\0/opt/bin/vllm\0serve\0")
+    planted.write("/proc/4242/environ", "HOME=/root\0")
+    return list(engines.check_engines(planted.host))[-1]
+
+
+FAULTS: dict[Callable[[Planted], Check], tuple[str, str]] = {
+    old_kernel: ("kernel", "failure"),
+    slow_clock: ("clock", "warning"),
+    two_nodes: ("numa", "note"),
+    strangers_directory: ("server.runtime_dir", "failure"),
+    state_in_a_file: ("server.state_dir", "failure"),
+    small_group: ("memory-limit", "failure"),
+    more_than_the_machine: ("memory-limit", "failure"),
+    eager_swap: ("swap", "note"),
+    segments_on_a_disk: ("host[0].memory", "warning"),
+    no_segments_directory: ("host[0].memory", "failure"),
+    full_disk: ("nvme[0].space", "failure"),
+    slow_disk: ("nvme[0].speed", "warning"),
+    no_direct_reads: ("nvme[0].direct", "failure"),
+    worn_drive: ("nvme[0].drive", "warning"),
+    failing_drive: ("nvme[0].drive", "warning"),
+    rotational_disk: ("nvme[0].drive", "warning"),
+    gpu_without_driver: ("gpu.driver", "failure"),
+    narrow_link: ("gpu.0000:17:00.0.link", "warning"),
+    no_direct_storage: ("gpu.direct-storage", "note"),
+    engine_of_another_time: ("engines.vllm", "failure"),
+    untried_engine: ("engines.vllm", "note"),
+    engine_without_seed: ("engines.hash-seed", "warning"),
+}
+"""Plants a fault: the check that finds it, and its status."""
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(planted: Planted, plant: Callable[[Planted], Check]) -> None:
+    """Each fault gives a row with the thing, the fault, the consequence and a remedy."""
+    check = plant(planted)
+    assert (check.name, check.status) == FAULTS[plant]
+    assert check.found and check.consequence and check.remedy
+
+
+def test_a_sound_machine_has_no_failure(planted: Planted) -> None:
+    """A small configuration on this machine gives no failure, and no row without its facts."""
+    checks = list(examine(planted.config(), Host(), measure=False))
+    assert [check for check in checks if check.status == "failure"] == []
+    assert all(check.found for check in checks)
+    assert [p for p in planted.folder.iterdir() if p.name.startswith(".tierd-doctor")] == []
+
+
+def test_hash_seed_of_an_engine_is_read_from_its_process(planted: Planted) -> None:
+    """A running engine with a seed is well; the word "random" is no seed."""
+    planted.write("/proc/77/cmdline", "/opt/bin/vllm\0serve\0")
+    planted.write("/proc/77/environ", "PYTHONHASHSEED=0\0HOME=/\0")
+    planted.write("/proc/78/cmdline", "/opt/bin/vllm\0serve\0")
+    planted.write("/proc/78/environ", "PYTHONHASHSEED=random\0")
+    found = {check.found: check.status for check in engines.check_engines(planted.host) if "seed" in check.name}
+    assert list(found.values()) == ["ok", "warning"]
+
+
+# -- the program
+
+
+def doctor(*words: str, before: Sequence[str] = (), **environ: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Runs `tierctl doctor --json`: its exit code, and the checks by name."""
+    program = [*before, sys.executable, "-m", "tierd.cli.ctl", "doctor", "--json", *words]
+    done = subprocess.run(
+        program, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environ}
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def test_a_container_with_little_shared_memory(tmp_path: Path) -> None:
+    """64 MiB of /dev/shm, docker's default, are a failure whose remedy names --shm-size."""
+    if os.geteuid() or not shutil.which("unshare"):
+        pytest.skip("mounts a /dev/shm of its own, which takes root and unshare")
+    shell = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", shell, "sh"]
+    code, checks = doctor("--no-measure", before=before, TIERD_STATE_DIR=str(tmp_path))
+    assert (code, checks["host[0].memory"]["status"]) == (1, "failure")
+    assert "--shm-size" in checks["host[0].memory"]["remedy"]
+
+
+def test_low_limits_of_the_process(tmp_path: Path) -> None:
+    """Low hard limits of open files and of locked memory are found, the second with a GPU configured."""
+    config = tmp_path / "tierd.toml"
+    config.write_text('[[device]]\nkind = "cuda"\n[[host]]\ncapacity = "64 MiB"\n')
+    before = ["prlimit", f"--memlock={MIB}:{MIB}", "--nofile=512:512"]
+    if not shutil.which("prlimit"):
+        pytest.skip("sets limits by prlimit")
+    code, checks = doctor("--no-measure", "--config", str(config), before=before, TIERD_STATE_DIR=str(tmp_path))
+    assert code == 1, "a GPU without a driver is a failure"
+    assert {name: checks[name]["status"] for name in ("nofile", "memlock")} == {
+        "nofile": "warning",
+        "memlock": "warning",
+    }
+
+
+def test_a_wrong_file_does_not_end_the_examination(tmp_path: Path) -> None:
+    """A configuration that the daemon refuses is a failure with its remedy, and the machine is examined."""
+    config = tmp_path / "tierd.toml"
+    config.write_text("[server]\nsesion_limit = 3\n")
+    code, checks = doctor("--no-measure", "--config", str(config), TIERD_STATE_DIR=str(tmp_path))
+    assert (code, checks["config"]["status"]) == (1, "failure")
+    assert "session_limit" in checks["config"]["found"] + checks["config"]["remedy"]
+    assert "kernel" in checks
+
+
+def test_a_running_daemon_is_asked() -> None:
+    """Beside a daemon the examination names its state and version."""
+    with Daemon() as daemon:
+        _, checks = doctor("--no-measure", "--target", daemon.target)
+    assert checks["daemon"]["status"] == "ok"
+    assert "serving" in checks["daemon"]["found"]
