@@ -103,6 +103,11 @@ class TierdPages:
         else:
             spec = namespace_spec(model, self._shape, name=name)
         self._namespace = client.open_namespace(spec)
+        if self._shape.backend.is_on_gpu and self._options.stored_in:
+            raise ConfigError(
+                f"TierdOptions.stored_in: is {self._options.stored_in!r}, attention on {self._shape.backend.device} reads "
+                "pages of its own memory alone; leave it empty, or choose device='cpu'"
+            )
         if self._shape.backend.is_on_gpu and client.tiers and not client.gpu_tiers:
             raise ConfigError(
                 f"worker: attends on {self._shape.backend.device}, the daemon has no memory of a GPU; give it a [[device]] of kind cuda, or choose device='cpu'"
@@ -111,11 +116,6 @@ class TierdPages:
             raise ConfigError(
                 f"worker: attends on {self._shape.backend.device}, the daemon has memory of several GPUs "
                 f"({', '.join(client.gpu_tiers)}); name one with TierdOptions(tier=...)"
-            )
-        if self._shape.backend.is_on_gpu and self._options.stored_in:
-            raise ConfigError(
-                f"TierdOptions.stored_in: is {self._options.stored_in!r}, attention on {self._shape.backend.device} reads "
-                "pages of its own memory alone; leave it empty, or choose device='cpu'"
             )
         self._spare: list[Page] = []
         self._memory = LocalPages(self._shape)

@@ -113,8 +113,8 @@ def test_a_query_reads_the_best_granules_and_all_later_tokens(shape: PageShape, 
     rng = np.random.default_rng(granules)
     table = filled(shape, 12 * GRANULE_TOKENS + 7, rng)
     far = FarPrompt(FarChoice(granules, hot_tokens), shape, prompt=table.length - 2, attention=paged_attention)
-    for layer in far._layers:
-        layer._hot[:] = np.nan
+    for each in far._layers:
+        each._hot[:] = np.nan
     for _ in range(20):
         for layer in range(SPEC.layers):
             q = rng.standard_normal((SPEC.q_heads, SPEC.head_dim), dtype=np.float32)
