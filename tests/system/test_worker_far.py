@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.compilers import skip_without
 from tests.depth import report as note
+from tests.system.lone_worker import random_model
 from tests.system.test_encoded_stores import evict
 from tests.system.test_worker_pages import SPEC
 from tests.system.warm import Daemon
@@ -19,15 +21,19 @@ from tests.unit.worker.conftest import StoringPages
 from tests.unit.worker.test_tokens_engine import decoded
 from tierd.client import Client
 from tierd.errors import ConfigError
+from tierd.kernels import paged_attention
+from tierd.kernels.attention import KernelAttention
+from tierd.kernels.library import Emulated
 from tierd.worker import far as far_module
 from tierd.worker.backend import Backend
 from tierd.worker.checkpoint import open_checkpoint, random_checkpoint
 from tierd.worker.engine import Engine, EngineOptions
 from tierd.worker.far import FarChoice
 from tierd.worker.model import Llama
-from tierd.worker.pages import PageSource, page_shape
+from tierd.worker.pages import LocalPages, PageSource, page_shape
 from tierd.worker.report import Report, Request
 from tierd.worker.tierd_pages import TierdOptions, TierdPages
+from tools.kernels import MissingTool, build_emulator
 
 # A block of 16 tokens has 16 KiB, so the device tier has room for 512 tokens.
 CONFIG = """
@@ -98,9 +104,9 @@ def roomy(model: Llama) -> Iterator[Daemon]:
 def test_a_prompt_larger_than_the_device_and_the_hot_buffer_is_served(
     model: Llama, roomy: Daemon, alone: dict[FarChoice | None, list[int]], far: FarChoice, place: str
 ) -> None:
-    """A prompt three times as large as the device tier and the hot buffer together, computed, in host
-    memory, or on NVMe, gives the tokens of a run without a daemon. Nothing is lost, and nothing
-    lies in the process's own memory."""
+    """A prompt three times as large as the device tier and the hot buffer together gives the tokens
+    of a run without a daemon. It is computed, or lies in host memory or on NVMe. Nothing is lost,
+    and nothing lies in the process's own memory."""
     if place == "nvme":
         evict(roomy)
     with ExitStack() as stack:
@@ -145,8 +151,8 @@ class Interrupted:
 def test_a_daemon_killed_while_a_granule_is_copied_changes_no_token(
     model: Llama, alone: dict[FarChoice | None, list[int]], monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
-    """A daemon that is killed in the middle of a copy, and perhaps comes back and serves others,
-    changes no token; then the worker uses it again."""
+    """A daemon that is killed in the middle of a copy changes no token, also if it comes back and
+    serves others."""
     with Daemon(ROOMY) as daemon, Client(daemon.target, timeout_s=20) as client:
         source = far_pages(client, model)
         served(model, source, None)
@@ -191,6 +197,24 @@ def test_stored_pages_elsewhere_are_refused_on_a_gpu(model: Llama, roomy: Daemon
         TierdPages(client, model, name="g", shape=on_gpu, options=TierdOptions(stored_in="host"))
 
 
+def test_kernels_and_the_reference_read_far_prompts_alike() -> None:
+    """By the kernels' attention, over pages and hot slots of float16, logits are those of the
+    reference."""
+    try:
+        kernels = KernelAttention(Emulated(build_emulator()))
+    except MissingTool as error:
+        skip_without(error, "g++", "nvcc")
+    model, found = random_model(), []
+    for attention in (paged_attention, kernels):
+        source = LocalPages(page_shape(model, kv_dtype="float16"))
+        engine = Engine(model, source, options=OPTIONS, attention=attention)
+        pair = [engine.begin(Request(PROMPT[:200], 3, far=FarChoice(2, 64))), engine.begin(Request(PROMPT[:20], 3))]
+        engine.pick(pair)
+        engine.step(pair)
+        found.append(np.stack([one.logits for one in pair]))
+    assert np.linalg.norm(found[1] - found[0]) < 0.01 * np.linalg.norm(found[0])
+
+
 @pytest.fixture(scope="module")
 def trained(shared: Path) -> tuple[Llama, bytes]:
     """The trained model and text that it has not seen, or a skip."""
@@ -203,9 +227,8 @@ def trained(shared: Path) -> tuple[Llama, bytes]:
 def test_a_quarter_of_the_granules_has_most_of_the_attention(
     trained: tuple[Llama, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On text a quarter of the granules has at least 0.95 of the attention in the median, and
-    misses less in the mean than as many random ones. All of them give the tokens of dense
-    decoding."""
+    """On text a quarter of the granules has at least 0.95 of the attention in the median. In the
+    mean it misses less than as many random ones. All of them give the tokens of dense decoding."""
     model, text = trained
     prompt, rng, source = (256, *text[20_000:20_959]), np.random.default_rng(3), StoringPages(page_shape(model))
     options = EngineOptions(measure_attention=True)

@@ -63,11 +63,11 @@ class FarChoice:
 
 @dataclass(slots=True)
 class FarReport:
-    """What decoding has read of a far prompt, over all steps, layers and kv heads.
+    """Counts of decoding over a far prompt, of all steps, layers and kv heads.
 
     chosen: granules; hits: those that were in the hot buffer. fetched_bytes: copied into it.
-    hot_bytes: its size, of all layers; forks share one. masses: of each step and layer the mean
-    share of a query's attention that lies on what it reads; only with `measure_attention`.
+    hot_bytes: its size, of all layers; forks share one. masses: for each step and layer the share
+    of attention that was read, the mean over query heads. Only `measure_attention` fills them.
     """
 
     chosen: int = 0

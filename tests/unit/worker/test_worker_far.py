@@ -88,8 +88,10 @@ def filled(shape: PageShape, tokens: int, rng: np.random.Generator) -> BlockTabl
 
 
 def attended(q: Any, table: BlockTable, layer: int, granules: int, near: int) -> Any:
-    """The output of one query over the best granules before token `near` and all later tokens, head
-    by head in float64: bounds, choice and softmax from their definitions."""
+    """The output of one query over the best granules before token `near`, and all later tokens.
+
+    In float64, head by head: bounds, choice and softmax from their definitions.
+    """
     k, v = np.concatenate([page.array[layer] for page in table.pages], axis=1)[:, : table.length].astype(np.float64)
     outs, group = [], len(q) // SPEC.kv_heads
     for head in range(SPEC.kv_heads):
@@ -108,8 +110,8 @@ def attended(q: Any, table: BlockTable, layer: int, granules: int, near: int) ->
 @pytest.mark.parametrize("hot_tokens", [64, 256, 1024])
 @pytest.mark.parametrize("granules", [2, 5, 12])
 def test_a_query_reads_the_best_granules_and_all_later_tokens(shape: PageShape, granules: int, hot_tokens: int) -> None:
-    """The output is attention over the granules with the greatest bounds, the first and last one,
-    and the tokens behind them; hot slots that hold NaN before use never reach it."""
+    """The output is attention over the first and last granule, those with the greatest bounds, and
+    all later tokens. Hot slots that hold NaN before use never reach it."""
     rng = np.random.default_rng(granules)
     table = filled(shape, 12 * GRANULE_TOKENS + 7, rng)
     far = FarPrompt(FarChoice(granules, hot_tokens), shape, prompt=table.length - 2, attention=paged_attention)
@@ -224,8 +226,8 @@ def test_the_share_of_attention_that_is_read_is_measured(long_model: Llama) -> N
 
 
 def test_memory_is_that_of_the_hot_buffer_and_bounds(long_model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times the prompt takes, while it is computed and decoded, no more memory than its bounds
-    and page tables, and the hot buffer stays as it is."""
+    """Computing and decoding four times the prompt takes more memory only for its bounds and page
+    tables. The hot buffer stays as it is."""
     monkeypatch.setattr(reference, "TOKENS_AT_ONCE", 512)  # of a step of attention, however long the prompt
     shape, peaks, hot = page_shape(long_model, tokens_per_block=64), [], set()
     for tokens in (1024, 4096):
