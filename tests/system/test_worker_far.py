@@ -189,8 +189,10 @@ def overwrite(client: Client, model: Llama) -> None:
             engine.generate([Request(tuple(other.tolist()), 1)])
 
 
-def test_stored_pages_elsewhere_are_refused_on_a_gpu(model: Llama, roomy: Daemon) -> None:
-    """Pages on a GPU with stored ones in host memory are refused before anything is acquired."""
+def test_stored_pages_where_none_can_lie_are_refused(model: Llama, roomy: Daemon) -> None:
+    """Stored pages are refused in another tier than host memory, and there if attention is on a GPU."""
+    with Client(roomy.target) as client, pytest.raises(ConfigError, match=r"stored_in: is 'nvme'"):
+        TierdPages(client, model, name="n", options=TierdOptions(stored_in="nvme"))
     shape = page_shape(model, kv_dtype="float16")
     on_gpu = replace(shape, backend=Backend("numpy", "float32", "cuda:0"))
     with Client(roomy.target) as client, pytest.raises(ConfigError, match=r"stored_in: .*cuda:0"):

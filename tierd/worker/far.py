@@ -66,8 +66,9 @@ class FarReport:
     """Counts of decoding over a far prompt, of all steps, layers and kv heads.
 
     chosen: granules; hits: those that were in the hot buffer. fetched_bytes: copied into it.
-    hot_bytes: its size, of all layers; forks share one. masses: for each step and layer the share
-    of attention that was read, the mean over query heads. Only `measure_attention` fills them.
+    hot_bytes: its size, of all layers; forks share one.
+    masses: for each step and layer the share of attention that was read, the mean over query heads.
+    Only `measure_attention` fills them.
     """
 
     chosen: int = 0

@@ -46,8 +46,8 @@ _WITHHELD: list[tuple[Any, Any]] = []
 class TierdOptions:
     """tier: "device" or "host"; "": device if the daemon has one where the backend attends.
 
-    stored_in: tier of pages with a name; "": the same. With "host", prompts may be larger than the
-    device tier: a page moves to host memory once it is stored. Not with pages on a GPU.
+    stored_in: tier of pages with a name; "": the same, or "host". Then a page moves to host memory
+    once it is stored, and prompts may be larger than the device tier. Not with pages on a GPU.
     reserve_pages: least pages of a reservation. durable: commits wait until blocks are on NVMe.
     keeps_copies: pages are copied before a Commit, none is lost; for callers without recomputing.
     load_s: pages of a stored prefix that have not come after this time are computed.
@@ -103,6 +103,8 @@ class TierdPages:
         else:
             spec = namespace_spec(model, self._shape, name=name)
         self._namespace = client.open_namespace(spec)
+        if self._options.stored_in not in ("", "host"):
+            raise ConfigError(f"TierdOptions.stored_in: is {self._options.stored_in!r}; give 'host', or nothing")
         if self._shape.backend.is_on_gpu and self._options.stored_in:
             raise ConfigError(
                 f"TierdOptions.stored_in: is {self._options.stored_in!r}, attention on {self._shape.backend.device} reads "
@@ -339,7 +341,7 @@ class TierdPages:
         """Whether it lies where this worker reads stored pages; of several GPUs, on its own."""
         tiers = {self._client.tiers[i] for i in lease.handles["tier"].tolist()}
         if self._options.stored_in:
-            return all(tier == self.stored_tier or tier.startswith(f"{self.stored_tier}.") for tier in tiers)
+            return all(tier.startswith("host.") for tier in tiers)
         if self.tier in self._client.tiers:
             return tiers == {self.tier}
         return {tier in self._client.gpu_tiers for tier in tiers} == {self._shape.backend.is_on_gpu}

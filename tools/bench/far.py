@@ -56,7 +56,8 @@ def rows(effort: Effort = FULL) -> list[Row]:
     """`far_step_{4,16,64}K`: seconds of a step against those of a dense one.
 
     `far_text_hits`: the share of chosen granules that were in the hot buffer. `far_text_mass`: the
-    median share of attention that is read. A quarter of the granules is chosen; half fit the buffer.
+    median share of attention that is read. A quarter of the granules is chosen, and half of them
+    fit the buffer.
     """
     model = Llama(random_checkpoint(SPEC, seed=1))
     with Daemon(CONFIG) as daemon, Client(daemon.target) as client:
