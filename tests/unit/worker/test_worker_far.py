@@ -16,6 +16,7 @@ from tests.unit.worker.test_worker_engine import LosingPages
 from tierd.errors import InvalidArgument
 from tierd.kernels import paged_attention, reference
 from tierd.kernels.granules import GRANULE_TOKENS
+from tierd.worker import sequences
 from tierd.worker.backend import Backend
 from tierd.worker.blocks import BlockTable
 from tierd.worker.checkpoint import random_checkpoint
@@ -173,8 +174,10 @@ def test_only_exact_tokens_are_stored(long_model: Llama) -> None:
     assert kept[2].items() < kept[0].items()
 
 
-def test_forks_share_a_hot_buffer_and_decode_as_if_alone(long_model: Llama) -> None:
-    """Samples over one far prompt decode what each decodes alone, and have one hot buffer."""
+def test_forks_share_a_hot_buffer_and_decode_as_if_alone(long_model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples over one far prompt decode what each decodes alone, and have one hot buffer. Their
+    common pages are not read together, however many there are."""
+    monkeypatch.setattr(sequences, "SAVED_TOKENS", 1)
     shape = page_shape(long_model)
     request = Request(PROMPT, 10, temperature=1.5, samples=3, seed=5, far=FEW)
     source = StoringPages(shape)
