@@ -14,7 +14,7 @@ from tests.unit.worker.conftest import TINY, StoringPages
 from tests.unit.worker.test_tokens_engine import contents, decoded
 from tests.unit.worker.test_worker_engine import LosingPages
 from tierd.errors import InvalidArgument
-from tierd.kernels import paged_attention, reference
+from tierd.kernels import PagedBatch, paged_attention, reference
 from tierd.kernels.granules import GRANULE_TOKENS
 from tierd.worker import sequences
 from tierd.worker.backend import Backend
@@ -208,24 +208,36 @@ def test_a_plain_request_is_untouched_by_a_far_one_beside_it(long_model: Llama) 
     np.testing.assert_array_equal(found[0], found[1])
 
 
-def test_the_share_of_attention_that_is_read_is_measured(long_model: Llama) -> None:
-    """With `measure_attention` all granules have all of the mass and few have less; logits and page
-    masses are those without."""
-    shape = page_shape(long_model)
+def test_the_share_of_attention_that_is_read_is_measured(long_model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `measure_attention` all granules have all of the mass and few have less, the mean over
+    query heads. Logits and page masses are those without."""
+    shape, attend, shares = page_shape(long_model), FarPrompt.attend, list[float]()
+
+    def watched(far: FarPrompt, layer: int, q: Any, table: BlockTable, stop: int, report: FarReport) -> Any:
+        pages = [page.array[layer] for page in table.pages]
+        dense = paged_attention(q[None], pages, PagedBatch([0, 1], [stop], [range(len(pages))]))
+        done = attend(far, layer, q, table, stop, report)
+        shares.append(float(np.exp(done.lse - dense.lse).mean()))
+        return done
+
     measured = replace(OPTIONS, measure_attention=True)
     dense = StoringPages(shape)
     decoded(long_model, dense, Request(PROMPT, 8), measured)
     for far in (ALL, FEW):
         source = StoringPages(shape)
         request = Request(PROMPT, 8, far=far)
-        _, logits, report = decoded(long_model, source, request, measured)
-        np.testing.assert_array_equal(logits, logits_of(long_model, LocalPages(shape), far, tokens=8))
+        want = logits_of(long_model, LocalPages(shape), far, tokens=8)
+        with monkeypatch.context() as patch:
+            patch.setattr(FarPrompt, "attend", watched)
+            _, logits, report = decoded(long_model, source, request, measured)
+        np.testing.assert_array_equal(logits, want)
         assert len(report.far.masses) == 7 * SPEC.layers
         if far is ALL:
             np.testing.assert_allclose(report.far.masses, 1, atol=1e-5)
             np.testing.assert_allclose([m for _, m in source.mass], [m for _, m in dense.mass], atol=1e-4)
         else:
             assert 0.1 < report.far.chosen_mass < 0.99
+            np.testing.assert_allclose(report.far.masses, shares[-len(report.far.masses) :], rtol=1e-4)
 
 
 def test_memory_is_that_of_the_hot_buffer_and_bounds(long_model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
