@@ -1,6 +1,6 @@
 """Decode steps over far prompts: the granules that a query attends to, against all tokens.
 
-    python -m tools.bench far
+    OPENBLAS_NUM_THREADS=1 python -m tools.bench far
 
 Two sequences continue one stored prompt of random keys in host memory, and take their steps in
 turns. One reads all of it in place, the other 32 granules. The text rows tell how many granules a
@@ -53,7 +53,7 @@ TEXT_PROMPT, TEXT_ANSWER = 960, 48
 
 
 def rows(effort: Effort = FULL) -> list[Row]:
-    """`far_step_{4,16,64}K`: seconds of a step against those of a dense one.
+    """`far_step_{4,16,64}K`: processor seconds of a step against those of a dense one.
 
     `far_text_hits`: the share of chosen granules that were in the hot buffer. `far_text_mass`: the
     median share of attention that is read. A quarter of the granules is chosen, and half of them
@@ -86,16 +86,20 @@ def _step_row(engine: Engine, prompt: tuple[int, ...], *, runs: int) -> Row:
     dense, far = zip(*(_turn(engine, sequences) for _ in range(runs)), strict=True)
     for sequence in sequences:
         sequence.table.release()
-    meaning = f"a decode step over a far prompt, {FAR.granules} granules of {len(prompt) // 64}, against all tokens"
+    read = sequences[1].report.far
+    meaning = (
+        f"a decode step over a far prompt, {FAR.granules} granules of {len(prompt) // 64}, {read.hits / read.chosen:.0%}"
+        " of them in the hot buffer, against all tokens"
+    )
     return row_of(f"far_step_{len(prompt) >> 10}K", far, unit="s", limits=dense, meaning=meaning)
 
 
 def _turn(engine: Engine, sequences: list[LiveSequence]) -> Iterator[float]:
-    """Seconds of one step of each sequence."""
+    """Processor seconds of one step of each sequence: a busy machine does not change them much."""
     for sequence in sequences:
-        begun = time.perf_counter()
+        begun = time.process_time()
         engine.step([sequence])
-        yield time.perf_counter() - begun
+        yield time.process_time() - begun
 
 
 def _text_rows() -> list[Row]:
