@@ -18,6 +18,7 @@ from tests.repo.source import ROOT
 from tierd.codecs.named import ALL
 from tierd.codecs.planes import COMPRESSORS, Planes
 from tools.bench.advice import POINTS
+from tools.bench.far import TEXT
 from tools.bench.peers.known import KNOWN
 from tools.bench.promises import PROMISES, SHAPES
 from tools.bench.traffic import PATTERNS
@@ -64,6 +65,7 @@ ROWS = {
     "advice": {"advice_mixed", *POINTS},
     "ttft": {f"ttft_{name}" for s in ("host", "nvme") for name in (f"{s}_8K", f"{s}_8K_bound", f"advised_{s}")},
     "prefetch": {"prefetch_staged_synthetic", "prefetch_wasted_synthetic"},
+    "far": {"far_step_4K", *(("far_text_hits", "far_text_mass") if (TEXT / "model.safetensors").exists() else ())},
     "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},

@@ -27,6 +27,7 @@ from tierd.errors import InvalidArgument
 from tierd.kernels import PagedAttention
 from tierd.worker.attention import attention_for
 from tierd.worker.blocks import BlockTable
+from tierd.worker.far import FarPrompt, check_far
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, PagesMissing, PageSource
 from tierd.worker.report import Report, Request
@@ -140,6 +141,7 @@ class Engine:
             report=sequence.report.fresh(),
             started_s=sequence.started_s,
             view=sequence.view.fork() if sequence.view else None,
+            far=sequence.far,
         )
 
     def pick(self, sequences: Sequence[LiveSequence]) -> None:
@@ -243,6 +245,8 @@ class Engine:
         total = len(request.tokens) + request.max_new_tokens
         if request.token_policy:
             check_policy(request.token_policy, self.model, self.options.chunk_tokens)
+        if request.far:
+            check_far(self.source.shape)
         is_endless = request.token_policy is not None and request.token_policy.is_endless
         if total > spec.max_positions and not is_endless:
             raise InvalidArgument(
@@ -271,6 +275,9 @@ class Engine:
             ),
             started_s=started_s,
             view=view,
+            far=FarPrompt(request.far, self.source.shape, prompt=total, attention=self._attention)
+            if request.far
+            else None,
         )
         sequence.start = min(held.tokens, sequence.first_query)
         sequence.report.computed_tokens = total - sequence.start

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tierd.errors import InvalidArgument
+from tierd.worker.far import FarChoice, FarReport
 from tierd.worker.tokens.choice import TokenChoice
 
 
@@ -22,6 +23,8 @@ class Request:
     stop: ids that end a sequence; the id is its last token.
     marks: Report.stored_tokens of earlier turns, where a short block may lie.
     token_policy: which tokens decoding attends to; None: all.
+    far: decoding brings parts of the prompt as it reads them, for prompts larger than the near
+    tier; None: it reads all pages in place. Not together with a token policy.
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +35,7 @@ class Request:
     stop: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
     token_policy: TokenChoice | None = None
+    far: FarChoice | None = None
 
     def checked(self) -> Request:
         """The request itself. Raises InvalidArgument for an impossible one."""
@@ -42,6 +46,12 @@ class Request:
                 raise InvalidArgument(f"request.{name}: {getattr(self, name)} is below {low}; choose a larger value")
         if self.token_policy:
             self.token_policy.checked()
+        if self.far:
+            self.far.checked()
+        if self.far and self.token_policy:
+            raise InvalidArgument(
+                "request.far: given with a token_policy, which chooses tokens itself; give one of them"
+            )
         return self
 
 
@@ -54,7 +64,7 @@ class Report:
     acquire_s: finding and fetching the prefix, a part of ttft_s, the time to the first token.
     decode_s: the sequence's steps. recomputed_tokens: computed again after a lost page.
     stored_tokens: reusable by a later request, which passes it as a mark.
-    dropped_tokens: by a token policy, from each layer and head.
+    dropped_tokens: by a token policy, from each layer and head. far: what was read of a far prompt.
     """
 
     prompt_tokens: int = 0
@@ -71,7 +81,8 @@ class Report:
     recomputed_tokens: int = 0
     stored_tokens: int = 0
     dropped_tokens: int = 0
+    far: FarReport = field(default_factory=FarReport)
 
     def fresh(self) -> Report:
         """The start of a fork's report: the same prompt, nothing committed yet."""
-        return replace(self, tokens=[], committed_blocks=0)
+        return replace(self, tokens=[], committed_blocks=0, far=FarReport())

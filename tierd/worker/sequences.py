@@ -24,6 +24,7 @@ from tierd.kernels.attention import KernelAttention
 from tierd.kernels.pool import joined
 from tierd.kernels.prefixes import SharedPrefix, shared_prefixes
 from tierd.worker.blocks import BlockTable
+from tierd.worker.far import FarPrompt
 from tierd.worker.report import Report, Request
 from tierd.worker.tokens.view import TokenView
 
@@ -43,7 +44,8 @@ Subsets = Sequence[Sequence[Sequence[int]]]
 class LiveSequence:
     """logits: float32 [vocab] for the token after the last one, once the sequence is ready.
     start: the first token to compute. mass: attention weight per page.
-    view: of the request's token policy; None: all tokens."""
+    view: of the request's token policy; None: all tokens. far: the prompt, if it is read as a far
+    one."""
 
     request: Request
     table: BlockTable
@@ -56,6 +58,7 @@ class LiveSequence:
     mass: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     is_done: bool = False
     view: TokenView | None = None
+    far: FarPrompt | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -105,6 +108,12 @@ class Run:
         shift = self.sequence.view.shift if self.sequence.view else 0
         return range(self.start - shift, self.stop - shift)
 
+    @property
+    def far(self) -> FarPrompt | None:
+        """The far prompt that its one token reads; None: the tokens read all pages in place."""
+        far, prompt = self.sequence.far, len(self.sequence.request.tokens)
+        return far if far and far.tokens and self.stop - self.start == 1 and self.start >= prompt else None
+
 
 class Pass:
     """Attention of one model pass: writes each layer's keys and values to pages, then reads them there."""
@@ -118,11 +127,12 @@ class Pass:
         ends = list(accumulate(len(table.pages) for table in tables))
         batch = PagedBatch(
             starts,
-            [run.stop - run.sequence.table.dropped for run in runs],
+            # Masses are those of all tokens; else attention to a far prompt is none of the batch's.
+            [0 if run.far and not with_mass else run.stop - run.sequence.table.dropped for run in runs],
             [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
             shared=[] if with_mass else _shared(runs, by_kernels=isinstance(attention, KernelAttention)),
         )
-        self._runs, self._starts = runs, starts
+        self._runs, self._starts, self._shape = runs, starts, tables[0].shape
         self._has_views = any(run.sequence.view for run in runs)
         self._with_mass = with_mass
         self._work: _Work = (
@@ -143,7 +153,21 @@ class Pass:
         attended = self._work.attend(layer, q, with_mass=self._with_mass, subsets=subsets)
         if self._has_views:
             self._note(layer, q, attended.lse)
+        for run, row in zip(self._runs, self._starts, strict=False):
+            if run.far:
+                attended.out[row] = self._read_far(layer, run, q[row], attended.lse[row])
         return attended.out
+
+    def _read_far(self, layer: int, run: Run, q: Array, lse: Array) -> Array:
+        """The output of a run's one row over its far prompt. lse: [q_heads], over all tokens if
+        attention is measured."""
+        assert run.far is not None
+        report = run.sequence.report.far
+        done = run.far.attend(layer, q, run.sequence.table, run.stop, report)
+        if self._with_mass:
+            shares = self._shape.backend.to_numpy(done.lse[0] - lse)
+            report.masses.append(float(np.exp(shares).mean()))
+        return done.out[0]
 
     def masses(self) -> list[NDArray[np.float64]]:
         """Attention weight on each page of each run, the mean over query heads, over all layers so far."""
@@ -173,9 +197,10 @@ class Pass:
 
 def _shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
     """Prefixes that runs of one token share, without those that save too little. Runs of token
-    policies have none."""
+    policies and over far prompts have none."""
     shape = runs[0].sequence.table.shape
-    size, singles = shape.tokens_per_block, [run.stop - run.start == 1 and run.sequence.view is None for run in runs]
+    size = shape.tokens_per_block
+    singles = [run.stop - run.start == 1 and not (run.sequence.view or run.far) for run in runs]
     if sum(singles) < 2:
         return []
     pages = [

@@ -46,12 +46,15 @@ _WITHHELD: list[tuple[Any, Any]] = []
 class TierdOptions:
     """tier: "device" or "host"; "": device if the daemon has one where the backend attends.
 
+    stored_in: tier of pages with a name; "": the same, or "host". Then a page moves to host memory
+    once it is stored, and prompts may be larger than the device tier. Not with pages on a GPU.
     reserve_pages: least pages of a reservation. durable: commits wait until blocks are on NVMe.
     keeps_copies: pages are copied before a Commit, none is lost; for callers without recomputing.
     load_s: pages of a stored prefix that have not come after this time are computed.
     """
 
     tier: str = ""
+    stored_in: str = ""
     reserve_pages: int = 16
     durable: bool = False
     keeps_copies: bool = False
@@ -100,6 +103,13 @@ class TierdPages:
         else:
             spec = namespace_spec(model, self._shape, name=name)
         self._namespace = client.open_namespace(spec)
+        if self._options.stored_in not in ("", "host"):
+            raise ConfigError(f"TierdOptions.stored_in: is {self._options.stored_in!r}; give 'host', or nothing")
+        if self._shape.backend.is_on_gpu and self._options.stored_in:
+            raise ConfigError(
+                f"TierdOptions.stored_in: is {self._options.stored_in!r}, attention on {self._shape.backend.device} reads "
+                "pages of its own memory alone; leave it empty, or choose device='cpu'"
+            )
         if self._shape.backend.is_on_gpu and client.tiers and not client.gpu_tiers:
             raise ConfigError(
                 f"worker: attends on {self._shape.backend.device}, the daemon has no memory of a GPU; give it a [[device]] of kind cuda, or choose device='cpu'"
@@ -130,6 +140,11 @@ class TierdPages:
         # Host attention uses a device tier of kind "cpu", not one of a GPU.
         has_device = any(name.startswith("device") for name in set(self._client.tiers) - set(self._client.gpu_tiers))
         return self._options.tier or ("device" if has_device or self._shape.backend.is_on_gpu else "host")
+
+    @property
+    def stored_tier(self) -> str:
+        """The kind of tier where pages with a name lie."""
+        return self._options.stored_in or self.tier
 
     def acquire(self, tokens: Sequence[int], *, marks: Sequence[int] = (), by_layer: bool = False) -> Held:
         """The longest stored prefix: whole blocks, and then the latest mark's short block if it is stored."""
@@ -222,8 +237,8 @@ class TierdPages:
         hashes = self._namespace.hash(tokens[:count], with_tail=True)
         covered = count if len(hashes) else 0
         if by_layer:
-            return self._client.acquire_by_layer(Group(self._namespace, hashes, covered), tier=self.tier), hashes
-        return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.tier), hashes
+            return self._client.acquire_by_layer(Group(self._namespace, hashes, covered), tier=self.stored_tier), hashes
+        return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.stored_tier), hashes
 
     def _held(self, lease: Lease, hashes: Hashes, *, found: NDArray[np.int64]) -> Held:
         """found: tokens by the position of the tier that held them before this request."""
@@ -309,8 +324,10 @@ class TierdPages:
         reservation.after(*self._shape.backend.under_way())
         lease = reservation.commit(blocks, durable=self._options.durable, lease=True, keep_open=True).lease
         if lease is None or len(lease) != len(index) or not self._is_near(lease):
-            # They exist, but not where this worker attends; the daemon may copy them there.
-            lease = self._client.acquire(self._namespace, hashes, tokens=len(tokens), tier=self.tier)
+            # They exist, but not where this worker reads them; the daemon may copy them there.
+            there = self._client.acquire(self._namespace, hashes, tokens=len(tokens), tier=self.stored_tier)
+            if lease is None or len(there) == len(index) or not self._options.stored_in:
+                lease = there
         if len(lease) != len(index):
             return Held()
         return Held(
@@ -321,8 +338,10 @@ class TierdPages:
         )
 
     def _is_near(self, lease: Lease) -> bool:
-        """Whether it lies where this worker attends; of several GPUs, on its own."""
+        """Whether it lies where this worker reads stored pages; of several GPUs, on its own."""
         tiers = {self._client.tiers[i] for i in lease.handles["tier"].tolist()}
+        if self._options.stored_in:
+            return all(tier.startswith("host.") for tier in tiers)
         if self.tier in self._client.tiers:
             return tiers == {self.tier}
         return {tier in self._client.gpu_tiers for tier in tiers} == {self._shape.backend.is_on_gpu}

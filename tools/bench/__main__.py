@@ -33,6 +33,7 @@ from tools.bench import (
     daemon_start,
     data_plane,
     demotion,
+    far,
     idle,
     index_scale,
     nvme,
@@ -67,6 +68,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "advice": advice.rows,
     "ttft": ttft.rows,
     "prefetch": prefetch.rows,
+    "far": far.rows,
     "codecs": codecs.rows,
     "index_scale": lambda effort: index_scale.rows(effort.pick(INDEX_BLOCKS, 1 << 14)),
 }
