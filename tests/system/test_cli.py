@@ -252,7 +252,10 @@ def test_drain_then_purge(tmp_path: Path) -> None:
         running = purge()
         assert running.exit_code == 1 and "held by process" in running.stderr
         drained = CliRunner().invoke(ctl.cli, ["drain", "--deadline", "2 s", "--target", daemon.target])
-        assert drained.stdout == "drained; no lease left. The daemon refuses new work until somebody restarts it.\n"
+        assert (
+            drained.stdout
+            == "drained; no lease left. The daemon refuses new work until `tierctl drain --undo` or a restart.\n"
+        )
         daemon.stop()
         assert "freed" in purge().stdout
         assert purge().stdout == "nothing to free\n"

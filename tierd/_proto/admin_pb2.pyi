@@ -348,12 +348,14 @@ class PinReply(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("release", "deadline_s")
+    __slots__ = ("release", "deadline_s", "undo")
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
     release: bool
     deadline_s: float
-    def __init__(self, release: bool = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    undo: bool
+    def __init__(self, release: bool = ..., deadline_s: _Optional[float] = ..., undo: bool = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("leases_left",)

@@ -217,14 +217,19 @@ class Operator:
         return fresh, forgotten.blocks
 
     async def drain(self, *, timeout_s: float) -> int:
-        """Refuses new sessions and reservations, and waits for leases to end. Returns how many are
-        left at the deadline."""
+        """Refuses new sessions and reservations, and waits for leases to end, or until the drain is
+        undone. Returns how many are left at the deadline."""
         self._cache.is_draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (left := self._core.stats().leases) and loop.time() < deadline:  # noqa: ASYNC110  # has no event
+        while (left := self._core.stats().leases) and self._cache.is_draining and loop.time() < deadline:  # noqa: ASYNC110  # has no event
             await asyncio.sleep(POLL_S)
         return left
+
+    def undo_drain(self) -> int:
+        """Takes new work again. Returns how many leases there are."""
+        self._cache.is_draining = False
+        return self._core.stats().leases
 
     def _check_whole(self, position: int | None) -> None:
         """Raises Unavailable while a store is loading: its blocks would return after their eviction

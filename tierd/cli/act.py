@@ -79,18 +79,24 @@ def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
 @click.option(
     "--deadline", type=DURATION, default="30 s", show_default=True, help="How long the daemon waits for leases to end."
 )
+@click.option("--undo", is_flag=True, help="Take new work again, and keep the memory.")
 @verb
-def drain(ask: Ask, *, release: bool, deadline: float) -> None:
-    """Drains the daemon: it takes no new work until a restart; leases may finish.
+def drain(ask: Ask, *, release: bool, deadline: float, undo: bool) -> None:
+    """Drains the daemon: it takes no new work until --undo or a restart; leases may finish.
 
-    A drain cannot be undone. The daemon refuses every new session and reservation until somebody
-    restarts it. The program waits for open leases, up to the deadline.
+    The daemon refuses every new session and reservation. The program waits for open leases, up to
+    the deadline.
     """
+    if undo:
+        with ask.connect() as daemon:
+            answer = daemon.ask(pb.DrainRequest(undo=True))
+        ask.show(answer, said("the drain is undone; the daemon takes new work again"))
+        return
     with ask.connect() as daemon:
         answer = daemon.ask(pb.DrainRequest(release=release, deadline_s=deadline), timeout_s=deadline + 10)
     left = answer.leases_left
     held = f"{counted(left, 'lease')} left" if left else "no lease left"
-    ask.show(answer, said(f"drained; {held}. The daemon refuses new work until somebody restarts it."))
+    ask.show(answer, said(f"drained; {held}. The daemon refuses new work until `tierctl drain --undo` or a restart."))
 
 
 @click.command(epilog=example("tierctl flush --deadline 120s"))

@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "unpin": ("act", "Makes pinned blocks evictable again."),
         "evict": ("act", "Evicts blocks from one tier or from all; pinned blocks stay."),
         "flush": ("act", "Writes all blocks not yet on NVMe to disk and syncs them; evicts none."),
-        "drain": ("act", "Drains the daemon: it takes no new work until a restart; leases may finish."),
+        "drain": ("act", "Drains the daemon: it takes no new work until --undo or a restart; leases may finish."),
         "epoch": ("act", "Makes blocks of old weights unreachable."),
     },
     "Verify": {

@@ -88,7 +88,8 @@ class Assembly:
     started: float
     keeper: Instance
     state: str = "starting"
-    release: bool = False
+    must_release: bool = False
+    drain_releases: bool = False
     former: list[FormerHolder] = dataclasses.field(default_factory=list)
     naming: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     named: set[int] = dataclasses.field(default_factory=set)
@@ -102,9 +103,14 @@ class Assembly:
         wanted = self.config.scrub
         self.scrub = Scrub(self.cache, period_s=wanted.period, bandwidth=wanted.bandwidth)
 
-    def release_at_end(self) -> None:
-        """Frees the arena when the daemon ends."""
-        self.release = True
+    @property
+    def release(self) -> bool:
+        """Whether to free the arena when the daemon ends: by the settings, or by a drain."""
+        return self.must_release or self.drain_releases
+
+    def release_at_end(self, wanted: bool) -> None:  # noqa: FBT001
+        """A drain wants the arena freed when the daemon ends, or no longer."""
+        self.drain_releases = wanted
 
     async def load(self) -> None:
         """Loads the blocks of stores beside the daemon's work. A store then enters service. Raises

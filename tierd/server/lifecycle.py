@@ -92,7 +92,7 @@ async def serve(config: Config, *, release: bool = False) -> int:
 async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, release: bool) -> None:
     async with assemble(config) as daemon:
         begun.set()
-        daemon.release = release or any(host.release_on_exit for host in config.host)
+        daemon.must_release = release or any(host.release_on_exit for host in config.host)
         async with (
             Listeners(daemon) as listeners,
             _watchdog(daemon),

@@ -67,7 +67,7 @@ class About:
     state: Callable[[], str]
     sessions: Callable[[], list[SessionRow]]
     keep_namespaces: Callable[..., Awaitable[None]]
-    release: Callable[[], None]
+    release: Callable[[bool], None]
     scrub: Scrub
     wear: Wear
     recorder: Recorder
@@ -174,9 +174,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return pb.PinReply(blocks=await self._operator.unpin(request.hashes))
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
+        if request.undo:
+            self._about.release(False)
+            return pb.DrainReply(leases_left=self._operator.undo_drain())
         left = await self._operator.drain(timeout_s=_timeout_s(request.deadline_s))
-        if request.release and not left:
-            self._about.release()
+        if request.release and not left and self._cache.is_draining:
+            self._about.release(True)
         return pb.DrainReply(leases_left=left)
 
     async def Flush(self, request: pb.FlushRequest, context: Any) -> pb.FlushReply:
