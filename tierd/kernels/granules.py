@@ -93,8 +93,10 @@ def check_forced(k: int, forced_first: int, forced_last: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Where a step's chosen granules are or go. slots: int32 [kv_heads, k], hot slots, in the order
-    of the chosen ones. is_miss: bool [kv_heads, k], those to fetch into their slots first."""
+    """The hot slots of a step's chosen granules, in their order.
+
+    slots: int32 [kv_heads, k]. is_miss: bool [kv_heads, k], those to copy into their slots first.
+    """
 
     slots: NDArray[np.int32]
     is_miss: NDArray[np.bool_]
@@ -107,9 +109,9 @@ class HotBuffer:
     hand goes around the slots. It passes a slot of this step's chosen granules. It passes a used
     slot once, and takes the use away. It stops at the first other slot.
 
-    where: int32 [kv_heads, granules], the granule's slot, or ABSENT. owners: int32 [kv_heads,
-    slots], the slot's granule, or ABSENT. used: bool [kv_heads, slots]. hands: int32 [kv_heads],
-    the slot to look at next.
+    where: int32 [kv_heads, granules], slots of granules, or ABSENT.
+    owners: int32 [kv_heads, slots], granules of slots, or ABSENT. used: bool [kv_heads, slots].
+    hands: int32 [kv_heads], the slot to look at next.
     """
 
     def __init__(self, kv_heads: int, granules: int, slots: int) -> None:

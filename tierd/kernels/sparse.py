@@ -84,8 +84,9 @@ class Resolved:
 class HostGranules:
     """Where granules lie in mapped host memory.
 
-    addresses: u64 [n, most, parts], of kv head 0, multiples of 16; parts are alike, and follow each
-    other in a hot slot. offset: bytes to the layer. head_stride: bytes from one kv head to the next.
+    addresses: u64 [n, most, parts], of kv head 0, multiples of 16. Parts have one length, and follow
+    each other in a hot slot. offset: bytes to the layer. head_stride: bytes from a kv head to the
+    next.
     """
 
     addresses: Array
@@ -96,9 +97,10 @@ class HostGranules:
 def bound_keys(library: Library, keys: Array, slots: Array, *, tokens: Array, to: Array) -> None:
     """Fills `to` with the bounds of granules' keys, as stored. Raises InvalidArgument.
 
-    keys: [pages, page_tokens, kv_heads, head_dim]; pages have a multiple of 16 tokens. slots: i64
-    [n, 4], page * page_tokens + offset of each 16 tokens, a multiple of 16. tokens: i32 [n], 1 to
-    64. to: bf16 [n, kv_heads, 2, head_dim], any strides of the first two axes.
+    keys: [pages, page_tokens, kv_heads, head_dim]; pages have a multiple of 16 tokens.
+    slots: i64 [n, 4], page * page_tokens + offset of each 16 tokens; multiples of 16. tokens: i32
+    [n], 1 to 64 each.
+    to: bf16 [n, kv_heads, 2, head_dim], any strides of the first two axes.
     """
     found = Buffer.of("keys", keys).checked((None,) * 4, *STORED, device=library.device, dense_from=3).aligned()
     (pages, page_tokens, kv_heads, dim), parts = found.shape, GRANULE_TOKENS // SLOT_TOKENS
@@ -126,8 +128,9 @@ def bound_keys(library: Library, keys: Array, slots: Array, *, tokens: Array, to
 def score_granules(library: Library, q: Array, bounds: Array, context: Context, *, to: Array) -> None:
     """Fills `to`, f32 [n, kv_heads, most], with `granules.scores`. Raises InvalidArgument.
 
-    q: bf16 or f16 [n, q_heads, head_dim]. bounds: bf16 [granules, kv_heads, 2, head_dim], any
-    strides of the first two axes. `to` has nothing behind a sequence's granules.
+    q: bf16 or f16 [n, q_heads, head_dim].
+    bounds: bf16 [granules, kv_heads, 2, head_dim], any strides of the first two axes.
+    Scores behind a sequence's granules stay as they are.
     """
     limits = _bounds("bounds", bounds, (None, None, 2, None), library)
     granules, kv_heads, _, dim = limits.shape
@@ -154,8 +157,9 @@ def score_granules(library: Library, q: Array, bounds: Array, context: Context, 
     shared_bytes = 2 * QUERY_PARTS[queries.dtype] * heads * dim * BYTES["bf16"]
     fitting = library.resident_blocks(kernel, shared_bytes=shared_bytes)
     needed = -(-most // (SCORE_WARPS * TILE_GRANULES))
-    grid = (min(needed, max(1, -(-fitting // max(1, n * kv_heads)))), kv_heads, n)
-    library.launch(kernel, grid, score, shared_bytes=shared_bytes)
+    at_once = max(1, fitting // max(1, n * kv_heads))
+    rounds = max(1, -(-needed // at_once))  # alike for all blocks
+    library.launch(kernel, (-(-needed // rounds), kv_heads, n), score, shared_bytes=shared_bytes)
 
 
 def choose_granules(
@@ -217,7 +221,7 @@ def fetch_granules(
 ) -> None:
     """Copies the granules of misses into their hot slots. Raises InvalidArgument.
 
-    to: [n, slots, kv_heads, ...], any strides of the first three axes; the rest is a granule of a
+    to: [n, slots, kv_heads, ...], any strides of the first three axes. The rest is a granule of a
     kv head, such as [2, 64, head_dim]. blocks: thread blocks, at least one for each row.
     """
     check_blocks(blocks)
