@@ -57,8 +57,8 @@ class Chosen:
 class HotState:
     """`granules.HotBuffer` of n sequences in one layer.
 
-    where: i32 [n, kv_heads, most]. owners: i32 [n, kv_heads, slots]. used: u8 [n, kv_heads, slots].
-    hands: i32 [n, kv_heads]. A new one has `granules.ABSENT` in where and owners, else 0.
+    Arrays: where, i32 [n, kv_heads, most]; owners, i32, and used, u8 [n, kv_heads, slots]; hands,
+    i32 [n, kv_heads]. A new one has `granules.ABSENT` in where and owners, else 0.
     """
 
     where: Array
@@ -68,7 +68,7 @@ class HotState:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class HotSlots:
     """Hot slots of chosen granules: `subsets` and `subset_sizes` of a decode over the hot buffer.
 
     hits, misses: i32 [n, kv_heads, k]; hit_sizes, miss_sizes: i32 [n, kv_heads].
@@ -82,11 +82,11 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class HostGranules:
-    """Where granules lie in mapped host memory.
+    """Places of granules in mapped host memory.
 
-    addresses: u64 [n, most, parts], of kv head 0, multiples of 16. Parts have one length, and follow
-    each other in a hot slot. offset: bytes to the layer. head_stride: bytes from a kv head to the
-    next.
+    addresses: u64 [n, most, parts], of kv head 0, multiples of 16. Parts are equally long. In a hot
+    slot one follows the other.
+    offset: bytes to the layer. head_stride: bytes from a kv head to the next.
     """
 
     addresses: Array
@@ -179,7 +179,7 @@ def choose_granules(
     library.launch("choose_granules", (kv_heads, n, 1), choose, shared_bytes=CHOOSE_SHARED_BYTES)
 
 
-def resolve_granules(library: Library, chosen: Chosen, state: HotState, *, to: Resolved) -> None:
+def resolve_granules(library: Library, chosen: Chosen, state: HotState, *, to: HotSlots) -> None:
     """Gives each chosen granule a hot slot, as `granules.HotBuffer.resolve`; changes `state`.
     Raises InvalidArgument. Misses are in their slots once `fetch_granules` has run."""
     where, owners = (
@@ -212,7 +212,7 @@ def resolve_granules(library: Library, chosen: Chosen, state: HotState, *, to: R
 
 def fetch_granules(
     library: Library,
-    resolved: Resolved,
+    resolved: HotSlots,
     state: HotState,
     source: HostGranules,
     *,

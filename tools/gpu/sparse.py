@@ -21,8 +21,8 @@ from tierd.kernels.sparse import (
     Chosen,
     Context,
     HostGranules,
+    HotSlots,
     HotState,
-    Resolved,
     choose_granules,
     fetch_granules,
     resolve_granules,
@@ -144,10 +144,10 @@ def new_state(room: Room, heads: int, granules: int) -> HotState:
     return HotState(room.of(where), owners, room.of(used), room.of(np.zeros((1, heads), np.int32)))
 
 
-def new_resolved(room: Room, heads: int, k: int) -> Resolved:
+def new_resolved(room: Room, heads: int, k: int) -> HotSlots:
     """Undefined."""
     sizes = [room.array((1, heads), np.int32) for _ in range(2)]
-    return Resolved(room.array((1, heads, k), np.int32), sizes[0], room.array((1, heads, k), np.int32), sizes[1])
+    return HotSlots(room.array((1, heads, k), np.int32), sizes[0], room.array((1, heads, k), np.int32), sizes[1])
 
 
 def hot_buffer(room: Room) -> DeviceArray:

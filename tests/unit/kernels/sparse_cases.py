@@ -27,8 +27,8 @@ from tierd.kernels.sparse import (
     Chosen,
     Context,
     HostGranules,
+    HotSlots,
     HotState,
-    Resolved,
     bound_keys,
     choose_granules,
     fetch_granules,
@@ -86,7 +86,7 @@ def check_bound(library: Library, shape: Bound) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """counts: granules of each sequence. odd: one bound."""
+    """counts: granules of each sequence. odd: one bound. is_against: all products are negative."""
 
     counts: tuple[int, ...] = (70, 0, 1, 33)
     kind: str = "bf16"
@@ -94,6 +94,7 @@ class Score:
     group: int = 4
     odd: float = 0.0
     query: float = 0.0
+    is_against: bool = False
 
 
 def check_score(library: Library, shape: Score) -> None:
@@ -103,6 +104,7 @@ def check_score(library: Library, shape: Score) -> None:
     fine = exact_numbers((n, HEADS * shape.group, shape.dim), 2) / 32 if shape.kind == "f16" else 0.0
     q = (exact_numbers((n, HEADS * shape.group, shape.dim), 1) + fine).astype(TYPES[shape.kind])
     q[0, 0, 3] += shape.query
+    q = np.abs(q) if shape.is_against else q
     pool = np.full((sum(shape.counts) + 5, HEADS, 3, shape.dim), np.nan, BF16)
     tables = np.full((n, most), WILD, np.int32)
     ids = rng.permutation(len(pool))
@@ -110,6 +112,7 @@ def check_score(library: Library, shape: Score) -> None:
     for i, count in enumerate(shape.counts):
         tables[i, :count], ids = ids[:count], ids[count:]
         limits = np.sort(exact_numbers((count, HEADS, 2, shape.dim), 10 + i), axis=2)
+        limits = -np.abs(limits[:, :, ::-1]) if shape.is_against else limits
         if i == 0:
             limits[4, 1, :, 7] += (shape.odd, abs(shape.odd))
         pool[tables[i, :count], :, :2] = limits
@@ -119,6 +122,7 @@ def check_score(library: Library, shape: Score) -> None:
         context = put(Context(tables, np.array(shape.counts, np.int32)))
         score_granules(library, put(q), put(pool[:, :, :2]), context, to=put(got))
     np.testing.assert_array_equal(got, want, str(shape))
+    assert not shape.is_against or (want[~np.isnan(want)] < 0).all()
     assert not shape.odd or got[0, 1, 4] == math.inf
     assert not shape.query or (got[0, 0, : shape.counts[0]] == math.inf).all()
 
@@ -182,10 +186,10 @@ def new_state(n: int, heads: int, most: int, slots: int) -> HotState:
     )
 
 
-def new_resolved(n: int, heads: int, k: int) -> Resolved:
+def new_resolved(n: int, heads: int, k: int) -> HotSlots:
     """Of poison."""
     hits, misses = (np.full((n, heads, k), WILD, np.int32) for _ in range(2))
-    return Resolved(hits, np.full((n, heads), WILD, np.int32), misses, np.full((n, heads), WILD, np.int32))
+    return HotSlots(hits, np.full((n, heads), WILD, np.int32), misses, np.full((n, heads), WILD, np.int32))
 
 
 def check_resolve(library: Library, steps: Steps) -> None:
@@ -330,7 +334,7 @@ def check_far(library: Library, shape: Far) -> None:
 
 
 def _check_step(
-    case: FarCase, q: Array, limits: list[Array], found: tuple[Chosen, Resolved, Attended], told: str
+    case: FarCase, q: Array, limits: list[Array], found: tuple[Chosen, HotSlots, Attended], told: str
 ) -> None:
     """Against the reference over the whole context, in float64."""
     chosen, resolved, merged = found
@@ -356,6 +360,7 @@ SCORES = (
     Score(),
     Score(kind="f16", group=9),
     Score((150, 16), group=3),
+    Score((20, 9), group=1, is_against=True),
     Score(odd=math.nan),
     Score(odd=-math.inf, kind="f16"),
     Score(query=math.nan),
