@@ -59,12 +59,15 @@ class HotState:
 
     Arrays: where, i32 [n, kv_heads, most]; owners, i32, and used, u8 [n, kv_heads, slots]; hands,
     i32 [n, kv_heads]. A new one has `granules.ABSENT` in where and owners, else 0.
+    pages: [n, slots, kv_heads, ...], any strides of the first three axes. The rest is a granule of
+    a kv head, such as [2, 64, head_dim]. Only fetches use it.
     """
 
     where: Array
     owners: Array
     used: Array
     hands: Array
+    pages: Array = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +166,17 @@ def score_granules(library: Library, q: Array, bounds: Array, context: Context, 
 
 
 def choose_granules(
-    library: Library, scores: Array, context: Context, *, to: Chosen, forced_first: int = 1, forced_last: int = 0
+    library: Library, scores: Array, context: Context, *, to: Chosen, forced: tuple[int, int] = (1, 0)
 ) -> None:
     """Fills `to` with `granules.choose` of each sequence; k is its last axis. Raises
-    InvalidArgument. scores: f32 [n, kv_heads, most]."""
+    InvalidArgument. scores: f32 [n, kv_heads, most]. forced: how many first and last granules."""
     found = Buffer.of("scores", scores).checked((None,) * 3, "f32", device=library.device, dense_from=0)
     n, kv_heads, most = found.shape
     _, counts = _context(context, n, library, most)
     ids, sizes = _chosen(to, (n, kv_heads), library)
     k = ids.shape[2]
-    check_forced(k, forced_first, forced_last)
-    choose = params.Choose(
-        *(each.address for each in (found, counts, ids, sizes)), kv_heads, most, k, forced_first, forced_last
-    )
+    check_forced(k, *forced)
+    choose = params.Choose(*(each.address for each in (found, counts, ids, sizes)), kv_heads, most, k, *forced)
     library.launch("choose_granules", (kv_heads, n, 1), choose, shared_bytes=CHOOSE_SHARED_BYTES)
 
 
@@ -216,14 +217,10 @@ def fetch_granules(
     state: HotState,
     source: HostGranules,
     *,
-    to: Array,
     blocks: int = COPY_BLOCKS,
 ) -> None:
-    """Copies the granules of misses into their hot slots. Raises InvalidArgument.
-
-    to: [n, slots, kv_heads, ...], any strides of the first three axes. The rest is a granule of a
-    kv head, such as [2, 64, head_dim]. blocks: thread blocks, at least one for each row.
-    """
+    """Copies the granules of misses into their hot slots, which are in `state.pages`. Raises
+    InvalidArgument. blocks: thread blocks, at least one for each row."""
     check_blocks(blocks)
     misses, owners = (
         Buffer.of(name, array).checked((None,) * 3, "i32", device=library.device, dense_from=0)
@@ -235,7 +232,7 @@ def fetch_granules(
     addresses = Buffer.of("source.addresses", source.addresses).checked(
         (n, None, None), "u64", device=library.device, dense_from=0
     )
-    hot = Buffer.of("to", to)
+    hot = Buffer.of("state.pages", state.pages)
     hot.checked((n, slots, kv_heads, *(None,) * (len(hot.shape) - 3)), device=library.device, dense_from=3).aligned()
     _, most, parts = addresses.shape
     size = math.prod(hot.shape[3:]) * BYTES[hot.dtype]

@@ -39,11 +39,13 @@ GIGA = 1e9
 ROUNDS = 7
 CHOSEN = 32
 """Granules of each kv head: 2,048 tokens."""
-SLOTS = 256
+SLOTS = 40
+"""Few, so that queries miss a fifth of their granules again and again."""
 COPIES = 4
 """Of the bounds, and queries."""
-NOISE = 0.1
+NOISE = 0.12
 """In a step's query, against what is alike in all."""
+FETCH_SLOTS = 256
 FETCHES = {"fetch_256": (16, 2), "fetch_2048": (128, 2), "fetch_2048_4k": (32, 8)}
 """Misses of each kv head, and parts of a granule: of 16 KiB, or 4 KiB."""
 
@@ -94,13 +96,13 @@ class Layer:
         rows, k = (1, self.heads), self.bench.pick(CHOSEN, 3)
         self.scores = room.array((*rows, self.count), np.float32)
         self.chosen = Chosen(room.array((*rows, k), np.int32), room.array(rows, np.int32))
-        self.state, self.resolved = new_state(room, self.heads, self.count), new_resolved(room, self.heads, k)
-        self.source, self.hot = host_granules(room, self.memory, self.count, 2), hot_buffer(room)
+        self.state, self.resolved = new_state(room, self.heads, self.count, SLOTS), new_resolved(room, self.heads, k)
+        self.source, hot = host_granules(room, self.memory, self.count, 2), self.state.pages
         shape = model.decode(1)
         fitting = decode_blocks(self.gpu.kernels, shape, q_type="bf16", kv_type="bf16")
         blocks = self.bench.pick(fitting, 3)
         self.decode = PagedDecode(self.gpu.kernels, shape, blocks=blocks, allocate=room.array)
-        flat = DeviceArray(self.hot.address, self.hot.shape[1:], BF16)  # [slots, kv_heads, 2, 64, head_dim]
+        flat = DeviceArray(hot.address, hot.shape[1:], BF16)  # [slots, kv_heads, 2, 64, head_dim]
         self.gpu.repeat(flat, np.zeros(1 << 16, BF16))
         self.pages = KvPages(*(flat.at(2, side).axes(0, 2, 1, 3) for side in (0, 1)))
         self.lens = room.of(np.array([SLOTS * GRANULE_TOKENS], np.int32))
@@ -123,7 +125,7 @@ class Layer:
         self.select(i)
         found = self.resolved
         self._decode(i, found.hits, found.hit_sizes, self.parts[0])
-        fetch_granules(self.gpu.kernels, found, self.state, self.source, to=self.hot)
+        fetch_granules(self.gpu.kernels, found, self.state, self.source)
         self._decode(i, found.misses, found.miss_sizes, self.parts[1])
         merge_scattered(self.gpu.kernels, self.parts[:2], self.addresses, self.parts[2])
 
@@ -137,23 +139,18 @@ class Layer:
         return float(misses / (misses + hits))
 
 
-def new_state(room: Room, heads: int, granules: int) -> HotState:
-    """Without a granule."""
-    owners = room.of(np.full((1, heads, SLOTS), ABSENT, np.int32))
-    where, used = np.full((1, heads, granules), ABSENT, np.int32), np.zeros((1, heads, SLOTS), np.uint8)
-    return HotState(room.of(where), owners, room.of(used), room.of(np.zeros((1, heads), np.int32)))
+def new_state(room: Room, heads: int, granules: int, slots: int) -> HotState:
+    """Of one request, without a granule."""
+    owners = room.of(np.full((1, heads, slots), ABSENT, np.int32))
+    where, used = np.full((1, heads, granules), ABSENT, np.int32), np.zeros((1, heads, slots), np.uint8)
+    pages = room.array((1, slots, heads, 2, GRANULE_TOKENS, MODELS["8b"].head_dim), BF16)
+    return HotState(room.of(where), owners, room.of(used), room.of(np.zeros((1, heads), np.int32)), pages)
 
 
 def new_resolved(room: Room, heads: int, k: int) -> HotSlots:
     """Undefined."""
     sizes = [room.array((1, heads), np.int32) for _ in range(2)]
     return HotSlots(room.array((1, heads, k), np.int32), sizes[0], room.array((1, heads, k), np.int32), sizes[1])
-
-
-def hot_buffer(room: Room) -> DeviceArray:
-    """Of one request."""
-    model = MODELS["8b"]
-    return room.array((1, SLOTS, model.kv_heads, 2, GRANULE_TOKENS, model.head_dim), BF16)
 
 
 def host_granules(room: Room, memory: host.HostMemory, count: int, parts: int) -> HostGranules:
@@ -171,7 +168,7 @@ def _fetches(bench: Bench, gpu: Gpu) -> Iterator[Result]:
     """Against one copy of the memory."""
     length, heads = bench.pick(256 << 20, 2 << 20), MODELS["8b"].kv_heads
     with gpu.room() as room, host.pinned(gpu, length) as memory:
-        whole, hot = room.array((length,), np.uint8), hot_buffer(room)
+        whole = room.array((length,), np.uint8)
         copy: Callable[[], None] = lambda: gpu.ask("cuMemcpyAsync", whole.address, memory.address, length, gpu.stream)  # noqa: E731
         rounds = bench.pick(ROUNDS, 1)
         limits = [length / each / GIGA for each in gpu.times([copy], rounds=rounds, as_graphs=False)]
@@ -180,12 +177,12 @@ def _fetches(bench: Bench, gpu: Gpu) -> Iterator[Result]:
             if not bench.has_time(2):
                 yield Left(name, "no time was left")
                 continue
-            source, state = host_granules(room, memory, 1024, parts), new_state(room, heads, 1024)
-            rng, resolved = np.random.default_rng(16), new_resolved(room, heads, SLOTS)
-            gpu.write(resolved.misses, np.array([[rng.permutation(SLOTS) for _ in range(heads)]]))
+            source, state = host_granules(room, memory, 1024, parts), new_state(room, heads, 1024, FETCH_SLOTS)
+            rng, resolved = np.random.default_rng(16), new_resolved(room, heads, FETCH_SLOTS)
+            gpu.write(resolved.misses, np.array([[rng.permutation(FETCH_SLOTS) for _ in range(heads)]]))
             gpu.write(resolved.miss_sizes, np.full((1, heads), misses))
-            gpu.write(state.owners, np.array([[rng.permutation(1024)[:SLOTS] for _ in range(heads)]]))
-            works = [lambda given=(resolved, state, source): fetch_granules(gpu.kernels, *given, to=hot)]
-            moved = misses * heads * hot.strides[2]
+            gpu.write(state.owners, np.array([[rng.permutation(1024)[:FETCH_SLOTS] for _ in range(heads)]]))
+            works = [lambda given=(resolved, state, source): fetch_granules(gpu.kernels, *given)]
+            moved = misses * heads * state.pages.strides[2]
             rates = [moved / each / GIGA for each in gpu.times(works, rounds=rounds)]
             yield row_of(name, rates, "GB/s", limits, f"{misses * parts * heads} parts")

@@ -125,6 +125,7 @@ N, MOST, K, SLOTS = 2, 7, 3, 4
 CONTEXT = Context(zeros(N, MOST), zeros(N))
 CHOSEN = Chosen(zeros(N, HEADS, K), zeros(N, HEADS))
 STATE, RESOLVED = new_state(N, HEADS, MOST, SLOTS), new_resolved(N, HEADS, K)
+HOT = zeros(N, SLOTS, HEADS, 2, 64, 64, dtype=BF16)
 SOURCE = HostGranules(zeros(N, MOST, PARTS, dtype=np.uint64), 0, 64)
 CALLS: dict[Any, dict[str, Any]] = {
     sparse.bound_keys: {
@@ -141,12 +142,7 @@ CALLS: dict[Any, dict[str, Any]] = {
     },
     sparse.choose_granules: {"scores": zeros(N, HEADS, MOST, dtype=np.float32), "context": CONTEXT, "to": CHOSEN},
     sparse.resolve_granules: {"chosen": CHOSEN, "state": STATE, "to": RESOLVED},
-    sparse.fetch_granules: {
-        "resolved": RESOLVED,
-        "state": STATE,
-        "source": SOURCE,
-        "to": zeros(N, SLOTS, HEADS, 2, 64, 64, dtype=BF16),
-    },
+    sparse.fetch_granules: {"resolved": RESOLVED, "state": replace(STATE, pages=HOT), "source": SOURCE},
 }
 WRONG = [
     (sparse.bound_keys, "keys: pages of 24", {"keys": zeros(3, 24, HEADS, 64, dtype=BF16)}),
@@ -161,7 +157,7 @@ WRONG = [
     (sparse.choose_granules, "scores: has type", {"scores": zeros(N, HEADS, MOST)}),
     (sparse.choose_granules, "context.counts: ", {"context": replace(CONTEXT, counts=zeros(N + 1))}),
     (sparse.choose_granules, "chosen.sizes: ", {"to": replace(CHOSEN, sizes=zeros(N, 1))}),
-    (sparse.choose_granules, "k: 3 granules", {"forced_last": 3}),
+    (sparse.choose_granules, "k: 3 granules", {"forced": (1, 3)}),
     (sparse.resolve_granules, "chosen.ids: ", {"chosen": replace(CHOSEN, ids=zeros(N, 1, K))}),
     (sparse.resolve_granules, "state.owners: 2 hot slots", {"state": new_state(N, HEADS, MOST, 2)}),
     (sparse.resolve_granules, "state.used: has type", {"state": replace(STATE, used=zeros(N, HEADS, SLOTS))}),
@@ -169,7 +165,8 @@ WRONG = [
     (sparse.fetch_granules, "blocks: 0", {"blocks": 0}),
     (sparse.fetch_granules, "source.addresses: ", {"source": replace(SOURCE, addresses=zeros(N, MOST, PARTS))}),
     (sparse.fetch_granules, "source: 4 parts", {"source": replace(SOURCE, head_stride=8)}),
-    (sparse.fetch_granules, "to: has shape", {"to": zeros(N, SLOTS + 1, HEADS, 2, 64, 64, dtype=BF16)}),
+    (sparse.fetch_granules, "state.pages: has shape", {"state": replace(STATE, pages=HOT[:, 1:])}),
+    (sparse.fetch_granules, "state.pages: NoneType is no array", {"state": STATE}),
     (sparse.fetch_granules, "resolved.miss_sizes: ", {"resolved": replace(RESOLVED, miss_sizes=zeros(N))}),
 ]
 
