@@ -92,6 +92,7 @@ class Unit:
 UNITS = (
     *(Unit(source, dim) for dim in reversed(DIMS) for source in ("prefill", "decode")),
     *(Unit("rot_decode", dim) for dim in (256, 128, 64)),
+    Unit("sparse"),
     Unit("rot_pages"),
     Unit("pages"),
     Unit("merge"),

@@ -30,7 +30,7 @@ from tools.registers import Taken, spilling
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "cuda"
 BUILT = ROOT / "build" / "cuda"
-UNITS = ("decode", "prefill", "rot_decode", "rot_pages", "merge", "pages", "hash", "read")
+UNITS = ("decode", "prefill", "rot_decode", "rot_pages", "sparse", "merge", "pages", "hash", "read")
 SANITIZERS = {
     "": ("-O1",),
     "checked": ("-O1", "-DTIERD_CHECKED"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SPILL_FREE = ("decode", "prefill", "slice_sums", "rotate", "unrotate")
+SPILL_FREE = ("decode", "prefill", "slice_sums", "rotate", "unrotate", "score", "choose")
 """Prefixes of the kernels that may spill no byte on any architecture. The others may spill."""
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",

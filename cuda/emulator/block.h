@@ -102,10 +102,10 @@ SIMT_UNSEEN inline void thread_entry() {
   b.body();
   Thread& me = current();
   if (me.copies.landed != me.copies.begun) fail("a thread ended with copies under way");
-  happens_before(&b.end_edge);
   me.state = State::kEnded;
   b.live--;
   b.warps[me.warp].alive &= ~(1u << me.lane);
+  happens_before(&b.end_edge);  // a later launch may move the warps
   switch_to(me, b.scheduler, true);
   abort();
 }

@@ -52,7 +52,7 @@ inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulat
 inline uint32_t transposed(uint32_t pair) { return emulator::transpose(pair); }
 inline uint32_t without_infinities(uint32_t pair, __nv_bfloat16) { return emulator::without_infinities(pair, 0x7F80); }
 inline uint32_t without_infinities(uint32_t pair, __half) { return emulator::without_infinities(pair, 0x7C00); }
-inline bool any(bool is_so) { return emulator::vote(is_so); }
+inline bool any(bool is_so) { return emulator::vote(is_so) != 0; }
 template <class T> inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) {
   emulator::multiply<T>(c, a, b0, b1);
 }

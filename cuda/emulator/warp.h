@@ -94,15 +94,16 @@ inline uint32_t without_infinities(uint32_t pair, uint32_t exponent) {
   return pair;
 }
 
-SIMT_UNSEEN inline bool vote(bool is_so) {
+// A bit for each lane.
+SIMT_UNSEEN inline uint32_t vote(bool is_so) {
   given().words[0] = is_so;
   block().counters.shuffles++;
   meet(~0u, Collective::kVote, [](Warp& warp) SIMT_UNSEEN_CALL {
-    uint64_t any = 0;
-    for (int l = 0; l < 32; l++) any |= warp.in[l].words[0];
-    for (int l = 0; l < 32; l++) warp.out[l].words[0] = any;
+    uint64_t votes = 0;
+    for (int l = 0; l < 32; l++) votes |= warp.in[l].words[0] << l;
+    for (int l = 0; l < 32; l++) warp.out[l].words[0] = votes;
   });
-  return result().words[0] != 0;
+  return uint32_t(result().words[0]);
 }
 
 SIMT_UNSEEN inline float float_of(uint16_t bits, __nv_bfloat16) {
@@ -168,3 +169,7 @@ template <class T> inline T __shfl_up_sync(unsigned mask, T value, int by, int =
 inline void __syncwarp(unsigned mask = ~0u) {
   simt::emulator::meet(mask, simt::emulator::Collective::kSync, [](simt::emulator::Warp&) SIMT_UNSEEN_CALL {});
 }
+inline uint32_t __ballot_sync(unsigned, bool is_so) { return simt::emulator::vote(is_so); }
+inline int __popc(uint32_t word) { return __builtin_popcount(word); }
+// A sum that other threads of the block raise too: no order of memory.
+SIMT_UNSEEN inline void atomicAdd(uint32_t* number, uint32_t by) { *number += by; }

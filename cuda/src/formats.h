@@ -67,6 +67,12 @@ SIMT_DEV uint32_t widen_e4m3(uint32_t pair) {
   return uint32_t(wide.x) | uint32_t(wide.y) << 16;
 }
 
+// As Bf16 and F16, to read alone.
+struct FromE4m3 {
+  using Value = __nv_fp8_storage_t;
+  static SIMT_DEV float widen(Value x) { return F16::low_of(widen_e4m3(x)); }
+};
+
 // Keys and values as they are stored. Math: the format that multiplies them. Lane quarter t (lane %
 // 4) has four channels of each block of 16. For the a and b operands of Q K^T they are first(t),
 // +1, second(t), +1. Column n of the accumulator pair (even, odd) of P V is the channel out(is_odd,

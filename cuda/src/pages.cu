@@ -136,11 +136,6 @@ struct SummaryParams {
   int kv_heads, dim, pool_pages, page_tokens;
 };
 
-struct FromE4m3 {
-  using Value = __nv_fp8_storage_t;
-  static SIMT_DEV float widen(Value x) { return F16::low_of(widen_e4m3(x)); }
-};
-
 template <class From> SIMT_DEV void summarize(const SummaryParams& p) {
   const int page = blockIdx.x, head = blockIdx.y;
   SIMT_CHECK(p.pages[page] >= 0 && p.pages[page] < p.pool_pages && p.tokens[page] >= 0 && p.tokens[page] <= p.page_tokens,

@@ -49,7 +49,8 @@ def scores(q: Array, limits: Array) -> Array:
     q: [q_heads, head_dim], scaled or not. limits: [granules, kv_heads, 2, head_dim], as `bounds`
     returns them. Returns float32 [kv_heads, granules]: of each kv head's query heads the greatest
     sum over channels of max(q, 0) * greatest + min(q, 0) * least. It is +inf where a bound is not
-    finite, so no such granule is hidden. Sums are rounded, so it holds up to rounding.
+    finite, so no such granule is hidden. Sums are rounded, so it holds up to rounding. Raises
+    InvalidArgument.
     """
     xp, (_, kv_heads, _, dim) = array_namespace(q), limits.shape
     if q.ndim != 2 or q.shape[1] != dim or q.shape[0] % kv_heads:
@@ -93,8 +94,10 @@ def check_forced(k: int, forced_first: int, forced_last: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Where a step's chosen granules are or go. slots: int32 [kv_heads, k], hot slots, in the order
-    of the chosen ones. is_miss: bool [kv_heads, k], those to fetch into their slots first."""
+    """The hot slots of a step's chosen granules, in their order.
+
+    slots: int32 [kv_heads, k]. is_miss: bool [kv_heads, k], those to copy into their slots first.
+    """
 
     slots: NDArray[np.int32]
     is_miss: NDArray[np.bool_]
@@ -107,9 +110,9 @@ class HotBuffer:
     hand goes around the slots. It passes a slot of this step's chosen granules. It passes a used
     slot once, and takes the use away. It stops at the first other slot.
 
-    where: int32 [kv_heads, granules], the granule's slot, or ABSENT. owners: int32 [kv_heads,
-    slots], the slot's granule, or ABSENT. used: bool [kv_heads, slots]. hands: int32 [kv_heads],
-    the slot to look at next.
+    Slots of granules are in where, int32 [kv_heads, granules]. Granules of slots are in owners,
+    int32 [kv_heads, slots]. Either may be ABSENT. used: bool [kv_heads, slots]. hands: int32
+    [kv_heads], the slot to look at next.
     """
 
     def __init__(self, kv_heads: int, granules: int, slots: int) -> None:

@@ -145,3 +145,56 @@ class Rotate(ctypes.Structure):
         ("strides", _L * 4),
         *((name, _I) for name in ("pages", "layers", "kv_heads", "tokens", "key_bits", "value_bits")),
     ]
+
+
+class Bound(ctypes.Structure):
+    """sparse.cu"""
+
+    _fields_ = [
+        ("k", _P),
+        *((name, _L) for name in ("page_stride", "token_stride", "head_stride")),
+        *((name, _P) for name in ("slots", "tokens", "to")),
+        *((name, _L) for name in ("to_granule_stride", "to_head_stride")),
+        *((name, _I) for name in ("dim", "page_tokens", "pages")),
+    ]
+
+
+class Score(ctypes.Structure):
+    """sparse.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("q", "bounds")),
+        *((name, _L) for name in ("granule_stride", "head_stride")),
+        *((name, _P) for name in ("tables", "counts", "scores")),
+        *((name, _I) for name in ("q_heads", "kv_heads", "table_stride", "granules")),
+    ]
+
+
+class Choose(ctypes.Structure):
+    """sparse.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("scores", "counts", "chosen", "sizes")),
+        *((name, _I) for name in ("kv_heads", "table_stride", "k", "forced_first", "forced_last")),
+    ]
+
+
+class Resolve(ctypes.Structure):
+    """sparse.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("chosen", "sizes", "where", "owners", "used", "hands")),
+        *((name, _P) for name in ("hits", "misses", "hit_sizes", "miss_sizes")),
+        *((name, _I) for name in ("kv_heads", "table_stride", "k", "slots")),
+    ]
+
+
+class Fetch(ctypes.Structure):
+    """sparse.cu"""
+
+    _fields_ = [
+        *((name, _P) for name in ("misses", "miss_sizes", "owners", "sources", "hot")),
+        *((name, _L) for name in ("request_stride", "slot_stride", "head_stride")),
+        *((name, _L) for name in ("source_offset", "source_head_stride")),
+        *((name, _I) for name in ("kv_heads", "table_stride", "k", "slots", "parts", "part_bytes")),
+    ]

@@ -18,7 +18,10 @@ THREADS = (
     (r"prefill_\w+", 128),
     (r"merge_\w+|summarize_\w+", 128),
     (r"slice_sums", 32),
-    (r"store_\w+|copy_rows_16|copy_runs|read_all", 256),
+    (r"bound_\w+", 64),
+    (r"score_\w+", 128),
+    (r"choose_granules", 1024),
+    (r"store_\w+|copy_rows_16|copy_runs|read_all|resolve_granules|fetch_granules", 256),
 )
 """As in cuda/src; the first that fits. A kernel that is not listed is only counted."""
 

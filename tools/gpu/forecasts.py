@@ -255,6 +255,29 @@ def _rotated() -> Iterator[Forecast]:
     yield Forecast(part, "process_load_coded", 110.0, "its rate, decoded on the way in, with checksums of the payloads")
 
 
+def _sparse() -> Iterator[Forecast]:
+    """On an H100. Bounds of 128 K tokens are 8.4 MB, which take 2.8 us, and a launch with its first
+    loads 3. Those of 1 M are 67 MB: 22.5. The choice reads 16,384 scores five times: 6. Hot slots
+    take eight dependent loads: 4. A layer then attends to 8 MB in two parts of 6 us, and joins them
+    in 3. It brings 51 misses of 32 KiB, 1.7 MB, over a link of 55 GB/s in 31. The design promises
+    35 us for a layer. Its bounds and its misses alone take longer one after the other, so the
+    promise is judged for the steps up to the hot slots."""
+    part = "sparse"
+    yield Forecast(part, "sparse_right", RIGHT, "bounds, scores, choices, hot slots and fetches, to the bit")
+    one = "Llama-3-8B, one request of"
+    yield Forecast(part, "score_128k", 6.0, f"{one} 128 K tokens: scores of its granules, us", at_most=8.0)
+    told = f"{one} 1 M tokens, of which each kv head chooses 2,048: scores, choice and hot slots, us"
+    yield Forecast(part, "select_1m", 34.0, told, at_most=35.0)
+    told = "the same with the fetch of misses, attention to hits and to misses, and their join, in turn, us"
+    yield Forecast(part, "layer_1m", 82.0, told)
+    for name, ratio, meaning in (
+        ("fetch_256", 0.86, "misses in 256 parts of 16 KiB from mapped host memory"),
+        ("fetch_2048", 0.91, "in 2,048 of 16 KiB"),
+        ("fetch_2048_4k", 0.86, "in 2,048 of 4 KiB"),
+    ):
+        yield Forecast(part, name, ratio, f"{meaning}, against the link", at_least=0.85)
+
+
 def _sanitizers() -> Iterator[Forecast]:
     for name, meaning in {
         "memcheck": "bad and misaligned addresses",
@@ -268,7 +291,7 @@ def _sanitizers() -> Iterator[Forecast]:
 
 FORECASTS = {
     forecast.name: forecast
-    for table in (_probes, _correctness, _decode, _others, _link, _together, _rotated, _sanitizers)
+    for table in (_probes, _correctness, _decode, _others, _link, _together, _rotated, _sparse, _sanitizers)
     for forecast in table()
 }
 

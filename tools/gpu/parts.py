@@ -46,7 +46,7 @@ class Part:
 
 PARTS = (
     Part("register", "tools.gpu.registering", 20),
-    Part("deaths", "tools.gpu.deaths", 50),
+    Part("deaths", "tools.gpu.deaths", 45),
     Part("bounds", "tools.gpu.bounds", 15),
     Part("decodes", "tools.gpu.decodes", 30),
     Part("prefills", "tools.gpu.prefills", 25),
@@ -56,11 +56,12 @@ PARTS = (
     Part("graphs", "tools.gpu.graphs", 20),
     Part("link", "tools.gpu.link", 30),
     Part("process", "tools.gpu.process", 25),
-    Part("sharing", "tools.gpu.sharing", 30),
+    Part("sharing", "tools.gpu.sharing", 25),
     Part("direct", "tools.gpu.direct", 15),
     Part("rotated", "tools.gpu.rotated", 30),
-    Part("rivals", "tools.gpu.rivals", 35),
-    Part("sanitizers", "tools.gpu.sanitizing", 40),
+    Part("sparse", "tools.gpu.sparse", 20),
+    Part("rivals", "tools.gpu.rivals", 30),
+    Part("sanitizers", "tools.gpu.sanitizing", 35),
 )
 
 

@@ -1,5 +1,6 @@
 """The program that `sanitizing` checks: `python -m tools.gpu.sanitized FATBINS`. It compares
-results of two small cases of each kernel, and of a decode whose parts are joined in two steps."""
+results of two small cases of each source file, and of a decode whose parts are joined in two
+steps. Of sparse decode it has one case for each step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tools.gpu.device import Gpu
 OF_EACH = 2
 CASES = [
     (check_cut_decode, CUT_DECODES[-1]),
-    *(case for unit, cases in UNITS.items() if unit != "read" for case in cases[:OF_EACH]),
+    *(case for unit, cases in UNITS.items() if unit not in ("read", "sparse") for case in cases[:OF_EACH]),
+    *{check: (check, shape) for check, shape in reversed(UNITS["sparse"])}.values(),
 ]
 
 

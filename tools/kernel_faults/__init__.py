@@ -12,7 +12,8 @@ from tools.kernel_faults.decode import DECODES
 from tools.kernel_faults.moving import MOVING
 from tools.kernel_faults.mutant import Mutant
 from tools.kernel_faults.rotated import ROTATED
+from tools.kernel_faults.sparse import SPARSES
 
 __all__ = ["MUTANTS", "Mutant"]
 
-MUTANTS: tuple[Mutant, ...] = (*DECODES, *ATTENTION, *MOVING, *ROTATED)
+MUTANTS: tuple[Mutant, ...] = (*DECODES, *ATTENTION, *MOVING, *ROTATED, *SPARSES)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DECODE, PREFILL, PAGES, MERGE, HASH, READ = "decode", "prefill", "pages", "merge", "hash", "read"
-ROT_DECODE, ROT_PAGES = "rot_decode", "rot_pages"
+ROT_DECODE, ROT_PAGES, SPARSE = "rot_decode", "rot_pages", "sparse"
 
 
 @dataclass(frozen=True)

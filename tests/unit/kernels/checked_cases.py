@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.unit.kernels.kernel_cases import TYPES, Case, Shape, allocate, decoded, made, prefilled
+from tierd.kernels import sparse
 from tierd.kernels.library import Emulated
 from tierd.kernels.pages import KvPages, Place, copy_pages, store_tokens, summarize_pages
 
@@ -71,6 +72,19 @@ def _bounded(page: int, tokens: int) -> Callable[[Emulated], object]:
     return lambda library: summarize_pages(library, _pool().k, given[0], tokens=given[1], to=to)
 
 
+def _granule(slot: int) -> Callable[[Emulated], object]:
+    slots, tokens = np.array([[0, 16, slot, 0]], np.int64), np.array([40], np.int32)
+    to = np.zeros((1, HEADS, 2, DIM), TYPES["bf16"])
+    return lambda library: sparse.bound_keys(library, _pool().k, slots, tokens=tokens, to=to)
+
+
+def _scored(granule: int, count: int) -> Callable[[Emulated], object]:
+    context = sparse.Context(np.array([[0, granule]], np.int32), np.array([count], np.int32))
+    q, bounds = (np.zeros(shape, TYPES["bf16"]) for shape in ((1, HEADS, DIM), (5, HEADS, 2, DIM)))
+    to = np.zeros((1, HEADS, 2), np.float32)
+    return lambda library: sparse.score_granules(library, q, bounds, context, to=to)
+
+
 def _too_long(case: Case) -> None:
     case.device.kv_lens[1] = 10 * 16 + 1
 
@@ -100,6 +114,9 @@ MISTAKES = {
     "copy-source": Mistake("pages", "page 1 of a copy: id 3, and there are 3 pages", _copied(2, 3, of_target=False)),
     "copy-target": Mistake("pages", "page 0 of a copy: id -2, and there are 3 pages", _copied(-2, 0, of_target=True)),
     "bounds-id": Mistake("pages", "page 0 of bounds: id 7 and 1 tokens", _bounded(7, 1)),
+    "granule-slot": Mistake("sparse", "granule 0 of bounds: slot 48, and the pool has 3 pages of 16", _granule(48)),
+    "score-id": Mistake("sparse", "request 0, granule 1: id 5, and there are bounds of 5", _scored(5, 2)),
+    "score-count": Mistake("sparse", "request 0: 3 granules, and its table has room for 2", _scored(0, 3)),
     "bounds-tokens": Mistake("pages", "page 0 of bounds: id 1 and 17 tokens", _bounded(1, 17)),
 }
 

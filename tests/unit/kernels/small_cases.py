@@ -74,6 +74,18 @@ from tests.unit.kernels.rot_cases import (
     check_coded,
     check_odd_blocks,
 )
+from tests.unit.kernels.sparse_cases import (
+    BOUNDS,
+    CHOICES,
+    FETCHES,
+    RESOLVES,
+    SCORES,
+    check_bound,
+    check_choose,
+    check_fetch,
+    check_resolve,
+    check_score,
+)
 from tests.unit.kernels.sum_cases import SUMS, check_sums
 from tierd.kernels.library import Emulated
 
@@ -106,6 +118,17 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
             (check_runs, RUNS),
             (check_summary, SUMMARIES),
             (check_odd_summary, ODD_SUMMARIES),
+        )
+        for shape in shapes
+    ],
+    "sparse": [
+        (check, shape)
+        for check, shapes in (
+            (check_bound, BOUNDS),
+            (check_score, SCORES),
+            (check_choose, CHOICES),
+            (check_resolve, RESOLVES),
+            (check_fetch, FETCHES),
         )
         for shape in shapes
     ],

@@ -16,8 +16,8 @@ from tools.kernels import MissingTool, build_emulator
 ENDED = 97
 """The emulator's exit code when it ends a process."""
 LIMIT_S = 600
-UNITS = ["pages", *(pytest.param(unit, marks=pytest.mark.slow) for unit in ("decode", "prefill"))]
-"""A compiler takes half a minute for each of the last two."""
+UNITS = ["pages", *(pytest.param(unit, marks=pytest.mark.slow) for unit in ("sparse", "decode", "prefill"))]
+"""A compiler takes up to half a minute for each of the last three."""
 
 
 def checked(unit: str) -> Path:
