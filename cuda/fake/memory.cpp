@@ -153,6 +153,16 @@ EXPORTED void fake_cuda_write(CUdeviceptr to, const void* from, size_t bytes) {
   memcpy(at(to), from, bytes);
 }
 
+// Of device memory alone: its device.
+EXPORTED CUresult cuPointerGetAttribute(void* to, CUpointer_attribute attribute, CUdeviceptr address) {
+  ENTER_CONTEXT;
+  if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL || range_of(address, 1).place != Place::kDevice) return CUDA_ERROR_INVALID_VALUE;
+  const auto allocated = entry_at(memory().allocations, address);
+  const bool is_plain = allocated != memory().allocations.end() && address < allocated->first + allocated->second.bytes;
+  *static_cast<int*>(to) = is_plain ? allocated->second.device : entry_at(memory().mappings, address)->second.backing->prop.location.id;
+  return CUDA_SUCCESS;
+}
+
 // -- physical memory, and its export to other processes
 
 EXPORTED CUresult cuMemGetInfo(size_t* free, size_t* total) {
