@@ -268,12 +268,19 @@ class Capsuled:
         return new(ctypes.addressof(self.tensor), b"dltensor", None)
 
 
-async def in_a_loop(target: str, pool: Any) -> int:
-    """A put and a get of AsyncClient, whose verbs run in other threads."""
+async def in_a_loop(worker: Worker, target: str) -> list[int]:
+    """Right rows after gets of AsyncClient, whose verbs run in other threads; one of a put by it."""
+    right = list[int]()
     async with AsyncClient(target) as client:
         namespace = await client.open_namespace(SPEC)
-        assert (await client.put(namespace, chain(6, BLOCKS), pool)).stored == BLOCKS
-        return (await client.get(namespace, chain(5, BLOCKS), out=pool)).blocks
+        worker.fill(6)
+        await client.get(namespace, chain(5, BLOCKS), out=worker.pool)
+        right.append(worker.right(5))
+        worker.fill(6)
+        await client.put(namespace, chain(6, BLOCKS), worker.pool)
+        worker.fill(5)
+        await client.get(namespace, chain(6, BLOCKS), out=list(worker.pool))
+        return [*right, worker.right(6)]
 
 
 def in_other_ways(talk: Talk, target: str) -> None:
@@ -292,17 +299,14 @@ def in_other_ways(talk: Talk, target: str) -> None:
         with client.acquire(worker.namespace, names) as lease:
             assert lease.copy_into(pool) == lease.copy_into(list(pool)) == BLOCKS
         right.append(worker.right(5))
-        worker.fill(6)
-        assert asyncio.run(in_a_loop(target, pool)) == BLOCKS
-        right.append(worker.right(5))
-    talk.say(right)
+        talk.say(right + asyncio.run(in_a_loop(worker, target)))
 
 
 def test_arrays_come_in_other_ways(daemon: Daemon) -> None:
     """DLPack alone, one array for all blocks, `copy_into` of a lease and AsyncClient give the same bytes,
     in the stream that is current where they are called."""
     with Elsewhere(in_other_ways, daemon.target) as worker:
-        assert worker.hear() == [BLOCKS] * 3
+        assert worker.hear() == [BLOCKS] * 4
     await_nothing_held(daemon, "copies of a worker that ended")
 
 

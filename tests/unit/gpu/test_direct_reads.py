@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -47,14 +48,14 @@ def order(orders: Path, word: str) -> None:
 
 
 @asynccontextmanager
-async def reading(folder: Path) -> AsyncIterator[tuple[GpuProcess, int, bytes]]:
+async def reading(folder: Path, by: str = "auto") -> AsyncIterator[tuple[GpuProcess, int, bytes]]:
     """A process with slab 1 and an open file: yields it, the slab's descriptor and the file's bytes."""
     content, path = np.random.default_rng(3).bytes(BYTES), folder / "file"
     path.write_bytes(content)
     async with running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
         with probe_file(folder) as probed:
-            assert await gpu.probe(probed) == "nvidia-fs"
+            assert await gpu.probe(probed, by) == "nvidia-fs"
         await opened(gpu, path)
         yield gpu, slab, content
     os.close(slab)
@@ -83,9 +84,13 @@ def sums_of(content: bytes, reads: np.ndarray) -> list[list[int]]:
     return [slice_sums(content[at : at + size], slice_lengths(size, 1)).tolist() for at, size in spans]
 
 
-async def test_files_come_into_slabs(orders: Path, tmp_path: Path) -> None:
-    """Blocks of every length arrive at their offsets with right sums; no byte outside their rooms changes."""
-    async with reading(tmp_path) as (gpu, slab, content):
+@pytest.mark.parametrize("by", ["auto", "kvikio"])
+async def test_files_come_into_slabs(orders: Path, tmp_path: Path, by: str) -> None:
+    """Blocks of every length arrive at their offsets with right sums; no byte outside their rooms changes.
+    kvikio does the same, if it is installed."""
+    if by == "kvikio" and find_spec(by) is None:
+        pytest.skip("kvikio is not installed here: pip install kvikio-cu13")
+    async with reading(tmp_path, by) as (gpu, slab, content):
         reads = reads_of((4096, 1, 4095, 300_001))
         reads["slab_offset"] = reads["file_offset"] + 8192
         slices, faults = await gpu.read(reads)
