@@ -87,6 +87,10 @@ class Array:
         data = np.ascontiguousarray(array, self.dtype)
         ok(driver().cuMemcpyHtoDAsync(self.address, data.ctypes.data, data.nbytes, current()))
 
+    def fill(self, value: int) -> None:
+        """Sets all bytes, in the current stream."""
+        ok(driver().cuMemsetD8Async(self.address, value, self.nbytes, current()))
+
     def get(self) -> Any:
         """A copy for numpy, after the current stream's work."""
         out = np.empty(self.shape, self.dtype)

@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,8 +117,13 @@ class Worker:
 
     def leave(self) -> None:
         """Ends the client."""
+        (self.address,) = (segment.address for segment in stream_copies._registered)
         self.client.close()
         gc.collect()
+
+    def is_mapped(self) -> bool:
+        """Whether the segment that was registered when the client ended is still mapped."""
+        return any(line.startswith(f"{self.address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def serve(talk: Talk, target: str) -> None:
@@ -157,29 +163,31 @@ def test_blocks_come_back_to_the_bit(daemon: Daemon, worker: Elsewhere) -> None:
 
 @fake_only("it counts what is registered")
 def test_a_segment_is_registered_once_and_forgotten_with_its_mapping(daemon: Daemon, worker: Elsewhere) -> None:
-    """Puts and gets of one segment register it once. The end of the client ends the registration."""
+    """Puts and gets of one segment register it once. After the client's end the driver forgets it, and
+    only then is it unmapped: its address must not belong to other memory before."""
     assert worker.ask(["put", 1]) == f"PutResult({BLOCKS} READY)"
     assert worker.ask(["pinned"]) == 1
     assert worker.ask(["get", 1]) == BLOCKS and worker.ask(["pinned"]) == 1
     await_nothing_held(daemon, "copies that are done")
     worker.ask(["leave"])
+    assert worker.ask(["is_mapped"])
     await_true(lambda: worker.ask(["pinned"]) == 0, "the end of the registration")
+    assert not worker.ask(["is_mapped"])
 
 
 @fake_only("its driver refuses on request")
-@pytest.mark.parametrize("refused", ["TIERD_FAKE_CUDA_READ_ONLY_REGISTER", "TIERD_FAKE_CUDA_STRIKE"])
-def test_memory_that_is_not_registered_is_copied_in_parts(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_registered_is_copied_in_parts(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the driver refuses to register pages, all of them or those mapped read-only, blocks still go
     and come to the bit, in several parts of pinned memory that is freed."""
-    strikes = {"TIERD_FAKE_CUDA_STRIKE": "cuMemHostRegister:0:e801"}
-    use_driver(monkeypatch, **(strikes if refused in strikes else {refused: "0"}))
-    with Daemon(CONFIG) as daemon, Elsewhere(parted, daemon.target) as worker:
+    use_driver(monkeypatch, TIERD_FAKE_CUDA_STRIKE="cuMemHostRegister:0:e801")
+    with Elsewhere(parted, daemon.target) as worker, Client(daemon.target) as other:
         assert worker.ask(["put", 1]) == f"PutResult({BLOCKS} READY)"
-        with Client(daemon.target) as other, Elsewhere(parted, daemon.target) as reader:
-            assert other.get(other.open_namespace(SPEC), chain(1, BLOCKS)).blocks == BLOCKS
-            assert [reader.ask(["get", 1]), reader.ask(["right", 1])] == [BLOCKS, BLOCKS]
-            await_true(lambda: reader.ask(["pinned"]) == 0, "the pinned memory freed")
-        await_nothing_held(daemon, "copies that are done")
+        assert other.get(other.open_namespace(SPEC), chain(1, BLOCKS)).blocks == BLOCKS
+    use_driver(monkeypatch, TIERD_FAKE_CUDA_STRIKE="", TIERD_FAKE_CUDA_READ_ONLY_REGISTER="0")
+    with Elsewhere(parted, daemon.target) as reader:
+        assert [reader.ask(["get", 1]), reader.ask(["right", 1])] == [BLOCKS, BLOCKS]
+        await_true(lambda: reader.ask(["pinned"]) == 0, "the pinned memory freed")
+    await_nothing_held(daemon, "copies that are done")
 
 
 def parted(talk: Talk, target: str) -> None:
