@@ -1,7 +1,7 @@
 """The few names of cupy that the example worker and the tests use, over the driver's bindings alone.
 
-cupy itself needs a driver newer than the fake one. As in cupy, arrays are exported with the thread's
-current stream, and rows share their array's memory.
+cupy itself needs a driver newer than the fake one. As in cupy, arrays are exported with the
+thread's current stream, and rows share their array's memory.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from tests.system.sdk import HOST, await_nothing_held, churn, held
 from tests.system.warm import Daemon
 from tests.unit.kernels.fake_driver import counts, ok
 from tierd.client import AsyncClient, Client, NamespaceSpec, PutGroup
-from tierd.client.blocks.gpu_arrays import _Tensor
 from tierd.client.session import device, stream_copies
+from tierd.client.session.gpu_arrays import _Tensor
 from tierd.errors import TierdError, Unsupported
 from tierd.kernels import params
 from tierd.kernels.loaded import Loaded
@@ -33,6 +33,8 @@ from tierd.testing import chain, content_of, is_content
 from tools.fake_cuda import build_fatbins
 
 TOKENS, BLOCKS, BLOCK_BYTES = 16, 6, 256 << 10
+SCATTERED = (3, 0, 1, 5, 4, 2)
+"""Rows of the pool, of which two follow each other."""
 SPEC = NamespaceSpec(model="arrays", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES)
 CONFIG = "nvme = []\n" + HOST
 
@@ -56,29 +58,29 @@ class Worker:
         self.namespace = self.client.open_namespace(SPEC)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.pool = cupy.empty((BLOCKS, BLOCK_BYTES), cupy.uint8)
+        self.rows = [self.pool[i] for i in SCATTERED]
 
     def fill(self, seed: int) -> None:
         """Computes KV: the stream writes it, and nobody waits for that."""
-        for name, row in zip(chain(seed, BLOCKS), self.pool, strict=True):
+        for name, row in zip(chain(seed, BLOCKS), self.rows, strict=True):
             row.set(content_of(name, BLOCK_BYTES))
 
     def right(self, seed: int) -> int:
         """Rows with this chain's bytes, as the stream reads them."""
         with self.stream:
-            return sum(is_content(row.get(), name) for name, row in zip(chain(seed, BLOCKS), self.pool, strict=True))
+            return sum(is_content(row.get(), name) for name, row in zip(chain(seed, BLOCKS), self.rows, strict=True))
 
     def put(self, seed: int, **how: Any) -> str:
         """Computes and stores a chain; what became of the blocks."""
         with self.stream:
             self.fill(seed)
-            done = self.client.put(self.namespace, chain(seed, BLOCKS), self.pool, **how)
+            done = self.client.put(self.namespace, chain(seed, BLOCKS), self.rows, **how)
         return repr(done)
 
     def put_over_the_end_of(self, pid: int, seed: int) -> str:
         """A put whose stream hangs until that process has ended. Before, the rows are kept."""
         with self.stream:
-            self.rows = cupy.empty((BLOCKS, BLOCK_BYTES), cupy.uint8)
-            self.rows, self.pool = self.pool, self.rows
+            self.kept, self.rows = self.rows, list(cupy.empty((BLOCKS, BLOCK_BYTES), cupy.uint8))
 
         def end() -> None:
             await_true(lambda: not psutil.pid_exists(pid), "the daemon's end")
@@ -89,14 +91,14 @@ class Worker:
 
     def got(self) -> int:
         """`right` of the rows that were kept, for chain 1."""
-        self.pool = self.rows
+        self.rows = self.kept
         return self.right(1)
 
     def get(self, seed: int) -> int:
         """Gets a chain into the pool, over other bytes; the number of blocks."""
         with self.stream:
             self.fill(10**6)
-            return self.client.get(self.namespace, chain(seed, BLOCKS), out=list(self.pool)).blocks
+            return self.client.get(self.namespace, chain(seed, BLOCKS), out=self.rows).blocks
 
     def hang(self) -> None:
         """A kernel in the stream does not end."""
@@ -145,8 +147,8 @@ def worker(daemon: Daemon) -> Iterator[Elsewhere]:
 
 
 def test_blocks_come_back_to_the_bit(daemon: Daemon, worker: Elsewhere) -> None:
-    """Blocks that the stream still computes are stored whole, and come back whole, over registered
-    memory that is registered once; a client without a GPU reads the same bytes."""
+    """Blocks that the stream still computes are stored whole, and come back whole. A client without a
+    GPU reads the same bytes."""
     assert worker.ask(["put", 1]) == f"PutResult({BLOCKS} READY)"
     assert worker.ask(["put", 1]) == f"PutResult({BLOCKS} EXISTS)"
     with Client(daemon.target) as other:
@@ -177,8 +179,8 @@ def test_a_segment_is_registered_once_and_forgotten_with_its_mapping(daemon: Dae
 
 @fake_only("its driver refuses on request")
 def test_memory_that_is_not_registered_is_copied_in_parts(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the driver refuses to register pages, all of them or those mapped read-only, blocks still go
-    and come to the bit, in several parts of pinned memory that is freed."""
+    """If the driver refuses to register pages, or those mapped read-only, blocks go and come to the
+    bit. They take several parts of pinned memory, which is freed."""
     use_driver(monkeypatch, TIERD_FAKE_CUDA_STRIKE="cuMemHostRegister:0:e801")
     with Elsewhere(parted, daemon.target) as worker, Client(daemon.target) as other:
         assert worker.ask(["put", 1]) == f"PutResult({BLOCKS} READY)"
@@ -295,6 +297,7 @@ def in_other_ways(talk: Talk, target: str) -> None:
     """Runs in the worker: says how many rows were right after each way to give arrays."""
     worker = Worker(target)
     pool, client, names, right = worker.pool, worker.client, chain(5, BLOCKS), list[int]()
+    worker.rows = list(pool)
     with worker.stream:
         worker.fill(5)
         capsules = [Capsuled(row) for row in pool]
@@ -311,8 +314,8 @@ def in_other_ways(talk: Talk, target: str) -> None:
 
 
 def test_arrays_come_in_other_ways(daemon: Daemon) -> None:
-    """DLPack alone, one array for all blocks, `copy_into` of a lease and AsyncClient give the same bytes,
-    in the stream that is current where they are called."""
+    """DLPack alone, one array for all blocks, `copy_into` and AsyncClient give the same bytes. They use
+    the stream that is current where they are called."""
     with Elsewhere(in_other_ways, daemon.target) as worker:
         assert worker.hear() == [BLOCKS] * 4
     await_nothing_held(daemon, "copies of a worker that ended")

@@ -12,13 +12,13 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from tierd.client.blocks.gpu_arrays import seen_here
 from tierd.client.blocks.lease import Lease
 from tierd.client.blocks.reservation import AsyncReservation
 from tierd.client.blocks.writing import Until
 from tierd.client.client import CLOSE_S, Face
 from tierd.client.connect.calls import Deadline, due
 from tierd.client.connect.threads import NotBegun, Threads
+from tierd.client.session.gpu_arrays import seen_here
 from tierd.client.transport import requests
 from tierd.client.transport.replies import events_of
 from tierd.client.values import (

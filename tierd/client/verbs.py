@@ -17,13 +17,14 @@ import numpy as np
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client import splitting
-from tierd.client.blocks import buffers, gpu_arrays, writing
+from tierd.client.blocks import buffers, writing
 from tierd.client.blocks.asking import Asking
 from tierd.client.blocks.lease import Lease
 from tierd.client.blocks.reservation import ReservedPages
 from tierd.client.connect.calls import Deadline, due
 from tierd.client.connect.links import void
 from tierd.client.connect.target import RemoteTarget
+from tierd.client.session import gpu_arrays
 from tierd.client.transport import replies, requests
 from tierd.client.transport.replies import Leased
 from tierd.client.values import (

@@ -4,9 +4,9 @@
 `direct` uses the reads. A read bypasses host memory unless an option of the machine forces it,
 which the counts show. A read has ended when `read` returns.
 
-`KvikIO` does the same by kvikio, if the configuration chooses it. kvikio counts its own calls, not
-cuFile's paths, so the counts are cuFile's here too. It opens each file once more, by its path in
-/proc. Its package needs cupy, and each of its reads waits for the default stream first.
+`KvikIO` does the same by kvikio, if the configuration chooses it. kvikio counts its own calls and
+not cuFile's paths. So the counts are cuFile's here too. It opens each file once more, by its path
+in /proc. Its package needs cupy, and each of its reads waits for the default stream first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A worker with a pool of pages of its own on the GPU, by cupy alone. tierd keeps what leaves the pool.
+"""A worker with a pool of its own on the GPU, by cupy alone. tierd keeps what leaves the pool.
 
-`python deploy/examples/cupy/worker.py` serves one prompt twice, with a model that writes one value to
-a page. Everything runs in the worker's stream, and no call waits for the GPU but put.
+`python deploy/examples/cupy/worker.py` serves one prompt twice, with a model that writes one value
+to a page. Everything runs in the worker's stream, and no call waits for the GPU but put.
 """
 
 from __future__ import annotations

@@ -397,6 +397,7 @@ def test_a_row_is_of_medians() -> None:
 NEVER_RUN = {
     *("decode_odd", "prefill_odd", "sanitizer_memcheck", "sanitizer_racecheck", "sanitizer_synccheck"),
     *("shared_64x8k", "shared_16x32k", "shared_right", "kvikio_rate"),
+    *("arrays_torch", "arrays_load", "arrays_cupy"),
     *(name for name, forecast in FORECASTS.items() if forecast.part == "rotated"),
 }
 """Rows that no GPU has given yet."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client.blocks import gpu_arrays, one_sided_get, writing
+from tierd.client.blocks import one_sided_get, writing
 from tierd.client.blocks.background_puts import BackgroundPuts
 from tierd.client.blocks.lease import Lease
 from tierd.client.blocks.reservation import ReservedPages
@@ -24,6 +24,7 @@ from tierd.client.connect.connection import Connector
 from tierd.client.connect.link import Link, Meanwhile
 from tierd.client.connect.links import Links
 from tierd.client.connect.target import RemoteTarget
+from tierd.client.session import gpu_arrays
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests, tcp
 from tierd.client.transport.replies import Leased, LeasedGroup

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.blocks.gpu_arrays import GpuBytes
+from tierd.client.session.gpu_arrays import GpuBytes
 from tierd.errors import InvalidArgument
 
 Bytes = NDArray[np.uint8]

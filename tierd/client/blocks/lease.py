@@ -17,10 +17,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.blocks import buffers, gpu_arrays, one_sided_get
+from tierd.client.blocks import buffers, one_sided_get
 from tierd.client.blocks.arrival import Arrival
 from tierd.client.blocks.gpu_work import is_done, pauses
 from tierd.client.connect.forks import Bound
+from tierd.client.session import gpu_arrays
 from tierd.client.session.mapping import still_hold
 from tierd.client.session.pins import Bytes, Hold
 from tierd.client.session.segments import Parts, by_place
@@ -116,8 +117,8 @@ class Lease(Bound):
 
     def copied(self, out: Any, *, trusted: Any = (), deadline: float | None = None) -> NDArray[np.bool_]:
         """As `copy_into`, but returns whether each block is good, bool [n]. Sums of GPU pages are
-        not checked. Pages with a `trusted` generation need no sums in the catalogue, because the
-        daemon has checked them for this lease. deadline: of copies that must be waited for."""
+        not checked. Pages with a `trusted` generation need no sums in the catalogue. The daemon has
+        checked them for this lease. deadline: of copies that must be waited for."""
         hold, lengths = self._held(), self.handles["length"].tolist()
         targets = buffers.pieces(gpu_arrays.all_seen(out), lengths, writable=True)
         is_on_gpu = gpu_arrays.are_on_gpu(targets)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd._proto import cache_pb2 as pb
-from tierd.client.blocks import buffers, copying, gpu_arrays
+from tierd.client.blocks import buffers, copying
 from tierd.client.blocks.page_grants import PageGrants
 from tierd.client.blocks.reservation import Addresses, ReservedPages
 from tierd.client.connect.calls import left_s
 from tierd.client.connect.link import Link
+from tierd.client.session import gpu_arrays
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests
 from tierd.client.values import PutGroup, PutResult

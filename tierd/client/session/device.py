@@ -57,10 +57,7 @@ class Gpu:
 
     def __init__(self, place: GpuPlace) -> None:
         """Raises Unsupported."""
-        try:
-            self.cuda = bindings()
-        except Unsupported as error:
-            raise Unsupported(f'{WHAT}: {error}; or use tier="host"') from error
+        self.cuda = driver(WHAT, 'use tier="host"')
         self.id = self._find(place)
         self._ended: deque[Callable[[], object]] = deque()
         self._event, self._passed = None, 0  # the event comes after the ends of this many of them
@@ -183,6 +180,14 @@ class Gpu:
             f"{WHAT}: this process does not see the daemon's GPU (number {place.ordinal} there, uuid {place.uuid}); let "
             'CUDA_VISIBLE_DEVICES name it, or use tier="host"'
         )
+
+
+def driver(what: str, otherwise: str) -> Any:
+    """NVIDIA's driver. Raises Unsupported with what fails, and what else to do."""
+    try:
+        return bindings()
+    except Unsupported as error:
+        raise Unsupported(f"{what}: {error}; or {otherwise}") from error
 
 
 class Mark:

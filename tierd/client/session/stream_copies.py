@@ -5,7 +5,7 @@
     pins, mappings and arrays are kept ◀── a Flight ◀───────────────┘ until the event has passed
 
 A flight keeps all that its copies touch. Neither a deadline nor the end of a lease ends it, so a
-hanging GPU never writes to a page that another block has. One thread watches flights while there are
+hanging GPU never writes to a page that another block has. A thread watches flights while there are
 any. If the GPU fails, its flights are kept until this process ends. If the driver refuses to
 register a segment, copies go through pinned memory, a part at a time, and wait for each part.
 
@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.client.blocks.gpu_arrays import DEFAULT_STREAM, GpuBytes
 from tierd.client.blocks.gpu_work import pauses
 from tierd.client.connect import cancellation
-from tierd.client.session.device import Gpu, GpuPlace, gpu_at
+from tierd.client.session.device import Gpu, GpuPlace, driver, gpu_at
+from tierd.client.session.gpu_arrays import DEFAULT_STREAM, GpuBytes
 from tierd.client.session.mapping import MappedSegment
-from tierd.errors import DeadlineExceeded, InvalidArgument, TierdError, Unsupported
-from tierd.kernels.driver import bindings
+from tierd.errors import DeadlineExceeded, InvalidArgument, TierdError
 
 REGISTERED_BYTES = 64 << 30
 """Of one segment. Drivers refuse half a tebibyte, and repeat the refusal to the next caller."""
@@ -64,10 +63,7 @@ class Pages(NamedTuple):
 
 def side_of(arrays: Sequence[GpuBytes]) -> Side:
     """The GPU and the stream of arrays. Raises InvalidArgument, Unsupported."""
-    try:
-        bindings()
-    except Unsupported as error:
-        raise Unsupported(f"arrays on a GPU: {error}; or pass copies in host memory") from error
+    driver("arrays on a GPU", "pass copies in host memory")
     streams, devices = {array.stream for array in arrays}, {_device_of(array) for array in arrays}
     if len(streams) > 1 or len(devices) > 1:
         raise InvalidArgument(

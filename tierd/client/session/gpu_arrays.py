@@ -62,7 +62,7 @@ def seen(buffer: Any) -> Any:
         return _of_dlpack(buffer) if place is not None and place()[0] in _DLPACK_KINDS else buffer
     except TierdError:
         raise
-    except Exception as error:  # whatever the array's library raises
+    except Exception as error:  # a library's own
         raise InvalidArgument(
             f"buffer: {type(buffer).__name__} does not export its memory on a GPU ({error}); pass a contiguous array of torch or cupy"
         ) from error
