@@ -18,7 +18,7 @@ import pytest
 from tests.system import small_cupy as cupy
 from tests.system.blocks import await_true
 from tests.system.device_driver import BLIND, fake_only, use_driver
-from tests.system.device_worker import evict
+from tests.system.device_worker import DEVICE, evict
 from tests.system.elsewhere import Elsewhere, Talk
 from tests.system.sdk import HOST, await_nothing_held, churn, held
 from tests.system.warm import Daemon
@@ -319,6 +319,29 @@ def test_arrays_come_in_other_ways(daemon: Daemon) -> None:
     with Elsewhere(in_other_ways, daemon.target) as worker:
         assert worker.hear() == [BLOCKS] * 4
     await_nothing_held(daemon, "copies of a worker that ended")
+
+
+def beside_a_tier_on_the_gpu(talk: Talk, target: str) -> None:
+    """Runs in the worker: says how many rows are right after copies from device pages, once stored again."""
+    worker = Worker(target)
+    worker.put(9)
+    with worker.stream, worker.client.acquire(worker.namespace, chain(9, BLOCKS), tier="device") as lease:
+        worker.fill(6)
+        pages = lease.views()
+        assert lease.copy_into(worker.rows) == BLOCKS
+        assert worker.client.put(worker.namespace, chain(10, BLOCKS), pages)
+        del pages
+    talk.say(worker.right(9))
+    worker.rows = [cupy.empty((BLOCK_BYTES,)) for _ in range(BLOCKS)]
+    with worker.stream:
+        assert worker.client.get(worker.namespace, chain(10, BLOCKS), out=worker.rows).blocks == BLOCKS
+    talk.say(worker.right(9))
+
+
+def test_pages_of_a_device_tier_go_to_arrays_and_back(driver: None) -> None:
+    """`copy_into` brings leased pages of a device tier into arrays, and a put takes such pages too."""
+    with Daemon("nvme = []\n" + DEVICE + HOST) as daemon, Elsewhere(beside_a_tier_on_the_gpu, daemon.target) as worker:
+        assert [worker.hear(), worker.hear()] == [BLOCKS, BLOCKS]
 
 
 class Odd:

@@ -166,5 +166,5 @@ class _Memory:
         }
 
 
-READERS: dict[str, type[CuFile]] = {"auto": CuFile, KVIKIO: KvikIO}
+LIBRARIES: dict[str, type[CuFile]] = {"auto": CuFile, KVIKIO: KvikIO}
 """By the setting `direct_reads`."""

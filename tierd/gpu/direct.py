@@ -17,8 +17,7 @@ import numpy as np
 
 from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.errors import InvalidArgument
-from tierd.gpu.cufile import READERS as LIBRARIES
-from tierd.gpu.cufile import CuFile
+from tierd.gpu.cufile import LIBRARIES, CuFile
 from tierd.gpu.device import Device
 from tierd.gpu.probe import direct_by
 from tierd.gpu.protocol import READ, SliceTable, pack_sums

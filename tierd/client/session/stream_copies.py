@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from tierd.client.blocks.gpu_work import pauses
 from tierd.client.connect import cancellation
-from tierd.client.session.device import Gpu, GpuPlace, driver, gpu_at
+from tierd.client.session.device import DeviceSegment, Gpu, GpuPlace, driver, gpu_at
 from tierd.client.session.gpu_arrays import DEFAULT_STREAM, GpuBytes
 from tierd.client.session.mapping import MappedSegment
 from tierd.errors import DeadlineExceeded, InvalidArgument, TierdError
@@ -80,7 +80,12 @@ def side_of(arrays: Sequence[GpuBytes]) -> Side:
 
 def load(side: Side, arrays: Sequence[GpuBytes], pages: Pages, deadline: float) -> Flight:
     """Copies pages to arrays of the same lengths. Returns before the copies are done, unless the
-    arrays name no stream. Raises DeadlineExceeded, TierFailed."""
+    arrays name no stream. Raises DeadlineExceeded, TierFailed, InvalidArgument for another GPU's."""
+    for each in pages.kept:
+        if isinstance(each, DeviceSegment) and each.memory.gpu.id != side.gpu.id:
+            raise InvalidArgument(
+                f"arrays on a GPU: on GPU {side.gpu.id}, their pages on {each.memory.gpu.id}; pass arrays of that GPU"
+            )
     if not _are_registered(side.gpu, pages):
         return _in_parts(side, arrays, pages, deadline, is_load=True)
     targets, lengths = _addresses(arrays), _lengths(arrays)
