@@ -224,6 +224,7 @@ def test_a_put_whose_stream_hangs_frees_its_pages_late(daemon: Daemon, worker: E
     assert held(daemon)[1] == 1
     with Client(daemon.target) as other:
         churn(other, seed=1, total=64 << 20, byte=0x5A)
+        assert held(daemon)[1] == 1
         worker.ask(["end_hang"])
         await_true(lambda: not held(daemon)[1], "the pages of the put that failed")
         assert other.get(other.open_namespace(SPEC), chain(1, BLOCKS)).tokens == 0

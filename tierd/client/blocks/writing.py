@@ -175,8 +175,7 @@ def _written(verbs: Asking, pages: ReservedPages, write: Write, names: StructArr
     """Copies and commits; u2 [n] of BlockStatus of the reserved pages. names: None: as reserved."""
     try:
         copy, request = Copy(pages, write), requests.commit_request(pages.id, names, durable=write.durable)
-        is_early = write.until is not Until.SENT and write.bytes >= EARLY_BYTES
-        if is_early and not gpu_arrays.is_on_gpu(write.sources):  # a GPU's copies outlive a call that fails
+        if write.until is not Until.SENT and write.bytes >= EARLY_BYTES:
             request.unwritten = True
             return verbs.committed(pages, request, write.deadline, meanwhile=copy).statuses
         copy.run()
