@@ -94,7 +94,7 @@ def are_on_gpu(buffers: Sequence[Any]) -> bool:
 
 def is_on_gpu(out: Any) -> bool:
     """Whether such buffers, a list or one, are GpuBytes."""
-    return isinstance(out[0] if out and isinstance(out, list) else out, GpuBytes)
+    return isinstance(out[0] if isinstance(out, list) and out else out, GpuBytes)
 
 
 def copies() -> Any:
