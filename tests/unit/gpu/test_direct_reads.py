@@ -132,16 +132,15 @@ async def test_a_room_beyond_an_end_is_refused(orders: Path, tmp_path: Path) -> 
                 await gpu.read(reads)
 
 
-@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
-def test_an_engine_gives_cufile_back() -> None:
-    """After files were opened and closed, the closing engine releases all of cuFile and the driver."""
+def use_and_close(by: str) -> None:
+    """An engine that opens, reads and closes files, and then closes."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "file"
         path.write_bytes(bytes(BYTES))
         engine = Engine(0)
         slab = engine.slabs.make(1, SLAB)
         with probe_file(Path(name)) as probed:
-            assert engine.direct.probe(probed) == "nvidia-fs"
+            assert engine.direct.probe(probed, by) == "nvidia-fs"
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         for number in range(3):
             engine.direct.open_file(number + FILE, fd)
@@ -150,7 +149,20 @@ def test_an_engine_gives_cufile_back() -> None:
         os.close(fd)
         os.close(slab)
         engine.close()
-        assert counts() == {}
+
+
+@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
+def test_an_engine_gives_cufile_back() -> None:
+    """After files were opened and closed, the closing engine releases all of cuFile and the driver."""
+    use_and_close("auto")
+    assert counts() == {}
+
+
+@pytest.mark.skipif(find_spec("kvikio") is None, reason="kvikio is not installed here: pip install kvikio-cu13")
+@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
+def test_an_engine_gives_kvikios_files_back() -> None:
+    """The same of files that kvikio opened: cuFile refuses to close while one is registered."""
+    use_and_close("kvikio")
 
 
 @pytest.mark.parametrize(
