@@ -218,10 +218,10 @@ class DeviceConfig:
         unit="seconds",
         least=0.1,
     )
-    direct_reads: Literal["auto", "off"] = _key(
+    direct_reads: Literal["auto", "kvikio", "off"] = _key(
         "auto",
         'Kind cuda: "auto" reads from a store straight into the GPU (GPUDirect Storage) if a test read '
-        'at start is direct. "off": always through host memory.',
+        'at start is direct. "kvikio": so, by that package. "off": always through host memory.',
     )
     capacity: Bytes = _key("256 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
     segment: SegmentSize = _segment()

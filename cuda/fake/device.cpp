@@ -269,3 +269,8 @@ EXPORTED void fake_cuda_counts(Counts* to) {
   count_work(*to);
   count_libraries(*to);
 }
+
+// kvikio looks for these when it begins, and its reads call none of them.
+EXPORTED CUresult cuCtxCreate_v4(CUcontext*, CUctxCreateParams*, unsigned, CUdevice) { return CUDA_ERROR_NOT_SUPPORTED; }
+EXPORTED CUresult cuCtxDestroy_v2(CUcontext) { return CUDA_ERROR_NOT_SUPPORTED; }
+EXPORTED CUresult cuLaunchHostFunc(CUstream, CUhostFn, void*) { return CUDA_ERROR_NOT_SUPPORTED; }

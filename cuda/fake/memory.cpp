@@ -153,6 +153,39 @@ EXPORTED void fake_cuda_write(CUdeviceptr to, const void* from, size_t bytes) {
   memcpy(at(to), from, bytes);
 }
 
+// Of device memory alone: its device, kind and address.
+EXPORTED CUresult cuPointerGetAttribute(void* to, CUpointer_attribute attribute, CUdeviceptr address) {
+  ENTER_CONTEXT;
+  if (range_of(address, 1).place != Place::kDevice) return CUDA_ERROR_INVALID_VALUE;
+  const auto allocated = entry_at(memory().allocations, address);
+  const bool is_plain = allocated != memory().allocations.end() && address < allocated->first + allocated->second.bytes;
+  if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+    *static_cast<int*>(to) = is_plain ? allocated->second.device : entry_at(memory().mappings, address)->second.backing->prop.location.id;
+  else if (attribute == CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
+    *static_cast<CUmemorytype*>(to) = CU_MEMORYTYPE_DEVICE;
+  else if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
+    *static_cast<CUdeviceptr*>(to) = address;
+  else
+    return CUDA_ERROR_INVALID_VALUE;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** to, CUdeviceptr address) {
+  for (unsigned i = 0; i < count; i++)
+    if (CUresult wrong = cuPointerGetAttribute(to[i], attributes[i], address)) return wrong;
+  return CUDA_SUCCESS;
+}
+EXPORTED CUresult cuMemGetAddressRange_v2(CUdeviceptr* begin, size_t* bytes, CUdeviceptr address) {
+  ENTER_CONTEXT;
+  const Range range = range_of(address, 1);
+  if (range.place != Place::kDevice) return CUDA_ERROR_NOT_FOUND;
+  const auto allocated = entry_at(memory().allocations, address);
+  const bool is_plain = allocated != memory().allocations.end() && address < allocated->first + allocated->second.bytes;
+  const auto mapped = entry_at(memory().mappings, address);
+  *begin = is_plain ? allocated->first : mapped->first;
+  *bytes = is_plain ? allocated->second.bytes : mapped->second.bytes;
+  return CUDA_SUCCESS;
+}
+
 // -- physical memory, and its export to other processes
 
 EXPORTED CUresult cuMemGetInfo(size_t* free, size_t* total) {

@@ -254,6 +254,13 @@ EXPORTED CUresult cuStreamSynchronize(CUstream handle) {
   if (stream && stream->captured) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   return stream ? finish(stream->last) : CUDA_ERROR_INVALID_HANDLE;
 }
+EXPORTED CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus* status) {
+  ENTER_CONTEXT;
+  const Stream* stream = find_stream(handle);
+  if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+  *status = stream->captured ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
 EXPORTED CUresult cuStreamWaitEvent(CUstream handle, CUevent given, unsigned) {
   ENTER_CONTEXT;
   Stream* stream = find_stream(handle);

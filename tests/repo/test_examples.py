@@ -58,7 +58,7 @@ def test_the_readmes_configuration_is_the_examples(number: int, name: str) -> No
 def test_blocks_are_found() -> None:
     """Each example has commands, and some that run, so no test here passes on an empty list."""
     examples = [document for document in DOCUMENTS if document.startswith(FOLDERS[0])]
-    assert len(examples) == 5
+    assert len(examples) == 6
     assert all(any(block.is_run for block in shell_blocks(document)) for document in examples)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_directories_that_cannot_be_made(tmp_path: Path, name: str, place: str) 
     log = log_of(tmp_path, **{name: wanted})
     assert "Traceback" not in log
     assert f"tierd: {os.path.dirname(wanted) if 'file' in place or 'deep' in place else wanted}" in log, log
+
+
+@pytest.mark.skipif(find_spec("kvikio") is not None, reason="kvikio is installed here")
+def test_a_package_that_is_chosen_and_missing(tmp_path: Path) -> None:
+    """A device tier that is to read by kvikio names the package and the remedy if it is missing."""
+    log = log_of(tmp_path, SMALL + '[[device]]\nkind = "cuda"\ndirect_reads = "kvikio"\n')
+    assert "Traceback" not in log
+    assert 'device.0: direct_reads = "kvikio", which is not installed; pip install kvikio-cu13, or set "auto"' in log
 
 
 @pytest.mark.parametrize("link", ["tierd.lock", "instance"])

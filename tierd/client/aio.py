@@ -18,6 +18,7 @@ from tierd.client.blocks.writing import Until
 from tierd.client.client import CLOSE_S, Face
 from tierd.client.connect.calls import Deadline, due
 from tierd.client.connect.threads import NotBegun, Threads
+from tierd.client.session.gpu_arrays import seen_here
 from tierd.client.transport import requests
 from tierd.client.transport.replies import events_of
 from tierd.client.values import (
@@ -120,7 +121,7 @@ class AsyncClient(Face):
         timeout_s: float | None = None,
     ) -> GetResult:
         """As Client.get."""
-        return await self._run(partial(self._verbs.get, namespace, what, out), self._deadline(timeout_s))
+        return await self._run(partial(self._verbs.get, namespace, what, seen_here(out)), self._deadline(timeout_s))
 
     async def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None
@@ -140,6 +141,7 @@ class AsyncClient(Face):
         timeout_s: float | None = None,
     ) -> PutResult:
         """As Client.put."""
+        blocks = seen_here(blocks, has_rows=True)
         put = partial(self._verbs.put, namespace, what, blocks, until=partial(Until.of, durable=durable, wait=wait))
         return await self._run(put, self._deadline(timeout_s))
 

@@ -238,6 +238,7 @@ class Client(Face):
         Args:
             namespace, what: The namespace; tokens, block hashes or a group.
             out: A list of buffers, or one buffer, to copy into. None: the result has views.
+                Arrays on a GPU are filled in their stream: the call returns before that is done.
         """
         return self._verbs.get(namespace, what, out, self._deadline(timeout_s))
 
@@ -264,7 +265,8 @@ class Client(Face):
 
         Args:
             namespace, what: The namespace; tokens, block hashes or a group.
-            blocks: One buffer for each block: buffer protocol, numpy or CPU tensors.
+            blocks: One buffer for each block: buffer protocol, numpy, torch, or arrays on a GPU,
+                which are read in their stream.
             durable: Return only when the blocks are on NVMe and synced.
             wait: False: return when the bytes are copied, with PENDING blocks, unless durable. This
                 client's next call finds them; `flush` counts those that were not stored. A process

@@ -23,6 +23,8 @@ from tierd.client.blocks.lease import Lease
 from tierd.client.blocks.reservation import ReservedPages
 from tierd.client.connect.calls import Deadline, due
 from tierd.client.connect.links import void
+from tierd.client.connect.target import RemoteTarget
+from tierd.client.session import gpu_arrays
 from tierd.client.transport import replies, requests
 from tierd.client.transport.replies import Leased
 from tierd.client.values import (
@@ -38,7 +40,7 @@ from tierd.client.values import (
 )
 from tierd.core.formats.block import NamespaceSpec
 from tierd.core.formats.model import HANDLE, BlockStatus
-from tierd.errors import Unavailable
+from tierd.errors import Unavailable, Unsupported
 
 T = TypeVar("T")
 
@@ -170,12 +172,12 @@ class Verbs(Asking):
         group = requests.sequence_group(namespace, what)
         if not len(group.hashes):
             return GetResult()
-        return splitting.get(self, group, out, deadline)
+        return splitting.get(self, group, self._seen(out), deadline)
 
     def _put(
         self, namespace: OpenedNamespace, what: Any, blocks: Any, deadline: float, *, until: writing.Until
     ) -> PutResult:
-        sources = [buffers.flat(block) for block in blocks]
+        sources = [buffers.flat(block) for block in self._seen(list(blocks))]
         self._named(namespace, deadline)
         group = requests.sequence_put(namespace, what, lengths=[len(source) for source in sources])
         lengths = requests.put_lengths(group)
@@ -183,6 +185,17 @@ class Verbs(Asking):
         if not sources:
             return PutResult(replies.all_statuses(0, BlockStatus.READY))
         return splitting.put(self, writing.Write(group, sources, deadline, until))
+
+    def _seen(self, given: Any) -> Any:
+        """Buffers, with arrays on a GPU as GpuBytes. Raises InvalidArgument and Unsupported for these
+        before anything is asked of the daemon."""
+        seen = gpu_arrays.all_seen(given)
+        arrays = seen if isinstance(seen, list) else [seen]
+        if gpu_arrays.are_on_gpu(arrays):
+            if isinstance(self.connector.target, RemoteTarget):
+                raise Unsupported(f"arrays on a GPU: {self.connector.target} is remote; pass copies in host memory")
+            gpu_arrays.copies().side_of(arrays)
+        return seen
 
 
 def _dropped(blocks: Any) -> PutResult:

@@ -113,7 +113,7 @@ class Child:
             "load_coded": lambda asked: self._coded(asked, to_device=True),
             "store_coded": lambda asked: self._coded(asked, to_device=False),
             "sums": lambda asked: self._ready().sums_of(asked.body["pieces"]),
-            "probe": lambda asked: {"way": self._ready().direct.probe(_descriptor(asked))},
+            "probe": lambda asked: {"way": self._ready().direct.probe(_descriptor(asked), asked.body["by"])},
             "open_file": self._open_file,
             "close_file": lambda asked: self._ended(self._ready().direct.close_file, asked.body["file"]),
             "read": lambda asked: self._ready().direct.read(asked.body["reads"]),

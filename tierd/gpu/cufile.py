@@ -4,13 +4,15 @@
 `direct` uses the reads. A read bypasses host memory unless an option of the machine forces it,
 which the counts show. A read has ended when `read` returns.
 
-kvikio is not used. It can disable the fallback, but counts its own calls, not cuFile's paths. It
-opens files by path, while the daemon passes descriptors, and it needs cupy.
+`KvikIO` does the same by kvikio, if the configuration chooses it. kvikio counts its own calls and
+not cuFile's paths. So the counts are cuFile's here too. It opens each file once more, by its path
+in /proc. Its package needs cupy, and each of its reads waits for the default stream first.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from tierd.errors import Unsupported
 ALL_COUNTS = 3
 """The level of counts that distinguishes paths."""
 COUNTS = ("n_posix_reads", "n_nvfs_reads", "n_p2p_reads")
+KVIKIO = "kvikio"
+"""The package, and its value of the setting `direct_reads`."""
 
 
 class CuFile:
@@ -81,6 +85,7 @@ class CuFile:
         self._ask(self._library.driver_close)
 
     def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Calls cuFile. Raises Unsupported."""
         try:
             return function(*given)
         except self._library.cuFileError as error:
@@ -97,3 +102,69 @@ class CuFile:
             return f"{self._library.OpError(code).name} ({code})"
         except ValueError:
             return f"error {code}"
+
+
+class KvikIO(CuFile):
+    """The same by kvikio's handles."""
+
+    def __init__(self) -> None:
+        """Raises Unsupported also if kvikio is missing."""
+        super().__init__()
+        try:
+            self._kvikio: Any = importlib.import_module(KVIKIO)
+            importlib.import_module(f"{KVIKIO}.defaults").set("compat_mode", self._kvikio.CompatMode.OFF)
+        except (ImportError, RuntimeError) as error:
+            self.close()
+            raise Unsupported(f'{error}; pip install kvikio-cu13, or set direct_reads = "auto"') from error
+        self._files: dict[int, Any] = {}
+        self._numbers = itertools.count(1)
+
+    def register_file(self, descriptor: int) -> int:
+        """As `CuFile.register_file`."""
+        number = next(self._numbers)
+        self._files[number] = self._kvik(self._kvikio.CuFile, f"/proc/self/fd/{descriptor}", "r")
+        return number
+
+    def deregister_file(self, handle: int) -> None:
+        """As `CuFile.deregister_file`."""
+        self._kvik(self._files.pop(handle).close)
+
+    def register_memory(self, address: int, length_bytes: int) -> None:
+        """As `CuFile.register_memory`."""
+        self._kvik(self._kvikio.memory_register, _Memory(address, length_bytes))
+
+    def deregister_memory(self, address: int) -> None:
+        """As `CuFile.deregister_memory`."""
+        self._kvik(self._kvikio.memory_deregister, _Memory(address, 1))
+
+    def read(self, handle: int, length_bytes: int, *, at: int, memory: int, offset: int) -> str:
+        """As `CuFile.read`."""
+        try:
+            count = self._files[handle].raw_read(_Memory(memory, offset + length_bytes), length_bytes, at, offset)
+        except RuntimeError as error:
+            return f"kvikio: {error}"
+        return "" if count == length_bytes else f"kvikio read {count} of {length_bytes} bytes"
+
+    @staticmethod
+    def _kvik(function: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return function(*given)
+        except (RuntimeError, OSError) as error:
+            raise Unsupported(f"kvikio: {error}") from error
+
+
+class _Memory:
+    """Device memory as kvikio takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "stream": None,
+        }
+
+
+LIBRARIES: dict[str, type[CuFile]] = {"auto": CuFile, KVIKIO: KvikIO}
+"""By the setting `direct_reads`."""

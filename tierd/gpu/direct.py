@@ -17,7 +17,7 @@ import numpy as np
 
 from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.errors import InvalidArgument
-from tierd.gpu.cufile import CuFile
+from tierd.gpu.cufile import LIBRARIES, CuFile
 from tierd.gpu.device import Device
 from tierd.gpu.probe import direct_by
 from tierd.gpu.protocol import READ, SliceTable, pack_sums
@@ -40,10 +40,10 @@ class DirectReads:
         self._registering = threading.Lock()
         self._library: CuFile | None = None
 
-    def probe(self, descriptor: int) -> str:
-        """As `direct_by`."""
+    def probe(self, descriptor: int, by: str = "auto") -> str:
+        """As `direct_by`. by: the setting `direct_reads`, which the first probe decides."""
         with self._registering:
-            self._library = self._library or CuFile()
+            self._library = self._library or LIBRARIES[by]()
         return direct_by(self._library, self._device, self._slabs, descriptor)
 
     def open_file(self, number: int, descriptor: int) -> None:

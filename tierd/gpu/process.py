@@ -173,10 +173,10 @@ class GpuProcess:
         """The slice tables of slabs, PIECE[n] without a host. Raises InvalidArgument, TierFailed."""
         return unpack_sums((await self._ask("sums", pieces=pack_pieces(pieces))).body)
 
-    async def probe(self, fd: int) -> str:
-        """The direct path of a read of a `tierd.gpu.probe_file`; fd stays the caller's. Raises
-        Unsupported if there is none, Overloaded, TierFailed."""
-        asked = await self._ask("probe", descriptors=[fd], patience_s=self._start_patience_s)
+    async def probe(self, fd: int, by: str = "auto") -> str:
+        """The direct path of a read of a `tierd.gpu.probe_file`; fd stays the caller's. by: the
+        setting `direct_reads`. Raises Unsupported if there is none, Overloaded, TierFailed."""
+        asked = await self._ask("probe", descriptors=[fd], patience_s=self._start_patience_s, by=by)
         return str(asked.body["way"])
 
     async def open_file(self, file: int, fd: int) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -413,8 +414,11 @@ def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str,
             store.patience = Patience(table.hang_limit, close_s=deadline_s)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":
-            wanted = table.direct_reads == "auto"
-            gpu = GpuOptions(table.ordinal, patience_s=table.hang_limit, reads_directly=wanted)
+            if table.direct_reads == "kvikio" and find_spec("kvikio") is None:
+                raise ConfigError(
+                    f'{spec.name}: direct_reads = "kvikio", which is not installed; pip install kvikio-cu13, or set "auto"'
+                )
+            gpu = GpuOptions(table.ordinal, patience_s=table.hang_limit, direct_reads=table.direct_reads)
             yield CudaTier(spec, position=position, instance=instance, arena_dir=table.arena_dir or base, options=gpu)
         else:
             yield Arena(spec, position=position, instance=instance, arena_dir=table.arena_dir or base)

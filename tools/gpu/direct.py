@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -34,28 +35,44 @@ BLOCKS, ROUNDS, THREADS = 64, 3, 16
 SLAB, HOST, FILE = 1, 2, 3
 PATIENCE_S = 10.0
 GIGA = 1e9
+RATES = ("direct_rate", "kvikio_rate")
 
 
 def results(bench: Bench) -> Iterator[Result]:
-    """A fact and, if the read is direct, a figure."""
+    """A fact and, if the read is direct, a figure for each library."""
     folder = Path(os.environ.get("TIERD_DIRECT_FOLDER", ROOT / "build"))
     folder.mkdir(parents=True, exist_ok=True)
     yield from asyncio.run(_life(folder, bench.pick(BLOCKS, 2), bench.pick(ROUNDS, 1)))
 
 
 async def _life(folder: Path, blocks: int, rounds: int) -> list[Result]:
-    gpu = GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: None)
+    gpu, other = (GpuProcess(0, patience_s=PATIENCE_S, on_death=lambda _: None) for _ in range(2))
     await gpu.start()
     try:
         with probe_file(folder) as descriptor:
             fact = Fact("direct_read", f"direct, by {await gpu.probe(descriptor)}; a file in {folder.name}")
+            left = await _left_out(other, descriptor)
         with ExitStack() as ends:
-            return [fact, *await _rates(gpu, _sides(folder, blocks, ends), rounds)]
+            rates = await _rates([gpu, other][: 1 + (not left)], _sides(folder, blocks, ends), rounds)
+        return [fact, *rates, *left]
     except (Unsupported, OSError) as error:
         said = f"a detour: {error}; a file in {folder.name}"
-        return [Fact("direct_read", said), Left("direct_rate", "reads are not direct")]
+        return [Fact("direct_read", said), *(Left(name, "reads are not direct") for name in RATES)]
     finally:
         await gpu.stop()
+
+
+async def _left_out(other: GpuProcess, descriptor: int) -> list[Result]:
+    """Starts a process that reads by kvikio; why not, if it cannot."""
+    if find_spec("kvikio") is None:
+        return [Left("kvikio_rate", "kvikio is not installed")]
+    await other.start()
+    try:
+        await other.probe(descriptor, "kvikio")
+    except TierdError as error:
+        await other.stop()
+        return [Left("kvikio_rate", str(error))]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,32 +107,40 @@ def _sides(folder: Path, blocks: int, ends: ExitStack) -> Sides:
     return sides
 
 
-async def _rates(gpu: GpuProcess, sides: Sides, rounds: int) -> list[Result]:
-    """Directly and by way of host memory, in turns."""
-    length = len(sides.memory)
-    os.close(await gpu.make(SLAB, length))
+async def _rates(processes: list[GpuProcess], sides: Sides, rounds: int) -> list[Result]:
+    """Directly, by kvikio if there are two processes, and by way of host memory, in turns."""
+    length, gpu = len(sides.memory), processes[0]
+    for each in processes:
+        os.close(await each.make(SLAB, length))
+        await each.open_file(FILE, sides.file)
     await gpu.attach(HOST, sides.host, length)
-    await gpu.open_file(FILE, sides.file)
     reads, pieces = np.zeros(len(sides.want), READ), np.zeros(len(sides.want), PIECE)
     for each in (reads, pieces):
         each["slab"], each["length"], each["layers"], each["slab_offset"] = SLAB, BLOCK_BYTES, LAYERS, sides.starts
     reads["file"], reads["room"], reads["file_offset"] = FILE, BLOCK_BYTES, sides.starts
     pieces["host"], pieces["host_offset"] = HOST, sides.starts
-    rates: dict[str, list[float]] = {"direct": [], "host": []}
+    rates: dict[str, list[float]] = {name: [] for name in (*RATES[: len(processes)], "host")}
     with ThreadPoolExecutor(THREADS) as threads:
         for _ in range(rounds + 1):  # the first one registers the memory
-            begun = time.perf_counter()
-            tables, faults = await gpu.read(reads)
-            rates["direct"].append(length / (time.perf_counter() - begun) / GIGA)
-            if faults or not _are_right(tables, sides.want):
-                return [Check("direct_rate", False, f"blocks differ, or have not come: {list(faults.values())[:1]}")]
+            for name, process in zip(RATES, processes, strict=False):
+                begun = time.perf_counter()
+                tables, faults = await process.read(reads)
+                rates[name].append(length / (time.perf_counter() - begun) / GIGA)
+                if faults or not _are_right(tables, sides.want):
+                    return [Check(name, False, f"blocks differ, or have not come: {list(faults.values())[:1]}")]
             begun = time.perf_counter()
             await asyncio.to_thread(_read, threads, sides)
             tables = await gpu.load(pieces)
             rates["host"].append(length / (time.perf_counter() - begun) / GIGA)
             if not _are_right(tables, sides.want):
                 raise TierdError("blocks that came by way of host memory differ")
-    return [row_of("direct_rate", rates["direct"][1:], "GB/s", rates["host"][1:], "limit: by way of host memory")]
+    for each in processes[1:]:
+        await each.stop()
+    limits = {"direct_rate": ("host", "by way of host memory"), "kvikio_rate": ("direct_rate", "by tierd's bindings")}
+    return [
+        row_of(name, rates[name][1:], "GB/s", rates[limits[name][0]][1:], f"limit: {limits[name][1]}")
+        for name in RATES[: len(processes)]
+    ]
 
 
 def _read(threads: ThreadPoolExecutor, sides: Sides) -> None:

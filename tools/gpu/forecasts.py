@@ -224,7 +224,16 @@ def _together() -> Iterator[Forecast]:
     yield Forecast("direct", "direct_read", "a detour: no libcufile", told)
     told = "where that is direct: blocks of 2 MiB read from a disk into a slab, with their checksums, against the way by host memory"
     yield Forecast("direct", "direct_rate", 1.1, told)
+    # Each read by kvikio waits for the default stream, and goes through one more layer: some us of 1 ms.
+    yield Forecast(
+        "direct", "kvikio_rate", 0.98, "the same by kvikio, if it is installed, against tierd's own bindings"
+    )
     part = "rivals"
+    yield Forecast(
+        part, "arrays_torch", RIGHT, "tensors of torch, stored to registered pages and loaded, in one stream"
+    )
+    yield Forecast(part, "arrays_cupy", RIGHT, "the same with arrays of cupy, if it is installed")
+    yield Forecast(part, "arrays_load", 0.95, "loads of 256 MiB to scattered tensors of 2 MiB, against one copy")
     yield Forecast(part, "sdpa", "there or not", "torch's SDPA on gathered keys and values")
     yield Forecast(part, "flashinfer", "there or not", "FlashInfer's paged decode on the same pages")
     for rival, ratios in (("sdpa", (0.8, 0.3, 0.8, 0.9)), ("flashinfer", (0.9, 0.9, 1.0, 1.0))):

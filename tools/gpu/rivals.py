@@ -1,4 +1,4 @@
-"""Decodes of torch's SDPA and of FlashInfer beside tierd's, if they are installed.
+"""Decodes of torch's SDPA and of FlashInfer beside tierd's, if they are installed; torch's tensors.
 
 SDPA has gathered keys and values; FlashInfer has the same pages, and its quickest backend counts.
 Invariants: all get the same numbers, and use places in turn, so none hits the cache. All are
@@ -17,6 +17,7 @@ from tierd.kernels import Attended
 from tierd.kernels.loaded import Loaded
 from tierd.kernels.paged import DeviceBatch, PagedDecode, decode_blocks
 from tierd.kernels.pages import KvPages
+from tools.gpu import arrays
 from tools.gpu.bench import Bench
 from tools.gpu.forecasts import SMALL_SIZES
 from tools.gpu.results import Fact, Left, Result, Row
@@ -41,7 +42,9 @@ def results(bench: Bench) -> Iterator[Result]:
     if torch is None or not torch.cuda.is_available():
         why = "torch is not installed" if torch is None else "torch sees no GPU"
         yield from (Left(f"{rival}{size}", why) for rival in ("sdpa", "flashinfer") for size in ("", *_names()))
+        yield from (Left(name, why) for name in ("arrays_torch", "arrays_load", "arrays_cupy"))
         return
+    yield from arrays.results(bench, torch)
     library = Loaded(bench.fatbins)
     yield Fact("sdpa", f"torch {torch.__version__}")
     for name, size in SIZES.items():

@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -47,14 +48,14 @@ def order(orders: Path, word: str) -> None:
 
 
 @asynccontextmanager
-async def reading(folder: Path) -> AsyncIterator[tuple[GpuProcess, int, bytes]]:
+async def reading(folder: Path, by: str = "auto") -> AsyncIterator[tuple[GpuProcess, int, bytes]]:
     """A process with slab 1 and an open file: yields it, the slab's descriptor and the file's bytes."""
     content, path = np.random.default_rng(3).bytes(BYTES), folder / "file"
     path.write_bytes(content)
     async with running() as (gpu, _):
         slab = await gpu.make(1, SLAB)
         with probe_file(folder) as probed:
-            assert await gpu.probe(probed) == "nvidia-fs"
+            assert await gpu.probe(probed, by) == "nvidia-fs"
         await opened(gpu, path)
         yield gpu, slab, content
     os.close(slab)
@@ -83,9 +84,13 @@ def sums_of(content: bytes, reads: np.ndarray) -> list[list[int]]:
     return [slice_sums(content[at : at + size], slice_lengths(size, 1)).tolist() for at, size in spans]
 
 
-async def test_files_come_into_slabs(orders: Path, tmp_path: Path) -> None:
-    """Blocks of every length arrive at their offsets with right sums; no byte outside their rooms changes."""
-    async with reading(tmp_path) as (gpu, slab, content):
+@pytest.mark.parametrize("by", ["auto", "kvikio"])
+async def test_files_come_into_slabs(orders: Path, tmp_path: Path, by: str) -> None:
+    """Blocks of every length arrive at their offsets with right sums; no byte outside their rooms changes.
+    kvikio does the same, if it is installed."""
+    if by == "kvikio" and find_spec(by) is None:
+        pytest.skip("kvikio is not installed here: pip install kvikio-cu13")
+    async with reading(tmp_path, by) as (gpu, slab, content):
         reads = reads_of((4096, 1, 4095, 300_001))
         reads["slab_offset"] = reads["file_offset"] + 8192
         slices, faults = await gpu.read(reads)
@@ -127,16 +132,15 @@ async def test_a_room_beyond_an_end_is_refused(orders: Path, tmp_path: Path) -> 
                 await gpu.read(reads)
 
 
-@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
-def test_an_engine_gives_cufile_back() -> None:
-    """After files were opened and closed, the closing engine releases all of cuFile and the driver."""
+def use_and_close(by: str) -> None:
+    """An engine that opens, reads and closes files, and then closes."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "file"
         path.write_bytes(bytes(BYTES))
         engine = Engine(0)
         slab = engine.slabs.make(1, SLAB)
         with probe_file(Path(name)) as probed:
-            assert engine.direct.probe(probed) == "nvidia-fs"
+            assert engine.direct.probe(probed, by) == "nvidia-fs"
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         for number in range(3):
             engine.direct.open_file(number + FILE, fd)
@@ -145,7 +149,20 @@ def test_an_engine_gives_cufile_back() -> None:
         os.close(fd)
         os.close(slab)
         engine.close()
-        assert counts() == {}
+
+
+@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
+def test_an_engine_gives_cufile_back() -> None:
+    """After files were opened and closed, the closing engine releases all of cuFile and the driver."""
+    use_and_close("auto")
+    assert counts() == {}
+
+
+@pytest.mark.skipif(find_spec("kvikio") is None, reason="kvikio is not installed here: pip install kvikio-cu13")
+@on_fake_driver(TIERD_FAKE_CUFILE="nvfs")
+def test_an_engine_gives_kvikios_files_back() -> None:
+    """The same of files that kvikio opened: cuFile refuses to close while one is registered."""
+    use_and_close("kvikio")
 
 
 @pytest.mark.parametrize(

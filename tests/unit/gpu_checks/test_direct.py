@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ def test_what_cufile_counted_is_told(way: str, said: str, tmp_path: Path) -> Non
     ended = told(tmp_path, way)
     assert ended.status == 0
     assert ended.results["direct_read"]["said"].startswith(said), ended.said
-    assert ended.results["direct_rate"]["kind"] == ("row" if said.startswith("direct") else "left")
+    is_direct = said.startswith("direct")
+    assert ended.results["direct_rate"]["kind"] == ("row" if is_direct else "left")
+    has_kvikio = is_direct and find_spec("kvikio") is not None
+    assert ended.results["kvikio_rate"]["kind"] == ("row" if has_kvikio else "left"), ended.said
 
 
 def test_other_bytes_are_a_failure(tmp_path: Path) -> None:

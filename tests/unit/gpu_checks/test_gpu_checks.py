@@ -120,7 +120,7 @@ def test_every_row_is_there_or_said_to_be_left_out(whole: Ended) -> None:
     """The results are those forecast; only rows that this machine cannot give are skipped, with a reason."""
     assert set(whole.results) == set(FORECASTS)
     left = {name: each["said"] for name, each in whole.results.items() if each["kind"] == "left"}
-    assert set(left) == NEEDS_RIVALS | NEEDS_SANITIZER | {"direct_rate"}
+    assert set(left) == NEEDS_RIVALS | NEEDS_SANITIZER | {"direct_rate", "kvikio_rate"}
     assert all(reason not in ("", "not reached") for reason in left.values())
 
 
@@ -397,7 +397,8 @@ def test_a_row_is_of_medians() -> None:
 
 NEVER_RUN = {
     *("decode_odd", "prefill_odd", "sanitizer_memcheck", "sanitizer_racecheck", "sanitizer_synccheck"),
-    *("shared_64x8k", "shared_16x32k", "shared_right"),
+    *("shared_64x8k", "shared_16x32k", "shared_right", "kvikio_rate"),
+    *("arrays_torch", "arrays_load", "arrays_cupy"),
     *(name for name, forecast in FORECASTS.items() if forecast.part in ("rotated", "sparse")),
 }
 """Rows that no GPU has given yet."""

@@ -24,6 +24,7 @@ from tierd.client.connect.connection import Connector
 from tierd.client.connect.link import Link, Meanwhile
 from tierd.client.connect.links import Links
 from tierd.client.connect.target import RemoteTarget
+from tierd.client.session import gpu_arrays
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests, tcp
 from tierd.client.transport.replies import Leased, LeasedGroup
@@ -152,7 +153,10 @@ class Asking(Links):
             return got, lengths
         if out is None:
             return self._viewed(group, deadline), ()
-        done = self._near(group, partial(one_sided_get.get, out=out), deadline)
+        is_on_gpu = gpu_arrays.is_on_gpu(out)  # such copies are done only later, so a lease holds the pages
+        done = None if is_on_gpu else self._near(group, partial(one_sided_get.get, out=out), deadline)
+        if is_on_gpu:
+            self._settle(len(group.hashes) * len(group.ranks) * group.namespace.spec.block_bytes, deadline)
         return self._copied(group, out, deadline) if done is None else done
 
     def _near(self, group: Group, look: Callable[..., T | None], deadline: float) -> T | None:
@@ -184,7 +188,7 @@ class Asking(Links):
             if not lease:
                 return GetResult(), ()
             try:
-                good = lease.copied(out, trusted=doubted)
+                good = lease.copied(out, trusted=doubted, deadline=deadline)
                 bad, blocks = lease.handles["generation"][~good], replies.valid_blocks(lease.groups, good)
                 if not len(bad) or len(doubted):
                     return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
@@ -223,7 +227,14 @@ class Asking(Links):
             put = partial(tcp.put, group=group, sources=write.sources, deadline=by, durable=write.durable)
             return self._over(put, [group.namespace], by)[1]
         link = self.connected(write.deadline)
+        if gpu_arrays.is_on_gpu(write.sources):
+            self._settle(write.bytes, write.deadline)
         return writing.put(self, link, write)
+
+    def _settle(self, nbytes: int, deadline: float) -> None:
+        """Waits for copies on a GPU whose leases leave the session no room for so many bytes."""
+        link = self.connected(deadline)
+        gpu_arrays.copies().flights.settle(max(0, link.share_bytes - nbytes), deadline)
 
     def committed(
         self,

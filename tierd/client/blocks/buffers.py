@@ -1,7 +1,8 @@
 """Bytes in and out of buffers: the buffer protocol, numpy, DLPack (torch).
 
 Each buffer becomes one flat view of bytes; element types do not matter. A buffer that is not
-contiguous, not on the CPU or, for output, not writable is refused with the remedy.
+contiguous, not on the CPU or, for output, not writable is refused with the remedy. Arrays on a GPU
+that gpu_arrays.py has seen are flat already.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierd.client.session.gpu_arrays import GpuBytes
 from tierd.errors import InvalidArgument
 
 Bytes = NDArray[np.uint8]
@@ -21,6 +23,10 @@ Bytes = NDArray[np.uint8]
 
 def flat(buffer: Any, *, writable: bool = False) -> Bytes:
     """The bytes of a buffer, uint8 [n], without a copy. Raises InvalidArgument."""
+    if isinstance(buffer, GpuBytes):
+        if writable and not buffer.is_writable:
+            raise InvalidArgument("buffer: the array on a GPU is read-only; pass a writable one to copy into")
+        return cast("Bytes", buffer)
     array = _array(buffer)
     if not array.flags.c_contiguous:
         raise InvalidArgument(

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from tierd.client.blocks import buffers, one_sided_get
 from tierd.client.blocks.arrival import Arrival
-from tierd.client.blocks.gpu_work import pauses
+from tierd.client.blocks.gpu_work import is_done, pauses
 from tierd.client.connect.forks import Bound
+from tierd.client.session import gpu_arrays
 from tierd.client.session.mapping import still_hold
 from tierd.client.session.pins import Bytes, Hold
 from tierd.client.session.segments import Parts, by_place
@@ -31,6 +32,7 @@ from tierd.core.formats.words import barrier
 from tierd.errors import InvalidArgument, StaleHandle, TierdError, ViewsAlive
 
 RELEASE_TIMEOUT_S = 5.0
+COPY_TIMEOUT_S = 30.0
 ROWS_LEAST = 8
 """From this many pages on, check whether they are equally spaced."""
 
@@ -100,6 +102,8 @@ class Lease(Bound):
     def copy_into(self, out: Any) -> int:
         """Copies the blocks into a list of buffers, or into one buffer in order.
 
+        Arrays on a GPU are filled in their stream, as by `Client.get`. `release` waits for that.
+
         Returns:
             The number of good blocks, from the first on (per rank). It ends before a page that was
             taken away or does not hold its block; the contents of `out` after it are undefined.
@@ -107,23 +111,41 @@ class Lease(Bound):
         Raises:
             InvalidArgument: The buffers do not fit.
             StaleHandle, ForkedClient: The lease has ended, or is of a parent process.
+            DeadlineExceeded, TierFailed, Unsupported: The GPU hangs, has failed or is missing.
         """
         return valid_blocks(self.groups, self.copied(out))
 
-    def copied(self, out: Any, *, trusted: Any = ()) -> NDArray[np.bool_]:
+    def copied(self, out: Any, *, trusted: Any = (), deadline: float | None = None) -> NDArray[np.bool_]:
         """As `copy_into`, but returns whether each block is good, bool [n]. Sums of GPU pages are
-        not checked. Pages with a `trusted` generation need no sums in the catalogue, because the
-        daemon has checked them for this lease."""
-        hold, targets = self._held(), buffers.pieces(out, self.handles["length"].tolist(), writable=True)
+        not checked. Pages with a `trusted` generation need no sums in the catalogue. The daemon has
+        checked them for this lease. deadline: of copies that must be waited for."""
+        hold, lengths = self._held(), self.handles["length"].tolist()
+        targets = buffers.pieces(gpu_arrays.all_seen(out), lengths, writable=True)
+        is_on_gpu = gpu_arrays.are_on_gpu(targets)
+        if is_on_gpu:
+            self._load(hold, targets, deadline)
         good = np.ones(len(self.handles), np.bool_)
         pages = one_sided_get.pages_of(hold.link.session, self.handles) if hold.link.session else None
         if pages is not None:
             without_sums = pages.rows["table"] == 0
-            good = np.array(pages.copy_to(targets, is_leased=True), bool)
+            good = np.array(pages.copy_to(None if is_on_gpu else targets, is_leased=True), bool)
             good |= without_sums & np.isin(self.handles["generation"], trusted)
-        else:
+        elif not is_on_gpu:
             copy_out(self._views(self.handles), targets)
         return good & self._are_current()
+
+    def _load(self, hold: Hold, arrays: Any, deadline: float | None) -> None:
+        """Copies the blocks to arrays on a GPU, in their stream; the pages stay pinned meanwhile."""
+        copies, addresses, kept = gpu_arrays.copies(), np.zeros(len(self), np.uint64), list[object]([hold.pin()])
+        for (tier, number), rows in self.parts:
+            segment = hold.segment((tier, number))
+            if segment is None:
+                raise StaleHandle(f"segment {number} of tier {tier}: not mapped any more; acquire again")
+            addresses[rows] = np.uint64(segment.address) + self.handles["offset"][rows]
+            kept.append(segment)
+        deadline = time.monotonic() + COPY_TIMEOUT_S if deadline is None else deadline
+        flight = copies.load(copies.side_of(arrays), arrays, copies.Pages(addresses, kept), deadline)
+        self._work = (*(work for work in self._work if not is_done(work)), flight)
 
     @property
     def is_pending(self) -> bool:
@@ -207,12 +229,12 @@ class Lease(Bound):
         if hold is None or hold.is_done:
             return
         hold.check_process()
+        for pause_s in pauses(self._work, time.monotonic() + RELEASE_TIMEOUT_S):
+            time.sleep(pause_s)
         if hold.has_views:
             raise ViewsAlive(
                 f"lease {hold.lease}: arrays made from its views are alive; drop them first, or call detach() to let the last one release it"
             )
-        for pause_s in pauses(self._work, time.monotonic() + RELEASE_TIMEOUT_S):
-            time.sleep(pause_s)
         if self._is_acknowledged and hold.link.is_usable and hold.link.session:
             hold.settle()
             with contextlib.suppress(TierdError):  # the daemon has gone, and the lease with it

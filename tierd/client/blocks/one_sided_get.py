@@ -65,10 +65,11 @@ class Pages:
         self.rows, self.table = rows, table
         self.lengths: list[int] = rows["length"].tolist()
 
-    def copy_to(self, targets: Sequence[Bytes], *, is_leased: bool = False) -> NDArray[np.bool_]:
-        """Copies the pages; which have the right sums and have not changed. is_leased: also pages
-        that lookups no longer find. Raises Cancelled."""
-        to, rows = [address_of(target, writable=True) for target in targets], self.rows
+    def copy_to(self, targets: Sequence[Bytes] | None, *, is_leased: bool = False) -> NDArray[np.bool_]:
+        """Copies the pages; which have the right sums and have not changed. targets: None: only sums
+        them. is_leased: also pages that lookups no longer find. Raises Cancelled."""
+        rows = self.rows
+        to = [0] * len(rows) if targets is None else [address_of(target, writable=True) for target in targets]
         sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
         mask = int(GENERATION) if is_leased else NOWHERE
         good = np.zeros(len(rows), np.bool_)

@@ -22,9 +22,10 @@ import numpy as np
 from tierd._proto import cache_pb2 as pb
 from tierd.client.blocks import buffers, copying
 from tierd.client.blocks.page_grants import PageGrants
-from tierd.client.blocks.reservation import ReservedPages
+from tierd.client.blocks.reservation import Addresses, ReservedPages
 from tierd.client.connect.calls import left_s
 from tierd.client.connect.link import Link
+from tierd.client.session import gpu_arrays
 from tierd.client.session.pins import Hold
 from tierd.client.transport import replies, requests
 from tierd.client.values import PutGroup, PutResult
@@ -213,10 +214,25 @@ class Copy:
         """Copies once, however often it is called."""
         if self._sums is None:
             sources, targets = self._write.sources, self._pages.addresses()
-            layers = self._write.group.namespace.spec.geometry.layers
-            at, lengths = [*map(buffers.address_of, sources)], [*map(len, sources)]
-            blocks = copying.blocks_of(at, targets.of_blocks, lengths, layers)
-            self._sums = copying.sum_and_copy(blocks[blocks["target"] != 0]).tobytes()
+            layers, lengths = self._write.group.namespace.spec.geometry.layers, [*map(len, sources)]
+            if gpu_arrays.is_on_gpu(sources):
+                self._store(targets)
+                blocks = copying.blocks_of(targets.of_blocks, [0] * len(sources), lengths, layers)
+                blocks = blocks[blocks["source"] != 0]
+            else:
+                blocks = copying.blocks_of([*map(buffers.address_of, sources)], targets.of_blocks, lengths, layers)
+                blocks = blocks[blocks["target"] != 0]
+            self._sums = copying.sum_and_copy(blocks).tobytes()
+
+    def _store(self, targets: Addresses) -> None:
+        """Copies arrays on a GPU to the pages, in their stream, and waits."""
+        copies, rows = gpu_arrays.copies(), np.flatnonzero(targets.of_blocks)
+        arrays, pages = (
+            [self._write.sources[i] for i in rows.tolist()],
+            copies.Pages(targets.of_blocks[rows], targets.kept),
+        )
+        if arrays:
+            copies.store(copies.side_of(arrays), arrays, pages, self._write.deadline)
 
     def rest(self) -> bytes:
         """The message that follows the commit: Written."""

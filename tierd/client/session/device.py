@@ -3,7 +3,7 @@
 A slab's descriptor becomes a page with `__cuda_array_interface__`. The caller launches kernels and
 orders streams (`gpu_work.py`). A segment is mapped for writing only if this session is its writer;
 on another, a write faults in the kernel. A mapping is removed only when no GPU work of this process
-can use it. Finalisers only queue mappings for removal. The driver is loaded when the first segment
+can use it. Finalisers only queue the end of memory. The driver is loaded when the first segment
 is mapped. A hanging kernel costs a call at most its deadline, or COPY_TIMEOUT_S. Do not map a
 segment while this process captures a CUDA graph: it would end the capture.
 
@@ -17,9 +17,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,12 +57,9 @@ class Gpu:
 
     def __init__(self, place: GpuPlace) -> None:
         """Raises Unsupported."""
-        try:
-            self.cuda = bindings()
-        except Unsupported as error:
-            raise Unsupported(f'{WHAT}: {error}; or use tier="host"') from error
+        self.cuda = driver(WHAT, 'use tier="host"')
         self.id = self._find(place)
-        self._ended: deque[tuple[int, int]] = deque()
+        self._ended: deque[Callable[[], object]] = deque()
         self._event, self._passed = None, 0  # the event comes after the ends of this many of them
         self._unmapping = threading.Lock()
         self._context = call(self.cuda.cuDevicePrimaryCtxRetain, self.id, what=WHAT)
@@ -99,12 +97,12 @@ class Gpu:
             self.ask("cuMemSetAccess", address, length_bytes, [self.access(is_writable=is_writable)], 1)
         return memory
 
-    def note_ended(self, address: int, length_bytes: int) -> None:
-        """Queues a mapping for removal by a later call. Safe in finalisers."""
-        self._ended.append((address, length_bytes))
+    def note_ended(self, end: Callable[[], object]) -> None:
+        """Queues the end of memory, for a later call when the GPU's work is done. Safe in finalisers."""
+        self._ended.append(end)
 
     def unmap_ended(self) -> None:
-        """Removes queued mappings whose GPU work is done; a later call removes others. Never waits."""
+        """Ends queued memory whose GPU work is done; a later call ends the rest. Never waits."""
         if self._ended:
             with self.entered():
                 self._unmap_ended()
@@ -156,10 +154,13 @@ class Gpu:
             self.ask("cuEventDestroy", self._event)
             self._event = None
             for _ in range(self._passed):
-                address, length_bytes = self._ended.popleft()
-                self.ask("cuMemUnmap", address, length_bytes)
-                self.ask("cuMemAddressFree", address, length_bytes)
+                self._ended.popleft()()
             self._passed = 0
+
+    def unmap(self, address: int, length_bytes: int) -> None:
+        """Unmaps memory and frees its addresses."""
+        self.ask("cuMemUnmap", address, length_bytes)
+        self.ask("cuMemAddressFree", address, length_bytes)
 
     def access(self, *, is_writable: bool) -> Any:
         """Access rights for this GPU, in the driver's form."""
@@ -181,6 +182,14 @@ class Gpu:
         )
 
 
+def driver(what: str, otherwise: str) -> Any:
+    """NVIDIA's driver. Raises Unsupported with what fails, and what else to do."""
+    try:
+        return bindings()
+    except Unsupported as error:
+        raise Unsupported(f"{what}: {error}; or {otherwise}") from error
+
+
 class Mark:
     """A place in a stream, for `after` of reservations and leases."""
 
@@ -199,7 +208,7 @@ class Memory:
 
     def __init__(self, gpu: Gpu, address: int, length_bytes: int) -> None:
         self.gpu, self.address, self.length_bytes = gpu, address, length_bytes
-        weakref.finalize(self, gpu.note_ended, address, length_bytes).atexit = False
+        weakref.finalize(self, gpu.note_ended, partial(gpu.unmap, address, length_bytes)).atexit = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +221,11 @@ class DeviceSegment:
     words: Words
     metas: memoryview
     is_writable: bool
+
+    @property
+    def address(self) -> int:
+        """Address of the memory, for the driver."""
+        return self.memory.address
 
     @property
     def is_empty(self) -> bool:
@@ -330,7 +344,7 @@ def map_segment(
 
 
 def unmap_ended() -> None:
-    """Removes queued mappings on every GPU."""
+    """Ends queued memory on every GPU."""
     for gpu in list(_gpus.values()):
         gpu.unmap_ended()
 

@@ -48,7 +48,7 @@ class Segments:
     def clear(self) -> None:
         """Forgets all segments."""
         self._mapped.clear()
-        self._table = None
+        self._table, self._tabled = None, (0, None)
 
     def unmapped(self, handles: StructArray) -> set[Place]:
         """Segments of HANDLE [n] that are not mapped yet."""

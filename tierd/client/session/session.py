@@ -74,7 +74,7 @@ class Session(SessionSocket):
     def unmap(self) -> None:
         """Keeps no segment mapped, except for live views."""
         self.segments.clear()
-        if self.gpus:
+        if self.gpus or "tierd.client.session.stream_copies" in sys.modules:
             _device().unmap_ended()
 
     def map(self, handles: StructArray, *, timeout_s: float) -> None:

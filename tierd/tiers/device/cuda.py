@@ -45,11 +45,11 @@ log = structlog.get_logger(__name__)
 class GpuOptions:
     """ordinal: number of the GPU, in the driver's order.
     patience_s: limit of one call; after it the call and the GPU process end.
-    reads_directly: whether it reads from stores directly, if possible."""
+    direct_reads: whether and by which library it reads from stores directly, if possible."""
 
     ordinal: int = 0
     patience_s: float = 10.0
-    reads_directly: bool = True
+    direct_reads: str = "auto"
 
 
 class CudaTier(SegmentBooks[Slab]):
@@ -64,7 +64,7 @@ class CudaTier(SegmentBooks[Slab]):
         self.facts = GpuFacts()
         self._options = options or GpuOptions()
         self._gpu: GpuProcess | None = None
-        self._direct = DirectWays(spec.name, is_wanted=self._options.reads_directly, on_change=self._update_place)
+        self._direct = DirectWays(spec.name, by=self._options.direct_reads, on_change=self._update_place)
         self._is_begun = False
         """Whether the notices of the start have been logged."""
         self._fault = ""

@@ -47,14 +47,14 @@ class Lent:
 
 
 class DirectWays:
-    """Direct reads of one device tier. name: the tier's. is_wanted: whether to try them. on_change:
+    """Direct reads of one device tier. name: the tier's. by: the setting `direct_reads`. on_change:
     called when a path is lost, or after new tests."""
 
-    def __init__(self, name: str, *, is_wanted: bool, on_change: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, by: str, on_change: Callable[[], None]) -> None:
         self.notices: dict[int, str] = {}
         """By store, why there is no direct path, for people."""
-        self._name, self._on_change = name, on_change
-        self._given_up = "" if is_wanted else 'direct_reads = "off"'
+        self._name, self._by, self._on_change = name, by, on_change
+        self._given_up = 'direct_reads = "off"' if by == "off" else ""
         self._stores: dict[int, StoredTier] = {}
         self._ways: dict[int, str] = {}
         self._gpu: GpuProcess | None = None
@@ -144,7 +144,7 @@ class DirectWays:
             descriptor = await asyncio.to_thread(opened.__enter__)
             try:
                 with self._counted():
-                    return await gpu.probe(descriptor), ""
+                    return await gpu.probe(descriptor, self._by), ""
             finally:
                 opened.__exit__(None, None, None)
         except (TierdError, OSError) as error:

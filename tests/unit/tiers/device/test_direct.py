@@ -172,8 +172,8 @@ async def test_a_refusal_ends_the_way(device: CudaTier, world: World) -> None:
 
 
 async def test_the_setting_off_asks_nobody(directory: Path, world: World) -> None:
-    """With reads_directly off there is no direct way, and a notice says so."""
-    options = GpuOptions(0, PATIENCE_S, reads_directly=False)
+    """With direct_reads off there is no direct way, and a notice says so."""
+    options = GpuOptions(0, PATIENCE_S, direct_reads="off")
     device = CudaTier(DEVICE, position=0, instance="t", arena_dir=str(directory), options=options)
     await device.open()
     await device.find_direct([world.store])
