@@ -79,6 +79,11 @@ class KernelAttention:
             self._decodes[shape] = PagedDecode(self.library, shape, blocks=blocks, allocate=_beside(q))
         return self._decodes[shape](q, kv, batch, to, adds=adds)
 
+    def attended(self, q: Array, kv: KvPages, batch: DeviceBatch) -> Attended:
+        """`decode` into new outputs."""
+        queries = _dense(q)
+        return self.decode(queries, kv, batch, _room(queries))
+
     def beside(self, scales: NDArray[np.float32], array: Array) -> Array:
         """These scales on an array's device: placed once while the same ones are asked for."""
         if self._scales[0] is not scales:

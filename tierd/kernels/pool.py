@@ -23,6 +23,8 @@ from tierd.kernels.reference import PagedBatch
 
 Array = Any
 """A numpy array or a torch tensor."""
+LAST_NUMBER = 2**31 - 2
+"""Of a page: kernels count pages in 31 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,20 @@ class Pool:
                 f"pages: lie {starts.max() - lowest} bytes apart in steps of {step}, above 2^31 steps; take them from one pool"
             )
         return cls(first, step, pages.dtype, numbers)
+
+    def roomy(self) -> Pool:
+        """The same with room for pages to come, below and above, whose numbers then stay. `first`
+        lies up to 2^30 steps lower, where no page may be. `numbers`: the greatest alone."""
+        first = self.first
+        below = min(first.address // self.step, (LAST_NUMBER - int(self.numbers.max())) // 2)
+        lower = replace(first, address=first.address - below * self.step)
+        return replace(self, first=lower, numbers=np.array([LAST_NUMBER], np.int64))
+
+    def find_numbers(self, addresses: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Numbers of pages of this layout; None if one does not lie at a whole step within reach."""
+        numbers, rests = np.divmod(addresses - self.first.address, self.step)
+        is_in = not rests.any() and numbers.min() >= 0 and numbers.max() <= self.numbers.max()
+        return numbers if is_in else None
 
     @property
     def page_tokens(self) -> int:

@@ -42,6 +42,7 @@ Subsets = Sequence[Sequence[Sequence[int]]]
 @dataclass(eq=False, slots=True)
 class LiveSequence:
     """logits: float32 [vocab] for the token after the last one, once the sequence is ready.
+    likeliest: that token, if the device told it; then logits may be empty, unless `is_scored`.
     start: the first token to compute. mass: attention weight per page.
     view: of the request's token policy; None: all tokens."""
 
@@ -56,6 +57,8 @@ class LiveSequence:
     mass: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     is_done: bool = False
     view: TokenView | None = None
+    likeliest: int | None = None
+    is_scored: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -120,7 +123,7 @@ class Pass:
             starts,
             [run.stop - run.sequence.table.dropped for run in runs],
             [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
-            shared=[] if with_mass else _shared(runs, by_kernels=isinstance(attention, KernelAttention)),
+            shared=[] if with_mass else find_shared(runs, by_kernels=isinstance(attention, KernelAttention)),
         )
         self._runs, self._starts = runs, starts
         self._has_views = any(run.sequence.view for run in runs)
@@ -171,7 +174,7 @@ class Pass:
                 run.sequence.view.note(layer, q[rows], lse[rows], run.sequence.table, run.stop)
 
 
-def _shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
+def find_shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
     """Prefixes that runs of one token share, without those that save too little. Runs of token
     policies have none."""
     shape = runs[0].sequence.table.shape
