@@ -48,6 +48,8 @@ class EngineOptions:
     keep_tails: store the tokens after the last full block.
     measure_attention: report each page's attention weight at the end; costs a sum per page. It
     counts the last 16 tokens of each chunk, and each decoded token.
+    decode_graphs: with kernels, decode steps read arrays that stay on the device, and a GPU replays
+    them as CUDA graphs (`decoding.py`).
     """
 
     chunk_tokens: int = 256
@@ -55,6 +57,7 @@ class EngineOptions:
     batch_limit: int = 64
     keep_tails: bool = True
     measure_attention: bool = False
+    decode_graphs: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
@@ -95,7 +98,8 @@ class Engine:
             )
         self._attention = attention or attention_for(model, source.shape)
         self._decoding: Decoding | None = None
-        if isinstance(self._attention, KernelAttention) and Decoding.fits(model) and not self.options.measure_attention:
+        by_steps = self.options.decode_graphs and not self.options.measure_attention
+        if by_steps and isinstance(self._attention, KernelAttention) and Decoding.fits(model):
             self._decoding = Decoding(model, self._attention, source.shape, limit=self.options.batch_limit)
 
     def __enter__(self) -> Self:

@@ -255,6 +255,24 @@ def _rotated() -> Iterator[Forecast]:
     yield Forecast(part, "process_load_coded", 110.0, "its rate, decoded on the way in, with checksums of the payloads")
 
 
+def _end_to_end() -> Iterator[Forecast]:
+    """On an H100 of 3.08 TB/s. A prompt of 8.5 K takes 254 ms of products (550 TFLOP/s), 166 of
+    attention (120) and 30 of norms, rotations and gates; 512 tokens of it 38. A GiB comes from the
+    host in 26 ms, half of it beside computing, and from NVMe at 5 GB/s. A step of 64 sequences reads
+    15 GB of weights at 2.5 TB/s (6.0 ms) and 34.6 GB of KV at 2.8 (12.4). 600 small launches of its
+    graph take 1.0 ms, the host 0.7, calls that name four blocks 2. A pass of Python makes tables in 2
+    ms, and brings and searches all logits in 9."""
+    part, told = "endtoend", "Llama-3-8B's shape, a prompt of 8 K and 512 tokens; its 8 K are"
+    yield Forecast(part, "e2e_ttft_none", 450.0, f"{told} nowhere: ms to the first token")
+    for source, ratio, meaning in (("device", 0.09, "on the device"), ("host", 0.11, "in host memory"), ("nvme", 0.5, "on NVMe")):  # fmt: skip
+        yield Forecast(part, f"e2e_ttft_{source}", ratio, f"{told} {meaning}: against nowhere", at_most=1.0)
+    yield Forecast(part, "e2e_tokens", RIGHT, "the first tokens of that prompt, equal from every source")
+    told = "64 sequences of 4 K, tokens a second against reading weights and KV alone"
+    yield Forecast(part, "e2e_decode", 0.73, f"{told}: pages of the daemon", at_least=0.80)
+    yield Forecast(part, "e2e_decode_plain", 0.80, f"{told}: plain pages")
+    yield Forecast(part, "e2e_decode_passes", 0.52, f"{told}: plain pages, without CUDA graphs")
+
+
 def _sanitizers() -> Iterator[Forecast]:
     for name, meaning in {
         "memcheck": "bad and misaligned addresses",
@@ -268,7 +286,7 @@ def _sanitizers() -> Iterator[Forecast]:
 
 FORECASTS = {
     forecast.name: forecast
-    for table in (_probes, _correctness, _decode, _others, _link, _together, _rotated, _sanitizers)
+    for table in (_probes, _correctness, _decode, _others, _link, _together, _rotated, _end_to_end, _sanitizers)
     for forecast in table()
 }
 

@@ -46,21 +46,22 @@ class Part:
 
 PARTS = (
     Part("register", "tools.gpu.registering", 20),
-    Part("deaths", "tools.gpu.deaths", 50),
+    Part("deaths", "tools.gpu.deaths", 45),
     Part("bounds", "tools.gpu.bounds", 15),
-    Part("decodes", "tools.gpu.decodes", 30),
-    Part("prefills", "tools.gpu.prefills", 25),
+    Part("decodes", "tools.gpu.decodes", 25),
+    Part("prefills", "tools.gpu.prefills", 20),
     Part("pages", "tools.gpu.pages", 20),
-    Part("decode", "tools.gpu.decode", 60),
-    Part("kernels", "tools.gpu.kernels", 30),
+    Part("decode", "tools.gpu.decode", 50),
+    Part("kernels", "tools.gpu.kernels", 25),
     Part("graphs", "tools.gpu.graphs", 20),
-    Part("link", "tools.gpu.link", 30),
-    Part("process", "tools.gpu.process", 25),
-    Part("sharing", "tools.gpu.sharing", 30),
+    Part("link", "tools.gpu.link", 25),
+    Part("process", "tools.gpu.process", 20),
+    Part("sharing", "tools.gpu.sharing", 25),
     Part("direct", "tools.gpu.direct", 15),
-    Part("rotated", "tools.gpu.rotated", 30),
-    Part("rivals", "tools.gpu.rivals", 35),
-    Part("sanitizers", "tools.gpu.sanitizing", 40),
+    Part("rotated", "tools.gpu.rotated", 25),
+    Part("endtoend", "tools.gpu.endtoend", 60),
+    Part("rivals", "tools.gpu.rivals", 30),
+    Part("sanitizers", "tools.gpu.sanitizing", 35),
 )
 
 

@@ -28,6 +28,7 @@ HEADINGS = {
     "sharing": "Several processes and one slab",
     "direct": "From a disk to a slab",
     "rotated": "Pages of rotated codes",
+    "endtoend": "A daemon, a worker and a model",
     "rivals": "Others' kernels",
     "sanitizers": "Under compute-sanitizer",
 }
