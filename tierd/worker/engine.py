@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tierd.errors import InvalidArgument
 from tierd.kernels import PagedAttention
 from tierd.kernels.attention import KernelAttention
-from tierd.worker.attention import attention_for
+from tierd.worker.attention import attention_for, name_of
 from tierd.worker.blocks import BlockTable
 from tierd.worker.decoding import Decoding
 from tierd.worker.model import Llama
@@ -111,6 +111,11 @@ class Engine:
     ) -> None:
         """Closes."""
         self.close()
+
+    @property
+    def attention_name(self) -> str:
+        """What attends: "reference", or kernels and who prefills."""
+        return name_of(self._attention)
 
     def close(self) -> None:
         """Releases spare pages."""
