@@ -96,8 +96,8 @@ class Pool:
         return cls(first, step, pages.dtype, numbers)
 
     def roomy(self) -> Pool:
-        """The same with room for pages to come, below and above, whose numbers then stay. `first`
-        lies up to 2^30 steps lower, where no page may be. `numbers`: the greatest alone."""
+        """The same with room below and above, so that numbers stay when pages come. Its `first`
+        lies up to 2^30 steps lower. There may be no page. Its `numbers` has the greatest alone."""
         first = self.first
         below = min(first.address // self.step, (LAST_NUMBER - int(self.numbers.max())) // 2)
         lower = replace(first, address=first.address - below * self.step)

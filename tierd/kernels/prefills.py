@@ -39,7 +39,7 @@ class Prefill(Protocol):
     name: str
 
     def begin(self, batch: PagedBatch, placed: DeviceBatch, page_tokens: int) -> Any:
-        """What all layers of a pass share. batch, placed: the same, on the host and on the device."""
+        """Makes the part that all layers of a pass share. batch, placed: on the host and the device."""
         ...
 
     def attend(self, begun: Any, q: Array, kv: KvPages) -> tuple[Array, Array]:

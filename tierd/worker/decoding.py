@@ -2,8 +2,8 @@
 
 A step in which every sequence computes one token reads arrays that were allocated once. The host
 copies one small array a step: tokens, positions, slots, lengths, and the entries of page tables
-that changed. Pages keep their numbers while others come. On a GPU a step of a size runs once, is
-captured at its second use, and replayed from then on; a CPU calls the same function. Sizes are
+that changed. Pages keep their numbers while others come. A GPU runs a step of a size once,
+captures it at its second use, and replays it from then on. A CPU calls the same function. Sizes are
 powers of two: rows without a sequence have length 0, and their slot is -1. It does not compute
 chunks of prompts, token policies, page masses, or shared prefixes.
 """

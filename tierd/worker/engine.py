@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def attention_name(self) -> str:
-        """What attends: "reference", or kernels and who prefills."""
+        """The attention in use: "reference", or kernels and whose prefill."""
         return name_of(self._attention)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""A daemon, a worker and a model of Llama-3-8B's shape with random weights: time to first token of
-a prompt by the place of its prefix, and tokens a second beside the same model on plain pages.
+"""A daemon, a worker and a model of Llama-3-8B's shape with random weights, end to end.
 
-`served.py` has the rows. They need more than the other parts: the daemon's packages, and torch on
-the GPU except for tiny sizes. Without these they are left out, with the reason.
+Rows have the time to the first token of a prompt, by the place of its prefix. Others have tokens a
+second, beside those of the same model on plain pages. `served.py` measures them. They need more
+than the other parts: the daemon's packages, and torch on the GPU except for tiny sizes. Without
+these they are left out, with the reason.
 """
 
 from __future__ import annotations

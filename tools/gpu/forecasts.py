@@ -263,12 +263,15 @@ def _rotated() -> Iterator[Forecast]:
 
 
 def _end_to_end() -> Iterator[Forecast]:
-    """On an H100 of 3.08 TB/s. A prompt of 8.5 K takes 254 ms of products (550 TFLOP/s), 166 of
-    attention (120) and 30 of norms, rotations and gates; 512 tokens of it 38. A GiB comes from the
-    host in 26 ms, half of it beside computing, and from NVMe at 5 GB/s. A step of 64 sequences reads
-    15 GB of weights at 2.5 TB/s (6.0 ms) and 34.6 GB of KV at 2.8 (12.4). 600 small launches of its
-    graph take 1.0 ms, the host 0.7, calls that name four blocks 2. A pass of Python makes tables in 2
-    ms, and brings and searches all logits in 9."""
+    """Estimates for an H100 that reads 3.08 TB/s.
+
+    A prompt of 8.5 K takes 254 ms of products (550 TFLOP/s), 166 of attention (120) and 30 of all
+    else. Its last 512 tokens take 38. A GiB comes from the host in 26 ms, half of
+    it beside computing, and from NVMe at 5 GB/s. A step of 64 sequences reads 15 GB of weights at
+    2.5 TB/s (6.0 ms) and 34.6 GB of KV at 2.8 (12.4). Small launches of its graph take 1.0 ms (600
+    of them), the host 0.7, and calls that name four blocks 2. A pass makes tables in 2 ms. It
+    brings and searches all logits in 9.
+    """
     part, told = "endtoend", "Llama-3-8B's shape, a prompt of 8 K and 512 tokens; its 8 K are"
     yield Forecast(part, "e2e_ttft_none", 450.0, f"{told} nowhere: ms to the first token")
     for source, ratio, meaning in (("device", 0.09, "on the device"), ("host", 0.11, "in host memory"), ("nvme", 0.5, "on NVMe")):  # fmt: skip

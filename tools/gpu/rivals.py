@@ -1,6 +1,7 @@
 """Decodes of torch's SDPA and of FlashInfer beside tierd's, if they are installed.
 
-Prefills of FlashAttention-3 and FlashInfer too, as the worker dispatches to them. SDPA has gathered keys and values; FlashInfer has the same pages, and its quickest backend counts.
+SDPA has gathered keys and values; FlashInfer has the same pages, and its quickest backend counts.
+Prefills of FlashAttention-3 and FlashInfer are called as the worker calls them.
 Invariants: all get the same numbers, and use places in turn, so none hits the cache. All are
 captured by torch as graphs; tierd's decode launches into torch's stream.
 """

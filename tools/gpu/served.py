@@ -45,8 +45,10 @@ LIMIT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """prefix, tail, chunk: tokens of a prompt, and of a prefill's step. requests, length: of the
-    decoded batch. capacities: of device, host and NVMe. rounds: counted ones; steps: decoded ones."""
+    """prefix, tail: tokens of a prompt. chunk: of a prefill's step. requests, length: of the batch.
+
+    capacities: of device, host and NVMe. rounds: counted prompts. steps: of the batch.
+    """
 
     spec: LlamaSpec
     backend: Backend

@@ -101,7 +101,7 @@ def case(dtype: Any = None) -> Pages:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_others_get_the_pages_in_place(library: Emulated, kind: str) -> None:
-    """Their outputs and log-sum-exps over both layers are those of tierd's kernel; single tokens stay with it."""
+    """Their outputs and log-sum-exps over both layers are those of tierd's kernel."""
     q, pages = case()
     single = replace(BATCH, query_starts=[0, 1, 18, 20], kv_lens=[60, 17, 33])
     for batch, rows in ((BATCH, 39), (single, 20)):
@@ -149,7 +149,7 @@ def test_one_that_fails_is_not_asked_again(library: Emulated, caplog: pytest.Log
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one that is installed and fits the GPU prefills, unless TIERD_PREFILL names one; others are refused."""
+    """The first one that fits the GPU prefills, unless TIERD_PREFILL names another; it refuses others."""
     fits = SimpleNamespace(cuda=SimpleNamespace(get_device_capability=lambda _: (9, 0)))
     older = SimpleNamespace(cuda=SimpleNamespace(get_device_capability=lambda _: (8, 0)))
 

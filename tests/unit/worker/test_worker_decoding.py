@@ -26,7 +26,7 @@ from tools.kernels import MissingTool, build_emulator
 
 PROMPTS = [tuple((n * i * i + 3) % 64 for i in range(20 + 7 * n)) for n in range(1, 5)]
 REQUESTS = [Request(PROMPTS[i % 4], 4 + 7 * i % 17) for i in range(6)]
-"""The same prompt twice, lengths that end anywhere: sequences join and leave, and commit the same blocks."""
+"""Two prompts twice, lengths that end anywhere: sequences join, leave and commit the same blocks."""
 DRAWN = Request(PROMPTS[0], 6, temperature=1.3, samples=2, seed=5)
 
 
@@ -95,7 +95,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("kv_dtype", ["float16", E4M3])
 def test_steps_give_the_tokens_of_passes(library: Emulated, monkeypatch: pytest.MonkeyPatch, kv_dtype: str) -> None:
-    """Sequences that join, leave, fork, reuse and commit the same blocks get the tokens and reports of passes."""
+    """Sequences that join, leave, fork, reuse and commit the same blocks get the tokens of passes."""
     steps, told = counted(monkeypatch, "_run"), []
     for by_steps in (False, True):
         source = storing(kv_dtype)
