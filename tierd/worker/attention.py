@@ -28,8 +28,8 @@ def attention_for(model: Llama, shape: PageShape) -> PagedAttention:
 
 
 def attention_over(shape: PageShape, *, q_heads: int, backend: Backend) -> PagedAttention:
-    """As `attention_for`, for so many query heads computed by this backend; raises the same. Where
-    torch computes on a GPU, TIERD_PREFILL chooses who prefills."""
+    """As `attention_for`, for so many query heads computed by this backend; raises the same.
+    TIERD_PREFILL chooses the prefill of a GPU on which torch computes."""
     if not backend.has_kernels:
         return paged_attention
     fault = find_fault(shape, q_heads)
@@ -40,7 +40,7 @@ def attention_over(shape: PageShape, *, q_heads: int, backend: Backend) -> Paged
 
 
 def name_of(attention: PagedAttention) -> str:
-    """What attends, for reports."""
+    """A name for reports: "reference", or kernels and whose prefill."""
     return attention.name if isinstance(attention, KernelAttention) else "reference"
 
 
