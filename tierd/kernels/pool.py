@@ -6,6 +6,7 @@ pages costs a few array operations, and no step in Python for each page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ Array = Any
 """A numpy array or a torch tensor."""
 LAST_NUMBER = 2**31 - 2
 """Of a page: kernels count pages in 31 bits."""
+GRAIN_BYTES = 1 << 16
+"""Most pages lie at multiples of it; so many steps of it reach all addresses of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,14 @@ class Pool:
         return cls(first, step, pages.dtype, numbers)
 
     def roomy(self) -> Pool:
-        """The same with room below and above, so that numbers stay when pages come. Its `first`
-        lies up to 2^30 steps lower. There may be no page. Its `numbers` has the greatest alone."""
-        first = self.first
-        below = min(first.address // self.step, (LAST_NUMBER - int(self.numbers.max())) // 2)
-        lower = replace(first, address=first.address - below * self.step)
-        return replace(self, first=lower, numbers=np.array([LAST_NUMBER], np.int64))
+        """The same with room below and above and in finer steps: numbers stay when pages come. Its
+        `first` lies up to 2^30 steps lower, perhaps at no page. Its `numbers` has the greatest."""
+        first, reach, step = self.first, int(self.numbers.max()) * self.step, math.gcd(self.step, GRAIN_BYTES)
+        if reach // step >= LAST_NUMBER:
+            step = self.step
+        below = min(first.address // step, (LAST_NUMBER - reach // step) // 2)
+        lower = replace(first, address=first.address - below * step)
+        return replace(self, first=lower, step=step, numbers=np.array([LAST_NUMBER], np.int64))
 
     def find_numbers(self, addresses: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Numbers of pages of this layout; None if one does not lie at a whole step within reach."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from tierd.worker import decoding
 from tierd.worker.backend import Backend
 from tierd.worker.decoding import Decoding
 from tierd.worker.engine import Engine, EngineOptions
-from tierd.worker.pages import LocalPages, Page, PageShape, PageSource, page_shape
+from tierd.worker.pages import Held, LocalPages, Page, PageShape, PageSource, page_shape
 from tierd.worker.report import Request
+from tierd.worker.tokens.choice import TokenChoice
 from tools.kernels import MissingTool, build_emulator
 
 PROMPTS = [tuple((n * i * i + 3) % 64 for i in range(20 + 7 * n)) for n in range(1, 5)]
@@ -111,13 +113,14 @@ def test_a_replay_needs_nothing_but_its_arrays(
 ) -> None:
     """Captured steps, replayed without Python and over ruined results, give the tokens of passes."""
     recorded = captures(library, monkeypatch)
-    calls = counted(monkeypatch, "_compute")
+    steps, calls = counted(monkeypatch, "_run"), counted(monkeypatch, "_compute")
     got, want = (
         engine_of(LocalPages(on_torch), used, decode_graphs=by_steps, batch_limit=5).generate([*REQUESTS, DRAWN])
         for used, by_steps in ((recorded, True), (library, False))
     )
     assert [report.tokens for report in got] == [report.tokens for report in want]
-    assert len(recorded.captures) == 3 and recorded.replays > len(calls)
+    assert 1 < len(recorded.captures) < recorded.replays
+    assert len(steps) == len(calls) - len(recorded.captures) + recorded.replays
 
 
 def test_a_step_brings_one_small_array(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +160,21 @@ def test_pages_off_the_steps_are_numbered_anew(
     got = engine_of(Odd(shape), recorded).generate([Request(PROMPTS[0], 40)])
     assert got[0].tokens == want[0].tokens
     assert len(calls) == len(recorded.captures) == 3
+
+
+def test_a_step_is_a_pass_while_blocks_arrive(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a held prompt waits for each layer of the blocks that still come."""
+    awaited, source = list[int | None](), storing()
+    engine, request = engine_of(source, library), Request((*PROMPTS[0], *PROMPTS[1])[:33], 5)
+    want = engine.generate([request])[0].tokens
+    acquire = source.acquire
+
+    def arriving(*given: Any, **more: Any) -> Held:
+        return replace(acquire(*given, **more), arriving=lambda layer: awaited.append(layer) or True)
+
+    monkeypatch.setattr(source, "acquire", arriving)
+    again = engine.generate([request])[0]
+    assert (again.tokens, again.reused_tokens, awaited) == (want, 32, [0, 1])
 
 
 def test_a_failed_step_leaves_no_stale_table(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,10 +237,20 @@ def test_a_gpu_gives_only_logits_that_are_needed(library: Emulated, monkeypatch:
     assert [s.likeliest == int(np.argmax(s.logits)) for s in sequences[1:]] == [True, True]
 
 
-@pytest.mark.parametrize("options", [{"measure_attention": True}, {"batch_limit": 1}], ids=str)
-def test_other_steps_are_passes(library: Emulated, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Steps with page masses, or of more samples than the limit, are computed as passes."""
+@pytest.mark.parametrize(
+    ("request_", "options"),
+    [
+        (Request(PROMPTS[0], 4), {"measure_attention": True}),
+        (Request(PROMPTS[0], 4, samples=2), {"batch_limit": 1}),
+        (Request(PROMPTS[3], 4, token_policy=TokenChoice("quest", 0.5)), {}),
+    ],
+    ids=["masses", "samples", "policy"],
+)
+def test_other_steps_are_passes(
+    library: Emulated, monkeypatch: pytest.MonkeyPatch, request_: Request, options: dict[str, Any]
+) -> None:
+    """Steps with page masses, of more samples than the limit, or of a token policy are passes."""
     calls = counted(monkeypatch, "_run")
     engine = engine_of(storing(), library, **options)
-    assert len(engine.generate([Request(PROMPTS[0], 4, samples=2)])) == 2
+    assert len(engine.generate([request_])) == request_.samples
     assert not calls
