@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,20 +34,6 @@ WORKSPACE_BYTES = 128 << 20
 """As FlashInfer advises."""
 
 
-class Prefill(Protocol):
-    """name: of the package and its version."""
-
-    name: str
-
-    def begin(self, batch: PagedBatch, placed: DeviceBatch, page_tokens: int) -> Any:
-        """Makes the part that all layers of a pass share. batch, placed: on the host and the device."""
-        ...
-
-    def attend(self, begun: Any, q: Array, kv: KvPages) -> tuple[Array, Array]:
-        """Of one layer, as `Attended`: out, and natural lse. q: [tokens, q_heads, head_dim], dense."""
-        ...
-
-
 def takes(batch: PagedBatch, kv: KvPages) -> bool:
     """Whether the others have what a pass asks for."""
     k, rows = Buffer.of("pages.k", kv.k), np.diff(batch.query_starts)
@@ -54,35 +41,21 @@ def takes(batch: PagedBatch, kv: KvPages) -> bool:
     return has_all and k.dtype in TYPES and kv.k_scales is None and k.shape[-1] in DIMS
 
 
-def find_prefill(torch: Any, device: str) -> Prefill | None:
-    """The one to use; None: tierd's. Raises ConfigError for another word in TIERD_PREFILL, and if
-    the one that it asks for is not installed or not for this GPU."""
-    asked = os.environ.get(PREFILL, "")
-    if asked not in ("", "tierd", *FINDERS):
-        raise ConfigError(f"{PREFILL}: is {asked!r}; set it to tierd, {' or '.join(FINDERS)}, or not at all")
-    for name, find in FINDERS.items():
-        if asked in ("", name) and (found := find(torch, device)):
-            return found
-    if asked in FINDERS:
-        raise ConfigError(f"{PREFILL}: {asked} is not installed, or not for {device}; install it, or set it to tierd")
-    return None
-
-
 @dataclass
 class FlashAttention3:
-    """module: flash_attn_interface."""
+    """module: flash_attn_interface. name: of the package and its version."""
 
     torch: Any
     module: Any
     name: str
 
     def begin(self, batch: PagedBatch, placed: DeviceBatch, page_tokens: int) -> Any:
-        """Tables and lengths as they lie on the device."""
+        """Makes the part that all layers of a pass share. batch, placed: on the host and the device."""
         starts = self.torch.tensor(list(batch.query_starts), dtype=self.torch.int32, device=placed.tables.device)
         return placed, starts, int(np.diff(batch.query_starts).max())
 
     def attend(self, begun: Any, q: Array, kv: KvPages) -> tuple[Array, Array]:
-        """One launch."""
+        """Attends in one layer: out, and natural lse. q: [tokens, q_heads, head_dim], dense."""
         placed, starts, longest = begun
         out, lse, *_ = self.module.flash_attn_with_kvcache(
             q,
@@ -109,7 +82,7 @@ class FlashInfer:
     _planned: Any = None
 
     def begin(self, batch: PagedBatch, placed: DeviceBatch, page_tokens: int) -> Any:
-        """Numbers of the used pages, one sequence after another."""
+        """As FlashAttention3's: numbers of the used pages, one sequence after another."""
         if self._wrapper is None:
             room = self.torch.zeros(WORKSPACE_BYTES, dtype=self.torch.uint8, device=placed.tables.device)
             self._wrapper = self.module.BatchPrefillWithPagedKVCacheWrapper(room, "NHD")
@@ -122,7 +95,7 @@ class FlashInfer:
         return host[0], host[1], numbers, host[2]
 
     def attend(self, begun: Any, q: Array, kv: KvPages) -> tuple[Array, Array]:
-        """Plans before the first layer, and anew if another pass came between."""
+        """As FlashAttention3's. It plans before the first layer, and anew after another pass."""
         k, v = tensor_of(self.torch, kv.k), tensor_of(self.torch, kv.v)
         if self._planned is not begun:
             heads, types = (
@@ -133,6 +106,23 @@ class FlashInfer:
             self._planned = begun
         out, lse = self._wrapper.run(q, (k, v), return_lse=True)
         return out, lse * math.log(2)
+
+
+Prefill = FlashAttention3 | FlashInfer
+
+
+def find_prefill(torch: Any, device: str) -> Prefill | None:
+    """The one to use; None: tierd's. Raises ConfigError for another word in TIERD_PREFILL, and if
+    the one that it asks for is not installed or not for this GPU."""
+    asked = os.environ.get(PREFILL, "")
+    if asked not in ("", "tierd", *FINDERS):
+        raise ConfigError(f"{PREFILL}: is {asked!r}; set it to tierd, {' or '.join(FINDERS)}, or not at all")
+    for name, find in FINDERS.items():
+        if asked in ("", name) and (found := find(torch, device)):
+            return found
+    if asked in FINDERS:
+        raise ConfigError(f"{PREFILL}: {asked} is not installed, or not for {device}; install it, or set it to tierd")
+    return None
 
 
 def tensor_of(torch: Any, array: Array) -> Array:
@@ -159,25 +149,22 @@ class _Words:
         setattr(self, "__array_interface__" if found.device == "cpu" else "__cuda_array_interface__", interface)
 
 
-def _find_fa3(torch: Any, device: str) -> Prefill | None:
-    """Only for sm_90: no other GPU has the instructions."""
-    module = _imported("flash_attn_interface")
-    if module is None or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    return FlashAttention3(torch, module, f"fa3 {getattr(module, '__version__', '')}".strip())
-
-
-def _find_flashinfer(torch: Any, _: str) -> Prefill | None:
-    module = _imported("flashinfer")
-    return module and FlashInfer(torch, module, f"flashinfer {getattr(module, '__version__', '')}".strip())
-
-
-def _imported(name: str) -> Any:
+def _find(kind: type[Prefill], package: str, torch: Any) -> Prefill | None:
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(package)
     except Exception:  # noqa: BLE001 - a package that is built for another torch raises whatever it likes
         return None
+    return kind(torch, module, f"{package} {getattr(module, '__version__', '')}".strip())
 
 
-FINDERS = {"fa3": _find_fa3, "flashinfer": _find_flashinfer}
+def _find_fa3(torch: Any, device: str) -> Prefill | None:
+    """Only for sm_90: no other GPU has the instructions."""
+    is_right = torch.cuda.get_device_capability(device)[0] == 9
+    return _find(FlashAttention3, "flash_attn_interface", torch) if is_right else None
+
+
+FINDERS: dict[str, Callable[[Any, str], Prefill | None]] = {
+    "fa3": _find_fa3,
+    "flashinfer": lambda torch, _: _find(FlashInfer, "flashinfer", torch),
+}
 """Each takes torch and a device, and gives None where it cannot run."""

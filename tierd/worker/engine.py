@@ -229,9 +229,10 @@ class Engine:
 
         The prompt's full blocks are stored, these tokens are not.
         """
-        sequence, found = self.begin(request), []
+        sequence, found = self.open(request), []
         sequence.is_scored = True
         try:
+            self._finish([sequence])
             for token in following:
                 logits = np.asarray(sequence.logits, np.float64)
                 found.append(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))

@@ -161,7 +161,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", MODULES["fa3"])
     monkeypatch.setitem(sys.modules, "flashinfer", MODULES["flashinfer"])
-    assert [found(fits), found(older), found(fits, "tierd")] == ["fa3 3.0", "flashinfer 0.6", "tierd"]
+    assert [found(fits), found(older), found(fits, "tierd")] == ["flash_attn_interface 3.0", "flashinfer 0.6", "tierd"]
     assert found(fits, "flashinfer") == "flashinfer 0.6"
     with pytest.raises(ConfigError, match="fa3 is not installed, or not for cuda:0"):
         found(older, "fa3")

@@ -217,24 +217,42 @@ def test_what_cannot_be_captured_runs_all_the_same(
     ]
 
 
-def test_a_gpu_gives_only_logits_that_are_needed(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a GPU, greedy sequences get their token alone; drawn and scored ones get their logits too."""
-    engine = engine_of(local(), library)
-    sequences = begun(engine, [Request(PROMPTS[0], 9), Request(PROMPTS[1], 9, temperature=1.0), Request(PROMPTS[2], 9)])
-    sequences[2].is_scored = True
-    captured, plain = list[Any](), engine._take
+@pytest.fixture
+def as_on_gpu(library: Emulated, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, list[tuple[int, ...]]]:
+    """An engine that takes a step's results as from a GPU, and the shapes of the logits that it brings."""
+    engine, brought = engine_of(storing(), library), list[tuple[int, ...]]()
+    plain = engine._take
 
-    def on_gpu(*given: Any) -> None:
+    def take(*given: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Backend, "is_on_gpu", True)
-            patch.setattr(engine.model.backend.__class__, "to_numpy", lambda _, array: captured.append(array) or array)
+            patch.setattr(Backend, "to_numpy", lambda _, array: brought.append(array.shape) or np.asarray(array))
             plain(*given)
 
-    monkeypatch.setattr(engine, "_take", on_gpu)
+    monkeypatch.setattr(engine, "_take", take)
+    return engine, brought
+
+
+def test_a_gpu_gives_only_logits_that_are_needed(as_on_gpu: tuple[Engine, list[tuple[int, ...]]]) -> None:
+    """From a GPU, greedy sequences get their token alone; drawn ones get their logits too."""
+    engine, brought = as_on_gpu
+    requests = [Request(PROMPTS[i], 9, temperature=i) for i in range(3)]
+    sequences = begun(engine, requests)
     engine.compute(sequences)
     assert [len(sequence.logits) for sequence in sequences] == [0, SPEC.vocab_size, SPEC.vocab_size]
-    assert [array.shape for array in captured] == [(2, SPEC.vocab_size)]
+    assert brought == [(2, SPEC.vocab_size)]
     assert [s.likeliest == int(np.argmax(s.logits)) for s in sequences[1:]] == [True, True]
+
+
+def test_scores_get_their_logits_from_a_gpu(as_on_gpu: tuple[Engine, list[tuple[int, ...]]]) -> None:
+    """Scores behind a prompt of which all but one token is stored equal those of the computed one."""
+    engine, brought = as_on_gpu
+    request = Request((*PROMPTS[0], *PROMPTS[1])[:33], 1)
+    want = engine.score(request, [3, 1, 4])
+    engine.generate([request])
+    del brought[:]
+    np.testing.assert_allclose(engine.score(request, [3, 1, 4]), want, rtol=0, atol=2e-3)
+    assert brought == [(1, SPEC.vocab_size)] * 4
 
 
 @pytest.mark.parametrize(
