@@ -9,6 +9,7 @@ has the type and device of the queries.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,11 +25,13 @@ from tierd.kernels.library import Library
 from tierd.kernels.paged import Chunks, DecodeShape, PagedDecode, decode_blocks, paged_prefill
 from tierd.kernels.pages import KvPages, store_tokens
 from tierd.kernels.pool import Pool, cast, placed
+from tierd.kernels.prefills import Prefill, takes
 from tierd.kernels.reference import MASS_ROWS, Attended, PagedBatch
 from tierd.kernels.shared import SharedParts
 
 Array = Any
 """A numpy array or a torch tensor."""
+_log = logging.getLogger(__name__)
 
 
 class KernelAttention:
@@ -38,11 +41,16 @@ class KernelAttention:
     (`asarray`, `empty`, `empty_like`, `astype`). Shared prefixes are read once if it has `take`.
     """
 
-    def __init__(self, library: Library) -> None:
-        """library: for the device of all arrays."""
-        self.library = library
+    def __init__(self, library: Library, prefill: Prefill | None = None) -> None:
+        """library: for the device of all arrays. prefill: another project's, for what it takes."""
+        self.library, self.prefill = library, prefill
         self._decodes: dict[DecodeShape, PagedDecode] = {}
         self._scales: tuple[NDArray[np.float32] | None, Array] = None, None
+
+    @property
+    def name(self) -> str:
+        """Of the kernels that attend."""
+        return "tierd" + (f", prefill by {self.prefill.name}" if self.prefill else "")
 
     def __call__(
         self,
@@ -79,6 +87,11 @@ class KernelAttention:
             self._decodes[shape] = PagedDecode(self.library, shape, blocks=blocks, allocate=_beside(q))
         return self._decodes[shape](q, kv, batch, to, adds=adds)
 
+    def attended(self, q: Array, kv: KvPages, batch: DeviceBatch) -> Attended:
+        """`decode` into new outputs."""
+        queries = _dense(q)
+        return self.decode(queries, kv, batch, _room(queries))
+
     def beside(self, scales: NDArray[np.float32], array: Array) -> Array:
         """These scales on an array's device: placed once while the same ones are asked for."""
         if self._scales[0] is not scales:
@@ -102,7 +115,8 @@ class KernelPass:
         self._decoded: dict[tuple[int, int], DeviceBatch] = {}
         self._mass: dict[tuple[int, int], Array] = {}
         self._begun: set[tuple[int, int]] = set()
-        self._prefilled: tuple[DeviceBatch, Array, int] | None = None
+        self._prefilled: tuple[PagedBatch, DeviceBatch, Array, int] | None = None
+        self._planned: Any = None
         self._stored: Array = None
         self._own: KernelPass | None = None
         self._shared: SharedParts | None = None
@@ -179,10 +193,26 @@ class KernelPass:
         if self._prefilled is None:
             behind = _behind(self._batch, ones)
             starts = np.asarray(behind.query_starts, np.int32)
-            self._prefilled = self._pool.batch(behind, q), placed(starts, q), int(np.diff(starts).max())
-        batch, starts_there, longest = self._prefilled
+            self._prefilled = behind, self._pool.batch(behind, q), placed(starts, q), int(np.diff(starts).max())
+        behind, batch, starts_there, longest = self._prefilled
+        if scale is None and self._by_other(behind, batch, q[ones:], kv, to):
+            return
         chunks = Chunks(q[ones:], starts_there, longest)
         paged_prefill(self._attention.library, chunks, kv, replace(batch, scale=scale), to)
+
+    def _by_other(self, behind: PagedBatch, batch: DeviceBatch, q: Array, kv: KvPages, to: Attended) -> bool:
+        """Whether another project's kernel attended. One that fails is not asked again."""
+        other = self._attention.prefill
+        if other is None or not takes(behind, kv):
+            return False
+        try:
+            self._planned = self._planned or other.begin(behind, batch, self._pool.page_tokens)
+            to.out[...], to.lse[...] = other.attend(self._planned, q, kv)
+        except Exception as fault:  # noqa: BLE001 - whatever their compilers and checks raise
+            _log.warning("prefill by %s failed; tierd's kernel takes over: %s", other.name, fault)
+            self._attention.prefill = None
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ pages costs a few array operations, and no step in Python for each page.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,10 @@ from tierd.kernels.reference import PagedBatch
 
 Array = Any
 """A numpy array or a torch tensor."""
+LAST_NUMBER = 2**31 - 2
+"""Of a page: kernels count pages in 31 bits."""
+GRAIN_BYTES = 1 << 16
+"""Most pages lie at multiples of it; so many steps of it reach all addresses of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,22 @@ class Pool:
                 f"pages: lie {starts.max() - lowest} bytes apart in steps of {step}, above 2^31 steps; take them from one pool"
             )
         return cls(first, step, pages.dtype, numbers)
+
+    def roomy(self) -> Pool:
+        """The same with room below and above and in finer steps: numbers stay when pages come. Its
+        `first` lies up to 2^30 steps lower, perhaps at no page. Its `numbers` has the greatest."""
+        first, reach, step = self.first, int(self.numbers.max()) * self.step, math.gcd(self.step, GRAIN_BYTES)
+        if reach // step >= LAST_NUMBER:
+            step = self.step
+        below = min(first.address // step, (LAST_NUMBER - reach // step) // 2)
+        lower = replace(first, address=first.address - below * step)
+        return replace(self, first=lower, step=step, numbers=np.array([LAST_NUMBER], np.int64))
+
+    def find_numbers(self, addresses: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Numbers of pages of this layout; None if one does not lie at a whole step within reach."""
+        numbers, rests = np.divmod(addresses - self.first.address, self.step)
+        is_in = not rests.any() and numbers.min() >= 0 and numbers.max() <= self.numbers.max()
+        return numbers if is_in else None
 
     @property
     def page_tokens(self) -> int:

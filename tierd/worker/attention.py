@@ -12,6 +12,7 @@ from tierd.kernels.arguments import GROUP_LIMIT, HEAD_DIMS
 from tierd.kernels.attention import KernelAttention
 from tierd.kernels.fitting import TILE_TOKENS
 from tierd.kernels.library import open_library
+from tierd.kernels.prefills import find_prefill
 from tierd.worker.backend import KERNEL_DTYPES, Backend
 from tierd.worker.model import Llama
 from tierd.worker.pages import PageShape
@@ -27,13 +28,20 @@ def attention_for(model: Llama, shape: PageShape) -> PagedAttention:
 
 
 def attention_over(shape: PageShape, *, q_heads: int, backend: Backend) -> PagedAttention:
-    """As `attention_for`, for so many query heads computed by this backend; raises the same."""
+    """As `attention_for`, for so many query heads computed by this backend; raises the same.
+    TIERD_PREFILL chooses the prefill of a GPU on which torch computes."""
     if not backend.has_kernels:
         return paged_attention
     fault = find_fault(shape, q_heads)
     if fault:
         raise ConfigError(f"kernels: {fault}; change that, or set TIERD_KERNELS=reference")
-    return KernelAttention(open_library(ordinal=backend.ordinal))
+    prefill = find_prefill(backend.torch, backend.device) if backend.torch and backend.is_on_gpu else None
+    return KernelAttention(open_library(ordinal=backend.ordinal), prefill)
+
+
+def name_of(attention: PagedAttention) -> str:
+    """A name for reports: "reference", or kernels and whose prefill."""
+    return attention.name if isinstance(attention, KernelAttention) else "reference"
 
 
 def find_fault(shape: PageShape, heads: int) -> str | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from array_api_compat import to_device
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tierd.client.session.device import Mark
     from tierd.worker.gpu import GpuMemory
 
+T = TypeVar("T")
 Array = Any
 """A numpy array, a torch tensor or, over memory of a GPU, a GpuArray."""
 
@@ -175,6 +176,26 @@ class Backend:
     def from_kernels(self, array: Array) -> Array:
         """A kernel's result for the model; for numpy a copy, made after all running work."""
         return self.to_numpy(array) if self.torch is None else array
+
+    def captured(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Replays the work's launches on the GPU, with the arrays of this call; each replay returns
+        the same result arrays, with new contents. On a CPU it is the work itself.
+
+        The work ran once before, and allocates nothing but through torch. Raises torch's errors for
+        work that no graph can hold.
+        """
+        if not self.is_on_gpu:
+            return work
+        cuda = self.torch.cuda
+        # Calls of other threads, such as the client's, do not end this thread's capture.
+        with cuda.device(self.ordinal), cuda.graph(graph := cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
 
     def under_way(self) -> tuple[Mark, ...]:
         """Marks of work that must end before others read this worker's writes or overwrite its reads."""

@@ -60,16 +60,25 @@ class BlockTable:
         return self._source.shape
 
     def located(self) -> Located:
-        """The addresses of its pages, of which there is one at least. Only pages that came or moved
-        since the last call are looked at. Raises InvalidArgument for pages of several layouts."""
-        if self._moves != Page.moves:  # any page may have moved that had no name at the last call
-            self._know(self._fixed)
+        """The addresses of its pages, of which there is one at least: the same object until one
+        changes. Only pages that came or moved since the last call are looked at. Raises
+        InvalidArgument for pages of several layouts."""
+        if self._moves != Page.moves:  # pages that had no name at the last call may have moved
+            moved = (i for i in range(self._fixed, len(self.pages)) if self.pages[i].moved > self._moves)
+            self._know(next(moved, self._known))
         if self._located is None or self._known < len(self.pages):
             first, before = (None, []) if self._located is None else (self._located.first, [self._located.addresses])
             new = Located.of([page.array for page in self.pages[self._known :]], first)
             self._located = replace(new, addresses=np.concatenate([*(b[: self._known] for b in before), new.addresses]))
+        elif len(self._located) > len(self.pages):
+            self._located = replace(self._located, addresses=self._located.addresses[: len(self.pages)])
         self._known, self._fixed, self._moves = len(self.pages), self.named, Page.moves
-        return replace(self._located, addresses=self._located.addresses[: len(self.pages)])
+        return self._located
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether layers of a stored prefix may still come."""
+        return self._arriving is not None
 
     @property
     def held(self) -> int:

@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.errors import InvalidArgument
 from tierd.kernels import PagedAttention
-from tierd.worker.attention import attention_for
+from tierd.kernels.attention import KernelAttention
+from tierd.worker.attention import attention_for, name_of
 from tierd.worker.blocks import BlockTable
+from tierd.worker.decoding import Decoding
 from tierd.worker.far import FarPrompt, check_far
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, PagesMissing, PageSource
@@ -47,6 +49,8 @@ class EngineOptions:
     keep_tails: store the tokens after the last full block.
     measure_attention: report each page's attention weight at the end; costs a sum per page. It
     counts the last 16 tokens of each chunk, and each decoded token.
+    decode_graphs: with kernels, decode steps read arrays that stay on the device, and a GPU replays
+    them as CUDA graphs (`decoding.py`).
     """
 
     chunk_tokens: int = 256
@@ -54,12 +58,17 @@ class EngineOptions:
     batch_limit: int = 64
     keep_tails: bool = True
     measure_attention: bool = False
+    decode_graphs: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
         for name in ("chunk_tokens", "step_tokens", "batch_limit"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"engine.{name}: {getattr(self, name)} is below 1; choose a positive number")
+
+
+Array = Any
+"""A numpy array or a torch tensor."""
 
 
 class Engine:
@@ -89,6 +98,10 @@ class Engine:
                 f"source: pages are {geometry}, the model needs {wanted}; make it with the model's spec"
             )
         self._attention = attention or attention_for(model, source.shape)
+        self._decoding: Decoding | None = None
+        by_steps = self.options.decode_graphs and not self.options.measure_attention
+        if by_steps and isinstance(self._attention, KernelAttention) and Decoding.fits(model):
+            self._decoding = Decoding(model, self._attention, source.shape, limit=self.options.batch_limit)
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -99,6 +112,11 @@ class Engine:
     ) -> None:
         """Closes."""
         self.close()
+
+    @property
+    def attention_name(self) -> str:
+        """The attention in use: "reference", or kernels and whose prefill."""
+        return name_of(self._attention)
 
     def close(self) -> None:
         """Releases spare pages."""
@@ -136,6 +154,7 @@ class Engine:
             table=sequence.table.fork(),
             tokens=list(sequence.tokens),
             logits=sequence.logits,
+            likeliest=sequence.likeliest,
             start=sequence.start,
             rng=np.random.default_rng([sequence.request.seed, stream]),
             report=sequence.report.fresh(),
@@ -178,12 +197,12 @@ class Engine:
         runs = [self._next_run(sequence) for sequence in sequences]
         runs.sort(key=lambda run: run.stop - run.start > 1)  # kernels take decodes and chunks apart
         try:
-            rows = self._compute(runs)
+            self._compute(runs)
         except PagesMissing as missing:
             self._replace_table(next(s for s in sequences if s.table is missing.table))
             return
-        for run, row in zip(runs, rows, strict=True):
-            run.sequence.logits, run.sequence.start = row, run.stop
+        for run in runs:
+            run.sequence.start = run.stop
         for sequence in sequences:
             if not sequence.is_ready and not sequence.is_decoding:
                 sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
@@ -212,8 +231,10 @@ class Engine:
 
         The prompt's full blocks are stored, these tokens are not.
         """
-        sequence, found = self.begin(request), []
+        sequence, found = self.open(request), []
+        sequence.is_scored = True
         try:
+            self._finish([sequence])
             for token in following:
                 logits = np.asarray(sequence.logits, np.float64)
                 found.append(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
@@ -311,29 +332,53 @@ class Engine:
         if not sequence.is_ready:
             raise InvalidArgument("sequence: its logits were used already; call step for the next ones")
         request, report = sequence.request, sequence.report
-        token = pick_token(sequence.logits, temperature=request.temperature, rng=sequence.rng)
+        token = sequence.likeliest
+        if token is None or request.temperature > 0:
+            token = pick_token(sequence.logits, temperature=request.temperature, rng=sequence.rng)
         if not sequence.is_decoding:
             report.ttft_s = self._clock() - sequence.started_s
         sequence.tokens.append(token)
         report.stopped = token in request.stop
         sequence.is_done = report.stopped or len(sequence.generated) >= request.max_new_tokens
 
-    def _compute(self, runs: Sequence[Run]) -> NDArray[np.float32]:
-        """One pass over the tokens of all runs: float32 [runs, vocab], the logits after each run's last token."""
+    def _compute(self, runs: Sequence[Run]) -> None:
+        """Computes the tokens of all runs, and what may follow each run's last one."""
         for run in runs:
             run.sequence.table.grow(run.stop)
+        scored = self._decoding.step(runs) if self._decoding else None
+        if scored is None:
+            self._pass(runs)
+        else:
+            self._take(runs, *scored)
+        for run in runs:
+            run.sequence.table.advance(run.stop)
+            if run.sequence.view:
+                run.sequence.view.advance(run.stop)
+
+    def _pass(self, runs: Sequence[Run]) -> None:
+        """One pass over all tokens of the runs."""
         backend = self.model.backend
         tokens = backend.ints([t for run in runs for t in run.sequence.tokens[run.start : run.stop]])
         positions = backend.ints([p for run in runs for p in run.positions])
         step = Pass(runs, attention=self._attention, with_mass=self.options.measure_attention)
         hidden = self.model.hidden(tokens, positions, step.attend)
-        for run in runs:
-            run.sequence.table.advance(run.stop)
-            if run.sequence.view:
-                run.sequence.view.advance(run.stop)
         if self.options.measure_attention:
             self._add_mass(runs, step.masses())
-        return self.model.logits(hidden[backend.ints(step.last_rows)])
+        for run, row in zip(runs, self.model.logits(hidden[backend.ints(step.last_rows)]), strict=True):
+            run.sequence.logits, run.sequence.likeliest = row, None
+
+    def _take(self, runs: Sequence[Run], scores: Array, likeliest: Array) -> None:
+        """Takes the results of a decode step. From a GPU come only the logits that are needed."""
+        backend = self.model.backend
+        for run, token in zip(runs, likeliest.tolist(), strict=False):
+            run.sequence.likeliest, run.sequence.logits = token, np.zeros(0, np.float32)
+        sequences = [run.sequence for run in runs]
+        wanted = [
+            i for i, s in enumerate(sequences) if s.is_scored or s.request.temperature > 0 or not backend.is_on_gpu
+        ]
+        if wanted:
+            for i, row in zip(wanted, backend.to_numpy(scores[backend.ints(wanted)]), strict=True):
+                sequences[i].logits = row
 
     def _add_mass(self, runs: Sequence[Run], masses: Sequence[NDArray[np.float64]]) -> None:
         for run, mass in zip(runs, masses, strict=True):

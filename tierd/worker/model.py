@@ -65,12 +65,13 @@ class Llama:
         angles = xp.astype(positions, xp.float32)[:, None] * self._frequencies[None, :]
         cos, sin = xp.cos(angles)[:, None, :], xp.sin(angles)[:, None, :]
         for index, layer in enumerate(self.layers):
-            q, k, v = self._heads(_rms_norm(x, layer.norm, self.spec.rms_eps) @ layer.qkv.T)
-            mixed = attend(index, _rotate(q, cos, sin), _rotate(k, cos, sin), v)
+            heads, v = self._heads(self._normed(x, layer.norm) @ layer.qkv.T)
+            turned = _rotate(heads, cos, sin)
+            mixed = attend(index, turned[:, : self.spec.q_heads], turned[:, self.spec.q_heads :], v)
             x = x + xp.reshape(mixed, (x.shape[0], -1)) @ layer.out.T
-            wide = _rms_norm(x, layer.mlp_norm, self.spec.rms_eps) @ layer.gate_up.T
+            wide = self._normed(x, layer.mlp_norm) @ layer.gate_up.T
             half = self.spec.intermediate_size
-            x = x + (_silu(wide[:, :half]) * wide[:, half:]) @ layer.down.T
+            x = x + (self._silu(wide[:, :half]) * wide[:, half:]) @ layer.down.T
         return x
 
     def logits(self, hidden: Array) -> NDArray[np.float32]:
@@ -79,7 +80,7 @@ class Llama:
 
     def scores(self, hidden: Array) -> Array:
         """The logits where the model computes."""
-        return _rms_norm(hidden, self._norm, self.spec.rms_eps) @ self._head.T
+        return self._normed(hidden, self._norm) @ self._head.T
 
     def kv_bounds(self) -> NDArray[np.float32]:
         """Bounds of each head's keys and values for any tokens: float32 [layers, 2, kv_heads], keys
@@ -101,13 +102,22 @@ class Llama:
             bounds.append([np.hypot(keys[:, :half], keys[:, half:]).max(-1), values.max(-1)])
         return np.asarray(bounds, np.float32) * np.float32(math.sqrt(spec.hidden_size))
 
-    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
-        """Splits [rows, (q_heads + 2 kv_heads) * head_dim] into q, k and v by heads."""
+    def _normed(self, x: Array, weight: Array) -> Array:
+        """torch has one kernel for it."""
+        torch, eps = self.backend.torch, self.spec.rms_eps
+        return (
+            _rms_norm(x, weight, eps) if torch is None else torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+        )
+
+    def _silu(self, x: Array) -> Array:
+        torch = self.backend.torch
+        return _silu(x) if torch is None else torch.nn.functional.silu(x)
+
+    def _heads(self, qkv: Array) -> tuple[Array, Array]:
+        """Splits [rows, (q_heads + 2 kv_heads) * head_dim] into heads of q and k, and those of v."""
         spec = self.spec
-        xp = array_namespace(qkv)
-        heads = xp.reshape(qkv, (qkv.shape[0], spec.q_heads + 2 * spec.kv_heads, spec.head_dim))
-        k_end = spec.q_heads + spec.kv_heads
-        return heads[:, : spec.q_heads], heads[:, spec.q_heads : k_end], heads[:, k_end:]
+        heads = array_namespace(qkv).reshape(qkv, (qkv.shape[0], spec.q_heads + 2 * spec.kv_heads, spec.head_dim))
+        return heads[:, : spec.q_heads + spec.kv_heads], heads[:, spec.q_heads + spec.kv_heads :]
 
     def _weight(self, checkpoint: Checkpoint, name: str) -> Array:
         return self.backend.weight(checkpoint.tensors[f"{name}.weight"])

@@ -100,7 +100,7 @@ class Page:
     hash: the block's name; empty while private. position: number of the block, once named.
     origin: the source's record for commit and release. holders: block tables that contain it.
     moves: counts private pages, of any source, that became others in place. Addresses may change,
-    and contents may be lost.
+    and contents may be lost. moved: its value when this one last did.
     """
 
     moves: ClassVar[int] = 0
@@ -109,6 +109,7 @@ class Page:
     position: int = 0
     origin: Any = None
     holders: int = 1
+    moved: int = 0
 
     @property
     def is_private(self) -> bool:
@@ -119,6 +120,7 @@ class Page:
         """Turns into another page for all its holders."""
         self.array, self.hash, self.position, self.origin = now.array, now.hash, now.position, now.origin
         Page.moves += 1
+        self.moved = Page.moves
 
     @property
     def is_lost(self) -> bool:

@@ -43,6 +43,7 @@ Subsets = Sequence[Sequence[Sequence[int]]]
 @dataclass(eq=False, slots=True)
 class LiveSequence:
     """logits: float32 [vocab] for the token after the last one, once the sequence is ready.
+    likeliest: that token, if the device told it; then logits may be empty, unless `is_scored`.
     start: the first token to compute. mass: attention weight per page.
     view: of the request's token policy; None: all tokens. far: the prompt, if it is read as a far
     one."""
@@ -59,6 +60,8 @@ class LiveSequence:
     is_done: bool = False
     view: TokenView | None = None
     far: FarPrompt | None = None
+    likeliest: int | None = None
+    is_scored: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -130,7 +133,7 @@ class Pass:
             # Masses are those of all tokens; else attention to a far prompt is none of the batch's.
             [0 if run.far and not with_mass else run.stop - run.sequence.table.dropped for run in runs],
             [range(end - len(t.pages), end) for end, t in zip(ends, tables, strict=True)],
-            shared=[] if with_mass else _shared(runs, by_kernels=isinstance(attention, KernelAttention)),
+            shared=[] if with_mass else find_shared(runs, by_kernels=isinstance(attention, KernelAttention)),
         )
         self._runs, self._starts, self._shape = runs, starts, tables[0].shape
         self._has_views = any(run.sequence.view for run in runs)
@@ -195,7 +198,7 @@ class Pass:
                 run.sequence.view.note(layer, q[rows], lse[rows], run.sequence.table, run.stop)
 
 
-def _shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
+def find_shared(runs: Sequence[Run], *, by_kernels: bool) -> list[SharedPrefix]:
     """Prefixes that runs of one token share, without those that save too little. Runs of token
     policies and over far prompts have none."""
     shape = runs[0].sequence.table.shape

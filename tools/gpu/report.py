@@ -29,6 +29,7 @@ HEADINGS = {
     "direct": "From a disk to a slab",
     "rotated": "Pages of rotated codes",
     "sparse": "Sparse decode over tiers",
+    "endtoend": "A daemon, a worker and a model",
     "rivals": "Others' kernels",
     "sanitizers": "Under compute-sanitizer",
 }

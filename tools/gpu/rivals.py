@@ -1,6 +1,7 @@
 """Decodes of torch's SDPA and of FlashInfer beside tierd's, if they are installed; torch's tensors.
 
 SDPA has gathered keys and values; FlashInfer has the same pages, and its quickest backend counts.
+Prefills of FlashAttention-3 and FlashInfer are called as the worker calls them.
 Invariants: all get the same numbers, and use places in turn, so none hits the cache. All are
 captured by torch as graphs; tierd's decode launches into torch's stream.
 """
@@ -13,10 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierd.kernels import Attended
+import numpy as np
+
+from tierd.kernels import Attended, PagedBatch
+from tierd.kernels.attention import KernelAttention
 from tierd.kernels.loaded import Loaded
 from tierd.kernels.paged import DeviceBatch, PagedDecode, decode_blocks
 from tierd.kernels.pages import KvPages
+from tierd.kernels.prefills import FINDERS, Prefill
 from tools.gpu import arrays
 from tools.gpu.bench import Bench
 from tools.gpu.forecasts import SMALL_SIZES
@@ -30,6 +35,7 @@ CACHE_BYTES = 256 << 20
 TURNS = (2, 64)
 WORKSPACE_BYTES = 32 << 20
 ROUNDS = 9
+PREFILL_TOKENS = 8192
 BACKENDS = ("fa2", "fa3")
 """Of FlashInfer; the second is for sm_90 alone."""
 OUT_LIMIT = 1e-2
@@ -43,12 +49,21 @@ def results(bench: Bench) -> Iterator[Result]:
         why = "torch is not installed" if torch is None else "torch sees no GPU"
         yield from (Left(f"{rival}{size}", why) for rival in ("sdpa", "flashinfer") for size in ("", *_names()))
         yield from (Left(name, why) for name in ("arrays_torch", "arrays_load", "arrays_cupy"))
+        yield from (Left(f"prefill_{rival}", why) for rival in FINDERS)
         return
     yield from arrays.results(bench, torch)
     library = Loaded(bench.fatbins)
     yield Fact("sdpa", f"torch {torch.__version__}")
     for name, size in SIZES.items():
         yield _row(bench, f"sdpa_{name}", lambda size=size: _against_sdpa(Turns(torch, library, *size)))
+    for name, find in FINDERS.items():
+        other = find(torch, library.device)
+        row = f"prefill_{name}"
+        yield (
+            _row(bench, row, lambda other=other: _prefill(torch, library, other))
+            if other
+            else Left(row, "it is not installed, or not for this GPU")
+        )
     flashinfer = _found("flashinfer")
     if flashinfer is None:
         yield from (Left(f"flashinfer{size}", "it is not installed") for size in ("", *_names()))
@@ -187,6 +202,37 @@ def _against_flashinfer(turns: Turns, flashinfer: Any) -> Times:
     if not found:
         raise failure
     return min(found, key=lambda times: (not times.distance <= OUT_LIMIT, times.theirs))
+
+
+def _prefill(torch: Any, library: Loaded, other: Prefill) -> Times:
+    """Of one prompt in pages in random order, as the worker calls both."""
+    pages = PREFILL_TOKENS // PAGE_TOKENS
+    torch.manual_seed(2)
+    shape = (pages, 1, 2, PAGE_TOKENS, MODEL.kv_heads, MODEL.head_dim)
+    pool = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn((PREFILL_TOKENS, MODEL.q_heads, MODEL.head_dim), dtype=torch.bfloat16, device="cuda")
+    batch = PagedBatch([0, PREFILL_TOKENS], [PREFILL_TOKENS], [torch.randperm(pages).tolist()])
+    nowhere = np.full(PREFILL_TOKENS, -1)
+    attentions = [KernelAttention(library, prefill) for prefill in (None, other)]
+    both = [attention.over(list(pool), batch, slots=nowhere) for attention in attentions]
+    ours, theirs = (one.attend(0, q).out.float() for one in both)
+    if attentions[1].prefill is None:
+        raise RuntimeError(f"{other.name} failed")
+    distance = float((ours - theirs).norm() / theirs.norm())
+    return Times(*(_plain_us(torch, lambda one=one: one.attend(0, q)) for one in both), distance, other.name)
+
+
+def _plain_us(torch: Any, work: Callable[[], Any]) -> float:
+    """The median of launches that are not captured."""
+    times = []
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(1000 * begin.elapsed_time(end))
+    return statistics.median(times)
 
 
 def _by_flashinfer(turns: Turns, flashinfer: Any, backend: str) -> list[Callable[[], Any]]:

@@ -36,6 +36,7 @@ BOUND_S = 8
 """Bound of a part that hangs: many times the time that it takes to start."""
 NEEDS_SANITIZER = {name for name, forecast in FORECASTS.items() if forecast.part == "sanitizers"}
 NEEDS_RIVALS = {name for name, forecast in FORECASTS.items() if forecast.part == "rivals"}
+NEEDS_DAEMON = {name for name, forecast in FORECASTS.items() if forecast.part == "endtoend"}
 NO_DRIVER = Path("/proc/driver/nvidia")
 NOT_NEEDED = (
     "aiofiles",
@@ -120,7 +121,7 @@ def test_every_row_is_there_or_said_to_be_left_out(whole: Ended) -> None:
     """The results are those forecast; only rows that this machine cannot give are skipped, with a reason."""
     assert set(whole.results) == set(FORECASTS)
     left = {name: each["said"] for name, each in whole.results.items() if each["kind"] == "left"}
-    assert set(left) == NEEDS_RIVALS | NEEDS_SANITIZER | {"direct_rate", "kvikio_rate"}
+    assert set(left) == NEEDS_RIVALS | NEEDS_SANITIZER | NEEDS_DAEMON | {"direct_rate", "kvikio_rate"}
     assert all(reason not in ("", "not reached") for reason in left.values())
 
 
@@ -140,6 +141,14 @@ def test_killed_clients_write_nothing_after_their_pidfd(whole: Ended) -> None:
     for kind in ("host", "slab"):
         assert whole.results[f"{kind}_kills"]["value"] == 2
         assert whole.results[f"late_{kind}_writes"]["value"] == 0
+
+
+def test_a_worker_and_a_daemon_run_end_to_end(tmp_path: Path) -> None:
+    """With the daemon's packages every row is there: a prefix comes from the place that is asked for."""
+    ended = small(tmp_path, "endtoend")
+    assert ended.status == 0
+    assert {each["kind"] for each in ended.results.values()} == {"row", "check"}
+    assert ended.results.keys() == NEEDS_DAEMON
 
 
 # -- faults are detected
@@ -318,6 +327,7 @@ def test_every_part_foretells_what_it_gives() -> None:
         forecasts._together,
         forecasts._rotated,
         forecasts._sparse,
+        forecasts._end_to_end,
         forecasts._sanitizers,
     )
     assert sum(len(list(table())) for table in tables) == len(FORECASTS)
@@ -398,8 +408,8 @@ def test_a_row_is_of_medians() -> None:
 NEVER_RUN = {
     *("decode_odd", "prefill_odd", "sanitizer_memcheck", "sanitizer_racecheck", "sanitizer_synccheck"),
     *("shared_64x8k", "shared_16x32k", "shared_right", "kvikio_rate"),
-    *("arrays_torch", "arrays_load", "arrays_cupy"),
-    *(name for name, forecast in FORECASTS.items() if forecast.part in ("rotated", "sparse")),
+    *("arrays_torch", "arrays_load", "arrays_cupy", "prefill_fa3", "prefill_flashinfer"),
+    *(name for name, forecast in FORECASTS.items() if forecast.part in ("rotated", "sparse", "endtoend")),
 }
 """Rows that no GPU has given yet."""
 
