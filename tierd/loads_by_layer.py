@@ -30,7 +30,7 @@ MOST_COPIES = 8
 PART_BYTES = 120 << 10
 """Least bytes of a block in a part, on average: a disk reads shorter pieces more slowly."""
 PART_BATCH_BYTES = 3 << 19
-"""Least bytes of a batch in a part, on average, so that the disk's queue stays full."""
+"""Least bytes of a batch in a part, on average: each part is told to clients."""
 
 
 def layer_stops(metas: StructArray, most: int = MOST_PARTS) -> list[int]:

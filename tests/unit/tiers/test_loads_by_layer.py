@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 from tests.compiled import check_library
 from tests.unit.tiers.arena.test_arena import CLASS_BYTES, SPEC, opened, segment
 from tests.unit.tiers.store_world import CORRUPT, FAILED, LAYERS, READY, World, content, slot_file
-from tierd import loads_by_layer
+from tierd import failpoint, loads_by_layer
 from tierd.core.formats.meta import META
 from tierd.core.formats.model import TRANSFER, Reason, StructArray
 from tierd.core.plan import Plan
 from tierd.mover import Mover
 from tierd.tiers.arena.arena import Arena
+from tierd.tiers.io.calls import HangError
 from tierd.tiers.store import slots
 from tierd.tiers.store.moves import PartRun, _Group
 
@@ -80,9 +82,9 @@ class Loads:
         await self.arena.close(release=True)
 
 
-async def made(tmp_path: Path, directory: Path) -> Loads:
+async def made(tmp_path: Path, directory: Path, *, queue_depth: int = 16) -> Loads:
     """Blocks 1 and 2 have all layers as slices; block 3 is short, and the layers of block 4 are uneven."""
-    store = World.at(tmp_path / "store")
+    store = World.at(tmp_path / "store", queue_depth=queue_depth)
     await store.open()
     await store.begin(1)
     for slot, (key, length) in enumerate(((1, LENGTH), (3, SHORT), (4, UNEVEN), (2, LENGTH))):
@@ -207,6 +209,61 @@ async def test_a_part_that_cannot_be_read_fails_its_block_alone(
     _, statuses = await loads.load([1, 2])
     assert statuses == [READY, FAILED]
     assert [each.get(2) for each in told] == [1, 2, None, None, None]
+    await loads.close()
+
+
+async def test_a_read_error_fails_its_block_alone(tmp_path: Path, directory: Path) -> None:
+    """If the disk refuses one read, its block is FAILED and the other one comes."""
+    loads = await made(tmp_path, directory)
+    failpoint.arm("nvme.slots.before_read", "error:EIO@1x1")
+    _, statuses = await loads.load([1, 2])
+    failpoint.disarm()
+    assert sorted(statuses) == sorted([READY, FAILED])
+    assert loads.store.store.health().read_errors == 1
+    await loads.close()
+
+
+async def test_a_load_that_is_given_up_ends(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk has no turn for the second part, later ones are not read, and the block is FAILED."""
+    loads, told, inner = await made(tmp_path, directory, queue_depth=1), told_of(monkeypatch), PartRun._read
+
+    def read(job: PartRun, group: _Group) -> None:
+        if group.part.number:
+            raise HangError
+        inner(job, group)
+
+    monkeypatch.setattr(PartRun, "_read", read)
+    async with asyncio.timeout(SOON_S):
+        _, statuses = await loads.load([1])
+    assert statuses == [FAILED] and told == [{1: 1}]
+    assert "hangs" in loads.store.store.health().last_error
+    await loads.close()
+
+
+async def test_a_cancelled_load_ends_after_its_reads(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled load ends only when no thread writes to its pages any more."""
+    loads, inner = await made(tmp_path, directory, queue_depth=1), PartRun._read
+    begun, go_on, ended = threading.Event(), threading.Event(), list[int]()
+
+    def read(job: PartRun, group: _Group) -> None:
+        begun.set()
+        assert go_on.wait(SOON_S)
+        inner(job, group)
+        ended.append(group.part.number)
+
+    monkeypatch.setattr(PartRun, "_read", read)
+    load = asyncio.create_task(loads.load([1]))
+    assert await asyncio.to_thread(begun.wait, SOON_S)
+    for _ in range(2):
+        load.cancel()
+        await asyncio.sleep(0)
+    assert not load.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert ended == list(range(LAYERS))
     await loads.close()
 
 

@@ -1,8 +1,8 @@
-"""Pieces of a file, read into memory and summed in one pass: in C++ (tierd/native), or in Python.
+"""Pieces of a file, read into memory and summed: in C++ (tierd/native), or in Python.
 
-One call handles many pieces. The C++ form holds no interpreter lock, and adds up as few wake-ups as
-there are calls. A piece that fails leaves the others alone. The caller checks addresses and
-lengths.
+One call handles many pieces. The C++ form holds no interpreter lock meanwhile. A piece that fails
+leaves the others alone. The caller checks addresses and lengths, and keeps the memory until the
+call returns.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ run that fails is retried slot by slot, so that a bad sector costs one block. Ea
 belongs to one job.
 
 A batch may be read in parts: the first layers of all blocks, then the next ones. The first part of
-each block comes with its header, whose slice table verifies the parts as they arrive.
+each block comes with its header, whose slice table verifies the parts as they arrive. One call
+reads and sums pieces of several blocks. A piece that fails costs its block alone.
 """
 
 from __future__ import annotations
@@ -386,8 +387,10 @@ class PartRun:
         try:
             with means.at_disk():
                 means.io.read_pieces(means.find_file(group.segment, self.kind), group.pieces)
-        except GoneError as error:
+        except OSError as error:
             batch.fault = str(error)
+            if not isinstance(error, GoneError):
+                batch.outcomes.append(False)
             return
         errors = group.pieces["error"].tolist()
         batch.outcomes += [error == 0 for error in errors]
