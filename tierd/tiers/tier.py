@@ -81,8 +81,8 @@ class ReadResult:
 class Parts:
     """How a batch is read in parts: part 0 of all blocks, then part 1, ...
 
-    pieces: PIECE [parts, n] of `tierd.tiers.io.pieces`, with offsets in the payloads. Only after part
-    0 may pieces be empty. The tier adds the blocks' places, and headers to part 0.
+    pieces: PIECE [parts, n] of `tierd.tiers.io.pieces`, with offsets in the payloads. Those of part
+    0 are not empty. The tier adds the blocks' places, and headers to part 0.
     landed: part p has ended. Called on the loop with the rows that still come whole, and the slice
     tables of all rows.
     """
