@@ -93,7 +93,7 @@ class DirectIO:
         if library is None or self._disk is not OS:
             plain_read_pieces(partial(self.read, file), pieces)
         else:
-            failpoint("nvme.slots.before_read")
+            _reach_read()
             read_pieces(file.fd, pieces)
 
     def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -121,9 +121,13 @@ def allows_direct(directory: Path, disk: Files = OS) -> bool:
         disk.unlink(path)
 
 
+def _reach_read() -> None:
+    failpoint("nvme.slots.before_read")
+
+
 def read_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = OS) -> int:
     """preadv until the buffers are full or the file ends; the bytes read. Python retries EINTR."""
-    failpoint("nvme.slots.before_read")
+    _reach_read()
     rest, done = list(buffers), 0
     while rest:
         count = _aligned(disk.preadv(fd, rest, offset + done), rest)
