@@ -10,117 +10,129 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.checksum import raw_tables, slice_sums, table_digests
+from tierd.checksum import raw_tables, table_digests
 from tierd.core.formats.block import slice_cut
 from tierd.core.formats.model import PAGE_ALIGN_BYTES, StructArray
 from tierd.failpoint import failpoint
+from tierd.tiers.io.pieces import NOT_READ, PIECE
 from tierd.tiers.tier import DeviceTier, MappedTier, Parts, SharedTier, SliceTable, StoredTier
 
-MOST_PARTS = 8
-"""More would hide little more, and each part is another read of each block."""
-PART_BYTES = 256 << 10
+MOST_PARTS = 17
+"""Each part is another read of each block. With 32 layers, this is one for two layers, and one each
+for the first two."""
+MOST_COPIES = 8
+"""A copy to a GPU is much faster than computing, so that more parts would hide little more."""
+PART_BYTES = 120 << 10
 """Least bytes of a block in a part, on average: a disk reads shorter pieces more slowly."""
-PART_BATCH_BYTES = 4 << 20
-"""Least bytes of a batch in a part, on average, so that the disk's queue stays full."""
+PART_BATCH_BYTES = 3 << 19
+"""Least bytes of a batch in a part, on average: each part is told to clients."""
 
 
-def layer_stops(metas: StructArray) -> list[int]:
-    """Layers of the longest of these blocks, META [n], after each part of their load.
+def layer_stops(metas: StructArray, most: int = MOST_PARTS) -> list[int]:
+    """Layers of the longest of these blocks, META [n], after each of at most so many parts of their
+    load. Parts begin at multiples of 4 KiB in these blocks.
 
     A client waits for the first part, so the first two are half as long as the others. Those are
     equal: the longest counts if loading takes as long as computing.
     """
     lengths, layers = metas["stored_length"], metas["layers"]
     longest = int(np.argmax(lengths))
-    count = slice_cut(int(lengths[longest]), int(layers[longest])).layers
-    most = min(count, int(lengths[longest]) // PART_BYTES, int(lengths.sum()) // PART_BATCH_BYTES)
-    parts = max(1, min(MOST_PARTS, most))
-    if parts in (1, count):
-        return list(range(count // parts, count + 1, count // parts))
+    length, count = int(lengths[longest]), slice_cut(int(lengths[longest]), int(layers[longest])).layers
+    step = PAGE_ALIGN_BYTES // gcd(length // max(1, count), PAGE_ALIGN_BYTES)  # layers
+    steps = max(1, count // step)
+    parts = max(1, min(most, steps, length // PART_BYTES, int(lengths.sum()) // PART_BATCH_BYTES))
     weights = np.full(parts, 2)
-    weights[:2] = 1
-    return [int(stop) for stop in np.unique((count * np.cumsum(weights) / weights.sum()).round())]
-
-
-def parts_of(metas: StructArray) -> int:
-    """In how many parts these blocks are loaded, META [n]; 1: whole."""
-    return len(layer_stops(metas))
+    if 1 < parts < steps:
+        weights[:2] = 1
+    stops = np.unique((steps * np.cumsum(weights) / weights.sum()).round().astype(int))
+    return [*(step * stops[:-1]).tolist(), count]
 
 
 class _ByLayer:
     """A batch in parts. batch: TRANSFER [n] of blocks that are not encoded; metas: META [n].
 
-    slices: sums of each block, as they arrive.
+    The first part has all of a block whose layers are not cut as those of the longest one.
     """
+
+    most_parts = MOST_PARTS
 
     def __init__(self, batch: StructArray, metas: StructArray) -> None:
         self._batch, self._metas = batch, metas
-        cuts = [slice_cut(*of) for of in zip(metas["stored_length"].tolist(), metas["layers"].tolist(), strict=True)]
-        self._lengths = [([cut.piece] * (cut.pieces - 1) + [cut.last]) * cut.layers for cut in cuts]
-        self.slices: list[SliceTable] = [np.zeros(len(lengths), "<u8") for lengths in self._lengths]
-        stops = np.array([0, *layer_stops(metas)])
+        lengths, shapes = metas["stored_length"].astype(np.int64), metas[["stored_length", "layers"]].tolist()
+        layers, pieces = np.array([slice_cut(*shape)[3:0:-2] for shape in shapes], np.int64).T
+        stops = np.array(layer_stops(metas, self.most_parts))
+        sizes = lengths // np.maximum(layers, 1)
+        is_cut = (layers == stops[-1]) & ~(sizes[:, None] * stops[:-1] % PAGE_ALIGN_BYTES).any(axis=1)
         # Before each part, and in all: layers, slices and bytes of each block.
-        self._layers = np.array([cut.layers for cut in cuts])[:, None] * stops // stops[-1]
-        self._counts = self._layers * np.array([cut.pieces for cut in cuts])[:, None]
-        ends = [np.cumsum([0, *lengths])[at] for lengths, at in zip(self._lengths, self._counts, strict=True)]
-        self._offsets = np.array(ends)
+        self._layers = np.where(is_cut[:, None], [0, *stops], layers[:, None])
+        self._layers[:, 0] = 0
+        self._counts = self._layers * pieces[:, None]
+        self._offsets = self._layers * sizes[:, None]
+        self._sums, self._known = np.zeros((2, len(batch), int(self._counts.max(initial=1))), "<u8")
+        self._is_known = np.zeros(len(batch), np.bool_)
+
+    @classmethod
+    def is_of_use(cls, batch: StructArray, metas: StructArray) -> bool:
+        """Whether a client waits for layers of these blocks, and they have several parts."""
+        return bool(batch["by_layer"].any()) and len(layer_stops(metas, cls.most_parts)) > 1
+
+    @property
+    def slices(self) -> list[SliceTable]:
+        """Sums of each block; 0 for slices that have not arrived."""
+        return [sums[:count] for sums, count in zip(self._sums, self._counts[:, -1].tolist(), strict=True)]
+
+    def _learn(self, rows: NDArray[np.int64], tables: Sequence[SliceTable | None]) -> None:
+        """Notes the tables of these rows that are their blocks'."""
+        for row, count in zip(rows.tolist(), self._counts[rows, -1].tolist(), strict=True):
+            table = tables[row]
+            if table is not None and len(table) == count:
+                self._known[row, :count], self._is_known[row] = table, True
+        digests = table_digests(raw_tables([self._known[row, : self._counts[row, -1]] for row in rows.tolist()]))
+        self._is_known[rows] &= (digests == self._metas["digest"][rows]).all(axis=1)
 
     def _note(
         self, target: SharedTier, part: int, rows: NDArray[np.int64], tables: Sequence[SliceTable | None]
     ) -> None:
-        """Tells clients of the blocks whose sums are those of their tables so far."""
+        """Tells clients of the blocks whose sums are those of their tables so far. tables: of all blocks."""
         failpoint("loads_by_layer.note.before_note")
-        if not len(rows):
-            return
-        known = [np.zeros(0, "<u8") if table is None else table for table in tables]
-        good = (table_digests(raw_tables(known)) == self._metas["digest"][rows]).all(axis=1)
+        if part == 0:
+            self._learn(rows, tables)
+        rows = rows[self._is_known[rows] & (self._counts[rows, part + 1] > self._counts[rows, part])]
         counts = self._counts[rows, part + 1]
-        for i, (row, table, count) in enumerate(zip(rows.tolist(), known, counts.tolist(), strict=True)):
-            good[i] = good[i] and np.array_equal(self.slices[row][:count], table[:count])
-        target.note_arrived(self._batch["target"][rows[good]], counts[good])
+        is_later = np.arange(self._sums.shape[1]) >= counts[:, None]
+        good = ((self._sums[rows] == self._known[rows]) | is_later).all(axis=1)
+        if good.any():
+            target.note_arrived(self._batch["target"][rows[good]], counts[good])
 
 
 class LoadByLayer(_ByLayer):
     """From a store to a mapped tier."""
 
-    def __init__(self, batch: StructArray, metas: StructArray, target: MappedTier) -> None:
-        super().__init__(batch, metas)
-        self._target, self._pages = target, target.views(batch["target"])
-        self._came = self._counts[:, 1:] == self._counts[:, :-1]  # parts in which a block has no slice are there
-        self._summed = [0] * len(batch)  # leading parts
-
-    async def run(self, source: StoredTier) -> NDArray[np.uint16]:
-        """Reads all blocks. BlockStatus u2 [n], by the slots' headers; the caller judges the sums."""
-        ends = -(-self._offsets[:, 1:] // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
-        parts = Parts(ends, self._arrived, partial(self._note, self._target))
-        result = await source.read(self._batch["source"], self._pages, self._metas, parts=parts)
+    async def run(self, source: StoredTier, target: MappedTier) -> NDArray[np.uint16]:
+        """Reads all blocks, and fills `slices`. BlockStatus u2 [n], by the slots' headers; the caller
+        judges the sums."""
+        pages = target.views(self._batch["target"])
+        addresses = np.array([np.frombuffer(page, np.uint8).ctypes.data for page in pages], np.uint64)
+        pieces = np.zeros(self._layers[:, 1:].T.shape, PIECE)
+        pieces["offset"], pieces["length"] = self._offsets[:, :-1].T, np.diff(self._offsets).T
+        pieces["layers"], pieces["target"] = np.diff(self._layers).T, addresses + pieces["offset"]
+        rows = self._sums.ctypes.data + np.arange(len(pages)) * self._sums.strides[0]
+        pieces["sums"] = rows + self._counts[:, :-1].T * self._sums.itemsize
+        pieces["error"] = NOT_READ
+        parts = Parts(pieces, partial(self._note, target))
+        result = await source.read(self._batch["source"], pages, self._metas, parts=parts)
         return np.asarray(result.statuses, dtype=np.uint16).copy()
-
-    def _arrived(self, part: int, rows: Sequence[int]) -> list[None]:
-        """Sums slices, in one thread of the store at a time. A slice may begin in the last 4 KiB of the
-        part before. So a part that comes too early is summed with that one."""
-        for row in rows:
-            self._came[row, part] = True
-            done, came = self._summed[row], int(np.logical_and.accumulate(self._came[row]).sum())
-            first, stop = self._counts[row, [done, came]].tolist()
-            start, end = self._offsets[row, [done, came]].tolist()
-            if stop > first:
-                self.slices[row][first:stop] = slice_sums(self._pages[row][start:end], self._lengths[row][first:stop])
-            self._summed[row] = came
-        return [None] * len(rows)
 
 
 class CopyByLayer(_ByLayer):
     """From a mapped tier to a GPU, which sums what it has."""
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether parts begin where a GPU copies and sums fast."""
-        return bool((self._offsets[:, :-1] % PAGE_ALIGN_BYTES == 0).all())
+    most_parts = MOST_COPIES
 
     async def run(self, source: MappedTier, target: DeviceTier) -> None:
         """Copies all blocks, and fills `slices`. Raises TierFailed."""
@@ -138,5 +150,5 @@ class CopyByLayer(_ByLayer):
             came = await target.load(extents, metas, source=source, sources=sources)
             for row, sums in zip(rows.tolist(), came, strict=True):
                 first, stop = self._counts[row, part : part + 2].tolist()
-                self.slices[row][first:stop] = sums
-            self._note(target, part, rows, [tables[row] for row in rows.tolist()])
+                self._sums[row, first:stop] = sums
+            self._note(target, part, rows, tables)

@@ -31,7 +31,7 @@ from tierd.core.formats.model import CODED, BlockStatus, Reason, StructArray
 from tierd.encoded_copies import EncodedCopies, PrivatePages, apart, cuts_of, empty_pages, views_of
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
-from tierd.loads_by_layer import CopyByLayer, LoadByLayer, parts_of
+from tierd.loads_by_layer import CopyByLayer, LoadByLayer
 from tierd.store_codecs import StoreCodecs
 from tierd.tiers import staged
 from tierd.tiers.tier import (
@@ -219,9 +219,9 @@ class Mover:
     async def _load(
         self, batch: StructArray, metas: StructArray, source: StoredTier, target: MappedTier | PrivatePages
     ) -> NDArray[np.uint16]:
-        if batch["by_layer"].any() and not isinstance(target, PrivatePages) and parts_of(metas) > 1:
-            load = LoadByLayer(batch, metas, target)
-            return self._loaded(batch, metas, target, await load.run(source), load.slices)
+        if not isinstance(target, PrivatePages) and LoadByLayer.is_of_use(batch, metas):
+            load = LoadByLayer(batch, metas)
+            return self._loaded(batch, metas, target, await load.run(source, target), load.slices)
         pages, cuts = target.views(batch["target"]), cuts_of(metas)
         slices: list[SliceTable] = [np.zeros(0, dtype=np.uint64)] * len(batch)
 
@@ -269,8 +269,8 @@ class Mover:
         self, batch: StructArray, metas: StructArray, source: MappedTier, target: DeviceTier
     ) -> NDArray[np.uint16]:
         failpoint("mover.device.before_load")
-        copy = CopyByLayer(batch, metas) if batch["by_layer"].any() and parts_of(metas) > 1 else None
-        if copy is not None and copy.is_aligned:
+        if CopyByLayer.is_of_use(batch, metas):
+            copy = CopyByLayer(batch, metas)
             await copy.run(source, target)
             return self._publish(batch, metas, target, _hashed(copy.slices))
         slices = await target.load(batch["target"], metas, source=source, sources=batch["source"])

@@ -35,7 +35,7 @@ PARTS: dict[str, set[str]] = {
     "codecs": {"core", "checksum", "native"} | EDGE,
     "store_codecs": {"core", "codecs", "checksum"} | EDGE,
     "gpu": {"core", "kernels", "checksum"} | EDGE,
-    "tiers": {"core", "checksum"} | EDGE,
+    "tiers": {"core", "checksum", "native"} | EDGE,
     "encoded_copies": {"core", "codecs", "store_codecs", "tiers", "checksum"} | EDGE,
     "loads_by_layer": {"core", "tiers", "checksum"} | EDGE,
     "mover": {"core", "store_codecs", "encoded_copies", "loads_by_layer", "tiers", "checksum"} | EDGE,

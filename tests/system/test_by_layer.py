@@ -40,6 +40,8 @@ admission = "all"
 period = "0 s"
 """
 FIRST_HIT = CONFIG.format(verify="first_hit")
+ORDERED = FIRST_HIT.replace("[[nvme]]", "[[nvme]]\nqueue_depth = 1")
+"""One read follows the other, for `held`."""
 SPEC = NamespaceSpec(
     model="m",
     tokens_per_block=16,
@@ -53,7 +55,8 @@ KEPT = [RNG.integers(0, 256, SPEC.block_bytes, np.uint8) for _ in range(BLOCKS)]
 
 
 def held(io: IoFaults, layer: int) -> AbstractContextManager[IoFaults]:
-    """Holds a load of all blocks up before the part that has this layer, until the end of the context."""
+    """Holds a load of all blocks up before the part that has this layer, until the end of the context.
+    Needs a daemon that is ORDERED."""
     return io.armed(READS, "hang", "*.slots", first=bisect(STOPS, layer) * BLOCKS + 1)
 
 
@@ -83,7 +86,7 @@ def io(tmp_path: Path) -> IoFaults:
 @pytest.fixture
 def daemon(io: IoFaults) -> Iterator[Daemon]:
     """A daemon whose store alone has the blocks."""
-    with far(env=io.env, faults=True) as (daemon, _):
+    with far(ORDERED, env=io.env, faults=True) as (daemon, _):
         yield daemon
 
 
@@ -135,6 +138,13 @@ def test_a_layer_is_told_before_later_ones_are_read(client: Client, io: IoFaults
     assert lease.await_layer(None, timeout_s=SOON_S)
     assert lease.check() == BLOCKS
     lease.release()
+
+
+def test_reads_that_come_short_go_on(client: Client, io: IoFaults) -> None:
+    """If reads of the store return a part of their bytes, all layers come, and they are right."""
+    with io.armed(READS, "short", "*.slots", first=15, times=4), by_layer(client) as lease:
+        assert lease.await_layer(timeout_s=SOON_S) and lease.check() == BLOCKS
+        assert all(np.array_equal(view, block) for view, block in zip(lease.views(), KEPT, strict=True))
 
 
 def test_later_clients_find_the_blocks_near(client: Client) -> None:

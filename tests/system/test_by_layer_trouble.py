@@ -21,6 +21,7 @@ from tests.system.test_by_layer import (
     KEPT,
     LAYERS,
     NAMES,
+    ORDERED,
     SPEC,
     blocks_of,
     by_layer,
@@ -145,7 +146,7 @@ def test_several_groups_and_ranks_come_together() -> None:
 
 def test_many_wait_for_one_load(io: IoFaults) -> None:
     """Two clients by layer, one that waits for whole blocks, and a prefetch share one load."""
-    with far(env=io.env) as (daemon, one), Client(daemon.target) as other:
+    with far(ORDERED, env=io.env) as (daemon, one), Client(daemon.target) as other:
         with held(io, 2):
             first, second = by_layer(one), by_layer(other)
             assert one.prefetch(blocks_of(one)) == 0
@@ -159,7 +160,7 @@ def test_many_wait_for_one_load(io: IoFaults) -> None:
 
 def test_a_prefetch_before_is_shared(io: IoFaults) -> None:
     """A lease by layer on blocks that a prefetch already brings has all of them in the end."""
-    with far(env=io.env) as (_, client):
+    with far(ORDERED, env=io.env) as (_, client):
         with held(io, 0):
             assert client.prefetch(blocks_of(client)) == BLOCKS
             lease = by_layer(client)
@@ -186,7 +187,7 @@ def test_a_load_above_the_capacity_ends() -> None:
 
 def test_a_client_that_dies_leaves_nothing(io: IoFaults) -> None:
     """After SIGKILL to a client during its load, nothing stays pinned and the blocks are intact."""
-    with far(env=io.env) as (daemon, client), connected(daemon) as raw:
+    with far(ORDERED, env=io.env) as (daemon, client), connected(daemon) as raw:
         command = [sys.executable, "-m", "tests.system.by_layer_victim", daemon.target]
         with held(io, 2):
             assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
@@ -209,7 +210,7 @@ def test_a_stop_during_a_load_is_in_time(io: IoFaults) -> None:
 
 def test_a_restart_during_a_load_loses_no_block(io: IoFaults) -> None:
     """After a kill during a load, the same client gets every block from the next daemon, by layer."""
-    with far(env=io.env) as (daemon, client):
+    with far(ORDERED, env=io.env) as (daemon, client):
         with loaded_until(client, io, 4) as lost:
             daemon.kill()
         daemon.start()
@@ -241,7 +242,7 @@ def test_a_hung_disk_gives_no_layer(io: IoFaults) -> None:
 
 def test_an_ended_epoch_gives_no_late_layer(io: IoFaults) -> None:
     """An epoch that ends during a load takes the pages that are not there; what is there is right."""
-    with far(env=io.env) as (daemon, client):
+    with far(ORDERED, env=io.env) as (daemon, client):
         with loaded_until(client, io, 2) as lease:
             bump(daemon, SPEC.model)
         lease.await_layer(timeout_s=SOON_S)

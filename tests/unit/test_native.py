@@ -46,6 +46,7 @@ def test_loops_are_clean_under_sanitizers(tmp_path: Path) -> None:
     tests = ["tests/unit/client/blocks/test_copying.py", "tests/unit/client/blocks/test_one_sided_get.py"]
     tests += ["tests/unit/codecs/test_loops.py", "tests/unit/codecs/test_rans.py", "tests/unit/codecs/test_crafted.py"]
     tests += ["tests/unit/codecs/test_product.py", "tests/unit/codecs/test_transform.py"]
+    tests += ["tests/unit/tiers/io/test_pieces.py"]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), *tests],
         cwd=ROOT,

@@ -39,7 +39,7 @@ UNFAILED = (BlockStatus.READY, BlockStatus.NO_ROOM, BlockStatus.DEFERRED)
 """Of transfers: DEFERRED ones belong to a prefetch that was cancelled before they began."""
 
 BY_LAYER_BYTES = 1 << 30
-"""Limit of bytes in a batch that is loaded by layer. Others get their turn after each part of it."""
+"""Limit of bytes in a batch that is loaded by layer. Others get their turns between its reads."""
 
 Outcome = dict[int, int]
 """Transfer id to BlockStatus."""

@@ -22,6 +22,7 @@ FUNCTIONS: dict[str, dict[str, list[type]]] = {
         "tierd_copy": [_POINTER, _NUMBER, _POINTER],
         "tierd_find": [_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER],
         "tierd_check": [_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER],
+        "tierd_read_pieces": [_NUMBER, _POINTER, _NUMBER],
     },
     "codecs": {
         "tierd_use": [_NUMBER],

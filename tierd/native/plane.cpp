@@ -7,7 +7,10 @@
 // it 16 stripes. The code reads each byte once, except the last 64 of a slice, so it stores the
 // bytes that it sums. It checks values of a directory or a catalogue against the mapping's bounds
 // before it computes an address from them.
+#include <sys/uio.h>
+
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -259,20 +262,23 @@ struct TierdBlock {
   uint64_t layers;
 };
 
+// Copies a block and writes its slices' sums; returns the end of these.
+static uint64_t* sum_block(const TierdBlock& block, uint64_t* sums) {
+  const Cut cut = cut_of(block.length, block.layers);
+  size_t at = 0;
+  for (size_t i = 0; i < cut.layers * cut.pieces; i++) {
+    const size_t length = i % cut.pieces == cut.pieces - 1 ? cut.last : cut.piece;
+    *sums++ = sum_slice(block.source + at, block.target == nullptr ? nullptr : block.target + at, length);
+    at += length;
+  }
+  return sums;
+}
+
 // Copies blocks and writes their slices' sums to sums; returns how many are done. If *is_over is
 // not 0 before a block, that block and later ones are not touched.
 TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, uint64_t* sums, const volatile int32_t* is_over) {
   uint64_t done = 0;
-  for (; done < count && !*is_over; done++) {
-    const TierdBlock& block = blocks[done];
-    const Cut cut = cut_of(block.length, block.layers);
-    size_t at = 0;
-    for (size_t i = 0; i < cut.layers * cut.pieces; i++) {
-      const size_t length = i % cut.pieces == cut.pieces - 1 ? cut.last : cut.piece;
-      *sums++ = sum_slice(block.source + at, block.target == nullptr ? nullptr : block.target + at, length);
-      at += length;
-    }
-  }
+  for (; done < count && !*is_over; done++) sums = sum_block(blocks[done], sums);
   fence();
   return done;
 }
@@ -352,6 +358,42 @@ TIERD_API uint64_t tierd_check(const TierdPage* pages, uint64_t count, const uin
     sums += slices;
   }
   return all;
+}
+
+// PIECE of tierd/tiers/io/pieces.py.
+struct TierdPiece {
+  uint64_t offset;
+  uint8_t* head;  // null: all of the piece goes to target
+  uint8_t* target;
+  uint64_t length;
+  uint64_t layers;
+  uint64_t* sums;
+  int64_t error;
+};
+
+// Reads pieces of a file and sums their slices; returns how many came. Of a piece that does not
+// come, sums stay, and error is set unless the file ends before it.
+TIERD_API uint64_t tierd_read_pieces(uint64_t file, TierdPiece* pieces, uint64_t count) {
+  uint64_t came = 0;
+  for (TierdPiece* piece = pieces; piece != pieces + count; piece++) {
+    const size_t head = piece->head == nullptr ? 0 : kPageBytes, all = head + (piece->length + kPageBytes - 1) / kPageBytes * kPageBytes;
+    size_t done = 0;
+    while (done < all) {
+      const size_t in_head = done < head ? done : head;
+      const iovec parts[2] = {{piece->head + in_head, head - in_head}, {piece->target + (done - in_head), all - head - (done - in_head)}};
+      const ssize_t got = preadv(static_cast<int>(file), parts + (done >= head), done < head ? 2 : 1, static_cast<off_t>(piece->offset + done));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) piece->error = errno;
+      const size_t step = got <= 0 ? 0 : done + static_cast<size_t>(got) == all ? all - done : static_cast<size_t>(got) / kPageBytes * kPageBytes;
+      if (step == 0) break;
+      done += step;
+    }
+    if (done < all) continue;
+    sum_block({piece->target, nullptr, piece->length, piece->layers}, piece->sums);
+    piece->error = 0;
+    came++;
+  }
+  return came;
 }
 
 // The id of the source of this library.

@@ -81,14 +81,13 @@ class ReadResult:
 class Parts:
     """How a batch is read in parts: part 0 of all blocks, then part 1, ...
 
-    ends: int64 [n, parts], bytes of each block after each part. They are multiples of 4 KiB.
-    arrived: hashes part p of rows, in a thread of the tier.
-    landed: part p has ended. Called on the loop with the rows that still come whole, and their
-    slice tables.
+    pieces: PIECE [parts, n] of `tierd.tiers.io.pieces`, with offsets in the payloads. Those of part
+    0 are not empty. The tier adds the blocks' places, and headers to part 0.
+    landed: part p has ended. Called on the loop with the rows that still come whole, and the slice
+    tables of all rows.
     """
 
-    ends: NDArray[np.int64]
-    arrived: Callable[[int, Sequence[int]], Sequence[None]]
+    pieces: StructArray
     landed: Callable[[int, NDArray[np.int64], Sequence[SliceTable]], None]
 
 

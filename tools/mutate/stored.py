@@ -9,6 +9,7 @@ CATALOGUE = ("tests/unit/tiers/arena/test_catalogue.py",)
 SLOTS = ("tests/unit/tiers/store/test_slots.py",)
 NVME = ("tests/unit/tiers/store/test_nvme.py",)
 MOVER = ("tests/unit/test_mover.py",)
+BY_LAYER = ("tests/unit/tiers/test_loads_by_layer.py",)
 CACHE = ("tests/unit/cache/test_cache.py",)
 SEALED = ("tests/unit/core/test_sealed.py",)
 SEALING = ("tests/unit/cache/test_sealing.py",)
@@ -241,6 +242,30 @@ STORED: tuple[Mutation, ...] = (
         'whole = (table_digests(raw_tables(found)) == metas["digest"]).all(axis=1) & (counts > 0)',
         "whole = counts > 0",
         SLOTS,
+    ),
+    Mutation(
+        "part-sums",
+        "clients are told only of layers whose sums are those of the slot's table",
+        "tierd/loads_by_layer.py",
+        "good = ((self._sums[rows] == self._known[rows]) | is_later).all(axis=1)",
+        "good = is_later.any(axis=1) | True",
+        BY_LAYER,
+    ),
+    Mutation(
+        "part-digest",
+        "clients are told of no layer of another block",
+        "tierd/loads_by_layer.py",
+        '        self._is_known[rows] &= (digests == self._metas["digest"][rows]).all(axis=1)\n',
+        "",
+        BY_LAYER,
+    ),
+    Mutation(
+        "part-late",
+        "a block of which a part did not come is FAILED",
+        "tierd/tiers/store/moves.py",
+        "            batch.statuses[part.rows[~has_come]] = BlockStatus.FAILED\n",
+        "",
+        BY_LAYER,
     ),
     Mutation(
         "read-table",

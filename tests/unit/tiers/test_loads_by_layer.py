@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import asyncio
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,26 +13,36 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.compiled import check_library
 from tests.unit.tiers.arena.test_arena import CLASS_BYTES, SPEC, opened, segment
-from tests.unit.tiers.store_world import CORRUPT, FAILED, LAYERS, LENGTH, READY, World, content, slot_file
-from tierd import loads_by_layer
+from tests.unit.tiers.store_world import CORRUPT, FAILED, LAYERS, READY, World, content, slot_file
+from tierd import failpoint, loads_by_layer
 from tierd.core.formats.meta import META
 from tierd.core.formats.model import TRANSFER, Reason, StructArray
 from tierd.core.plan import Plan
 from tierd.mover import Mover
 from tierd.tiers.arena.arena import Arena
-from tierd.tiers.store.moves import PartRun
+from tierd.tiers.io.calls import HangError
+from tierd.tiers.store import slots
+from tierd.tiers.store.moves import PartRun, _Group
 
 SOON_S = 10.0
+LENGTH = LAYERS * 8192
 SHORT = 9_000
 """Bytes of a block whose layers are too thin for slices of their own."""
+UNEVEN = LAYERS * 6000
+"""Bytes of a block whose layers begin within pages of the disk."""
 
 
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts may be as small as a layer of these blocks."""
+@pytest.fixture(autouse=True, params=["library", "plain"])
+def _small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts may be as small as a layer of these blocks. Both forms of reading, if the library is built."""
     monkeypatch.setattr(loads_by_layer, "PART_BYTES", 4096)
     monkeypatch.setattr(loads_by_layer, "PART_BATCH_BYTES", 4096)
+    if request.param == "plain":
+        monkeypatch.setattr(slots, "library", None)
+    else:
+        check_library()
 
 
 class Loads:
@@ -71,13 +82,13 @@ class Loads:
         await self.arena.close(release=True)
 
 
-async def made(tmp_path: Path, directory: Path) -> Loads:
-    """Blocks 1 and 2 have all layers as slices; block 3 is short."""
-    store = World.at(tmp_path / "store")
+async def made(tmp_path: Path, directory: Path, *, queue_depth: int = 16) -> Loads:
+    """Blocks 1 and 2 have all layers as slices; block 3 is short, and the layers of block 4 are uneven."""
+    store = World.at(tmp_path / "store", queue_depth=queue_depth)
     await store.open()
     await store.begin(1)
-    assert await store.write([1, 2], segment=1, slots=[0, 1]) == [READY, READY]
-    assert await store.write([3], segment=1, slots=[2], length=SHORT) == [READY]
+    for slot, (key, length) in enumerate(((1, LENGTH), (3, SHORT), (4, UNEVEN), (2, LENGTH))):
+        assert await store.write([key], segment=1, slots=[slot], length=length) == [READY]
     arena, _ = await opened(directory, SPEC, segment(1, writer=0))
     return Loads(store, arena)
 
@@ -86,36 +97,49 @@ async def made(tmp_path: Path, directory: Path) -> Loads:
 async def test_parts_may_come_in_any_order(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, part: int
 ) -> None:
-    """A block is right if a part comes after the next one, though a layer begins within a 4 KiB page."""
-    assert LENGTH // LAYERS % 4096, "the layers share pages"
-    loads, inner = await made(tmp_path, directory), PartRun._move
+    """A block is right if a part comes after the next one, and clients are told in order."""
+    loads, told, inner = await made(tmp_path, directory), told_of(monkeypatch), PartRun._read
     later = threading.Event()
 
-    def move(job: PartRun) -> Sequence[PartRun]:
-        number = job._arrived.args[0]  # type: ignore[attr-defined]
+    def read(job: PartRun, group: _Group) -> None:
+        number = group.part.number
         if number == part and part < LAYERS - 1:
             assert later.wait(SOON_S)
-        try:
-            return inner(job)
-        finally:
-            if number == part + 1:
-                later.set()
+        inner(job, group)
+        if number == part + 1:
+            later.set()
 
-    monkeypatch.setattr(PartRun, "_move", move)
+    monkeypatch.setattr(PartRun, "_read", read)
     pages, statuses = await loads.load([1])
+    assert [each[1] for each in told] == [1, 2, 3, 4, 5]
     assert statuses == [READY]
-    assert bytes(loads.arena.view(pages[0])[:LENGTH]) == content(1)
+    assert bytes(loads.arena.view(pages[0])[:LENGTH]) == content(1, LENGTH)
     await loads.close()
 
 
-async def test_blocks_of_several_lengths_come_together(tmp_path: Path, directory: Path) -> None:
-    """Blocks with fewer layers than the load has parts are right, and all their slices are counted."""
-    loads = await made(tmp_path, directory)
+async def test_blocks_of_several_lengths_come_together(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks with fewer layers than the load has parts are right, and come whole with the first part."""
+    loads, told = await made(tmp_path, directory), told_of(monkeypatch)
     pages, statuses = await loads.load([3, 1, 2])
     assert statuses == [READY] * 3
     for page, key, length in zip(pages, (3, 1, 2), (SHORT, LENGTH, LENGTH), strict=True):
         assert bytes(loads.arena.view(page)[:length]) == content(key, length)
     assert loads.counts(pages) == [1, LAYERS, LAYERS]
+    assert told == [{1: 1, 2: 1, 3: 1}, *({2: n, 3: n} for n in range(2, LAYERS + 1))]
+    await loads.close()
+
+
+async def test_blocks_whose_layers_share_pages_come_whole(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts begin at pages of the disk, so a block whose layers do not comes with the first part."""
+    loads, told = await made(tmp_path, directory), told_of(monkeypatch)
+    pages, statuses = await loads.load([1, 4])
+    assert statuses == [READY, READY]
+    assert told == [{1: 1, 2: LAYERS}, *({1: n} for n in range(2, LAYERS + 1))]
+    assert bytes(loads.arena.view(pages[1])[:UNEVEN]) == content(4, UNEVEN)
     await loads.close()
 
 
@@ -130,7 +154,7 @@ async def test_counts_never_pass_what_is_there(
         told.append(counts.tolist())
         for page, key, count in zip(extents, (1, 2), counts.tolist(), strict=True):
             end = LENGTH // LAYERS * count
-            assert bytes(arena.view(page)[:end]) == content(key)[:end]
+            assert bytes(arena.view(page)[:end]) == content(key, LENGTH)[:end]
 
     monkeypatch.setattr(Arena, "note_arrived", note)
     _, statuses = await loads.load([1, 2])
@@ -157,7 +181,7 @@ async def test_a_wrong_byte_is_not_told(tmp_path: Path, directory: Path, monkeyp
     loads, told = await made(tmp_path, directory), told_of(monkeypatch)
     path = slot_file(tmp_path)
     data = bytearray(path.read_bytes())
-    data[data.find(content(2)[:64]) + 2 * LENGTH // LAYERS + 5] ^= 1
+    data[data.find(content(2, LENGTH)[:64]) + 2 * LENGTH // LAYERS + 5] ^= 1
     path.write_bytes(data)
     _, statuses = await loads.load([1, 2])
     assert statuses == [READY, CORRUPT]
@@ -179,18 +203,67 @@ async def test_another_blocks_bytes_are_not_told(
 async def test_a_part_that_cannot_be_read_fails_its_block_alone(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a read error in the third part a block is FAILED, not CORRUPT, and gets no further layers."""
-    loads, told, inner = await made(tmp_path, directory), told_of(monkeypatch), PartRun._move
-
-    def move(job: PartRun) -> Sequence[PartRun]:
-        if job.row == 1 and job._arrived.args[0] == 2:  # type: ignore[attr-defined]
-            raise OSError(errno.EIO, "the disk fails")
-        return inner(job)
-
-    monkeypatch.setattr(PartRun, "_move", move)
+    """If its file ends within the third part, a block is FAILED, not CORRUPT, and gets no further layers."""
+    loads, told, path = await made(tmp_path, directory), told_of(monkeypatch), slot_file(tmp_path)
+    os.truncate(path, path.read_bytes().find(content(2, LENGTH)[:64]) + 2 * LENGTH // LAYERS + 4096)
     _, statuses = await loads.load([1, 2])
     assert statuses == [READY, FAILED]
     assert [each.get(2) for each in told] == [1, 2, None, None, None]
+    await loads.close()
+
+
+async def test_a_read_error_fails_its_block_alone(tmp_path: Path, directory: Path) -> None:
+    """If the disk refuses one read, its block is FAILED and the other one comes."""
+    loads = await made(tmp_path, directory)
+    failpoint.arm("nvme.slots.before_read", "error:EIO@1x1")
+    _, statuses = await loads.load([1, 2])
+    failpoint.disarm()
+    assert sorted(statuses) == sorted([READY, FAILED])
+    assert loads.store.store.health().read_errors == 1
+    await loads.close()
+
+
+async def test_a_load_that_is_given_up_ends(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk has no turn for the second part, later ones are not read, and the block is FAILED."""
+    loads, told, inner = await made(tmp_path, directory, queue_depth=1), told_of(monkeypatch), PartRun._read
+
+    def read(job: PartRun, group: _Group) -> None:
+        if group.part.number:
+            raise HangError
+        inner(job, group)
+
+    monkeypatch.setattr(PartRun, "_read", read)
+    async with asyncio.timeout(SOON_S):
+        _, statuses = await loads.load([1])
+    assert statuses == [FAILED] and told == [{1: 1}]
+    assert "hangs" in loads.store.store.health().last_error
+    await loads.close()
+
+
+async def test_a_cancelled_load_ends_after_its_reads(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled load ends only when no thread writes to its pages any more."""
+    loads, inner = await made(tmp_path, directory, queue_depth=1), PartRun._read
+    begun, go_on, ended = threading.Event(), threading.Event(), list[int]()
+
+    def read(job: PartRun, group: _Group) -> None:
+        begun.set()
+        assert go_on.wait(SOON_S)
+        inner(job, group)
+        ended.append(group.part.number)
+
+    monkeypatch.setattr(PartRun, "_read", read)
+    load = asyncio.create_task(loads.load([1]))
+    assert await asyncio.to_thread(begun.wait, SOON_S)
+    for _ in range(2):
+        load.cancel()
+        await asyncio.sleep(0)
+    assert not load.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert ended == list(range(LAYERS))
     await loads.close()
 
 
@@ -217,13 +290,16 @@ async def test_a_reused_page_counts_nothing(tmp_path: Path, directory: Path) -> 
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layers=st.integers(1, 200), blocks=st.integers(1, 600), layer_bytes=st.sampled_from((4096, 16384, 65536)))
+@given(layers=st.integers(1, 200), blocks=st.integers(1, 600), layer_bytes=st.sampled_from((4096, 6144, 16384, 65536)))
 def test_the_first_layers_come_first(layers: int, blocks: int, layer_bytes: int) -> None:
-    """Parts have at least a layer each and end with all layers; none is longer than two of their mean."""
+    """Parts have at least a layer each, begin at pages and end with all layers. None is longer than
+    two of their mean."""
     metas = np.zeros(blocks, META)
     metas["stored_length"], metas["layers"] = layers * layer_bytes, layers
     stops = loads_by_layer.layer_stops(metas)
     sizes = np.diff([0, *stops])
     assert (sizes > 0).all() and stops[-1] in (1, layers)  # 1: too many layers for a slice table
-    assert len(stops) in (1, 2, stops[-1]) or sizes[:2].sum() <= sizes.max() + 1
-    assert len(stops) <= loads_by_layer.MOST_PARTS and sizes.max() <= 2 * np.ceil(stops[-1] / len(stops))
+    step = 2 if layer_bytes % 4096 else 1
+    assert all(stop * layer_bytes % 4096 == 0 for stop in stops[:-1])
+    assert len(stops) in (1, 2, stops[-1] // step) or sizes[:2].sum() <= sizes.max() + step
+    assert len(stops) <= loads_by_layer.MOST_PARTS and sizes.max() <= 2 * step * np.ceil(stops[-1] / step / len(stops))

@@ -23,7 +23,7 @@ class Turns:
     """most: calls of each kind at one time. Used by threads."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._lock = threading.Lock()
         self.taken = dict.fromkeys(KINDS, 0)
         self.waiting: dict[Kind, deque[threading.Lock]] = {kind: deque() for kind in KINDS}
@@ -68,4 +68,4 @@ class Turns:
 
     def _is_free(self, kind: Kind) -> bool:
         is_beside = kind == "write" and (self._since_read < ALONE or self.taken["read"])
-        return self.taken[kind] < (max(1, self._most // 2) if is_beside else self._most)
+        return self.taken[kind] < (max(1, self.most // 2) if is_beside else self.most)

@@ -12,11 +12,14 @@ import asyncio
 import errno
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import aiofiles
 
+from tierd.core.formats.model import StructArray
 from tierd.tiers.io.files import OS, READ_WRITE
+from tierd.tiers.io.pieces import plain_read_pieces
 from tierd.tiers.store.slots import SlotFile
 
 
@@ -33,6 +36,9 @@ class BufferedIO:
 
     def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
         return asyncio.run_coroutine_threadsafe(self._read(file, offset, buffers), self._loop).result()
+
+    def read_pieces(self, file: SlotFile, pieces: StructArray) -> None:
+        plain_read_pieces(partial(self.read, file), pieces)
 
     def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
         asyncio.run_coroutine_threadsafe(self._write(file, offset, buffers), self._loop).result()

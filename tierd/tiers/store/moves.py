@@ -9,25 +9,27 @@ run that fails is retried slot by slot, so that a bad sector costs one block. Ea
 belongs to one job.
 
 A batch may be read in parts: the first layers of all blocks, then the next ones. The first part of
-each block comes with its header, whose slice table verifies the parts as they arrive.
+each block comes with its header, whose slice table verifies the parts as they arrive. One call
+reads and sums pieces of several blocks. A piece that fails costs its block alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Lock
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.core.formats.meta import picked, put_at
 from tierd.core.formats.model import BlockStatus, StructArray
-from tierd.tiers.io.calls import Calls, HangError, Kind
+from tierd.tiers.io.calls import Calls, HangError, Kind, outlast
 from tierd.tiers.io.turns import Turns
 from tierd.tiers.store.slots import (
     HEADER_BYTES,
@@ -161,6 +163,11 @@ class Batch:
             elif self.means.kind == "read":
                 calls.unread = 0
 
+    def note_hang(self) -> None:
+        """A job is given up."""
+        self.fault = "the disk hangs"
+        self.outcomes.append(False)
+
     def judge(self, held: NDArray[np.bool_]) -> None:
         """After a read: READY if the header is the expected block's, else CORRUPT. held: bool [n],
         rows that the store still holds; others stay FAILED."""
@@ -199,8 +206,7 @@ class RunJob:
 
     def give_up(self) -> None:
         """As `Job.give_up`."""
-        self._batch.fault = "the disk hangs"
-        self._batch.outcomes.append(False)
+        self._batch.note_hang()
 
     def _move(self) -> Sequence[Self]:
         raise NotImplementedError
@@ -309,42 +315,87 @@ class VerifyJob:
         """As `Job.give_up`: no row becomes READY."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes [start, end) of a block's payload. is_first: they come with the header."""
+class _Part:
+    """A part of a batch: rows that have bytes in it, by their place on the disk, and their PIECE [n]."""
 
-    start: int
-    end: int
-    is_first: bool
+    def __init__(self, batch: Batch, order: NDArray[np.int64], parts: Parts, number: int) -> None:
+        self.number = number
+        self.rows = rows = order[parts.pieces["length"][number, order] > 0]
+        self.pieces = parts.pieces[number, rows]
+        self.pieces["offset"] += batch.extents["offset"][rows]
+        if number == 0:
+            self.pieces["head"] = batch.headers.ctypes.data + rows * HEADER_BYTES
+        else:
+            self.pieces["offset"] += np.uint64(HEADER_BYTES)
+        self.has_ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._left, self._lock = 0, Lock()
+
+    def groups(self, segments: NDArray[np.uint64], *, turns: int) -> list[_Group]:
+        """A group for each turn, or more of about as many bytes as a run. segments: of the batch."""
+        if not len(self.rows):
+            self.has_ended.set()
+            return []
+        most = max(1, RUN_BYTES["read"] // (int(self.pieces["length"].max()) + HEADER_BYTES))
+        size, its = min(most, -(-len(self.rows) // turns)), segments[self.rows]
+        cuts = np.union1d(np.arange(0, len(its), size), 1 + np.flatnonzero(its[1:] != its[:-1])).tolist()
+        self._left, ends = len(cuts), [*cuts[1:], len(its)]
+        return [_Group(self, int(its[i]), self.pieces[i:end]) for i, end in zip(cuts, ends, strict=True)]
+
+    def count_down(self) -> None:
+        """A group has ended; called in any thread."""
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._loop.call_soon_threadsafe(self.has_ended.set)
 
 
-class PartRun(RunJob):
-    """Read a span of one block, and hash it. came: the rows that came."""
+class _Group(NamedTuple):
+    """Pieces of one part and segment that one call reads."""
+
+    part: _Part
+    segment: int
+    pieces: StructArray
+
+
+class PartRun:
+    """Reads a group, then another one, until none is left. groups: of all parts in order."""
 
     kind: Kind = "read"
 
-    def __init__(self, batch: Batch, run: SlotRun, span: Span, *, arrived: Callable[[Sequence[int]], object]) -> None:
-        super().__init__(batch, run)
-        self._span, self._arrived = span, arrived
-        self.has_come = False
+    def __init__(self, batch: Batch, groups: deque[_Group]) -> None:
+        self._batch, self._groups = batch, groups
 
-    @property
-    def row(self) -> int:
-        """Of the batch."""
-        return self._run.rows[0]
+    def run(self) -> Sequence[PartRun]:
+        """As `Job.run`. Jobs of other batches have their turn between two groups."""
+        try:
+            group = self._groups.popleft()
+        except IndexError:
+            return ()
+        try:
+            self._read(group)
+        finally:
+            group.part.count_down()
+        return (self,)
 
-    def _move(self) -> Sequence[PartRun]:
-        batch, means, span, row = self._batch, self._batch.means, self._span, self.row
-        offset = self._run.offset if span.is_first else self._run.offset + HEADER_BYTES + span.start
-        buffers = [batch.headers[row].data] * span.is_first + [batch.pages[row][span.start : span.end]]
-        with means.at_disk():
-            done = means.io.read(means.find_file(self._run.segment, self.kind), offset, buffers)
-        self.has_come = done == sum(map(len, buffers))
-        batch.outcomes.append(self.has_come)
-        if self.has_come:
-            with means.hashing:
-                self._arrived([row])
-        return ()
+    def give_up(self) -> None:
+        """As `Job.give_up`."""
+        self._batch.note_hang()
+
+    def _read(self, group: _Group) -> None:
+        batch, means = self._batch, self._batch.means
+        try:
+            with means.at_disk():
+                means.io.read_pieces(means.find_file(group.segment, self.kind), group.pieces)
+        except OSError as error:
+            batch.fault = str(error)
+            if not isinstance(error, GoneError):
+                batch.outcomes.append(False)
+            return
+        errors = group.pieces["error"].tolist()
+        batch.outcomes += [error == 0 for error in errors]
+        if (worst := max(errors)) > 0:
+            batch.fault = os.strerror(worst)
 
 
 async def read_parts(
@@ -360,35 +411,29 @@ async def read_parts(
 
     carry: runs jobs to their end. holds: which of the batch's rows the store still has.
     """
-    count = parts.ends.shape[1]
-    jobs = [_jobs(batch, rows, parts, part) for part in range(count)]
-    running = [asyncio.create_task(carry(some)) for some in jobs[:2]]
+    segments, turns = batch.extents["segment"], batch.means.turns.most
+    order = rows[np.lexsort((batch.extents["offset"][rows], segments[rows]))]
+    found = [_Part(batch, order, parts, number) for number in range(len(parts.pieces))]
+    groups = deque(group for part in found for group in part.groups(segments, turns=turns))
+
+    async def read() -> None:
+        try:
+            await carry([PartRun(batch, groups) for _ in groups][:turns])
+        finally:
+            for part in found:  # groups may have been given up
+                part.has_ended.set()
+
+    work = asyncio.create_task(read())
     try:
-        for part in range(count):
-            await running[part]
-            if part + 2 < count:
-                running.append(asyncio.create_task(carry(jobs[part + 2])))
-            late = [job.row for job in jobs[part] if not job.has_come]
-            if part == 0:
-                batch.came = [job.row for job in jobs[0] if job.has_come]
+        for part in found:
+            await part.has_ended.wait()
+            has_come = part.pieces["error"] == 0
+            if part.number == 0:
+                batch.came = part.rows[has_come].tolist()
                 batch.judge(holds())
-            batch.statuses[late] = BlockStatus.FAILED
+            batch.statuses[part.rows[~has_come]] = BlockStatus.FAILED
             rows = rows[batch.statuses[rows] == BlockStatus.READY]
-            parts.landed(part, rows, [batch.tables[row] for row in rows.tolist()])
+            parts.landed(part.number, rows, batch.tables)
     finally:
-        await asyncio.wait(running)  # no thread uses the pages any more
+        await outlast(work)  # no thread uses the pages any more
     batch.statuses[rows[~holds()[rows]]] = BlockStatus.FAILED
-
-
-def _jobs(batch: Batch, rows: NDArray[np.int64], parts: Parts, part: int) -> list[PartRun]:
-    """Reads of one part, by their place on the disk; blocks that are too short have none."""
-    ends = parts.ends[:, part]
-    begins = parts.ends[:, part - 1] if part else np.zeros_like(ends)
-    rows = rows if part == 0 else rows[ends[rows] > begins[rows]]
-    jobs = []
-    for run in join_runs(batch.extents[rows], class_bytes=[0] * len(rows), most_bytes=0):
-        row = int(rows[run.rows[0]])
-        span = Span(int(begins[row]), min(int(ends[row]), len(batch.pages[row])), is_first=part == 0)
-        slot = SlotRun(run.segment, 0, run.offset, (row,))
-        jobs.append(PartRun(batch, slot, span, arrived=partial(parts.arrived, part)))
-    return jobs

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from tierd.errors import InvalidArgument
 from tierd.failpoint import failpoint
 from tierd.tiers.io.calls import Kind
 from tierd.tiers.io.files import NO_SPACE, OS, READ_WRITE, Files
+from tierd.tiers.io.pieces import library, plain_read_pieces, read_pieces
 from tierd.tiers.tier import SliceTable
 
 HEADER_BYTES = PAGE_ALIGN_BYTES
@@ -58,6 +60,9 @@ class SlotIO(Protocol):
     def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill buffers from offset on; returns the bytes read. Raises OSError. Blocks."""
 
+    def read_pieces(self, file: SlotFile, pieces: StructArray) -> None:
+        """Read PIECE [n] and sum them; errors are in the pieces. Blocks."""
+
     def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers at offset. Raises OSError. Blocks."""
 
@@ -84,6 +89,13 @@ class DirectIO:
     def read(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> int:
         return read_at(file.fd, offset, buffers, self._disk)
 
+    def read_pieces(self, file: SlotFile, pieces: StructArray) -> None:
+        if library is None or self._disk is not OS:
+            plain_read_pieces(partial(self.read, file), pieces)
+        else:
+            _reach_read()
+            read_pieces(file.fd, pieces)
+
     def write(self, file: SlotFile, offset: int, buffers: Sequence[memoryview]) -> None:
         write_at(file.fd, offset, buffers, self._disk)
 
@@ -109,9 +121,13 @@ def allows_direct(directory: Path, disk: Files = OS) -> bool:
         disk.unlink(path)
 
 
+def _reach_read() -> None:
+    failpoint("nvme.slots.before_read")
+
+
 def read_at(fd: int, offset: int, buffers: Sequence[memoryview], disk: Files = OS) -> int:
     """preadv until the buffers are full or the file ends; the bytes read. Python retries EINTR."""
-    failpoint("nvme.slots.before_read")
+    _reach_read()
     rest, done = list(buffers), 0
     while rest:
         count = _aligned(disk.preadv(fd, rest, offset + done), rest)
