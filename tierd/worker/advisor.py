@@ -63,7 +63,7 @@ class Advisor:
 
         Args:
             hashes: Of their blocks.
-            held: Leading tokens that the caller has. If no more are worth loading, the result is empty.
+            held: Leading tokens that the caller has. The result is empty if no more are worth it.
             prompt: Tokens of the request.
             layers: Of the model, if the caller waits for them one by one; else 1.
 
