@@ -173,7 +173,8 @@ class Engine:
     def compute(self, sequences: Sequence[LiveSequence]) -> None:
         """One pass over the next tokens of sequences that are not ready: one token of each that
         decodes, one chunk of each other. Commits full blocks of prompts that need more passes."""
-        started_s = self._clock()
+        has_prompts = not all(sequence.is_decoding for sequence in sequences)
+        started_s = self._clock() if has_prompts else 0.0
         runs = [self._next_run(sequence) for sequence in sequences]
         runs.sort(key=lambda run: run.stop - run.start > 1)  # kernels take decodes and chunks apart
         try:
@@ -186,7 +187,7 @@ class Engine:
         for sequence in sequences:
             if not sequence.is_ready and not sequence.is_decoding:
                 sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
-        if not all(sequence.is_decoding for sequence in sequences):
+        if has_prompts:
             parts = [(run.start, run.stop - run.start) for run in runs]
             self.source.computed(parts, self._clock() - started_s)
 
