@@ -190,6 +190,19 @@ def test_a_store_that_becomes_slow_costs_one_load(
     assert (counts["advised_loads"], counts["advised_computes"]) == (1, len(PROMPTS))
 
 
+def test_after_a_load_was_given_up_nothing_is_read(
+    slowing: Daemon, model: Llama, alone: list[list[int]], io: IoFaults
+) -> None:
+    """A request whose load was given up takes nothing else from the store, although waiting as long again
+    would seem as fast as computing."""
+    with worker(slowing, model, pass_s=SLOW_S) as (engine, source):
+        with io.armed(READS, "hang", "*.slots"):
+            report, counts = serve(engine, PROMPTS[0])[0], source.advice.take_counts()
+        assert not source.faults
+    assert (report.tokens, report.reused_tokens) == (alone[0], 0)
+    assert (counts["advised_loads"], counts["advised_computes"]) == (1, 1)
+
+
 def test_a_load_that_took_longer_than_computing_is_regret(slowing: Daemon, model: Llama, io: IoFaults) -> None:
     """Regret counts the time that a load took beyond what computing was expected to take."""
     with worker(slowing, model, pass_s=SLOW_S) as (_, source):

@@ -3,7 +3,7 @@
 It implements `PageSource` over `tierd.client.Client`. A page is mapped memory, never a copy, except
 a page that found no room. A named page is read through a lease that lives as long as its array. A
 block table always reads its sequence's own writes: a failure gives fewer named pages, or lost ones.
-`faults` counts failures by error, `advice` decisions (see advisor.py).
+Failures are counted by error in `faults`, decisions of the advisor in `advice`.
 
 On a GPU a Commit is sent after all earlier work of the current stream, including its pages' store
 kernels. An event is recorded behind that work, and the reservation waits for it (`after`).

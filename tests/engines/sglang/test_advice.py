@@ -65,10 +65,12 @@ def test_a_fast_engine_computes_everything(daemon: Daemon) -> None:
     "extra", [{"prefill_tokens_per_s": SLOW}, {}, {"prefill_tokens_per_s": FAST, "advisor": False}]
 )
 def test_others_load_everything(daemon: Daemon, extra: dict[str, Any]) -> None:
-    """A slow engine, one whose rate is not known, and one without the advisor load all pages."""
+    """A slow engine, one whose rate is not known, and one without the advisor load all pages. Only the
+    first one's loads are decisions."""
     made = stored(daemon, f"slow {extra}", extra=extra)
     assert made.batch_exists(KEYS) == len(KEYS)
     load(made, KEYS)
+    assert made._store.advice.take_counts()["advised_loads"] == (extra.get("prefill_tokens_per_s") == SLOW)
 
 
 def test_a_store_that_becomes_slow_is_left(tmp_path: Path) -> None:
