@@ -109,6 +109,13 @@ def settle(daemon: Daemon) -> None:
         operator.call(operator.admin.Quiesce, apb.QuiesceRequest(deadline_s=30))
 
 
+def lookup_calls(daemon: Daemon) -> int:
+    """Of all clients so far."""
+    with BlockClient(daemon.target) as operator:
+        counters = operator.status().counters
+    return sum(n for name, n in counters.items() if "calls" in name and "Lookup" in name)
+
+
 def bring_near(source: TierdPages, tokens: tuple[int, ...]) -> None:
     source._client.acquire(source.namespace, source.namespace.hash(tokens)).release()
 
@@ -217,17 +224,14 @@ def test_a_load_that_took_longer_than_computing_is_regret(slowing: Daemon, model
 def test_near_blocks_cost_no_lookup(daemon: Daemon, model: Llama) -> None:
     """A worker that finds no block on a store stops looking up, until it finds one there."""
     longer = PROMPTS[0] * 2
-    with worker(daemon, model, pass_s=SLOW_S) as (_, source), BlockClient(daemon.target) as operator:
+    with worker(daemon, model, pass_s=SLOW_S) as (_, source):
 
         def lookups(acquires: int) -> int:
             """Lookups during so many acquires."""
-            counted = []
-            for count in (0, acquires):
-                for _ in range(count):
-                    source.release(source.acquire(longer).pages)
-                counters = operator.status().counters
-                counted.append(sum(n for name, n in counters.items() if "calls" in name and "Lookup" in name))
-            return counted[1] - counted[0]
+            before = lookup_calls(daemon)
+            for _ in range(acquires):
+                source.release(source.acquire(longer).pages)
+            return lookup_calls(daemon) - before
 
         assert lookups(1) == 1
         assert lookups(LOOKS + 1) == LOOKS
@@ -237,7 +241,9 @@ def test_near_blocks_cost_no_lookup(daemon: Daemon, model: Llama) -> None:
 
 
 def test_without_the_advisor_everything_is_loaded(daemon: Daemon, model: Llama) -> None:
-    """The option advisor=False loads what is stored, and decides nothing."""
+    """The option advisor=False loads what is stored, decides nothing, and asks nothing before."""
     with worker(daemon, model, pass_s=FAST_S, advisor=False) as (engine, source):
+        before = lookup_calls(daemon)
         report = serve(engine, PROMPTS[0])[0]
         assert report.reused_tokens == BLOCKS * TOKENS and not source.advice.take_counts()
+        assert lookup_calls(daemon) == before
