@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,11 +74,12 @@ def slowing(io: IoFaults, model: Llama) -> Iterator[Daemon]:
 
 
 @contextmanager
-def worker(daemon: Daemon, model: Llama, *, pass_s: float, advisor: bool = True) -> Iterator[tuple[Engine, TierdPages]]:
-    """An engine whose passes take so long by its clock, as its advisor knows. No block is near."""
+def worker(daemon: Daemon, model: Llama, *, pass_s: float, **given: Any) -> Iterator[tuple[Engine, TierdPages]]:
+    """An engine whose passes take so long by its clock, as its advisor knows. No block is near. given: of
+    TierdOptions."""
     leave_to_the_store(daemon)
     clock = (pass_s * tick for tick in itertools.count()).__next__
-    shape, options = page_shape(model, tokens_per_block=TOKENS), TierdOptions(durable=True, advisor=advisor)
+    shape, options = page_shape(model, tokens_per_block=TOKENS), TierdOptions(durable=True, **given)
     with Client(daemon.target) as client:
         source = TierdPages(client, model, name="m", shape=shape, options=options)
         for _ in range(4):
@@ -201,8 +203,8 @@ def test_after_a_load_was_given_up_nothing_is_read(
     slowing: Daemon, model: Llama, alone: list[list[int]], io: IoFaults
 ) -> None:
     """A request whose load was given up takes nothing else from the store, although waiting as long again
-    would seem as fast as computing."""
-    with worker(slowing, model, pass_s=SLOW_S) as (engine, source):
+    would seem to be faster than computing."""
+    with worker(slowing, model, pass_s=SLOW_S, load_s=0.1) as (engine, source):
         with io.armed(READS, "hang", "*.slots"):
             report, counts = serve(engine, PROMPTS[0])[0], source.advice.take_counts()
         assert not source.faults
@@ -219,6 +221,15 @@ def test_a_load_that_took_longer_than_computing_is_regret(slowing: Daemon, model
             source.release(source.acquire(PROMPTS[1]).pages)
         counts = source.advice.take_counts()
     assert counts["advised_loads"] == 1 and counts["regret_us"] > 0
+
+
+def test_waits_for_layers_are_not_computing(daemon: Daemon, model: Llama) -> None:
+    """Passes that waited for layers do not make the engine look slow."""
+    with worker(daemon, model, pass_s=FAST_S) as (engine, source):
+        for _ in range(100):
+            source._advisor.waited_s = SLOW_S
+            source.computed([(0, 256)], SLOW_S + FAST_S)
+        assert serve(engine, PROMPTS[0])[0].advised_compute_tokens == BLOCKS * TOKENS
 
 
 def test_near_blocks_cost_no_lookup(daemon: Daemon, model: Llama) -> None:

@@ -44,6 +44,8 @@ _WITHHELD: list[tuple[Any, Any]] = []
 """Arrays and origins of pages that a hanging GPU may still touch, kept while this process lives."""
 LEAST_LOAD_S = 0.25
 """Pages of a stored prefix are waited for at least so long."""
+EXISTING_S = 1.0
+"""A block that a Commit found on a store is waited for so long. Then it is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +383,8 @@ class TierdPages:
         lease = reservation.commit(blocks, durable=self._options.durable, lease=True, keep_open=True).lease
         if lease is None or len(lease) != len(index) or not self._is_near(lease):
             # They exist, but not where this worker attends; the daemon may copy them there.
-            lease = self._client.acquire(self._namespace, hashes, tokens=len(tokens), tier=self.tier)
+            group = Group(self._namespace, hashes, len(tokens))
+            lease = self._client.acquire(group, tier=self.tier, timeout_s=EXISTING_S)
         if len(lease) != len(index):
             return Held()
         return Held(
