@@ -24,7 +24,7 @@ from tierd.testing import Daemon
 KEYS = [f"p{number}" for number in range(6)]
 NEAR = 2
 FAST, SLOW, MEDIUM = 1e12, 1.0, 240.0
-"""Tokens a second: no load is as fast, and none as slow. With MEDIUM all pages take a tenth of DELAY_S."""
+"""Tokens a second: no load is as fast, none as slow. With MEDIUM all pages take DELAY_S / 10."""
 DELAY_S = 1.0
 CONFIG = '[[host]]\ncapacity = "16 MiB"\n[[nvme]]\ncapacity = "16 MiB"\nadmission = "all"\n'
 
