@@ -62,7 +62,7 @@ def daemon(model: Llama) -> Iterator[Daemon]:
 def serve(daemon: Daemon, model: Llama, request: Request = REQUEST, *, durable: bool = False) -> Report:
     shape = page_shape(model, tokens_per_block=TOKENS)
     with Client(daemon.target) as client:
-        source = TierdPages(client, model, name="m", shape=shape, options=TierdOptions(durable=durable))
+        source = TierdPages(client, model, name="m", shape=shape, options=TierdOptions(durable=durable, advisor=False))
         with Engine(model, source, options=OPTIONS) as engine:
             return engine.generate([request])[0]
 

@@ -28,13 +28,14 @@ UNTOLD = 32
 class Blocks:
     """An engine's blocks. group: of the lookup, whose blocks have tokens_per_block tokens.
     step_tokens: what is loaded is a multiple of it. bytes_per_token: of all groups and ranks.
-    least_tokens: smaller loads are not worth it."""
+    least_tokens: smaller loads are not worth it. layers: as in `Wanted`."""
 
     tokens_per_block: int
     bytes_per_token: float
     group: int = 0
     step_tokens: int = 0
     least_tokens: int = 0
+    layers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class EngineAdvice:
         if not most:
             return NOTHING
         runs = _runs(found, blocks, match.computed, most)
-        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token)
+        wanted = Wanted(match.prompt, match.computed, step, blocks.bytes_per_token, layers=blocks.layers)
         with self._lock:
             advice = advise(wanted, runs, self._prefill, copy=self._copies.pace()) if self._is_on else None
             tokens = most if advice is None else advice.tokens if advice.tokens >= max(1, least) else 0
@@ -104,12 +105,17 @@ class EngineAdvice:
         return self._is_doubtful
 
     def loaded(self, claimed: Claim, seconds: float) -> None:
-        """A load took so long. Counts by how much computing was expected to be faster."""
-        advice = claimed.advice
-        if advice is not None and advice.none_s > 0:
-            first_s = advice.first_token_s - advice.load_s + seconds
+        """A load took so long. Counts by how much computing its tokens was expected to be faster."""
+        if claimed.advice is not None and claimed.compute_s > 0:
             with self._lock:
-                self._counts["regret_us"] += max(0, int(1e6 * (first_s - advice.none_s)))
+                self._counts["regret_us"] += max(0, int(1e6 * (seconds - claimed.compute_s)))
+
+    def loaded_tokens(self, tokens: int, seconds: float) -> None:
+        """As `loaded`, for an engine that loads in other parts than it claims."""
+        with self._lock:
+            if self._is_on and self._prefill.is_known:
+                compute_s = float(self._prefill.seconds(np.zeros(1), np.array([float(tokens)]))[0])
+                self._counts["regret_us"] += max(0, int(1e6 * (seconds - compute_s)))
 
     def _expected(self, claimed: Claim, runs: list[Run], wanted: Wanted) -> Claim:
         """The claim with its expected times."""

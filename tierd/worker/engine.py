@@ -194,6 +194,8 @@ class Engine:
     def compute(self, sequences: Sequence[LiveSequence]) -> None:
         """One pass over the next tokens of sequences that are not ready: one token of each that
         decodes, one chunk of each other. Commits full blocks of prompts that need more passes."""
+        has_prompts = not all(sequence.is_decoding for sequence in sequences)
+        started_s = self._clock() if has_prompts else 0.0
         runs = [self._next_run(sequence) for sequence in sequences]
         runs.sort(key=lambda run: run.stop - run.start > 1)  # kernels take decodes and chunks apart
         try:
@@ -206,6 +208,9 @@ class Engine:
         for sequence in sequences:
             if not sequence.is_ready and not sequence.is_decoding:
                 sequence.report.committed_blocks += sequence.table.commit(sequence.tokens)
+        if has_prompts:
+            parts = [(run.start, run.stop - run.start) for run in runs]
+            self.source.computed(parts, self._clock() - started_s)
 
     def _replace_table(self, sequence: LiveSequence) -> None:
         """Begins anew with what is stored and whole, since pages of the stored prefix did not come."""
@@ -216,6 +221,7 @@ class Engine:
         start = min(held.tokens, sequence.first_query)
         report.recomputed_tokens += max(0, sequence.start - start)
         report.reused_tokens, report.computed_tokens = held.tokens, len(request.tokens) - start
+        report.advised_compute_tokens = held.advised_compute_tokens
         sequence.start = start
 
     def next_tokens(self, sequence: LiveSequence) -> int:
@@ -292,6 +298,7 @@ class Engine:
                 prompt_tokens=total,
                 reused_tokens=held.tokens,
                 tier_tokens=dict(held.tier_tokens),
+                advised_compute_tokens=held.advised_compute_tokens,
                 acquire_s=self._clock() - started_s,
             ),
             started_s=started_s,

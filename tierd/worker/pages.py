@@ -1,6 +1,6 @@
 """Sources of a worker's pages: the interface between the engine and tierd.
 
-`PageSource` has six operations on pages that the engine reads and writes in place. `LocalPages`
+`PageSource` has operations on pages that the engine reads and writes in place. `LocalPages`
 uses no daemon and reuses nothing; `tierd_pages.py` uses a daemon. A page is *private* (no name, one
 writer) until it is committed; a named page is never written again. No source raises because a
 daemon is slow, full or gone. It returns fewer named pages then, and plain memory for private ones.
@@ -135,7 +135,7 @@ class Held:
     tokens: covered by pages, the tail included. tier_tokens: by the name of the tier that had them.
     tail: a short last block, compact, to be copied into a private page; its array has its tokens.
     arriving: waits until a layer (None: all) is in the pages; False: they will not come. None: all
-    are there.
+    are there. advised_compute_tokens: stored as well, but expected to be faster to compute.
     """
 
     pages: list[Page] = field(default_factory=list)
@@ -143,6 +143,7 @@ class Held:
     tokens: int = 0
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
     arriving: Callable[[int | None], bool] | None = None
+    advised_compute_tokens: int = 0
 
 
 class PagesMissing(Exception):
@@ -191,6 +192,11 @@ class PageSource(Protocol):
 
     def report_attention(self, pages: Sequence[Page], mass: Sequence[float]) -> None:
         """Reports the attention weight on each page, a hint for eviction."""
+        ...
+
+    def computed(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Reports a pass over prompts. parts: of each sequence, the tokens before and those computed.
+        seconds: with the waits of `Held.arriving`."""
         ...
 
     def close(self) -> None:
@@ -242,6 +248,9 @@ class LocalPages:
                 self._spare.append(page)
 
     def report_attention(self, pages: Sequence[Page], mass: Sequence[float]) -> None:
+        """Ignored."""
+
+    def computed(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Ignored."""
 
     def close(self) -> None:

@@ -65,6 +65,7 @@ class Report:
     decode_s: the sequence's steps. recomputed_tokens: computed again after a lost page.
     stored_tokens: reusable by a later request, which passes it as a mark.
     dropped_tokens: by a token policy, from each layer and head. far: what was read of a far prompt.
+    advised_compute_tokens: of the computed ones, those that were stored, but slower to load.
     """
 
     prompt_tokens: int = 0
@@ -82,6 +83,7 @@ class Report:
     stored_tokens: int = 0
     dropped_tokens: int = 0
     far: FarReport = field(default_factory=FarReport)
+    advised_compute_tokens: int = 0
 
     def fresh(self) -> Report:
         """The start of a fork's report: the same prompt, nothing committed yet."""

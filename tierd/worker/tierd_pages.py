@@ -3,7 +3,7 @@
 It implements `PageSource` over `tierd.client.Client`. A page is mapped memory, never a copy, except
 a page that found no room. A named page is read through a lease that lives as long as its array. A
 block table always reads its sequence's own writes: a failure gives fewer named pages, or lost ones.
-`faults` counts failures by error.
+Failures are counted by error in `faults`, decisions of the advisor in `advice`.
 
 On a GPU a Commit is sent after all earlier work of the current stream, including its pages' store
 kernels. An event is recorded behind that work, and the reservation waits for it (`after`).
@@ -30,9 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client import BlockStatus, Client, Group, Lease, NamespaceSpec, OpenedNamespace, PutGroup, Reservation
+from tierd.client.advice import Claim, EngineAdvice
 from tierd.client.values import Hashes
 from tierd.core.formats.model import ROOT
 from tierd.errors import ConfigError, DeadlineExceeded, ForkedClient, InvalidArgument, StaleHandle, TierdError
+from tierd.worker.advisor import Advisor
 from tierd.worker.model import Llama
 from tierd.worker.pages import Held, LocalPages, Page, PageShape, page_shape
 
@@ -40,6 +42,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _WITHHELD: list[tuple[Any, Any]] = []
 """Arrays and origins of pages that a hanging GPU may still touch, kept while this process lives."""
+LEAST_LOAD_S = 0.25
+"""Pages of a stored prefix are waited for at least so long."""
+EXISTING_S = 1.0
+"""A block that a Commit found on a store is waited for so long. Then it is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,9 @@ class TierdOptions:
     once it is stored, and prompts may be larger than the device tier. Not with pages on a GPU.
     reserve_pages: least pages of a reservation. durable: commits wait until blocks are on NVMe.
     keeps_copies: pages are copied before a Commit, none is lost; for callers without recomputing.
-    load_s: pages of a stored prefix that have not come after this time are computed.
+    load_s: pages of a stored prefix that have not come after this time are computed; sooner if
+    computing them takes less.
+    advisor: tokens that are faster to compute than to load are computed.
     """
 
     tier: str = ""
@@ -59,6 +67,7 @@ class TierdOptions:
     durable: bool = False
     keeps_copies: bool = False
     load_s: float = 5.0
+    advisor: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,19 @@ class _Leased:
 
     lease: Lease
     index: int
+
+
+@dataclass(slots=True)
+class _Load:
+    """A lease on the blocks of `hashes`. declined: stored tokens beyond them. spent_s: that the engine
+    waited for it. until: when it is given up."""
+
+    lease: Lease
+    hashes: Hashes
+    claimed: Claim
+    declined: int
+    spent_s: float = 0.0
+    until: float = 0.0
 
 
 class TierdPages:
@@ -122,6 +144,7 @@ class TierdPages:
         self._spare: list[Page] = []
         self._memory = LocalPages(self._shape)
         self._owed = 0
+        self._advisor = Advisor(client, self._namespace, is_on=self._options.advisor)
         self.faults: Counter[str] = Counter()
 
     @property
@@ -133,6 +156,11 @@ class TierdPages:
     def namespace(self) -> OpenedNamespace:
         """The namespace of the pages' blocks."""
         return self._namespace
+
+    @property
+    def advice(self) -> EngineAdvice:
+        """Its decisions; `take_counts` has them and their regret."""
+        return self._advisor.advice
 
     @property
     def tier(self) -> str:
@@ -164,7 +192,9 @@ class TierdPages:
         return taken + own
 
     def commit(self, pages: Sequence[Page], tokens: Sequence[int], *, after: Page | None) -> list[Page]:
-        """Names pages, one call per reservation. Pages change in place, so forks that hold them see it."""
+        """Names pages, one call per reservation. Pages change in place, so forks that hold them see it.
+        Pages of blocks that were declined are named without a call, and stay where they are."""
+        self._name_declined(pages, tokens, after)
         done = 0
         for origin, run in groupby(pages, key=_reservation_of):
             part = list(run)
@@ -187,6 +217,8 @@ class TierdPages:
         for page in pages:
             if page.is_lost:
                 continue
+            if page.holders == 1 and not isinstance(page.origin, _Leased):
+                page.hash, page.position = b"", 0
             if page.origin is None:
                 self._memory.release([page])
                 continue
@@ -208,6 +240,10 @@ class TierdPages:
         for lease, row in reports.values():
             self._guarded(partial(self._client.report_attention, lease, row), lambda: None)
 
+    def computed(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """The advisor learns from a pass, without its waits for layers."""
+        self._advisor.computed(parts, seconds)
+
     def close(self) -> None:
         """Releases spare pages: a reservation ends with its last page. Raises DeadlineExceeded as `release`."""
         self._shape.backend.finish()
@@ -217,28 +253,44 @@ class TierdPages:
     # -- inner steps, which may raise
 
     def _acquire(self, tokens: Sequence[int], marks: Sequence[int], *, by_layer: bool) -> Held:
-        size = self._shape.tokens_per_block
-        lease, hashes = self._lease(tokens, len(tokens) // size * size, by_layer=by_layer)
+        size, begun = self._shape.tokens_per_block, time.monotonic()
+        load = self._load(tokens, len(tokens) // size * size, by_layer=by_layer)
+        lease, declined = load.lease, load.declined
         found = np.array(lease.tier_tokens, dtype=np.int64)
         near = [mark for mark in marks if lease.tokens < mark < lease.tokens + size and mark <= len(tokens)]
         for mark in sorted(near, reverse=True):
-            longer, its_hashes = self._lease(tokens, mark, by_layer=by_layer)
-            if longer.tokens == mark:
+            longer = self._load(tokens, mark, by_layer=by_layer, held=lease.tokens)
+            declined += longer.declined
+            if longer.lease.tokens == mark:
                 # The first lease has copied its blocks near, so the second one finds only the tail
                 # far. Without a whole block the first has no tiers.
-                found = found if len(found) else np.zeros(len(longer.tier_tokens), dtype=np.int64)
-                found[np.flatnonzero(longer.tier_tokens)[-1]] += mark - lease.tokens
-                lease, hashes = longer, its_hashes
+                found = found if len(found) else np.zeros(len(longer.lease.tier_tokens), dtype=np.int64)
+                found[np.flatnonzero(longer.lease.tier_tokens)[-1]] += mark - lease.tokens
+                longer.claimed = longer.claimed if load.claimed.advice is None else load.claimed
+                load = longer
+            if longer.lease.tokens == mark or longer.declined:
                 break
-        return self._held(lease, hashes, found=found)
+        held, self._advisor.is_late = self._held(load.lease, load.hashes, found=found), False
+        load.spent_s = time.monotonic() - begun
+        if not load.lease.is_pending:
+            self.advice.loaded(load.claimed, load.spent_s)
+            return replace(held, advised_compute_tokens=declined)
+        load.until = time.monotonic() + self._wait_s(load.claimed)
+        return replace(held, advised_compute_tokens=declined, arriving=partial(self._arrived, load))
 
-    def _lease(self, tokens: Sequence[int], count: int, *, by_layer: bool) -> tuple[Lease, Hashes]:
-        """A lease on the first `count` tokens, a short last block included, and the requested hashes."""
+    def _load(self, tokens: Sequence[int], count: int, *, by_layer: bool, held: int = 0) -> _Load:
+        """A lease on the first `count` tokens, a short last block included, as far as the advisor says."""
         hashes = self._namespace.hash(tokens[:count], with_tail=True)
-        covered = count if len(hashes) else 0
+        layers, covered = self._shape.geometry.layers if by_layer else 1, count if len(hashes) else 0
+        worth = self._advisor.worth(hashes, covered, held=held, prompt=len(tokens), layers=layers)
         if by_layer:
-            return self._client.acquire_by_layer(Group(self._namespace, hashes, covered), tier=self.stored_tier), hashes
-        return self._client.acquire(self._namespace, hashes, tokens=covered, tier=self.stored_tier), hashes
+            lease = self._client.acquire_by_layer(
+                Group(self._namespace, worth.hashes, worth.tokens), tier=self.stored_tier
+            )
+        else:
+            lease = self._client.acquire(self._namespace, worth.hashes, tokens=worth.tokens, tier=self.stored_tier)
+        self._advisor.note(lease.tier_tokens)
+        return _Load(lease, worth.hashes, worth.claimed, worth.declined)
 
     def _held(self, lease: Lease, hashes: Hashes, *, found: NDArray[np.int64]) -> Held:
         """found: tokens by the position of the tier that held them before this request."""
@@ -251,13 +303,36 @@ class TierdPages:
         ]
         tail = pages.pop() if counts[-1] < self._shape.tokens_per_block else None
         tiers = {name: n for name, n in zip(self._client.tiers, found.tolist(), strict=False) if n}
-        arriving = partial(self._arrived, lease, time.monotonic() + self._options.load_s) if lease.is_pending else None
-        return Held(pages, tail, lease.tokens, tiers, arriving)
+        return Held(pages, tail, lease.tokens, tiers)
 
-    def _arrived(self, lease: Lease, deadline: float, layer: int | None) -> bool:
-        """Whether a layer is in the pages of a lease by its deadline."""
-        wait_s = max(0.0, deadline - time.monotonic())
-        return self._guarded(lambda: lease.await_layer(layer, timeout_s=wait_s), bool)
+    def _wait_s(self, claimed: Claim) -> float:
+        """How long a load may take: what computing would have, within limits."""
+        most_s = self._options.load_s
+        return min(most_s, max(LEAST_LOAD_S, claimed.compute_s)) if claimed.compute_s else most_s
+
+    def _arrived(self, load: _Load, layer: int | None) -> bool:
+        """Whether a layer is in the pages of a lease in time."""
+        begun = time.monotonic()
+        left_s = max(0.0, load.until - begun)
+        is_there = self._guarded(lambda: load.lease.await_layer(layer, timeout_s=left_s), bool)
+        waited_s = time.monotonic() - begun
+        load.spent_s += waited_s
+        self._advisor.waited_s += waited_s
+        self._advisor.is_late = not is_there and waited_s >= left_s
+        if not is_there or layer in (None, self._shape.geometry.layers - 1):
+            self.advice.loaded(load.claimed, load.spent_s)
+        return is_there
+
+    def _name_declined(self, pages: Sequence[Page], tokens: Sequence[int], after: Page | None) -> None:
+        """Names private pages whose blocks the advisor has left on a store. A Commit would answer with
+        the block there, and take the page."""
+        declined = self._advisor.declined
+        parent, position = (after.hash, after.position + 1) if after else (ROOT, 0)
+        names = map(bytes, self._namespace.hash(tokens, parent=parent)) if declined else ()
+        for i, (page, name) in enumerate(zip(pages, names, strict=False)):
+            if page.is_private and name in declined:
+                page.hash, page.position = name, position + i
+                declined.remove(name)
 
     def _set_aside(self, count: int) -> list[Page]:
         group = PutGroup.private(self._namespace, max(count, self._options.reserve_pages))
@@ -325,7 +400,8 @@ class TierdPages:
         lease = reservation.commit(blocks, durable=self._options.durable, lease=True, keep_open=True).lease
         if lease is None or len(lease) != len(index) or not self._is_near(lease):
             # They exist, but not where this worker reads them; the daemon may copy them there.
-            there = self._client.acquire(self._namespace, hashes, tokens=len(tokens), tier=self.stored_tier)
+            group = Group(self._namespace, hashes, len(tokens))
+            there = self._client.acquire(group, tier=self.stored_tier, timeout_s=EXISTING_S)
             if lease is None or len(there) == len(index) or not self._options.stored_in:
                 lease = there
         if len(lease) != len(index):
@@ -410,6 +486,6 @@ def _is_open(reservation: Reservation) -> bool:
 
 def _reservation_of(page: Page) -> Reservation | Page | None:
     """A run's common origin: its reservation. A named page is its own run; None: plain memory."""
-    if isinstance(page.origin, _Slot):
-        return page.origin.reservation
-    return page if page.hash else None
+    if page.hash:
+        return page
+    return page.origin.reservation if isinstance(page.origin, _Slot) else None

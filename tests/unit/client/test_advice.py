@@ -74,6 +74,21 @@ def test_decisions_and_regret_are_counted() -> None:
     assert not advice.take_counts()
 
 
+def test_a_load_by_layer_is_hidden_by_a_long_tail() -> None:
+    """A load whose layers come one after another is worth it if the engine computes long enough beside it."""
+    its, match = found(*[1] * 50, pace=Pace(1e9)), Match(800, 0, 4800)
+    assert engine().claim(match, its, Blocks(16, BYTES)).tokens < 100
+    assert engine().claim(match, its, Blocks(16, BYTES, layers=32)).tokens == 800
+
+
+def test_regret_of_tokens_that_were_loaded_in_other_parts() -> None:
+    """It is the time beyond that of computing them; without decisions there is none."""
+    for advice, least_s in ((engine(), 10 - 2e-3 - 600 / 30_000), (engine(is_on=False), 0.0)):
+        advice.loaded_tokens(600, 10.0)
+        advice.loaded_tokens(600, 1e-6)
+        assert advice.take_counts()["regret_us"] == pytest.approx(1e6 * least_s, rel=1e-3)
+
+
 def test_copies_are_told_once() -> None:
     """A worker's copies go to the scheduler once."""
     advice = EngineAdvice(is_on=True)

@@ -199,6 +199,22 @@ def test_times_are_those_of_the_clock(model: Llama, shape: PageShape) -> None:
     assert report.decode_s == 3.0
 
 
+def test_passes_over_prompts_are_reported(model: Llama, shape: PageShape) -> None:
+    """The source learns which tokens each chunk had and how long it took, and nothing of passes that
+    only decode."""
+
+    passes: list[tuple[Sequence[tuple[int, int]], float]] = []
+
+    class Told(LocalPages):
+        def computed(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+            passes.append((parts, seconds))
+
+    ticks = iter(range(1000))
+    engine = Engine(model, Told(shape), options=EngineOptions(chunk_tokens=8), clock=lambda: float(next(ticks)))
+    engine.generate([Request(PROMPT[:11], 4)])
+    assert passes == [([(0, 8)], 1.0), ([(8, 3)], 1.0)]
+
+
 def test_attention_mass_is_reported_per_page(model: Llama, new_source: NewSource) -> None:
     """The mass over a sequence's pages adds up to one per layer and computed row."""
     source = new_source()

@@ -33,6 +33,7 @@ from sglang.version import __version__
 
 from tierd.errors import InvalidArgument, TierdError
 from tierd.integrations.pieces import Pieces
+from tierd.integrations.sglang.advised import count, teach
 from tierd.integrations.sglang.names import facts_of, has_no_writers, options_of, place_of, spec_of
 from tierd.integrations.sglang.pages import FlatPages, HostPages, PointerPages, pages_of
 from tierd.integrations.sglang.stored import StoredPages, leading
@@ -52,9 +53,9 @@ class Shelf:
     def __init__(self, pages: HostPages, stored: StoredPages | None, *, is_writer: bool) -> None:
         self.pages, self.stored, self.is_writer = pages, stored, is_writer
 
-    def leading(self, keys: Sequence[str]) -> int:
-        """Stored pages, from the first on."""
-        return self.stored.leading(keys) if self.stored else len(keys)
+    def worth(self, keys: Sequence[str]) -> int:
+        """Pages, from the first on, that are stored and worth loading."""
+        return self.stored.worth(keys) if self.stored else len(keys)
 
     def present(self, keys: Sequence[str]) -> list[bool]:
         """Which pages are stored."""
@@ -90,6 +91,7 @@ class TierdHiCache(HiCacheStorage):
         if not self._is_by_pointer:
             logger.warning('tierd: each page is copied twice; set "interface_v1": 1 in the extra config')
         self._store = EngineStore(self._options, facts_of(storage_config, self._options))
+        teach(self._store.advice, self._options.prefill_tokens_per_s)
         self._pools: dict[str, Any] = {}
         self._shelves: dict[str, Shelf] = {}
         self._cleared = ""
@@ -124,9 +126,10 @@ class TierdHiCache(HiCacheStorage):
     # -- version 1: by pointer
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Stored pages, from the first on."""
+        """Stored pages, from the first on. With a prefill rate, those that are worth loading: SGLang
+        loads what it learns of here."""
         shelf = self._shelves.get(KV)
-        return shelf.leading(keys) if shelf else 0
+        return shelf.worth(keys) if shelf else 0
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
@@ -179,7 +182,8 @@ class TierdHiCache(HiCacheStorage):
 
     def exists(self, key: str) -> bool:
         """Whether a page is stored."""
-        return self.batch_exists([key]) == 1
+        shelf = self._shelves.get(KV)
+        return shelf is not None and shelf.present([key]) == [True]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """The tensor, filled; None if the page is not stored."""
@@ -215,9 +219,10 @@ class TierdHiCache(HiCacheStorage):
             self._shelves[name] = self._shelf(shelf.pages, name)
 
     def get_stats(self) -> Any:
-        """SGLang's StorageMetrics since the last call; None if they are off."""
+        """SGLang's StorageMetrics since the last call; None if they are off. Counts decisions, too."""
         if not self._config.enable_storage_metrics:
             return None
+        count(self._store.advice.take_counts(), self._config)
         from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415 -- heavy
 
         taken = {name: [moved.popleft() for _ in range(len(moved))] for name, moved in self._moved.items()}
@@ -267,6 +272,8 @@ class TierdHiCache(HiCacheStorage):
         done = self._done(name, keys, work)
         seconds = max(time.perf_counter() - began, 1e-9)
         pages = leading(done)
+        if what == "prefetch" and name in self._shelves:
+            self._store.advice.loaded_tokens(pages * self._shelves[name].pages.page_tokens, seconds)
         if pages and self._config.enable_storage_metrics:
             length = sum(self._shelves[name].pages.lengths)
             self._moved[what].append((pages, pages * length / seconds / 1e9))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
 from sglang.version import __version__
 
 from tierd.client import About, NamespaceSpec
@@ -46,6 +47,13 @@ EVENT_HASH_CHARS = 16
 """Characters of a hash in the integers of SGLang's own KV events."""
 
 
+class HiCacheOptions(Options):
+    """prefill_tokens_per_s: how fast the engine computes prompts, for the advisor; SGLang does not tell
+    its storage. 0: not known, and everything is loaded."""
+
+    prefill_tokens_per_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """This rank among those that hold different bytes of the same pages."""
@@ -55,10 +63,11 @@ class Place:
     is_writer: bool
 
 
-def options_of(config: Any) -> Options:
-    """tierd's part of the extra configuration. Raises ConfigError."""
+def options_of(config: Any) -> HiCacheOptions:
+    """tierd's part of the extra configuration; the advisor is off without a rate. Raises ConfigError."""
     words = {name: value for name, value in (config.extra_config or {}).items() if name not in THEIRS}
-    return Options.read(words, where="hicache-storage-backend-extra-config")
+    options = HiCacheOptions.read(words, where="hicache-storage-backend-extra-config")
+    return options if options.prefill_tokens_per_s else options.model_copy(update={"advisor": False})
 
 
 def is_replicated(config: Any, pool_name: str, pool: Any) -> bool:

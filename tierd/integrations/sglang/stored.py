@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tierd.client import Group, NamespaceSpec, PutGroup
+from tierd.client.advice import Blocks
+from tierd.client.match import Match
 from tierd.client.values import NO_HASHES, Hashes
 from tierd.core.formats.model import ROOT
 from tierd.integrations.pieces import Pieces
@@ -44,12 +46,16 @@ class StoredPages:
             found += (tiers[0][0] >= 0).tolist() if tiers else [False] * len(part)
         return found
 
-    def leading(self, keys: Sequence[str]) -> int:
-        """Stored pages, from the first on."""
-        count = 0
+    def worth(self, keys: Sequence[str]) -> int:
+        """Pages, from the first on, that are stored and worth loading."""
+        spec, count = self._space.spec, 0
+        size = spec.tokens_per_block
+        blocks = Blocks(size, spec.block_bytes * spec.rank_count / size)  # ranks load at the same time
         for start in range(0, len(keys), LOOKUP_PAGES):
             part = keys[start : start + LOOKUP_PAGES]
-            here = leading(self.present(part))
+            found = self._store.lookup([self._group(part)])
+            match = Match(found.tokens, 0, len(part) * size + 1)
+            here = self._store.advice.claim(match, found, blocks).tokens // size
             count += here
             if here < len(part):
                 break

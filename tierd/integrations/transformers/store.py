@@ -64,10 +64,11 @@ class TierdStore:
         if not self.spec.geometry.layers:
             raise Unsupported("PagedTierdCache: the model's layers have K and V of different shapes; use TierdCache")
         shape = PageShape(self.spec.geometry, self.options.tokens_per_block, Backend("torch"))
+        options = TierdOptions(keeps_copies=True, advisor=False)  # transformers reports no passes
         coded = self.engine.codings.of(self.spec)
         if coded is not None:
-            return CodedPages(self.engine.client, self.spec, shape=shape, coding=coded.coding)
-        return TierdPages(self.engine.client, self.spec, shape=shape, options=TierdOptions(keeps_copies=True))
+            return CodedPages(self.engine.client, self.spec, shape=shape, coding=coded.coding, options=options)
+        return TierdPages(self.engine.client, self.spec, shape=shape, options=options)
 
     def find(self, tokens: Tokens) -> int:
         """Leading tokens worth loading: whole blocks; at least one token remains to compute."""
