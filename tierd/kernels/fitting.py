@@ -1,7 +1,8 @@
 """Chooses how deep kernels buffer tiles in shared memory: the most that fits a thread block.
 
-`decode_fit` chooses before a launch, as in cuda/src; prefill has one depth. If no depth fits, they refuse
-with an error that names the limit. All kernels fit the 99 KiB of a block of sm_86, 89 or 120.
+`decode_fit` chooses before a launch, as in cuda/src. Prefill has one depth. If no depth fits, they
+refuse with an error that names the limit. All kernels fit the 99 KiB of a block of sm_86, 89 or
+120.
 """
 
 from __future__ import annotations

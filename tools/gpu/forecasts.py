@@ -4,12 +4,11 @@ Purpose: one entry for each name that a part may give, in the order of a report;
 Non-purpose: measuring. Sources: an H100 or H200 of 132 multiprocessors, on which a copy moves nine
 tenths of the datasheet's bandwidth; PCIe 5 with 50 to 55 GB/s. A decode issues 526 instructions per
 tile of 8 KiB, a quarter of the slots in that time. Published: copies in pieces (vLLM #42212);
-prefill by mma.sync (FlashAttention-3, section 4), less a third, as weights are multiplied in two
-parts; cuda/README.md has the arithmetic. Copies, stores and merges move 16 bytes a thread at a
-time. A store's block ends after one turn, so the memory idles. Bounds of keys read two bytes at a
-time, far below bandwidth. Invariants: `predicted` is of the ratio if a row has a limit, else of the
-value. Issue and design name the promises: missing one is a failure, and missing a prediction is
-none.
+prefill by mma.sync (FlashAttention-3, section 4). For prefill cuda/README.md has the arithmetic.
+Copies, stores and merges move 16 bytes a thread at a time. A store's block ends after one turn, so
+the memory idles. Bounds of keys read two bytes at a time, far below bandwidth. Invariants:
+`predicted` is of the ratio if a row has a limit, else of the value. Issue and design name the
+promises: missing one is a failure, and missing a prediction is none.
 """
 
 from __future__ import annotations
