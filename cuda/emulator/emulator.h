@@ -47,6 +47,7 @@ namespace simt {
 inline int lane() { return emulator::current().lane; }
 inline int warp() { return emulator::current().warp; }
 inline void assume_global(const void*) {}
+inline void forget(int&) {}
 inline void load_matrices(uint32_t (&r)[4], const void* row) { emulator::load<false>(r, row); }
 inline void load_matrices_transposed(uint32_t (&r)[4], const void* row) { emulator::load<true>(r, row); }
 inline uint32_t transposed(uint32_t pair) { return emulator::transpose(pair); }

@@ -45,6 +45,10 @@ SIMT_DEV int lane() { return threadIdx.x & 31; }
 SIMT_DEV int warp() { return threadIdx.x >> 5; }
 SIMT_DEV uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// Keeps the compiler from knowing x, so that it computes what follows from it again instead of
+// keeping it in registers.
+SIMT_DEV void forget(int& x) { asm volatile("" : "+r"(x)); }
+
 // Says that p points to global memory: without it the compiler must assume that it may be shared
 // memory.
 SIMT_DEV void assume_global(const void* p) { __builtin_assume(__isGlobal(p)); }

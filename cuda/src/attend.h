@@ -1,9 +1,10 @@
-// Attention of up to 16 query rows to one tile of 16 tokens after another. Online softmax (Milakov
+// Attention of a warp's query rows to one step of 32 tokens after another. Online softmax (Milakov
 // and Gimelshein, arXiv 1805.02867) on tensor cores.
 //
-// One warp does the work. Lane l has the rows l / 4 and l / 4 + 8 of its accumulators. Scores are
-// in units of log2, so that exp2 suffices.
+// Rows are in sets of 16, which share each fragment of K and V. Of a set lane l has the rows l / 4
+// and l / 4 + 8 of scores and outputs. Scores are in units of log2, so that exp2 suffices.
 #pragma once
+#include <float.h>
 #include <math.h>
 
 #include <type_traits>
@@ -24,88 +25,140 @@
 
 namespace tierd {
 
-template <class Stored, int kDim> struct Queries {
-  static constexpr int kBlocks = kDim / 16;
-  uint32_t words[kBlocks][4];
-
-  // row: returns the first channel of a query row, or null if there is none.
-  template <class Query, class Row> SIMT_DEV void load(Row row) {
-    using Math = typename Stored::Math;
-    const int t = simt::lane() & 3;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const typename Query::Value* q = row((simt::lane() >> 2) + 8 * r);
-#pragma unroll
-      for (int b = 0; b < kBlocks; b++) {
-        const int first = 16 * b + Stored::first(t), second = 16 * b + Stored::second(t);
-        words[b][r] = q ? pack_query<Math>(Query::widen(q[first]), Query::widen(q[first + 1])) : 0;
-        words[b][r + 2] = q ? pack_query<Math>(Query::widen(q[second]), Query::widen(q[second + 1])) : 0;
-      }
-    }
-  }
-};
+constexpr int kStepTiles = 2;
+// A row's base begins kBelow under its first scores. It rises only if a score is more than kRange
+// above it, so sums rarely shrink. Weights are at most 2^kRange, within fp16. Small ones keep more
+// bits in fp16 than with the greatest score as base.
+constexpr float kBelow = 7.f, kRange = 15.f;
 
 // Weights have two parts, the rounded weight and its rounding error, if one part would be as coarse
 // as the output. With flat attention one part would err as much as the output's own rounding.
-template <class Query, class Stored, int kDim> struct Attention {
+template <class Query, class Stored, int kDim, int kSets> struct Attention {
   using Math = typename Stored::Math;
   using KvTile = Tile<Stored, kDim>;
+  using QueryTile = Tile<Stored16<Math>, kDim>;  // of a set, with channels in the order of a operands
   static constexpr int kBlocks = kDim / 16, kParts = std::is_same_v<Query, Math> ? 2 : 1;
 
-  float out[2 * kBlocks][4];
-  float top[2];      // the greatest score so far, per row
-  float sum[2];      // of this lane's weights; exact, for the log-sum-exp
-  float rounded[2];  // of the same weights as they were multiplied, for the output: their rounding cancels
+  float out[kSets][2 * kBlocks][4];
+  float base[kSets][2];  // of exponents, per row
+  float sum[kSets][2];   // of this lane's weights
+  float scores[kSets][2 * kStepTiles][4];  // of the current step
+
+  // row: returns the first channel of a query row, or null if there is none.
+  template <class Row> static SIMT_DEV void load_queries(unsigned char* to, Row row) {
+    using Pair = Pack<typename Query::Value, 2>;
+    for (int i = simt::lane(); i < kSets * 16 * kDim / 2; i += 32) {
+      const int at = i / (kDim / 2), word = i % (kDim / 2), chunk = word / 4, t = word % 4;
+      const typename Query::Value* q = row(at);
+      const int channel = chunk / 2 * 16 + (chunk % 2 ? Stored::second(t) : Stored::first(t));
+      const Pair pair = q ? *reinterpret_cast<const Pair*>(q + channel) : Pair{};
+      const uint32_t packed = pack_query<Math>(Query::widen(pair.values[0]), Query::widen(pair.values[1]));
+      memcpy(to + at / 16 * QueryTile::kBytes + QueryTile::at(at % 16, chunk) + 4 * t, &packed, 4);
+    }
+    __syncwarp();
+  }
 
   SIMT_DEV void begin() {
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; i++) out[i][0] = out[i][1] = out[i][2] = out[i][3] = 0.f;
+    for (int s = 0; s < kSets; s++) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) top[r] = -INFINITY, sum[r] = rounded[r] = 0.f;
+      for (int i = 0; i < 2 * kBlocks; i++) out[s][i][0] = out[s][i][1] = out[s][i][2] = out[s][i][3] = 0.f;
+#pragma unroll
+      for (int r = 0; r < 2; r++) base[s][r] = -FLT_MAX, sum[s][r] = 0.f;
+    }
   }
 
-  // is_seen(row, token): whether a query row sees a token of the tile.
-  template <class Seen> SIMT_DEV void add(const Queries<Stored, kDim>& q, const unsigned char* k, const unsigned char* v, float scale_log2, Seen is_seen) {
-    float scores[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+  // q: as `load_queries` left it. k: the tiles of a step.
+  SIMT_DEV void multiply_keys(const unsigned char* q, const unsigned char* k, float scale_log2) {
+    int lane = simt::lane();
+    simt::forget(lane);
+    uint32_t spare[kStepTiles][2];
+#pragma unroll
+    for (int s = 0; s < kSets; s++)
+#pragma unroll
+      for (int i = 0; i < 2 * kStepTiles; i++) scores[s][i][0] = scores[s][i][1] = scores[s][i][2] = scores[s][i][3] = 0.f;
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      uint32_t rows[kSets][4];
+#pragma unroll
+      for (int s = 0; s < kSets; s++) simt::load_matrices(rows[s], q + s * QueryTile::kBytes + QueryTile::at(lane & 15, 2 * b + (lane >> 4)));
+#pragma unroll
+      for (int tile = 0; tile < kStepTiles; tile++) {
+        uint32_t halves[2][2];
+        KvTile::keys(halves, k + tile * KvTile::kBytes, b, spare[tile], lane);
+#pragma unroll
+        for (int s = 0; s < kSets; s++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            simt::multiply_add(scores[s][2 * tile + half], rows[s], halves[half][0], halves[half][1], typename Math::Value());
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSets; s++)
+#pragma unroll
+      for (int i = 0; i < 8 * kStepTiles; i++) scores[s][i / 4][i % 4] *= scale_log2;
+  }
+
+  // Scores of tokens that a row does not see become -inf. first_of(tile): a tile's first token.
+  // sees(set, r, token): whether the lane's row r of a set sees a token.
+  template <class First, class Sees> SIMT_DEV void mask(First first_of, Sees sees) {
+    int t = simt::lane() & 3;
+    simt::forget(t);  // a branch, since it is rarely taken
+#pragma unroll
+    for (int tile = 0; tile < kStepTiles; tile++) {
+      const int first = first_of(tile);
+#pragma unroll
+      for (int s = 0; s < kSets; s++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          float& x = scores[s][2 * tile + (i >> 2)][i & 3];
+          x = sees(s, i >> 1 & 1, first + 8 * (i >> 2) + 2 * t + (i & 1)) ? x : -INFINITY;
+        }
+    }
+  }
+
+  // Adds the step's values. v: its tiles.
+  SIMT_DEV void multiply_values(const unsigned char* v) {
+    rise();
     uint32_t spare[2];
 #pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-      uint32_t halves[2][2];
-      KvTile::keys(halves, k, b, spare);
-      simt::multiply_add(scores[0], q.words[b], halves[0][0], halves[0][1], typename Math::Value());
-      simt::multiply_add(scores[1], q.words[b], halves[1][0], halves[1][1], typename Math::Value());
-    }
-    uint32_t weights[kParts][4];
-    float shrink[2];
+    for (int tile = 0; tile < kStepTiles; tile++) {
+      uint32_t weights[kSets][kParts][4];
 #pragma unroll
-    for (int r = 0; r < 2; r++) shrink[r] = weigh(scores, r, weights, scale_log2, is_seen);
+      for (int s = 0; s < kSets; s++)
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; i++) out[i][0] *= shrink[0], out[i][1] *= shrink[0], out[i][2] *= shrink[1], out[i][3] *= shrink[1];
+        for (int i = 0; i < 4; i++) weigh(s, i & 1, scores[s][2 * tile + (i >> 1)], weights[s], i);
 #pragma unroll
-    for (int b = 0; b < kBlocks; b++) {
-      uint32_t pair[2][2];
-      KvTile::values(pair, v, b, spare);
+      for (int b = 0; b < kBlocks; b++) {
+        uint32_t pair[2][2];
+        KvTile::values(pair, v + tile * KvTile::kBytes, b, spare);
 #pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        simt::multiply_add(out[2 * b], weights[part], pair[0][0], pair[0][1], typename Math::Value());
-        simt::multiply_add(out[2 * b + 1], weights[part], pair[1][0], pair[1][1], typename Math::Value());
+        for (int part = 0; part < kParts; part++)
+#pragma unroll
+          for (int s = 0; s < kSets; s++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) simt::multiply_add(out[s][2 * b + i], weights[s][part], pair[i][0], pair[i][1], typename Math::Value());
       }
     }
   }
 
-  // Sums over the lanes of a row; after the last tile.
+  // Sums over the lanes of a row; after the last step.
   SIMT_DEV void finish() {
 #pragma unroll
-    for (int r = 0; r < 2; r++) sum[r] = over_row(sum[r]), rounded[r] = over_row(rounded[r]);
+    for (int s = 0; s < kSets; s++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) sum[s][r] = over_row(sum[s][r]);
   }
 
-  // Calls put(row, channel, value) for each value of this lane.
+  // Calls put(set, r, channel, value) for each value of this lane, of its row r.
   template <class Put> SIMT_DEV void each_out(Put put) const {
     const int t = simt::lane() & 3;
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; i++)
+    for (int s = 0; s < kSets; s++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) put((simt::lane() >> 2) + 8 * (e >> 1), 16 * (i / 2) + Stored::out(i & 1, 2 * t + (e & 1)), out[i][e]);
+      for (int i = 0; i < 2 * kBlocks; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) put(s, e >> 1, 16 * (i / 2) + Stored::out(i & 1, 2 * t + (e & 1)), out[s][i][e]);
   }
 
  private:
@@ -114,36 +167,39 @@ template <class Query, class Stored, int kDim> struct Attention {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 
-  // Turns the scores of row r into weights. Returns the factor by which earlier sums shrink.
-  template <class Seen> SIMT_DEV float weigh(float (&scores)[2][4], int r, uint32_t (&weights)[kParts][4], float scale_log2, Seen is_seen) {
-    const int row = (simt::lane() >> 2) + 8 * r, t = simt::lane() & 3;
-    float x[4], best = -INFINITY;
+  // Raises the bases to the step's scores and shrinks earlier sums, if a score needs it.
+  SIMT_DEV void rise() {
+    float best[kSets][2];
+    bool rises = false;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      x[j] = is_seen(row, (j >> 1) * 8 + 2 * t + (j & 1)) ? scores[j >> 1][2 * r + (j & 1)] * scale_log2 : -INFINITY;
-      best = fmaxf(best, x[j]);
-    }
-    best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
-    best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
-    best = fmaxf(best, top[r]);
-    const float base = best == -INFINITY ? 0.f : best, shrink = simt::exp2_fast(top[r] - base);
-    top[r] = best;
-    float mine = 0.f;
+    for (int s = 0; s < kSets; s++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) x[j] = simt::exp2_fast(x[j] - base), mine += x[j];
-    sum[r] = sum[r] * shrink + mine;
-    rounded[r] *= shrink;
+      for (int r = 0; r < 2; r++) {
+        best[s][r] = -INFINITY;
 #pragma unroll
-    for (int part = 0; part < kParts; part++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const uint32_t pair = weights[part][r + 2 * i] = Math::pack(x[2 * i], x[2 * i + 1]);
-        const float low = Math::low_of(pair), high = Math::high_of(pair);
-        rounded[r] += low + high;
-        x[2 * i] -= low, x[2 * i + 1] -= high;  // for the next part
+        for (int i = 0; i < 2 * kStepTiles; i++) best[s][r] = fmaxf(best[s][r], fmaxf(scores[s][i][2 * r], scores[s][i][2 * r + 1]));
+        rises |= best[s][r] > base[s][r] + kRange;
       }
-    }
-    return shrink;
+    if (!simt::any(rises)) return;
+#pragma unroll
+    for (int s = 0; s < kSets; s++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float next = fmaxf(best[s][r], __shfl_xor_sync(~0u, best[s][r], 1));
+        next = fmaxf(base[s][r], fmaxf(next, __shfl_xor_sync(~0u, next, 2)) - kBelow);
+        const float shrink = simt::exp2_fast(base[s][r] - next);
+        base[s][r] = next, sum[s][r] *= shrink;
+#pragma unroll
+        for (int i = 0; i < 2 * kBlocks; i++) out[s][i][2 * r] *= shrink, out[s][i][2 * r + 1] *= shrink;
+      }
+  }
+
+  // Turns two scores of row r into words of weights.
+  SIMT_DEV void weigh(int s, int r, const float (&of)[4], uint32_t (&weights)[kParts][4], int word) {
+    const float low = simt::exp2_fast(of[2 * r] - base[s][r]), high = simt::exp2_fast(of[2 * r + 1] - base[s][r]);
+    sum[s][r] += low + high;
+    weights[0][word] = Math::pack(low, high);
+    if constexpr (kParts == 2) weights[1][word] = Math::pack(low - Math::low_of(weights[0][word]), high - Math::high_of(weights[0][word]));
   }
 };
 

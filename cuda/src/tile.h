@@ -23,18 +23,17 @@ template <class Stored, int kDim> struct Tile {
 
   // A warp's part. Rows from `rows` on are zeros and are not read: stale bytes may be NaN, and 0 *
   // NaN is NaN.
-  static SIMT_DEV void load(unsigned char* tile, const unsigned char* first_row, int64_t row_stride_bytes, int rows) {
+  static SIMT_DEV void load(unsigned char* tile, const unsigned char* first_row, int64_t row_stride_bytes, int rows, int lane = simt::lane()) {
 #pragma unroll(kDim > 128 ? 4 : kPieces)  // more addresses at once need more registers than kernels of 256 channels have
     for (int i = 0; i < kPieces; i++) {
-      const int piece = i * 32 + simt::lane(), row = piece / kChunks, chunk = piece % kChunks;
+      const int piece = i * 32 + lane, row = piece / kChunks, chunk = piece % kChunks;
       simt::copy_async(tile + at(row, chunk), first_row + row * row_stride_bytes + 16 * chunk, row < rows);
     }
   }
 
   // b operands of Q K^T. halves: tokens 0 to 7 and 8 to 15; two words each for channel block
   // `block`.
-  static SIMT_DEV void keys(uint32_t (&halves)[2][2], const unsigned char* tile, int block, uint32_t (&spare)[2]) {
-    const int lane = simt::lane();
+  static SIMT_DEV void keys(uint32_t (&halves)[2][2], const unsigned char* tile, int block, uint32_t (&spare)[2], int lane = simt::lane()) {
     uint32_t r[4];
     if constexpr (Stored::kBytes == 2) {
       simt::load_matrices(r, tile + at((lane & 7) + (lane >> 4 << 3), 2 * block + (lane >> 3 & 1)));

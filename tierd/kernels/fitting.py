@@ -1,7 +1,8 @@
 """Chooses how deep kernels buffer tiles in shared memory: the most that fits a thread block.
 
-`decode_fit` and `prefill_fit` choose before a launch, as in cuda/src. If no depth fits, they refuse
-with an error that names the limit. All kernels fit the 99 KiB of a block of sm_86, 89 or 120.
+`decode_fit` chooses before a launch, as in cuda/src. Prefill has one depth. If no depth fits, they
+refuse with an error that names the limit. All kernels fit the 99 KiB of a block of sm_86, 89 or
+120.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ ROTATED = "rot"
 """Before the bits of keys and values: rotated codes, such as rot84."""
 SCALE_BYTES = 4
 """Of a token in a tile of rotated codes: a key's scale and a value's."""
-STAGE_TILES = (4, 2)
-"""Tiles of K and V of a stage of prefill, of which there are two. Deepest first."""
+WORK_BYTES, STAGED_TILES = 128, 4
+"""Of a block of prefill: what it does, and its tiles of K and V in two stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """depth: of RINGS or STAGE_TILES. shared_bytes: that a block takes."""
+    """depth: of RINGS, 1 for prefill. shared_bytes: that a block takes."""
 
     depth: int
     shared_bytes: int
@@ -46,9 +47,15 @@ def decode_fit(library: Library, head_dim: int, group: int, kv_type: str) -> Fit
     return _first(fits, library, f"{head_dim} of {kv_type} with {group} query heads for a kv head")
 
 
+def prefill_rows(head_dim: int) -> int:
+    """Query rows of a block of prefill: a row is a token and a head of the group."""
+    return 64 if head_dim > WIDE_DIM else 128
+
+
 def prefill_fit(library: Library, head_dim: int, kv_type: str) -> Fit:
     """As of decode. Raises InvalidArgument."""
-    fits = [Fit(tiles, 2 * tiles * _tile_bytes(head_dim, kv_type)) for tiles in STAGE_TILES]
+    queries = prefill_rows(head_dim) * head_dim * BYTES["f16"]
+    fits = [Fit(1, WORK_BYTES + queries + STAGED_TILES * _tile_bytes(head_dim, kv_type))]
     return _first(fits, library, f"{head_dim} of {kv_type}")
 
 

@@ -18,13 +18,12 @@ from tierd.kernels import params
 from tierd.kernels.arguments import Arguments, DeviceBatch, group_of
 from tierd.kernels.buffers import ALIGNMENT_BYTES, BYTES, Array, Buffer, seen
 from tierd.kernels.coded import NARROW_GROUP, CodedPages
-from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit
+from tierd.kernels.fitting import TILE_TOKENS, decode_fit, prefill_fit, prefill_rows
 from tierd.kernels.library import Library
 from tierd.kernels.pages import KvPages, check_blocks
 from tierd.kernels.prepared import Kept, Launch, Prepared
 from tierd.kernels.reference import Attended
 
-BLOCK_ROWS = 64
 MERGE_THREADS = MASS_THREADS = CLEAR_THREADS = 128
 """As in cuda/src."""
 ARGUMENTS = (
@@ -207,10 +206,9 @@ def paged_prefill(library: Library, chunks: Chunks, pages: KvPages, batch: Devic
         asked.k_scales,
         asked.v_scales,
         q_heads,
-        fit.depth,
         _scale(batch.scale, head_dim) * math.log2(math.e),
     )
-    grid = (-(-chunks.longest * group // BLOCK_ROWS), kv_heads, n)
+    grid = (kv_heads * -(-chunks.longest * group // prefill_rows(head_dim)), n, 1)
     kernel = f"prefill_{queries.dtype}_{asked.kv_type}_{head_dim}"
     library.launch(kernel, grid, prefill, shared_bytes=fit.shared_bytes)
     return to

@@ -75,7 +75,6 @@ class Prefill(ctypes.Structure):
         ("pool", Pool),
         *((name, _P) for name in ("q", "query_starts", "out", "lse", "k_scales", "v_scales")),
         ("q_heads", _I),
-        ("stage_tiles", _I),
         ("scale_log2", _F),
     ]
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, device
 
+from tierd.kernels.fitting import prefill_rows
 from tierd.kernels.library import Library
-from tierd.kernels.paged import BLOCK_ROWS, Chunks, merge_parts, paged_prefill
+from tierd.kernels.paged import Chunks, merge_parts, paged_prefill
 from tierd.kernels.pages import KvPages
 from tierd.kernels.pool import Pool, placed
 from tierd.kernels.reference import Attended, PagedBatch
@@ -35,7 +36,7 @@ class SharedParts:
     def __init__(self, library: Library, pool: Pool, batch: PagedBatch, q: Array) -> None:
         """batch: with shared pages. q: queries of it, of a library with `take`."""
         kv_heads = pool.first.shape[3]
-        self._parts = count_parts(batch, pool.page_tokens, q_heads=q.shape[1], kv_heads=kv_heads)
+        self._parts = count_parts(batch, pool.page_tokens, q_heads=q.shape[1], kv_heads=kv_heads, head_dim=q.shape[2])
         cut = cut_prefixes(batch, pool.page_tokens, parts=self._parts, kv_heads=kv_heads)
         rows = [batch.query_starts[i] for prefix in batch.shared for i in prefix.sequences]
         self._library, self._batch = library, pool.batch(cut, q)
@@ -58,10 +59,10 @@ class SharedParts:
         to.out[self._rows], to.lse[self._rows] = whole.out, whole.lse
 
 
-def count_parts(batch: PagedBatch, page_tokens: int, *, q_heads: int, kv_heads: int) -> int:
+def count_parts(batch: PagedBatch, page_tokens: int, *, q_heads: int, kv_heads: int, head_dim: int) -> int:
     """How many parts each shared prefix is cut into."""
     rows = [len(prefix.sequences) * q_heads // kv_heads for prefix in batch.shared]
-    blocks = kv_heads * sum(-(-count // BLOCK_ROWS) for count in rows)
+    blocks = kv_heads * sum(-(-count // prefill_rows(head_dim)) for count in rows)
     tokens = max(prefix.pages for prefix in batch.shared) * page_tokens
     return max(1, min(tokens // PART_TOKENS, THREAD_BLOCKS // blocks))
 

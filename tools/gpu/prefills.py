@@ -8,13 +8,11 @@ from typing import Any
 
 from tests.unit.kernels.kernel_cases import (
     MERGES,
-    NARROW_PREFILLS,
     PREFILLS,
     SHORT_PREFILLS,
     Narrow,
     Shape,
     check_merge,
-    check_narrow_prefill,
     check_prefill,
     check_short_prefill,
 )
@@ -55,12 +53,9 @@ def _full() -> dict[str, list[Shape]]:
 
 
 def _narrow(dims: Iterable[int]) -> Iterator[Case]:
-    """As on GPUs whose blocks have less shared memory: every type; other shapes always by small
-    stages."""
+    """As on GPUs whose blocks have less shared memory: every type."""
     for types, dim in itertools.product(TYPES, dims):
         yield _check_least, Shape(((20, 150), (9, 9)), types, dim, seed=dim)
-    for shape in NARROW_PREFILLS:
-        yield check_narrow_prefill, shape
 
 
 def _odd(count: int) -> Iterator[Case]:

@@ -60,7 +60,9 @@ class _Both:
         self._gpu, self._room, self._pool, self._size = gpu, room, pool, size
         self._pages, n, model = size.tokens // PAGE_TOKENS, size.sequences, pool.model
         group = PagedBatch(range(n + 1), [size.tokens + PAGE_TOKENS] * n, [range(self._pages + 1)] * n, shared=[SharedPrefix(range(n), self._pages)])  # fmt: skip
-        self._parts = count_parts(group, PAGE_TOKENS, q_heads=model.q_heads, kv_heads=model.kv_heads)
+        self._parts = count_parts(
+            group, PAGE_TOKENS, q_heads=model.q_heads, kv_heads=model.kv_heads, head_dim=model.head_dim
+        )
         self._cut = cut_prefixes(group, PAGE_TOKENS, parts=self._parts, kv_heads=model.kv_heads)
         queries = np.random.default_rng(n).standard_normal((n, model.q_heads, model.head_dim), np.float32).astype(BF16)
         self._q, self._source = room.of(queries), room.of(np.concatenate([queries] * self._parts))

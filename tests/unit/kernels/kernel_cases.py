@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from tierd.kernels.arguments import DeviceBatch
-from tierd.kernels.fitting import decode_fit, prefill_fit
+from tierd.kernels.fitting import decode_fit, prefill_rows
 from tierd.kernels.library import Library
 from tierd.kernels.paged import (
     Chunks,
@@ -261,7 +261,8 @@ def check_short_prefill(library: Library, shape: Shape) -> None:
         to.lse[:] = 0  # a value that no result may have
         to.out[:] = 0
         paged_prefill(library, put(Chunks(case.q, starts, longest)), put(case.pages), put(case.device), put(to))
-    covered = -(-longest * shape.group // 64) * 64
+    block = prefill_rows(shape.head_dim)
+    covered = -(-longest * shape.group // block) * block
     rows = np.concatenate([np.arange(count * shape.group).reshape(count, shape.group) for count, _ in shape.sequences])
     beyond, want = np.tile(rows >= covered, (1, shape.kv_heads)), expected(case)
     assert beyond.any()
@@ -274,12 +275,6 @@ def check_narrow_decode(library: Library, shape: Shape) -> None:
     """With shared memory only for the smaller ring. Raises AssertionError."""
     most = decode_fit(library, shape.head_dim, shape.group, shape.types[1]).shared_bytes
     check_decode(Narrow(library, most - 1), shape)
-
-
-def check_narrow_prefill(library: Library, shape: Shape) -> None:
-    """With shared memory only for the smaller stages. Raises AssertionError."""
-    most = prefill_fit(library, shape.head_dim, shape.types[1]).shared_bytes
-    check_prefill(Narrow(library, most - 1), shape)
 
 
 def check_merge(library: Library, kind: str, dim: int = 96) -> None:
@@ -313,11 +308,11 @@ DECODES = (
 PREFILLS = (
     Shape(((20, 150), (40, 40), (1, 30))),
     Shape(((50, 90), (0, 20), (33, 33)), types=("bf16", "e4m3"), page_tokens=32, group=3),
-    Shape(((40, 96), (10, 10)), types=("f16", "f16"), sinks=4, window=26, group=1),
+    Shape(((40, 128), (10, 10)), types=("f16", "f16"), sinks=4, window=58, group=1),
     Shape(((30, 150), (0, 20), (9, 9)), page_tokens=32, chosen=2, group=2),
 )
-"""Small ones of each kind, with the sanitizers' head dim. A prompt has three stages of tiles, so
-one stage is refilled. Windows begin at a tile's last token, in decodes in a page's second tile.
+"""Small ones of each kind, with the sanitizers' head dim. A prompt has five steps of tiles, so
+stages are refilled. Windows begin at a tile's last token, in decodes in a page's second tile.
 A decode run ends with the last row and refills each warp's ring. One decode has flat attention."""
 CUT_DECODES = (
     (1, Shape(((1, 1060),), kv_heads=1)),
@@ -328,6 +323,5 @@ CUT_DECODES = (
 SHORT_PREFILLS = (Shape(((100, 150), (1, 40))), Shape(((5, 5), (90, 90), (0, 9)), types=("f16", "e4m3"), group=3))
 """One sequence has most of the tokens."""
 NARROW_DECODES = (DECODES[0], DECODES[3], DECODES[4])
-NARROW_PREFILLS = (PREFILLS[0], PREFILLS[1])
 """Both element sizes; decodes with partial results for several rows, and one that wraps its ring."""
 MERGES = ("f32", "bf16", "f16")

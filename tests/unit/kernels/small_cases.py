@@ -29,7 +29,6 @@ from tests.unit.kernels.kernel_cases import (
     DECODES,
     MERGES,
     NARROW_DECODES,
-    NARROW_PREFILLS,
     PREFILLS,
     SHORT_PREFILLS,
     Shape,
@@ -38,7 +37,6 @@ from tests.unit.kernels.kernel_cases import (
     check_dirty_decode,
     check_merge,
     check_narrow_decode,
-    check_narrow_prefill,
     check_prefill,
     check_short_prefill,
 )
@@ -99,7 +97,6 @@ UNITS: dict[str, list[tuple[Callable[..., None], Any]]] = {
     ],
     "prefill": [
         *((check_prefill, shape) for shape in PREFILLS),
-        *((check_narrow_prefill, shape) for shape in NARROW_PREFILLS),
         *((check_short_prefill, shape) for shape in SHORT_PREFILLS),
         *((check_odd_prefill, odd) for odd in ODD_PREFILLS),
     ],

@@ -12,7 +12,6 @@ from tests.unit.kernels.kernel_cases import (
     DECODES,
     MERGES,
     NARROW_DECODES,
-    NARROW_PREFILLS,
     PREFILLS,
     SHORT_PREFILLS,
     Narrow,
@@ -24,7 +23,6 @@ from tests.unit.kernels.kernel_cases import (
     check_dirty_decode,
     check_merge,
     check_narrow_decode,
-    check_narrow_prefill,
     check_prefill,
     check_short_prefill,
     decoded,
@@ -259,10 +257,3 @@ def test_prefill_with_99_kib(library: Emulated, types: tuple[str, str]) -> None:
 def test_decode_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
     """With one tile in flight instead of two, the result is right in any order of threads."""
     check_narrow_decode(library, shape)
-
-
-@pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("shape", NARROW_PREFILLS, ids=range(len(NARROW_PREFILLS)))
-def test_prefill_with_little_memory_in_any_order_of_threads(library: Emulated, shape: Shape) -> None:
-    """With stages of two tiles instead of four, the result is right in any order of threads."""
-    check_narrow_prefill(library, shape)

@@ -11,7 +11,7 @@ import pytest
 
 from tierd.errors import InvalidArgument
 from tierd.kernels.arguments import GROUP_LIMIT, HEAD_DIMS
-from tierd.kernels.fitting import RINGS, STAGE_TILES, decode_fit, prefill_fit
+from tierd.kernels.fitting import RINGS, decode_fit, prefill_fit
 
 LEAST, MOST = 101_376, 232_448
 """99 KiB, as a block of sm_86, 89 and 120 has, and the 227 KiB of sm_90 and 100."""
@@ -35,21 +35,22 @@ def test_the_deepest_that_fits_is_taken() -> None:
     """A large GPU uses the deepest buffers; a small one only loses depth for wide heads of 16-bit pages."""
     for head_dim, group, kv_type in EVERY:
         assert decode_fit(having(MOST), head_dim, group, kv_type).depth == max(RINGS)
-        assert prefill_fit(having(MOST), head_dim, kv_type).depth == max(STAGE_TILES)
         is_wide = head_dim >= 128 and kv_type != "e4m3"
         assert decode_fit(having(LEAST), head_dim, group, kv_type).depth == (2 if is_wide and group > 1 else 3)
-        assert prefill_fit(having(LEAST), head_dim, kv_type).depth == (2 if is_wide and head_dim > 128 else 4)
 
 
-@pytest.mark.parametrize(
-    "fit", [lambda library: decode_fit(library, 128, 4, "bf16"), lambda library: prefill_fit(library, 256, "bf16")]
-)
-def test_a_fit_is_exact(fit: Any) -> None:
+def test_a_fit_is_exact() -> None:
     """One byte less than a fit gives the next smaller one; below the smallest it is refused with limits."""
-    deep = fit(having(MOST))
-    assert fit(having(deep.shared_bytes)) == deep
-    small = fit(having(deep.shared_bytes - 1))
+    deep = decode_fit(having(MOST), 128, 4, "bf16")
+    assert decode_fit(having(deep.shared_bytes), 128, 4, "bf16") == deep
+    small = decode_fit(having(deep.shared_bytes - 1), 128, 4, "bf16")
     assert (small.depth, small.shared_bytes) < (deep.depth, deep.shared_bytes)
-    said = rf"^q: head_dim \d+ of bf16.* takes {small.shared_bytes} bytes .* a block of cuda:0 has {small.shared_bytes - 1}; give pages of e4m3"
+    _refused(lambda library: decode_fit(library, 128, 4, "bf16"), small.shared_bytes)
+    _refused(lambda library: prefill_fit(library, 256, "bf16"), prefill_fit(having(MOST), 256, "bf16").shared_bytes)
+
+
+def _refused(fit: Any, least: int) -> None:
+    """With one byte less."""
+    said = rf"^q: head_dim \d+ of bf16.* takes {least} bytes .* a block of cuda:0 has {least - 1}; give pages of e4m3"
     with pytest.raises(InvalidArgument, match=re.compile(said)):
-        fit(having(small.shared_bytes - 1))
+        fit(having(least - 1))
