@@ -98,7 +98,7 @@ class Lease(Bound):
         return cut_pages(self._held(), self.handles, parts=self.parts) if len(self) else []
 
     def copy_into(self, out: Any) -> int:
-        """Copies the blocks into a list of buffers, or into one buffer in order.
+        """Copies the blocks into a list of buffers, or into one buffer in order, as `Client.get`.
 
         Returns:
             The number of good blocks, from the first on (per rank). It ends before a page that was
@@ -114,14 +114,14 @@ class Lease(Bound):
         """As `copy_into`, but returns whether each block is good, bool [n]. Sums of GPU pages are
         not checked. Pages with a `trusted` generation need no sums in the catalogue, because the
         daemon has checked them for this lease."""
-        hold, targets = self._held(), buffers.pieces(out, self.handles["length"].tolist(), writable=True)
-        good = np.ones(len(self.handles), np.bool_)
+        hold, good = self._held(), np.ones(len(self.handles), np.bool_)
         pages = one_sided_get.pages_of(hold.link.session, self.handles) if hold.link.session else None
         if pages is not None:
             without_sums = pages.rows["table"] == 0
-            good = np.array(pages.copy_to(targets, is_leased=True), bool)
+            good = np.array(pages.copy_to(out, is_leased=True), bool)
             good |= without_sums & np.isin(self.handles["generation"], trusted)
         else:
+            targets = buffers.pieces(out, self.handles["length"].tolist(), writable=True)
             copy_out(self._views(self.handles), targets)
         return good & self._are_current()
 
