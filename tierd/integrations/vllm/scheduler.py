@@ -302,8 +302,8 @@ class SchedulerSide:
         return next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
 
     def _is_short(self, entry: Entry) -> bool:
-        """Whether a step may wait for a request's load, with those that it has already: all is in
-        memory, and the loads are expected to take step_load_s at most."""
+        """Whether a step may wait for a request's load, with those that it has already. All is in
+        memory then, and the loads are expected to take step_load_s at most."""
         load_s = entry.claimed.load_s
         if not 0 < load_s <= self._options.step_load_s - self._step_load_s:
             return False
