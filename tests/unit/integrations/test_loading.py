@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tierd.integrations.loading import _copy
+from tierd.integrations.coding import Codings, Target
+from tierd.integrations.loading import Filled, _copy, decoded
+from tierd.integrations.options import Options
 from tierd.integrations.pieces import rows_out
 
 LAYERS, BLOCKS, PIECE = 4, 5, 256
@@ -49,3 +51,10 @@ def test_a_page_of_another_length_is_not_copied_by_rows() -> None:
     case = Case()
     case.blocks[0] = (case.pages[0][:-1], case.blocks[0][1])
     assert rows_out(case.blocks) is None
+
+
+def test_nothing_is_decoded_after_the_deadline() -> None:
+    """Blocks that are not decoded in time are missing, and their memory is left alone."""
+    never: Any = object()  # decoding would raise
+    coded = [(never, Target(i, np.zeros(1, np.uint8), [], 16)) for i in range(3)]
+    assert decoded(Filled([3], coded), 2, Codings(Options()), until=0.0) == [0, 1]
