@@ -28,7 +28,7 @@ from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in
 from tierd.integrations.store import SAVE_BLOCKS, EngineStore
 
-LAYERS, PIECE = 3, 4096
+LAYERS, PIECE, PATIENT_S = 3, 4096, 30.0
 SPEC = NamespaceSpec(model="test", tokens_per_block=16, block_bytes=LAYERS * PIECE)
 SLICED = replace(SPEC, geometry=KVGeometry(LAYERS))
 """Each piece is a slice, with a checksum of its own."""
@@ -78,18 +78,22 @@ def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore)
 
 
 @pytest.mark.parametrize("spec", [SPEC, SLICED])
-def test_a_load_ends_at_its_deadline(daemon: Daemon, store: EngineStore, spec: NamespaceSpec) -> None:
+def test_a_load_ends_at_its_deadline(daemon: Daemon, spec: NamespaceSpec) -> None:
     """While the daemon hangs, a load ends with nothing. When the daemon answers later, no byte changes."""
+    store = EngineStore(Options(target=daemon.target, timeout_s=PATIENT_S), FACTS)
     kv, ns = memory(4), store.open(spec)
     group, back = Group(ns, ns.fold(names(4))), np.zeros_like(kv)
     assert store.save(PutGroup(ns, group.hashes[:3]), pieces(kv)) == 3
     stand_still(daemon.pid)
+    began = time.monotonic()
     try:  # the fourth is not near, so the daemon is asked
         assert store.load([group], [pieces(back)], timeout_s=0.2).good == (0,)
+        assert time.monotonic() - began < PATIENT_S
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
     await_true(lambda: store.lookup([group]).tokens == 48, "the daemon's answers")
     assert not back.any()
+    store.close()
 
 
 def test_blocks_near_load_without_a_call(daemon: Daemon, store: EngineStore) -> None:
