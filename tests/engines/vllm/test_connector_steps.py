@@ -195,8 +195,8 @@ def test_a_step_that_reports_nothing_shifts_no_times(sides: Sides, monkeypatch: 
     learns nothing of the first that computes."""
     scheduler, seen = sides.scheduler, list[Any]()
     monkeypatch.setattr(scheduler._store.advice, "computed", lambda parts, _: seen.append(list(parts)))
-    scheduler.orders(step({}))
     for tokens in (3, 5, 7):
+        scheduler.orders(step({}))
         number = scheduler.orders(step({"r": tokens})).step
         scheduler.reported(told(kv_connector_worker_meta=Done({}, step=number)))
     assert seen == [[(0, 5)], [(0, 7)]] and not scheduler._steps
