@@ -112,16 +112,18 @@ class EngineStore:
         torch.cuda.Stream for copies to a device. timeout_s: at most the option's.
         """
         wait_s = self._options.timeout_s if timeout_s is None else min(timeout_s, self._options.timeout_s)
-        until = time.monotonic() + max(0.0, wait_s)
+        until, loaded = time.monotonic() + wait_s, None
         try:
-            loaded = self._got(groups, targets, until)
+            loaded = self._got(groups, targets, until) if wait_s > 0 else Loaded()
             if loaded is None:
-                lease = self._client.acquire(groups, timeout_s=max(0.0, wait_s))
+                lease = self._client.acquire(groups, timeout_s=wait_s)
                 loaded = self._copied(lease, groups, targets, (stream, until))
         except (TierdError, MemoryError):  # a restart, a fork or the engine's deadline: the bytes are unknown
             self._count(failed_loads=1)
-            loaded = None
-        return loaded or Loaded(good=(0,) * len(groups))
+        if loaded and any(loaded.good):
+            return loaded
+        self._count(late_loads=int(time.monotonic() >= until))
+        return Loaded(good=(0,) * len(groups))
 
     def save(self, group: PutGroup, sources: Sequence[Pieces], about: About | None = None) -> int:
         """Stores consecutive blocks; returns how many leading ones are stored now.

@@ -117,6 +117,14 @@ def test_what_fails_stays_out_of_the_prefix_cache(sides: Sides, daemon: Daemon) 
     assert [save.ids for save in saves] == [tuple(ids)]
 
 
+def test_an_error_in_a_steps_load_is_a_miss(sides: Sides) -> None:
+    """The step goes on, and the load's blocks are missing."""
+    orders = ordered(sides, request("again", 3))
+    sides.worker._memory = None
+    sides.worker.begin_loads(orders)
+    assert sides.worker.take_loads().blocks == set(IDS)
+
+
 def test_a_request_that_ends_in_its_step_is_saved_after_it(sides: Sides) -> None:
     """vLLM ends a request before it tells of the step's failures: its blocks are saved if there are none."""
     for failed in (True, False):

@@ -70,7 +70,7 @@ class WorkerSide:
         self._loading: Courier[int, Loaded] = Courier("tierd-load", threads=options.threads, limit=options.queue_limit)
         self._loads: dict[int, Load] = {}  # in threads
         self._ended: list[tuple[Load, Loaded]] = []  # not reported yet
-        self._step, self._number, self._waited_s, self._late = 0, 0, 0.0, 0
+        self._step, self._number, self._waited_s = 0, 0, 0.0
         self._stream: Any = None
         self._has_zeroing = getattr(kv, "needs_kv_cache_zeroing", True)
         self._begun: Orders | None = None  # whose loads have begun
@@ -103,7 +103,7 @@ class WorkerSide:
         for load in orders.loads:
             if load.is_in_step:
                 begun = time.monotonic()
-                self._ended.append((load, self._work(orders, load)()))
+                self._ended.append((load, _none_on_error(self._work(orders, load))))
                 self._waited_s += time.monotonic() - begun
 
     def begin_saves(self, orders: Orders) -> None:
@@ -133,8 +133,7 @@ class WorkerSide:
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""
-        late, self._late = self._late, 0
-        return self._store.take_counts() + Counter(late_loads=late)
+        return self._store.take_counts()
 
     def close(self) -> None:
         """Waits for transfers, then ends the session."""
@@ -171,10 +170,7 @@ class WorkerSide:
             for space, part in zip(spaces, load.groups, strict=True)
         ]
         targets = [self._targets(at, part) for at, part in enumerate(load.groups)]
-        left_s = until - time.monotonic()
-        loaded = self._store.load(groups, targets, stream=self._stream, timeout_s=left_s) if left_s > 0 else Loaded()
-        self._late += not any(loaded.good) and time.monotonic() >= until
-        return loaded
+        return self._store.load(groups, targets, stream=self._stream, timeout_s=until - time.monotonic())
 
     def _save(self, space: Space, save: Save, ready: Any) -> int:
         if ready is not None:
@@ -239,6 +235,14 @@ def _missing(part: GroupLoad, loaded: Loaded, group: int) -> list[int]:
     return [
         block for i, block in enumerate(part.ids, start=part.first) if block != NULL_BLOCK and not first <= i < good
     ]
+
+
+def _none_on_error(work: Callable[[], Loaded]) -> Loaded:
+    """The engine goes on, as if the load had been in a thread."""
+    try:
+        return work()
+    except TierdError:
+        return Loaded()
 
 
 def _now() -> Any:
