@@ -117,7 +117,7 @@ def test_by_another_process(
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
     """Bytes corrupted in memory and in the store shorten the hit, whichever hits the daemon verifies:
-    a load checks all that it copies."""
+    a load checks all that it copies. A load that finds them itself may lose the whole hit."""
     asked = [prompt(6 + (verify == "always"), PROMPT_TOKENS)]
     known = {place for place, _ in flushed(daemon)}
     computed = llm.generate(asked, max_tokens=24)[0]
@@ -131,7 +131,7 @@ def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
         before = counted(llm.metrics(), "loaded_blocks")
         restored = llm.generate(asked, max_tokens=24)[0]
         loaded = counted(llm.metrics(), "loaded_blocks") - before
-        assert loaded == DAMAGED
+        assert loaded == DAMAGED or (verify == "first_hit" and loaded == 0)
         assert_same(computed, restored, within=CLOSE)
     finally:
         daemon.configure(VERIFIED)
@@ -150,6 +150,9 @@ def test_a_daemon_that_dies_in_a_load(llm: Engine, daemon: Daemon) -> None:
     """A daemon killed between its answer to the lookup and the load costs recomputation, not the request."""
     asked = [prompt(8, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
+    llm.settle()
+    daemon.configure(VERIFIED + "[mover]\nprefetch_on_lookup = false\n")  # the load itself asks for the blocks
+    daemon.restart()
     await_hits(llm, asked[0])
     to_the_store(daemon)
     before = counted(llm.metrics(), "hit_tokens_disk")
@@ -163,6 +166,7 @@ def test_a_daemon_that_dies_in_a_load(llm: Engine, daemon: Daemon) -> None:
         after = llm.generate([prompt(9, PROMPT_TOKENS)], max_tokens=2)[0]
         assert after.finish == "length"
     finally:
+        daemon.configure(VERIFIED)
         daemon.restart()
     await_hits(llm, asked[0])
 
