@@ -24,13 +24,14 @@ from tierd.client import Group, NamespaceSpec, PutGroup, Reservation
 from tierd.core.formats.block import KVGeometry
 from tierd.core.formats.model import BlockStatus
 from tierd.integrations.facts import EngineFacts
-from tierd.integrations.loading import LayerLoad
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in
 from tierd.integrations.store import SAVE_BLOCKS, EngineStore
 
-LAYERS, PIECE = 3, 4096
+LAYERS, PIECE, PATIENT_S = 3, 4096, 30.0
 SPEC = NamespaceSpec(model="test", tokens_per_block=16, block_bytes=LAYERS * PIECE)
+SLICED = replace(SPEC, geometry=KVGeometry(LAYERS))
+"""Each piece is a slice, with a checksum of its own."""
 FACTS = EngineFacts("test", "1", "store", role="worker")
 
 
@@ -76,18 +77,39 @@ def test_what_one_engine_saves_another_loads(daemon: Daemon, store: EngineStore)
         assert loaded.tokens == count * 16 and loaded.good == (count,) and (back == kv).all()
 
 
-def test_a_load_by_layers(store: EngineStore) -> None:
-    """Others see the layers of a load and its result; a load given up in time leaves memory alone."""
-    kv, ns = memory(4), store.open(SPEC)
-    group, back = Group(ns, ns.fold(names(4))), np.zeros_like(memory(4))
+@pytest.mark.parametrize("spec", [SPEC, SLICED])
+def test_a_load_ends_at_its_deadline(daemon: Daemon, spec: NamespaceSpec) -> None:
+    """While the daemon hangs, a load ends with nothing. When the daemon answers later, no byte changes."""
+    store = EngineStore(Options(target=daemon.target, timeout_s=PATIENT_S), FACTS)
+    kv, ns = memory(4), store.open(spec)
+    group, back = Group(ns, ns.fold(names(4))), np.zeros_like(kv)
+    assert store.save(PutGroup(ns, group.hashes[:3]), pieces(kv)) == 3
+    stand_still(daemon.pid)
+    began = time.monotonic()
+    try:  # the fourth is not near, so the daemon is asked
+        assert store.load([group], [pieces(back)], timeout_s=0.2).good == (0,)
+        assert time.monotonic() - began < PATIENT_S
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    await_true(lambda: store.lookup([group]).tokens == 48, "the daemon's answers")
+    assert not back.any()
+    store.close()
+
+
+def test_blocks_near_load_without_a_call(daemon: Daemon, store: EngineStore) -> None:
+    """Blocks in memory load while the daemon hangs, with their checksums, into the wanted pieces alone."""
+    kv, ns = memory(4), store.open(SLICED)
+    group, back = Group(ns, ns.fold(names(4))), np.zeros_like(kv)
     assert store.save(PutGroup(ns, group.hashes), pieces(kv)) == 4
-    late = LayerLoad()
-    assert late.give_up()
-    assert store.load([group], [pieces(back)], into=late).good == (0,) and not back.any()
-    load = LayerLoad()
-    loaded = store.load([group], [pieces(back)], into=load)
-    assert all(load.wait(layer, timeout_s=0) for layer in range(LAYERS)) and (back == kv).all()
-    assert load.result(timeout_s=0) == loaded and loaded.good == (4,)
+    assert store.load([group], [pieces(back)]).good == (4,), "its segments are mapped"
+    back[:] = 0
+    stand_still(daemon.pid)
+    try:
+        loaded = store.load([group], [[None, *pieces(back)[1:]]])
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert (loaded.good, loaded.first, loaded.tokens) == ((4,), (1,), 64)
+    assert (back[:, 1:] == kv[:, 1:]).all() and not back[:, 0].any()
 
 
 def test_a_save_of_what_is_partly_there(store: EngineStore) -> None:

@@ -237,7 +237,8 @@ class Client(Face):
 
         Args:
             namespace, what: The namespace; tokens, block hashes or a group.
-            out: A list of buffers, or one buffer, to copy into. None: the result has views.
+            out: A list of buffers, or one buffer, to copy into. From a local daemon also, for each
+                block, a list of pieces that hold whole layers of it. None: the result has views.
                 Arrays on a GPU are filled in their stream: the call returns before that is done.
         """
         return self._verbs.get(namespace, what, out, self._deadline(timeout_s))

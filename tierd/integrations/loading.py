@@ -1,35 +1,21 @@
-"""A load, layer by layer: an engine computes with the first layers while others are copied.
+"""A load: blocks go from a lease's pages into an engine's memory.
 
-One thread carries the load out (`EngineStore.load`): it copies the first piece of every block into
-the engine's memory, then the second. A layer is the number of a piece in its block. Another thread
-waits for layers, or gives the load up. Bytes are final, but not confirmed before the result: a
-page may have changed while it was copied.
+`EngineStore.load` carries it out. Blocks of a codec are copied first and decoded after the lease
+was checked.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-
 from tierd.client import Group, Lease
-from tierd.errors import Unavailable
+from tierd.client.blocks.copying import sum_and_copy
 from tierd.integrations.coding import Codings, Engine, Target
-from tierd.integrations.pieces import Bytes, Pieces, copy_piece, copy_rows, matched, piece_bytes, rows_out
-
-TOGETHER = 64
-"""Pieces that are copied one by one between two looks whether the load is given up."""
-
-
-AwaitLayer = Callable[[int], object]
-"""Waits until a layer is in the daemon's pages. Raises Unavailable if it does not come."""
+from tierd.integrations.pieces import Bytes, Pieces, copy_out, rows_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,133 +28,6 @@ class Loaded:
     good: tuple[int, ...] = ()
     first: tuple[int, ...] = ()
     tier_tokens: tuple[int, ...] = ()
-
-
-class LayerLoad:
-    """The progress of one load. stream: a torch.cuda.Stream in which pieces on a device are copied;
-    None: each copy has ended when its call returns. until: when the thread
-    that waits for its layers gives it up; None: no thread does."""
-
-    def __init__(self, stream: Any = None, *, until: float | None = None) -> None:
-        self._stream, self.until = stream, until
-        self._turn = threading.Condition()
-        self._writers, self._is_over = 0, np.zeros(1, np.int32)
-        self._arrivals: list[Any] = []  # by layer: an event of the stream
-        self._loaded: Loaded | None = None
-
-    # -- for the thread that needs the layers
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether `give_up` has ended it."""
-        return bool(self._is_over[0])
-
-    def wait(self, layer: int, *, timeout_s: float) -> bool:
-        """Waits until this layer of all blocks is in the engine's memory, or the load has ended.
-        False: not in time, or given up. With a stream, this call waits for the order of copies, and
-        the caller's own stream for the bytes.
-        """
-        with self._turn:
-            self._turn.wait_for(lambda: layer < len(self._arrivals) or self._has_ended, timeout_s)
-            if self.is_given_up or (not self._has_ended and layer >= len(self._arrivals)):
-                return False
-            arrival = self._arrivals[layer] if layer < len(self._arrivals) else None
-        if arrival is not None:
-            arrival.wait()
-        return True
-
-    def result(self, *, timeout_s: float) -> Loaded | None:
-        """The good blocks; None if the load has not ended in time or was given up."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._has_ended, timeout_s)
-            return None if self.is_given_up else self._loaded
-
-    def give_up(self) -> bool:
-        """Ends the load, unless it has a result. Once this has returned, nothing writes into the
-        engine's memory; a copy under way is awaited. Returns whether it was given up."""
-        with self._turn:
-            if self._loaded is not None:
-                return False
-            self._is_over[0] = 1
-            self._turn.notify_all()
-            self._turn.wait_for(lambda: self._writers == 0)
-        if self._stream is not None:
-            self._stream.synchronize()
-        return True
-
-    # -- for the thread that loads
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Around writes to the engine's memory. Raises Unavailable once the load is given up."""
-        with self._turn:
-            if self.is_given_up:
-                raise Unavailable("load: the engine has given it up; its blocks are computed")
-            self._writers += 1
-        try:
-            with self._ordered():
-                yield
-        finally:
-            with self._turn:
-                self._writers -= 1
-                self._turn.notify_all()
-
-    def copy(
-        self, blocks: Sequence[tuple[Bytes, Pieces]], *, are_all: bool = True, await_layer: AwaitLayer = lambda _: None
-    ) -> None:
-        """Copies pages to their pieces, layer by layer. are_all: no layer has bytes that come later.
-        await_layer: called before a layer is read. Raises as these and `writing`, and
-        InvalidArgument."""
-        rows = rows_out(blocks)
-        if rows is not None:
-            for layer, each in enumerate(rows):
-                await_layer(layer)
-                with self.writing():
-                    copy_rows(each, self._is_over)
-                self._arrived(is_told=are_all)
-            return
-        for layer, parts in enumerate(zip_longest(*[matched(pieces, page) for page, pieces in blocks])):
-            await_layer(layer)
-            for start in range(0, len(parts), TOGETHER):
-                with self.writing():
-                    for part in parts[start : start + TOGETHER]:
-                        if part is not None:  # blocks of another group have fewer layers
-                            copy_piece(*part, is_awaited=self._stream is None)
-            self._arrived(is_told=are_all)
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def end(self, loaded: Loaded) -> Loaded:
-        """Sets the result, if there is none; nothing is good if the load was given up."""
-        if self._stream is not None:
-            self._stream.synchronize()  # a failure leaves copies under way
-        with self._turn:
-            if self.is_given_up:
-                loaded = Loaded(good=(0,) * len(loaded.good))
-            self._loaded = self._loaded or loaded
-            self._turn.notify_all()
-            return self._loaded
-
-    @property
-    def _has_ended(self) -> bool:
-        return self.is_given_up or self._loaded is not None
-
-    def _ordered(self) -> AbstractContextManager[Any]:
-        if self._stream is None:
-            return nullcontext()
-        import torch  # noqa: PLC0415
-
-        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return stream
-
-    def _arrived(self, *, is_told: bool) -> None:
-        """The next layer is in the engine's memory, or will be at this place of the stream."""
-        if not is_told:
-            return
-        arrival = self._stream.record_event() if self._stream is not None else None
-        with self._turn:
-            self._arrivals.append(arrival)
-            self._turn.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +43,9 @@ def fill(
     groups: Sequence[Group],
     targets: Sequence[Sequence[Pieces | None]],
     codings: Codings,
-    load: LayerLoad,
+    stream: Any = None,
 ) -> Filled:
-    """Copies the wanted blocks of a lease. Raises as LayerLoad.copy, and if a layer does not come."""
+    """Copies the wanted blocks of a lease. stream: as for `EngineStore.load`. Raises InvalidArgument."""
     views = iter(lease.views())
     blocks, filled = list[tuple[Bytes, Pieces]](), Filled([], [])
     for group, leased, pieces in zip(groups, lease.groups, targets, strict=True):
@@ -199,31 +58,36 @@ def fill(
             elif wanted is not None:
                 blocks.append((view, wanted))
         filled.copied.append(leased.first + leased.count)
-    load.copy(blocks, are_all=not filled.coded, await_layer=partial(_await, lease, groups, blocks, load.until or 0.0))
+    _copy(blocks, stream)
     return filled
 
 
-def _await(
-    lease: Lease, groups: Sequence[Group], blocks: Sequence[tuple[Bytes, Pieces]], until: float, layer: int
-) -> None:
-    """Waits for a layer of a lease's pages; for all if the engine's pieces are no layers."""
-    if not lease.is_pending:
+def _copy(blocks: Sequence[tuple[Bytes, Pieces]], stream: Any) -> None:
+    rows = rows_out(blocks)
+    if rows is not None:
+        sum_and_copy(rows)
         return
-    sizes, layers = {piece_bytes(piece) for piece in blocks[0][1]}, groups[0].namespace.spec.geometry.layers
-    wanted = layer if len(groups) == len(sizes) == 1 and len(blocks[0][1]) == layers else None
-    if not lease.await_layer(wanted, timeout_s=max(0.0, until - time.monotonic())):
-        raise Unavailable("load: the daemon did not bring a layer in time; its blocks are computed")
+    with _on(stream):
+        for page, pieces in blocks:
+            copy_out(page, pieces, is_awaited=stream is None)
+    if stream is not None:
+        stream.synchronize()
 
 
-def decoded(filled: Filled, good: int, codings: Codings, load: LayerLoad) -> list[int]:
-    """Decodes the blocks before `good`. Returns the numbers, in their groups, of those that cannot be."""
+def _on(stream: Any) -> Any:
+    """Around copies that a stream orders; None: each copy has ended when its call returns."""
+    if stream is None:
+        return nullcontext()
+    import torch  # noqa: PLC0415
 
-    def one(engine: Engine, target: Target) -> bool:
-        with load.writing():
-            return engine.decode(target)
+    return torch.cuda.stream(stream)
 
+
+def decoded(filled: Filled, good: int, codings: Codings, *, until: float) -> list[int]:
+    """Decodes the blocks before `good`. Returns the numbers, in their groups, of those that cannot
+    be, or not before `until` (of time.monotonic())."""
     valid = [(engine, target) for engine, target in filled.coded if target.index < good]
-    done = codings.each(lambda each: one(*each), valid)
+    done = codings.each(lambda each: time.monotonic() < until and each[0].decode(each[1]), valid)
     return [target.index for (_, target), is_good in zip(valid, done, strict=True) if not is_good]
 
 

@@ -8,7 +8,6 @@ a device, torch copies it, and it has arrived when the call returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any
 
@@ -16,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client.blocks.buffers import address_of, flat
-from tierd.client.blocks.copying import BLOCK, Sums, blocks_of, sum_and_copy
-from tierd.core.formats.block import slice_lengths
+from tierd.client.blocks.copying import BLOCK, Sums, are_slices, blocks_of, sum_and_copy
 from tierd.core.formats.model import StructArray
 from tierd.errors import InvalidArgument
-from tierd.native import find_library
 
 Bytes = NDArray[np.uint8]
 Piece = Any
@@ -28,7 +25,6 @@ Piece = Any
 Pieces = Sequence[Piece]
 Row = tuple[int, int, int, int]
 """source, target, length, layers: of BLOCK (client/blocks/copying.py)."""
-_library = find_library()
 
 
 def copy_all_in(sources: Sequence[Pieces], pages: Sequence[Bytes], layers: Sequence[int]) -> Sums:
@@ -56,24 +52,29 @@ def copy_in(pieces: Pieces, page: Bytes) -> None:
             _tensor(part, piece).copy_(piece)
 
 
-def copy_out(page: Bytes, pieces: Pieces) -> None:
-    """Page to engine. Raises InvalidArgument if the pieces do not add up to the page."""
+def copy_out(page: Bytes, pieces: Pieces, *, is_awaited: bool = True) -> None:
+    """Page to engine. Raises InvalidArgument if the pieces do not add up to the page.
+
+    is_awaited: a device's bytes have arrived on return. Otherwise they arrive at this place of the
+    current stream.
+    """
     for piece, part in matched(pieces, page):
-        copy_piece(piece, part)
+        if isinstance(piece, np.ndarray):
+            np.copyto(piece, _shaped(part, piece))
+        else:
+            piece.copy_(_tensor(part, piece), non_blocking=not is_awaited)
 
 
 def rows_out(blocks: Sequence[tuple[Bytes, Pieces]]) -> StructArray | None:
-    """BLOCK [pieces of a block, blocks], for `copy_rows`: from pages to their pieces. None unless all
-    pieces are contiguous host memory and each block has equally many.
+    """BLOCK [pieces], for `sum_and_copy`: from pages to their pieces. None unless all pieces are
+    contiguous host memory and each block has equally many.
 
-    One call then copies a layer without the interpreter's lock. Many short copies would keep that
-    from the engine's thread.
+    One call then copies all without the interpreter's lock. Many short copies would keep that from
+    the engine's thread.
     """
     counts = {len(pieces) for _, pieces in blocks}
-    if _library is None or len(counts) != 1:
-        return None
     flat_pieces = [piece for _, pieces in blocks for piece in pieces]
-    if not all(isinstance(piece, np.ndarray) for piece in flat_pieces):
+    if len(counts) != 1 or not all(isinstance(piece, np.ndarray) for piece in flat_pieces):
         return None
     rows = np.zeros((len(blocks), counts.pop()), BLOCK)
     lengths = rows["length"] = np.reshape([piece.nbytes for piece in flat_pieces], rows.shape)
@@ -85,25 +86,16 @@ def rows_out(blocks: Sequence[tuple[Bytes, Pieces]]) -> StructArray | None:
         return None
     starts = np.array([page.__array_interface__["data"][0] for page, _ in blocks], np.uint64)
     rows["source"] = starts[:, None] + (np.cumsum(lengths, axis=1) - lengths).astype(np.uint64)
-    return np.ascontiguousarray(rows.T)
+    return rows.reshape(-1)
 
 
-def copy_rows(rows: StructArray, is_over: NDArray[np.int32]) -> None:
-    """Copies BLOCK [n], until is_over[0] is set."""
-    assert _library is not None, "rows_out gives no rows without the library"
-    _library.tierd_copy(address_of(rows), len(rows), address_of(is_over))
-
-
-def copy_piece(piece: Piece, part: Bytes, *, is_awaited: bool = True) -> None:
-    """Copies a part of a page to the piece.
-
-    is_awaited: a device's bytes have arrived on return. Otherwise they arrive at this place of the
-    current stream.
-    """
-    if isinstance(piece, np.ndarray):
-        np.copyto(piece, _shaped(part, piece))
-    else:
-        piece.copy_(_tensor(part, piece), non_blocking=not is_awaited)
+def are_whole_slices(pieces: Pieces, layers: int) -> bool:
+    """Whether a block in these pieces has the sums of its page: each is contiguous host memory and
+    holds whole slices. layers: of the block."""
+    if not all(isinstance(piece, np.ndarray) and piece.flags.c_contiguous for piece in pieces):
+        return False
+    sizes = tuple(map(piece_bytes, pieces))
+    return are_slices(sizes, sum(sizes), layers)
 
 
 def matched(pieces: Pieces, page: Bytes) -> Iterator[tuple[Piece, Bytes]]:
@@ -133,7 +125,7 @@ def _copy_joined(pieces: Pieces, page: Bytes, layers: int, joined: Bytes) -> Sum
 def _rows(pieces: Pieces, page: Bytes, layers: int) -> list[Row]:
     """One row a piece. None unless every piece is contiguous host memory that holds whole slices."""
     lengths = tuple(map(piece_bytes, pieces))
-    if not _are_slices(lengths, len(page), layers):
+    if not are_slices(lengths, len(page), layers):
         return []
     try:
         at = [address_of(flat(piece)) for piece in pieces]
@@ -141,12 +133,6 @@ def _rows(pieces: Pieces, page: Bytes, layers: int) -> list[Row]:
         return []
     targets = accumulate(lengths[:-1], initial=address_of(page))
     return [(source, target, length, 0) for source, target, length in zip(at, targets, lengths, strict=True)]
-
-
-@lru_cache(maxsize=1024)
-def _are_slices(lengths: tuple[int, ...], length: int, layers: int) -> bool:
-    """Whether the slices of the pieces are those of the block."""
-    return [*chain.from_iterable(slice_lengths(piece, 0) for piece in lengths)] == slice_lengths(length, layers)
 
 
 def _shaped(part: Bytes, like: Any) -> Any:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,9 @@ from tierd.client.values import Hashes
 from tierd.errors import TierdError, Unavailable
 from tierd.integrations.coding import Codings, Engine, Source
 from tierd.integrations.facts import EngineFacts
-from tierd.integrations.loading import LayerLoad, Loaded, decoded, fill, loaded_of
+from tierd.integrations.loading import Loaded, decoded, fill, loaded_of
 from tierd.integrations.options import Options
-from tierd.integrations.pieces import Pieces, copy_all_in
+from tierd.integrations.pieces import Pieces, are_whole_slices, copy_all_in, piece_bytes
 
 PRESENCE_S = 1.0
 """Seconds between checks of the connection; a check sends nothing while it is up."""
@@ -102,29 +102,28 @@ class EngineStore:
         groups: Sequence[Group],
         targets: Sequence[Sequence[Pieces | None]],
         *,
-        into: LayerLoad | None = None,
+        stream: Any = None,
         timeout_s: float | None = None,
     ) -> Loaded:
         """Copies each group's servable blocks into the engine's memory.
 
         `targets` holds the engine's pieces per group and block, None for an unwanted block. A group
-        is of one rank. Threads that wait for layers, or give the load up, share `into`.
-        timeout_s: of the daemon's answer, at most the option's.
+        is of one rank. Blocks near need no call if their pieces are host memory. stream: a
+        torch.cuda.Stream for copies to a device. timeout_s: at most the option's.
         """
-        load, loaded = into or LayerLoad(), Loaded(good=(0,) * len(groups))
         wait_s = self._options.timeout_s if timeout_s is None else min(timeout_s, self._options.timeout_s)
+        until, loaded = time.monotonic() + wait_s, None
         try:
-            is_awaited = load.until is not None and not any(self.codings.of(group.namespace.spec) for group in groups)
-            acquire = self._client.acquire_by_layer if is_awaited else self._client.acquire
-            lease = acquire(groups, timeout_s=max(0.0, wait_s))
-            if lease:
-                loaded = self._copied(lease, groups, targets, load)
-                self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=int(lease.handles["length"].sum()))
+            loaded = self._got(groups, targets, until) if wait_s > 0 else Loaded()
+            if loaded is None:
+                lease = self._client.acquire(groups, timeout_s=wait_s)
+                loaded = self._copied(lease, groups, targets, (stream, until))
         except (TierdError, MemoryError):  # a restart, a fork or the engine's deadline: the bytes are unknown
             self._count(failed_loads=1)
-        finally:
-            loaded = load.end(loaded)
-        return loaded
+        if loaded and any(loaded.good):
+            return loaded
+        self._count(late_loads=int(time.monotonic() >= until))
+        return Loaded(good=(0,) * len(groups))
 
     def save(self, group: PutGroup, sources: Sequence[Pieces], about: About | None = None) -> int:
         """Stores consecutive blocks; returns how many leading ones are stored now.
@@ -232,18 +231,47 @@ class EngineStore:
         self._count(saved_bytes=int(reservation.handles["length"][given].sum()))
         return statuses
 
-    def _copied(
-        self, lease: Lease, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]], load: LayerLoad
-    ) -> Loaded:
-        """Copies and decodes the wanted blocks, and says which of them are good."""
+    def _got(self, groups: Sequence[Group], targets: Sequence[Sequence[Pieces | None]], until: float) -> Loaded | None:
+        """Loads by a get, which needs no call if all blocks are near. None if their kind or the
+        engine's memory needs a lease."""
+        (group, *others), pieces = groups, targets[0]
+        first = next((i for i, its in enumerate(pieces) if its is not None), len(pieces))
+        spec, wanted = group.namespace.spec, [its for its in pieces[first:] if its is not None]
+        if others or len(wanted) < len(pieces) - first or self.codings.of(spec) is not None:
+            return None
+        if not wanted or not all(are_whole_slices(its, spec.geometry.layers) for its in wanted):
+            return None
         begun = time.monotonic()
-        filled = fill(lease, groups, targets, self.codings, load)
+        part, left_s = group.part(first, len(pieces)), max(0.0, until - begun)
+        got = self._client.get(group.namespace, part, out=wanted, timeout_s=left_s)
+        size = sum(piece_bytes(piece) for its in wanted[: got.blocks] for piece in its)
+        if not got:
+            return Loaded(good=(0,))
+        if all(name.startswith("host") for name, its in zip(self.tiers, got.tier_tokens, strict=False) if its):
+            self.advice.copied(size, time.monotonic() - begun)
+        self._count(loads=1, loaded_blocks=got.blocks, loaded_bytes=size)
+        return Loaded(first * spec.tokens_per_block + got.tokens, (first + got.blocks,), (first,), got.tier_tokens)
+
+    def _copied(
+        self,
+        lease: Lease,
+        groups: Sequence[Group],
+        targets: Sequence[Sequence[Pieces | None]],
+        how: tuple[Any, float],
+    ) -> Loaded | None:
+        """Copies and decodes the wanted blocks, and says which of them are good. how: as for `load`,
+        stream and end."""
+        if not lease:
+            return None
+        begun, size = time.monotonic(), int(lease.handles["length"].sum())
+        filled = fill(lease, groups, targets, self.codings, how[0])
         good = lease.check()
-        bad = decoded(filled, good, self.codings, load)
+        bad = decoded(filled, good, self.codings, until=how[1])
         self._count(undecoded_blocks=len(bad))
-        self.advice.copied(int(lease.handles["length"].sum()), time.monotonic() - begun)
+        self.advice.copied(size, time.monotonic() - begun)
         loaded = loaded_of(lease, filled.copied, min([good, *bad]))
         lease.detach()
+        self._count(loads=1, loaded_blocks=sum(loaded.good), loaded_bytes=size)
         return loaded
 
     def _count(self, **amounts: int) -> None:

@@ -19,7 +19,6 @@ _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_uint64
 FUNCTIONS: dict[str, dict[str, list[type]]] = {
     "plane": {
         "tierd_sum_and_copy": [_POINTER, _NUMBER, _POINTER, _POINTER],
-        "tierd_copy": [_POINTER, _NUMBER, _POINTER],
         "tierd_find": [_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER],
         "tierd_check": [_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER],
         "tierd_read_pieces": [_NUMBER, _POINTER, _NUMBER],

@@ -283,15 +283,6 @@ TIERD_API uint64_t tierd_sum_and_copy(const TierdBlock* blocks, uint64_t count, 
   return done;
 }
 
-// Copies blocks, whose layers do not matter; returns how many are done. is_over: as above.
-TIERD_API uint64_t tierd_copy(const TierdBlock* blocks, uint64_t count, const volatile int32_t* is_over) {
-  uint64_t done = 0;
-  for (; !*is_over && done < count; done++) {
-    std::memcpy(blocks[done].target, blocks[done].source, blocks[done].length);
-  }
-  return done;
-}
-
 // PAGE of tierd/client/blocks/one_sided_get.py: a published page, as its entry says.
 struct TierdPage {
   const uint8_t* source;

@@ -69,15 +69,18 @@ def tierctl(daemon: Daemon, *arguments: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def one_round(plain: Engine, tiered: Engine, daemon: Daemon, prompt: list[int]) -> dict[str, float]:
-    """Seconds of each row, for a new prompt."""
+def one_round(
+    plain: Engine, tiered: Engine, daemon: Daemon, prompt: list[int], *, is_plain_first: bool
+) -> dict[str, float]:
+    """Seconds of each row, for a new prompt. The first engine to compute it pays for cold caches."""
 
     def first_token(engine: Engine, *, cached: bool) -> float:
         answer = engine.generate([prompt], max_tokens=1)[0]
         assert (answer.cached > 0) == cached, f"{answer.cached} tokens were cached"
         return answer.seconds
 
-    times = {"computed": first_token(plain, cached=False), "miss": first_token(tiered, cached=False)}
+    computing = [("computed", plain), ("miss", tiered)][:: 1 if is_plain_first else -1]
+    times = {row: first_token(engine, cached=False) for row, engine in computing}
     times["own"], times["own+"] = first_token(plain, cached=True), first_token(tiered, cached=True)
     tiered.reset()
     times["host"] = first_token(tiered, cached=True)
@@ -104,9 +107,11 @@ def main() -> None:
         model = asked.model or make_in_fork("bench", Path(directory))
         how = {"dtype": asked.dtype, "disable_log_stats": False, "num_gpu_blocks_override": KV_BLOCKS}
         with Engine(model, **how) as plain, Engine(model, connector=connector(daemon), **how) as tiered:
+            prompts = [
+                [rng.randrange(3, 500) for _ in range(asked.prefix + SUFFIX_TOKENS)] for _ in range(asked.rounds + WARM)
+            ]
             rounds = [
-                one_round(plain, tiered, daemon, [rng.randrange(3, 500) for _ in range(asked.prefix + SUFFIX_TOKENS)])
-                for _ in range(asked.rounds + WARM)
+                one_round(plain, tiered, daemon, prompt, is_plain_first=bool(i % 2)) for i, prompt in enumerate(prompts)
             ][WARM:]
             batches = [
                 [[rng.randrange(3, 500) for _ in range(BATCH_PROMPT_TOKENS)] for _ in range(BATCH)]

@@ -17,8 +17,8 @@ CLOSE = 1e-3
 def connector(daemon: Daemon, **options: Any) -> dict[str, Any]:
     """kv_transfer_config. options: of kv_connector_extra_config. With long timeouts a busy machine
     does not look like a dead daemon. Without the advisor all matches are loaded: small models
-    compute faster. Short loads run in their step."""
-    patient = {"lookup_timeout_s": 20.0, "timeout_s": 60.0, "advisor": False, "step_load_s": 0.02}
+    compute faster. Loads from memory run in their step."""
+    patient = {"lookup_timeout_s": 20.0, "timeout_s": 60.0, "advisor": False, "step_load_s": 0.9}
     return {
         "kv_connector": "TierdConnector",
         "kv_connector_module_path": "tierd.integrations.vllm",

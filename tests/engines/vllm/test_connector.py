@@ -15,7 +15,7 @@ import vllm
 
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
-from tests.engines.vllm.tiered import TRUSTING, VERIFIED, far_from, flushed, pages_like, prompt, spoil
+from tests.engines.vllm.tiered import TRUSTING, VERIFIED, flushed, pages_like, prompt, spoil
 from tests.system.damaged import Place, copy
 from tierd.integrations.versions import release_of
 from tierd.testing import Daemon
@@ -116,8 +116,8 @@ def test_by_another_process(
 
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
-    """Bytes corrupted in memory and in the store shorten the hit if hits are verified, and change
-    the answer if trusted."""
+    """Bytes corrupted in memory and in the store shorten the hit, whichever hits the daemon verifies:
+    a load checks all that it copies. A load that finds them itself may lose the whole hit."""
     asked = [prompt(6 + (verify == "always"), PROMPT_TOKENS)]
     known = {place for place, _ in flushed(daemon)}
     computed = llm.generate(asked, max_tokens=24)[0]
@@ -131,12 +131,8 @@ def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
         before = counted(llm.metrics(), "loaded_blocks")
         restored = llm.generate(asked, max_tokens=24)[0]
         loaded = counted(llm.metrics(), "loaded_blocks") - before
-        if verify == "always":
-            assert loaded == DAMAGED
-            assert_same(computed, restored, within=CLOSE)
-        else:
-            assert loaded == WHOLE // BLOCK_TOKENS
-            assert restored.tokens != computed.tokens or far_from(restored.logprobs, computed.logprobs) > CLOSE
+        assert loaded == DAMAGED or (verify == "first_hit" and loaded == 0)
+        assert_same(computed, restored, within=CLOSE)
     finally:
         daemon.configure(VERIFIED)
         daemon.restart()
@@ -154,18 +150,23 @@ def test_a_daemon_that_dies_in_a_load(llm: Engine, daemon: Daemon) -> None:
     """A daemon killed between its answer to the lookup and the load costs recomputation, not the request."""
     asked = [prompt(8, PROMPT_TOKENS)]
     computed = llm.generate(asked, max_tokens=24)[0]
+    llm.settle()
+    daemon.configure(VERIFIED + "[mover]\nprefetch_on_lookup = false\n")  # the load itself asks for the blocks
+    daemon.restart()
     await_hits(llm, asked[0])
-    before = counted(llm.metrics(), "hit_tokens_host")
+    to_the_store(daemon)
+    before = counted(llm.metrics(), "hit_tokens_disk")
     try:
         with daemon.faults() as faults:
             faults.arm("cache.acquire.before_hold", "kill")
         restored = llm.generate(asked, max_tokens=24)[0]
         assert daemon.await_end() < 0
         assert_same(computed, restored, within=CLOSE)
-        assert counted(llm.metrics(), "hit_tokens_host") - before == WHOLE, "no load had begun: this test shows nothing"
+        assert counted(llm.metrics(), "hit_tokens_disk") - before == WHOLE, "no load had begun: this test shows nothing"
         after = llm.generate([prompt(9, PROMPT_TOKENS)], max_tokens=2)[0]
         assert after.finish == "length"
     finally:
+        daemon.configure(VERIFIED)
         daemon.restart()
     await_hits(llm, asked[0])
 

@@ -83,7 +83,7 @@ class Sides:
 
     def __init__(self, daemon: Daemon, kv: Any, *, role: str = "kv_both", **options: Any) -> None:
         # A busy machine must not look like a dead daemon. Short loads run in their step.
-        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0, "step_load_s": 0.02}
+        patient = {"lookup_timeout_s": 20.0, "timeout_s": 20.0, "step_load_s": 0.9}
         setup = config(is_kv_consumer=role != "kv_producer", is_kv_producer=role != "kv_consumer")
         words = ConnectorOptions(target=daemon.target, **patient | options)
         self.pool = BlockPool(kv.num_blocks, enable_caching=True, hash_block_size=TOKENS)
@@ -161,7 +161,7 @@ def test_a_window_asks_for_its_last_blocks(daemon: Daemon) -> None:
         sides.caches[name][1:6] = 0
     sides.scheduler.allocated(again, (full, [NULL_BLOCK, 4, 5]), 3 * TOKENS)
     sides.worker.begin_loads(sides.scheduler.orders(step({})))
-    assert sides.worker._loads._later.drain(timeout_s=60)
+    assert sides.worker._loading.drain(timeout_s=60)
     ended = sides.worker.take_loads()
     assert ended.requests == {"again"} and not ended.failed and not ended.blocks
     assert all(torch.equal(sides.caches[name], kept[name]) for name in NAMES)
@@ -198,7 +198,7 @@ def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
     kept = {name: tensor.clone() for name, tensor in sides.caches.items()}
     sides.worker.begin_saves(orders)
     await_true(lambda: saved.waiters == 1, "a save that waits")
-    assert sides.worker.take_saves() is None
+    assert not sides.worker.take_saves().saves
     saved.reach()
     sides.scheduler.reported(outcome(sides.worker))
     again = request("again", 3)
@@ -211,7 +211,7 @@ def test_the_device_has_read_a_block_before_it_is_loaded_or_saved(
     await_true(lambda: loaded.waiters == 1, "a load that waits")
     assert all((sides.caches[name][ids] == -1).all() for name in NAMES)
     loaded.reach()
-    assert sides.worker._loads._later.drain(timeout_s=60)
+    assert sides.worker._loading.drain(timeout_s=60)
     assert sides.worker.take_loads().requests == {"again"}
     assert all(torch.equal(sides.caches[name][ids], kept[name][ids]) for name in NAMES)
     sides.close()
@@ -236,7 +236,7 @@ def test_what_is_not_there_is_told_once(daemon: Daemon) -> None:
         part = GroupLoad((b"x", b"y"), 0, (5, 6))
         spaces = sides.scheduler._spaces
         sides.worker.begin_loads(Orders(spaces, [Load("r", (part,) * len(spaces))]))
-        assert sides.worker._loads._later.drain(timeout_s=60)
+        assert sides.worker._loading.drain(timeout_s=60)
         ended = sides.worker.take_loads()
         assert (ended.requests, ended.failed, ended.blocks) == ({"r"}, failed, blocks)
         assert sides.worker.take_loads().requests == set()
@@ -287,7 +287,7 @@ def test_an_adapters_files_divide(daemon: Daemon, tmp_path: Path) -> None:
     assert sides.match(again) == 3 * TOKENS
     sides.scheduler.allocated(again, ([4, 5, 6],), 3 * TOKENS)
     sides.worker.begin_loads(sides.scheduler.orders(step({})))
-    assert sides.worker._loads._later.drain(timeout_s=60)
+    assert sides.worker._loading.drain(timeout_s=60)
     assert sides.worker.take_loads().blocks == set()
     assert all(torch.equal(layer[4:7], layer[1:4]) for layer in sides.caches.values())
     anew = Sides(daemon, kv_config(FULL))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from tests.engines.vllm.test_connector_parts import FULL, NAMES, TOKENS, config, kv_config
 from tests.engines.vllm.test_connector_sides import WINDOW, Sides, request, step, told
+from tests.still import stand_still
 from tests.system.blocks import await_true
-from tierd.integrations.loading import LayerLoad
+from tierd.integrations.loading import _copy
 from tierd.integrations.vllm.plan import Done, Orders
 from tierd.integrations.vllm.scheduler import _may_load_in_step
 from tierd.testing import Daemon
@@ -72,22 +73,25 @@ def are_equal(sides: Sides, layer: str) -> bool:
     return torch.equal(sides.caches[layer][IDS], sides.caches[layer][[1, 2, 3]])
 
 
-def test_each_layer_is_there_when_it_is_computed(sides: Sides) -> None:
-    """Each layer's wait returns with its KV in place. No other request hits the blocks before the step
+def lost(orders: Orders) -> Orders:
+    """The orders, as if their blocks had been evicted since the lookup."""
+    object.__setattr__(orders.loads[0].groups[0], "names", (b"x", b"y", b"z"))
+    return orders
+
+
+def test_a_short_load_runs_in_its_step(sides: Sides) -> None:
+    """All layers are there before the step computes. No other request hits the blocks before the step
     has reported, and all do afterwards."""
     asked = request("again", 3)
     orders = ordered(sides, asked)
     assert cached(sides, asked) == [False] * 3
     sides.worker.begin_early(orders)
     sides.worker.begin_loads(orders)
-    for name in NAMES:
-        sides.worker.await_layer(name)
-        assert are_equal(sides, name)
-    sides.worker.await_layer("a layer that shares the KV of another")
+    assert all(are_equal(sides, name) for name in NAMES)
     ended = sides.worker.take_loads()
     assert ended.requests == ended.failed == ended.blocks == set()
     done = sides.worker.take_saves()
-    assert isinstance(done, Done) and done.waited_s > 0
+    assert done.waited_s > 0
     sides.scheduler.reported(told(kv_connector_worker_meta=done))
     assert cached(sides, asked) == [True] * 3
     assert sides.scheduler.take_counts()["step_loads"] == 1 and not sides.scheduler._entries["again"].is_loading
@@ -104,17 +108,21 @@ def test_what_fails_stays_out_of_the_prefix_cache(sides: Sides, daemon: Daemon) 
     sides.tables["again"] = (ids,)
     assert not orders.saves, "a step that loads saves nothing: the load may fail"
     daemon.restart()
-    with_gone = Orders(orders.spaces, orders.loads)
-    object.__setattr__(with_gone.loads[0].groups[0], "names", (b"x", b"y", b"z"))
-    sides.worker.begin_loads(with_gone)
-    for name in NAMES:
-        sides.worker.await_layer(name)
+    sides.worker.begin_loads(lost(orders))
     ended = sides.worker.take_loads()
     assert ended.blocks == set(IDS) and ended.requests == set()
     sides.scheduler.reported(told(invalid_block_ids=ended.blocks))
     assert cached(sides, asked)[:3] == [False] * 3
     saves = sides.scheduler.orders(step({"again": 4 * TOKENS})).saves
     assert [save.ids for save in saves] == [tuple(ids)]
+
+
+def test_an_error_in_a_steps_load_is_a_miss(sides: Sides) -> None:
+    """The step goes on, and the load's blocks are missing."""
+    orders = ordered(sides, request("again", 3))
+    sides.worker._memory = None
+    sides.worker.begin_loads(orders)
+    assert sides.worker.take_loads().blocks == set(IDS)
 
 
 def test_a_request_that_ends_in_its_step_is_saved_after_it(sides: Sides) -> None:
@@ -131,53 +139,36 @@ def test_a_request_that_ends_in_its_step_is_saved_after_it(sides: Sides) -> None
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_a_load_that_hangs_ends_at_its_deadline(daemon: Daemon, in_step: bool) -> None:
-    """While the daemon hangs, the load is given up and all its blocks are missing. When the daemon
-    answers later, no block changes any more."""
-    sides = Sides(daemon, kv_config(FULL), retained_share=1.0, load_deadline_s=0.2, timeout_s=60.0)
+    """While the daemon hangs, a load that needs it ends, and all its blocks are missing. When the
+    daemon answers later, no block changes any more."""
+    sides = Sides(daemon, kv_config(FULL), load_deadline_s=0.2, timeout_s=60.0, step_load_s=0.02)
     sides.store(request("r", 3), 3)
     if in_step:
         sides.scheduler._store.advice.copied(1 << 20, 1e-3)
     asked = request("again", 3)
     assert sides.match(asked) == 3 * TOKENS and sides.scheduler.loads_in_step(asked) == in_step
     sides.scheduler.allocated(asked, (IDS,), 3 * TOKENS)
-    output = step({"again": 1} if in_step else {})
-    orders = sides.scheduler.orders(output)
+    orders = lost(sides.scheduler.orders(step({"again": 1} if in_step else {})))
     for name in NAMES:
         sides.caches[name][IDS] = -1
-    os.kill(daemon.pid, signal.SIGSTOP)
+    stand_still(daemon.pid)
     try:
         sides.worker.begin_loads(orders)
-        for name in NAMES if in_step else ():
-            sides.worker.await_layer(name)
         missing = set[int]()
 
         def reported() -> bool:
-            ended = sides.worker.take_loads()
-            missing.update(ended.blocks)
+            missing.update(sides.worker.take_loads().blocks)
             return bool(missing)
 
+        assert reported() or not in_step
         await_true(reported, "a report of the load")
         assert missing == set(IDS) and sides.worker.take_counts()["late_loads"] == 1
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
-    loads = sides.worker._loads
-    assert loads._now.drain(timeout_s=60) and loads._later.drain(timeout_s=60)
+    await_true(lambda: sides.match(request("r", 3)) == 3 * TOKENS, "the daemon's answers")
     assert all((sides.caches[name][IDS] == -1).all() for name in NAMES)
     assert sides.worker.take_loads().blocks == set()
     sides.close()
-
-
-def test_layers_that_nobody_waited_for_are_missing(sides: Sides) -> None:
-    """If a step computed without waiting, its blocks are missing, and later steps wait before they begin."""
-    first, second = (ordered(sides, request(name, 3)) for name in ("one", "two"))
-    sides.worker.begin_loads(first)
-    sides.worker.await_layer(NAMES[0])
-    assert sides.worker.take_loads().blocks == set(IDS)
-    for name in NAMES:
-        sides.caches[name][IDS] = -1
-    sides.worker.begin_loads(second)
-    assert all(are_equal(sides, name) for name in NAMES)
-    assert sides.worker.take_loads().blocks == set()
 
 
 def test_where_vllm_cannot_recover_loads_are_asynchronous() -> None:
@@ -190,14 +181,33 @@ def test_where_vllm_cannot_recover_loads_are_asynchronous() -> None:
 
 
 def test_long_loads_and_many_loads_are_asynchronous(sides: Sides) -> None:
-    """A step waits for loads of step_load_s together, and for longer ones if the engine has one request."""
-    scheduler, most_s = sides.scheduler, sides.scheduler._options.step_load_s
-    scheduler.begin(request("one", 3))
-    assert scheduler._is_short(4 * most_s) and not scheduler._is_short(6 * most_s) and not scheduler._is_short(0)
-    scheduler.begin(request("two", 3))
-    assert scheduler._is_short(most_s) and not scheduler._is_short(1.1 * most_s)
+    """Loads in a step are expected to take step_load_s together, and come from memory alone."""
+    scheduler, asked = sides.scheduler, request("again", 3)
+    assert sides.match(asked) == 3 * TOKENS and scheduler.loads_in_step(asked)
+    entry, most_s = scheduler._entries["again"], scheduler._options.step_load_s
+
+    def is_short(load_s: float) -> bool:
+        entry.claimed = replace(entry.claimed, load_s=load_s)
+        return scheduler._is_short(entry)
+
+    assert is_short(most_s) and not is_short(1.1 * most_s) and not is_short(0)
     scheduler._step_load_s = most_s / 2
-    assert scheduler._is_short(most_s / 2) and not scheduler._is_short(0.6 * most_s)
+    assert is_short(most_s / 2) and not is_short(0.6 * most_s)
+    assert entry.found is not None
+    entry.found.tier_of[0][0, 1] = len(scheduler._store.tiers)
+    assert not is_short(most_s / 2), "a block is not in memory"
+
+
+def test_a_step_that_reports_nothing_shifts_no_times(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advisor learns the time of each step with that step's tokens, also after silent steps. It
+    learns nothing of the first that computes."""
+    scheduler, seen = sides.scheduler, list[Any]()
+    monkeypatch.setattr(scheduler._store.advice, "computed", lambda parts, _: seen.append(list(parts)))
+    for tokens in (3, 5, 7):
+        scheduler.orders(step({}))
+        number = scheduler.orders(step({"r": tokens})).step
+        scheduler.reported(told(kv_connector_worker_meta=Done({}, step=number)))
+    assert seen == [[(0, 5)], [(0, 7)]] and not scheduler._steps
 
 
 def test_an_old_answer_is_asked_again(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,21 +230,13 @@ class Stream:
     def __init__(self) -> None:
         self.said = list[str]()
 
-    def record_event(self) -> Any:
-        self.said.append("event")
-        return SimpleNamespace(wait=lambda: self.said.append("waited"))
-
     def synchronize(self) -> None:
         self.said.append("synchronized")
 
 
-def test_on_a_device_the_stream_orders_layers() -> None:
-    """Each layer has an event after its copies, for which the caller's stream waits. The stream is
-    awaited before a result, and before a load that was given up is reported."""
-    stream = Stream()
-    load, page = LayerLoad(stream), torch.arange(8, dtype=torch.uint8).numpy()
+def test_on_a_device_the_stream_is_awaited() -> None:
+    """Copies to a device have ended when the lease is checked."""
+    stream, page = Stream(), torch.arange(8, dtype=torch.uint8).numpy()
     target = torch.zeros((2, 4), dtype=torch.uint8)
-    load.copy([(page, [*target])])
-    assert stream.said == ["event", "event", "synchronized"] and target.flatten().tolist() == page.tolist()
-    assert load.wait(1, timeout_s=0) and stream.said[-1] == "waited"
-    assert load.give_up() and stream.said[-1] == "synchronized"
+    _copy([(page, [*target])], stream)
+    assert stream.said == ["synchronized"] and target.flatten().tolist() == page.tolist()

@@ -127,8 +127,8 @@ def test_another_rotary_scaling_is_another_model(
 
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_corrupted_chunk(daemon: Daemon, vllm: Callable[..., Engine], verify: str) -> None:
-    """Bytes corrupted in memory and on disk cost the hit if hits are verified, and change the
-    answer if trusted."""
+    """Bytes corrupted in memory and on disk cost the hit, whichever hits the daemon verifies: a load
+    checks all that it copies."""
     seed = 4 + (verify == "always")
     engine = vllm()
     known = names(flushed(daemon))
@@ -141,11 +141,8 @@ def test_a_corrupted_chunk(daemon: Daemon, vllm: Callable[..., Engine], verify: 
     (page,) = pages_like(daemon, head)
     spoil(page, int(meta["logical_length"]))
     third = say(engine, prompt(seed))
-    if verify == "always":
-        assert third.cached == 0
-        assert_same(first, third)
-    else:
-        assert third.cached == WHOLE and far_from(first.logprobs, third.logprobs) > 0.01
+    assert third.cached == 0
+    assert_same(first, third)
 
 
 def test_a_daemon_that_dies_while_it_loads(daemon: Daemon, vllm: Callable[..., Engine]) -> None:

@@ -82,6 +82,18 @@ def pieces(buffers: Any, lengths: Sequence[int], *, writable: bool = False) -> l
     return [piece[:length] for piece, length in zip(found, lengths, strict=True)]
 
 
+def are_in_pieces(out: Any) -> bool:
+    """Whether a list has a list of pieces for each block, and not a buffer."""
+    return isinstance(out, list | tuple) and bool(out) and isinstance(out[0], list | tuple)
+
+
+def of_blocks(out: Sequence[Sequence[Any]], count: int) -> list[list[Bytes]]:
+    """Flat views of the pieces of the first blocks. Raises InvalidArgument."""
+    if len(out) < count:
+        raise InvalidArgument(f"buffers: {len(out)} for {count} blocks; pass one each")
+    return [[flat(piece, writable=True) for piece in its] for its in out[:count]]
+
+
 def _cut(whole: Bytes, lengths: Sequence[int]) -> list[Bytes]:
     ends = list(accumulate(lengths))
     if ends and ends[-1] > len(whole):

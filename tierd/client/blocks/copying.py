@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 import xxhash
@@ -27,6 +27,7 @@ from tierd.client.blocks.buffers import address_of
 from tierd.client.connect import cancellation, forks
 from tierd.core.formats.block import slice_cut, slice_lengths
 from tierd.core.formats.model import StructArray
+from tierd.errors import InvalidArgument
 from tierd.native import find_library
 
 BLOCK = np.dtype([("source", "<u8"), ("target", "<u8"), ("length", "<u8"), ("layers", "<u8")])
@@ -55,6 +56,28 @@ def blocks_of(
     blocks = np.empty(len(sources), BLOCK)
     blocks["source"], blocks["target"], blocks["length"], blocks["layers"] = sources, targets, lengths, layers
     return blocks
+
+
+@lru_cache(maxsize=1024)
+def are_slices(pieces: tuple[int, ...], length: int, layers: int) -> bool:
+    """Whether pieces of these bytes hold whole slices of a block: each then has the block's sums."""
+    return [*chain.from_iterable(slice_lengths(piece, 0) for piece in pieces)] == slice_lengths(length, layers)
+
+
+def in_pieces(blocks: StructArray, pieces: Sequence[Sequence[NDArray[np.uint8]]]) -> StructArray:
+    """BLOCK [n] with a row for each piece of each block. Raises InvalidArgument unless a block's
+    pieces hold whole slices of it."""
+    rows = list[tuple[int, int, int, int]]()
+    for number, ((source, _, length, layers), its) in enumerate(zip(blocks.tolist(), pieces, strict=True)):
+        sizes = tuple(map(len, its))
+        if not are_slices(sizes, length, layers):
+            raise InvalidArgument(
+                f"buffer {number}: pieces of {list(sizes)} bytes for a block of {length} in {layers} layers; pass a piece"
+                " for each layer, or one buffer"
+            )
+        starts = accumulate(sizes[:-1], initial=source)
+        rows += [(at, address_of(to, writable=True), len(to), 0) for at, to in zip(starts, its, strict=True)]
+    return np.array(rows, BLOCK)
 
 
 def sum_and_copy(blocks: StructArray) -> Sums:

@@ -100,7 +100,7 @@ class Lease(Bound):
         return cut_pages(self._held(), self.handles, parts=self.parts) if len(self) else []
 
     def copy_into(self, out: Any) -> int:
-        """Copies the blocks into a list of buffers, or into one buffer in order.
+        """Copies the blocks into a list of buffers, or into one buffer in order, as `Client.get`.
 
         Arrays on a GPU are filled in their stream, as by `Client.get`. `release` waits for that.
 
@@ -117,21 +117,22 @@ class Lease(Bound):
 
     def copied(self, out: Any, *, trusted: Any = (), deadline: float | None = None) -> NDArray[np.bool_]:
         """As `copy_into`, but returns whether each block is good, bool [n]. Sums of GPU pages are
-        not checked. Pages with a `trusted` generation need no sums in the catalogue. The daemon has
-        checked them for this lease. deadline: of copies that must be waited for."""
+        not checked. Pages with a `trusted` generation need no sums in the catalogue, because the
+        daemon has checked them for this lease. deadline: of copies that must be waited for."""
         hold, lengths = self._held(), self.handles["length"].tolist()
-        targets = buffers.pieces(gpu_arrays.all_seen(out), lengths, writable=True)
-        is_on_gpu = gpu_arrays.are_on_gpu(targets)
+        if not buffers.are_in_pieces(out):
+            out = buffers.pieces(gpu_arrays.all_seen(out), lengths, writable=True)
+        is_on_gpu = gpu_arrays.are_on_gpu(out)
         if is_on_gpu:
-            self._load(hold, targets, deadline)
+            self._load(hold, out, deadline)
         good = np.ones(len(self.handles), np.bool_)
         pages = one_sided_get.pages_of(hold.link.session, self.handles) if hold.link.session else None
         if pages is not None:
             without_sums = pages.rows["table"] == 0
-            good = np.array(pages.copy_to(None if is_on_gpu else targets, is_leased=True), bool)
+            good = np.array(pages.copy_to(None if is_on_gpu else out, is_leased=True), bool)
             good |= without_sums & np.isin(self.handles["generation"], trusted)
         elif not is_on_gpu:
-            copy_out(self._views(self.handles), targets)
+            copy_out(self._views(self.handles), buffers.pieces(out, lengths, writable=True))
         return good & self._are_current()
 
     def _load(self, hold: Hold, arrays: Any, deadline: float | None) -> None:

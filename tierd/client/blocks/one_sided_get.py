@@ -14,14 +14,13 @@ section 4). The loops are C++ (tierd/native) or Python, with the same results.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.client.blocks import buffers, copying
-from tierd.client.blocks.buffers import Bytes, address_of
+from tierd.client.blocks.buffers import address_of
 from tierd.client.session.mapping import MappedSegment, SegmentTable
 from tierd.client.session.notices import REPORT_MAX_BYTES
 from tierd.client.session.session import Session
@@ -65,12 +64,18 @@ class Pages:
         self.rows, self.table = rows, table
         self.lengths: list[int] = rows["length"].tolist()
 
-    def copy_to(self, targets: Sequence[Bytes] | None, *, is_leased: bool = False) -> NDArray[np.bool_]:
-        """Copies the pages; which have the right sums and have not changed. targets: None: only sums
-        them. is_leased: also pages that lookups no longer find. Raises Cancelled."""
+    def copy_to(self, out: Any, *, is_leased: bool = False) -> NDArray[np.bool_]:
+        """Copies the pages; which have the right sums and have not changed. out: as for `Client.get`.
+        None: only sums them. is_leased: also pages that lookups no longer find. Raises
+        InvalidArgument, Cancelled."""
         rows = self.rows
-        to = [0] * len(rows) if targets is None else [address_of(target, writable=True) for target in targets]
-        sums = copying.sum_and_copy(copying.blocks_of(rows["source"], to, self.lengths, rows["layers"]))
+        blocks = copying.blocks_of(rows["source"], np.zeros(len(rows), np.uint64), self.lengths, rows["layers"])
+        if buffers.are_in_pieces(out):
+            blocks = copying.in_pieces(blocks, buffers.of_blocks(out, len(rows)))
+        elif out is not None:
+            targets = buffers.pieces(out, self.lengths, writable=True)
+            blocks["target"] = [address_of(target, writable=True) for target in targets]
+        sums = copying.sum_and_copy(blocks)
         mask = int(GENERATION) if is_leased else NOWHERE
         good = np.zeros(len(rows), np.bool_)
         if _library is None:
@@ -92,16 +97,15 @@ def served(
     session: Session, group: Group, out: Any, pages: Pages, tier_tokens: list[int]
 ) -> tuple[GetResult, list[int]] | None:
     """The second half of `get`: copies what was found, and tells the daemon."""
-    try:
-        targets = buffers.pieces(out, pages.lengths, writable=True)
-    except InvalidArgument:  # the daemon's answer may be shorter, and fit
-        return None
     report = group_message(group).SerializeToString()
-    if len(report) > REPORT_MAX_BYTES or np.count_nonzero(pages.copy_to(targets)) < len(targets):
+    try:
+        if len(report) > REPORT_MAX_BYTES or not pages.copy_to(out).all():
+            return None
+    except InvalidArgument:  # the daemon's answer may be shorter, and fit
         return None
     if not session.notices.report_hit(report):
         return None
-    return GetResult(sum(tier_tokens), len(targets), (), tuple(tier_tokens)), pages.lengths
+    return GetResult(sum(tier_tokens), len(pages.rows), (), tuple(tier_tokens)), pages.lengths
 
 
 def find(session: Session, group: Group, *, timeout_s: float) -> tuple[Pages, list[int]] | None:

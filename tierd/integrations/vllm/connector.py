@@ -2,8 +2,8 @@
 '{"kv_connector":"TierdConnector","kv_role":"kv_both",...}'`.
 
 It implements vLLM's interface, once for the scheduler and once for each worker; scheduler.py and
-worker.py do the work. Short loads run in the step that computes with them, and its attention layers
-wait for their own KV. Others are asynchronous. A request whose blocks fail to load is computed.
+worker.py do the work. Short loads from memory run at the beginning of the step that computes with
+them. Others are asynchronous. A request whose blocks fail to load is computed.
 """
 
 from __future__ import annotations
@@ -73,17 +73,16 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Hands the step's loads to threads before vLLM prepares the step's inputs."""
+        """Hands loads to threads before the step computes; `start_load_kv` may come after it."""
         assert isinstance(kv_connector_metadata, Orders)
         self._of_worker.begin_early(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hands the step's loads to threads, if they have not begun."""
+        """Carries out the step's short loads, and hands the others to threads if they have not begun."""
         self._of_worker.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Waits for the layer of the loads in this step."""
-        self._of_worker.await_layer(layer_name)
+        """Does nothing: the step's loads have ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: whole blocks are saved after the step."""
@@ -106,8 +105,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):
         blocks, self._ended.blocks = self._ended.blocks, set()
         return blocks
 
-    def build_connector_worker_meta(self) -> Done | None:
-        """Saves that have ended."""
+    def build_connector_worker_meta(self) -> Done:
+        """Saves that have ended, and what the step cost."""
         return self._of_worker.take_saves()
 
     # -- scheduler

@@ -31,7 +31,7 @@ class GroupLoad:
 class Load:
     """Fills a request's blocks, of each group.
 
-    deadline_s: after its step has begun, it is given up.
+    deadline_s: after its step has begun, it ends.
     is_in_step: the step computes with the blocks. Otherwise the request waits for a later step.
     """
 
@@ -61,21 +61,24 @@ class Save:
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    """Loads and saves of one step. `spaces` are their namespaces; `is_idle`: the step computes nothing."""
+    """Loads and saves of one step. `spaces` are their namespaces; `is_idle`: the step computes nothing.
+    step: its number, from 1."""
 
     spaces: tuple[Space, ...] = ()
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     is_idle: bool = False
+    step: int = 0
 
 
 @dataclass
 class Done(KVConnectorWorkerMetadata):
     """saves: number -> how many workers have ended it. copies: (bytes, seconds) of loads from near
-    pages. waited_s: how long the step waited for layers."""
+    pages. step: its number. waited_s: how long it waited for its loads."""
 
     saves: Mapping[int, int]
     copies: tuple[tuple[int, float], ...] = ()
+    step: int = 0
     waited_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -83,4 +86,5 @@ class Done(KVConnectorWorkerMetadata):
         assert isinstance(other, Done)
         numbers = {*self.saves, *other.saves}
         saves = {number: self.saves.get(number, 0) + other.saves.get(number, 0) for number in numbers}
-        return Done(saves, self.copies + other.copies, max(self.waited_s, other.waited_s))
+        waited_s = max(self.waited_s, other.waited_s)
+        return Done(saves, self.copies + other.copies, max(self.step, other.step), waited_s)

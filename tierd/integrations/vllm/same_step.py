@@ -1,7 +1,7 @@
 """Loads in the step that computes with them, on the scheduler's side.
 
 vLLM puts a request's blocks into its prefix cache when it allocates them. Here they are loaded
-while the step runs, and the load may fail. Then vLLM computes the request again, but it leaves the
+when the step begins, and the load may fail. Then vLLM computes the request again, but it leaves the
 blocks in the cache, and other requests may hit them meanwhile. So the blocks leave the cache until
 the step has reported. Blocks that the step completes are saved after it. Workers
 of other ranks would not learn in time that a load has failed.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,12 +41,10 @@ from tierd.integrations.vllm.spaces import (
 )
 from tierd.integrations.vllm.stats import medium_of
 
-MOST_STEPS = 8
-"""Steps under way, at most: vLLM schedules one or two ahead."""
 END_S = 2.0
 """Seconds that a shutdown waits for lookups in flight."""
-ALONE = 5
-"""An engine with a single request waits so many times longer for loads in its step."""
+PATIENCE = 10
+"""A load in the step ends after so many times step_load_s: no step waits longer for it."""
 FRESH_S = 1.0
 """A request that queued for longer is looked up again."""
 
@@ -100,8 +98,8 @@ class SchedulerSide:
         self._retained: dict[int, list[Any]] = {}
         self._ended: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
-        self._steps: deque[tuple[float, list[tuple[int, int]]]] = deque(maxlen=MOST_STEPS)
-        self._step_ended = 0.0
+        self._steps: dict[int, tuple[float, list[tuple[int, int]]]] = {}  # by number, under way
+        self._step, self._step_ended, self._is_warm = 0, 0.0, False
         self._step_loads: list[StepLoad] = []
         self._step_load_s = 0.0  # expected of those ordered for the next step
         self._loads_in_step = _may_load_in_step(config, kv)
@@ -167,7 +165,7 @@ class SchedulerSide:
         least = self._options.least_load_tokens
         blocks = Blocks(space.tokens, size, group, step_tokens=step_tokens(self._spaces), least_tokens=least)
         entry.claimed = self._store.advice.claim(seen, entry.found, blocks)
-        entry.is_in_step = self._loads_in_step and self._is_short(entry.claimed.load_s)
+        entry.is_in_step = self._loads_in_step and self._is_short(entry)
         return entry.claimed.tokens
 
     def loads_in_step(self, request: Any) -> bool:
@@ -227,9 +225,10 @@ class SchedulerSide:
             if entry is not None and not self._step_loads and self._has_unsaved(entry, ready):
                 self._save(entry, self._cache.get_block_ids(request_id), ready)
         parts = [(computed.get(name, 0), tokens) for name, tokens in output.num_scheduled_tokens.items()]
-        self._steps.append((time.monotonic(), parts))
+        self._step += 1
+        self._steps[self._step] = time.monotonic(), parts
         orders, self._orders = self._orders, Orders()
-        orders.is_idle, self._grace_s = not output.num_scheduled_tokens, self._options.lookup_grace_s
+        orders.step, orders.is_idle, self._grace_s = self._step, not parts, self._options.lookup_grace_s
         self._step_load_s = 0.0
         orders.spaces = self._spaces if orders.loads or orders.saves else ()
         return orders
@@ -249,9 +248,9 @@ class SchedulerSide:
         """Takes a step's KVConnectorOutput: releases saved blocks and saves failed loads again."""
         done = output.kv_connector_worker_meta
         waited_s = done.waited_s if isinstance(done, Done) else 0.0
-        self._note_step(waited_s)
         self._end_step_loads(output.invalid_block_ids or (), waited_s)
         if isinstance(done, Done):
+            self._note_step(done)
             for size, seconds in done.copies:
                 self._store.advice.copied(size, seconds)
             for number, workers in done.saves.items():
@@ -302,14 +301,18 @@ class SchedulerSide:
         """The first group that needs all blocks of a prefix, and its number."""
         return next(((at, space) for at, space in enumerate(self._spaces) if not space.need), (0, self._spaces[0]))
 
-    def _is_short(self, load_s: float) -> bool:
-        """Whether a step may wait for a load of so many seconds, with those that it has already. It may
-        wait longer if the engine has no other request."""
-        most_s = self._options.step_load_s * (ALONE if len(self._entries) == 1 else 1)
-        return load_s > 0 and self._step_load_s + load_s <= most_s
+    def _is_short(self, entry: Entry) -> bool:
+        """Whether a step may wait for a request's load, with those that it has already. All is in
+        memory then, and the loads are expected to take step_load_s at most."""
+        load_s = entry.claimed.load_s
+        if not 0 < load_s <= self._options.step_load_s - self._step_load_s:
+            return False
+        return {medium_of(tier) for tier in self.sources(entry.request, entry.claimed.tokens)} == {"host"}
 
     def _deadline_s(self, entry: Entry) -> float:
         """How long a load may take: what computing would have, within the options."""
+        if entry.is_in_step:
+            return PATIENCE * self._options.step_load_s
         return min(self._options.timeout_s, max(self._options.load_deadline_s, entry.claimed.compute_s))
 
     def _end_step_loads(self, bad: Collection[int], waited_s: float) -> None:
@@ -328,14 +331,15 @@ class SchedulerSide:
                 self._save(entry, *load.ended)
         self._counts["step_wait_us"] += int(1e6 * waited_s)
 
-    def _note_step(self, waited_s: float) -> None:
-        """Reports how long the step computed that ended now. vLLM may have begun the next before."""
-        if not self._steps:
-            return
-        begun, parts = self._steps.popleft()
+    def _note_step(self, done: Done) -> None:
+        """Tells the advisor how long the step computed that ended now. vLLM may have begun the next
+        before. The first step that computes also warms the engine up, and does not count."""
+        begun, parts = self._steps.pop(done.step, (0.0, []))
+        self._steps = {number: step for number, step in self._steps.items() if number > done.step}
         now = time.monotonic()
-        if parts:
-            self._store.advice.computed(parts, now - max(begun, self._step_ended) - waited_s)
+        if parts and self._is_warm:
+            self._store.advice.computed(parts, now - max(begun, self._step_ended) - done.waited_s)
+        self._is_warm |= bool(parts)
         self._step_ended = now
 
     def _begin_hashes(self) -> None:

@@ -1,14 +1,16 @@
 """The connector in vLLM's workers: copies KV between vLLM's blocks and tierd's pages.
 
-Threads carry out Orders; the scheduler decides. Only shutdown waits for the daemon, with a
-deadline. An idle engine waits load_grace_s a step for loads. Each load is reported once, with every
-block that it failed to fill. Each save is reported once, when its blocks are no longer read.
+Threads carry out Orders; the scheduler decides. The step waits for short loads only, which it
+computes with. An idle engine waits load_grace_s a step for loads. Each load is reported once, with
+every block that it failed to fill; it ends at its deadline. Each save is reported once, when its
+blocks are no longer read.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,10 +20,9 @@ from tierd.core.formats.model import ROOT
 from tierd.errors import TierdError
 from tierd.integrations.coding import Order
 from tierd.integrations.courier import Courier
-from tierd.integrations.loading import LayerLoad, Loaded
+from tierd.integrations.loading import Loaded
 from tierd.integrations.pieces import Pieces
 from tierd.integrations.store import EngineStore
-from tierd.integrations.vllm.loads import Loads, is_layerwise
 from tierd.integrations.vllm.memory import KVMemory
 from tierd.integrations.vllm.options import ConnectorOptions
 from tierd.integrations.vllm.plan import NULL_BLOCK, Done, GroupLoad, Load, Orders, Save
@@ -66,9 +67,10 @@ class WorkerSide:
         self._rank = 0 if self._is_replicated else rank
         self._is_writer = rank == 0 or not self._is_replicated
         self._store = EngineStore(options, facts_of(config, kv, role="worker", rank=rank))
-        layers = [group.layer_names for group in kv.kv_cache_groups]
-        self._layers = {name: at for names in layers for at, name in enumerate(names)}
-        self._loads = Loads(options, layer_count=len(layers[0]), is_layerwise=is_layerwise(config))
+        self._loading: Courier[int, Loaded] = Courier("tierd-load", threads=options.threads, limit=options.queue_limit)
+        self._loads: dict[int, Load] = {}  # in threads
+        self._ended: list[tuple[Load, Loaded]] = []  # not reported yet
+        self._step, self._number, self._waited_s = 0, 0, 0.0
         self._stream: Any = None
         self._has_zeroing = getattr(kv, "needs_kv_cache_zeroing", True)
         self._begun: Orders | None = None  # whose loads have begun
@@ -89,22 +91,20 @@ class WorkerSide:
             self._value_orders = [order_of(group, caches[group.layer_names[0]]) for group in groups]
 
     def begin_early(self, orders: Orders) -> None:
-        """Starts the step's loads, unless vLLM will set new blocks to zero in this step."""
+        """Starts loads in threads, unless vLLM will set new blocks to zero in this step."""
         if not self._has_zeroing:
             self._begin(orders)
 
     def begin_loads(self, orders: Orders) -> None:
-        """Starts the step's loads in threads, if they have not begun."""
-        self._is_idle = orders.is_idle
+        """Starts loads in threads, if they have not begun, and carries out those that the step computes
+        with."""
+        self._step, self._is_idle = orders.step, orders.is_idle
         self._begin(orders)
-        self._loads.await_step()
-
-    def await_layer(self, name: str) -> None:
-        """Waits for this layer of the loads that the step computes with. Unknown layers have no KV of
-        their own."""
-        layer = self._layers.get(name)
-        if layer is not None:
-            self._loads.await_layer(layer)
+        for load in orders.loads:
+            if load.is_in_step:
+                begun = time.monotonic()
+                self._ended.append((load, _none_on_error(self._work(orders, load))))
+                self._waited_s += time.monotonic() - begun
 
     def begin_saves(self, orders: Orders) -> None:
         """Starts saves of the step's KV, which the device may still be writing."""
@@ -118,42 +118,51 @@ class WorkerSide:
         """Loads that have ended; an idle engine waits briefly."""
         if self._is_idle:
             self._rest()
-        ended = Ended()
-        for load, loaded in self._loads.take():
+        taken, self._ended, ended = self._ended, [], Ended()
+        taken += [(self._loads.pop(one.key), one.value or Loaded()) for one in self._loading.finished()]
+        for load, loaded in taken:
             missing = [block for at, part in enumerate(load.groups) for block in _missing(part, loaded, at)]
             self._note(ended, load, missing)
         return ended
 
-    def take_saves(self) -> Done | None:
-        """Numbers of saves that have ended, successful or not."""
+    def take_saves(self) -> Done:
+        """Numbers of saves that have ended, successful or not, and what the step cost."""
         numbers = self._saved + [outcome.key for outcome in self._saving.finished()]
-        self._saved, copies, waited_s = [], self._store.advice.take_copies(), self._loads.take_waited_s()
-        return Done(dict.fromkeys(numbers, 1), copies, waited_s) if numbers or copies or waited_s else None
+        (self._saved, waited_s), self._waited_s = ([], self._waited_s), 0.0
+        return Done(dict.fromkeys(numbers, 1), self._store.advice.take_copies(), self._step, waited_s)
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""
-        late, self._loads.late = self._loads.late, 0
-        return self._store.take_counts() + Counter(late_loads=late)
+        return self._store.take_counts()
 
     def close(self) -> None:
         """Waits for transfers, then ends the session."""
-        self._loads.close(timeout_s=END_S)
+        self._loading.close(timeout_s=END_S)
         self._saving.close(timeout_s=END_S)
         self._store.close()
         self._memory = None
 
     def _begin(self, orders: Orders) -> None:
-        """Unfinished device steps may still read the target blocks for their previous owners."""
-        if orders.loads and orders is not self._begun:
-            self._begun, ready = orders, self._so_far()
-            for load in orders.loads:
-                self._loads.begin(load, partial(self._load, orders.spaces, load, ready), stream=self._stream)
+        if orders is self._begun:
+            return
+        self._begun = orders
+        for load in orders.loads:
+            if load.is_in_step:
+                continue
+            self._number += 1
+            if self._loading.submit(self._number, self._work(orders, load)):
+                self._loads[self._number] = load
+            else:
+                self._ended.append((load, Loaded()))
+
+    def _work(self, orders: Orders, load: Load) -> Callable[[], Loaded]:
+        """A load that begins now: unfinished device steps may still read its blocks for their
+        previous owners."""
+        return partial(self._load, orders.spaces, load, self._so_far(), time.monotonic() + load.deadline_s)
 
     # -- in threads
 
-    def _load(self, spaces: Sequence[Space], load: Load, ready: Any, into: LayerLoad, timeout_s: float) -> Loaded:
-        if into.is_given_up:
-            return Loaded()
+    def _load(self, spaces: Sequence[Space], load: Load, ready: Any, until: float) -> Loaded:
         if ready is not None:
             ready.synchronize()
         groups = [
@@ -161,7 +170,7 @@ class WorkerSide:
             for space, part in zip(spaces, load.groups, strict=True)
         ]
         targets = [self._targets(at, part) for at, part in enumerate(load.groups)]
-        return self._store.load(groups, targets, into=into, timeout_s=timeout_s)
+        return self._store.load(groups, targets, stream=self._stream, timeout_s=until - time.monotonic())
 
     def _save(self, space: Space, save: Save, ready: Any) -> int:
         if ready is not None:
@@ -201,8 +210,10 @@ class WorkerSide:
     def _rest(self) -> None:
         """Waits in an idle step until a transfer ends. vLLM would call again at once and take the
         interpreter from the threads."""
-        if self._loads.is_pending:
-            self._loads.rest(self._options.load_grace_s)
+        if self._ended:
+            return
+        if self._loading.unfinished:
+            self._loading.await_any(timeout_s=self._options.load_grace_s)
         elif self._saving.unfinished:
             self._saving.await_any(timeout_s=min(SAVE_GRACE_S, self._options.load_grace_s))
 
@@ -224,6 +235,14 @@ def _missing(part: GroupLoad, loaded: Loaded, group: int) -> list[int]:
     return [
         block for i, block in enumerate(part.ids, start=part.first) if block != NULL_BLOCK and not first <= i < good
     ]
+
+
+def _none_on_error(work: Callable[[], Loaded]) -> Loaded:
+    """The engine goes on, as if the load had been in a thread."""
+    try:
+        return work()
+    except TierdError:
+        return Loaded()
 
 
 def _now() -> Any:

@@ -18,6 +18,7 @@ from tierd.checksum import raw_tables, slice_sums
 from tierd.client.blocks import copying
 from tierd.client.connect.cancellation import Cancellation, Cancelled
 from tierd.core.formats.block import slice_lengths
+from tierd.errors import InvalidArgument
 from tierd.native import find_library
 
 MIB = 1 << 20
@@ -82,6 +83,20 @@ def test_whatever_the_length_and_the_address(length: int, offsets: tuple[int, in
     assert copying.sum_and_copy(blocks).tobytes() == tables(source[None], layers)[0]
     assert (target[offsets[1] : offsets[1] + length] == source).all()
     assert (target[: offsets[1]] == 7).all() and (target[offsets[1] + length :] == 7).all()
+
+
+@pytest.mark.parametrize("sizes", [[4096] * 3, [8192, 4096], [12288]])
+def test_blocks_in_pieces(sizes: list[int]) -> None:
+    """Pieces that hold whole layers get a block's bytes and its sums; others are refused."""
+    given, pieces = sources(2, 12288), [[np.zeros(size, np.uint8) for size in sizes] for _ in range(2)]
+    blocks = copying.blocks_of(rows(given), [0] * 2, [12288] * 2, 3)
+    if sizes != [4096] * 3:
+        with pytest.raises(InvalidArgument, match=r"buffer 0: pieces of .* for a block of 12288 in 3 layers; pass"):
+            copying.in_pieces(blocks, pieces)
+        return
+    sums = copying.sum_and_copy(copying.in_pieces(blocks, pieces))
+    assert [part.tobytes() for part in np.split(sums, 2)] == tables(given, 3)
+    assert [np.concatenate(its).tobytes() for its in pieces] == [row.tobytes() for row in given]
 
 
 def test_what_has_no_target_is_summed() -> None:
