@@ -117,8 +117,8 @@ class Lease(Bound):
 
     def copied(self, out: Any, *, trusted: Any = (), deadline: float | None = None) -> NDArray[np.bool_]:
         """As `copy_into`, but returns whether each block is good, bool [n]. Sums of GPU pages are
-        not checked. Pages with a `trusted` generation need no sums in the catalogue, because the
-        daemon has checked them for this lease. deadline: of copies that must be waited for."""
+        not checked. Pages with a `trusted` generation need no sums in the catalogue. The daemon has
+        checked them for this lease. deadline: of copies that must be waited for."""
         hold, lengths = self._held(), self.handles["length"].tolist()
         if not buffers.are_in_pieces(out):
             out = buffers.pieces(gpu_arrays.all_seen(out), lengths, writable=True)
