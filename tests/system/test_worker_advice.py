@@ -208,7 +208,7 @@ def test_after_a_load_was_given_up_nothing_is_read(
         with io.armed(READS, "hang", "*.slots"):
             report, counts = serve(engine, PROMPTS[0])[0], source.advice.take_counts()
         assert not source.faults
-    assert (report.tokens, report.reused_tokens) == (alone[0], 0)
+    assert (report.tokens, report.reused_tokens, report.tier_tokens) == (alone[0], 0, {})
     assert (counts["advised_loads"], counts["advised_computes"]) == (1, 1)
 
 

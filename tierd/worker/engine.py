@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from tierd.worker.blocks import BlockTable
 from tierd.worker.decoding import Decoding
 from tierd.worker.far import FarPrompt, check_far
 from tierd.worker.model import Llama
-from tierd.worker.pages import Held, PagesMissing, PageSource
+from tierd.worker.pages import PagesMissing, PageSource
 from tierd.worker.report import Report, Request
 from tierd.worker.sampling import pick_token
 from tierd.worker.sequences import LiveSequence, Pass, Run
@@ -132,10 +132,32 @@ class Engine:
     def open(self, request: Request) -> LiveSequence:
         """Finds the stored prefix. Next: `compute`, until the sequence is ready."""
         self._check(request)
-        started = self._clock()
+        total, shape, started_s = len(request.tokens), self.source.shape, self._clock()
+        # Before the pages, which an error here would not release.
+        view = open_view(request.token_policy, self.model.spec, prompt=total, page_tokens=shape.tokens_per_block)
+        far = FarPrompt(request.far, shape, prompt=total, attention=self._attention) if request.far else None
         exact = request.tokens[: self._exact_length(request)]
         held = self.source.acquire(exact, marks=request.marks, by_layer=request.token_policy is None)
-        return self._open(request, held, started)
+        sequence = LiveSequence(
+            request=request,
+            table=BlockTable(self.source, held),
+            tokens=list(request.tokens),
+            logits=np.zeros(0, dtype=np.float32),
+            rng=np.random.default_rng([request.seed, 0]),
+            report=Report(
+                prompt_tokens=total,
+                reused_tokens=held.tokens,
+                tier_tokens=dict(held.tier_tokens),
+                advised_compute_tokens=held.advised_compute_tokens,
+                acquire_s=self._clock() - started_s,
+            ),
+            started_s=started_s,
+            view=view,
+            far=far,
+        )
+        sequence.start = min(held.tokens, sequence.first_query)
+        sequence.report.computed_tokens = total - sequence.start
+        return sequence
 
     def begin(self, request: Request) -> LiveSequence:
         """Finds the stored prefix, computes the rest. Next: `pick`, which also commits the last chunk."""
@@ -221,6 +243,7 @@ class Engine:
         start = min(held.tokens, sequence.first_query)
         report.recomputed_tokens += max(0, sequence.start - start)
         report.reused_tokens, report.computed_tokens = held.tokens, len(request.tokens) - start
+        report.tier_tokens = dict(held.tier_tokens)
         report.advised_compute_tokens = held.advised_compute_tokens
         sequence.start = start
 
@@ -235,12 +258,14 @@ class Engine:
     def score(self, request: Request, following: Sequence[int]) -> NDArray[np.float64]:
         """Natural logarithms of the probabilities of these tokens after the prompt: float64 [n].
 
-        The prompt's full blocks are stored, these tokens are not.
+        The prompt's full blocks are stored, these tokens are not. Raises InvalidArgument.
         """
-        sequence, found = self.open(request), []
+        self._check_ids("following", following)
+        sequence, found = self.open(replace(request, max_new_tokens=max(1, len(following)))), []
         sequence.is_scored = True
         try:
             self._finish([sequence])
+            sequence.table.commit(sequence.tokens)
             for token in following:
                 logits = np.asarray(sequence.logits, np.float64)
                 found.append(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
@@ -280,36 +305,12 @@ class Engine:
                 f"request: {len(request.tokens)} tokens and {request.max_new_tokens} new ones are above the model's "
                 f"{spec.max_positions} positions; shorten one of them"
             )
-        if min(request.tokens) < 0 or max(request.tokens) >= spec.vocab_size:
-            raise InvalidArgument(
-                f"request.tokens: an id is outside 0 to {spec.vocab_size - 1}; is this the model's tokenizer?"
-            )
+        self._check_ids("request.tokens", request.tokens)
 
-    def _open(self, request: Request, held: Held, started_s: float) -> LiveSequence:
-        total, page_tokens = len(request.tokens), self.source.shape.tokens_per_block
-        view = open_view(request.token_policy, self.model.spec, prompt=total, page_tokens=page_tokens)
-        sequence = LiveSequence(
-            request=request,
-            table=BlockTable(self.source, held),
-            tokens=list(request.tokens),
-            logits=np.zeros(0, dtype=np.float32),
-            rng=np.random.default_rng([request.seed, 0]),
-            report=Report(
-                prompt_tokens=total,
-                reused_tokens=held.tokens,
-                tier_tokens=dict(held.tier_tokens),
-                advised_compute_tokens=held.advised_compute_tokens,
-                acquire_s=self._clock() - started_s,
-            ),
-            started_s=started_s,
-            view=view,
-            far=FarPrompt(request.far, self.source.shape, prompt=total, attention=self._attention)
-            if request.far
-            else None,
-        )
-        sequence.start = min(held.tokens, sequence.first_query)
-        sequence.report.computed_tokens = total - sequence.start
-        return sequence
+    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        last = self.model.spec.vocab_size - 1
+        if tokens and not 0 <= min(tokens) <= max(tokens) <= last:
+            raise InvalidArgument(f"{name}: an id is outside 0 to {last}; is this the model's tokenizer?")
 
     def _finish(self, sequences: Sequence[LiveSequence]) -> None:
         """Computes until all these sequences are ready, their last tokens in one pass."""

@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,8 +151,9 @@ class _Layer:
 
     def __init__(self, layer: int, shape: PageShape, granules: int, slots: int) -> None:
         self._layer, self._size, geometry = layer, shape.tokens_per_block, shape.geometry
-        self._buffer = HotBuffer(geometry.kv_heads, granules, slots)
         self._granules, self.slots = granules, slots
+        self._empty = partial(HotBuffer, geometry.kv_heads, granules, slots)
+        self._buffer = self._empty()
         # As pages of one kv head, head by head, so any attention over pages reads them.
         pages = replace(geometry, layers=geometry.kv_heads * slots, kv_heads=1)
         self.hot_bytes = page_bytes(pages, GRANULE_TOKENS)
@@ -171,10 +173,14 @@ class _Layer:
     def fetch(self, table: BlockTable, chosen: NDArray[np.int32]) -> Resolved:
         """Gives these granules slots, and copies those that have none yet from their pages."""
         placed = self._buffer.resolve(chosen)
-        for head, place in zip(*np.nonzero(placed.is_miss), strict=True):
-            slot = self._hot[self.slots * head + placed.slots[head, place]]
-            for part, page, tokens in self._pieces(int(chosen[head, place])):
-                slot[:, part, 0] = table.pages[page].array[self._layer][:, tokens, head]
+        try:
+            for head, place in zip(*np.nonzero(placed.is_miss), strict=True):
+                slot = self._hot[self.slots * head + placed.slots[head, place]]
+                for part, page, tokens in self._pieces(int(chosen[head, place])):
+                    slot[:, part, 0] = table.pages[page].array[self._layer][:, tokens, head]
+        except BaseException:  # an interrupt, perhaps: slots may lack their granules
+            self._buffer = self._empty()
+            raise
         return placed
 
     def attend(self, q: Array, placed: Resolved, attention: PagedAttention) -> Attended:

@@ -278,3 +278,31 @@ def test_temperature_draws_follow_the_probabilities() -> None:
     counts = np.bincount([pick_token(logits, temperature=1.0, rng=rng) for _ in range(10_000)], minlength=4) / 10_000
     np.testing.assert_allclose(counts, [0.5, 0.3, 0.2, 0.0], atol=0.02)
     assert pick_token(logits, temperature=0.0, rng=rng) == 0
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 16, 256])
+def test_scores_are_those_of_the_logits_and_store_the_prompt(
+    model: Llama, new_source: NewSource, chunk_tokens: int
+) -> None:
+    """A score is the logarithm of a token's probability. The prompt's full blocks are stored, also
+    those of its last chunk, and nothing else."""
+    source = new_source()
+    with Engine(model, source, options=EngineOptions(chunk_tokens=chunk_tokens)) as engine:
+        found = engine.score(Request(PROMPT), [3, 1])
+        assert (len(source.store), source.held) == (len(PROMPT) // 4, 0)
+    for said, score in zip((PROMPT, (*PROMPT, 3)), found, strict=True):
+        logits = logits_of(model, LocalPages(source.shape), said).astype(np.float64)
+        token = 3 if said is PROMPT else 1
+        assert score == pytest.approx(logits[token] - np.log(np.exp(logits).sum()), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("following", "message"), [([3, -1], "outside 0 to 63"), ([64], "outside"), ([1] * 463, "463 new ones")]
+)
+def test_impossible_scores_are_refused(model: Llama, new_source: NewSource, following: list[int], message: str) -> None:
+    """A token that the model lacks, or more tokens than it has positions, is an error, and nothing is
+    computed."""
+    source = new_source()
+    with pytest.raises(InvalidArgument, match=message):
+        Engine(model, source).score(Request(PROMPT), following)
+    assert not source.store

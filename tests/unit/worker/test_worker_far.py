@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from tests.unit.worker.test_worker_engine import LosingPages
 from tierd.errors import InvalidArgument
 from tierd.kernels import PagedBatch, paged_attention, reference
 from tierd.kernels.granules import GRANULE_TOKENS
+from tierd.worker import far as far_module
 from tierd.worker import sequences
 from tierd.worker.backend import Backend
 from tierd.worker.blocks import BlockTable
@@ -141,6 +144,43 @@ def test_a_result_does_not_depend_on_what_is_in_the_hot_buffer(long_model: Llama
     for _, _, report in runs:
         granule_bytes = 2 * GRANULE_TOKENS * SPEC.head_dim * 4
         assert report.far.fetched_bytes == report.far.misses * granule_bytes
+
+
+def test_an_interrupted_copy_leaves_no_granule(shape: PageShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a step is interrupted between two copies into the hot buffer, the next one copies again: its
+    result is equal to the bit to that of an empty buffer."""
+    rng = np.random.default_rng(3)
+    table, q = (
+        filled(shape, 8 * GRANULE_TOKENS + 5, rng),
+        rng.standard_normal((SPEC.q_heads, SPEC.head_dim), np.float32),
+    )
+    new = partial(FarPrompt, FarChoice(4, 256), shape, prompt=table.length, attention=paged_attention)
+    far, pieces, calls = new(), far_module._Layer._pieces, count()
+
+    def interrupted(layer: Any, granule: int) -> Any:
+        if next(calls) == 11:  # eight for bounds, then the third of the copied granules
+            raise KeyboardInterrupt
+        return pieces(layer, granule)
+
+    monkeypatch.setattr(far_module._Layer, "_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        far.attend(0, q, table, table.length, FarReport())
+    got, want = (each.attend(0, q, table, table.length, FarReport()) for each in (far, new()))
+    np.testing.assert_array_equal(got.out, want.out)
+
+
+def test_a_hot_buffer_without_memory_holds_no_page(long_model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there is no memory for a hot buffer, the request fails, and its stored prefix is not held."""
+    source = StoringPages(page_shape(long_model))
+    decoded(long_model, source, Request(PROMPT, 1), OPTIONS)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(far_module, "HotBuffer", full)
+    with Engine(long_model, source, options=OPTIONS) as engine, pytest.raises(MemoryError):
+        engine.generate([Request(PROMPT, 4, far=ALL)])
+    assert source.held == 0
 
 
 @pytest.mark.parametrize("far", [ALL, FEW], ids=["all", "few"])
