@@ -50,9 +50,11 @@ admission = "all"
 """
 TEXTS = [tuple(np.random.default_rng(i).integers(0, 64, 400).tolist()) for i in range(2)]
 LENGTHS = (1, 15, 16, 33, 64, 100, 129, 200, 256, 323)
+SHORT = LENGTHS[:7]
+"""For kernels, which are slow when emulated."""
 FAR = (FarChoice(None, 64), FarChoice(None, 4096), FarChoice(2, 64), FarChoice(3, 192))
 POLICIES = (TokenChoice("h2o"), TokenChoice("streaming", tokens=40), TokenChoice("snapkv", 0.4), TokenChoice("quest"))
-CASES = 24
+CASES = 34
 
 
 @cache
@@ -75,6 +77,12 @@ def attention(dtype: str) -> PagedAttention:
     return paged_attention if dtype == "float32" else kernels()
 
 
+def plain(request: Request) -> Request:
+    """One with the same tokens: all granules of a far prompt are as good as its pages in place."""
+    is_exact = request.far is not None and request.far.granules is None
+    return replace(request, marks=(), far=None if is_exact else request.far)
+
+
 @cache
 def alone(request: Request, chunk: int, dtype: str) -> list[list[int]]:
     """Tokens of a request's samples in passes of its own, without a daemon."""
@@ -88,7 +96,7 @@ def any_request(random: Random, dtype: str) -> Request:
     """A prompt that begins as others do, read in any way. Draws show a rounding of 16 bits."""
     text = random.choice(TEXTS)
     request = Request(
-        text[: random.choice(LENGTHS)],
+        text[: random.choice(LENGTHS if dtype == "float32" else SHORT)],
         random.choice((1, 3, 9, 20)),
         temperature=random.choice((0.0, 0.0, 1.0)) if dtype == "float32" else 0.0,
         seed=random.randrange(3),
@@ -113,7 +121,7 @@ def any_source(random: Random, client: Client, dtype: str) -> PageSource:
         reserve_pages=random.choice((1, 4, 16)),
         durable=random.random() < 0.5,
         keeps_copies=random.random() < 0.2,
-        load_s=random.choice((0.0, 5.0, 5.0)),
+        load_s=random.choice((0.0, 5.0)),
         advisor=random.random() < 0.7,
     )
     source = TierdPages(client, model(), name="m", shape=shape, options=options)
@@ -150,7 +158,7 @@ def served(random: Random, daemon: Daemon) -> tuple[list[Request], list[Report],
         decode_graphs=random.random() < 0.8,
     )
     requests = [any_request(random, dtype) for _ in range(random.randint(1, 5))]
-    if random.random() < 0.4:
+    if random.random() < 0.6:
         leave_to_the_store(daemon)
     with Client(daemon.target, timeout_s=20) as client:
         source = any_source(random, client, dtype)
@@ -164,9 +172,7 @@ def test_tokens_are_those_of_plain_runs(daemon: Daemon, case: int) -> None:
     """Far prompts, token policies, samples and plain requests share a batch, blocks, forks and
     decode steps. Each sample has the tokens of its request alone, and nothing stays held."""
     requests, reports, options, dtype, source = served(Random(case), daemon)
-    wanted = [
-        tokens for request in requests for tokens in alone(replace(request, marks=()), options.chunk_tokens, dtype)
-    ]
+    wanted = [tokens for request in requests for tokens in alone(plain(request), options.chunk_tokens, dtype)]
     assert [report.tokens for report in reports] == wanted
     for report in reports:
         assert report.reused_tokens + report.computed_tokens >= report.prompt_tokens
