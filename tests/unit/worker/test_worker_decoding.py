@@ -21,6 +21,7 @@ from tierd.worker import decoding
 from tierd.worker.backend import Backend
 from tierd.worker.decoding import Decoding
 from tierd.worker.engine import Engine, EngineOptions
+from tierd.worker.far import FarChoice
 from tierd.worker.pages import Held, LocalPages, Page, PageShape, PageSource, page_shape
 from tierd.worker.report import Request
 from tierd.worker.tokens.choice import TokenChoice
@@ -261,13 +262,15 @@ def test_scores_get_their_logits_from_a_gpu(as_on_gpu: tuple[Engine, list[tuple[
         (Request(PROMPTS[0], 4), {"measure_attention": True}),
         (Request(PROMPTS[0], 4, samples=2), {"batch_limit": 1}),
         (Request(PROMPTS[3], 4, token_policy=TokenChoice("quest", 0.5)), {}),
+        (Request((*PROMPTS[2], *PROMPTS[3]), 4, far=FarChoice(2, 64)), {}),
     ],
-    ids=["masses", "samples", "policy"],
+    ids=["masses", "samples", "policy", "far"],
 )
 def test_other_steps_are_passes(
     library: Emulated, monkeypatch: pytest.MonkeyPatch, request_: Request, options: dict[str, Any]
 ) -> None:
-    """Steps with page masses, of more samples than the limit, or of a token policy are passes."""
+    """Steps with page masses, of more samples than the limit, of a token policy, or over a far prompt
+    are passes."""
     calls = counted(monkeypatch, "_run")
     engine = engine_of(storing(), library, **options)
     assert len(engine.generate([request_])) == request_.samples
