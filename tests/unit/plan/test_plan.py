@@ -59,14 +59,15 @@ def test_config_of_a_known_model_gives_its_row(name: str) -> None:
     found, known = of_config(CONFIGS[name], name=name), KNOWN[name]
     assert found.layers == known.layers
     assert (found.heads, found.head_dim, found.context) == (known.heads, known.head_dim, known.context)
-    if found.parameters and name not in ("gpt-oss-120b", "qwen3-next-80b-a3b", "deepseek-v3"):
+    if found.parameters and name not in ("gpt-oss-120b", "qwen3-next-80b-a3b"):
         assert found.parameters == pytest.approx(known.parameters, rel=0.1)
+        assert found.active == pytest.approx(known.active, rel=0.2)
 
 
 def test_nested_and_hybrid_configs() -> None:
     """A text model inside a multimodal one is found; layers of a state space model keep a state."""
-    inner = CONFIGS["llama-3-8b"]
-    assert of_config({"text_config": inner}, name="x").layers == KNOWN["llama-3-8b"].layers
+    inner = CONFIGS["llama-3.1-8b"]
+    assert of_config({"text_config": inner}, name="x").layers == KNOWN["llama-3.1-8b"].layers
     mamba = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "attn_layer_period": 8, "attn_layer_offset": 4}
     model = of_config({**inner, **mamba}, name="x")
     assert [layer.count for layer in model.layers] == [4, 28]
@@ -79,7 +80,9 @@ def test_nested_and_hybrid_configs() -> None:
     [
         ("{", "not JSON"),
         ("[]", "no object"),
-        ('{"hidden_size": 3}', "lacks a number"),
+        ('{"hidden_size": 3}', "num_attention_heads is missing"),
+        ("[" * 100_000, "not JSON"),
+        (" " * (2 << 20), "above 1048576 bytes"),
         (None, "neither a file nor known"),
     ],
 )
@@ -90,6 +93,43 @@ def test_bad_models_are_refused(tmp_path: Path, text: str | None, fault: str) ->
         path.write_text(text)
     with pytest.raises(InvalidArgument, match=fault):
         model_of(str(path))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
+def test_wrong_numbers_are_named(name: str) -> None:
+    """A value that is no whole number, or an absurd one, is refused by its key."""
+    config, unread = {"head_dim": 128, **CONFIGS[name]}, {"model_type"}
+    if name == "deepseek-v3":
+        unread |= {"head_dim", "num_key_value_heads"}
+    for key in config.keys() - unread:
+        for value in (-1, 1.5, True, "x", [1], {"a": 1}, float("nan"), 10**400):
+            with pytest.raises(ValueError, match=f"^{key} is .*no whole number from 1 to"):
+                of_config({**config, key: value}, name="x")
+
+
+def test_layers_that_are_not_counted_are_refused() -> None:
+    """Layers of other kinds than the file's usual keys tell are an error, never a wrong figure."""
+    inner = CONFIGS["llama-3.1-8b"]
+    for change, fault in (
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern changes"),
+        ({"layer_types": ["full_attention"]}, "no list of 32 names"),
+        ({"layer_types": [None] * 32}, "no list of 32 names"),
+        ({"num_hidden_layers": 1 << 20}, "above 4096"),
+        ({"num_attention_heads": 8192}, "above hidden_size"),
+    ):
+        with pytest.raises(ValueError, match=fault):
+            of_config({**inner, **change}, name="x")
+
+
+def test_keys_that_files_leave_out() -> None:
+    """Gemma 3 has a full layer in six, Falcon-7B one head of keys for all, where the files do not say so."""
+    gemma = {key: value for key, value in CONFIGS["gemma-3-27b"].items() if key != "sliding_window_pattern"}
+    assert of_config(gemma, name="x").layers == KNOWN["gemma-3-27b"].layers
+    falcon = {"num_attention_heads": 71, "hidden_size": 4544, "num_hidden_layers": 32, "multi_query": True}
+    assert of_config({**falcon, "num_kv_heads": 71}, name="x").token_values == 32 * 2 * 64
+    assert of_config({**falcon, "new_decoder_architecture": True, "num_kv_heads": 8}, name="x").token_values == (
+        32 * 2 * 8 * 64
+    )
 
 
 def test_contiguous_allocation_wastes_what_requests_do_not_reach() -> None:
@@ -147,7 +187,7 @@ def test_written_configuration_is_accepted(tmp_path: Path) -> None:
 
 def test_tables_name_their_assumptions() -> None:
     """The table has the four forms of the costs, and the prices that they rest on."""
-    done = CliRunner().invoke(cli, ["plan", "--model", "llama-3-70b", "--gpu-price", "3"], prog_name="tierctl")
+    done = CliRunner().invoke(cli, ["plan", "--model", "llama-3.1-70b", "--gpu-price", "3"], prog_name="tierctl")
     assert done.exit_code == 0
     for text in ("bfloat16", "INT4, prefix reuse, NVMe", "$3.00 an hour", "a GiB", "40.0 GiB"):
         assert text in done.stdout
