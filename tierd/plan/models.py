@@ -49,7 +49,8 @@ class Layers:
 @dataclass(frozen=True, slots=True)
 class Model:
     """parameters: all of them. active: those that compute one token. heads x head_dim: of queries,
-    head_dim the mean width of a key and a value. context: tokens at most. parameters: 0 if unknown."""
+    head_dim the mean width of a key and a value. context: tokens at most. parameters: 0 if unknown.
+    weight_bits: of one, as published."""
 
     name: str
     layers: tuple[Layers, ...]
@@ -58,6 +59,12 @@ class Model:
     context: int
     parameters: float = 0.0
     active: float = 0.0
+    weight_bits: float = 16.0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of all parameters."""
+        return self.parameters * self.weight_bits / 8
 
     @property
     def token_values(self) -> int:
@@ -257,8 +264,11 @@ _MODELS = (
     _plain("qwen3-235b-a22b", 94, 4, 64, billions=235.0, active=22.0, context=40_960),
     _windowed(_plain("gemma-2-9b", 42, 8, 16, billions=9.24, width=256, context=8192), windowed=21, window=4096),
     _windowed(_plain("gemma-3-27b", 62, 16, 32, billions=27.4), windowed=52, window=1024),
-    _windowed(_plain("gpt-oss-120b", 36, 8, 64, billions=116.8, active=5.1, width=64), windowed=18, window=128),
-    Model("deepseek-v3", (Layers(61, 512 + 64),), 128, 160, 163_840, 671e9, 37e9),
+    replace(
+        _windowed(_plain("gpt-oss-120b", 36, 8, 64, billions=116.8, active=5.1, width=64), windowed=18, window=128),
+        weight_bits=4.25,
+    ),
+    Model("deepseek-v3", (Layers(61, 512 + 64),), 128, 160, 163_840, 671e9, 37e9, weight_bits=8.0),
     Model(
         "qwen3-next-80b-a3b",
         (Layers(12, 2 * 2 * 256), Layers(36, state_bytes=4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from tests.unit.plan.configs import CONFIGS
 from tierd.cli.ctl import cli
 from tierd.cli.daemon import cli as daemon_cli
+from tierd.cli.plan import asked_of
 from tierd.config import load_config
 from tierd.errors import InvalidArgument
 from tierd.plan.kv import form_of, waste_of
@@ -42,7 +44,7 @@ def planned(*words: str) -> dict[str, Any]:
 )
 def test_bytes_of_a_request(model: str, context: int, wanted: int) -> None:
     """2 x layers x kv heads x head dim x bytes x tokens, to the byte; windows count as kept."""
-    answer = planned("--model", model, "--context", str(context), "--gpus", "8")
+    answer = planned("--model", model, "--context", str(context), "--gpus", "16")
     assert answer["kv_bytes_per_request"] == wanted
     assert answer["kv_bytes_per_token"] == round(PLAIN.token_bytes(KNOWN[model]))
 
@@ -171,6 +173,7 @@ def test_hits_of_a_trace_are_those_of_simulate(tmp_path: Path) -> None:
     row = json.loads(CliRunner().invoke(cli, words, prog_name="tierctl").stdout)["rows"][0]
     assert 0 < row["host_hit"] < 1
     assert [tier["hits"] for tier in made["tiers"]] == [row["host_hit"], row["nvme_hit"]]
+    assert made["costs"][2]["hits"] > 0, "a tier below 16 GiB brings hits to the costs too"
 
 
 def test_written_configuration_is_accepted(tmp_path: Path) -> None:
@@ -204,3 +207,66 @@ def test_plot(tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     planned("--model", "llama-3-8b", "--plot", str(path))
     assert "<svg" in path.read_text()
+
+
+def refused(*words: str) -> str:
+    done = CliRunner().invoke(cli, ["plan", *words], prog_name="tierctl")
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 2, done.output
+    return done.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (
+            ("--gpus", "1", "--model", "llama-3.1-405b"),
+            r"72 GB, the weights .* take 812; give 12 or more, or --weight-bits$",
+        ),
+        (("--dtype", "rot-9-9"), r"^tierctl: --dtype: 'rot-9-9' .* fp8, rot-8-8, rot-8-4, rot-4-4$"),
+        (("--host", "1"), r"^tierctl: --host: 1 B is below the minimum of 4 KiB"),
+        (("--nvme", "4095"), r"^tierctl: --nvme: 4095 B is below the minimum of 4 KiB"),
+        (("--trace", "/dev/null"), r"^tierctl: --trace: /dev/null has no request"),
+        (("--write", "/nonexistent/x.toml"), r"^tierctl: --write: the directory /nonexistent does not exist"),
+        *(
+            ((f"--{name}", value), r"no number|not in the range")
+            for name in ("prompt", "output", "rate", "parameters", "gpu-price", "memory-price", "disk-price")
+            for value in ("nan", "inf", "-1", "1e300")
+        ),
+        *(((f"--{name}", "1" + "0" * 400), "not in the range") for name in ("context", "concurrency", "gpus")),
+    ],
+)
+def test_wrong_options_are_refused(words: tuple[str, ...], fault: str) -> None:
+    """Each wrong value gives an error that names the option and its limit, before anything is computed."""
+    assert re.search(fault, refused("--model", "llama-3-8b", *words))
+
+
+def test_parameters_must_be_known(tmp_path: Path) -> None:
+    """Without parameters no time follows, however many GPUs are given; given ones keep the active share."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["gpt-oss-120b"]))
+    assert refused("--model", str(path), "--gpus", "8").endswith("give --parameters")
+    asked = {"traffic": "chat", "gpu": "h100", "dtype": "fp8", "concurrency": 1, "parameters": 233.6}
+    others = dict.fromkeys(("prompt", "output", "rate", "gpus", "weight_bits", "gpu_price", "context", "host", "nvme"))
+    model = asked_of(KNOWN["gpt-oss-120b"], None, {**others, **asked, "memory_price": 1, "disk_price": 1}).model
+    assert (model.parameters, model.active) == pytest.approx((233.6e9, 10.2e9))
+
+
+def test_a_context_beyond_the_models_is_said() -> None:
+    """More tokens than the model takes are counted, and an assumption says so."""
+    long, short = (planned("--model", "llama-3-8b", "--context", n)["assumptions"] for n in ("8193", "8192"))
+    assert "takes 8,192 tokens; 8,193 need" in long[0] and len(long) == len(short) + 1
+
+
+def test_a_written_size_is_exact(tmp_path: Path) -> None:
+    """A size that no unit divides is written in bytes, and a tier of 0 is told from the planned ones."""
+    path = tmp_path / "tierd.toml"
+    planned("--model", "llama-3-8b", "--host", "0", "--nvme", "100000002048", "--write", str(path))
+    assert 'capacity = "97656252 KiB"' in path.read_text() and "# Not planned" in path.read_text()
+
+
+def test_weights_as_published() -> None:
+    """gpt-oss-120b, whose weights have 4.25 bits, fits one GPU of 80 GB; with 16 bits it needs eight."""
+    for words, count in (("--gpus", "1"), 1), (("--weight-bits", "16"), 8):
+        answer = planned("--model", "gpt-oss-120b", *words)
+        assert answer["room_bytes"] == pytest.approx(count * 72e9 - 116.8e9 * (2 if count > 1 else 4.25 / 8))
