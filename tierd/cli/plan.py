@@ -62,7 +62,7 @@ class Between(click.FloatRange):
         return number
 
 
-TOKENS, PRICE = Between(1, 1e9), Between(0, 1e6)
+TOKENS, PRICE = Between(1, 10**9), Between(0, 10**6)
 
 
 @click.command(
@@ -98,12 +98,12 @@ TOKENS, PRICE = Between(1, 1e9), Between(0, 1e6)
 )
 @click.option("--prompt", type=TOKENS, help="Mean tokens of a prompt. [default: the traffic's]")
 @click.option("--output", type=TOKENS, help="Mean tokens of an answer. [default: the traffic's]")
-@click.option("--rate", type=Between(1e-6, 1e6), help="Requests a second. [default: the traffic's]")
+@click.option("--rate", type=Between(1e-6, 10**6), help="Requests a second. [default: the traffic's]")
 @click.option("--gpu", type=click.Choice(list(GPUS)), default="h100", show_default=True)
 @click.option(
     "--gpus", type=click.IntRange(1, 1 << 16), help="GPUs of an engine. [default: the fewest that hold the weights]"
 )
-@click.option("--parameters", type=Between(1e-3, 1e6), help="Billions. [default: the model's]")
+@click.option("--parameters", type=Between(1e-3, 10**6), help="Billions. [default: the model's]")
 @click.option(
     "--weight-bits", type=Between(1, 32), help="Of a parameter. [default: as the model is published, else 16]"
 )
