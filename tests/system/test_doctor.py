@@ -4,13 +4,14 @@ They are real where they can be made, else planted in copies of /proc and /sys."
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
 from tierd.doctor import disks, engines, gpus, memory, system
 from tierd.doctor.check import Check, Host
 from tierd.doctor.examine import examine
+from tierd.tiers.arena.arena_files import user_directory
 from tierd.tiers.drives.drives import Machine
 
 MIB = 1 << 20
@@ -110,6 +112,45 @@ def segments_on_a_disk(planted: Planted) -> Check:
 
 def no_segments_directory(planted: Planted) -> Check:
     return memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=str(planted.folder / "none")))
+
+
+def store_in_a_file(planted: Planted) -> Check:
+    (planted.folder / "store").write_text("")
+    return next(disks.check_disks(planted.config(), planted.host, measure=False, show=print))
+
+
+def store_without_files(planted: Planted) -> Check:
+    if os.geteuid():
+        pytest.skip("only root passes the check of rights in /proc")
+    found = disks.check_disks(planted.config(path="/proc/tierd"), planted.host, measure=False, show=print)
+    return next(check for check in found if check.name == "nvme[0].path")
+
+
+def store_read_only(planted: Planted) -> Check:
+    return with_mount(planted, "ro", lambda there: next(disks_at(planted, there)))
+
+
+def segments_read_only(planted: Planted) -> Check:
+    return with_mount(
+        planted, "ro", lambda there: memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=there))
+    )
+
+
+def disks_at(planted: Planted, there: str) -> Iterator[Check]:
+    return disks.check_disks(planted.config(path=there), planted.host, measure=False, show=print)
+
+
+def with_mount(planted: Planted, options: str, examined: Callable[[str], Check]) -> Check:
+    """The check of a tmpfs with these options."""
+    there = planted.folder / "mounted"
+    there.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", options, "none", str(there)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("mounts a tmpfs, which takes root and the right to mount")
+    try:
+        return examined(str(there))
+    finally:
+        subprocess.run(["umount", "--lazy", str(there)], check=True)
 
 
 def full_disk(planted: Planted) -> Check:
@@ -210,6 +251,10 @@ FAULTS: dict[Callable[[Planted], Check], tuple[str, str]] = {
     eager_swap: ("swap", "note"),
     segments_on_a_disk: ("host[0].memory", "warning"),
     no_segments_directory: ("host[0].memory", "failure"),
+    segments_read_only: ("host[0].memory", "failure"),
+    store_in_a_file: ("nvme[0].path", "failure"),
+    store_without_files: ("nvme[0].path", "failure"),
+    store_read_only: ("nvme[0].path", "failure"),
     full_disk: ("nvme[0].space", "failure"),
     slow_disk: ("nvme[0].speed", "warning"),
     no_direct_reads: ("nvme[0].direct", "failure"),
@@ -240,6 +285,51 @@ def test_a_sound_machine_has_no_failure(planted: Planted) -> None:
     assert [check for check in checks if check.status == "failure"] == []
     assert all(check.found for check in checks)
     assert [p for p in planted.folder.iterdir() if p.name.startswith(".tierd-doctor")] == []
+
+
+def test_a_directory_of_the_node_counts_not_the_base_around_it(planted: Planted) -> None:
+    """In a container with the node's arena below a small /dev/shm, the room is the arena's."""
+
+    def examined(base: str) -> Check:
+        (directory := user_directory(Path(base))).mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(directory)], check=True)
+        try:
+            return memory.check_room("host[0]", HostConfig(capacity=32 * MIB, arena_dir=base))
+        finally:
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+    assert with_mount(planted, "size=1m", examined).status == "ok"
+
+
+def test_a_store_that_has_its_files_needs_no_more_room(planted: Planted) -> None:
+    """Beside a running daemon the files of its store are not wanted again."""
+    (store := planted.folder / "store").mkdir()
+    with (store / "seg-0.slots").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 8 * MIB)
+    check = disks.check_space("nvme[0]", planted.config().nvme[0], store)
+    assert (check.status, check.found.startswith("0 B and 0 B of index wanted")) == ("ok", True)
+
+
+def test_a_group_that_one_tier_exceeds_refuses_the_start(planted: Planted) -> None:
+    """Above the control group's limit the daemon does not start; two tiers that exceed it together do."""
+    planted.write("/proc/self/cgroup", "0::/box\n")
+    planted.write("/sys/fs/cgroup/box/memory.max", f"{12 * MIB}\n")
+    one, two = planted.config(memory=16 * MIB), planted.config()
+    two = replace(two, host=two.host * 2)
+    said = [memory.check_limit(config, planted.host).consequence for config in (one, two)]
+    assert ["cannot start" in said[0], "kills" in said[1]] == [True, True]
+
+
+def test_an_unreadable_place_is_a_row(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that may not look is a warning that names the place, and the others go on."""
+
+    def refused(config: Config, host: Host) -> Iterator[Check]:
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret")
+
+    monkeypatch.setattr("tierd.doctor.examine.check_memory", refused)
+    checks = {check.name: check for check in examine(planted.config(), Host(), measure=False)}
+    assert (checks["memory"].status, checks["memory"].found) == ("warning", "Permission denied (/secret)")
+    assert "user" in checks["memory"].remedy and "nvme[0].space" in checks
 
 
 def test_hash_seed_of_an_engine_is_read_from_its_process(planted: Planted) -> None:

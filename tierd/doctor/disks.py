@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierd.config import Config, NvmeConfig
-from tierd.doctor.check import Check, Host, amount
+from tierd.doctor.check import Check, Host, amount, existing, unwritable
 from tierd.tiers.drives.drives import Machine, drives_under
 from tierd.tiers.io.files import READ_WRITE
 from tierd.tiers.store.slots import allows_direct
@@ -32,35 +32,35 @@ def check_disks(config: Config, host: Host, *, measure: bool, show: Callable[[st
     """All checks of this module. measure: write and read 64 MiB in each store's directory."""
     for index, store in enumerate(config.nvme):
         name, there = f"nvme[{index}]", existing(Path(store.path))
+        if fault := unwritable(f"{name}.path", f"{name}.path", there):
+            yield fault
+            continue
         yield check_space(name, store, there)
-        if not os.access(there, os.W_OK | os.X_OK):
+        try:
+            yield check_direct(name, store, there)
+        except OSError as error:
             yield Check(
                 f"{name}.path",
                 "failure",
-                f"uid {os.geteuid()} may not write to {there}",
+                f"{there} takes no file: {error.strerror}",
                 "`tierd serve` cannot start",
-                f"change its owner, or set {name}.path",
+                f"set {name}.path to a directory on a disk",
             )
             continue
-        yield check_direct(name, store, there)
         yield from check_drives(name, there, Machine(host.at("/sys"), host.at("/proc/self/mountinfo")))
         if measure:
             show(f"reading from {there}")
             yield check_speed(name, there)
 
 
-def existing(path: Path) -> Path:
-    """The directory itself, or the nearest above it that exists."""
-    return next(p for p in (path, *path.parents) if p.is_dir())
-
-
 def check_space(name: str, store: NvmeConfig, there: Path) -> Check:
-    """Free space for the store's files; those of an earlier run count as free."""
+    """Free space for the store's files, without those that it has already."""
     room = os.statvfs(there)
     held = sum(os.stat(path).st_blocks * 512 for path in Path(store.path).glob("seg-*.slots"))
-    wanted, free = store.capacity + store.capacity // INDEX_SHARE, room.f_bavail * room.f_frsize + held
-    found = f"{amount(store.capacity)} and its index wanted in {there}, {amount(free)} can be had"
-    if wanted > free:
+    missing, free = max(0, store.capacity - held), room.f_bavail * room.f_frsize
+    index = store.capacity // INDEX_SHARE if missing else 0
+    found = f"{amount(missing)} and {amount(index)} of index wanted in {there}, {amount(free)} are free"
+    if missing + index > free:
         return Check(
             f"{name}.space",
             "failure",

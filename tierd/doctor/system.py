@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierd import places
 from tierd.config import Config
-from tierd.doctor.check import Check, Host
+from tierd.doctor.check import Check, Host, existing, unwritable
 from tierd.linux import kernel
 from tierd.linux.trust import find_stranger
 
@@ -127,14 +127,7 @@ def check_directory(name: str, directory: str) -> Check:
             "`tierd serve` refuses to start, since that user could replace its files",
             f"remove it, or set {name} to a directory of your own",
         )
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return Check(
-            name,
-            "failure",
-            f"{directory}: uid {os.geteuid()} may not write to {there}",
-            "`tierd serve` cannot start",
-            f"change its owner, or set {name}",
-        )
+    if fault := unwritable(name, name, existing(path)):
+        return fault
     socket = os.fsencode(os.path.join(directory, places.SESSION_SOCKET_NAME))
     return Check(name, "ok", f"{directory} ({len(socket)} of {places.SOCKET_PATH_MAX_BYTES} bytes of a socket's path)")
