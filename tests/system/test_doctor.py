@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.raw import RawClient
 from tests.system.warm import Daemon
+from tierd._proto import admin_pb2 as apb
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
 from tierd.doctor import disks, engines, gpus, memory, system
 from tierd.doctor.check import Check, Host
@@ -235,7 +237,7 @@ def untried_engine(planted: Planted) -> Check:
 
 
 def engine_without_seed(planted: Planted) -> Check:
-    planted.write("/proc/4242/cmdline", "/usr/bin/python3\0/opt/bin/vllm\0serve\0")
+    planted.write("/proc/4242/cmdline", "/usr/bin/python3\0/opt/bin/vllm\0serve\0--prefix-caching-hash-algo=xxhash\0")
     planted.write("/proc/4242/environ", "HOME=/root\0")
     return list(engines.check_engines(planted.host))[-1]
 
@@ -310,6 +312,16 @@ def test_a_store_that_has_its_files_needs_no_more_room(planted: Planted) -> None
     assert (check.status, check.found.startswith("0 B and 0 B of index wanted")) == ("ok", True)
 
 
+def test_stores_on_one_disk_share_its_room(planted: Planted) -> None:
+    """What the first store wants is not free for the second."""
+    room = os.statvfs(planted.folder)
+    config = planted.config(capacity=room.f_bavail * room.f_frsize * 6 // 10 // MIB * MIB)
+    config = replace(config, nvme=(config.nvme[0], replace(config.nvme[0], path=str(planted.folder / "second"))))
+    checks = disks.check_disks(config, planted.host, measure=False, show=print)
+    found = [check.status for check in checks if check.name.endswith(".space")]
+    assert found == ["ok", "failure"]
+
+
 def test_a_group_that_one_tier_exceeds_refuses_the_start(planted: Planted) -> None:
     """Above the control group's limit the daemon does not start; two tiers that exceed it together do."""
     planted.write("/proc/self/cgroup", "0::/box\n")
@@ -333,13 +345,15 @@ def test_an_unreadable_place_is_a_row(planted: Planted, monkeypatch: pytest.Monk
 
 
 def test_hash_seed_of_an_engine_is_read_from_its_process(planted: Planted) -> None:
-    """A running engine with a seed is well; the word "random" is no seed."""
+    """A running engine with a seed is well; the word "random" is no seed, which hashes of xxhash need."""
     planted.write("/proc/77/cmdline", "/opt/bin/vllm\0serve\0")
     planted.write("/proc/77/environ", "PYTHONHASHSEED=0\0HOME=/\0")
-    planted.write("/proc/78/cmdline", "/opt/bin/vllm\0serve\0")
+    planted.write("/proc/78/cmdline", "/opt/bin/vllm\0serve\0--prefix-caching-hash-algo\0xxhash_cbor\0")
+    planted.write("/proc/79/cmdline", "/opt/bin/vllm\0serve\0")
+    planted.write("/proc/79/environ", "HOME=/\0")
     planted.write("/proc/78/environ", "PYTHONHASHSEED=random\0")
     found = {check.found: check.status for check in engines.check_engines(planted.host) if "seed" in check.name}
-    assert list(found.values()) == ["ok", "warning"]
+    assert list(found.values()) == ["ok", "warning", "note"]
 
 
 # -- the program
@@ -392,8 +406,12 @@ def test_a_wrong_file_does_not_end_the_examination(tmp_path: Path) -> None:
 
 
 def test_a_running_daemon_is_asked() -> None:
-    """Beside a daemon the examination names its state and version."""
+    """Beside a daemon the examination names its state and version; a draining one is a warning."""
     with Daemon() as daemon:
         _, checks = doctor("--no-measure", "--target", daemon.target)
+        with RawClient(daemon.target) as operator:
+            operator.call(operator.admin.Drain, apb.DrainRequest(deadline_s=0))
+        _, later = doctor("--no-measure", "--target", daemon.target)
+    assert (later["daemon"]["status"], "--undo" in later["daemon"]["remedy"]) == ("warning", True)
     assert checks["daemon"]["status"] == "ok"
     assert "serving" in checks["daemon"]["found"]

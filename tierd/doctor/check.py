@@ -69,7 +69,7 @@ def existing(path: Path) -> Path:
 def unwritable(name: str, setting: str, there: Path) -> Check | None:
     """A failure if this process may not make files in a path that exists; None if it may."""
     if not os.path.isdir(there):
-        found, remedy = f"{there} is no directory", "remove it"
+        found, remedy = f"{there} is no directory", "move it away"
     elif os.statvfs(there).f_flag & os.ST_RDONLY:
         found, remedy = f"the file system of {there} is mounted read-only", "mount it to be written"
     elif not os.access(there, os.W_OK | os.X_OK):
