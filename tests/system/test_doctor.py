@@ -129,7 +129,9 @@ def store_without_files(planted: Planted) -> Check:
 
 
 def store_read_only(planted: Planted) -> Check:
-    return with_mount(planted, "ro", lambda there: next(disks_at(planted, there)))
+    check = with_mount(planted, "ro", lambda there: next(disks_at(planted, there)))
+    assert "read-only" in check.found, "a read-only place is no matter of its owner"
+    return check
 
 
 def segments_read_only(planted: Planted) -> Check:
@@ -313,7 +315,7 @@ def test_a_store_that_has_its_files_needs_no_more_room(planted: Planted) -> None
 
 
 def test_stores_on_one_disk_share_its_room(planted: Planted) -> None:
-    """What the first store wants is not free for the second."""
+    """The second store gets no bytes that the first one wants."""
     room = os.statvfs(planted.folder)
     config = planted.config(capacity=room.f_bavail * room.f_frsize * 6 // 10 // MIB * MIB)
     config = replace(config, nvme=(config.nvme[0], replace(config.nvme[0], path=str(planted.folder / "second"))))

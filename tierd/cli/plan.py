@@ -231,9 +231,11 @@ def show(console: Console, asked: Asked, made: Plan) -> None:
         console, TIERS, [*rows, ["together", "", human_share(sum(tier.hits for tier in made.tiers), 1)]], empty=""
     )
     if made.drive_writes:
+        years = made.life_years
+        life = f"{years:,.1f} years" if years >= 1 else f"{years * 365:.3g} days"
         console.print(
-            f"at most {made.drive_writes:.2g} drive writes a day; a drive rated for 1 a day over five years lasts "
-            f"{made.life_years:.1f} years (set nvme.endurance_dwpd, and tierd writes less)"
+            f"at most {float(f'{made.drive_writes:.2g}'):,g} drive writes a day; a drive rated for 1 a day over five years lasts "
+            f"{life} (set nvme.endurance_dwpd, and tierd writes less)"
         )
     title(console, "First token of a mean prompt")
     show_table(

@@ -48,9 +48,10 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """parameters: all of them. active: those that compute one token. heads x head_dim: of queries,
-    head_dim the mean width of a key and a value. context: tokens at most. parameters: 0 if unknown.
-    weight_bits: of one, as published."""
+    """parameters: all of them, 0 if unknown. active: those that compute one token.
+
+    heads: of queries. head_dim: the mean width of their keys and values. context: tokens at most.
+    weight_bits: of a parameter, as published."""
 
     name: str
     layers: tuple[Layers, ...]

@@ -270,3 +270,13 @@ def test_weights_as_published() -> None:
     for words, count in (("--gpus", "1"), 1), (("--weight-bits", "16"), 8):
         answer = planned("--model", "gpt-oss-120b", *words)
         assert answer["room_bytes"] == pytest.approx(count * 72e9 - 116.8e9 * (2 if count > 1 else 4.25 / 8))
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"), [("3.23", r"most [\d,]+ drive writes a day; .* lasts [\d.]+ days"), ("0.0001", "years")]
+)
+def test_life_of_a_drive_is_readable(rate: str, said: str) -> None:
+    """Writes that wear a drive out in days are said in days, and no figure has an exponent."""
+    words = ["plan", "--model", "llama-3-8b", "--host", "0", "--nvme", "512GiB", "--rate", rate]
+    done = CliRunner().invoke(cli, words, prog_name="tierctl", env={"COLUMNS": "200"})
+    assert re.search(said, done.stdout), done.stdout
