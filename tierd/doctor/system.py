@@ -54,13 +54,13 @@ def check_kernel(host: Host) -> Check:
 
 
 def check_descriptors() -> Check:
-    """RLIMIT_NOFILE; the daemon raises the soft limit to the hard one."""
+    """RLIMIT_NOFILE of this process; a unit has its own. The daemon raises the soft limit to the hard one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < LEAST_DESCRIPTORS:
         return Check(
             "nofile",
             "warning",
-            f"{most} open files at most",
+            f"{most} open files at most for this process",
             "with many sessions or segments the daemon refuses clients",
             f"raise the hard limit to {LEAST_DESCRIPTORS} or more: LimitNOFILE= of the unit, or ulimit -Hn",
         )
@@ -70,7 +70,7 @@ def check_descriptors() -> Check:
 def check_locked_memory(config: Config) -> Check:
     """RLIMIT_MEMLOCK, which counts for memory that a GPU's driver registers."""
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "no limit" if most == resource.RLIM_INFINITY else f"{most >> 20} MiB locked at most"
+    found = "no limit" if most == resource.RLIM_INFINITY else f"{most >> 20} MiB locked at most by this process"
     wanted = sum(tier.capacity for tier in config.host)
     if not any(device.kind == "cuda" for device in config.device):
         return Check("memlock", "skipped", f"{found}; no GPU is configured")
