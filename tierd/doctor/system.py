@@ -54,7 +54,8 @@ def check_kernel(host: Host) -> Check:
 
 
 def check_descriptors() -> Check:
-    """RLIMIT_NOFILE of this process; a unit has its own. The daemon raises the soft limit to the hard one."""
+    """RLIMIT_NOFILE of this process; a unit has its own. The daemon raises the soft limit to the
+    hard one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < LEAST_DESCRIPTORS:
         return Check(

@@ -54,4 +54,4 @@ def waste_of(model: Model, *, context: int, mean: float) -> Waste:
     """context: of the longest request. mean: tokens of a request in its middle."""
     used, whole = model.request_values(round(mean)), model.request_values(context)
     block = model.request_values(TOKENS_PER_BLOCK) / 2
-    return Waste(1 - used / whole if whole else 0.0, block / (used + block) if used else 0.0)
+    return Waste(max(0.0, 1 - used / whole) if whole else 0.0, block / (used + block) if used else 0.0)
