@@ -288,10 +288,13 @@ def assumptions(asked: Asked) -> list[str]:
         f"{gpu.flops / count / 1e12:,.0f} TFLOP/s, ${gpu.price / count:.2f} an hour; host link "
         f"{gpu.link / count / 1e9:.0f} GB/s, NVMe {gpu.disk / 1e9:.0f} GB/s"
     )
-    most = asked.model.context
-    beyond = (
-        [f"the model takes {most:,} tokens; {asked.context:,} need a change of it"] if asked.context > most > 0 else []
-    )
+    most, mean, beyond = asked.model.context, asked.traffic.mean_tokens, []
+    if asked.context > most > 0:
+        beyond.append(f"the model takes {most:,} tokens; {asked.context:,} need a change of it")
+    if mean > asked.context:
+        beyond.append(
+            f"the traffic's mean request of {mean:,.0f} tokens is longer than {asked.context:,}; give --prompt or --context"
+        )
     return [
         *beyond,
         gpus,

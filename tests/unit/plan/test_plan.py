@@ -280,3 +280,11 @@ def test_life_of_a_drive_is_readable(rate: str, said: str) -> None:
     words = ["plan", "--model", "llama-3-8b", "--host", "0", "--nvme", "512GiB", "--rate", rate]
     done = CliRunner().invoke(cli, words, prog_name="tierctl", env={"COLUMNS": "200"})
     assert re.search(said, done.stdout), done.stdout
+
+
+def test_requests_beyond_the_context_are_said() -> None:
+    """Traffic of longer requests than the model takes wastes nothing, and an assumption names the remedy."""
+    made = planned("--model", "llama-3-8b")
+    assert made["waste"]["contiguous"] == 0
+    assert "12,740 tokens is longer than 8,192; give --prompt" in made["assumptions"][0]
+    assert not any("longer" in line for line in planned("--model", "llama-3-8b", "--prompt", "2000")["assumptions"])
