@@ -181,8 +181,8 @@ class Asking(Links):
 
     def _copied(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
         """Copies the prefix under a lease. If a page does not hold its block, reports it and asks
-        the daemon once more: a farther tier may have the block intact. If that answer does not come,
-        the blocks before it are the prefix."""
+        the daemon once more: a farther tier may have the block intact. If that answer does not
+        come, the blocks before it are the prefix."""
         doubted: Any = np.zeros(0, "<u8")
         got, lengths = GetResult(), np.zeros(0, np.uint32)
         while True:

@@ -198,7 +198,8 @@ def _page(segment: MappedSegment, slot: int, length: int, layers: int, generatio
 
 def pages_of(session: Session, handles: StructArray, layers: Sequence[int] | None = None) -> Pages | None:
     """Held pages of HANDLE [n]; None: one is not in mapped host memory. A page without its own
-    entry gets no sums, so its copy is not good. layers: of each block, for such pages; None: opaque."""
+    entry gets no sums, so its copy is not good. layers: of each block, for such pages. None: all
+    are opaque."""
     table, rows = session.segments.table(), list[tuple[int, ...]]()
     columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
     for *place, generation, length, of_block in zip(*columns, layers or [0] * len(handles), strict=True):
